@@ -1,0 +1,139 @@
+"""The last line of defence: the captured graph, nothing rounded, against the model itself on the example inputs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import GraphModule
+
+from passes._torch import pytree
+from passes.errors import CaptureError, PolicyError
+from passes.values import LOW, no_autocast
+
+from .capture import Captured
+
+GRADIENT_TOLERANCE = 1e-6  # the exporter may reorder a sum of gradients
+
+
+def refuse_low_parameters(model: nn.Module) -> None:
+    """Raise PolicyError when a trainable parameter is FP16 or BF16: updates below its resolution vanish."""
+    low = [(n, p.dtype) for n, p in model.named_parameters() if p.requires_grad and p.dtype in LOW]
+    if low:
+        named = ", ".join(f"'{n}' ({str(d).removeprefix('torch.')})" for n, d in low[:3])
+        raise PolicyError(
+            f"{len(low)} trainable parameter(s) are low already: {named}. Updates smaller than their resolution vanish. Call "
+            "model.float() before building the optimizer and convert that (the casts live in the graph), or freeze them "
+            "with requires_grad_(False)."
+        )
+
+
+@contextlib.contextmanager
+def preserved(model: nn.Module) -> Iterator[None]:
+    """Restore buffers and the random state; gradients are never written."""
+    buffers = [(b, b.detach().clone()) for b in model.buffers()]
+    state = torch.get_rng_state()
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else None
+    fastpath = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)  # a fused kernel in eager eval rounds differently
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fastpath)
+        torch.set_rng_state(state)
+        if cuda is not None:
+            torch.cuda.set_rng_state_all(cuda)
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
+
+
+def check_faithful(captured: Captured, root: nn.Module, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Compare outputs bit for bit and gradients within 1e-6.
+
+    Raises:
+        CaptureError: the model rejects the inputs, or the captured graph computes something else.
+    """
+    graph = GraphModule(_Holder(root), captured.graph)
+    graph.__dict__.update({k: root.__dict__[k] for k in ("_modules", "_parameters", "_buffers", "training")})
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    with no_autocast():
+        with preserved(model):
+            try:
+                expected = _run(lambda a, k: model(*a, **k), args, kwargs, parameters)
+            except Exception as e:
+                raise CaptureError(
+                    f"{type(model).__name__} rejects the example inputs: {type(e).__name__}: {e}. Pass inputs that "
+                    "model(*args, **kwargs) accepts."
+                ) from e
+        with preserved(model):
+            got = _run(lambda a, k: captured.call.pack(graph(*captured.call.bind(a, k))), args, kwargs, parameters)
+    _compare(type(model).__name__, captured.front_end, model, expected, got)
+
+
+class _Holder(nn.Module):
+    """Gives GraphModule the attributes it copies while it is built."""
+
+    def __init__(self, root: nn.Module) -> None:
+        super().__init__()
+        self.__dict__.update({k: root.__dict__[k] for k in ("_modules", "_parameters", "_buffers", "training")})
+
+
+Run = tuple[list[Any], list[Any]]
+
+
+def _run(call: Any, args: tuple[Any, ...], kwargs: dict[str, Any], parameters: list[Any]) -> Run:
+    """Return the output leaves and the gradients of a weighted sum of the floating ones."""
+    args, kwargs = pytree.tree_map(_fresh, (args, kwargs))
+    inputs = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.requires_grad]
+    leaves = pytree.tree_leaves(call(args, kwargs))
+    floats = [o for o in leaves if isinstance(o, torch.Tensor) and o.is_floating_point() and o.requires_grad]
+    gradients: list[Any] = []
+    if floats and torch.is_grad_enabled() and (parameters or inputs):
+        weights = [torch.linspace(0.5, 1.5, max(o.numel(), 1), dtype=o.dtype, device=o.device)[: o.numel()].view(o.shape) for o in floats]
+        gradients = list(torch.autograd.grad(floats, [*parameters, *inputs], weights, allow_unused=True))
+    return [o.detach().clone() if isinstance(o, torch.Tensor) else o for o in leaves], gradients
+
+
+def _fresh(value: Any) -> Any:
+    """Copy an input, so that a model that writes to it does so once for each run."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone().requires_grad_(value.requires_grad)
+    return value
+
+
+def _compare(name: str, front_end: str, model: nn.Module, expected: Run, got: Run) -> None:
+    way_out = f"The graph captured with '{front_end}' does not compute what {name} computes"
+    if len(expected[0]) != len(got[0]):
+        raise CaptureError(f"{way_out}: {len(got[0])} outputs instead of {len(expected[0])}. Use fxamp.compile(model).")
+    for i, (a, b) in enumerate(zip(expected[0], got[0], strict=True)):
+        if isinstance(a, torch.Tensor) and not (isinstance(b, torch.Tensor) and _same(a, b)):
+            difference = (a.double() - b.double()).abs().max().item() if isinstance(b, torch.Tensor) and a.shape == b.shape and a.numel() else "shape"
+            raise CaptureError(
+                f"{way_out}: output {i} differs by {difference}. Something in it is lost by capture (a side effect, a random "
+                "draw, a branch); use fxamp.compile(model), or pass check=False if it draws from a generator of its own."
+            )
+    named = [n for n, p in model.named_parameters() if p.requires_grad]
+    for i, (a, b) in enumerate(zip(expected[1], got[1], strict=True)):
+        where = f"parameter '{named[i]}'" if i < len(named) else f"input {i - len(named)}"
+        if (a is None) != (b is None):
+            raise CaptureError(f"{way_out}: the gradient of {where} is {'lost' if b is None else 'new'}. Use fxamp.compile(model).")
+        if a is not None and not _close(a, b):
+            raise CaptureError(f"{way_out}: the gradient of {where} differs. Use fxamp.compile(model).")
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    return torch.equal(a, b) or bool(torch.equal(torch.nan_to_num(a), torch.nan_to_num(b)) and torch.equal(a.isnan(), b.isnan()))
+
+
+def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.is_sparse or b.is_sparse:
+        a, b = a.to_dense(), b.to_dense()
+    scale = a.double().norm().clamp_min(1e-30)
+    difference = (a.double() - b.double()).norm() / scale
+    return bool(difference <= GRADIENT_TOLERANCE) or _same(a, b)

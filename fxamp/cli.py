@@ -1,0 +1,254 @@
+"""The command: `fxamp report | diff | check | rules | demo`.
+
+Exit status of every verb: 0 done and nothing found, 1 found, 2 could not tell.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.metadata
+import importlib.util
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from types import ModuleType
+from typing import NoReturn
+
+from tabulate import tabulate
+
+from passes.errors import FxampError, PolicyError
+from passes.plan import Plan, write_text
+from passes.policy import nearest
+
+logger = logging.getLogger(__name__)
+
+DONE, FOUND, UNKNOWN = 0, 1, 2
+TARGET_FORM = "TARGET is package.module:callable or path/file.py:callable, looked up from the current directory"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one verb and return its exit status."""
+    try:
+        args = _parser().parse_args(argv)
+    except SystemExit as stop:
+        # --help and --version leave this way.
+        return int(stop.code or 0)
+    except FxampError as error:
+        return _failed(str(error))
+    # A target may import more of its own when it is called, so the path stays until the verb is done.
+    path = list(sys.path)
+    sys.path.insert(0, os.getcwd())
+    try:
+        status: int = args.run(args)
+    except FxampError as error:
+        return _failed(str(error))
+    except OSError as error:
+        return _failed(f"{error.strerror or error}: {error.filename}" if error.filename else str(error))
+    except Exception as error:
+        # Python would leave with 1, which means "found".
+        logger.debug("unexpected", exc_info=True)
+        return _failed(f"unexpected {type(error).__name__}: {error}; please report it")
+    finally:
+        sys.path[:] = path
+    return DONE if args.exit_zero and status == FOUND else status
+
+
+def load_target(target: str) -> tuple[object, object, object]:
+    """Import `package.module:callable` or `path/file.py:callable`, call it, and return (model, args, kwargs)."""
+    where, colon, name = target.rpartition(":")
+    if not colon or not where or not name:
+        raise FxampError(f"{target!r} is not a target; {TARGET_FORM}")
+    try:
+        module = _import_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
+    # A module that calls sys.exit would choose our exit status.
+    except (Exception, SystemExit) as error:
+        raise FxampError(f"cannot import {where!r} ({type(error).__name__}: {error}); {TARGET_FORM}") from error
+    build = getattr(module, name, None)
+    if not callable(build):
+        problem = "has no" if build is None else "holds something that cannot be called under"
+        near = nearest(name, [key for key, value in vars(module).items() if callable(value)])
+        raise FxampError(f"{where!r} {problem} {name!r}{near}; {TARGET_FORM}")
+    try:
+        made = build()
+    except (Exception, SystemExit) as error:
+        raise FxampError(
+            f"{target!r} raised {type(error).__name__}: {error}; it is called without arguments"
+        ) from error
+    parts = made if isinstance(made, tuple) else (made,)
+    if not 1 <= len(parts) <= 3:
+        raise FxampError(
+            f"{target!r} returned {len(parts)} things; return model, (model, args) or (model, args, kwargs)"
+        )
+    model, args, kwargs = (*parts, None, None)[:3]
+    return model, args, kwargs
+
+
+def _report(args: argparse.Namespace) -> int:
+    from .report import report
+
+    plan = _plan(args.target, args.policy)
+    if args.save_plan:
+        plan.save(args.save_plan)
+    made = report(plan)
+    _write(args, text=lambda: str(made), markdown=made.to_markdown, json=made.to_json)
+    return DONE
+
+
+def _diff(args: argparse.Namespace) -> int:
+    from .diff import diff
+
+    made = diff(args.before, args.after)
+    _write(args, text=lambda: str(made), markdown=made.to_markdown, json=made.to_json)
+    return FOUND if made else DONE
+
+
+def _check(args: argparse.Namespace) -> NoReturn:
+    raise FxampError("check is not there yet; compare two saved plans with `fxamp diff A B` meanwhile")
+
+
+def _rules(args: argparse.Namespace) -> int:
+    from passes.rules import RULES
+
+    if args.op is not None and args.op not in RULES:
+        raise FxampError(f"no rule for the op {args.op!r}{nearest(args.op, RULES)}")
+    rows = [asdict(RULES[name]) for name in ([args.op] if args.op else sorted(RULES))]
+    # A table of one op reads better upright, and of many with only the columns that any of them fills.
+    columns = [name for name in rows[0] if any(row[name] for row in rows)]
+    table = [[_cell(row[name]) for name in columns] for row in rows]
+    headers: Sequence[str] = columns
+    if args.op:
+        table, headers = [[name, cell] for name, cell in zip(columns, table[0], strict=True)], ("fact", "value")
+    _write(
+        args,
+        text=lambda: tabulate(table, headers, "simple", disable_numparse=True),
+        markdown=lambda: tabulate(table, headers, "pipe", disable_numparse=True),
+        json=lambda: json.dumps(rows, indent=1, sort_keys=True, default=_plain) + "\n",
+    )
+    return DONE
+
+
+def _demo(args: argparse.Namespace) -> int:
+    try:
+        from .demo import run
+    except ModuleNotFoundError as error:
+        raise FxampError(f"the demo needs {error.name!r}; install it with: pip install 'fxamp[demo]'") from error
+    run(seeds=args.seeds, output=args.output)
+    return DONE
+
+
+def _plan(target: str, policy: str | None) -> Plan:
+    if not target.endswith(".json"):
+        model, args, kwargs = load_target(target)
+        from .convert import plan
+
+        return plan(model, args, kwargs, policy=policy)
+    if policy is not None:
+        raise PolicyError(f"{target!r} is a saved plan and has its own policy; leave out --policy")
+    return Plan.load(target)
+
+
+def _import_file(path: Path) -> ModuleType:
+    # A file named as a module that is there already must not take its place.
+    name = path.stem if path.stem not in sys.modules else f"_target_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise FxampError(f"cannot import {str(path)!r}; {TARGET_FORM}")
+    module = importlib.util.module_from_spec(spec)
+    # Dataclasses and pickle look a class's module up by name.
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _write(args: argparse.Namespace, **formats: Callable[[], str]) -> None:
+    """Write one of the formats to the file asked for, or to standard output."""
+    text = formats[args.output_format]().rstrip("\n") + "\n"
+    if args.output is not None:
+        write_text(args.output, text)
+        return
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader (`| head`) has seen enough. Python flushes once more at exit, so give it somewhere to flush to.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _failed(message: str) -> int:
+    sys.stderr.write(f"fxamp: error: {' '.join(message.split())}\n")
+    return UNKNOWN
+
+
+def _cell(value: object) -> str:
+    if value is None or value is False:
+        return ""
+    if isinstance(value, set | frozenset):
+        return ", ".join(_texts(value))
+    return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
+def _plain(value: object) -> list[str] | str:
+    """Give JSON what it has no form for: a set in a fixed order, anything else as text."""
+    return _texts(value) if isinstance(value, set | frozenset) else str(value)
+
+
+def _texts(values: Iterable[object]) -> list[str]:
+    return sorted(str(value) for value in values)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raise usage errors as fxamp's own, so that they print as one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise instead of printing the usage and leaving."""
+        raise FxampError(f"{message}; see `{self.prog} --help`")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="fxamp", description="Automatic mixed precision for PyTorch as a compiler pass.")
+    parser.add_argument("--version", action="version", version=f"fxamp {_version()}")
+    verbs = parser.add_subparsers(metavar="VERB", required=True)
+
+    def verb(name: str, run: Callable[[argparse.Namespace], int], summary: str) -> argparse.ArgumentParser:
+        made = verbs.add_parser(name, help=summary, description=summary)
+        made.set_defaults(run=run)
+        made.add_argument("--output-format", choices=("text", "markdown", "json"), default="text")
+        made.add_argument("-o", "--output", metavar="FILE", type=Path, help="write there instead of printing")
+        made.add_argument("--exit-zero", action="store_true", help="exit with 0 where it would be 1")
+        return made
+
+    report = verb("report", _report, "Show in which dtype every node runs, and why.")
+    report.add_argument("target", metavar="TARGET", help="package.module:callable, path/file.py:callable or plan.json")
+    report.add_argument("--policy", help='such as "O1" or "O2,dtype=bf16,modules.fc3=fp32"')
+    report.add_argument("--save-plan", metavar="FILE", type=Path, help="save the plan as JSON too")
+
+    diff = verb("diff", _diff, "Show what differs between two saved plans; exit with 1 when they differ.")
+    diff.add_argument("before", metavar="A", type=Path)
+    diff.add_argument("after", metavar="B", type=Path)
+
+    check = verb("check", _check, "Gate a model's plan in CI (not there yet).")
+    check.add_argument("target", metavar="TARGET", nargs="?")
+    check.add_argument("--policy")
+
+    rules = verb("rules", _rules, "Show the op table, or what is known of one op.")
+    rules.add_argument("op", metavar="OP", nargs="?", help="canonical name, such as softmax")
+
+    demo = verb("demo", _demo, "Train two small models on digits in FP32, under autocast and with fxamp.")
+    demo.add_argument("--seeds", type=int, default=1, metavar="N", help="how many seeds to average over")
+    return parser
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("fxamp")
+    except importlib.metadata.PackageNotFoundError:
+        return "(not installed)"

@@ -1,0 +1,142 @@
+"""`convert`: capture, compile, emit. The story of the product, readable in a minute."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from passes import compile_graph
+from passes.errors import PolicyError
+from passes.plan import Plan
+from passes.policy import Policy
+
+from .capture import Captured, as_inputs, capture as capture_model
+from .check import check_faithful, refuse_low_parameters
+from .module import ConvertedModule, skeleton
+from .preflight import untouched
+
+
+def convert(
+    model: nn.Module,
+    args: Any = None,
+    kwargs: Any = None,
+    *,
+    policy: Policy | str | None = None,
+    capture: str = "auto",
+    dynamic_shapes: Any = "auto",
+    plan: Plan | str | os.PathLike[str] | None = None,
+    check: bool = True,
+) -> ConvertedModule:
+    """Convert a model to mixed precision.
+
+    Args:
+        model: an `nn.Module`, a `GraphModule` or an `ExportedProgram`. It is not changed; the converted module shares its
+            parameters and buffers, so an optimizer built before goes on working.
+        args: example inputs, a tuple as `torch.export.export` takes them (a lone tensor is wrapped).
+        kwargs: example keyword inputs.
+        policy: a level ("O0" to "O3"), a policy string ("O2,dtype=bf16,modules.fc3=fp32") or a Policy; "O1" by default.
+        capture: "auto" (export with example inputs, else fx), "export" or "fx".
+        dynamic_shapes: "auto" (every dimension), None (none), or as `torch.export.export` takes them.
+        plan: a Plan, or the path of one, to replay; its policy is the policy.
+        check: compare the captured graph, before any rounding, with the model on the example inputs.
+
+    Returns:
+        A ConvertedModule, called like the model. Outputs keep the model's dtypes.
+
+    Raises:
+        CaptureError: the model cannot be captured faithfully.
+        PolicyError: the policy is wrong, or does not fit the model.
+        PlanError: the plan cannot be read, or does not fit the model.
+        VerificationError: a rewritten graph does not do what its plan says.
+    """
+    if plan is not None and policy is not None:
+        raise PolicyError("a plan has its own policy: give convert a plan or a policy, not both.")
+    if plan is not None and not isinstance(plan, Plan):
+        plan = Plan.load(plan)
+    asked = plan.policy if plan is not None else Policy.of(policy)
+    captured, decided = _compile(model, args, kwargs, asked, capture, dynamic_shapes, plan, check)
+    root = skeleton(model if isinstance(model, nn.Module) else captured.model, captured.opaque, captured.constants)
+    return ConvertedModule(
+        root, captured.graph, decided, captured.call, decided.policy.device or "cpu", captured.only_mode, type(model).__name__
+    )
+
+
+def plan(
+    model: nn.Module,
+    args: Any = None,
+    kwargs: Any = None,
+    *,
+    policy: Policy | str | None = None,
+    capture: str = "auto",
+    dynamic_shapes: Any = "auto",
+) -> Plan:
+    """Decide only: return the plan that `convert` would carry out. Arguments and errors as `convert`."""
+    return _compile(model, args, kwargs, Policy.of(policy), capture, dynamic_shapes, None, check=False)[1]
+
+
+def plan_of(module: nn.Module) -> Plan:
+    """Return what was decided for a converted module.
+
+    Raises:
+        CaptureError: the module was not converted by fxamp.
+    """
+    return _converted(module).plan
+
+
+def graphs(module: nn.Module) -> list[torch.fx.GraphModule]:
+    """Return the graphs of a converted module, in order.
+
+    Raises:
+        CaptureError: the module was not converted by fxamp.
+    """
+    return [_converted(module)]
+
+
+def _converted(module: Any) -> ConvertedModule:
+    from passes.errors import CaptureError, NotAModuleError
+
+    if isinstance(module, ConvertedModule):
+        return module
+    if not isinstance(module, nn.Module):
+        raise NotAModuleError(f"a converted module is needed, not {type(module).__name__}.")
+    raise CaptureError(f"{type(module).__name__} was not converted by fxamp: pass what fxamp.convert(model) returned.")
+
+
+def _compile(
+    model: Any, args: Any, kwargs: Any, policy: Policy, front_end: str, dynamic_shapes: Any, replayed: Plan | None, check: bool
+) -> tuple[Captured, Plan]:
+    captured = capture_model(model, args, kwargs, front_end=front_end, dynamic_shapes=dynamic_shapes)
+    module = captured.model
+    inputs = as_inputs(args, kwargs)
+    policy = resolve(policy, module, inputs)
+    refuse_low_parameters(module)
+    root = skeleton(module, captured.opaque, captured.constants)
+    if check and inputs is not None:
+        with untouched(module):
+            check_faithful(captured, root, module, *inputs)
+
+    def attribute(path: str) -> Any:
+        value: Any = root
+        for atom in path.split("."):
+            value = getattr(value, atom)
+        return value
+
+    decided = compile_graph(
+        captured.graph, policy, attribute, capture=captured.front_end, notes=tuple(captured.notes), plan=replayed
+    )
+    return captured, decided
+
+
+def resolve(policy: Policy, model: nn.Module, inputs: tuple[tuple[Any, ...], dict[str, Any]] | None) -> Policy:
+    """Fill in the device (of the parameters, else of the inputs, else the CPU) and the low dtype (ambient autocast's, else default)."""
+    device = policy.device
+    if device is None:
+        leaves = [*model.parameters(), *model.buffers(), *torch.utils._pytree.tree_leaves(inputs or ())]
+        found = next((t.device.type for t in leaves if isinstance(t, torch.Tensor)), "cpu")
+        device = "cpu" if found == "meta" else found
+    dtype = policy.dtype or torch.get_autocast_dtype(device)
+    return replace(policy, device=device, dtype=dtype)

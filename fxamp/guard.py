@@ -1,0 +1,18 @@
+"""`passes` is a common word: say so at once when another package of that name stands in front of ours."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+
+def refuse_foreign_passes() -> None:
+    """Raise ImportError when `import passes` does not find the package installed beside fxamp."""
+    spec = importlib.util.find_spec("passes")
+    found = Path(spec.origin).resolve() if spec is not None and spec.origin else None
+    ours = Path(__file__).resolve().parent.parent / "passes" / "__init__.py"
+    if found != ours:
+        raise ImportError(
+            f"fxamp needs its own package 'passes' ({ours}), but 'import passes' finds {found or 'none'}. Rename that "
+            "module, or put fxamp's folder first on sys.path."
+        )

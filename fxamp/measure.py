@@ -1,0 +1,122 @@
+"""Count what a training step does about dtypes, and time steps side by side.
+
+The counts are exact and the same on every run; the times are only good as ratios within one call of `interleaved`.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from passes._torch import TorchDispatchMode
+from passes.errors import FxampError
+
+
+@dataclass(frozen=True)
+class StepCounts:
+    """What one training step did: dtype casts, bytes they read and write, bytes saved for backward, ops dispatched."""
+
+    casts: int
+    cast_bytes: int
+    saved_bytes: int
+    ops: int
+
+
+class Timing(NamedTuple):
+    """Seconds of a step: the median, and the distance between its quartiles."""
+
+    median: float
+    spread: float
+
+
+class _Counter(TorchDispatchMode):
+    """Counts ops, and the casts among them; a batched copy is one cast."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.casts = self.cast_bytes = self.ops = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.ops += 1
+        if func is torch.ops.aten._to_copy.default and out.is_floating_point() and out.dtype != args[0].dtype:
+            self.casts += 1
+            self.cast_bytes += args[0].nbytes + out.nbytes
+        if func is torch.ops.aten._foreach_copy_.default:
+            self.casts += 1
+            self.cast_bytes += sum(to.nbytes + source.nbytes for to, source in zip(args[0], args[1], strict=True))
+        return out
+
+
+def step_counts(fn: Callable[[], Tensor]) -> StepCounts:
+    """Count one forward and backward of `fn`, which returns the loss.
+
+    `fn` runs twice, once for the casts and once for what it saves, on the same random numbers; the generators are
+    restored. Gradients are left in `.grad`. A compiled function cannot be counted: under a dispatch mode
+    `torch.compile` runs the original model, so count on the emitted GraphModule.
+    """
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        with _Counter() as counter:
+            fn().backward()
+        torch.manual_seed(0)
+        saved = _saved_bytes(fn)
+    return StepCounts(counter.casts, counter.cast_bytes, saved, counter.ops)
+
+
+def _saved_bytes(fn: Callable[[], Tensor]) -> int:
+    """Add up the distinct storages that the forward of `fn` saves for backward, parameters apart."""
+    storages: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, nn.Parameter):
+            storage = tensor.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = fn()
+    # The graph had to live until here: a freed storage's address may be given out again.
+    del loss
+    return sum(storages.values())
+
+
+def interleaved(
+    variants: Mapping[str, Callable[[], object]], rounds: int | Iterable[object], *, warmup: int = 2
+) -> dict[str, Timing]:
+    """Time each variant once per round, in turn, so that the machine's drift hits all alike.
+
+    Args:
+        variants: what to run, by name.
+        rounds: how many rounds, or an iterable to run through, such as a progress bar.
+        warmup: rounds at the beginning that are run but not counted.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in variants}
+    for _ in range(rounds) if isinstance(rounds, int) else rounds:
+        for name, run in variants.items():
+            _synchronize()
+            start = time.perf_counter()
+            run()
+            _synchronize()
+            seconds[name].append(time.perf_counter() - start)
+    return {name: _timing(taken[warmup:]) for name, taken in seconds.items()}
+
+
+def _timing(seconds: list[float]) -> Timing:
+    if len(seconds) < 2:
+        raise FxampError(f"{len(seconds)} timed rounds are too few: give at least two more rounds than `warmup`")
+    low, _, high = statistics.quantiles(seconds, n=4)
+    return Timing(statistics.median(seconds), high - low)
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()

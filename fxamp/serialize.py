@@ -1,0 +1,105 @@
+"""A graph as plain data: what `copy.deepcopy` and `torch.save` of a converted module keep.
+
+fx's own pickling traces the generated code again, which would freeze the training flag and drop the plan.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx import Graph, Node
+
+from passes.errors import PlanError
+
+
+class Ref(NamedTuple):
+    """A reference to an earlier node, by name."""
+
+    name: str
+
+
+class Op(NamedTuple):
+    """An operator of a torch library, by its qualified name and overload ("" for a higher-order operator)."""
+
+    name: str
+    overload: str
+
+
+_META = ("nn_module_stack", "stack_trace", "leaf_type", "fxamp")
+
+
+def graph_to_data(graph: Graph) -> list[Any]:
+    """Return one tuple (op, name, target, args, kwargs, meta) per node."""
+    return [
+        (
+            n.op,
+            n.name,
+            _target_to_data(n.target),
+            _dump(n.args),
+            _dump(n.kwargs),
+            {k: n.meta[k] for k in _META if k in n.meta},
+        )
+        for n in graph.nodes
+    ]
+
+
+def graph_from_data(data: list[Any]) -> Graph:
+    """Rebuild the graph, or raise PlanError when an operator it uses does not exist in this process."""
+    graph = Graph()
+    nodes: dict[str, Node] = {}
+
+    def load(value: Any) -> Any:
+        if isinstance(value, Ref):
+            return nodes[value.name]
+        if isinstance(value, (list, tuple)):
+            return type(value)(load(v) for v in value) if type(value) in (list, tuple) else value
+        if isinstance(value, dict):
+            return {k: load(v) for k, v in value.items()}
+        if isinstance(value, slice):
+            return slice(load(value.start), load(value.stop), load(value.step))
+        return value
+
+    for op, name, target, args, kwargs, meta in data:
+        node = graph.create_node(op, _target_from_data(target), load(args), load(kwargs), name=name)
+        node.meta.update(meta)
+        nodes[name] = node
+    return graph
+
+
+def _dump(value: Any) -> Any:
+    """Return an argument with nodes as references and fx's immutable containers as plain ones."""
+    if isinstance(value, Node):
+        return Ref(value.name)
+    if isinstance(value, slice):
+        return slice(_dump(value.start), _dump(value.stop), _dump(value.step))
+    if isinstance(value, dict):
+        return {k: _dump(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_dump(v) for v in value]
+    if isinstance(value, tuple) and not hasattr(value, "_fields") and not isinstance(value, torch.Size):
+        return tuple(_dump(v) for v in value)
+    return value
+
+
+def _target_to_data(target: Any) -> Any:
+    if isinstance(target, torch._ops.OpOverload):
+        return Op(target._schema.name, target._overloadname)
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return Op(target.name(), "")
+    return target
+
+
+def _target_from_data(target: Any) -> Any:
+    if not isinstance(target, Op):
+        return target
+    space, _, name = target.name.rpartition("::")
+    where = getattr(torch.ops, space) if space else torch.ops.higher_order
+    try:
+        return operator.attrgetter(f"{name}.{target.overload}" if target.overload else name)(where)
+    except AttributeError as e:
+        raise PlanError(
+            f"the saved module calls {target.name}, which is not registered in this process. Import the library that "
+            "defines it before loading."
+        ) from e

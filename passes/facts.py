@@ -1,0 +1,165 @@
+"""Measured facts: how an op behaves in low on a device, read from `facts_<device>.json`.
+
+`reports/measure_facts.py` writes those files. A fact holds for (op, device, low dtype, static arguments) on the machine it
+was measured on; on another one it is assumed. Where a device has no file, those of the CPU are assumed.
+
+Key in the file: "softmax[dim=last]", with the static arguments that matter; value: the facts that hold, by low dtype.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from . import ops
+from .rules import rule
+
+NAMES = ("fp32_internal", "rounds_once", "commutes_forward", "commutes_backward")
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What holds of one op in one low dtype.
+
+    Attributes:
+        fp32_internal: `low(op(float(x))) == op(x)` for low x, bit for bit: it computes in FP32 and rounds once.
+        rounds_once: Its error against float64 is at most 1.5 times that of the correctly rounded result.
+        commutes_forward: `op(low(x)) == low(op(x))` for FP32 x.
+        commutes_backward: The same for the gradient of x.
+        status: "measured" on this kind of machine, or "assumed".
+    """
+
+    fp32_internal: bool = False
+    rounds_once: bool = False
+    commutes_forward: bool = False
+    commutes_backward: bool = False
+    status: str = "assumed"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What decides whether facts measured on one machine hold on another."""
+
+    device: str
+    capability: str
+    torch: str
+
+
+def this_machine(device: str) -> Machine:
+    """Return what this machine is for a device; capability "" when it has no such device."""
+    version = ".".join(torch.__version__.split(".")[:2])
+    if device == "cpu":
+        return Machine("cpu", torch.backends.cpu.get_cpu_capability(), version)
+    if device == "cuda" and torch.cuda.is_available():
+        return Machine("cuda", "sm_{}{}".format(*torch.cuda.get_device_capability()), version)
+    return Machine(device, "", version)
+
+
+def facts(name: str, device: str, low: torch.dtype, **static: Any) -> Facts:
+    """Return the facts of an op.
+
+    Args:
+        name: Canonical op name; an in-place name gives the facts of its base.
+        device: "cpu" or "cuda".
+        low: `torch.float16` or `torch.bfloat16`.
+        **static: The arguments that matter, such as `dim="last"` or `approximate="tanh"`. Where they are not given, or
+            were not measured, what holds of every measured variant is assumed.
+    """
+    base = name if rule(name) and rule(name).name == name else name.removesuffix("_")  # type: ignore[union-attr]
+    table, measured = _table(device)
+    variants = table.get(base, {})
+    wanted = static_key({k: static[k] for k in statics(base, device) if k in static})
+    if wanted in variants:
+        return Facts(**dict.fromkeys(variants[wanted].get(_short(low), ()), True), status="measured" if measured else "assumed")
+    if variants:
+        common = set.intersection(*(set(v.get(_short(low), ())) for v in variants.values()))
+        return Facts(**dict.fromkeys(common, True))
+    row = rule(base)
+    commutes = row.commutes if row else ""
+    return Facts(commutes_forward=bool(commutes), commutes_backward=commutes == "both")
+
+
+def facts_of(node: Node, device: str, low: torch.dtype) -> Facts:
+    """Return the facts of a node's op for the static arguments of the call."""
+    name = ops.name(node)
+    return facts(name, device, low, **_static_arguments(node, statics(name.removesuffix("_"), device)))
+
+
+def rounds_once(node: Node, name: str, device: str, low: torch.dtype) -> bool:
+    """Say whether a node's op, of the given canonical name, is as good as correctly rounded in low."""
+    return facts(name, device, low, **_static_arguments(node, statics(name, device))).rounds_once
+
+
+@functools.cache
+def statics(name: str, device: str) -> tuple[str, ...]:
+    """Return the static arguments that the facts of an op are keyed by."""
+    keys = _table(device)[0].get(name, {})
+    return tuple(sorted({part.partition("=")[0] for key in keys for part in key.split(",") if part}))
+
+
+def static_key(static: dict[str, Any]) -> str:
+    """Return the key of static arguments: "dim=last,ord=2"."""
+    return ",".join(f"{k}={_plain(v)}" for k, v in sorted(static.items()))
+
+
+def dim_class(dims: Any, rank: int) -> str:
+    """Return which dimensions a reduction runs over, as kernels tell them apart: "all", "last" or "other"."""
+    if dims is None or dims in ([], ()):
+        return "all"
+    given = {d % rank for d in (dims if isinstance(dims, (list, tuple)) else [dims])} if rank else set()
+    if len(given) == rank:
+        return "all" if rank > 1 or isinstance(dims, (list, tuple)) else "last"
+    return "last" if given == {rank - 1} else "other"
+
+
+_REDUCTIONS = {0: "none", 1: "mean", 2: "sum"}
+
+
+def _static_arguments(node: Node, names: tuple[str, ...]) -> dict[str, Any]:
+    """Read the named static arguments off a call; those that are not numbers or words are left out."""
+    found: dict[str, Any] = {}
+    for key in names:
+        value = ops.argument(node, key, _default(node, key))
+        if key == "dim":
+            operand = next((o.node for o in ops.operands(node)), None)
+            shape = getattr(operand.meta.get("val"), "shape", None) if operand else None
+            if shape is None or isinstance(value, Node):
+                continue
+            value = dim_class(value, len(shape))
+        if key == "reduction" and isinstance(value, int):
+            value = _REDUCTIONS.get(value, value)
+        if isinstance(value, (bool, int, float, str)):
+            found[key] = value
+    return found
+
+
+def _default(node: Node, key: str) -> Any:
+    schema = ops.schema_of(node)
+    return next((a.default_value for a in schema.arguments if a.name == key), None) if schema else None
+
+
+@functools.cache
+def _table(device: str) -> tuple[dict[str, dict[str, dict[str, list[str]]]], bool]:
+    """Return op -> static key -> low dtype -> facts, and whether they were measured on this kind of machine."""
+    path = Path(__file__).with_name(f"facts_{device}.json")
+    found = json.loads((path if path.exists() else path.with_name("facts_cpu.json")).read_text())
+    table: dict[str, dict[str, dict[str, list[str]]]] = {}
+    for key, by_dtype in found["facts"].items():
+        name, _, static = key.rstrip("]").partition("[")
+        table.setdefault(name, {})[static] = by_dtype
+    return table, Machine(**found["machine"]) == this_machine(device)
+
+
+def _plain(value: Any) -> str:
+    """Return one spelling of equal numbers: 2 and 2.0 are "2"."""
+    return f"{value:g}" if isinstance(value, (int, float)) and not isinstance(value, bool) else str(value)
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,112 @@
+"""Pass 3: make every operand agree with what its reader was assigned.
+
+Before: linear(x, w)                                   x, w: float32; linear was coloured bfloat16
+After:  linear(to(x, bfloat16), to(w, bfloat16))
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from . import ops
+from .assign_precision import Assignment, Colouring
+from .legalize import drop_dtype_assertions
+from .values import ANY, is_floating
+
+CAST = torch.ops.aten.to.dtype
+
+
+def cast_floating(value: Any, dtype: torch.dtype) -> Any:
+    """Cast a value whose dtype is known only when the graph runs: floats below 64 bits, nothing else."""
+    if isinstance(value, Tensor) and value.is_floating_point() and value.dtype is not torch.float64:
+        return value.to(dtype)
+    return value
+
+
+def is_inserted(node: Node) -> bool:
+    """Say whether fxamp made this cast."""
+    return node.meta.get("fxamp") == "cast"
+
+
+def insert_casts(graph: Graph, assignment: Assignment, *, restore_outputs: bool = True) -> int:
+    """Insert a cast before every use that needs another dtype; return how many."""
+    edits = 0
+    for node in list(graph.nodes):
+        colouring = assignment.colours.get(node)
+        if colouring is not None:
+            edits += _cast_operands(graph, node, colouring, assignment)
+            _rewrite_arguments(node, colouring)
+    if restore_outputs:
+        edits += _restore_outputs(graph, assignment)
+    drop_dtype_assertions(graph, lambda n: assignment.dtypes.get(n) != assignment.original.get(n))
+    return edits
+
+
+def _cast_operands(graph: Graph, node: Node, colouring: Colouring, assignment: Assignment) -> int:
+    if not colouring.casts:
+        return 0
+    edits = 0
+
+    def cast(operand: ops.Operand) -> Node:
+        nonlocal edits
+        wanted = colouring.casts.get((operand.name, operand.index))
+        if wanted is None:
+            return operand.node
+        edits += 1
+        return make_cast(graph, operand.node, wanted, node, assignment)
+
+    ops.map_operands(node, cast)
+    return edits
+
+
+def make_cast(graph: Graph, value: Node, dtype: torch.dtype, reader: Node, assignment: Assignment) -> Node:
+    """Insert a cast of a value just before its reader."""
+    unknown = assignment.dtypes[value] is ANY
+    with graph.inserting_before(reader):
+        made = graph.call_function(cast_floating if unknown else CAST, (value, dtype))
+    made.meta = {k: reader.meta[k] for k in ("nn_module_stack", "stack_trace", "autocast_region") if k in reader.meta}
+    made.meta["fxamp"] = "cast"
+    if "val" in value.meta:
+        made.meta["val"] = value.meta["val"]
+    assignment.dtypes[made] = dtype
+    assignment.original[made] = assignment.original[value]
+    return made
+
+
+def _rewrite_arguments(node: Node, colouring: Colouring) -> None:
+    if colouring.set_dtype is not None:
+        old = [a for a in (*node.args, *node.kwargs.values()) if isinstance(a, torch.dtype)]
+        if old:
+            node.args = tuple(colouring.set_dtype if isinstance(a, torch.dtype) else a for a in node.args)
+            node.kwargs = {k: colouring.set_dtype if isinstance(a, torch.dtype) else a for k, a in node.kwargs.items()}
+        elif node.op == "call_method":  # x.float()
+            node.target, node.args = "to", (*node.args, colouring.set_dtype)
+    for old_number, new_number in colouring.literals:
+
+        def replace(a: Any, old_number: float = old_number, new_number: float = new_number) -> Any:
+            if isinstance(a, (list, tuple)):
+                return type(a)(replace(x) for x in a)
+            return new_number if isinstance(a, float) and a == old_number else a
+
+        node.args = tuple(replace(a) for a in node.args)
+        node.kwargs = {k: replace(a) for k, a in node.kwargs.items()}
+
+
+def _restore_outputs(graph: Graph, assignment: Assignment) -> int:
+    output = graph.output_node()
+    edits = 0
+    out = []
+    for value in output.args[0]:
+        held, original = assignment.dtypes.get(value), assignment.original.get(value)
+        if original is ANY and is_floating(held):
+            original = torch.float32
+        if isinstance(held, torch.dtype) and held.is_floating_point and isinstance(original, torch.dtype) and held != original:
+            value = make_cast(graph, value, original, output, assignment)
+            edits += 1
+        out.append(value)
+    output.args = (tuple(out),)
+    return edits

@@ -1,0 +1,315 @@
+"""What the user asked for: a level, a dtype, a device, and overrides per module, type and op.
+
+A `Policy` is frozen and hashable, and its string form round-trips::
+
+    Policy("O2", dtype="bf16", modules={"fc3": "fp32", nn.LayerNorm: "fp32"}, ops={"softmax": "low"})
+    O2,dtype=bf16,modules.fc3=fp32,modules.torch.nn.LayerNorm=fp32,ops.softmax=low
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, fields
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import nn
+
+from .errors import PolicyError
+
+Pairs: TypeAlias = tuple[tuple[str, str], ...]
+# Keys are str or type[nn.Module]. A mapping's key type is invariant, so naming them would refuse most literals.
+ModuleOverrides: TypeAlias = Mapping[Any, object] | Iterable[tuple[Any, object]]
+OpOverrides: TypeAlias = Mapping[str, object] | Iterable[tuple[str, object]]
+# The modules a node lies in, from the root to the innermost: (path, names of its type and of the type's bases).
+Stack: TypeAlias = Sequence[tuple[str, Sequence[str]]]
+
+LEVELS = ("O0", "O1", "O2", "O3")
+COLOURS = ("low", "fp32", "keep")
+DEVICES = ("cpu", "cuda")
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+CHOICES = {
+    "output_dtype": ("original", "low"),
+    "cost": ("bytes", "measured"),
+    "unknown_ops": ("keep", "fp32", "error"),
+    "share_casts": ("always", "weights", "never"),
+}
+
+_DTYPE_SPELLINGS = DTYPES | {"float16": torch.float16, "half": torch.float16, "bfloat16": torch.bfloat16}
+_FP32_SPELLINGS = ("float32", "torch.float32", "float")
+
+
+@dataclass(frozen=True, init=False)
+class Policy:
+    """Hold what the user asked for; every field is validated and kept in one canonical form."""
+
+    level: str
+    _: KW_ONLY
+    dtype: torch.dtype | None
+    device: str | None
+    modules: Pairs
+    ops: Pairs
+    output_dtype: str
+    cost: str
+    unknown_ops: str
+    share_casts: str
+
+    def __init__(
+        self,
+        level: str = "O1",
+        *,
+        dtype: torch.dtype | str | None = None,
+        device: torch.device | str | None = None,
+        modules: ModuleOverrides = (),
+        ops: OpOverrides = (),
+        output_dtype: str = "original",
+        cost: str = "bytes",
+        unknown_ops: str = "keep",
+        share_casts: str = "always",
+    ) -> None:
+        """Validate every setting; an unknown value is a PolicyError that lists the legal ones."""
+        values = {
+            "level": _choice("level", level, LEVELS),
+            "dtype": _dtype(dtype),
+            "device": _device(device),
+            "modules": _pairs("modules", modules),
+            "ops": _pairs("ops", ops),
+            "output_dtype": _choice("output_dtype", output_dtype, CHOICES["output_dtype"]),
+            "cost": _choice("cost", cost, CHOICES["cost"]),
+            "unknown_ops": _choice("unknown_ops", unknown_ops, CHOICES["unknown_ops"]),
+            "share_casts": _choice("share_casts", share_casts, CHOICES["share_casts"]),
+        }
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    @classmethod
+    def parse(cls, text: str) -> Policy:
+        """Read the string form, `LEVEL[,KEY=VALUE]...`."""
+        level, *settings = (part.strip() for part in text.split(","))
+        plain: dict[str, str] = {}
+        modules: list[tuple[str | type[nn.Module], object]] = []
+        ops: list[tuple[str, object]] = []
+        for setting in settings:
+            key, equals, value = (part.strip() for part in setting.partition("="))
+            if not equals or not key or not value:
+                raise PolicyError(f"policy {text!r}: {setting!r} is not KEY=VALUE; write LEVEL[,KEY=VALUE]...")
+            if key.startswith("modules."):
+                modules.append((key.removeprefix("modules."), value))
+            elif key.startswith("ops."):
+                ops.append((key.removeprefix("ops."), value))
+            elif key in plain:
+                raise PolicyError(f"policy {text!r}: {key!r} is given twice; keep one")
+            else:
+                plain[_choice("key", key, ("dtype", "device", *CHOICES), more="modules.NAME, ops.NAME")] = value
+        return cls(level, modules=modules, ops=ops, **plain)
+
+    @classmethod
+    def of(cls, value: Policy | str | None) -> Policy:
+        """Take a policy as the public functions do: None is O1, a string is parsed."""
+        if value is None:
+            return cls()
+        if isinstance(value, Policy):
+            return value
+        if isinstance(value, str):
+            return cls.parse(value)
+        raise PolicyError(f"a policy is a level, a policy string or fxamp.Policy, not {type(value).__name__}")
+
+    def __str__(self) -> str:
+        """Write the string form that `parse` reads; settings at their default are left out."""
+        default = Policy()
+        parts = [self.level]
+        for field in fields(self)[1:]:
+            value = getattr(self, field.name)
+            if field.name in ("modules", "ops"):
+                parts += [f"{field.name}.{key}={colour}" for key, colour in value]
+            elif value != getattr(default, field.name):
+                parts.append(f"{field.name}={_dtype_name(value) if field.name == 'dtype' else value}")
+        return ",".join(parts)
+
+
+@dataclass(frozen=True)
+class Override:
+    """Name one override of a policy: where it stands, its key, its colour."""
+
+    kind: Literal["path", "type", "op"]
+    key: str
+    colour: str
+
+    def __str__(self) -> str:
+        """Write the override as the policy string does."""
+        return f"{'ops' if self.kind == 'op' else 'modules'}.{self.key}={self.colour}"
+
+
+def module_override(policy: Policy, stack: Stack) -> Override | None:
+    """Find the module override that rules a node, or None.
+
+    A path beats a type. Of two globs the one with the longer literal prefix wins, of two types the one of the
+    inner module, then the more derived one.
+
+    Args:
+        policy: Whose overrides.
+        stack: The modules the node lies in, from the root to the innermost, each with its `type_names`.
+
+    Raises:
+        PolicyError: Two overrides of equal rank ask for different colours.
+    """
+    ranked = list(_matches(policy, stack))
+    if not ranked:
+        return None
+    best = max(rank for rank, _ in ranked)
+    first, *others = (override for rank, override in ranked if rank == best)
+    for other in others:
+        if other.colour != first.colour:
+            raise PolicyError(
+                f"module {stack[-1][0]!r}: {first} and {other} have equal rank and contradict each other; "
+                "drop one, or write one with a longer literal prefix"
+            )
+    return first
+
+
+def op_override(policy: Policy, op: str) -> Override | None:
+    """Find the override of an op by its canonical name, or None."""
+    return next((Override("op", key, colour) for key, colour in policy.ops if key == op), None)
+
+
+def check_used(policy: Policy, stacks: Iterable[Stack], ops: Iterable[str]) -> None:
+    """Refuse a policy with an override that matches nothing, naming the nearest name there is.
+
+    Args:
+        policy: Whose overrides.
+        stacks: The module stack of every node (or of every module) of the model.
+        ops: Canonical names of the ops of the model.
+    """
+    stacks, ops = list(stacks), set(ops)
+    matched = {override for stack in stacks for _, override in _matches(policy, stack)}
+    matched |= {override for op in ops if (override := op_override(policy, op))}
+    left = unused(policy, matched)
+    if not left:
+        return
+    override = left[0]
+    if override.kind == "op":
+        raise PolicyError(f"{override} matches no op of this model{nearest(override.key, ops)}")
+    names = {name for stack in stacks for path, types in stack for name in (path, *map(_public_name, types))}
+    raise PolicyError(f"{override} matches no module of this model{nearest(override.key, names - {''})}")
+
+
+def unused(policy: Policy, matched: Iterable[Override]) -> tuple[Override, ...]:
+    """List the overrides that are not among `matched`; module keys come back as paths."""
+    modules = {override.key for override in matched if override.kind != "op"}
+    ops = {override.key for override in matched if override.kind == "op"}
+    return (
+        *(Override("path", key, colour) for key, colour in policy.modules if key not in modules),
+        *(Override("op", key, colour) for key, colour in policy.ops if key not in ops),
+    )
+
+
+def type_names(kind: type | str) -> tuple[str, ...]:
+    """List the names a type key may have, the most derived first: a class's own and its bases', or one name."""
+    if isinstance(kind, str):
+        return (_public_name(kind),)
+    return tuple(_public_name(f"{base.__module__}.{base.__qualname__}") for base in kind.__mro__[:-1])
+
+
+def nearest(name: str, candidates: Iterable[str]) -> str:
+    """Write the end of an error message that points to the candidate most like `name`; empty without candidates."""
+    # Sorted, because of equally good candidates the first wins and a set has no order to rely on.
+    found = difflib.get_close_matches(name, sorted(candidates), n=1, cutoff=0.0)
+    return f"; the nearest name is {found[0]!r}" if found else ""
+
+
+def _matches(policy: Policy, stack: Stack) -> Iterable[tuple[tuple[int, int, int], Override]]:
+    """Yield every module override that matches, with its rank; the greater rank wins."""
+    if not stack:
+        return
+    path = stack[-1][0]
+    for key, colour in policy.modules:
+        # The root has no path, so that no glob reaches what stands directly in it; its type does.
+        if path and _glob(key).fullmatch(path):
+            yield (1, len(key.partition("*")[0]), 0), Override("path", key, colour)
+            continue
+        for depth, (_, types) in reversed(list(enumerate(stack))):
+            names = [_public_name(name) for name in types]
+            if key in names:
+                yield (0, depth, -names.index(key)), Override("type", key, colour)
+                break
+
+
+def _glob(key: str) -> re.Pattern[str]:
+    """Compile a glob of module paths: `*` stays within one segment, submodules are covered."""
+    return re.compile(re.escape(key).replace(r"\*", "[^.]*") + r"(\..*)?")
+
+
+def _public_name(name: str) -> str:
+    """Turn the defining name of a torch.nn class into the documented one, leave others as they are."""
+    if not name.startswith("torch.nn.modules."):
+        return name
+    short = name.rpartition(".")[2]
+    return f"torch.nn.{short}" if hasattr(nn, short) else name
+
+
+def _pairs(field: str, overrides: ModuleOverrides | OpOverrides) -> Pairs:
+    """Bring overrides into canonical form: sorted (key, colour) pairs, since their order means nothing."""
+    items = overrides.items() if isinstance(overrides, Mapping) else overrides
+    colours: dict[str, str] = {}
+    try:
+        pairs = [(key, colour) for key, colour in items]
+    except (TypeError, ValueError) as error:
+        raise PolicyError(f"{field} is a mapping of names to colours, not {overrides!r}") from error
+    for key, value in pairs:
+        name = _key(field, key)
+        colour = _colour(f"{field}.{name}", value)
+        if colours.setdefault(name, colour) != colour:
+            raise PolicyError(f"{field}.{name} is given twice, as {colours[name]!r} and as {colour!r}; keep one")
+    return tuple(sorted(colours.items()))
+
+
+def _key(field: str, key: object) -> str:
+    if isinstance(key, type) and field == "modules":
+        if not issubclass(key, nn.Module):
+            raise PolicyError(f"modules: {key.__qualname__} is not a module type; give a subclass of nn.Module")
+        return type_names(key)[0]
+    if not isinstance(key, str):
+        what = "a module path, a glob or a module type" if field == "modules" else "a canonical op name"
+        raise PolicyError(f"{field}: {key!r} is not {what}")
+    # A comma or an equals sign would not survive the string form.
+    if not key.strip() or set(key) & set(",="):
+        raise PolicyError(f"{field}: the key {key!r} is empty or holds one of ',='; write a module path or an op name")
+    return _public_name(key.strip())
+
+
+def _colour(name: str, value: object) -> str:
+    if value is torch.float32 or value in _FP32_SPELLINGS:
+        return "fp32"
+    return _choice(name, value, COLOURS)
+
+
+def _dtype(value: object) -> torch.dtype | None:
+    if value is None or value in (torch.float16, torch.bfloat16):
+        return value
+    spelling = str(value).removeprefix("torch.")
+    if spelling in _DTYPE_SPELLINGS:
+        return _DTYPE_SPELLINGS[spelling]
+    raise PolicyError(
+        f"dtype {spelling!r} is not a low dtype; legal: fp16, bf16 (torch.float16, torch.bfloat16)"
+        + nearest(spelling, _DTYPE_SPELLINGS)
+    )
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return next(name for name, value in DTYPES.items() if value == dtype)
+
+
+def _device(value: object) -> str | None:
+    if value is None:
+        return None
+    # Lists and facts are those of a device type; which of several devices it is does not matter.
+    return _choice("device", re.sub(r":\d+$", "", str(value)), DEVICES)
+
+
+def _choice(name: str, value: object, legal: Sequence[str], more: str = "") -> str:
+    if isinstance(value, str) and value in legal:
+        return value
+    options = ", ".join((*legal, more) if more else legal)
+    raise PolicyError(f"unknown {name} {value!r}; legal: {options}{nearest(str(value), legal)}")

@@ -1,0 +1,40 @@
+"""Replay a plan: the colours of its decisions instead of new ones, on a graph that they fit."""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Graph
+
+from .assign_precision import Assignment
+from .errors import PlanError
+from .plan import REMEDY, Plan
+from .values import keys, source
+
+
+def replay(graph: Graph, assignment: Assignment, plan: Plan) -> None:
+    """Check that a plan fits the graph, node by node, and that its colours are the ones its policy gives here.
+
+    Raises:
+        PlanError: a decision has no node, a node has no decision, or this torch decides otherwise; names the first.
+    """
+    names = keys(graph)
+    ours = {names[n]: n for n in graph.nodes if n in assignment.colours}
+    theirs = {d.key: d for d in plan.decisions}
+    missing = [k for k in theirs if k not in ours]
+    extra = [k for k in ours if k not in theirs]
+    if missing or extra:
+        key = (missing or extra)[0]
+        where = f" ({source(ours[key])})" if key in ours else ""
+        kind = "decides on a node that the model does not have" if missing else "does not know a node of the model"
+        raise PlanError(f"the plan does not fit this model: it {kind}: {key}{where}; {len(missing)} missing, {len(extra)} new. {REMEDY}")
+    for key, decision in theirs.items():
+        node = ours[key]
+        colour = getattr(torch, decision.colour, None)
+        if not isinstance(colour, torch.dtype):
+            raise PlanError(f"the plan gives {key} the colour {decision.colour!r}, which is no dtype; {REMEDY}")
+        if assignment.colours[node].dtype != colour:
+            raise PlanError(
+                f"the plan runs {key} ({source(node)}) in {decision.colour}; its policy gives "
+                f"{str(assignment.colours[node].dtype).removeprefix('torch.')} with torch {torch.__version__} "
+                f"(the plan was made with {plan.torch_version}). {REMEDY}"
+            )

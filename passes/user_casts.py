@@ -1,0 +1,103 @@
+"""What the author's own casts mean: literal (`.float()`) or relative (`.to(q.dtype)`, `type_as`).
+
+Capture bakes both into `to(x, float32)`. A literal cast is kept, and its value has that dtype. A relative one follows its
+reference: what `.to(input.dtype)` restores is low where the input has become low.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from . import ops
+from .values import is_floating, literal_dtype, module_path, source
+
+_RELATIVE = re.compile(r"\.dtype\b|type_as\(|\.to\((?:other|like)\b")
+_LITERAL = re.compile(r"\.(float|half|bfloat16|double|type)\(|torch\.(float|half|bfloat16|double|float16|float32|float64)\b|['\"]float")
+
+
+@dataclass(frozen=True)
+class Intent:
+    """The dtype a user cast gives in the converted graph, whether it is literal, and why."""
+
+    dtype: torch.dtype | None
+    literal: bool
+    reason: str
+
+
+class Casts:
+    """Reads the user casts of one graph."""
+
+    def __init__(self, original: dict[Node, Any]) -> None:
+        self.original = original
+
+    def baked(self, node: Node) -> torch.dtype | None:
+        """Return the dtype that capture wrote into the node, None when it reads it at run time."""
+        return literal_dtype(node)
+
+    def read(self, node: Node, dtypes: dict[Node, Any]) -> Intent:
+        """Return what a cast means, given the dtypes of the values before it."""
+        value = node.args[0]
+        held = dtypes[value] if isinstance(value, Node) else None
+        baked = self.baked(node)
+        reference = self._reference(node)
+        if reference is not None:
+            found = dtypes[reference]
+            found = found if isinstance(found, torch.dtype) else None
+            return Intent(found, False, "user_cast: relative, follows its reference")
+        if baked is None:
+            return Intent(held if isinstance(held, torch.dtype) else None, False, "follow: moves its operand")
+        if not baked.is_floating_point or not isinstance(held, torch.dtype) or not is_floating(self.original.get(value)):
+            return Intent(baked, True, "cast: the author wrote this dtype")
+        kind = self._kind(node)
+        if kind == "literal" or self.original[value] != baked or baked != torch.float32:
+            if kind != "relative":
+                return Intent(baked, True, "cast: the author wrote this dtype")
+        restored = self._restores(node, dtypes)
+        reason = "user_cast: relative" if kind == "relative" else "user_cast: undecided, taken as relative"
+        return Intent(restored or held, False, reason)
+
+    def _reference(self, node: Node) -> Node | None:
+        """Return the tensor whose dtype the cast takes, where the graph still has it."""
+        if ops.name(node) == "type_as" or (isinstance(node.target, torch._ops.OpOverload) and node.target._overloadname == "other"):
+            return node.args[1] if isinstance(node.args[1], Node) else None
+        for arg in (*node.args[1:], *node.kwargs.values()):
+            if isinstance(arg, Node) and ops.name(arg) == "getattr" and arg.args[1] == "dtype":
+                return arg.args[0] if isinstance(arg.args[0], Node) else None
+            if isinstance(arg, Node) and node.op == "call_method" and is_floating(self.original.get(arg)):
+                return arg
+        return None
+
+    def _kind(self, node: Node) -> str:
+        if node.op == "call_method":
+            return "literal"
+        stated = node.meta.get("cast")  # the front end that exports has seen the call itself
+        if stated:
+            return str(stated)
+        line = source(node)
+        if _RELATIVE.search(line):
+            return "relative"
+        return "literal" if _LITERAL.search(line) else "undecided"
+
+    def _restores(self, node: Node, dtypes: dict[Node, Any]) -> torch.dtype | None:
+        """Return the dtype that the nearest upcast before this cast, in the same module, was made from."""
+        path, seen, front = module_path(node), {node}, [node]
+        while front:
+            nearer: list[Node] = []
+            for reader in front:
+                for operand in ops.operands(reader):
+                    n = operand.node
+                    if n in seen or not n.op.startswith("call") or module_path(n) != path:
+                        continue
+                    seen.add(n)
+                    first = n.args[0] if n.args else None
+                    upcasts = literal_dtype(n) == torch.float32 and isinstance(first, Node)
+                    if upcasts and ops.name(n) != "to_" and isinstance(dtypes.get(first), torch.dtype) and self._kind(n) != "relative":
+                        return dtypes[first]  # type: ignore[index]
+                    nearer.append(n)
+            front = nearer
+        return None

@@ -1,0 +1,360 @@
+"""Measure how ops behave in low on this machine, and write `passes/facts_<device>.json`.
+
+    python reports/measure_facts.py            # every device that is here
+    python reports/measure_facts.py cpu
+
+What each fact means is said in `passes/facts.py`. Ops of one operand are measured on all 65,536 values of the low dtype,
+in three layouts; the others on a grid of shapes, strides, dimensions and distributions, in one thread and in several.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from passes.facts import NAMES, this_machine  # noqa: E402  (the path comes first)
+
+ATEN = torch.ops.aten
+LOWS = (torch.bfloat16, torch.float16)
+Shapes = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Case:
+    """An op with its static arguments, and the shapes of the operands to call it with.
+
+    Attributes:
+        key: Key in the file, such as "softmax[dim=last]".
+        calls: Pairs of a function of floating operands and their shapes; () as shapes: elementwise, all values.
+    """
+
+    key: str
+    calls: tuple[tuple[Callable[..., Any], Shapes], ...]
+
+
+UNARY = """abs neg positive relu relu6 leaky_relu elu celu selu silu mish sigmoid hardsigmoid hardswish hardtanh hardshrink
+    softshrink softplus log_sigmoid tanh sin cos tan atan asin acos sinh cosh asinh acosh atanh sqrt rsqrt square reciprocal
+    exp exp2 expm1 log log2 log10 log1p erf erfc erfinv lgamma logit ceil floor round trunc frac sign"""
+
+# Three shapes to reduce along each class of dimensions: short, long, and no multiple of a vector.
+LAST = ((7, 33), -1), ((3, 5, 257), -1), ((4, 2048), -1)
+OTHER = ((33, 7), 0), ((3, 257, 5), 1), ((2048, 4), 0)
+SEVERAL = (((3, 17, 19), [1, 2]), ((4, 3, 8, 8), [0, 2, 3]))
+ALL = (((1000,), None), ((33, 65), None))
+
+
+def cases() -> list[Case]:
+    """Return every case; the order is that of the file before it is sorted."""
+    return [*_elementwise(), *_reductions(), *_norms(), *_pools_and_pads(), *_selections(), *_losses(), *_binary()]
+
+
+def _elementwise() -> Iterator[Case]:
+    for name in UNARY.split():
+        yield Case(name, ((getattr(ATEN, name), ()),))
+    for approximate in ("none", "tanh"):
+        yield Case(f"gelu[approximate={approximate}]", ((lambda x, a=approximate: ATEN.gelu(x, approximate=a), ()),))
+    for exponent in (2, 3, 0.5, -0.5, -1, -2):
+        yield Case(f"pow[exponent={exponent:g}]", ((lambda x, e=exponent: ATEN.pow(x, e), ()),))
+
+
+def _reductions() -> Iterator[Case]:
+    ints: dict[str, Callable[..., Any]] = {n: getattr(ATEN, n) for n in ("cumsum", "cumprod", "logcumsumexp")}
+    ints |= {"softmax": lambda x, d: ATEN.softmax(x, d), "log_softmax": lambda x, d: ATEN.log_softmax(x, d)}
+    ints |= {"_softmax": lambda x, d: ATEN._softmax(x, d, False), "_log_softmax": lambda x, d: ATEN._log_softmax(x, d, False)}
+    ints |= {n: lambda x, d, f=getattr(ATEN, n): f(x, d)[0] for n in ("cummax", "cummin", "sort", "median", "max", "min")}
+    ints |= {"topk": lambda x, d: ATEN.topk(x, 3, d)[0], "prod": lambda x, d: ATEN.prod(x, d)}
+    lists: dict[str, Callable[..., Any]] = {n: getattr(ATEN, n) for n in ("sum", "mean", "var", "std", "amax", "amin")}
+    lists |= {"nansum": ATEN.nansum, "logsumexp": ATEN.logsumexp}
+    for name, op in ints.items():
+        yield _along(f"{name}[dim=last]", op, LAST)
+        yield _along(f"{name}[dim=other]", op, OTHER)
+    for name, op in lists.items():
+        yield _along(f"{name}[dim=last]", lambda x, d, op=op: op(x, [d]), LAST)
+        yield _along(f"{name}[dim=other]", lambda x, d, op=op: op(x, d if isinstance(d, list) else [d]), OTHER + SEVERAL)
+        yield _along(f"{name}[dim=all]", lambda x, d, op=op: op(x, list(range(x.dim()))), ALL)
+    for name in ("max", "min", "prod", "median"):
+        yield _along(f"{name}[dim=all]", lambda x, d, op=getattr(ATEN, name): op(x), ALL)
+    for order in (1, 2):
+        for dims, shapes in (("last", LAST), ("other", OTHER), ("all", ALL)):
+            yield _along(
+                f"linalg_vector_norm[dim={dims},ord={order}]",
+                lambda x, d, o=order: ATEN.linalg_vector_norm(x, o, None if d is None else [d]),
+                shapes,
+            )
+        yield _along(f"norm[dim=all,p={order}]", lambda x, d, o=order: ATEN.norm(x, o), ALL)
+        yield _along(f"norm[dim=last,p={order}]", lambda x, d, o=order: ATEN.norm(x, o, [d]), LAST)
+
+
+def _along(key: str, op: Callable[..., Any], grid: Any) -> Case:
+    return Case(key, tuple((lambda x, d=dim: op(x, d), (shape,)) for shape, dim in grid))
+
+
+def _affine(n: int, x: Tensor) -> list[Tensor]:
+    """Return a weight and a bias that are FP32, or FP64 beside an FP64 input."""
+    made = torch.Generator().manual_seed(n)
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    return [torch.randn(n, generator=made).to(x.device, dtype) for _ in range(2)]
+
+
+def _norms() -> Iterator[Case]:
+    layer, group, rms = ATEN.layer_norm, ATEN.group_norm, ATEN.rms_norm
+    calls: list[tuple[Callable[..., Any], Shapes]] = []
+    for n in (31, 64, 768):
+        calls += [(lambda x, w, b, n=n: layer(x, [n], w, b), ((5, n), (n,), (n,)))]
+        calls += [(lambda x, n=n: layer(x, [n]), ((5, n),)), (lambda x, n=n: layer(x, [n], *_affine(n, x)), ((5, n),))]
+    yield Case("layer_norm", tuple(calls))
+    yield Case("native_layer_norm", tuple((lambda x, n=n: ATEN.native_layer_norm(x, [n], None, None, 1e-5)[0], ((5, n),)) for n in (31, 64, 768)))
+    calls = []
+    for n in (31, 64, 768):
+        calls += [(lambda x, w, n=n: rms(x, [n], w), ((5, n), (n,))), (lambda x, n=n: rms(x, [n]), ((5, n),))]
+    yield Case("rms_norm", tuple(calls))
+    shape = (3, 8, 6, 7)
+    yield Case("group_norm", (
+        (lambda x, w, b: group(x, 4, w, b), (shape, (8,), (8,))),
+        (lambda x: group(x, 4, *_affine(8, x)), (shape,)),
+        (lambda x: group(x.contiguous(memory_format=torch.channels_last), 4), (shape,)),
+    ))  # fmt: skip
+    for training in (True, False):
+        yield Case(f"batch_norm[training={training}]", ((lambda x, t=training: _batch_norm(x, t), (shape,)), (lambda x, t=training: _batch_norm(x, t), ((9, 8),))))
+    yield Case("cosine_similarity", ((ATEN.cosine_similarity, ((5, 33), (5, 33))),))
+
+
+def _batch_norm(x: Tensor, training: bool) -> Tensor:
+    weight, bias = _affine(8, x)
+    mean, var = torch.zeros_like(weight), torch.ones_like(weight)
+    return ATEN.batch_norm(x, weight, bias, mean, var, training, 0.1, 1e-5, False)
+
+
+def _pools_and_pads() -> Iterator[Case]:
+    planes = {1: (2, 3, 18), 2: (2, 3, 12, 13), 3: (2, 3, 6, 7, 8)}
+    for n, shape in planes.items():
+        last = torch.channels_last if n == 2 else torch.contiguous_format
+        yield _spatial(f"max_pool{n}d", lambda x, n=n: getattr(ATEN, f"max_pool{n}d")(x, [2] * n), shape, last)
+        yield _spatial(f"avg_pool{n}d", lambda x, n=n: getattr(ATEN, f"avg_pool{n}d")(x, [3] * n), shape, last)
+        yield _spatial(f"adaptive_avg_pool{n}d", lambda x, n=n: getattr(ATEN, f"adaptive_avg_pool{n}d")(x, [2] * n), shape, last)
+        yield _spatial(f"adaptive_max_pool{n}d", lambda x, n=n: getattr(ATEN, f"adaptive_max_pool{n}d")(x, [2] * n)[0], shape, last)
+        yield _spatial(f"reflection_pad{n}d", lambda x, n=n: getattr(ATEN, f"reflection_pad{n}d")(x, [1, 2] * n), shape)
+        yield _spatial(f"replication_pad{n}d", lambda x, n=n: getattr(ATEN, f"replication_pad{n}d")(x, [1, 2] * n), shape)
+        yield _spatial(f"upsample_nearest{n}d", lambda x, n=n: getattr(ATEN, f"upsample_nearest{n}d")(x, [17] * n), shape, last)
+    for name, n in (("linear", 1), ("bilinear", 2), ("bicubic", 2), ("trilinear", 3)):
+        yield _spatial(f"upsample_{name}{n}d", lambda x, f=getattr(ATEN, f"upsample_{name}{n}d"), n=n: f(x, [17] * n, False), planes[n])
+    yield _spatial("constant_pad_nd[value=0]", lambda x: ATEN.constant_pad_nd(x, [1, 2, 3, 0]), planes[2])
+    yield _spatial("constant_pad_nd[value=-inf]", lambda x: ATEN.constant_pad_nd(x, [1, 2], -torch.inf), planes[2])
+
+
+def _spatial(key: str, op: Callable[..., Any], shape: tuple[int, ...], memory_format: Any = torch.contiguous_format) -> Case:
+    return Case(key, ((op, (shape,)), (lambda x: op(x.contiguous(memory_format=memory_format)), (shape,))))
+
+
+def _selections() -> Iterator[Case]:
+    rows = torch.tensor([0, 2, 2, 4, 1])
+    cols = torch.tensor([[0, 2, 2], [4, 1, 0]])
+    mask = torch.arange(24).reshape(4, 6) % 3 == 0
+    one: dict[str, Callable[..., Any]] = {
+        "view": lambda x: x.contiguous().view(6, 4), "reshape": lambda x: ATEN.reshape(x, [3, 8]),
+        "flatten": lambda x: ATEN.flatten(x), "unflatten": lambda x: ATEN.unflatten(x, 0, [2, 2]),
+        "permute": lambda x: ATEN.permute(x, [1, 0]), "transpose": lambda x: ATEN.transpose(x, 0, 1), "t": lambda x: ATEN.t(x),
+        "movedim": lambda x: ATEN.movedim(x, 0, 1), "squeeze": lambda x: ATEN.squeeze(x), "unsqueeze": lambda x: ATEN.unsqueeze(x, 1),
+        "slice": lambda x: ATEN.slice(x, 1, 1, 5, 2), "select": lambda x: ATEN.select(x, 0, 1), "narrow": lambda x: ATEN.narrow(x, 1, 2, 3),
+        "split": lambda x: ATEN.split(x, 2, 1), "split_with_sizes": lambda x: ATEN.split_with_sizes(x, [1, 5], 1),
+        "chunk": lambda x: ATEN.chunk(x, 2, 1), "unbind": lambda x: ATEN.unbind(x), "diagonal": lambda x: ATEN.diagonal(x),
+        "diag_embed": lambda x: ATEN.diag_embed(x), "contiguous": lambda x: x.t().contiguous(), "clone": lambda x: ATEN.clone(x),
+        "alias": lambda x: ATEN.alias(x), "roll": lambda x: ATEN.roll(x, [1]), "flip": lambda x: ATEN.flip(x, [0]),
+        "rot90": lambda x: ATEN.rot90(x), "tril": lambda x: ATEN.tril(x), "triu": lambda x: ATEN.triu(x),
+        "pixel_shuffle": lambda x: ATEN.pixel_shuffle(x.reshape(4, 2, 3), 2),
+        "pixel_unshuffle": lambda x: ATEN.pixel_unshuffle(x.reshape(1, 4, 6), 2),
+        "channel_shuffle": lambda x: ATEN.channel_shuffle(x.reshape(1, 4, 3, 2), 2),
+        "expand": lambda x: ATEN.expand(x, [300, 4, 6]), "repeat": lambda x: ATEN.repeat(x, [300, 1]),
+        "tile": lambda x: ATEN.tile(x, [300, 1]), "unfold": lambda x: ATEN.unfold(x, 1, 4, 1),
+        "repeat_interleave": lambda x: ATEN.repeat_interleave(x, 300, 0), "im2col": lambda x: ATEN.im2col(x.reshape(1, 1, 4, 6), [3, 3], [1, 1], [1, 1], [1, 1]),
+        "index_select": lambda x: ATEN.index_select(x, 1, rows.repeat(100).to(x.device)),
+        "index": lambda x: ATEN.index(x, [None, rows.repeat(100).to(x.device)]),
+        "gather": lambda x: ATEN.gather(x, 1, cols.repeat(1, 100).to(x.device)), "take": lambda x: ATEN.take(x, rows.repeat(100).to(x.device)),
+        "masked_select": lambda x: ATEN.masked_select(x, mask.to(x.device)),
+        "masked_fill": lambda x: ATEN.masked_fill(x, mask.to(x.device), -torch.inf),
+    }  # fmt: skip
+    for name, op in one.items():
+        shapes: Shapes = ((4, 6),)
+        yield Case(name if name != "masked_fill" else "masked_fill[value=-inf]", ((op, shapes), (lambda x, op=op: op(x.t().contiguous().t()), shapes)))
+    two = ((5, 7), (5, 7))
+    yield Case("cat", ((lambda x, y: ATEN.cat([x, y], 1), two), (lambda x, y: ATEN.cat([x.t(), y.t()]), two)))
+    yield Case("stack", ((lambda x, y: ATEN.stack([x, y], 1), two),))
+    yield Case("where", ((lambda x, y: ATEN.where(torch.arange(7, device=x.device) % 2 == 0, x, y), two),))
+    yield Case("maximum", ((ATEN.maximum, two),))
+    yield Case("minimum", ((ATEN.minimum, two),))
+
+
+def _losses() -> Iterator[Case]:
+    target = torch.arange(40) % 11
+    reductions = ("none", "mean", "sum")
+    pairs: dict[str, Callable[..., Any]] = {n: getattr(ATEN, n) for n in ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss")}
+    for number, reduction in enumerate(reductions):
+        for name, op in pairs.items():
+            yield Case(f"{name}[reduction={reduction}]", ((lambda x, y, f=op, r=number: f(x, y, r), ((40, 11), (40, 11))),))
+        yield Case(f"binary_cross_entropy_with_logits[reduction={reduction}]", (
+            (lambda x, y, r=number: ATEN.binary_cross_entropy_with_logits(x, y.sigmoid(), None, None, r), ((40, 11), (40, 11))),
+        ))  # fmt: skip
+        yield Case(f"nll_loss[reduction={reduction}]", ((lambda x, r=number: ATEN.nll_loss(x, target.to(x.device), None, r), ((40, 11),)),))
+        yield Case(f"cross_entropy_loss[reduction={reduction}]", ((lambda x, r=number: ATEN.cross_entropy_loss(x, target.to(x.device), None, r), ((40, 11),)),))
+    yield Case("trace", ((ATEN.trace, ((33, 33),)),))
+
+
+def _binary() -> Iterator[Case]:
+    pair, row = ((37, 65), (37, 65)), ((37, 65), (65,))
+    for name in ("add", "sub", "mul", "div", "atan2", "hypot", "logaddexp", "logaddexp2", "xlogy"):
+        op = getattr(ATEN, name)
+        yield Case(name, ((op, pair), (op, row), (lambda x, y, f=op: f(x.t(), y.t()), pair)))
+    yield Case("addcmul", ((ATEN.addcmul, (*pair, (65,))),))
+
+
+# The four facts.
+
+
+def measure(case: Case, device: str, low: torch.dtype, quick: bool = False) -> list[str]:
+    """Return the names of the facts that hold; none when the op has no low kernel. `quick` takes fewer draws."""
+    torch.manual_seed(0)
+    threads = torch.get_num_threads()
+    try:
+        holds = dict.fromkeys(NAMES, True)
+        for count in {1, threads} if not quick else {threads}:
+            torch.set_num_threads(count)
+            for fact, check in zip(NAMES, (_fp32_internal, _rounds_once, _commutes_forward, _commutes_backward), strict=True):
+                holds[fact] = holds[fact] and check(case, device, low, quick)
+        return [name for name, held in holds.items() if held]
+    except (RuntimeError, NotImplementedError):
+        return []
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _fp32_internal(case: Case, device: str, low: torch.dtype, quick: bool) -> bool:
+    for op, tensors in _calls(case, device, low, quick):
+        given = [t.to(low) for t in tensors]
+        if not _same(_floats(op(*given)), [y.to(low) for y in _floats(op(*(t.float() for t in given)))]):
+            return False
+    return True
+
+
+def _rounds_once(case: Case, device: str, low: torch.dtype, quick: bool) -> bool:
+    for op, shapes in case.calls:
+        for kind in ("normal", "log_uniform"):
+            ours = best = 0.0
+            for _ in range(4 if quick else 24):
+                given = [_draw(kind, s, device).to(low) for s in shapes or ((20_000,),)]
+                for made, true in zip(_floats(op(*given)), _floats(op(*(t.double() for t in given))), strict=True):
+                    info = torch.finfo(low)
+                    counts = true.isfinite() & (true.abs() >= info.smallest_normal) & (true.abs() <= info.max)
+                    ours += float(((made.double() - true) / true)[counts].square().sum())
+                    best += float(((true.to(low).double() - true) / true)[counts].square().sum())
+            if not ours <= 1.5**2 * best:
+                return False
+    return True
+
+
+def _commutes_forward(case: Case, device: str, low: torch.dtype, quick: bool) -> bool:
+    for op, tensors in _calls(case, device, low, quick):
+        if not _same(_floats(op(*(t.to(low) for t in tensors))), [y.to(low) for y in _floats(op(*tensors))]):
+            return False
+    return True
+
+
+def _commutes_backward(case: Case, device: str, low: torch.dtype, quick: bool) -> bool:
+    def gradients(round_first: bool) -> list[Tensor]:
+        leaves = [t.detach().clone().requires_grad_() for t in tensors]
+        outputs = _floats(op(*(x.to(low) for x in leaves))) if round_first else [y.to(low) for y in _floats(op(*leaves))]
+        outputs = [y for y in outputs if y.requires_grad]
+        if not outputs:
+            return []
+        draw = torch.Generator(device).manual_seed(0)
+        seeds = [torch.randn(y.shape, generator=draw, device=device).to(low) for y in outputs]
+        made = torch.autograd.grad(outputs, leaves, seeds, allow_unused=True)
+        return [g for g in made if g is not None]
+
+    for op, tensors in _calls(case, device, low, quick):
+        if not _same(gradients(True), gradients(False)):
+            return False
+    return True
+
+
+def _calls(case: Case, device: str, low: torch.dtype, quick: bool) -> Iterator[tuple[Callable[..., Any], list[Tensor]]]:
+    """Yield the op and FP32 operands, over all values or over the grid of shapes, strides and distributions."""
+    for op, shapes in case.calls:
+        if not shapes:
+            yield from ((op, [x]) for x in _every_value(low, device))
+            continue
+        for kind in ("normal", "log_uniform", "ties"):
+            for _ in range(1 if quick else 3):
+                yield op, [_draw(kind, s, device) for s in shapes]
+                yield op, [_draw(kind, s[::-1], device).permute(*reversed(range(len(s)))) for s in shapes]
+
+
+def _every_value(low: torch.dtype, device: str) -> Iterator[Tensor]:
+    """Yield, as FP32, every value of the low dtype and as many between them: contiguous, strided, and in short rows."""
+    values = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(low).float()
+    values = values[~values.isnan()].sort().values
+    between = (values[1:] / 2 + values[:-1] / 2)
+    x = torch.cat([values, between[between.isfinite()], torch.randn(20_000), _draw("log_uniform", (20_000,), "cpu")])
+    x = x[: len(x) // 5 * 5].to(device)
+    yield x
+    yield torch.stack([x, x], 1)[:, 0]
+    yield torch.nn.functional.pad(x.view(-1, 5), (0, 3))[:, :5]
+
+
+def _draw(kind: str, shape: tuple[int, ...], device: str) -> Tensor:
+    if kind == "normal":
+        x = torch.randn(shape)
+    elif kind == "log_uniform":
+        x = 10 ** (6 * torch.rand(shape) - 3) * torch.randn(shape).sign()
+    else:  # values that rounding makes equal
+        x = 1 + 1e-4 * torch.randn(shape)
+    return x.to(device)
+
+
+def _floats(made: Any) -> list[Tensor]:
+    return [y for y in (made if isinstance(made, (tuple, list)) else [made]) if y.is_floating_point()]
+
+
+def _same(a: list[Tensor], b: list[Tensor]) -> bool:
+    """Say whether tensors are equal bit for bit, any NaN being equal to any other."""
+    integers = {2: torch.int16, 4: torch.int32}
+    return len(a) == len(b) and all(
+        x.dtype == y.dtype
+        and torch.equal(x.isnan(), y.isnan())
+        and torch.equal(
+            x.nan_to_num(0.0, torch.inf, -torch.inf).contiguous().view(integers[x.element_size()]),
+            y.nan_to_num(0.0, torch.inf, -torch.inf).contiguous().view(integers[y.element_size()]),
+        )
+        for x, y in zip(a, b, strict=True)
+    )
+
+
+def main() -> None:
+    """Measure every case on the devices asked for, and write one file each."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])  # type: ignore[union-attr]
+    here = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+    parser.add_argument("device", nargs="*", default=here, choices=["cpu", "cuda"])
+    for device in parser.parse_args().device:
+        found = {
+            case.key: {str(low).removeprefix("torch."): measure(case, device, low) for low in LOWS}
+            for case in tqdm(cases(), desc=device)
+        }
+        lines = ",\n".join(f"    {json.dumps(key)}: {json.dumps(found[key])}" for key in sorted(found))
+        machine = json.dumps(asdict(this_machine(device)))
+        path = ROOT / "passes" / f"facts_{device}.json"
+        path.write_text(f'{{\n  "machine": {machine},\n  "status": "measured",\n  "facts": {{\n{lines}\n  }}\n}}\n')
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,283 @@
+"""What each verb prints, and the status it leaves with."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from fxamp.cli import load_target, main
+from passes.errors import CaptureError, FxampError
+from passes.plan import Decision, Plan
+from passes.policy import Policy
+
+ROOT = Path(__file__).parents[1]
+LINEAR = Decision("fc/linear#0", 0, "linear", "fc", "net.py:12", "bfloat16", "bfloat16", "low", "autocast_low")
+PLAN = Plan((LINEAR,), Policy("O1", dtype="bf16", device="cpu"))
+OTHER = Plan((LINEAR,), Policy("O2", dtype="bf16", device="cpu"))
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Work in an empty folder with two saved plans."""
+    monkeypatch.chdir(tmp_path)
+    PLAN.save("a.json")
+    OTHER.save("b.json")
+    return tmp_path
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, ...]]:
+    """Put a planner in place that records what it is given and always returns the same plan."""
+    calls: list[tuple[object, ...]] = []
+
+    def plan(model: object, args: object, kwargs: object, *, policy: object) -> Plan:
+        calls.append((model, args, kwargs, policy))
+        return PLAN
+
+    monkeypatch.setitem(sys.modules, "fxamp.convert", SimpleNamespace(plan=plan))
+    return calls
+
+
+def error_of(capsys: Capture) -> str:
+    """Return the one line on standard error, checked to be one."""
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("fxamp: error: ")
+    assert captured.err.count("\n") == 1
+    return captured.err
+
+
+def test_equal_plans_leave_with_zero(here: Path, capsys: Capture) -> None:
+    assert main(["diff", "a.json", "a.json"]) == 0
+    assert "no difference" in capsys.readouterr().out
+
+
+def test_different_plans_leave_with_one(here: Path, capsys: Capture) -> None:
+    assert main(["diff", "a.json", "b.json"]) == 1
+    assert "! (plan)  policy:" in capsys.readouterr().out
+
+
+def test_exit_zero_makes_found_zero_but_not_an_error(here: Path, capsys: Capture) -> None:
+    assert main(["diff", "a.json", "b.json", "--exit-zero"]) == 0
+    assert main(["diff", "a.json", "absent.json", "--exit-zero"]) == 2
+
+
+def test_unreadable_plan_leaves_with_two(here: Path, capsys: Capture) -> None:
+    (here / "a.json").write_text("{", encoding="utf-8")
+    assert main(["diff", "a.json", "b.json"]) == 2
+    assert "a.json:1: not JSON, or cut short" in error_of(capsys)
+
+
+@pytest.mark.parametrize("verb", [["diff", "a.json", "b.json"], ["report", "a.json"], ["rules"], ["rules", "softmax"]])
+def test_every_printing_verb_has_three_formats(here: Path, capsys: Capture, verb: list[str]) -> None:
+    written = []
+    for form in ("text", "markdown", "json"):
+        main([*verb, "--output-format", form])
+        written.append(capsys.readouterr().out)
+    text, markdown, data = written
+    assert len({text, markdown, data}) == 3
+    assert "|" in markdown
+    assert json.loads(data)
+
+
+@pytest.mark.parametrize("verb", [["diff", "a.json", "b.json"], ["report", "a.json"], ["rules", "softmax"]])
+def test_output_goes_to_the_file_instead(here: Path, capsys: Capture, verb: list[str]) -> None:
+    status = main(verb)
+    printed = capsys.readouterr().out
+    assert main([*verb, "-o", "out.txt"]) == status
+    assert capsys.readouterr().out == ""
+    assert (here / "out.txt").read_text(encoding="utf-8") == printed
+
+
+@pytest.mark.parametrize("option", ["-o", "--save-plan"])
+def test_file_that_cannot_be_written_leaves_with_two(here: Path, capsys: Capture, option: str) -> None:
+    assert main(["report", "a.json", option, "absent/out.txt"]) == 2
+    message = error_of(capsys)
+    assert "No such file or directory" in message
+    assert "absent" in message
+
+
+def test_saved_plan_is_reported(here: Path, capsys: Capture) -> None:
+    assert main(["report", "a.json"]) == 0
+    assert "fc/linear#0" in capsys.readouterr().out
+
+
+def test_policy_beside_a_saved_plan_is_refused(here: Path, capsys: Capture) -> None:
+    assert main(["report", "a.json", "--policy", "O2"]) == 2
+    assert "leave out --policy" in error_of(capsys)
+
+
+@pytest.mark.parametrize("target", ["net.py:build", "sub/net.py:build", "pkg.net:build"])
+def test_target_is_found_from_the_current_directory(
+    here: Path, planned: list[tuple[object, ...]], capsys: Capture, target: str
+) -> None:
+    for name in ("net.py", "sub/net.py", "pkg/net.py"):
+        (here / name).parent.mkdir(exist_ok=True)
+        (here / name).write_text("def build(): return 'model', (1,), {'x': 2}", encoding="utf-8")
+    assert main(["report", target, "--policy", "O2", "--save-plan", "saved.json"]) == 0
+    assert planned == [("model", (1,), {"x": 2}, "O2")]
+    assert Plan.load("saved.json") == PLAN
+    assert "fc/linear#0" in capsys.readouterr().out
+
+
+def test_path_is_restored_when_the_verb_is_done(here: Path, planned: list[tuple[object, ...]], capsys: Capture) -> None:
+    before = list(sys.path)
+    (here / "net.py").write_text("import sys\ndef build(): return sys.path[0]", encoding="utf-8")
+    main(["report", "net.py:build"])
+    assert planned[0][0] == str(here)
+    assert sys.path == before
+
+
+@pytest.mark.parametrize(
+    ("made", "expected"),
+    [
+        ("'m'", ("m", None, None)),
+        ("('m',)", ("m", None, None)),
+        ("('m', (1,))", ("m", (1,), None)),
+        ("('m', None, {'x': 1})", ("m", None, {"x": 1})),
+    ],
+)
+def test_target_may_leave_out_inputs(here: Path, made: str, expected: tuple[object, ...]) -> None:
+    (here / "net.py").write_text(f"def build(): return {made}", encoding="utf-8")
+    assert load_target("net.py:build") == expected
+
+
+def test_file_with_the_name_of_a_loaded_module_does_not_replace_it(here: Path) -> None:
+    (here / "json.py").write_text("def build(): return __name__", encoding="utf-8")
+    assert load_target("json.py:build")[0] != "json"
+    assert sys.modules["json"] is json
+
+
+def test_dataclass_in_a_target_file_works(here: Path) -> None:
+    source = (
+        "from __future__ import annotations\nimport dataclasses\n@dataclasses.dataclass\nclass C:\n    x: int = 1\n"
+    )
+    (here / "config_of_net.py").write_text(source, encoding="utf-8")
+    assert str(load_target("config_of_net.py:C")[0]) == "C(x=1)"
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("net", "'net' is not a target; TARGET is package.module:callable or path/file.py:callable"),
+        ("absent_package.net:build", "cannot import 'absent_package.net' .ModuleNotFoundError"),
+        ("absent.py:build", "cannot import 'absent.py' .FileNotFoundError"),
+        ("net.py:biuld", "'net.py' has no 'biuld'; the nearest name is 'build'"),
+        ("net.py:number", "'net.py' holds something that cannot be called under 'number'"),
+        ("net.py:fails", "'net.py:fails' raised ValueError: no data"),
+        ("net.py:leaves", "'net.py:leaves' raised SystemExit: 0"),
+        ("net.py:four", "returned 4 things"),
+        ("broken.py:build", "cannot import 'broken.py' .SyntaxError"),
+        ("leaving.py:build", "cannot import 'leaving.py' .SystemExit: 0"),
+    ],
+)
+def test_target_that_does_not_work_is_named(here: Path, target: str, message: str) -> None:
+    (here / "net.py").write_text(
+        "import sys\nnumber = 1\n"
+        "def build(): return 'model'\n"
+        "def four(): return 1, 2, 3, 4\n"
+        "def fails(): raise ValueError('no data')\n"
+        "def leaves(): sys.exit(0)\n",
+        encoding="utf-8",
+    )
+    (here / "broken.py").write_text("def", encoding="utf-8")
+    (here / "leaving.py").write_text("import sys; sys.exit(0)", encoding="utf-8")
+    with pytest.raises(FxampError, match=message):
+        load_target(target)
+
+
+def test_target_that_cannot_be_imported_leaves_with_two(here: Path, capsys: Capture) -> None:
+    assert main(["report", "absent_package.net:build"]) == 2
+    assert "cannot import 'absent_package.net'" in error_of(capsys)
+
+
+@pytest.mark.parametrize("error", [CaptureError("two\nlines"), RuntimeError("two\nlines")])
+def test_error_while_planning_is_one_line(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture, error: Exception
+) -> None:
+    def plan(*args: object, **kwargs: object) -> Plan:
+        raise error
+
+    monkeypatch.setitem(sys.modules, "fxamp.convert", SimpleNamespace(plan=plan))
+    (here / "net.py").write_text("def build(): return 'model'", encoding="utf-8")
+    assert main(["report", "net.py:build"]) == 2
+    assert "two lines" in error_of(capsys)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "the following arguments are required: VERB; see `fxamp --help`"),
+        (["reprot"], "invalid choice: 'reprot'"),
+        (["diff", "a.json"], "the following arguments are required: B; see `fxamp diff --help`"),
+        (["diff", "a.json", "b.json", "--output-format", "yaml"], "invalid choice: 'yaml'"),
+    ],
+)
+def test_wrong_usage_leaves_with_two(argv: list[str], message: str, capsys: Capture) -> None:
+    assert main(argv) == 2
+    assert message in error_of(capsys)
+
+
+def test_rules_of_one_op_are_printed(capsys: Capture) -> None:
+    assert main(["rules", "softmax"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["name", "softmax"] in lines
+
+
+def test_rules_of_all_ops_are_printed(capsys: Capture) -> None:
+    assert main(["rules", "--output-format", "json"]) == 0
+    names = [row["name"] for row in json.loads(capsys.readouterr().out)]
+    assert {"linear", "softmax", "add"} <= set(names)
+    assert names == sorted(names)
+
+
+def test_unknown_op_names_the_nearest(capsys: Capture) -> None:
+    assert main(["rules", "softmx"]) == 2
+    assert "no rule for the op 'softmx'; the nearest name is 'softmax'" in error_of(capsys)
+
+
+def test_check_is_not_there_yet(capsys: Capture) -> None:
+    assert main(["check", "net.py:build", "--policy", "O2"]) == 2
+    assert "check is not there yet" in error_of(capsys)
+
+
+def test_demo_is_given_seeds_and_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[dict[str, object]] = []
+    demo = SimpleNamespace(run=lambda **settings: calls.append(settings))
+    monkeypatch.setitem(sys.modules, "fxamp.demo", demo)
+    assert main(["demo", "--seeds", "3", "-o", "out.md"]) == 0
+    assert main(["demo"]) == 0
+    assert calls == [{"seeds": 3, "output": Path("out.md")}, {"seeds": 1, "output": None}]
+
+
+def test_missing_demo_extra_says_what_to_install(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    monkeypatch.setitem(sys.modules, "fxamp.demo", None)
+    assert main(["demo"]) == 2
+    assert "pip install 'fxamp[demo]'" in error_of(capsys)
+
+
+@pytest.mark.parametrize(("option", "shown"), [("--version", "fxamp "), ("--help", "usage: fxamp")])
+def test_version_and_help_leave_with_zero(option: str, shown: str, capsys: Capture) -> None:
+    assert main([option]) == 0
+    assert capsys.readouterr().out.startswith(shown)
+
+
+def test_module_runs_as_the_command(here: Path) -> None:
+    command = [sys.executable, "-m", "fxamp", "diff", str(here / "a.json"), str(here / "b.json")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "! (plan)  policy:" in done.stdout
+    assert done.stderr == ""
+
+
+def test_reader_that_leaves_early_is_no_error(here: Path) -> None:
+    command = f"{sys.executable} -m fxamp rules | head -n 1; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

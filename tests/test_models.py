@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.models import BY_NAME, NO_FP16_ON_CPU, ZOO, Zoo
+
+every_model = pytest.mark.parametrize("entry", ZOO, ids=lambda entry: entry.name)
+
+
+def _gradients(entry: Zoo, dtype: torch.dtype | None) -> dict[str, Tensor | None]:
+    model = entry.build()
+    args, kwargs = entry.inputs(2)
+    with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+        loss = entry.loss(model(*args, **kwargs))
+    assert torch.isfinite(loss)
+    loss.backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+@every_model
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+def test_every_parameter_gets_a_gradient(entry: Zoo, dtype: torch.dtype | None) -> None:
+    if dtype is torch.float16 and entry.name in NO_FP16_ON_CPU:
+        pytest.skip("no FP16 kernel on most CPUs")
+
+    gradients = _gradients(entry, dtype)
+
+    assert [name for name, gradient in gradients.items() if gradient is None] == []
+
+
+@every_model
+def test_building_twice_gives_the_same_model(entry: Zoo) -> None:
+    first, second = entry.build().state_dict(), entry.build().state_dict()
+
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[key], second[key]) for key in first)
+
+
+@every_model
+def test_inputs_of_another_batch_size_run_too(entry: Zoo) -> None:
+    model = entry.build().eval()
+    args, kwargs = entry.inputs(5)
+
+    assert torch.isfinite(entry.loss(model(*args, **kwargs)))
+
+
+def test_names_are_unique() -> None:
+    assert len(BY_NAME) == len(ZOO)

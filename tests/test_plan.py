@@ -1,0 +1,159 @@
+"""What a saved plan holds, and what reading a damaged one says."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from passes.errors import FxampError, PlanError
+from passes.plan import FORMAT_VERSION, Decision, Plan, write_text
+from passes.policy import Policy
+
+
+def decision(key: str, reason: str = "autocast_low", graph: int = 0) -> Decision:
+    path, _, rest = key.rpartition("/")
+    op = rest.partition("#")[0]
+    return Decision(key, graph, op, path, "net.py:12 x = é(x)", "bfloat16", "float32", "low", reason, (f"{op}#9",))
+
+
+@pytest.fixture
+def plan() -> Plan:
+    return Plan(
+        decisions=(
+            decision("fc/linear#0"),
+            decision("relu#0", "literal: out of range"),
+            decision("add#0", "keep"),
+        ),
+        policy=Policy("O2", dtype="bf16", device="cpu", modules={"fc": "low"}),
+        verified="fake",
+        capture="export",
+        notes=("gru kept whole",),
+        inserted_casts=3,
+        casts=2,
+    )
+
+
+def test_text_form_round_trips(plan: Plan) -> None:
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_file_round_trips(plan: Plan, tmp_path: Path) -> None:
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == plan
+    assert os.listdir(tmp_path) == ["plan.json"]
+
+
+def test_equal_plans_give_equal_text(plan: Plan) -> None:
+    assert Plan.from_json(plan.to_json()).to_json() == plan.to_json()
+    assert plan.to_json().endswith("}\n")
+
+
+def test_one_other_decision_makes_another_plan(plan: Plan) -> None:
+    other = dataclasses.replace(plan.decisions[0], colour="float32")
+    assert dataclasses.replace(plan, decisions=(other, *plan.decisions[1:])) != plan
+
+
+def test_json_holds_plain_data(plan: Plan) -> None:
+    data = json.loads(plan.to_json())
+    assert data["policy"] == "O2,dtype=bf16,device=cpu,modules.fc=low"
+    assert data["decisions"][0]["colour"] == "bfloat16"
+    assert data["version"] == FORMAT_VERSION
+
+
+def test_deviations_are_found_by_their_code(plan: Plan) -> None:
+    assert [d.code for d in plan.deviations] == ["literal", "keep"]
+
+
+def test_one_key_in_two_graphs_is_two_nodes() -> None:
+    plan = Plan((decision("relu#0"), decision("relu#0", graph=1)), Policy())
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_one_key_twice_in_a_graph_is_refused() -> None:
+    with pytest.raises(PlanError, match="two decisions have the key 'relu#0' in graph 0"):
+        Plan((decision("relu#0"), decision("relu#0")), Policy())
+
+
+def test_cut_short_file_names_the_line(plan: Plan, tmp_path: Path) -> None:
+    lines = plan.to_json().splitlines()
+    (tmp_path / "plan.json").write_text("\n".join(lines[:10]), encoding="utf-8")
+    with pytest.raises(PlanError, match=r"plan.json:10: not JSON, or cut short .*--save-plan"):
+        Plan.load(tmp_path / "plan.json")
+
+
+@pytest.mark.parametrize("content", [b"", b"hello", b"\xff\xfe", b"[" * 3])
+def test_other_content_is_refused(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_bytes(content)
+    with pytest.raises(PlanError, match=r"plan.json:1: not .*--save-plan"):
+        Plan.load(tmp_path / "plan.json")
+
+
+def test_newer_version_is_refused(plan: Plan) -> None:
+    data = json.loads(plan.to_json()) | {"version": FORMAT_VERSION + 1, "something": "new"}
+    with pytest.raises(PlanError, match=f"plan format {FORMAT_VERSION + 1} is newer than .*; upgrade fxamp"):
+        Plan.from_json(json.dumps(data))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"decisions": {}}, "'decisions' is {}, expected list"),
+        ({"decisions": ["relu"]}, r"decisions\[0\]: expected an object, found str"),
+        ({"decisions": [{"key": "relu#0"}]}, r"decisions\[0\]: 'autocast_dtype' is missing"),
+        ({"policy": "O9"}, "unknown level 'O9'"),
+        ({"policy": None}, "'policy' is None, expected str"),
+        ({"casts": "2"}, "'casts' is '2', expected int"),
+        ({"casts": True}, "'casts' is True, expected int"),
+        ({"notes": [1]}, "'notes' holds something other than text"),
+        ({"colour": "low"}, "'colour' is not a field of this format"),
+        ({"version": "1"}, "not a plan"),
+    ],
+)
+def test_wrong_shape_names_the_field(plan: Plan, change: dict[str, object], message: str) -> None:
+    data = json.loads(plan.to_json()) | change
+    with pytest.raises(PlanError, match=f"^p.json: .*{message}"):
+        Plan.from_json(json.dumps(data), name="p.json")
+
+
+def test_wrong_shape_of_a_decision_names_it(plan: Plan) -> None:
+    data = json.loads(plan.to_json())
+    data["decisions"][1]["causes"] = "relu#0"
+    with pytest.raises(PlanError, match=r"decisions\[1\]: 'causes' is 'relu#0', expected list"):
+        Plan.from_json(json.dumps(data))
+
+
+def test_json_that_is_no_plan_is_refused() -> None:
+    with pytest.raises(PlanError, match="JSON, but not a plan"):
+        Plan.from_json("[1, 2]")
+
+
+def test_missing_file_names_the_path(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=r"cannot read the plan '.*absent.json': No such file"):
+        Plan.load(tmp_path / "absent.json")
+
+
+def test_file_that_cannot_be_written_names_the_path(plan: Plan, tmp_path: Path) -> None:
+    with pytest.raises(FxampError, match=r"cannot write the plan to '.*absent.plan.json': No such file"):
+        plan.save(tmp_path / "absent" / "plan.json")
+    with pytest.raises(FxampError, match=r"cannot write the plan to .*: Is a directory"):
+        plan.save(tmp_path)
+
+
+def test_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "out.txt"
+    write_text(path, "old")
+    with pytest.raises(UnicodeEncodeError):
+        write_text(path, "\ud800")
+    assert path.read_text() == "old"
+    assert os.listdir(tmp_path) == ["out.txt"]
+
+
+def test_write_follows_a_link(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    write_text(tmp_path / "link", "text")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "file").read_text() == "text"

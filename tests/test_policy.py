@@ -1,0 +1,242 @@
+"""What a policy accepts, how it prints, and which override wins."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from passes.errors import PolicyError
+from passes.policy import Override, Policy, Stack, check_used, module_override, op_override, type_names, unused
+
+STACK: Stack = [
+    ("", ("models.Net", "torch.nn.Module")),
+    ("blocks.0", type_names(nn.TransformerEncoderLayer)),
+    ("blocks.0.norm1", type_names(nn.LayerNorm)),
+]
+
+
+class Norm(nn.LayerNorm):
+    """A type of the user's own, derived from one of torch's."""
+
+
+POLICIES = [
+    Policy(),
+    Policy("O0"),
+    Policy("O3", dtype="fp16", device="cuda"),
+    Policy("O2", output_dtype="low", cost="measured", unknown_ops="fp32", share_casts="never"),
+    Policy(modules={"blocks.*.attn": "low", nn.LayerNorm: "fp32", Norm: "keep"}),
+    Policy(ops={"softmax": "low", "my_lib::my_op": "fp32"}),
+]
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+def test_string_form_round_trips(policy: Policy) -> None:
+    assert Policy.parse(str(policy)) == policy
+    assert hash(Policy.parse(str(policy))) == hash(policy)
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+def test_policy_survives_copy_and_pickle(policy: Policy) -> None:
+    assert copy.deepcopy(policy) == policy
+    assert pickle.loads(pickle.dumps(policy)) == policy
+
+
+def test_string_form_is_the_documented_one() -> None:
+    policy = Policy("O2", dtype="bf16", modules={"fc3": "fp32", nn.LayerNorm: "fp32"}, ops={"softmax": "low"})
+    assert str(policy) == "O2,dtype=bf16,modules.fc3=fp32,modules.torch.nn.LayerNorm=fp32,ops.softmax=low"
+
+
+def test_settings_at_their_default_are_not_printed() -> None:
+    assert str(Policy("O1", output_dtype="original")) == "O1"
+
+
+def test_parse_ignores_spaces_around_parts() -> None:
+    assert Policy.parse(" O2 , dtype = fp16 ") == Policy("O2", dtype=torch.float16)
+
+
+def test_order_of_overrides_means_nothing() -> None:
+    assert Policy(modules={"a": "low", "b": "fp32"}) == Policy(modules=(("b", "fp32"), ("a", "low")))
+
+
+def test_mappings_are_kept_as_tuples_of_pairs() -> None:
+    assert Policy(modules={"fc3": "fp32"}).modules == (("fc3", "fp32"),)
+
+
+def test_replace_validates_again() -> None:
+    assert dataclasses.replace(Policy("O2"), dtype=torch.bfloat16) == Policy("O2", dtype="bf16")
+    with pytest.raises(PolicyError, match="device"):
+        dataclasses.replace(Policy(), device="tpu")
+
+
+def test_policy_cannot_be_changed() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Policy().level = "O2"  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("spelling", [torch.float16, "fp16", "float16", "half", "torch.float16"])
+def test_dtype_spellings_mean_the_same(spelling: torch.dtype | str) -> None:
+    assert Policy(dtype=spelling).dtype is torch.float16
+
+
+@pytest.mark.parametrize("spelling", ["cuda", "cuda:1", torch.device("cuda", 0)])
+def test_device_index_is_dropped(spelling: torch.device | str) -> None:
+    assert Policy(device=spelling).device == "cuda"
+
+
+@pytest.mark.parametrize("spelling", ["fp32", "float32", torch.float32])
+def test_colour_spellings_of_fp32_mean_the_same(spelling: object) -> None:
+    assert Policy(ops={"softmax": spelling}).ops == (("softmax", "fp32"),)
+
+
+def test_documented_and_defining_name_of_a_type_are_one_key() -> None:
+    spelled = [nn.LayerNorm, "torch.nn.LayerNorm", "torch.nn.modules.normalization.LayerNorm"]
+    assert {Policy(modules=[(key, "fp32")]) for key in spelled} == {Policy(modules={nn.LayerNorm: "fp32"})}
+
+
+def test_of_takes_nothing_a_string_or_a_policy() -> None:
+    policy = Policy("O2", dtype="fp16")
+    assert Policy.of(None) == Policy("O1")
+    assert Policy.of("O2,dtype=fp16") == policy
+    assert Policy.of(policy) is policy
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("O4", "unknown level 'O4'; legal: O0, O1, O2, O3; the nearest name is 'O"),
+        ("O1,dtype=fp8", "dtype 'fp8' is not a low dtype; legal: fp16, bf16.*nearest name is 'fp16'"),
+        ("O1,dtype=float32", "dtype 'float32' is not a low dtype"),
+        ("O1,device=gpu", "unknown device 'gpu'; legal: cpu, cuda"),
+        ("O1,dtpe=fp16", "unknown key 'dtpe'; legal: dtype, .*ops.NAME; the nearest name is 'dtype'"),
+        ("O1,cost=time", "unknown cost 'time'; legal: bytes, measured"),
+        ("O1,output_dtype=fp16", "unknown output_dtype 'fp16'; legal: original, low"),
+        ("O1,unknown_ops=fp16", "unknown unknown_ops 'fp16'; legal: keep, fp32, error"),
+        ("O1,share_casts=maybe", "unknown share_casts 'maybe'; legal: always, weights, never"),
+        ("O1,modules.fc3=fp23", "unknown modules.fc3 'fp23'; legal: low, fp32, keep; the nearest name is 'fp32'"),
+        ("O1,dtype", "'dtype' is not KEY=VALUE"),
+        ("O1,", "'' is not KEY=VALUE"),
+        ("O1,modules.=fp32", "modules: the key '' is empty"),
+        ("O1,dtype=fp16,dtype=bf16", "'dtype' is given twice"),
+        ("O1,modules.a=fp32,modules.a=low", "modules.a is given twice, as 'fp32' and as 'low'"),
+        ("dtype=fp16", "unknown level 'dtype=fp16'"),
+    ],
+)
+def test_parse_refuses_and_says_what_is_legal(text: str, message: str) -> None:
+    with pytest.raises(PolicyError, match=message):
+        Policy.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({int: "fp32"}, "int is not a module type"),
+        ({3: "fp32"}, "3 is not a module path, a glob or a module type"),
+        ({"a,b": "fp32"}, "the key 'a,b' is empty or holds one of"),
+        (7, "modules is a mapping of names to colours, not 7"),
+        ("fc3", "modules is a mapping of names to colours, not 'fc3'"),
+    ],
+)
+def test_bad_module_overrides_are_refused(overrides: object, message: str) -> None:
+    with pytest.raises(PolicyError, match=message):
+        Policy(modules=overrides)  # type: ignore[arg-type]
+
+
+def test_of_refuses_another_type() -> None:
+    with pytest.raises(PolicyError, match="not dtype"):
+        Policy.of(torch.float16)  # type: ignore[arg-type]
+
+
+def colour_of(policy: Policy, stack: Stack = STACK) -> str | None:
+    override = module_override(policy, stack)
+    return override.colour if override else None
+
+
+@pytest.mark.parametrize("key", ["blocks", "blocks.0", "blocks.0.norm1", "blocks.*", "*.0", "blocks.*.norm*", "*"])
+def test_glob_covers_the_module_and_its_submodules(key: str) -> None:
+    assert colour_of(Policy(modules={key: "low"})) == "low"
+
+
+@pytest.mark.parametrize("key", ["block", "blocks.1", "blocks.0.norm", "norm1", "blocks.*norm1", "*.norm1", "blocks.?"])
+def test_glob_stays_within_its_segments(key: str) -> None:
+    assert colour_of(Policy(modules={key: "low"})) is None
+
+
+@pytest.mark.parametrize("kind", [nn.LayerNorm, nn.TransformerEncoderLayer, nn.Module])
+def test_type_covers_the_module_and_its_submodules(kind: type[nn.Module]) -> None:
+    assert colour_of(Policy(modules={kind: "low"})) == "low"
+
+
+def test_type_names_as_capture_writes_them_match_too() -> None:
+    stack = [("norm", ("torch.nn.modules.normalization.LayerNorm",))]
+    assert colour_of(Policy(modules={nn.LayerNorm: "low"}), stack) == "low"
+
+
+def test_type_covers_derived_types() -> None:
+    assert colour_of(Policy(modules={nn.LayerNorm: "low"}), [("norm", type_names(Norm))]) == "low"
+
+
+def test_path_beats_type() -> None:
+    assert colour_of(Policy(modules={"*": "low", nn.LayerNorm: "fp32"})) == "low"
+
+
+def test_longer_literal_prefix_beats_shorter() -> None:
+    assert colour_of(Policy(modules={"blocks.*.norm1": "low", "blocks.0": "fp32"})) == "fp32"
+
+
+def test_inner_type_beats_outer() -> None:
+    assert colour_of(Policy(modules={nn.TransformerEncoderLayer: "low", nn.LayerNorm: "fp32"})) == "fp32"
+
+
+def test_derived_type_beats_its_base() -> None:
+    policy = Policy(modules={nn.LayerNorm: "low", Norm: "fp32"})
+    assert colour_of(policy, [("norm", type_names(Norm))]) == "fp32"
+
+
+def test_equal_rank_and_different_colours_are_refused() -> None:
+    policy = Policy(modules={"blocks.*": "low", "blocks.*.norm1": "fp32"})
+    with pytest.raises(PolicyError, match=r"modules.blocks.\*=low and modules.blocks.\*.norm1=fp32 have equal rank"):
+        module_override(policy, STACK)
+
+
+def test_equal_rank_and_one_colour_agree() -> None:
+    assert colour_of(Policy(modules={"blocks.*": "low", "blocks.*.norm1": "low"})) == "low"
+
+
+def test_root_is_covered_by_its_type_alone() -> None:
+    assert colour_of(Policy(modules={"*": "low"}), STACK[:1]) is None
+    assert colour_of(Policy(modules=[("models.Net", "low")]), STACK[:1]) == "low"
+
+
+def test_op_override_is_found_by_canonical_name() -> None:
+    policy = Policy(ops={"softmax": "low"})
+    assert op_override(policy, "softmax") == Override("op", "softmax", "low")
+    assert op_override(policy, "log_softmax") is None
+
+
+def test_beaten_override_counts_as_used() -> None:
+    policy = Policy(modules={"blocks.0": "low", nn.LayerNorm: "fp32"}, ops={"softmax": "low"})
+    check_used(policy, [STACK], ["softmax", "linear"])
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        (Policy(modules={"blocks.0.norm2": "low"}), "modules.blocks.0.norm2=low .* nearest name is 'blocks.0.norm1'"),
+        (Policy(modules={nn.GroupNorm: "low"}), "modules.torch.nn.GroupNorm=low .* nearest name is 'torch.nn.LayerN"),
+        (Policy(ops={"softmx": "low"}), "ops.softmx=low matches no op of this model; the nearest name is 'softmax'"),
+    ],
+)
+def test_override_that_matches_nothing_names_the_nearest(policy: Policy, message: str) -> None:
+    with pytest.raises(PolicyError, match=message):
+        check_used(policy, [STACK], ["softmax", "linear"])
+
+
+def test_unused_lists_what_is_left() -> None:
+    policy = Policy(modules={"a": "low", "b": "fp32"}, ops={"softmax": "low"})
+    left = unused(policy, [Override("path", "a", "low")])
+    assert [str(override) for override in left] == ["modules.b=fp32", "ops.softmax=low"]

@@ -1,0 +1,103 @@
+"""What a report shows, in each of its forms."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+from fxamp.report import report
+from passes.errors import FxampError
+from passes.plan import Decision, Plan
+from passes.policy import Policy
+
+PLAN = Plan(
+    decisions=(
+        Decision("fc/linear#0", 0, "linear", "fc", "net.py:12", "bfloat16", "bfloat16", "low", "autocast_low"),
+        Decision("fc/linear#1", 0, "linear", "fc", "net.py:13", "bfloat16", "bfloat16", "low", "autocast_low"),
+        Decision("mul#0", 0, "mul", "", "net.py:14", "float32", "bfloat16", "promote", "literal: 1e9 | x"),
+    ),
+    policy=Policy("O1", dtype="bf16", device="cpu"),
+    notes=("gru kept whole",),
+    inserted_casts=3,
+    casts=2,
+)
+
+
+def rows(text: str) -> list[list[str]]:
+    return [line.split() for line in text.splitlines()]
+
+
+def test_table_has_a_row_per_node() -> None:
+    text = rows(str(report(PLAN)))
+    assert ["fc/linear#0", "linear", "bfloat16", "autocast_low", "net.py:12"] in text
+    assert ["fc/linear#1", "linear", "bfloat16", "autocast_low", "net.py:13"] in text
+
+
+def test_autocast_dtype_is_shown_where_it_differs() -> None:
+    assert ["mul#0", "mul", "float32", "bfloat16", "literal:", "1e9", "|", "x", "net.py:14"] in rows(str(report(PLAN)))
+
+
+def test_totals_come_first() -> None:
+    text = rows(str(report(PLAN)))
+    for line in (
+        ["policy", "O1,dtype=bf16,device=cpu"],
+        ["nodes", "3"],
+        ["colours", "2", "bfloat16,", "1", "float32"],
+        ["casts", "inserted", "3"],
+        ["casts", "after", "elimination", "2"],
+        ["deviations", "from", "autocast", "1", "literal"],
+    ):
+        assert text.index(line) < text.index(["Nodes"])
+
+
+def test_summary_counts_each_op_and_colour() -> None:
+    text = rows(str(report(PLAN)))
+    assert ["linear", "bfloat16", "2"] in text
+    assert ["mul", "float32", "1"] in text
+
+
+def test_notes_are_shown_only_when_there_are_any() -> None:
+    assert "- gru kept whole" in str(report(PLAN))
+    assert "Notes" not in str(report(Plan((), Policy())))
+
+
+def test_nodes_of_several_graphs_say_which() -> None:
+    second = Decision("mul#0", 1, "mul", "", "", "float32", "float32", "promote", "promote")
+    text = str(report(Plan((*PLAN.decisions, second), Policy())))
+    assert "0:mul#0" in text
+    assert "1:mul#0" in text
+
+
+def test_markdown_escapes_what_would_end_a_cell() -> None:
+    text = report(PLAN).to_markdown()
+    assert "## Nodes" in text
+    row = next(line for line in text.splitlines() if line.startswith("| mul#0"))
+    assert row.replace("\\|", "").count("|") == len(("node", "op", "colour", "autocast", "reason", "source")) + 1
+
+
+def test_json_holds_the_whole_plan() -> None:
+    data = json.loads(report(PLAN).to_json())
+    assert Plan.from_json(json.dumps(data["plan"])) == PLAN
+    assert data["ops"] == [
+        {"op": "linear", "colour": "bfloat16", "count": 2},
+        {"op": "mul", "colour": "float32", "count": 1},
+    ]
+    assert [decision["key"] for decision in data["deviations"]] == ["mul#0"]
+
+
+def test_html_is_not_there_yet() -> None:
+    with pytest.raises(FxampError, match=r"HTML yet; use str\(report\)"):
+        report(PLAN).to_html()
+
+
+def test_saved_plan_is_read(tmp_path: Path) -> None:
+    PLAN.save(tmp_path / "plan.json")
+    assert report(tmp_path / "plan.json").plan == PLAN
+
+
+def test_model_without_a_plan_is_refused() -> None:
+    with pytest.raises(FxampError, match="a Linear has no plan; give a Plan"):
+        report(nn.Linear(2, 2))

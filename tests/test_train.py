@@ -1,0 +1,685 @@
+"""TrainStep is bit-equal to a loop written by hand on GradScaler, and defines what such a loop leaves open."""
+
+from __future__ import annotations
+
+import functools
+import math
+import pickle
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.optim import SGD, Adam, Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau, StepLR
+
+from fxamp.scaler import LossScaler
+from fxamp.train import StepResult, TrainStep
+from passes.errors import NotAModuleError, PolicyError, ScaleCollapseError
+
+STEPS = 50
+Target = tuple[Tensor, float, float]
+
+
+@functools.cache
+def digits() -> tuple[Tensor, Tensor]:
+    images, labels = load_digits(return_X_y=True)
+    return torch.tensor(images, dtype=torch.float32) / 16, torch.tensor(labels)
+
+
+class TwoHeads(nn.Module):
+    """Two small classifiers of digits, side by side, so that one's gradients can overflow without the other's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.Sequential(nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 10))
+        self.right = nn.Sequential(nn.Linear(64, 12), nn.Tanh(), nn.Linear(12, 10))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.left(x), self.right(x)
+
+
+def loss_fn(output: tuple[Tensor, Tensor], target: Target) -> Tensor:
+    labels, left, right = target
+    return F.cross_entropy(output[0], labels) * left + F.cross_entropy(output[1], labels) * right
+
+
+def make_batches(count: int, *, both: bool, seed: int = 0) -> list[tuple[Tensor, Target]]:
+    """Give batches of digits, whose losses overflow at random: of `both` heads at once, or of each on its own."""
+    images, labels = digits()
+    generator = torch.Generator().manual_seed(seed)
+    batches = []
+    for index in range(count):
+        chosen = slice(index * 8, index * 8 + 8)
+        # 1e36 is finite until it is multiplied by the loss scale.
+        left, right = (
+            {0: math.inf, 1: 1e36, 2: math.nan}.get(int(i), 1.0) for i in torch.randint(12, (2,), generator=generator)
+        )
+        batches.append((images[chosen], (labels[chosen], left, left if both else right)))
+    return batches
+
+
+@dataclass
+class Run:
+    """What a training run left behind."""
+
+    model: nn.Module
+    scales: list[float] = field(default_factory=list)
+    stepped: list[tuple[bool, ...]] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    rates: list[list[float]] = field(default_factory=list)
+
+
+def make_training(two: bool) -> tuple[TwoHeads, list[Optimizer], list[LRScheduler]]:
+    torch.manual_seed(0)
+    model = TwoHeads()
+    if two:
+        optimizers: list[Optimizer] = [Adam(model.left.parameters(), 0.01), SGD(model.right.parameters(), 0.1, 0.9)]
+    else:
+        optimizers = [Adam(model.parameters(), lr=0.01)]
+    return model, optimizers, [StepLR(optimizer, 7, 0.5) for optimizer in optimizers]
+
+
+def train_by_hand(
+    scaler: GradScaler, batches: list[tuple[Tensor, Target]], *, two: bool, accumulate: int, clip: float | None
+) -> Run:
+    model, optimizers, schedulers = make_training(two)
+    run = Run(model)
+    for index, (x, target) in enumerate(batches):
+        scaler.scale(loss_fn(model(x), target) / accumulate).backward()
+        if (index + 1) % accumulate:
+            continue
+        if clip is not None:
+            for optimizer in optimizers:
+                scaler.unscale_(optimizer)
+            run.norms.append(nn.utils.clip_grad_norm_(model.parameters(), clip).item())
+        before = [[p.detach().clone() for p in o.param_groups[0]["params"]] for o in optimizers]
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+        after = [o.param_groups[0]["params"] for o in optimizers]
+        run.stepped.append(tuple(not all(map(torch.equal, b, a)) for b, a in zip(before, after, strict=True)))
+        for scheduler, stepped in zip(schedulers, run.stepped[-1], strict=True):
+            if stepped:
+                scheduler.step()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        run.scales.append(scaler.get_scale())
+        run.rates.append([float(s.get_last_lr()[0]) for s in schedulers])
+    return run
+
+
+def train_with_trainstep(
+    scaler: LossScaler, batches: list[tuple[Tensor, Target]], *, two: bool, accumulate: int, clip: float | None
+) -> Run:
+    model, optimizers, schedulers = make_training(two)
+    step = TrainStep(
+        model,
+        loss_fn,
+        optimizers if two else optimizers[0],
+        scaler=scaler,
+        accumulate_steps=accumulate,
+        max_grad_norm=clip,
+        scheduler=schedulers if two else schedulers[0],
+    )
+    run = Run(model)
+    for x, target in batches:
+        result = step(x, target)
+        if result.reason == "accumulating":
+            assert result.stepped == ((False, False) if two else False)
+            continue
+        stepped = result.stepped if isinstance(result.stepped, tuple) else (result.stepped,)
+        assert result.skipped == (not all(stepped))
+        assert result.reason == ("stepped" if all(stepped) else "overflow")
+        assert all(p.grad is None for p in model.parameters())
+        run.stepped.append(stepped)
+        run.scales.append(scaler.get_scale())
+        run.rates.append([float(s.get_last_lr()[0]) for s in schedulers])
+        if result.grad_norm is not None:
+            run.norms.append(result.grad_norm.item())
+    return run
+
+
+def assert_same_run(ours: Run, theirs: Run) -> None:
+    assert ours.stepped == theirs.stepped
+    assert ours.scales == theirs.scales
+    assert ours.rates == theirs.rates
+    assert str(ours.norms) == str(theirs.norms)  # as text, since NaN is not equal to itself
+    for (name, a), b in zip(ours.model.named_parameters(), theirs.model.parameters(), strict=True):
+        assert torch.equal(a, b), name
+
+
+# ------------------------------------------------------------------------------------- against a loop by hand
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize(("two", "clip"), [(False, None), (False, 0.5), (True, None)])
+def test_fifty_steps_with_random_overflows_are_bit_equal_to_gradscaler(
+    accumulate: int, two: bool, clip: float | None
+) -> None:
+    batches = make_batches(STEPS * accumulate, both=not two)
+    how: dict[str, Any] = {"two": two, "accumulate": accumulate, "clip": clip}
+    ours = train_with_trainstep(LossScaler(growth_interval=2), batches, **how)
+    theirs = train_by_hand(GradScaler("cpu", growth_interval=2), batches, **how)
+    assert len(ours.scales) == STEPS
+    assert_same_run(ours, theirs)
+    # The run was worth comparing: it has steps, skips, and a scale that both rises and falls.
+    assert {flag for flags in ours.stepped for flag in flags} == {True, False}
+    assert not two or {(True, False), (False, True)} <= set(ours.stepped)
+    steps = [b / a for a, b in zip(ours.scales, ours.scales[1:], strict=False)]
+    assert {2.0, 0.5} <= set(steps)
+
+
+def test_two_optimizers_with_clipping_are_bit_equal_where_both_overflow_together() -> None:
+    batches = make_batches(STEPS, both=True)
+    how: dict[str, Any] = {"two": True, "accumulate": 1, "clip": 0.5}
+    ours = train_with_trainstep(LossScaler(growth_interval=4), batches, **how)
+    theirs = train_by_hand(GradScaler("cpu", growth_interval=4), batches, **how)
+    assert_same_run(ours, theirs)
+    assert {(True, True), (False, False)} == set(ours.stepped)
+
+
+def test_static_and_disabled_scalers_are_bit_equal_to_gradscaler() -> None:
+    finite = [(x, (labels, 1.0, 1.0)) for x, (labels, _, _) in make_batches(STEPS, both=True)]
+    how: dict[str, Any] = {"two": False, "accumulate": 1, "clip": 0.5}
+    off = train_with_trainstep(LossScaler(enabled=False), finite, **how)
+    assert_same_run(off, train_by_hand(GradScaler("cpu", enabled=False), finite, **how))
+    static = train_with_trainstep(LossScaler(init_scale=1024.0, growth_interval=4, dynamic=False), finite, **how)
+    assert_same_run(static, train_by_hand(GradScaler("cpu", init_scale=1024.0, growth_interval=2000), finite, **how))
+
+
+def test_fused_optimizer_is_bit_equal_to_gradscaler() -> None:
+    batches = make_batches(STEPS, both=True)
+    torch.manual_seed(0)
+    ours, theirs = TwoHeads(), TwoHeads()
+    theirs.load_state_dict(ours.state_dict())
+    scaler = GradScaler("cpu", growth_interval=4)
+    optimizer = Adam(theirs.parameters(), lr=0.01, fused=True)
+    loss_scaler = LossScaler(growth_interval=4, max_skips=20)
+    step = TrainStep(ours, loss_fn, Adam(ours.parameters(), lr=0.01, fused=True), scaler=loss_scaler)
+    for x, target in batches:
+        before = weights(theirs)
+        scaler.scale(loss_fn(theirs(x), target)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        assert step(x, target).stepped == (not all(map(torch.equal, before, weights(theirs))))
+        assert loss_scaler.get_scale() == scaler.get_scale()
+    assert all(map(torch.equal, ours.parameters(), theirs.parameters()))
+
+
+def test_gradscaler_state_goes_into_a_trainstep_and_back_in_mid_run() -> None:
+    batches = make_batches(45, both=True)
+    reference_scaler = GradScaler("cpu", growth_interval=4)
+    reference = train_by_hand(reference_scaler, batches, two=False, accumulate=1, clip=None)
+
+    model, (optimizer,), (scheduler,) = make_training(two=False)
+    by_hand = GradScaler("cpu", growth_interval=4)
+    step = TrainStep(model, loss_fn, optimizer, scaler=LossScaler(), scheduler=scheduler)
+    scales = []
+    for index, (x, target) in enumerate(batches):
+        if index == 15:
+            step.scaler.load_state_dict(by_hand.state_dict())
+        if index == 30:
+            by_hand.load_state_dict(step.scaler.state_dict())
+        if 15 <= index < 30:
+            step(x, target)
+            scales.append(step.scaler.get_scale())
+            continue
+        before = weights(model)
+        by_hand.scale(loss_fn(model(x), target)).backward()
+        by_hand.step(optimizer)
+        by_hand.update()
+        if not all(map(torch.equal, before, weights(model))):
+            scheduler.step()
+        optimizer.zero_grad()
+        scales.append(by_hand.get_scale())
+    assert scales == reference.scales
+    assert all(map(torch.equal, model.parameters(), reference.model.parameters()))
+
+
+# ------------------------------------------------------------------------------------- one step
+
+
+def make_step(**settings: Any) -> tuple[nn.Linear, TrainStep]:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    settings.setdefault("scaler", LossScaler(init_scale=8.0))
+    return model, TrainStep(model, loss_times, SGD(model.parameters(), lr=0.5), **settings)
+
+
+def loss_times(output: Tensor, factor: float = 1.0) -> Tensor:
+    return output.square().mean() * factor
+
+
+X = torch.tensor([[1.0, 2.0, 3.0, 4.0], [0.5, 0.25, 2.0, 1.0]])
+
+
+def weights(model: nn.Module) -> list[Tensor]:
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def test_result_says_what_happened() -> None:
+    model, step = make_step(accumulate_steps=2, max_grad_norm=1.0)
+    expected = loss_times(model(X)).detach()
+    expected_norm = torch.stack(
+        [g.norm() for g in torch.autograd.grad(loss_times(model(X)), list(model.parameters()))]
+    ).norm()
+    first, second = step(X), step(X)
+    assert torch.equal(first.loss, expected)
+    assert torch.equal(second.loss, expected)
+    assert not second.loss.requires_grad
+    assert (first.reason, first.stepped, first.skipped, first.grad_norm) == ("accumulating", False, False, None)
+    assert (second.reason, second.stepped, second.skipped) == ("stepped", True, False)
+    assert first.scale == second.scale == 8.0
+    assert second.grad_norm is not None
+    torch.testing.assert_close(second.grad_norm, expected_norm)
+    with pytest.raises(AttributeError):
+        second.scale = 1.0  # type: ignore[misc]
+
+
+def test_one_bad_micro_batch_skips_its_window_and_leaves_nothing_behind() -> None:
+    model, step = make_step(accumulate_steps=4)
+    before = weights(model)
+    results = [step(X, factor) for factor in (1.0, 1.0, math.inf, 1.0)]
+    assert [r.reason for r in results] == ["accumulating"] * 3 + ["overflow"]
+    assert results[-1].skipped
+    assert all(map(torch.equal, before, weights(model)))
+    assert all(p.grad is None for p in model.parameters())
+    assert step.scaler.get_scale() == 4.0
+
+
+def test_scheduler_waits_for_the_first_step_and_nobody_warns() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    optimizer = SGD(model.parameters(), lr=0.5)
+    scheduler = LambdaLR(optimizer, lambda epoch: 0.5**epoch)
+    step = TrainStep(model, loss_times, optimizer, scaler=8.0, scheduler=scheduler)
+    step(X, math.inf)  # a warning would be an error here
+    assert scheduler.last_epoch == 0
+    step(X)
+    assert scheduler.last_epoch == 1
+
+
+def test_with_clipping_an_overflow_in_one_optimizer_skips_all() -> None:
+    model, optimizers, schedulers = make_training(two=True)
+    step = TrainStep(model, loss_fn, optimizers, scaler=LossScaler(), max_grad_norm=1.0, scheduler=schedulers)
+    (x, (labels, _, _)), *_ = make_batches(1, both=True)
+    step(x, (labels, 1.0, 1.0))  # gives the optimizers momentum, which would move parameters on zero gradients
+    before = weights(model)
+    result = step(x, (labels, math.inf, 1.0))
+    assert (result.stepped, result.skipped, result.reason) == ((False, False), True, "overflow")
+    assert all(map(torch.equal, before, weights(model)))
+    assert [s.last_epoch for s in schedulers] == [1, 1]
+    assert step.scaler.get_scale() == 2.0**15
+
+
+def test_without_loss_scaling_a_norm_that_is_not_finite_skips_too() -> None:
+    model, step = make_step(scaler=None, max_grad_norm=1.0)
+    before = weights(model)
+    result = step(X, math.nan)
+    assert (result.stepped, result.skipped, result.reason, result.scale) == (False, True, "overflow", 1.0)
+    assert all(map(torch.equal, before, weights(model)))
+
+
+def test_an_infinite_norm_of_finite_gradients_is_no_overflow() -> None:
+    # As in a loop by hand: clipping to an infinite norm makes finite gradients 0, and the step is taken.
+    for scaler in (None, 1.0):
+        model, step = make_step(scaler=scaler, max_grad_norm=1.0)
+        before = weights(model)
+        result = step(X, 1e30)
+        assert result.grad_norm is not None
+        assert result.grad_norm.isinf()
+        assert (result.stepped, result.reason) == (True, "stepped")
+        assert all(map(torch.equal, before, weights(model)))
+
+
+def test_an_infinite_max_grad_norm_measures_and_clips_nothing() -> None:
+    (a, plain), (b, measured) = make_step(), make_step(max_grad_norm=math.inf)
+    plain(X)
+    norm = measured(X).grad_norm
+    assert norm is not None
+    assert norm.isfinite()
+    measured(X, 1e30)  # whose norm is infinite
+    plain(X, 1e30)
+    assert all(map(torch.equal, weights(a), weights(b)))
+
+
+def test_an_optimizer_idle_on_odd_steps_is_no_error() -> None:
+    model, optimizers, schedulers = make_training(two=True)
+    step = TrainStep(
+        model,
+        lambda output, target: (
+            F.cross_entropy(output[0], target[0]) + (F.cross_entropy(output[1], target[0]) if target[1] else 0)
+        ),
+        optimizers,
+        scaler=LossScaler(),
+        scheduler=schedulers,
+    )
+    images, labels = digits()
+    results = [step(images[:8], (labels[:8], index % 2 == 0)) for index in range(4)]
+    assert [r.stepped for r in results] == [(True, True), (True, False)] * 2
+    assert [r.reason for r in results] == ["stepped"] * 4
+    assert [s.last_epoch for s in schedulers] == [4, 2]
+
+
+@pytest.mark.parametrize("scaler", [None, 8.0, LossScaler()])
+def test_no_gradients_at_all_is_an_outcome(scaler: Any) -> None:
+    torch.manual_seed(0)
+    model, idle = nn.Linear(4, 1), nn.Linear(4, 1)
+    step = TrainStep(model, loss_times, SGD(idle.parameters(), lr=0.5), scaler=scaler)
+    result = step(X)
+    assert (result.stepped, result.skipped, result.reason) == (False, False, "no_gradients")
+    assert result.loss.isfinite()
+
+
+def test_a_frozen_model_is_no_gradients_too() -> None:
+    model, step = make_step()
+    model.requires_grad_(False)
+    assert step(X).reason == "no_gradients"
+    model.requires_grad_(True)
+    assert step(X).stepped
+
+
+def test_a_scale_for_one_step_leaves_the_scaler_as_it_was() -> None:
+    _, step = make_step(scaler=LossScaler(init_scale=8.0, growth_interval=2, max_skips=2))
+    step(X)
+    before = step.scaler.state_dict()
+    for factor in (1.0, math.inf, math.nan):
+        assert step(X, factor, scale=128.0).scale == 128.0
+    assert step.scaler.state_dict() == before
+    assert step(X).scale == 8.0
+    assert step.scaler.get_scale() == 16.0
+
+
+def test_a_scale_for_one_step_scales_and_unscales() -> None:
+    (a, plain), (b, scaled) = make_step(scaler=None), make_step(scaler=None)
+    seen: list[Tensor] = []
+    a.weight.register_hook(seen.append)
+    b.weight.register_hook(seen.append)
+    plain(X)
+    assert scaled(X, scale=128.0).stepped
+    assert torch.equal(seen[1], seen[0] * 128.0)
+    assert all(map(torch.equal, weights(a), weights(b)))
+
+
+def test_a_window_has_one_scale() -> None:
+    _, step = make_step(accumulate_steps=2)
+    step(X, scale=4.0)
+    with pytest.raises(PolicyError, match=r"scale=2.0 within a window that began with 4.0"):
+        step(X, scale=2.0)
+    assert step(X).scale == 4.0  # left out: that of the window
+    step(X)
+    with pytest.raises(PolicyError, match="the scale of the scaler"):
+        step(X, scale=2.0)
+
+
+def test_flush_takes_the_mean_over_what_was_seen() -> None:
+    (a, whole), (b, partial) = make_step(accumulate_steps=2), make_step(accumulate_steps=8)
+    for step in (whole, partial):
+        step(X)
+        step(2 * X)
+    result = partial.flush()
+    assert (result.reason, result.stepped) == ("stepped", True)
+    assert all(map(torch.equal, weights(a), weights(b)))  # 8 / 2 is exact
+    empty = partial.flush()
+    assert (empty.reason, empty.stepped, empty.loss.isnan().item()) == ("no_gradients", False, True)
+    assert all(map(torch.equal, weights(a), weights(b)))
+
+
+def test_a_call_that_raises_abandons_its_window() -> None:
+    (a, step), (b, fresh) = make_step(accumulate_steps=2), make_step(accumulate_steps=2)
+    step(X, scale=2.0)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        step(torch.ones(2, 5))
+    assert all(p.grad is None for p in a.parameters())
+    for one in (step, fresh):
+        assert one(X).scale == 8.0
+        assert one(X).stepped
+    assert all(map(torch.equal, weights(a), weights(b)))
+
+
+def test_collapse_names_the_models_parameters_and_training_can_go_on() -> None:
+    model, step = make_step(scaler=LossScaler(init_scale=4.0, min_scale=1.0, max_skips=3))
+    step(X, math.nan)
+    step(X, math.nan)
+    with pytest.raises(ScaleCollapseError, match=r"3 steps in a row.*weight \(NaN\), bias \(NaN\)"):
+        step(X, math.nan)
+    assert all(p.grad is None for p in model.parameters())
+    assert step(X).stepped
+
+
+def test_mode_and_model_stay_as_they_are() -> None:
+    model, step = make_step()
+    for mode in (True, False):
+        model.train(mode)
+        step(X)
+        assert model.training is mode
+    assert step.model is model
+
+
+# ------------------------------------------------------------------------------------- inputs, outputs, state
+
+
+class Flexible(nn.Module):
+    """Takes two inputs and returns its loss in the way it was told to."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 1)
+        self.kind = kind
+
+    def forward(self, x: Tensor, scale: float = 1.0, labels: Tensor | None = None) -> Any:
+        loss = self.linear(x).mean() * scale
+        return {"attribute": SimpleNamespace(loss=loss), "key": {"loss": loss}, "none": {"logits": loss}}[self.kind]
+
+
+@pytest.mark.parametrize("kind", ["attribute", "key"])
+@pytest.mark.parametrize("inputs", [X, (X,), (X, 1.0), {"x": X}, {"x": X, "labels": X}])
+def test_inputs_and_losses_of_every_kind(inputs: Any, kind: str) -> None:
+    model = Flexible(kind)
+    assert TrainStep(model, None, SGD(model.parameters(), lr=0.1))(inputs).stepped
+
+
+def test_packed_sequence_is_one_input() -> None:
+    model = nn.GRU(4, 3, batch_first=True)
+    packed = nn.utils.rnn.pack_padded_sequence(torch.ones(2, 5, 4), torch.tensor([5, 3]), batch_first=True)
+    step = TrainStep(model, lambda output: output[0].data.mean(), SGD(model.parameters(), lr=0.1))
+    assert step(packed).stepped
+
+
+@pytest.mark.parametrize("position", [0, 1])
+def test_state_resumes_bit_equal(position: int) -> None:
+    def build() -> tuple[nn.Linear, SGD, TrainStep]:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 1)
+        optimizer = SGD(model.parameters(), lr=0.5, momentum=0.9)
+        scaler = LossScaler(init_scale=8.0, growth_interval=2)
+        return model, optimizer, TrainStep(model, loss_times, optimizer, scaler=scaler, accumulate_steps=2)
+
+    factors = [1.0, 0.5, math.inf, 1.0, 1.0, 2.0, 0.25, 1.0, 1.0, 1.0]
+    model, optimizer, step = build()
+    cut = 4 + position
+    for factor in factors[:cut]:
+        step(X, factor, scale=64.0 if factor == 1.0 and cut == 5 and step._position == 0 else None)
+    saved = pickle.loads(pickle.dumps((model.state_dict(), optimizer.state_dict(), step.state_dict())))
+    resumed_model, resumed_optimizer, resumed = build()
+    resumed_model.load_state_dict(saved[0])
+    resumed_optimizer.load_state_dict(saved[1])
+    resumed.load_state_dict(saved[2])
+    for p, q in zip(resumed_model.parameters(), model.parameters(), strict=True):
+        p.grad = None if q.grad is None else q.grad.clone()  # gradients are the caller's to keep
+    rest = [(step(X, factor), resumed(X, factor)) for factor in factors[cut:]]
+    assert [(a.reason, a.scale) for a, _ in rest] == [(b.reason, b.scale) for _, b in rest]
+    assert all(map(torch.equal, weights(model), weights(resumed_model)))
+    assert step.state_dict() == resumed.state_dict()
+
+
+def test_a_state_that_does_not_fit_is_refused() -> None:
+    _, step = make_step(accumulate_steps=3)
+    step(X)
+    step(X)
+    with pytest.raises(PolicyError, match="micro-batch 2 of a window, and accumulate_steps is 1"):
+        make_step()[1].load_state_dict(step.state_dict())
+    with pytest.raises(PolicyError, match="it lacks given_scale, position, scaler"):
+        step.load_state_dict({"epoch": 3})
+
+
+# ------------------------------------------------------------------------------------- which scaler
+
+
+def with_plan(dtype: torch.dtype | None, level: str = "O1") -> nn.Module:
+    model = nn.Linear(4, 1)
+    setattr(model, "plan", SimpleNamespace(policy=SimpleNamespace(dtype=dtype, level=level)))  # noqa: B010
+    return model
+
+
+def auto_scaler(model: nn.Module) -> LossScaler:
+    return TrainStep(model, loss_times, SGD(model.parameters(), lr=0.1)).scaler
+
+
+def test_auto_scales_fp16_with_guards() -> None:
+    for model in (with_plan(torch.float16), nn.Sequential(with_plan(torch.float16))):
+        extensions = auto_scaler(model).state_dict()["fxamp"]
+        assert (extensions["min_scale"], extensions["max_scale"], extensions["max_skips"]) == (1.0, 2.0**24, 20)
+
+
+@pytest.mark.parametrize(
+    "model", [nn.Linear(4, 1), with_plan(torch.bfloat16), with_plan(None), with_plan(torch.float16, "O0")]
+)
+def test_auto_scales_nothing_else(model: nn.Module) -> None:
+    assert not auto_scaler(model).is_enabled()
+
+
+def test_a_number_is_a_static_scale() -> None:
+    _, step = make_step(scaler=16)
+    assert [step(X, factor).scale for factor in (1.0, math.inf, 1.0)] == [16.0] * 3
+
+
+def test_fp16_without_loss_scaling_warns_once() -> None:
+    model = with_plan(torch.float16)
+    step = TrainStep(model, loss_times, SGD(model.parameters(), lr=0.1), scaler=None)
+    step(X, scale=128.0)  # scaled: no warning
+    with pytest.warns(UserWarning, match="FP16 without loss scaling") as caught:
+        step(X)
+    assert caught[0].filename == __file__
+    step(X)  # a second warning would be an error here
+
+
+# ------------------------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"accumulate_steps": 0}, "accumulate_steps must be an int from 1"),
+        ({"accumulate_steps": 2.0}, "accumulate_steps must be an int from 1"),
+        ({"accumulate_steps": True}, "accumulate_steps must be an int from 1"),
+        ({"max_grad_norm": 0.0}, "max_grad_norm must be a number greater than 0"),
+        ({"max_grad_norm": -1.0}, "max_grad_norm must be a number greater than 0"),
+        ({"max_grad_norm": math.nan}, "max_grad_norm must be a number greater than 0"),
+        ({"scaler": "dynamic"}, 'a LossScaler, a number, None or "auto"'),
+        ({"scaler": math.nan}, "scaler must be a number"),
+        ({"scaler": -1.0}, "scaler must be a number"),
+        ({"scaler": True}, "scaler must be a number"),
+        ({"scaler": GradScaler("cpu")}, "must be a fxamp.LossScaler"),
+        ({"loss_fn": "mse"}, "loss_fn must be callable"),
+        ({"optimizer": []}, "empty list"),
+        ({"optimizer": "adam"}, "optimizer must be a torch Optimizer or a list of them, got str"),
+        ({"scheduler": "cosine"}, "scheduler must be a torch LRScheduler or a list of them, got str"),
+        ({"scheduler": StepLR(SGD([torch.ones(1)], lr=0.1), 1)}, "StepLR belongs to none of the optimizers"),
+        ({"ema": object()}, "ema=.* is not yet supported"),
+        ({"weights": "shadow"}, "weights='shadow' is not yet supported: leave it at 'auto'"),
+        ({"on_overflow": "skip_microbatch"}, "on_overflow='skip_microbatch' is not yet supported"),
+        ({"compile": True}, "compile=True is not yet supported"),
+    ],
+)
+def test_bad_arguments_are_named(settings: dict[str, Any], message: str) -> None:
+    model = nn.Linear(4, 1)
+    arguments = {"model": model, "loss_fn": None, "optimizer": SGD(model.parameters(), lr=0.1), **settings}
+    with pytest.raises(PolicyError, match=message):
+        TrainStep(**arguments)
+
+
+def test_something_other_than_a_module_is_refused() -> None:
+    with pytest.raises(NotAModuleError, match="function"):
+        TrainStep(lambda x: x, None, SGD([torch.ones(1)], lr=0.1))  # type: ignore[arg-type]
+
+
+def test_reduce_on_plateau_is_refused_with_the_way_out() -> None:
+    model = nn.Linear(4, 1)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with pytest.raises(PolicyError, match=r"call scheduler.step\(metric\) yourself"):
+        TrainStep(model, None, optimizer, scheduler=ReduceLROnPlateau(optimizer))
+
+
+def test_trainable_low_parameters_are_named_up_to_three() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).half(), nn.Linear(4, 1).bfloat16())
+    with pytest.raises(PolicyError, match=r"1.weight \(float16\), 1.bias \(float16\), 2.weight \(bfloat16\)\. Updates"):
+        TrainStep(model, None, SGD(model.parameters(), lr=0.1))
+    model.requires_grad_(False)
+    TrainStep(model, None, SGD(model.parameters(), lr=0.1))
+
+
+def test_low_parameters_outside_the_model_are_found() -> None:
+    outside = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    with pytest.raises(PolicyError, match=r"parameter 0 of optimizer 0 \(shape \(3,\)\)"):
+        TrainStep(nn.Linear(4, 1), None, SGD([outside], lr=0.1))
+
+
+def test_a_parameter_in_two_optimizers_is_refused() -> None:
+    model = nn.Linear(4, 1)
+    with pytest.raises(PolicyError, match="weight is in two optimizers"):
+        TrainStep(model, None, [SGD(model.parameters(), lr=0.1), SGD([model.weight], lr=0.1)])
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, math.nan, math.inf, True, "8"])
+def test_a_bad_scale_for_one_step_is_refused(scale: Any) -> None:
+    _, step = make_step()
+    with pytest.raises(PolicyError, match="scale must be a number"):
+        step(X, scale=scale)
+
+
+@pytest.mark.parametrize("inputs", [[X], 3.0, None])
+def test_inputs_of_other_kinds_are_refused_with_the_way_out(inputs: Any) -> None:
+    _, step = make_step()
+    with pytest.raises(PolicyError, match=r"wrap it: \(inputs,\)"):
+        step(inputs)
+
+
+def test_bad_losses_are_refused() -> None:
+    model = nn.Linear(4, 1)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with pytest.raises(PolicyError, match=r"tensor of one element, got shape \(2, 1\)"):
+        TrainStep(model, lambda output: output, optimizer)(X)
+    with pytest.raises(PolicyError, match="tensor of one element, got float"):
+        TrainStep(model, lambda output: output.sum().item(), optimizer)(X)
+    with pytest.raises(PolicyError, match="does not depend on any trainable parameter"):
+        TrainStep(model, lambda output: output.sum().detach(), optimizer)(X)
+    with pytest.raises(PolicyError, match="has no loss"):
+        TrainStep(model, None, optimizer)(X)
+    with pytest.raises(PolicyError, match="a target was given but loss_fn is None"):
+        TrainStep(model, None, optimizer)(X, X)
+    flexible = Flexible("none")
+    with pytest.raises(PolicyError, match=r"the output \(dict\) has no loss"):
+        TrainStep(flexible, None, SGD(flexible.parameters(), lr=0.1))(X)
+
+
+@pytest.mark.parametrize("scaler", [None, 8.0])
+def test_an_optimizer_that_needs_a_closure_raises_torchs_error_with_context(scaler: Any) -> None:
+    model = nn.Linear(4, 1)
+    step = TrainStep(model, loss_times, torch.optim.LBFGS(model.parameters()), scaler=scaler)
+    for _ in range(2):  # the second call finds no rests of the first
+        with pytest.raises(TypeError, match=r"missing.*'closure'.*LBFGS.step\(\) without a closure"):
+            step(X)
+
+
+def test_results_are_frozen_dataclasses() -> None:
+    _, step = make_step()
+    assert isinstance(step(X), StepResult)
+    assert list(StepResult.__dataclass_fields__) == ["loss", "stepped", "skipped", "scale", "grad_norm", "reason"]
