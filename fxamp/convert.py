@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from dataclasses import replace
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 from passes import compile_graph
-from passes.errors import PolicyError
+from passes.errors import CaptureError, NotAModuleError, PolicyError
 from passes.plan import Plan
 from passes.policy import Policy
 
@@ -58,11 +59,24 @@ def convert(
     if plan is not None and not isinstance(plan, Plan):
         plan = Plan.load(plan)
     asked = plan.policy if plan is not None else Policy.of(policy)
-    captured, decided = _compile(model, args, kwargs, asked, capture, dynamic_shapes, plan, check)
-    root = skeleton(model if isinstance(model, nn.Module) else captured.model, captured.opaque, captured.constants)
-    return ConvertedModule(
-        root, captured.graph, decided, captured.call, decided.policy.device or "cpu", captured.only_mode, type(model).__name__
-    )
+    captured = capture_model(model, args, kwargs, front_end=capture, dynamic_shapes=dynamic_shapes)
+    refuse_low_parameters(captured.model)
+    inputs = as_inputs(args, kwargs)
+    if check and inputs is not None:
+        with untouched(captured.model):
+            check_faithful(captured, *inputs)
+    return emit(captured, resolve(asked, captured.model, inputs), plan)
+
+
+def emit(captured: Captured, policy: Policy, replayed: Plan | None = None) -> ConvertedModule:
+    """Compile a captured graph, in place, and put it over the model's own parameters."""
+    root = skeleton(captured.model, captured.opaque, captured.constants)
+    decided = compile_graph(
+        captured.graph, policy, functools.partial(_attribute, root),
+        capture=captured.front_end, notes=tuple(captured.notes), plan=replayed,
+    )  # fmt: skip
+    name = type(captured.model).__name__
+    return ConvertedModule(root, captured.graph, decided, captured.call, policy.device or "cpu", captured.only_mode, name)
 
 
 def plan(
@@ -75,7 +89,9 @@ def plan(
     dynamic_shapes: Any = "auto",
 ) -> Plan:
     """Decide only: return the plan that `convert` would carry out. Arguments and errors as `convert`."""
-    return _compile(model, args, kwargs, Policy.of(policy), capture, dynamic_shapes, None, check=False)[1]
+    return convert(
+        model, args, kwargs, policy=policy, capture=capture, dynamic_shapes=dynamic_shapes, check=False
+    ).plan
 
 
 def plan_of(module: nn.Module) -> Plan:
@@ -97,8 +113,6 @@ def graphs(module: nn.Module) -> list[torch.fx.GraphModule]:
 
 
 def _converted(module: Any) -> ConvertedModule:
-    from passes.errors import CaptureError, NotAModuleError
-
     if isinstance(module, ConvertedModule):
         return module
     if not isinstance(module, nn.Module):
@@ -106,29 +120,8 @@ def _converted(module: Any) -> ConvertedModule:
     raise CaptureError(f"{type(module).__name__} was not converted by fxamp: pass what fxamp.convert(model) returned.")
 
 
-def _compile(
-    model: Any, args: Any, kwargs: Any, policy: Policy, front_end: str, dynamic_shapes: Any, replayed: Plan | None, check: bool
-) -> tuple[Captured, Plan]:
-    captured = capture_model(model, args, kwargs, front_end=front_end, dynamic_shapes=dynamic_shapes)
-    module = captured.model
-    inputs = as_inputs(args, kwargs)
-    policy = resolve(policy, module, inputs)
-    refuse_low_parameters(module)
-    root = skeleton(module, captured.opaque, captured.constants)
-    if check and inputs is not None:
-        with untouched(module):
-            check_faithful(captured, root, module, *inputs)
-
-    def attribute(path: str) -> Any:
-        value: Any = root
-        for atom in path.split("."):
-            value = getattr(value, atom)
-        return value
-
-    decided = compile_graph(
-        captured.graph, policy, attribute, capture=captured.front_end, notes=tuple(captured.notes), plan=replayed
-    )
-    return captured, decided
+def _attribute(root: nn.Module, path: str) -> Any:
+    return functools.reduce(getattr, path.split("."), root)
 
 
 def resolve(policy: Policy, model: nn.Module, inputs: tuple[tuple[Any, ...], dict[str, Any]] | None) -> Policy:

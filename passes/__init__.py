@@ -11,11 +11,15 @@ Imports torch and networkx, never fxamp.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch.fx import Graph
 
+from ._torch import FakeTensor
+from . import ops
 from .assign_precision import Assignment, assign_precision
 from .eliminate_casts import eliminate_casts
 from .insert_casts import insert_casts, is_inserted
@@ -54,6 +58,7 @@ def compile_graph(
     inserted = insert_casts(graph, assignment, restore_outputs=policy.output_dtype == "original")
     eliminate_casts(graph, assignment, policy.share_casts)
     verify(graph, assignment if policy.level != "O0" else None)
+    annotate(graph, assignment)
     return Plan(
         decisions,
         policy,
@@ -65,9 +70,18 @@ def compile_graph(
     )
 
 
-def _decision(node: Any, names: dict[Any, str], assignment: Assignment) -> Decision:
-    from . import ops
+def annotate(graph: Graph, assignment: Assignment) -> None:
+    """Bring `meta["val"]` up to date, so that `print_readable` shows the dtype of every value."""
+    for node in graph.nodes:
+        value, dtype = node.meta.get("val"), assignment.dtypes.get(node)
+        if isinstance(value, torch.Tensor) and isinstance(dtype, torch.dtype) and value.dtype != dtype:
+            with contextlib.ExitStack() as stack:
+                if isinstance(value, FakeTensor):
+                    stack.enter_context(value.fake_mode)
+                node.meta["val"] = value.detach().to(dtype)
 
+
+def _decision(node: Any, names: dict[Any, str], assignment: Assignment) -> Decision:
     colouring = assignment.colours[node]
     autocast = assignment.autocast.get(node, colouring.dtype)
     return Decision(

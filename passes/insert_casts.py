@@ -14,7 +14,7 @@ from torch.fx import Graph, Node
 
 from . import ops
 from .assign_precision import Assignment, Colouring
-from .legalize import drop_dtype_assertions
+from .legalize import loosen_assertions
 from .values import ANY, is_floating
 
 CAST = torch.ops.aten.to.dtype
@@ -25,6 +25,18 @@ def cast_floating(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, Tensor) and value.is_floating_point() and value.dtype is not torch.float64:
         return value.to(dtype)
     return value
+
+
+def cast_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Cast a weight that keeps `requires_grad` under no_grad, as autocast's cached casts do.
+
+    A matrix product over a non-contiguous input of three dimensions or more is folded into one by `requires_grad` of the
+    weight, and the folded product rounds differently.
+    """
+    cast = weight.to(dtype)
+    if weight.requires_grad and not cast.requires_grad and not torch.is_inference_mode_enabled():
+        cast.requires_grad_()
+    return cast
 
 
 def is_inserted(node: Node) -> bool:
@@ -42,7 +54,7 @@ def insert_casts(graph: Graph, assignment: Assignment, *, restore_outputs: bool 
             _rewrite_arguments(node, colouring)
     if restore_outputs:
         edits += _restore_outputs(graph, assignment)
-    drop_dtype_assertions(graph, lambda n: assignment.dtypes.get(n) != assignment.original.get(n))
+    loosen_assertions(graph, lambda n: assignment.dtypes.get(n) != assignment.original.get(n))
     return edits
 
 
@@ -57,10 +69,21 @@ def _cast_operands(graph: Graph, node: Node, colouring: Colouring, assignment: A
         if wanted is None:
             return operand.node
         edits += 1
-        return make_cast(graph, operand.node, wanted, node, assignment)
+        made = make_cast(graph, operand.node, wanted, node, assignment)
+        if operand.node.op == "get_attr" and _folds_by_grad(node):
+            made.target = cast_weight
+        return made
 
     ops.map_operands(node, cast)
     return edits
+
+
+def _folds_by_grad(node: Node) -> bool:
+    """Say whether matmul chooses its kernel by `requires_grad` of the weight."""
+    value = node.args[0].meta.get("val") if node.args and isinstance(node.args[0], Node) else None
+    if ops.name(node) not in ("linear", "matmul") or not isinstance(value, Tensor) or value.dim() < 3:
+        return False
+    return not value.is_contiguous()
 
 
 def make_cast(graph: Graph, value: Node, dtype: torch.dtype, reader: Node, assignment: Assignment) -> Node:

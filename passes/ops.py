@@ -1,8 +1,9 @@
 """One canonical name for an op, whatever the dialect it is spelled in.
 
-`nn.ReLU()(x)`, `F.relu(x)`, `torch.relu(x)`, `x.relu()` and `torch.ops.aten.relu.default(x)` are all `relu`; their in-place
-forms are all `relu_`. The name is that of the ATen operator, without the overload. Operators of other namespaces
-keep theirs (`my_lib::my_op`).
+`nn.ReLU()(x)`, `F.relu(x)`, `torch.relu(x)`, `x.relu()` and `torch.ops.aten.relu.default(x)` are all `relu`; their
+in-place forms are all `relu_`. The name is that of the ATen operator, without the overload; a function that ATen does
+not have keeps its own (`interpolate`). Operators of other namespaces keep theirs (`my_lib::my_op`), and so do functions
+of other modules (`my_module.my_function`).
 
 Before: node.target is F.relu, kwargs {"inplace": True}        After: name(node) == "relu_"
 """
@@ -11,42 +12,47 @@ from __future__ import annotations
 
 import functools
 import inspect
-import operator
+import itertools
+import operator as operator  # read from here by other passes
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
+from torch._jit_internal import boolean_dispatched
 from torch.fx import Node
+from torch.fx.node import map_aggregate
 
-# Spellings whose Python name is not the ATen name.
-ALIASES: dict[str, str] = {
-    # operators
-    "add": "add", "sub": "sub", "mul": "mul", "truediv": "div", "floordiv": "floor_divide", "mod": "remainder",
-    "neg": "neg", "pos": "positive", "pow": "pow", "matmul": "matmul", "invert": "bitwise_not", "inv": "bitwise_not",
-    "and_": "bitwise_and", "or_": "bitwise_or", "xor": "bitwise_xor", "lshift": "bitwise_left_shift",
-    "rshift": "bitwise_right_shift", "iadd": "add_", "isub": "sub_", "imul": "mul_", "itruediv": "div_",
-    "ifloordiv": "floor_divide_", "imod": "remainder_", "ipow": "pow_", "imatmul": "matmul", "iand": "bitwise_and_",
-    "ior": "bitwise_or_", "ixor": "bitwise_xor_",
-    # torch functions and methods that are another op's synonym
-    "absolute": "abs", "arccos": "acos", "arcsin": "asin", "arctan": "atan", "arctan2": "atan2", "arccosh": "acosh",
-    "arcsinh": "asinh", "arctanh": "atanh", "clip": "clamp", "concat": "cat", "concatenate": "cat", "divide": "div",
-    "true_divide": "div", "multiply": "mul", "subtract": "sub", "negative": "neg", "greater": "gt", "greater_equal": "ge",
-    "less": "lt", "less_equal": "le", "not_equal": "ne", "fix": "trunc", "ger": "outer", "moveaxis": "movedim",
-    "swapaxes": "transpose", "swapdims": "transpose", "row_stack": "vstack", "float_power": "float_power",
-    "special_expit": "sigmoid", "special_softmax": "softmax", "special_log_softmax": "log_softmax",
-    "special_logsumexp": "logsumexp", "special_erf": "erf", "special_erfinv": "erfinv", "special_expm1": "expm1",
-    "special_log1p": "log1p", "det": "det", "inverse": "inverse", "T": "t", "mT": "transpose", "H": "adjoint",
-    # torch.nn.functional
-    "cross_entropy": "cross_entropy_loss", "grid_sample": "grid_sampler", "affine_grid": "affine_grid_generator",
-    "unfold": "im2col", "fold": "col2im", "lrn": "local_response_norm", "nll_loss_nd": "nll_loss",
-    "max_pool1d_with_indices": "max_pool1d", "adaptive_max_pool1d_with_indices": "adaptive_max_pool1d",
-    "_threshold": "threshold", "_adaptive_avg_pool2d": "adaptive_avg_pool2d", "alpha_dropout": "alpha_dropout",
-    # exporter's spellings
-    "_to_copy": "to", "convert_element_type": "to", "dtype": "to", "_softmax": "_softmax", "sym_size": "sym_size",
-    "_safe_softmax": "_safe_softmax", "_unsafe_view": "view", "lift_fresh_copy": "clone", "lift_fresh": "clone",
-    # casts by method
-    "float": "to", "half": "to", "bfloat16": "to", "double": "to", "long": "to", "int": "to", "short": "to",
-    "char": "to", "byte": "to", "bool": "to", "cfloat": "to", "cdouble": "to", "chalf": "to", "type": "to",
+from . import rnn
+
+# The tables: canonical name -> its other spellings in one dialect.
+
+# Operators of ATen that do the same; their in-place forms follow.
+_SYNONYMS = {
+    "abs": "absolute", "acos": "arccos", "acosh": "arccosh", "asin": "arcsin", "asinh": "arcsinh", "atan": "arctan",
+    "atan2": "arctan2", "atanh": "arctanh", "cat": "concat concatenate", "clamp": "clip", "div": "divide true_divide",
+    "mul": "multiply", "sub": "subtract", "neg": "negative", "trunc": "fix", "outer": "ger", "movedim": "moveaxis",
+    "gt": "greater", "ge": "greater_equal", "lt": "less", "le": "less_equal", "ne": "not_equal",
+    "transpose": "swapaxes swapdims", "mm": "dsmm spmm", "sigmoid": "special_expit", "softmax": "special_softmax",
+    "log_softmax": "special_log_softmax", "logsumexp": "special_logsumexp", "erf": "special_erf",
+    "erfinv": "special_erfinv", "expm1": "special_expm1", "log1p": "special_log1p", "xlogy": "special_xlogy",
+    "conj": "_conj",
+    "adaptive_max_pool1d": "adaptive_max_pool1d_with_indices",
+    "adaptive_max_pool2d": "adaptive_max_pool2d_with_indices",
+    "adaptive_max_pool3d": "adaptive_max_pool3d_with_indices",
+    "fractional_max_pool2d": "fractional_max_pool2d_with_indices",
+    "fractional_max_pool3d": "fractional_max_pool3d_with_indices",
+    "to": "_to_copy", "view": "_unsafe_view", "clone": "lift_fresh_copy",  # the exporter's
+}  # fmt: skip
+
+# The module `operator`, and the methods `__add__`, `__radd__`, `__iadd__` that it stands for.
+_OPERATORS = {
+    "add": "add", "sub": "sub", "rsub": "rsub", "mul": "mul", "div": "truediv div", "floor_divide": "floordiv",
+    "remainder": "mod", "neg": "neg", "positive": "pos", "pow": "pow", "matmul": "matmul imatmul",
+    "bitwise_not": "invert inv", "bitwise_and": "and_ and", "bitwise_or": "or_ or", "bitwise_xor": "xor",
+    "bitwise_left_shift": "lshift", "bitwise_right_shift": "rshift", "add_": "iadd", "sub_": "isub", "mul_": "imul",
+    "div_": "itruediv idiv", "floor_divide_": "ifloordiv", "remainder_": "imod", "pow_": "ipow", "bitwise_and_": "iand",
+    "bitwise_or_": "ior", "bitwise_xor_": "ixor", "bitwise_left_shift_": "ilshift", "bitwise_right_shift_": "irshift",
 }  # fmt: skip
 
 CAST_METHODS: dict[str, torch.dtype] = {
@@ -55,21 +61,65 @@ CAST_METHODS: dict[str, torch.dtype] = {
     "bool": torch.bool, "cfloat": torch.complex64, "cdouble": torch.complex128, "chalf": torch.complex32,
 }  # fmt: skip
 
-# `unfold` the method is aten.unfold (a view); `F.unfold` is im2col.
-_METHOD_ONLY = {"unfold": "unfold", "T": "t"}
-_OPERATORS = {
-    getattr(operator, n): ALIASES.get(n, n)
-    for n in dir(operator)
-    if not n.startswith("__") and callable(getattr(operator, n))
+# Methods of a tensor, and its attributes (`getattr(x, "T")` in a symbolic graph).
+_METHODS = {"to": " ".join((*CAST_METHODS, "type", "cpu", "cuda", "xpu")), "dim": "ndimension", "numel": "nelement"}
+_ATTRIBUTES = {
+    "numpy_T": "T", "mT": "mT", "matrix_H": "H", "mH": "mH", "real": "real", "imag": "imag", "detach": "data",
+}  # fmt: skip
+
+# Primitives that ATen has under another name.
+_PRIMS = {
+    "to": "convert_element_type device_put", "permute": "transpose", "flip": "rev", "alias": "view_of",
+    "expand": "broadcast_in_dim", "flatten": "collapse collapse_view", "unflatten": "split_dim", "arange": "iota",
+    "erfinv": "erf_inv", "special_erfcx": "erfcx", "special_ndtri": "ndtri", "special_zeta": "zeta",
+    "special_i0": "bessel_i0", "special_i0e": "bessel_i0e", "special_i1": "bessel_i1", "special_i1e": "bessel_i1e",
+    "bitwise_left_shift": "shift_left", "bitwise_right_shift": "shift_right_arithmetic", "linalg_svd": "svd",
+    "clone": "copy_strided", "copy_": "copy_to", "resize_": "resize",
+}  # fmt: skip
+
+# Functions that have a name of ATen for something else, or a name that ATen has not for what it has.
+_FUNCTIONS: dict[Any, str] = {
+    F.cross_entropy: "cross_entropy_loss", F.grid_sample: "grid_sampler", F.affine_grid: "affine_grid_generator",
+    F.unfold: "im2col", F.fold: "col2im", F.threshold: "threshold", rnn.lstm: "lstm", rnn.rnn: "rnn",
+    abs: "abs", pow: "pow", round: "round", getattr: "getattr",
+}  # fmt: skip
+
+# Arguments that make another op of a Python function.
+_SUFFIXES: dict[str, dict[Any, str]] = {
+    "inplace": {True: "_"},
+    "return_indices": {True: "_with_indices"},
+    "nonlinearity": {"tanh": "_tanh", "relu": "_relu"},
 }
+
+# Modules whose functions have the names of ATen. The private ones hold torch's builtin functions.
+_SPACES = frozenset({
+    "torch", "torch.functional", "torch.nn.functional", "torch.nn.utils.rnn", "torch._linalg_utils", "torch._C",
+    "torch._C._nn", "torch._C._special", "torch._C._linalg", "torch._C._fft",
+})  # fmt: skip
+
+# Names that torch's builtin functions take besides those of the schema.
+_KEYWORDS = {"input": "self", "x": "self", "axis": "dim", "keepdims": "keepdim"}
+_ARGUMENTS = {"getitem": ("self", "index"), "setitem": ("self", "index", "value"), "getattr": ("self", "name")}
+
+
+def _by_spelling(table: dict[str, str]) -> dict[str, str]:
+    """Turn name -> spellings into spelling -> name."""
+    return {spelling: name for name, spellings in table.items() for spelling in spellings.split()}
+
+
+SYNONYMS, OPERATORS = _by_spelling(_SYNONYMS), _by_spelling(_OPERATORS)
+METHODS, ATTRIBUTES, PRIMS = _by_spelling(_METHODS), _by_spelling(_ATTRIBUTES), _by_spelling(_PRIMS)
 
 
 class Operand(NamedTuple):
-    """One tensor operand of a node: the argument's name, its place in a list argument (else 0), and the producer."""
+    """One operand of a node: the argument's name, its place among the leaves of that argument, and the producer."""
 
     name: str
-    index: int
+    index: int  # type: ignore[assignment]  # hides tuple.index
     node: Node
+
+
+# Names.
 
 
 def name(node: Node) -> str:
@@ -80,173 +130,241 @@ def name(node: Node) -> str:
     if node.op == "call_module":
         return f"module:{node.meta.get('leaf_type', node.target)}"
     if node.op == "call_method":
-        method = str(node.target)
-        return _METHOD_ONLY.get(method) or canonical(method)
+        return _of_method(str(node.target))
     if node.op != "call_function":
         return ""
+    if node.target is getattr:
+        return ATTRIBUTES.get(str(node.args[1]), "getattr")
     found = of_target(node.target)
-    if not found.endswith("_") and node.kwargs.get("inplace") is True:
-        return found + "_"
-    if not found.endswith("_") and _positional_inplace(node):
-        return found + "_"
-    return found
+    return canonical(found + _suffix(node, found)) if inspect.isfunction(node.target) else found
 
 
 @functools.lru_cache(maxsize=4096)
 def of_target(target: Any) -> str:
     """Return the canonical name of a call_function target."""
-    if isinstance(target, torch._ops.OpOverload):
-        space, _, op = target._schema.name.partition("::")
-        return canonical(op) if space in ("aten", "prims") else f"{space}::{op}"
     if isinstance(target, torch._ops.HigherOrderOperator):
         return f"higher_order::{target.name()}"
-    if isinstance(target, torch._ops.OpOverloadPacket):
-        space, _, op = target._qualified_op_name.partition("::")
-        return canonical(op) if space in ("aten", "prims") else f"{space}::{op}"
-    if target in _OPERATORS:
-        return _OPERATORS[target]
-    dispatched = _boolean_dispatch(target)
-    if dispatched:
-        return dispatched
-    plain = getattr(target, "__name__", type(target).__name__)
-    module = getattr(target, "__module__", "") or ""
-    if module.startswith(("torch", "_operator")) or module in ("", "builtins", "math"):
-        return canonical(_namespace(target) + plain)
-    return f"{module}.{plain}"
+    qualified = _qualified_name(target)
+    if qualified:
+        return _of_operator(*qualified.split("::"))
+    if target in _FUNCTIONS:
+        return _FUNCTIONS[target]
+    plain, module = getattr(target, "__name__", type(target).__name__), getattr(target, "__module__", None)
+    if module == "_operator":
+        return OPERATORS.get(plain, plain)
+    if module == "torch._tensor" or getattr(target, "__objclass__", None) in torch.Tensor.__mro__:
+        return _of_method(plain)
+    return canonical(plain) if module in _SPACES else f"{module}.{plain}"
 
 
 def canonical(op: str) -> str:
-    """Return the canonical name for an ATen, function or method name."""
-    inplace = op.endswith("_") and not op.endswith("__") and op not in ALIASES
-    base = op[:-1] if inplace else op
-    if base.startswith("__") and base.endswith("__"):
-        base = base.strip("_")
-        if base.startswith("r") and base[1:] in ALIASES:
-            base = base[1:]
-    base = ALIASES.get(base, base)
-    return base + "_" if inplace and not base.endswith("_") else base
+    """Return the canonical name of an ATen operator, of any of its synonyms, or of a method `__op__`."""
+    if op.startswith("__") and op.endswith("__"):
+        plain = op.strip("_")
+        return OPERATORS.get(plain) or OPERATORS.get(plain.removeprefix("r"), plain)
+    if op.endswith("_"):
+        return SYNONYMS.get(op[:-1], op[:-1]) + "_"
+    return SYNONYMS.get(op, op)
 
 
-def _namespace(target: Any) -> str:
-    """Return the ATen prefix of `torch.linalg`, `torch.fft` and `torch.special` functions."""
-    plain = getattr(target, "__name__", "")
-    for prefix in ("linalg", "fft", "special"):
-        if plain.startswith(prefix + "_"):
-            return ""
-        space = getattr(torch, prefix)
-        if getattr(space, plain, None) is target:
-            return prefix + "_"
+def _of_method(method: str) -> str:
+    return METHODS.get(method) or canonical(method)
+
+
+def _of_operator(space: str, op: str) -> str:
+    if space == "aten":
+        return canonical(op)
+    if space == "prims" and (op in PRIMS or hasattr(torch.ops.aten, op)):
+        return PRIMS.get(op) or canonical(op)
+    return f"{space}::{op}"
+
+
+def _qualified_name(target: Any) -> str:
+    """Return "namespace::op" of an operator, "" for anything else."""
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target._schema.name)
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        return str(target._qualified_op_name)
+    return str(getattr(target, "_qualname", ""))  # what torch.library.custom_op returns
+
+
+def _suffix(node: Node, found: str) -> str:
+    """Return what the literal arguments of a Python function add to its name."""
+    for key, suffixes in _SUFFIXES.items():
+        value = argument(node, key)
+        suffix = suffixes.get(value, "") if isinstance(value, (bool, str)) else ""
+        if suffix and not found.endswith(suffix) and (suffix == "_" or "." not in found):
+            return suffix
     return ""
 
 
-@functools.cache
-def _dispatched() -> dict[Any, str]:
-    """Functions of torch.nn.functional that choose by `return_indices` and so have lost their name."""
-    import torch.nn.functional as functional
-
-    return {
-        f: n.removesuffix("_with_indices")
-        for n, f in vars(functional).items()
-        if callable(f) and getattr(f, "__name__", "") == "fn"
-    }
-
-
-def _boolean_dispatch(target: Any) -> str:
-    try:
-        return _dispatched().get(target, "")
-    except TypeError:  # unhashable target
-        return ""
-
-
-def _positional_inplace(node: Node) -> bool:
-    """Say whether `inplace` was passed by position."""
-    if not callable(node.target) or isinstance(node.target, torch._ops.OpOverload) or len(node.args) < 2:
-        return False
-    names = arg_names(node.target)
-    return "inplace" in names and names.index("inplace") < len(node.args) and node.args[names.index("inplace")] is True
+# Arguments.
 
 
 @functools.lru_cache(maxsize=4096)
 def arg_names(target: Any) -> tuple[str, ...]:
-    """Return the argument names of a target, as its schema or its Python signature has them; () when unknown."""
-    if isinstance(target, torch._ops.OpOverload):
-        return tuple(a.name for a in target._schema.arguments)
-    if inspect.isfunction(target):
-        return tuple(inspect.signature(target).parameters)
-    schema = first_schema(of_target(target) if not isinstance(target, str) else canonical(target))
-    return tuple(a.name for a in schema.arguments) if schema else ()
+    """Return the names of the positional arguments of a function, operator or (as a string) method; () when unknown.
+
+    Where a builtin has several overloads they are those of the first; `operands` and `argument` look at the call.
+    """
+    python = _python_names(target)
+    if python is not None:
+        return python
+    if isinstance(target, str):
+        return _positional(first_schema(_of_method(target)), method=True)
+    return _positional(first_schema(of_target(target)))
 
 
 @functools.lru_cache(maxsize=4096)
 def first_schema(op: str) -> Any:
-    """Return the schema of the first overload of an ATen op, or None."""
-    packet = getattr(torch.ops.aten, op, None) if op and "::" not in op else None
-    if packet is None:
-        return None
-    try:
-        return getattr(packet, packet.overloads()[0])._schema
-    except (AttributeError, IndexError):
-        return None
+    """Return the schema of the first overload of an ATen op that takes tensors, or None."""
+    return next(iter(_schemas(op)), None)
 
 
 def schema_of(node: Node) -> Any:
-    """Return the schema that says what a node aliases and mutates, or None."""
+    """Return the schema that says what a node aliases and mutates, of the overload that fits the call; or None."""
     if isinstance(node.target, torch._ops.OpOverload):
         return node.target._schema
-    return first_schema(name(node)) or first_schema(name(node).removesuffix("_"))
+    op = name(node)
+    op = op if _schemas(op) else op.removesuffix("_")
+    if inspect.isfunction(node.target):  # its arguments may have another order
+        return first_schema(op)
+    return _fitting(op, node.op == "call_method", tuple(map(_kind, node.args)), tuple(node.kwargs))
 
 
 def operands(node: Node) -> Iterator[Operand]:
     """Yield every Node operand of a call, with the argument it stands in."""
-    names: tuple[str, ...] = ()
-    if node.op == "call_function":
-        names = arg_names(node.target)
-    elif node.op == "call_method":
-        names = ("self", *arg_names(str(node.target))[1:])
-    for i, arg in enumerate(node.args):
-        yield from _nodes_in(names[i] if i < len(names) else f"arg{i}", arg)
-    for key, arg in node.kwargs.items():
-        yield from _nodes_in(key, arg)
+    found: list[Operand] = []
 
+    def keep(operand: Operand) -> Node:
+        found.append(operand)
+        return operand.node
 
-def _nodes_in(where: str, arg: Any) -> Iterator[Operand]:
-    if isinstance(arg, Node):
-        yield Operand(where, 0, arg)
-    elif isinstance(arg, (list, tuple)):
-        for i, item in enumerate(arg):
-            if isinstance(item, Node):
-                yield Operand(where, i, item)
+    _map(node, keep)
+    return iter(found)
 
 
 def map_operands(node: Node, replace: Callable[[Operand], Node]) -> None:
     """Replace each operand of a node in place, position by position (one value may stand in several)."""
-    names: tuple[str, ...] = ()
-    if node.op == "call_function":
-        names = arg_names(node.target)
-    elif node.op == "call_method":
-        names = ("self", *arg_names(str(node.target))[1:])
-
-    def new(where: str, arg: Any) -> Any:
-        if isinstance(arg, Node):
-            return replace(Operand(where, 0, arg))
-        if isinstance(arg, (list, tuple)):
-            items = [replace(Operand(where, i, a)) if isinstance(a, Node) else a for i, a in enumerate(arg)]
-            return type(arg)(items) if type(arg) in (list, tuple) else items
-        return arg
-
-    node.args = tuple(new(names[i] if i < len(names) else f"arg{i}", a) for i, a in enumerate(node.args))
-    node.kwargs = {k: new(k, a) for k, a in node.kwargs.items()}
+    node.args, node.kwargs = _map(node, replace)
 
 
 def argument(node: Node, key: str, default: Any = None) -> Any:
     """Return the value of an argument of a call by its name, wherever it was passed."""
-    if key in node.kwargs:
-        return node.kwargs[key]
-    names: tuple[str, ...] = ()
-    if node.op == "call_function":
-        names = arg_names(node.target)
-    elif node.op == "call_method":
-        names = ("self", *arg_names(str(node.target))[1:])
-    if key in names and names.index(key) < len(node.args):
-        return node.args[names.index(key)]
-    return default
+    names = _names(node)
+    given = dict(zip(names, node.args, strict=False))
+    given |= {k if k in names else _KEYWORDS.get(k, k): v for k, v in node.kwargs.items()}
+    return given.get(key, default)
+
+
+def _map(node: Node, replace: Callable[[Operand], Node]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a node with each operand replaced, however deep it stands."""
+
+    def inside(where: str, arg: Any) -> Any:
+        places = itertools.count()
+
+        def leaf(value: Any) -> Any:
+            place = next(places)
+            return replace(Operand(where, place, value)) if isinstance(value, Node) else value
+
+        return map_aggregate(arg, leaf)
+
+    names = _names(node)
+    args = tuple(inside(names[i] if i < len(names) else f"arg{i}", a) for i, a in enumerate(node.args))
+    return args, {k: inside(k if k in names else _KEYWORDS.get(k, k), a) for k, a in node.kwargs.items()}
+
+
+def _names(node: Node) -> tuple[str, ...]:
+    """Return the names of the positional arguments of a call."""
+    if not node.op.startswith("call") or node.op == "call_module":
+        return ()
+    target: Any = node.target
+    python = _python_names(target)
+    return python if python is not None else _positional(schema_of(node), node.op == "call_method")
+
+
+@functools.lru_cache(maxsize=4096)
+def _python_names(target: Any) -> tuple[str, ...] | None:
+    """Return the names of the positional arguments of what is written in Python, or an operator; None for a builtin."""
+    if isinstance(target, torch._ops.OpOverload):
+        return tuple(a.name for a in target._schema.arguments)
+    if isinstance(target, str):
+        target = getattr(torch.Tensor, target, None)
+    if not inspect.isfunction(target):
+        return _ARGUMENTS.get(getattr(target, "__name__", ""))
+    if target in boolean_dispatched:
+        target = boolean_dispatched[target]["if_false"]
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return tuple(p.name for p in inspect.signature(target).parameters.values() if p.kind in positional)
+
+
+def _positional(schema: Any, method: bool = False) -> tuple[str, ...]:
+    """Return the names of the positional arguments of a builtin; a method has `self` first."""
+    names = tuple(a.name for a in schema.arguments if not a.kwarg_only) if schema is not None else ()
+    if not method:
+        return names
+    return ("self", *(n for n in names if n != "self")) if "self" in names else ("self", *names[1:])
+
+
+# Overloads. Those of a builtin are told apart as torch's own argument parser does: by what each argument is.
+
+# What fits which types of a schema.
+_FITS: dict[str, tuple[str, ...]] = {
+    "tensor": ("Tensor", "List[Tensor]", "List[Optional[Tensor]]"),
+    "tensors": ("List[Tensor]", "List[Optional[Tensor]]"),
+    "bool": ("bool", "number"),
+    "int": ("int", "float", "number", "List[int]", "List[float]"),
+    "float": ("float", "number", "List[float]"),
+    "complex": ("number",),
+    "str": ("str", "Device"),
+    "dtype": ("int",),  # as schemas have it
+    "device": ("Device",),
+    "ints": ("List[int]", "List[float]", "List[bool]"),
+    "floats": ("List[float]",),
+}
+
+
+def _kind(arg: Any) -> str:
+    if isinstance(arg, Node):
+        value = arg.meta.get("val")
+        return "int" if isinstance(value, (int, torch.SymInt)) else "tensor"
+    if isinstance(arg, (list, tuple)):
+        inner = {_kind(a) for a in arg} - {"NoneType"}
+        return next((f"{k}s" for k in ("tensor", "float") if k in inner), "ints")
+    return type(arg).__name__
+
+
+@functools.lru_cache(maxsize=4096)
+def _schemas(op: str) -> tuple[Any, ...]:
+    """Return the schemas of an ATen op, those that take tensors and write to no `out` first."""
+    packet = getattr(torch.ops.aten, op, None) if op.isidentifier() else None
+    if not isinstance(packet, torch._ops.OpOverloadPacket):
+        return ()
+
+    def last(schema: Any) -> tuple[bool, bool, str]:
+        takes = any("Tensor" in str(a.type) for a in schema.arguments)
+        makes = any("Tensor" in str(r.type) for r in schema.returns)
+        return not (takes or makes), any(a.is_out for a in schema.arguments), schema.overload_name
+
+    return tuple(sorted((getattr(packet, o)._schema for o in packet.overloads()), key=last))
+
+
+@functools.lru_cache(maxsize=16384)
+def _fitting(op: str, method: bool, kinds: tuple[str, ...], keywords: tuple[str, ...]) -> Any:
+    """Return the first schema of an ATen op that a call fits; the first of all when none does."""
+    for schema in _schemas(op):
+        arguments = {a.name: a for a in schema.arguments}
+        names = _positional(schema, method)
+        given = {*names[: len(kinds)], *(k if k in arguments else _KEYWORDS.get(k, k) for k in keywords)}
+        needed = {n for n, a in arguments.items() if not a.has_default_value()}
+        if len(kinds) > len(names) or not needed <= given <= set(arguments):
+            continue
+        if all(_takes(str(arguments[n].type), kind) for n, kind in zip(names, kinds, strict=False)):
+            return schema
+    return first_schema(op)
+
+
+def _takes(wanted: str, kind: str) -> bool:
+    if wanted.startswith("Optional["):
+        return kind == "NoneType" or _takes(wanted[len("Optional[") : -1], kind)
+    return wanted in _FITS.get(kind, ())

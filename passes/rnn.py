@@ -1,10 +1,13 @@
 """`nn.LSTM` and `nn.RNN` as functions of their weights, so that a symbolic graph can cast each weight.
 
 The batch and the initial state are read from the input when the graph runs, as the modules do.
+
+Before: rnn = nn.LSTM(8, 16); rnn(x)                      After: lstm(x, None, [rnn.weight_ih_l0, ...], True, 1, ...)
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,28 +16,21 @@ from torch.nn.utils.rnn import PackedSequence
 
 
 def lstm(
-    x: Tensor | PackedSequence, hx: tuple[Tensor, Tensor] | None, weights: list[Tensor], bias: bool, layers: int,
+    x: Tensor | PackedSequence, hx: Sequence[Tensor] | None, weights: list[Tensor], bias: bool, layers: int,
     dropout: float, training: bool, bidirectional: bool, batch_first: bool, proj_size: int,
 ) -> Any:  # fmt: skip
     """Run an LSTM. Returns (output, (h_n, c_n)), shapes as `torch.nn.LSTM` gives them."""
-    batched, sizes, x3 = _batched(x, batch_first)
-    directions = 2 if bidirectional else 1
     hidden = weights[0].shape[0] // 4
-    if hx is None:
-        batch = x3.shape[0 if batch_first else 1] if sizes is None else int(sizes[0])
-        h = torch.zeros(layers * directions, batch, proj_size or hidden, dtype=x3.dtype, device=x3.device)
-        c = torch.zeros(layers * directions, batch, hidden, dtype=x3.dtype, device=x3.device)
-    else:
-        h, c = (s if batched else s.unsqueeze(1) for s in hx)
+    count = layers * (2 if bidirectional else 1)
+    steps, sizes, batch = _steps(x, batch_first)
+    h, c = hx or (None, None)
+    states = (_state(h, x, steps, (count, batch, proj_size or hidden)), _state(c, x, steps, (count, batch, hidden)))
+    config = (bias, layers, dropout, training, bidirectional)
     if sizes is None:
-        out, h, c = torch._VF.lstm(  # type: ignore[attr-defined]
-            x3, (h, c), weights, bias, layers, dropout, training, bidirectional, batch_first
-        )
+        out, h, c = torch._VF.lstm(steps, states, weights, *config, batch_first)
     else:
-        out, h, c = torch._VF.lstm(  # type: ignore[attr-defined]
-            x3, sizes, (h, c), weights, bias, layers, dropout, training, bidirectional
-        )
-    return _unbatched(x, out, batched, batch_first), ((h, c) if batched else (h.squeeze(1), c.squeeze(1)))
+        out, h, c = torch._VF.lstm(steps, sizes, states, weights, *config)
+    return _output(out, x, batch_first), (_final(h, x), _final(c, x))
 
 
 def rnn(
@@ -42,30 +38,48 @@ def rnn(
     dropout: float, training: bool, bidirectional: bool, batch_first: bool, nonlinearity: str,
 ) -> Any:  # fmt: skip
     """Run an Elman RNN. Returns (output, h_n), shapes as `torch.nn.RNN` gives them."""
-    batched, sizes, x3 = _batched(x, batch_first)
-    hidden = weights[0].shape[0]
-    if hx is None:
-        batch = x3.shape[0 if batch_first else 1] if sizes is None else int(sizes[0])
-        hx = torch.zeros(layers * (2 if bidirectional else 1), batch, hidden, dtype=x3.dtype, device=x3.device)
-    elif not batched:
-        hx = hx.unsqueeze(1)
-    kernel = torch._VF.rnn_tanh if nonlinearity == "tanh" else torch._VF.rnn_relu  # type: ignore[attr-defined]
+    count = layers * (2 if bidirectional else 1)
+    steps, sizes, batch = _steps(x, batch_first)
+    state = _state(hx, x, steps, (count, batch, weights[0].shape[0]))
+    config = (bias, layers, dropout, training, bidirectional)
+    kernel = torch._VF.rnn_tanh if nonlinearity == "tanh" else torch._VF.rnn_relu
     if sizes is None:
-        out, h = kernel(x3, hx, weights, bias, layers, dropout, training, bidirectional, batch_first)
+        out, h = kernel(steps, state, weights, *config, batch_first)
     else:
-        out, h = kernel(x3, sizes, hx, weights, bias, layers, dropout, training, bidirectional)
-    return _unbatched(x, out, batched, batch_first), h if batched else h.squeeze(1)
+        out, h = kernel(steps, sizes, state, weights, *config)
+    return _output(out, x, batch_first), _final(h, x)
 
 
-def _batched(x: Tensor | PackedSequence, batch_first: bool) -> tuple[bool, Tensor | None, Tensor]:
+def _steps(x: Tensor | PackedSequence, batch_first: bool) -> tuple[Tensor, Tensor | None, int]:
+    """Return the input as the kernels take it, the batch sizes of a packed one, and the batch."""
     if isinstance(x, PackedSequence):
-        return True, x.batch_sizes, x.data
-    if x.dim() == 2:
-        return False, None, x.unsqueeze(0 if batch_first else 1)
-    return True, None, x
+        return x.data, x.batch_sizes, int(x.batch_sizes[0])
+    if x.dim() not in (2, 3):
+        raise ValueError(f"a recurrent layer takes an input of 2 or 3 dimensions, not {x.dim()}")
+    batch_dim = 0 if batch_first else 1
+    steps = x if x.dim() == 3 else x.unsqueeze(batch_dim)
+    return steps, None, steps.shape[batch_dim]
 
 
-def _unbatched(x: Tensor | PackedSequence, out: Tensor, batched: bool, batch_first: bool) -> Any:
+def _state(given: Tensor | None, x: Tensor | PackedSequence, steps: Tensor, shape: tuple[int, int, int]) -> Tensor:
+    """Return an initial state as the kernels take it: zeros where none is given, in the order of a packed batch."""
+    if given is None:
+        return torch.zeros(shape, dtype=steps.dtype, device=steps.device)
+    state = given if isinstance(x, PackedSequence) or x.dim() == 3 else given.unsqueeze(1)
+    if state.shape != shape:  # a batch of one would be expanded
+        raise RuntimeError(f"the initial state of a recurrent layer must have shape {shape}, not {tuple(state.shape)}")
+    order = x.sorted_indices if isinstance(x, PackedSequence) else None
+    return state if order is None else state.index_select(1, order)
+
+
+def _output(out: Tensor, x: Tensor | PackedSequence, batch_first: bool) -> Tensor | PackedSequence:
     if isinstance(x, PackedSequence):
         return PackedSequence(out, x.batch_sizes, x.sorted_indices, x.unsorted_indices)
-    return out if batched else out.squeeze(0 if batch_first else 1)
+    return out if x.dim() == 3 else out.squeeze(0 if batch_first else 1)
+
+
+def _final(state: Tensor, x: Tensor | PackedSequence) -> Tensor:
+    """Return a final state in the order and rank of the input."""
+    if isinstance(x, PackedSequence):
+        return state if x.unsorted_indices is None else state.index_select(1, x.unsorted_indices)
+    return state if x.dim() == 3 else state.squeeze(1)

@@ -1,0 +1,99 @@
+"""Dtypes that the real CUDA autocast kernels give, on fake tensors, without a GPU. Run in a process of its own.
+
+    python -m tests.cuda_oracle MODEL...
+
+prints one JSON line per model: {"name": ..., "rows": [[key, op, expected, got], ...], "unrun": [op, ...]}.
+
+The ops that fake CUDA tensors cannot run (they need a device guard) get the dtype of the rule table and are listed.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Interpreter, Node
+
+from passes import ops
+from passes._torch import FakeTensorMode, pytree
+from passes.rules import FP32, LOW, lookup
+from passes.values import keys
+from tests.harness import converted, subject
+
+LOW_DTYPE = torch.float16
+
+
+class Oracle(Interpreter):
+    """Runs a graph on fake CUDA tensors under CUDA autocast."""
+
+    def __init__(self, module: torch.fx.GraphModule, mode: FakeTensorMode) -> None:
+        super().__init__(module)
+        self.mode, self.dtypes, self.unrun = mode, dict[str, torch.dtype](), list[str]()
+
+    def fake(self, value: Any) -> Any:
+        """Return a fake CUDA tensor in a tensor's place."""
+        if isinstance(value, Tensor):
+            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cuda")
+        return value
+
+    def run_node(self, n: Node) -> Any:
+        if n.op == "get_attr":
+            return self.fake(super().run_node(n))
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        if n.op == "call_function":
+            made = self.call(n, args, dict(kwargs))
+        else:
+            made = super().run_node(n)
+        if isinstance(made, Tensor):
+            self.dtypes[n.name] = made.dtype
+        return made
+
+    def call(self, n: Node, args: Any, kwargs: dict[str, Any]) -> Any:
+        if ops.name(n) == "_assert_tensor_metadata":
+            return None
+        moved: Any = lambda a: torch.device("cuda") if isinstance(a, torch.device) else a  # noqa: E731
+        args, kwargs = pytree.tree_map(moved, (args, kwargs))
+        try:
+            return n.target(*args, **kwargs)  # type: ignore[operator]
+        except Exception:  # no device guard for this op in a build without CUDA: the table's dtype
+            self.unrun.append(ops.name(n))
+            val = n.meta["val"]
+            kind = lookup(ops.name(n), "cuda")[1]
+            dtype = {LOW: LOW_DTYPE, FP32: torch.float32}.get(kind, next(a.dtype for a in args if isinstance(a, Tensor)))
+            return self.fake(torch.empty(_sizes(val.shape, args), dtype=dtype, device="meta"))
+
+
+def _sizes(shape: Any, args: Any) -> list[int]:
+    """Return concrete sizes for a symbolic shape: those of the example."""
+    return [int(s) if isinstance(s, int) else int(s.node.hint) for s in shape]
+
+
+def compare(name: str) -> dict[str, Any]:
+    """Run the oracle over one model and put its dtypes beside the plan's."""
+    found = subject(name)
+    plain, module = converted(name, "O0"), converted(name, "O1,dtype=fp16,device=cuda")
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
+        torch.set_autocast_enabled("cuda", True)
+        torch.set_autocast_dtype("cuda", LOW_DTYPE)
+        try:
+            oracle = Oracle(plain, mode)
+            oracle.run(*[oracle.fake(t) for t in plain.call_spec.bind(found.args, found.kwargs)])
+        finally:
+            torch.set_autocast_enabled("cuda", False)
+    ours = {key: n for n, key in keys(module.graph).items() if n.meta.get("fxamp") != "cast"}
+    rows = []
+    for node, key in keys(plain.graph).items():
+        expected = oracle.dtypes.get(node.name)
+        if expected is not None and expected.is_floating_point:
+            rows.append([key, ops.name(node), str(expected), str(ours[key].meta["val"].dtype)])
+    return {"name": name, "rows": rows, "unrun": sorted(set(oracle.unrun))}
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    for model in sys.argv[1:]:
+        print(json.dumps(compare(model)))

@@ -1,0 +1,106 @@
+"""Capture each model of the zoo once per run, compile it under many policies, and compare with what it must equal."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import fxamp
+from fxamp.capture import Captured, as_inputs, capture
+from fxamp.check import check_faithful
+from fxamp.convert import emit, resolve
+from passes._torch import pytree
+from passes.policy import Policy
+from tests.models import BY_NAME, Zoo
+
+BATCH = 3
+
+
+@dataclass
+class Subject:
+    """A model, its example inputs, and what capture made of it."""
+
+    zoo: Zoo
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    captured: Captured
+
+
+def subject(name: str, front_end: str = "export") -> Subject:
+    """Return one model of the zoo and its capture, made once; the captured graph is copied for each use."""
+    return _subject(name, front_end)
+
+
+def converted(name: str, policy: str = "O1", front_end: str = "export") -> fxamp.ConvertedModule:
+    """Return one model of the zoo converted under a policy, made once."""
+    return _converted(name, policy, front_end)
+
+
+@functools.cache
+def _subject(name: str, front_end: str) -> Subject:
+    zoo = BY_NAME[name]
+    model = zoo.build()
+    args, kwargs = zoo.inputs(BATCH)
+    captured = capture(model, args, kwargs, front_end=front_end)
+    check_faithful(captured, args, kwargs)
+    return Subject(zoo, model, args, kwargs, captured)
+
+
+@functools.cache
+def _converted(name: str, policy: str, front_end: str) -> fxamp.ConvertedModule:
+    found = subject(name, front_end)
+    own = replace(found.captured, graph=copy.deepcopy(found.captured.graph))
+    return emit(own, resolve(Policy.parse(policy), found.model, as_inputs(found.args, found.kwargs)))
+
+
+def floats(output: Any) -> list[Tensor]:
+    """Return the floating leaves of an output."""
+    return [t for t in pytree.tree_leaves(output) if isinstance(t, Tensor) and t.is_floating_point()]
+
+
+def run(module: nn.Module, found: Subject, *, seed: int = 0) -> tuple[list[Tensor], dict[str, Tensor], dict[str, Tensor], Tensor]:
+    """Run forward and backward; return outputs, gradients, buffers afterwards (restored then), and the RNG state."""
+    before = {n: b.clone() for n, b in found.model.named_buffers()}
+    torch.manual_seed(seed)
+    found.model.zero_grad(set_to_none=True)
+    output = module(*found.args, **found.kwargs)
+    found.zoo.loss(output).backward()
+    rng = torch.get_rng_state()
+    gradients = {n: p.grad for n, p in found.model.named_parameters() if p.grad is not None}
+    buffers = {n: b.clone() for n, b in found.model.named_buffers()}
+    found.model.zero_grad(set_to_none=True)
+    with torch.no_grad():
+        for n, b in found.model.named_buffers():
+            b.copy_(before[n])
+    return [t.detach() for t in floats(output)], gradients, buffers, rng
+
+
+def set_mode(found: Subject, module: nn.Module, training: bool) -> None:
+    """Set both modules' mode; fused inference kernels of eager are off, for they round differently."""
+    torch.backends.mha.set_fastpath_enabled(False)
+    found.model.train(training)
+    module.train(training)
+
+
+def oracle(found: Subject) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Return outputs and gradients of the model in float64, in the mode it is in."""
+    double = copy.deepcopy(found.model).double()
+    up: Callable[[Any], Any] = lambda t: t.double() if isinstance(t, Tensor) and t.is_floating_point() else t  # noqa: E731
+    args, kwargs = pytree.tree_map(up, (found.args, found.kwargs))
+    output = double(*args, **kwargs)
+    found.zoo.loss(output).backward()
+    return [t.detach() for t in floats(output)], {n: p.grad for n, p in double.named_parameters() if p.grad is not None}
+
+
+def distance(got: dict[str, Tensor], reference: dict[str, Tensor]) -> float:
+    """Return the relative distance of all gradients together."""
+    assert got.keys() == reference.keys()
+    difference = sum((got[n].double() - g.double()).pow(2).sum().item() for n, g in reference.items())
+    return float((difference / sum(g.double().pow(2).sum().item() for g in reference.values())) ** 0.5)
