@@ -23,7 +23,7 @@ from . import ops
 from .assign_precision import Assignment, assign_precision
 from .eliminate_casts import eliminate_casts
 from .insert_casts import insert_casts, is_inserted
-from .legalize import decompose_composites
+from .legalize import decompose_composites, drop_autocast_switches
 from .plan import Decision, Plan
 from .policy import Policy
 from .replay import replay
@@ -49,6 +49,7 @@ def compile_graph(
     verify(graph)
     composites: list[str] = []
     if policy.level != "O0":
+        drop_autocast_switches(graph)
         _, composites = decompose_composites(graph, policy.device or "cpu")
     assignment = assign_precision(graph, policy, original_dtypes(graph, attribute))
     if plan is not None:

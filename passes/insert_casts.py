@@ -13,8 +13,10 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from . import ops
-from .assign_precision import Assignment, Colouring
+from .assign_precision import Assignment
 from .legalize import loosen_assertions
+from .literals import replace_numbers
+from .simulate import Colouring
 from .values import ANY, is_floating
 
 CAST = torch.ops.aten.to.dtype
@@ -108,15 +110,7 @@ def _rewrite_arguments(node: Node, colouring: Colouring) -> None:
             node.kwargs = {k: colouring.set_dtype if isinstance(a, torch.dtype) else a for k, a in node.kwargs.items()}
         elif node.op == "call_method":  # x.float()
             node.target, node.args = "to", (*node.args, colouring.set_dtype)
-    for old_number, new_number in colouring.literals:
-
-        def replace(a: Any, old_number: float = old_number, new_number: float = new_number) -> Any:
-            if isinstance(a, (list, tuple)):
-                return type(a)(replace(x) for x in a)
-            return new_number if isinstance(a, float) and a == old_number else a
-
-        node.args = tuple(replace(a) for a in node.args)
-        node.kwargs = {k: replace(a) for k, a in node.kwargs.items()}
+    replace_numbers(node, colouring.literals)
 
 
 def _restore_outputs(graph: Graph, assignment: Assignment) -> int:

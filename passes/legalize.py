@@ -17,6 +17,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from . import ops
+from ._torch import enter_autocast, exit_autocast
 from .rules import lookup
 from .values import SET_GRAD
 
@@ -26,14 +27,22 @@ _REGIONS = ("wrap_with_set_grad_enabled", "wrap_with_autocast")
 def inline_regions(graph: Graph, constants: dict[str, Any]) -> int:
     """Replace the exporter's grad-mode and autocast regions by their bodies; return how many.
 
-    A grad-mode region becomes a switch before and after it. What an autocast region says stays on its nodes, in
-    `meta["autocast_region"]` as (device type, enabled, dtype).
+    Either becomes a switch before and after it. What an autocast region says is also left on its nodes, in
+    `meta["autocast_region"]` as (device type, enabled, dtype), for the colours that take the switches' place.
     """
     edits = 0
     for node in list(graph.nodes):
         if node.op == "call_function" and _hop_name(node) in _REGIONS:
             edits += 1 + _inline(graph, node, constants)
     return edits
+
+
+def drop_autocast_switches(graph: Graph) -> int:
+    """Erase the switches of inlined autocast regions, once casts say what is to run in which dtype; return how many."""
+    switches = [n for n in graph.nodes if n.op == "call_function" and n.target in (enter_autocast, exit_autocast)]
+    for node in reversed(switches):
+        graph.erase_node(node)
+    return len(switches)
 
 
 def _hop_name(node: Node) -> str:
@@ -46,15 +55,16 @@ def _inline(graph: Graph, node: Node, constants: dict[str, Any]) -> int:
         enabled, holder, *args = node.args
         region = node.meta.get("autocast_region")
     else:
-        device, dtype, enabled, _, holder, *args = node.args
+        device, dtype, enabled, cache, holder, *args = node.args
         region = (str(device), bool(enabled), dtype)
     body = _body(holder, constants)
-    inner_constants = {f"{holder.name}_{k}": v for k, v in dict(body.named_children()).items()}
-    switch = _hop_name(node) == "wrap_with_set_grad_enabled"
     with graph.inserting_before(node):
-        if switch:
+        if _hop_name(node) == "wrap_with_set_grad_enabled":
             before = graph.call_function(torch.is_grad_enabled)
             graph.call_function(SET_GRAD, (enabled,))
+            leave = (SET_GRAD, before)
+        else:
+            leave = (exit_autocast, graph.call_function(enter_autocast, (device, dtype, enabled, cache)))
         copied: dict[Node, Any] = {}
         placeholders = iter(args)
         for inner in body.graph.nodes:
@@ -70,9 +80,7 @@ def _inline(graph: Graph, node: Node, constants: dict[str, Any]) -> int:
                     constants[f"{holder.name}_{inner.target}"] = _attribute(body, str(inner.target))
                     new.target = f"_fxamp.{holder.name}_{inner.target}"
                 copied[inner] = new
-        if switch:
-            graph.call_function(SET_GRAD, (before,))
-    del inner_constants
+        graph.call_function(leave[0], (leave[1],))
     _replace_outputs(graph, node, result)
     _erase_body(graph, holder, constants)
     edits = 0

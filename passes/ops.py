@@ -91,9 +91,9 @@ _SUFFIXES: dict[str, dict[Any, str]] = {
     "nonlinearity": {"tanh": "_tanh", "relu": "_relu"},
 }
 
-# Modules whose functions have the names of ATen. The private ones hold torch's builtin functions.
+# Modules whose functions have the names of ATen. The private ones hold torch's builtin functions; some have no module.
 _SPACES = frozenset({
-    "torch", "torch.functional", "torch.nn.functional", "torch.nn.utils.rnn", "torch._linalg_utils", "torch._C",
+    None, "torch", "torch.functional", "torch.nn.functional", "torch.nn.utils.rnn", "torch._linalg_utils", "torch._C",
     "torch._C._nn", "torch._C._special", "torch._C._linalg", "torch._C._fft",
 })  # fmt: skip
 
@@ -183,9 +183,7 @@ def _qualified_name(target: Any) -> str:
     """Return "namespace::op" of an operator, "" for anything else."""
     if isinstance(target, torch._ops.OpOverload):
         return str(target._schema.name)
-    if isinstance(target, torch._ops.OpOverloadPacket):
-        return str(target._qualified_op_name)
-    return str(getattr(target, "_qualname", ""))  # what torch.library.custom_op returns
+    return str(target._qualified_op_name) if isinstance(target, torch._ops.OpOverloadPacket) else ""
 
 
 def _suffix(node: Node, found: str) -> str:
@@ -292,7 +290,7 @@ def _python_names(target: Any) -> tuple[str, ...] | None:
         target = getattr(torch.Tensor, target, None)
     if not inspect.isfunction(target):
         return _ARGUMENTS.get(getattr(target, "__name__", ""))
-    if target in boolean_dispatched:
+    while target in boolean_dispatched:  # torch.unique is nested twice
         target = boolean_dispatched[target]["if_false"]
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return tuple(p.name for p in inspect.signature(target).parameters.values() if p.kind in positional)

@@ -1,7 +1,7 @@
 """What the author's own casts mean: literal (`.float()`) or relative (`.to(q.dtype)`, `type_as`).
 
-Capture bakes both into `to(x, float32)`. A literal cast is kept, and its value has that dtype. A relative one follows its
-reference: what `.to(input.dtype)` restores is low where the input has become low.
+Capture bakes both into `to(x, float32)`. A literal cast is kept, and its value has that dtype. A relative one follows
+its reference: what `.to(input.dtype)` restores is low where the input has become low.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from . import ops
 from .values import is_floating, literal_dtype, module_path, source
 
 _RELATIVE = re.compile(r"\.dtype\b|type_as\(|\.to\((?:other|like)\b")
-_LITERAL = re.compile(r"\.(float|half|bfloat16|double|type)\(|torch\.(float|half|bfloat16|double|float16|float32|float64)\b|['\"]float")
+_LITERAL = re.compile(r"\.(float|half|bfloat16|double|type)\(|torch\.(float|half|bfloat16|double|float(16|32|64))\b")
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class Casts:
 
     def read(self, node: Node, dtypes: dict[Node, Any]) -> Intent:
         """Return what a cast means, given the dtypes of the values before it."""
-        value = node.args[0]
-        held = dtypes[value] if isinstance(value, Node) else None
+        value: Any = node.args[0]
+        held = dtypes.get(value)
         baked = self.baked(node)
         reference = self._reference(node)
         if reference is not None:
@@ -51,19 +51,25 @@ class Casts:
             return Intent(found, False, "user_cast: relative, follows its reference")
         if baked is None:
             return Intent(held if isinstance(held, torch.dtype) else None, False, "follow: moves its operand")
-        if not baked.is_floating_point or not isinstance(held, torch.dtype) or not is_floating(self.original.get(value)):
+        if (
+            not baked.is_floating_point
+            or not isinstance(held, torch.dtype)
+            or not is_floating(self.original.get(value))
+        ):
             return Intent(baked, True, "cast: the author wrote this dtype")
         kind = self._kind(node)
-        if kind == "literal" or self.original[value] != baked or baked != torch.float32:
-            if kind != "relative":
-                return Intent(baked, True, "cast: the author wrote this dtype")
+        changes = self.original[value] != baked or baked != torch.float32  # no cast to be restored by
+        if kind == "literal" or (changes and kind != "relative"):
+            return Intent(baked, True, "cast: the author wrote this dtype")
         restored = self._restores(node, dtypes)
         reason = "user_cast: relative" if kind == "relative" else "user_cast: undecided, taken as relative"
         return Intent(restored or held, False, reason)
 
     def _reference(self, node: Node) -> Node | None:
         """Return the tensor whose dtype the cast takes, where the graph still has it."""
-        if ops.name(node) == "type_as" or (isinstance(node.target, torch._ops.OpOverload) and node.target._overloadname == "other"):
+        if ops.name(node) == "type_as" or (
+            isinstance(node.target, torch._ops.OpOverload) and node.target._overloadname == "other"
+        ):
             return node.args[1] if isinstance(node.args[1], Node) else None
         for arg in (*node.args[1:], *node.kwargs.values()):
             if isinstance(arg, Node) and ops.name(arg) == "getattr" and arg.args[1] == "dtype":
@@ -94,10 +100,11 @@ class Casts:
                     if n in seen or not n.op.startswith("call") or module_path(n) != path:
                         continue
                     seen.add(n)
-                    first = n.args[0] if n.args else None
-                    upcasts = literal_dtype(n) == torch.float32 and isinstance(first, Node)
-                    if upcasts and ops.name(n) != "to_" and isinstance(dtypes.get(first), torch.dtype) and self._kind(n) != "relative":
-                        return dtypes[first]  # type: ignore[index]
+                    first: Any = n.args[0] if n.args else None
+                    upcasts = literal_dtype(n) == torch.float32 and self._kind(n) != "relative"
+                    found = dtypes.get(first)
+                    if upcasts and isinstance(found, torch.dtype):
+                        return found
                     nearer.append(n)
             front = nearer
         return None

@@ -1,0 +1,298 @@
+"""What decides a node's dtype, in order: casts and pins, the rule, the level."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fxamp
+from passes.plan import Decision
+from tests.models import LeNet5
+
+X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+
+
+class Net(nn.Module):
+    """Two linears and whatever the test does between them."""
+
+    def __init__(self, between: Callable[..., Any], inputs: int = 1) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.between = between
+        self.first = nn.Linear(8, 8)
+        self.second = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.between(self, x)
+
+
+def convert(between: Callable[..., Any], policy: Any = "O1", x: Tensor = X) -> fxamp.ConvertedModule:
+    return fxamp.convert(Net(between), (x,), policy=policy, dynamic_shapes=None)
+
+
+def decided(module: Any, op: str) -> list[Decision]:
+    return [d for d in fxamp.plan_of(module).decisions if d.op == op]
+
+
+def under_autocast(module: nn.Module, x: Tensor = X, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    with torch.autocast("cpu", dtype=dtype):
+        out: Tensor = module(x)
+    return out.float()
+
+
+def test_every_decision_names_its_reason_its_source_and_its_autocast_dtype() -> None:
+    plan = fxamp.plan(Net(lambda m, x: m.second(F.relu(m.first(x)))), (X,))
+    assert [d.op for d in plan.decisions] == ["linear", "relu", "linear"]
+    assert all(d.reason and d.source and d.autocast_dtype == "bfloat16" for d in plan.decisions)
+    assert plan.decisions[1].causes == (plan.decisions[0].key,)
+
+
+def test_a_path_override_keeps_one_layer_in_fp32() -> None:
+    plan = fxamp.plan(LeNet5(), (torch.randn(2, 1, 28, 28),), policy=fxamp.Policy(modules={"fc3": "fp32"}))
+    colours = {d.module_path: d.colour for d in plan.decisions if d.op in ("linear", "conv2d")}
+    assert colours == {"conv1": "bfloat16", "conv2": "bfloat16", "fc1": "bfloat16", "fc2": "bfloat16", "fc3": "float32"}
+
+
+def test_a_path_beats_a_type_and_a_type_beats_an_op() -> None:
+    policy = fxamp.Policy(modules={"first": "low", nn.Linear: "fp32"}, ops={"linear": "low"})
+    module = convert(lambda m, x: m.second(m.first(x)), policy)
+    assert [d.colour for d in decided(module, "linear")] == ["bfloat16", "float32"]
+
+
+def test_an_op_override_lowers_an_op() -> None:
+    policy = fxamp.Policy(device="cuda", dtype="bf16", ops={"softmax": "low"})
+    plan = fxamp.plan(Net(lambda m, x: torch.softmax(m.first(x), -1)), (X,), policy=policy)
+    assert {d.op: d.colour for d in plan.decisions} == {"linear": "bfloat16", "softmax": "bfloat16"}
+    assert {d.op: d.autocast_dtype for d in plan.decisions}["softmax"] == "float32"
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        (fxamp.Policy(modules={"frst": "fp32"}), r"modules\.frst.*nearest name is 'first'"),
+        (fxamp.Policy(ops={"linaer": "fp32"}), r"ops\.linaer.*nearest name is 'linear'"),
+        (fxamp.Policy(modules={"fir*": "fp32", "fir*t": "low"}), "equal rank"),
+    ],
+)
+def test_an_override_that_matches_nothing_or_contradicts_another_is_an_error(policy: fxamp.Policy, message: str) -> None:
+    with pytest.raises(fxamp.PolicyError, match=message):
+        convert(lambda m, x: m.first(x), policy)
+
+
+def test_a_matmul_of_operands_that_the_author_upcast_stays_fp32() -> None:
+    def rotary(m: Any, x: Tensor) -> Tensor:
+        positions = 65536 + torch.arange(8)
+        f = m.first.bias.float()[:, None] @ positions.float()[None]
+        return torch.cat([f.sin(), f.cos()], -1)
+
+    module = convert(rotary)
+    assert torch.equal(module(X), Net(rotary)(X))
+    assert decided(module, "matmul")[0].code == "user_cast"
+    assert not torch.equal(under_autocast(Net(rotary)), Net(rotary)(X))
+
+
+def test_a_users_cast_to_fp32_and_back_is_kept_bit_for_bit() -> None:
+    def noisy(m: Any, x: Tensor) -> Tensor:
+        return (x @ x.t()).to(torch.bfloat16).float().sigmoid()
+
+    module = convert(noisy)
+    with torch.no_grad():
+        assert torch.equal(module(X), under_autocast(Net(noisy)))
+    assert [d.colour for d in decided(module, "to")] == ["bfloat16", "float32"]
+
+
+@pytest.mark.parametrize("low", ["bf16", "fp16"])
+def test_a_relative_cast_follows_its_reference(low: str) -> None:
+    def upcast_and_back(m: Any, x: Tensor) -> Tensor:
+        y = m.first(x)
+        dtype = y.dtype
+        return m.second(y.to(torch.float32).pow(2).to(dtype)) + y.exp().to(y.dtype).to(torch.float32)
+
+    module = convert(upcast_and_back, f"O1,dtype={low}")
+    assert torch.equal(module(X), under_autocast(Net(upcast_and_back), dtype=fxamp.plan_of(module).policy.dtype))
+
+
+@pytest.mark.parametrize("low", ["bf16", "fp16"])
+@pytest.mark.parametrize("value", ["finfo", -1e9, float("-inf")])
+def test_masks_never_overflow(low: str, value: Any) -> None:
+    def masked(m: Any, x: Tensor) -> Tensor:
+        scores = m.first(x)
+        fill = torch.finfo(scores.dtype).min if value == "finfo" else value
+        scores = scores.masked_fill(torch.ones(4, 8).tril().bool().logical_not(), fill)
+        return m.second(torch.softmax(scores, -1))
+
+    module = convert(masked, f"O1,dtype={low}")
+    out = module(X)
+    assert torch.isfinite(out).all()
+    torch.testing.assert_close(out, Net(masked)(X), rtol=0.05, atol=0.05)
+    fill = decided(module, "masked_fill")[0]
+    if value == "finfo":
+        assert (fill.code, fill.colour) == ("literal", "bfloat16" if low == "bf16" else "float16")
+    if value == -1e9:
+        assert fill.colour == ("bfloat16" if low == "bf16" else "float32")
+
+
+def test_a_fully_masked_row_gives_what_fp32_gives() -> None:
+    def masked(m: Any, x: Tensor) -> Tensor:
+        scores = m.first(x)
+        return torch.softmax(scores.masked_fill(torch.ones(4, 8, dtype=torch.bool), torch.finfo(scores.dtype).min), -1)
+
+    assert torch.equal(convert(masked)(X), torch.full((4, 8), 1 / 8))
+
+
+@pytest.mark.parametrize("name", ["scatter_add", "index_add", "index_copy", "index_put", "masked_scatter", "lerp"])
+def test_ops_that_reject_mixed_operands_get_one_dtype(name: str) -> None:
+    index = torch.tensor([0, 2])
+
+    def mixed(m: Any, x: Tensor) -> Tensor:
+        y, wide = m.first(x), F.layer_norm(x, (8,))
+        if name == "scatter_add":
+            return wide.scatter_add(0, torch.zeros(4, 8, dtype=torch.long), y)
+        if name == "index_put":
+            return wide.index_put((index,), y[:2])
+        if name == "masked_scatter":
+            return wide.masked_scatter(torch.ones(4, 8, dtype=torch.bool), y)
+        if name == "lerp":
+            return wide.lerp(y, torch.full((4, 8), 0.5))
+        return getattr(wide, name)(0, index, y[:2])
+
+    module = convert(mixed)
+    torch.testing.assert_close(module(X), Net(mixed)(X), rtol=0.02, atol=0.02)
+    module(X).sum().backward()
+    assert decided(module, name)[0].colour == "float32"
+
+
+def test_a_region_with_autocast_disabled_is_left_alone() -> None:
+    def region(m: Any, x: Tensor) -> Tensor:
+        y = m.first(x)
+        with torch.autocast("cpu", enabled=False):
+            return m.second(y.float())
+
+    module = convert(region)
+    assert torch.equal(module(X), under_autocast(Net(region)))
+    assert [d.colour for d in decided(module, "linear")] == ["bfloat16", "float32"]
+
+
+def test_a_float64_branch_keeps_its_dtype() -> None:
+    module = convert(lambda m, x: (m.first(x), x.double() @ x.double().t()))
+    assert [o.dtype for o in module(X)] == [torch.float32, torch.float64]
+    assert decided(module, "matmul")[0].colour == "float64"
+
+
+def test_integers_and_booleans_are_never_cast() -> None:
+    def pick(m: Any, x: Tensor) -> Any:
+        y = m.first(x)
+        return y.argmax(-1), y > 0, F.embedding(y.argmax(-1), m.second.weight)
+
+    out = convert(pick)(X)
+    assert [o.dtype for o in out] == [torch.int64, torch.bool, torch.float32]
+
+
+def test_storage_that_is_written_has_one_dtype_and_aliases_stay() -> None:
+    def write(m: Any, x: Tensor) -> Tensor:
+        y = m.first(x)
+        wide = y.float()  # the same tensor in FP32, a copy where y is low
+        wide.add_(1)
+        return y * 2
+
+    module = convert(write)
+    assert torch.allclose(module(X), Net(write)(X), atol=0.05)
+    assert {d.colour for d in fxamp.plan_of(module).decisions} == {"float32"}
+
+
+def test_an_in_place_op_runs_in_the_dtype_of_its_target() -> None:
+    def update(m: Any, x: Tensor) -> Tensor:
+        y = m.first(x)
+        y += x
+        y[0] = x[0]
+        return m.second(y)
+
+    module = convert(update)
+    assert torch.equal(module(X), under_autocast(Net(update)))
+
+
+def test_an_explicit_dtype_argument_wins() -> None:
+    plan = fxamp.plan(
+        Net(lambda m, x: torch.softmax(m.first(x), -1, dtype=torch.float32)),
+        (X,),
+        policy=fxamp.Policy(device="cuda", dtype="fp16"),
+    )
+    assert plan.decisions[1].code == "dtype_argument"
+
+
+def test_binary_cross_entropy_is_refused_on_cuda_and_allowed_by_an_override() -> None:
+    net = Net(lambda m, x: F.binary_cross_entropy(torch.sigmoid(m.first(x)), torch.ones(4, 8)))
+    with pytest.raises(fxamp.PolicyError, match="binary_cross_entropy_with_logits"):
+        fxamp.plan(net, (X,), policy=fxamp.Policy(device="cuda"))
+    allowed = fxamp.Policy(device="cuda", ops={"binary_cross_entropy": "fp32"})
+    assert fxamp.plan(net, (X,), policy=allowed).decisions[-1].colour == "float32"
+
+
+@pytest.fixture(scope="module")
+def custom() -> Any:
+    @torch.library.custom_op("fxamp_tests::strict", mutates_args=())
+    def strict(x: Tensor) -> Tensor:
+        if x.dtype != torch.float32:
+            raise TypeError(x.dtype)
+        return x * 2
+
+    strict.register_fake(lambda x: torch.empty_like(x))
+    return strict
+
+
+def test_an_unknown_op_keeps_the_dtypes_it_had(custom: Any) -> None:
+    with torch.no_grad():
+        module = fxamp.convert(Net(lambda m, x: m.second(custom(m.first(x)))).requires_grad_(False), (X,))
+    assert module(X).dtype == torch.float32
+    decision = decided(module, "fxamp_tests::strict")[0]
+    assert (decision.code, decision.colour) == ("keep", "float32")
+    with pytest.raises(fxamp.PolicyError, match="register_rule"):
+        fxamp.plan(Net(lambda m, x: custom(m.first(x))), (X,), policy=fxamp.Policy(unknown_ops="error"))
+
+
+def test_o0_decides_nothing() -> None:
+    assert fxamp.plan(Net(lambda m, x: m.first(x)), (X,), policy="O0").decisions == ()
+
+
+def test_o2_keeps_losses_and_range_sensitive_ops_in_fp32_and_lowers_the_rest() -> None:
+    def body(m: Any, x: Tensor) -> Tensor:
+        h = F.layer_norm(x + m.first(x), (8,))
+        return F.mse_loss(m.second(h).exp().sum(-1), torch.ones(4))
+
+    fp16 = {d.op: d.colour for d in fxamp.plan(Net(body), (X,), policy="O2,dtype=fp16").decisions}
+    assert fp16 == {
+        "linear": "float16", "add": "float16", "layer_norm": "float16",
+        "exp": "float32", "sum": "float32", "ones": "float32", "broadcast_tensors": "float32", "mse_loss": "float32",
+    }  # fmt: skip
+    bf16 = {d.op: d.colour for d in fxamp.plan(Net(body), (X,), policy="O2").decisions}
+    assert (bf16["exp"], bf16["mse_loss"]) == ("bfloat16", "float32")
+
+
+def test_o3_runs_everything_low_that_has_a_low_kernel() -> None:
+    def body(m: Any, x: Tensor) -> Tensor:
+        return torch.linalg.inv(m.first(x)[:, :4] + torch.eye(4)).exp().sum(-1)
+
+    colours = {d.op: d.colour for d in fxamp.plan(Net(body), (X,), policy="O3,dtype=fp16").decisions}
+    assert colours["exp"] == colours["sum"] == colours["linear"] == "float16"
+    assert colours["linalg_inv"] == "float32"
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_every_level_trains(level: str) -> None:
+    net = Net(lambda m, x: m.second(F.gelu(F.layer_norm(m.first(x), (8,)))))
+    module = fxamp.convert(net, (X,), policy=level)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    losses = []
+    for _ in range(20):
+        loss = F.mse_loss(module(X), torch.zeros(4, 8))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in net.parameters())
