@@ -7,6 +7,12 @@ did), the dispatcher's own list of autocast rules, the exporter's guards, and au
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
@@ -15,8 +21,8 @@ from torch.amp.autocast_mode import _exit_autocast as exit_autocast
 from torch.export import ExportedProgram
 from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP as GUARD_NAMES
 from torch.overrides import TorchFunctionMode as TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 
 def autocast_registrations(device: str) -> frozenset[str]:
@@ -33,6 +39,27 @@ def guards_of(program: ExportedProgram) -> list[str]:
     return list(getattr(program, "_guards_code", ()))
 
 
+def example_sizes(size: torch.SymInt | torch.SymFloat | torch.SymBool) -> dict[Any, Any]:
+    """Return what the symbols that stand for input sizes were when the graph was captured."""
+    env = size.node.shape_env
+    known = getattr(env, "backed_var_to_val", None)
+    return dict(env.var_to_val if known is None else known)  # the older name
+
+
+@contextlib.contextmanager
+def quiet_fakes() -> Iterator[None]:
+    """Silence what fake tensors log and warn when an op rejects its operands: that is an answer here, not an error."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        log.setLevel(level)
+
+
 __all__ = [
     "GUARD_NAMES",
     "FakeTensor",
@@ -41,7 +68,9 @@ __all__ = [
     "TorchFunctionMode",
     "autocast_registrations",
     "enter_autocast",
+    "example_sizes",
     "exit_autocast",
     "guards_of",
     "pytree",
+    "quiet_fakes",
 ]

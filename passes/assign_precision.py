@@ -18,6 +18,7 @@ import torch
 from torch.fx import Graph, Node
 
 from . import ops
+from .place import place
 from .policy import Policy, check_used, type_names
 from .simulate import Colouring, Simulation
 from .values import ANY, Aliases, Inference, SymbolicInference, module_stack
@@ -70,6 +71,8 @@ def assign_precision(graph: Graph, policy: Policy, original: dict[Node, Any]) ->
     simulation.run()
     while simulation.pin_conflicts():
         simulation.run()
+    if not symbolic and policy.level != "O0":
+        place(graph, policy, simulation)
     autocast = {n: c.dtype for n, c in reference.colours.items()}
     return Assignment(simulation.colours, simulation.dtypes, original, autocast, infer, symbolic)
 

@@ -1,7 +1,7 @@
 """Measured facts: how an op behaves in low on a device, read from `facts_<device>.json`.
 
-`reports/measure_facts.py` writes those files. A fact holds for (op, device, low dtype, static arguments) on the machine it
-was measured on; on another one it is assumed. Where a device has no file, those of the CPU are assumed.
+`reports/measure_facts.py` writes those files. A fact holds for (op, device, low dtype, static arguments) on the kind of
+machine that it was measured on; on another one it is assumed. Where a device has no file, those of the CPU are assumed.
 
 Key in the file: "softmax[dim=last]", with the static arguments that matter; value: the facts that hold, by low dtype.
 """
@@ -71,18 +71,22 @@ def facts(name: str, device: str, low: torch.dtype, **static: Any) -> Facts:
         **static: The arguments that matter, such as `dim="last"` or `approximate="tanh"`. Where they are not given, or
             were not measured, what holds of every measured variant is assumed.
     """
-    base = name if rule(name) and rule(name).name == name else name.removesuffix("_")  # type: ignore[union-attr]
+    row = rule(name)
+    base = row.name if row else name
     table, measured = _table(device)
-    variants = table.get(base, {})
+    variants = {key: set(by_low.get(_short(low), ())) for key, by_low in table.get(base, {}).items()}
     wanted = static_key({k: static[k] for k in statics(base, device) if k in static})
     if wanted in variants:
-        return Facts(**dict.fromkeys(variants[wanted].get(_short(low), ()), True), status="measured" if measured else "assumed")
+        return _facts(variants[wanted], "measured" if measured else "assumed")
     if variants:
-        common = set.intersection(*(set(v.get(_short(low), ())) for v in variants.values()))
-        return Facts(**dict.fromkeys(common, True))
-    row = rule(base)
+        return _facts(set.intersection(*variants.values()), "assumed")
     commutes = row.commutes if row else ""
     return Facts(commutes_forward=bool(commutes), commutes_backward=commutes == "both")
+
+
+def _facts(held: set[str], status: str) -> Facts:
+    internal, once, forward, backward = (name in held for name in NAMES)
+    return Facts(internal, once, forward, backward, status)
 
 
 def facts_of(node: Node, device: str, low: torch.dtype) -> Facts:

@@ -11,12 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
+from torch.fx.node import map_aggregate
 
 from . import ops
-from .assign_precision import Assignment
+from .assign_precision import Assignment, Colouring
 from .legalize import loosen_assertions
-from .literals import replace_numbers
-from .simulate import Colouring
 from .values import ANY, is_floating
 
 CAST = torch.ops.aten.to.dtype
@@ -32,8 +31,8 @@ def cast_floating(value: Any, dtype: torch.dtype) -> Any:
 def cast_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """Cast a weight that keeps `requires_grad` under no_grad, as autocast's cached casts do.
 
-    A matrix product over a non-contiguous input of three dimensions or more is folded into one by `requires_grad` of the
-    weight, and the folded product rounds differently.
+    A matrix product over a non-contiguous input of three dimensions or more is folded into one by `requires_grad` of
+    the weight, and the folded product rounds differently.
     """
     cast = weight.to(dtype)
     if weight.requires_grad and not cast.requires_grad and not torch.is_inference_mode_enabled():
@@ -47,7 +46,7 @@ def is_inserted(node: Node) -> bool:
 
 
 def insert_casts(graph: Graph, assignment: Assignment, *, restore_outputs: bool = True) -> int:
-    """Insert a cast before every use that needs another dtype; return how many."""
+    """Insert a cast before every use that needs another dtype, in place; return how many."""
     edits = 0
     for node in list(graph.nodes):
         colouring = assignment.colours.get(node)
@@ -61,6 +60,7 @@ def insert_casts(graph: Graph, assignment: Assignment, *, restore_outputs: bool 
 
 
 def _cast_operands(graph: Graph, node: Node, colouring: Colouring, assignment: Assignment) -> int:
+    """Before: add(x, y). After: add(to(x, float32), y), where x was assigned a cast."""
     if not colouring.casts:
         return 0
     edits = 0
@@ -72,7 +72,7 @@ def _cast_operands(graph: Graph, node: Node, colouring: Colouring, assignment: A
             return operand.node
         edits += 1
         made = make_cast(graph, operand.node, wanted, node, assignment)
-        if operand.node.op == "get_attr" and _folds_by_grad(node):
+        if operand.node.op == "get_attr" and made.target is CAST and _folds_by_grad(node):
             made.target = cast_weight
         return made
 
@@ -82,10 +82,13 @@ def _cast_operands(graph: Graph, node: Node, colouring: Colouring, assignment: A
 
 def _folds_by_grad(node: Node) -> bool:
     """Say whether matmul chooses its kernel by `requires_grad` of the weight."""
-    value = node.args[0].meta.get("val") if node.args and isinstance(node.args[0], Node) else None
-    if ops.name(node) not in ("linear", "matmul") or not isinstance(value, Tensor) or value.dim() < 3:
+    first = next(ops.operands(node)).node.meta.get("val")
+    if ops.name(node) not in ("linear", "matmul") or not isinstance(first, Tensor) or first.dim() < 3:
         return False
-    return not value.is_contiguous()
+    try:
+        return not first.is_contiguous()
+    except RuntimeError:  # sizes that only data decides
+        return True
 
 
 def make_cast(graph: Graph, value: Node, dtype: torch.dtype, reader: Node, assignment: Assignment) -> Node:
@@ -103,27 +106,34 @@ def make_cast(graph: Graph, value: Node, dtype: torch.dtype, reader: Node, assig
 
 
 def _rewrite_arguments(node: Node, colouring: Colouring) -> None:
-    if colouring.set_dtype is not None:
-        old = [a for a in (*node.args, *node.kwargs.values()) if isinstance(a, torch.dtype)]
-        if old:
-            node.args = tuple(colouring.set_dtype if isinstance(a, torch.dtype) else a for a in node.args)
-            node.kwargs = {k: colouring.set_dtype if isinstance(a, torch.dtype) else a for k, a in node.kwargs.items()}
-        elif node.op == "call_method":  # x.float()
-            node.target, node.args = "to", (*node.args, colouring.set_dtype)
-    replace_numbers(node, colouring.literals)
+    """Before: x.to(float32), a relative cast; masked_fill(x, m, -3.4e38). After: in the dtype that the node runs in."""
+    low = colouring.set_dtype
+    if low is not None and not _replace(node, lambda a: low if isinstance(a, torch.dtype) else a):
+        node.op, node.target, node.args, node.kwargs = "call_function", CAST, (node.args[0], low), {}  # x.float()
+    for old, new in colouring.literals:
+        _replace(node, lambda a, old=old, new=new: new if isinstance(a, float) and a == old else a)
+
+
+def _replace(node: Node, change: Any) -> bool:
+    """Change the leaves of a node's arguments; say whether any was."""
+    args, kwargs = map_aggregate(node.args, change), map_aggregate(node.kwargs, change)
+    changed = (args, kwargs) != (node.args, node.kwargs)
+    node.args, node.kwargs = args, kwargs
+    return changed
 
 
 def _restore_outputs(graph: Graph, assignment: Assignment) -> int:
+    """Before: return y: bfloat16. After: return to(y, float32), which the model gave; one value, one cast."""
     output = graph.output_node()
-    edits = 0
-    out = []
-    for value in output.args[0]:
+    values: Any = output.args[0]
+    made: dict[Node, Node] = {}
+    for value in values:
+        if not isinstance(value, Node) or value in made:
+            continue
         held, original = assignment.dtypes.get(value), assignment.original.get(value)
         if original is ANY and is_floating(held):
             original = torch.float32
-        if isinstance(held, torch.dtype) and held.is_floating_point and isinstance(original, torch.dtype) and held != original:
-            value = make_cast(graph, value, original, output, assignment)
-            edits += 1
-        out.append(value)
-    output.args = (tuple(out),)
-    return edits
+        if isinstance(original, torch.dtype) and held != original and not isinstance(held, tuple) and is_floating(held):
+            made[value] = make_cast(graph, value, original, output, assignment)
+    output.args = (tuple(made.get(v, v) if isinstance(v, Node) else v for v in values),)
+    return len(made)

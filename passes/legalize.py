@@ -1,14 +1,13 @@
 """Pass 1: bring a captured graph into the form the rules speak of. Values do not change.
 
-Before: wrap_with_set_grad_enabled(False, body, x)      After: prev = is_grad_enabled(); set_grad(False); ...; set_grad(prev)
-Before: einsum("bi,ij->bj", x, w)                       After: the permutes, views and bmm that einsum runs for these shapes
+Before: wrap_with_set_grad_enabled(False, body, x)   After: a = is_grad_enabled(); set_grad(False); ...; set_grad(a)
+Before: einsum("bi,ij->bj", x, w)                    After: the permutes, views and bmm that it runs for these shapes
 """
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import logging
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -17,11 +16,15 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from . import ops
-from ._torch import enter_autocast, exit_autocast
-from .rules import lookup
-from .values import SET_GRAD
+from ._torch import FakeTensor, enter_autocast, exit_autocast, quiet_fakes
+from .aliases import SET_GRAD
+from .rules import COMPOSITE, lookup
 
-_REGIONS = ("wrap_with_set_grad_enabled", "wrap_with_autocast")
+logger = logging.getLogger("fxamp")
+
+_GRAD, _AUTOCAST = "wrap_with_set_grad_enabled", "wrap_with_autocast"
+_CONSTANTS = "_fxamp."  # where the front ends put what a graph refers to beside the model
+_ORIGIN = ("nn_module_stack", "stack_trace", "autocast_region")  # what a node hands on to those that take its place
 
 
 def inline_regions(graph: Graph, constants: dict[str, Any]) -> int:
@@ -29,16 +32,21 @@ def inline_regions(graph: Graph, constants: dict[str, Any]) -> int:
 
     Either becomes a switch before and after it. What an autocast region says is also left on its nodes, in
     `meta["autocast_region"]` as (device type, enabled, dtype), for the colours that take the switches' place.
+
+    Args:
+        graph: changed in place.
+        constants: what get_attr targets of the form `_fxamp.NAME` refer to; bodies go, what they hold comes.
     """
     edits = 0
-    for node in list(graph.nodes):
-        if node.op == "call_function" and _hop_name(node) in _REGIONS:
-            edits += 1 + _inline(graph, node, constants)
+    regions = [n for n in graph.nodes if _is_region(n)]
+    while regions:
+        regions += _inline(graph, regions.pop(), constants)
+        edits += 1
     return edits
 
 
 def drop_autocast_switches(graph: Graph) -> int:
-    """Erase the switches of inlined autocast regions, once casts say what is to run in which dtype; return how many."""
+    """Erase the switches of inlined autocast regions, whose place the colours take; return how many."""
     switches = [n for n in graph.nodes if n.op == "call_function" and n.target in (enter_autocast, exit_autocast)]
     for node in reversed(switches):
         graph.erase_node(node)
@@ -47,153 +55,170 @@ def drop_autocast_switches(graph: Graph) -> int:
 
 def _hop_name(node: Node) -> str:
     target = node.target
-    return target.name() if isinstance(target, torch._ops.HigherOrderOperator) else ""
+    return str(target.name()) if isinstance(target, torch._ops.HigherOrderOperator) else ""
 
 
-def _inline(graph: Graph, node: Node, constants: dict[str, Any]) -> int:
-    if _hop_name(node) == "wrap_with_set_grad_enabled":
-        enabled, holder, *args = node.args
-        region = node.meta.get("autocast_region")
-    else:
-        device, dtype, enabled, cache, holder, *args = node.args
-        region = (str(device), bool(enabled), dtype)
-    body = _body(holder, constants)
+def _is_region(node: Node) -> bool:
+    return node.op == "call_function" and _hop_name(node) in (_GRAD, _AUTOCAST)
+
+
+def _inline(graph: Graph, node: Node, constants: dict[str, Any]) -> list[Node]:
+    """Replace one region by its body; return the regions inside it."""
+    settings: list[Any] = list(node.args)
+    at = next(i for i, a in enumerate(settings) if isinstance(a, Node))
+    settings, holder, operands = settings[:at], settings[at], settings[at + 1 :]
+    body: GraphModule = constants[str(holder.target).removeprefix(_CONSTANTS)]
+    region = node.meta.get("autocast_region")
+    leave: Callable[..., Any]
     with graph.inserting_before(node):
-        if _hop_name(node) == "wrap_with_set_grad_enabled":
-            before = graph.call_function(torch.is_grad_enabled)
-            graph.call_function(SET_GRAD, (enabled,))
-            leave = (SET_GRAD, before)
+        if _hop_name(node) == _GRAD:
+            leave, entered = SET_GRAD, graph.call_function(torch.is_grad_enabled)
+            graph.call_function(SET_GRAD, tuple(settings))
         else:
-            leave = (exit_autocast, graph.call_function(enter_autocast, (device, dtype, enabled, cache)))
-        copied: dict[Node, Any] = {}
-        placeholders = iter(args)
-        for inner in body.graph.nodes:
-            if inner.op == "placeholder":
-                copied[inner] = next(placeholders)
-            elif inner.op == "output":
-                result = torch.fx.map_arg(inner.args[0], lambda n: copied[n])
-            else:
-                new = graph.node_copy(inner, lambda n: copied[n])
-                if region is not None:
-                    new.meta.setdefault("autocast_region", region)
-                if new.op == "get_attr":
-                    constants[f"{holder.name}_{inner.target}"] = _attribute(body, str(inner.target))
-                    new.target = f"_fxamp.{holder.name}_{inner.target}"
-                copied[inner] = new
-        graph.call_function(leave[0], (leave[1],))
-    _replace_outputs(graph, node, result)
-    _erase_body(graph, holder, constants)
-    edits = 0
-    for new in copied.values():
-        if isinstance(new, Node) and new.op == "call_function" and _hop_name(new) in _REGIONS:
-            edits += 1 + _inline(graph, new, constants)
-    return edits
+            device, dtype, enabled, _ = settings
+            region = (str(device), bool(enabled), dtype)
+            leave, entered = exit_autocast, graph.call_function(enter_autocast, tuple(settings))
+        copied, result = _copy_body(graph, body.graph, operands)
+        graph.call_function(leave, (entered,))
+    for new in copied:
+        if region is not None:
+            new.meta.setdefault("autocast_region", region)
+        if new.op == "get_attr":
+            held = functools.reduce(getattr, str(new.target).split("."), body)
+            new.target = _lift(f"{holder.name}_{new.target}", held, constants)
+    _replace(graph, node, result)
+    if not holder.users:
+        graph.erase_node(holder)
+        if not any(n.op == "get_attr" and n.target == holder.target for n in graph.nodes):
+            del constants[str(holder.target).removeprefix(_CONSTANTS)]
+    return [new for new in copied if _is_region(new)]
 
 
-def _body(holder: Any, constants: dict[str, Any]) -> GraphModule:
-    body: GraphModule = constants[str(holder.target).removeprefix("_fxamp.")]
-    return body
+def _lift(name: str, value: Any, constants: dict[str, Any]) -> str:
+    """Keep what a body held under a name of its own; return the get_attr target."""
+    name = name.replace(".", "_")
+    while constants.setdefault(name, value) is not value:
+        name += "_"
+    return _CONSTANTS + name
 
 
-def _attribute(root: Any, path: str) -> Any:
-    for atom in path.split("."):
-        root = getattr(root, atom)
-    return root
+def _copy_body(graph: Graph, body: Graph, operands: list[Any]) -> tuple[list[Node], Any]:
+    """Copy a body to where the graph inserts, over these operands; return the new nodes and what it returns."""
+    copied: dict[Node, Any] = dict(zip((n for n in body.nodes if n.op == "placeholder"), operands, strict=True))
+    new = []
+    for inner in body.nodes:
+        if inner.op not in ("placeholder", "output"):
+            copied[inner] = graph.node_copy(inner, copied.__getitem__)
+            new.append(copied[inner])
+    return new, torch.fx.map_arg(body.output_node().args[0], copied.__getitem__)
 
 
-def _replace_outputs(graph: Graph, node: Node, result: Any) -> None:
-    for user in list(node.users):
-        user.replace_all_uses_with(result[user.args[1]])
-        graph.erase_node(user)
+def _replace(graph: Graph, node: Node, result: Any) -> None:
+    """Let the readers of a node read what it is replaced by, item by item where that is several."""
+    if isinstance(result, Node):
+        node.replace_all_uses_with(result)
+    else:
+        for item in list(node.users):
+            item.replace_all_uses_with(result[item.args[1]])
+            graph.erase_node(item)
     graph.erase_node(node)
 
 
-def _erase_body(graph: Graph, holder: Node, constants: dict[str, Any]) -> None:
-    if holder.users:
-        return
-    name = str(holder.target).removeprefix("_fxamp.")
-    target = holder.target
-    graph.erase_node(holder)
-    if not any(n.op == "get_attr" and n.target == target for n in graph.nodes):
-        constants.pop(name, None)
-
-
 def decompose_composites(graph: Graph, device: str) -> tuple[int, list[str]]:
-    """Replace each op that has no colour of its own by the ops it runs for the shapes at hand.
+    """Replace each op that has no colour of its own by the ops it calls for the shapes at hand, in place.
+
+    What it calls, and the gradient of that, is what eager runs: the op's own kernel is traced above autograd, one level
+    deep, and what is a composite again is decomposed in turn.
 
     Returns the number of ops decomposed and, by name, those that cannot be and stay whole.
     """
     edits, kept = 0, []
-    for node in list(graph.nodes):
-        if node.op != "call_function" or lookup(ops.name(node), device)[1] != "composite":
-            continue
-        if isinstance(node.target, torch._ops.OpOverload) and _decompose(graph, node):
-            edits += 1
-        else:
+    memo: dict[Any, Graph | None] = {}
+    found = [n for n in reversed(graph.nodes) if _is_composite(n, device)]
+    while found:
+        node = found.pop()
+        body = _body_of(node, memo)
+        if body is None:
             kept.append(ops.name(node))
+            continue
+        with graph.inserting_before(node):
+            new, result = _copy_body(graph, body, node.all_input_nodes)
+        for made in new:
+            for key in _ORIGIN:
+                made.meta.pop(key, None)
+                if key in node.meta:
+                    made.meta[key] = node.meta[key]
+        _replace(graph, node, result)
+        found += [n for n in reversed(new) if _is_composite(n, device)]
+        edits += 1
+    logger.debug("decompose_composites: %d edits, %d kept whole", edits, len(kept))
     return edits, kept
+
+
+def _is_composite(node: Node, device: str) -> bool:
+    return node.op == "call_function" and lookup(ops.name(node), device)[1] == COMPOSITE
 
 
 _UNROLLS = ("gru", "lstm", "rnn_tanh", "rnn_relu", "quantized_gru")  # one step of graph per step of time
 
 
-def _decompose(graph: Graph, node: Node) -> bool:
+def _body_of(node: Node, memo: dict[Any, Graph | None]) -> Graph | None:
+    """Return what a composite calls, as a graph over its operands; None where that cannot be had."""
+    target: Any = node.target
     inputs = node.all_input_nodes
     values = [n.meta.get("val") for n in inputs]
-    if ops.name(node) in _UNROLLS or not inputs or not all(isinstance(v, torch.Tensor) for v in values):
-        return False
-    if not all(hasattr(v, "fake_mode") for v in values):
-        return False
+    known = [v for v in values if isinstance(v, (FakeTensor, torch.SymInt))]
+    tensors = [v for v in known if isinstance(v, FakeTensor)]
+    if ops.name(node) in _UNROLLS or not tensors or len(known) != len(values):
+        return None
+    if not isinstance(target, torch._ops.OpOverload) or not torch._C._dispatch_has_kernel_for_dispatch_key(
+        target.name(), torch._C.DispatchKey.CompositeImplicitAutograd
+    ):
+        return None
+    place = {n: i for i, n in enumerate(inputs)}
+    key = (target, str(torch.fx.map_arg((node.args, dict(node.kwargs)), place.__getitem__)), *map(_shape, known))
+    if key not in memo:
+        memo[key] = _trace(node, inputs, known, tensors[0].fake_mode)
+    return memo[key]
 
-    def run(*tensors: Any) -> Any:
-        given = dict(zip(inputs, tensors, strict=True))
-        args, kwargs = torch.fx.map_arg((node.args, dict(node.kwargs)), lambda n: given[n])
-        return node.target(*args, **kwargs)  # type: ignore[operator]
 
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")
-        logger = logging.getLogger("torch._subclasses.fake_tensor")
-        stack.callback(logger.setLevel, logger.level)
-        logger.setLevel(logging.CRITICAL)
-        stack.enter_context(values[0].fake_mode)  # type: ignore[union-attr]
+def _shape(value: Any) -> Any:
+    if not isinstance(value, FakeTensor):
+        return str(value)
+    return value.dtype, str(value.shape), str(value.stride()), value.device
+
+
+def _trace(node: Node, inputs: list[Node], values: list[Any], mode: Any) -> Graph | None:
+    target: Any = node.target
+
+    def run(*operands: Any) -> Any:
+        given = dict(zip(inputs, operands, strict=True))
+        args, kwargs = torch.fx.map_arg((node.args, dict(node.kwargs)), given.__getitem__)
+        return target(*args, **kwargs)
+
+    tracer = make_fx(run, {target: target.decompose}, pre_dispatch=True, _allow_non_fake_inputs=True)
+    with quiet_fakes(), mode:
         try:
-            body = make_fx(run, _allow_non_fake_inputs=True)(*[v.detach() for v in values])  # type: ignore[union-attr]
+            body: GraphModule = tracer(*(v.detach() if isinstance(v, FakeTensor) else v for v in values))
         except Exception as e:  # whatever a fake kernel raises: the op stays whole, and the report says so
-            logging.getLogger("fxamp").debug("%s stays whole: %s", node.name, e)
-            return False
-    if any(n.op == "get_attr" for n in body.graph.nodes):
-        return False
-    copied: dict[Node, Any] = {}
-    places = iter(inputs)
-    with graph.inserting_before(node):
-        for inner in body.graph.nodes:
-            if inner.op == "placeholder":
-                copied[inner] = next(places)
-            elif inner.op == "output":
-                result = torch.fx.map_arg(inner.args[0], lambda n: copied[n])
-            else:
-                copied[inner] = graph.node_copy(inner, lambda n: copied[n])
-                for key in ("nn_module_stack", "stack_trace", "autocast_region"):
-                    copied[inner].meta.pop(key, None)
-                    if key in node.meta:
-                        copied[inner].meta[key] = node.meta[key]
-    if isinstance(result, Node):
-        node.replace_all_uses_with(result)
-        graph.erase_node(node)
-    else:
-        _replace_outputs(graph, node, result)
-    return True
+            logger.debug("%s stays whole: %s", node.name, e)
+            return None
+    return None if any(n.op == "get_attr" for n in body.graph.nodes) else body.graph
 
 
 def loosen_assertions(graph: Graph, recoloured: Callable[[Node], bool]) -> int:
-    """Drop the device from the exporter's assertions, for a module can be moved, and the dtype where it has changed."""
+    """Drop the device from the exporter's assertions, for a module can be moved, and the dtype where it has changed.
+
+    Before: _assert_tensor_metadata(x, None, None, float32, device=cpu)
+    After:  _assert_tensor_metadata(x, None, None)
+    """
     edits = 0
     for node in graph.nodes:
         if ops.name(node) != "_assert_tensor_metadata" or not isinstance(node.args[0], Node):
             continue
-        node.kwargs = {k: v for k, v in node.kwargs.items() if k != "device"}
-        if recoloured(node.args[0]):
-            node.args, node.kwargs = node.args[:3], {k: v for k, v in node.kwargs.items() if k != "dtype"}
-        edits += 1
+        before = (node.args, node.kwargs)
+        dropped = {"device"} | ({"dtype"} if recoloured(node.args[0]) else set())
+        node.args = node.args[:3] if "dtype" in dropped else node.args
+        node.kwargs = {k: v for k, v in node.kwargs.items() if k not in dropped}
+        edits += (node.args, node.kwargs) != before
     return edits

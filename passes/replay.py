@@ -1,4 +1,4 @@
-"""Replay a plan: the colours of its decisions instead of new ones, on a graph that they fit."""
+"""Replay a plan: carry it out on a graph that it fits, or say where it does not."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ from .values import keys, source
 
 
 def replay(graph: Graph, assignment: Assignment, plan: Plan) -> None:
-    """Check that a plan fits the graph, node by node, and that its colours are the ones its policy gives here.
+    """Check that a plan fits a graph, node by node, and that the colours are those it holds.
+
+    Colours follow from one another, so a plan is replayed whole: where its policy gives another colour here, because
+    torch or a rule has changed, that is said and nothing is converted.
 
     Raises:
-        PlanError: a decision has no node, a node has no decision, or this torch decides otherwise; names the first.
+        PlanError: a decision has no node, a node has no decision, or a colour differs; names the first.
     """
     names = keys(graph)
     ours = {names[n]: n for n in graph.nodes if n in assignment.colours}
@@ -26,7 +29,10 @@ def replay(graph: Graph, assignment: Assignment, plan: Plan) -> None:
         key = (missing or extra)[0]
         where = f" ({source(ours[key])})" if key in ours else ""
         kind = "decides on a node that the model does not have" if missing else "does not know a node of the model"
-        raise PlanError(f"the plan does not fit this model: it {kind}: {key}{where}; {len(missing)} missing, {len(extra)} new. {REMEDY}")
+        raise PlanError(
+            f"the plan does not fit this model: it {kind}: {key}{where}; {len(missing)} missing, {len(extra)} new. "
+            f"{REMEDY}"
+        )
     for key, decision in theirs.items():
         node = ours[key]
         colour = getattr(torch, decision.colour, None)

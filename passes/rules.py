@@ -173,7 +173,7 @@ KINDS: tuple[tuple[str, str, str, str], ...] = (
     # One operand decides.
     (FOLLOW, FOLLOW, "elementwise", """abs neg positive sign sgn signbit relu relu6 leaky_relu elu celu selu
      gelu silu mish sigmoid hardsigmoid hardswish hardtanh hardshrink softshrink softsign tanhshrink threshold
-     log_sigmoid logsigmoid glu rrelu tanh sin cos atan sqrt erf erfc exp2 asinh acosh atanh sinc lgamma
+     log_sigmoid glu rrelu tanh sin cos atan sqrt erf erfc exp2 asinh acosh atanh sinc lgamma
      mvlgamma digamma polygamma i0 logit deg2rad rad2deg ceil floor round trunc frac frexp nan_to_num
      conj_physical conj resolve_conj resolve_neg real special_entr special_ndtr special_ndtri special_log_ndtr
      special_erfcx special_i0 special_i0e special_i1 special_i1e special_digamma special_psi special_erfc

@@ -15,7 +15,7 @@ from torch.fx import Graph, Node
 
 from . import literals, ops
 from .errors import PolicyError
-from .facts import rounds_once
+from .facts import facts_of, rounds_once
 from .policy import Policy, module_override, op_override
 from .rules import BANNED, COMPOSITE, FOLLOW, FP32, KEEP, LOW, PROMOTE, RULES, Rule, lookup
 from .user_casts import Casts
@@ -183,7 +183,9 @@ class Simulation:
         several = PROMOTE if kind == PROMOTE or len(floats) > 1 else FOLLOW
         if self.policy.level == "O3":
             return LOW if row.out[0] in ("float", "first") else several
-        if row.name in _LOSSES or (row.sensitive and not self._relieved(node, row)):
+        if row.name in _LOSSES:  # FP32, but for one that only picks values out
+            return FOLLOW if facts_of(node, self.device, self.low).commutes_forward else FP32
+        if row.sensitive and not self._relieved(node, row):
             return FP32
         return several if kind == FP32 else kind
 

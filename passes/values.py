@@ -1,35 +1,56 @@
-"""What each value of a graph is: its dtype, what it aliases, what is mutated, and where grad mode changes.
+"""What each value of a graph is: where it comes from, and its dtype.
 
-Analyses only; nothing here changes a graph.
+Analyses only; nothing here changes a graph. What values alias is in `aliases.py`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable, Sequence
+import inspect
+import operator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from . import ops
-from ._torch import FakeTensor, FakeTensorMode, pytree
-from .rules import rule
+from ._torch import FakeTensorMode, enter_autocast, example_sizes, exit_autocast, pytree, quiet_fakes
+from .aliases import SET_GRAD as SET_GRAD
+from .aliases import Aliases as Aliases
+from .aliases import grad_modes as grad_modes
+from .aliases import may_alias as may_alias
+from .aliases import mutated_operands as mutated_operands
+from .rules import COMPOSITE, KEEP, Rule, rule
 
 LOW = (torch.float16, torch.bfloat16)
 ELIGIBLE = (torch.float32, *LOW)  # what autocast casts: floating point, and not float64
 
 
+class _Any:
+    """The dtype of a value that nothing is known of: an input of a model captured without inputs."""
+
+    def __repr__(self) -> str:
+        return "any"
+
+
+ANY = _Any()
+
+
+# Where a node comes from.
+
+
 def module_path(node: Node) -> str:
     """Return the path of the innermost module that made a node, "" for the root."""
     stack = node.meta.get("nn_module_stack")
-    return "" if not stack else str(list(stack.values())[-1][0])
+    return str(list(stack.values())[-1][0]) if stack else ""
 
 
 def module_stack(node: Node) -> list[tuple[str, str]]:
     """Return (path, qualified type name) of the modules a node was made in, outermost first."""
-    return [(str(p), t if isinstance(t, str) else f"{t.__module__}.{t.__qualname__}") for p, t in node.meta.get("nn_module_stack", {}).values()]
+    stack = node.meta.get("nn_module_stack", {}).values()
+    return [(str(path), t if isinstance(t, str) else f"{t.__module__}.{t.__qualname__}") for path, t in stack]
 
 
 def source(node: Node) -> str:
@@ -55,6 +76,9 @@ def keys(graph: Graph) -> dict[Node, str]:
     return out
 
 
+# Dtypes.
+
+
 def original_dtypes(graph: Graph, attribute: Callable[[str], Any]) -> dict[Node, Any]:
     """Return the dtype of every value of the graph as captured: a dtype, a tuple of them, None, or ANY.
 
@@ -62,16 +86,16 @@ def original_dtypes(graph: Graph, attribute: Callable[[str], Any]) -> dict[Node,
     """
     infer, out = SymbolicInference(), dict[Node, Any]()
     for node in graph.nodes:
-        if "val" in node.meta:
+        if node.op == "output":
+            out[node] = None
+        elif "val" in node.meta:
             out[node] = dtypes_of(node.meta["val"])
         elif node.op == "get_attr":
             out[node] = dtypes_of(attribute(str(node.target)))
         elif node.op == "placeholder":
             out[node] = ANY
-        elif node.op == "call_module":
-            out[node] = ANY
         else:
-            out[node] = infer(node, out.__getitem__) if node.op != "output" else None
+            out[node] = infer(node, out.__getitem__)
     return out
 
 
@@ -91,259 +115,11 @@ def is_floating(dtype: Any) -> bool:
     return isinstance(dtype, torch.dtype) and dtype.is_floating_point
 
 
-class Inference:
-    """Output dtypes of a node from operand dtypes, by running the op on fake tensors of concrete sizes.
-
-    The same (op, dtypes, literal arguments) is run once: dtypes do not depend on sizes, only on which operands are
-    zero-dimensional.
-    """
-
-    def __init__(self) -> None:
-        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self._memo: dict[Any, Any] = {}
-        self._shapes: dict[int, tuple[int, ...]] = {}
-
-    def __call__(self, node: Node, dtype_of: Callable[[Node], Any]) -> Any:
-        """Return the dtypes of the node's output when its operands have the given dtypes.
-
-        Raises whatever the op raises when it rejects them.
-        """
-        if node.target is ops.operator.getitem and isinstance(node.args[0], Node):
-            held = dtype_of(node.args[0])
-            if isinstance(held, tuple):
-                return held[node.args[1]]  # type: ignore[index]
-        key = self._key(node, dtype_of)
-        if key is not None and key in self._memo:
-            return self._memo[key]
-        result = self._run(node, dtype_of)
-        if key is not None:
-            self._memo[key] = result
-        return result
-
-    def _key(self, node: Node, dtype_of: Callable[[Node], Any]) -> Any:
-        def token(arg: Any) -> Any:
-            if isinstance(arg, Node):
-                val = arg.meta.get("val")
-                if isinstance(val, torch.Tensor):
-                    return dtype_of(arg), min(val.dim(), 1), val.dim()
-                if isinstance(val, (tuple, list)):
-                    return dtype_of(arg)
-                return type(val)
-            if isinstance(arg, (list, tuple)):
-                return tuple(token(a) for a in arg)
-            if isinstance(arg, (float, complex)) or (isinstance(arg, int) and not isinstance(arg, bool)):
-                return type(arg)
-            return arg
-
-        key = (node.op, node.target, token(node.args), tuple((k, token(v)) for k, v in node.kwargs.items()))
-        try:
-            hash(key)
-        except TypeError:
-            return None
-        return key
-
-    def _run(self, node: Node, dtype_of: Callable[[Node], Any]) -> Any:
-        def fake(arg: Node) -> Any:
-            val = arg.meta.get("val")
-            wanted = dtype_of(arg)
-            leaves, spec = pytree.tree_flatten(val)
-            flat = pytree.tree_leaves(wanted, is_leaf=lambda x: x is None)
-            if len(flat) != len(leaves):
-                flat = [None] * len(leaves)
-            return pytree.tree_unflatten([self._fake(v, d) for v, d in zip(leaves, flat, strict=True)], spec)
-
-        with self._mode, torch.no_grad():
-            args = torch.fx.map_arg(node.args, fake)
-            kwargs = torch.fx.map_arg(node.kwargs, fake)
-            if node.op == "call_method":
-                return dtypes_of(getattr(args[0], str(node.target))(*args[1:], **kwargs))
-            return dtypes_of(node.target(*args, **kwargs))  # type: ignore[operator]
-
-    def _fake(self, value: Any, dtype: torch.dtype | None) -> Any:
-        if isinstance(value, torch.Tensor):
-            size = [_hint(s) for s in value.shape]
-            stride = [_hint(s) for s in value.stride()] if value.layout is torch.strided else None
-            made = dtype or value.dtype
-            if stride is None:
-                return torch.empty(size, dtype=made, device=value.device)
-            return torch.empty_strided(size, stride, dtype=made, device=value.device)
-        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-            return _hint(value)
-        return value
-
-
-def _hint(size: Any) -> Any:
-    """Return a concrete number for a symbolic one; 4 where nothing is known of it."""
-    if isinstance(size, (int, float, bool)):
-        return size
-    hint = getattr(size.node, "hint", None)
-    return 4 if hint is None else hint
-
-
-# CompositeImplicit ops that may return their input or a view of it without saying so in their schema.
-_MAY_ALIAS = frozenset(
-    "reshape flatten unflatten contiguous to type_as dropout feature_dropout alpha_dropout expand_as view_as reshape_as ravel "
-    "movedim narrow chunk tensor_split hsplit vsplit dsplit numpy_T matrix_H mT atleast_1d atleast_2d atleast_3d squeeze "
-    "broadcast_to swapaxes real imag resolve_conj resolve_neg positive size getitem alias detach rrelu meshgrid "
-    "broadcast_tensors diagonal transpose permute t select slice unsqueeze expand view split unbind unfold".split()
-)
-
-
-def may_alias(node: Node) -> bool:
-    """Say whether a node's output may share storage with an operand."""
-    base = ops.name(node)
-    if base.endswith("_") and not base.endswith("__"):
-        return True
-    if base in _MAY_ALIAS or base.startswith(("higher_order::", "module:")) or base == "setitem":
-        return True
-    schema = ops.schema_of(node)
-    return bool(schema) and any(r.alias_info is not None for r in schema.returns)
-
-
-def mutated_operands(node: Node) -> list[Node]:
-    """Return the operands that a node writes to."""
-    base = ops.name(node)
-    if base in ("setitem",) or (base.endswith("_") and not base.endswith("__") and "::" not in base):
-        return [a for a in node.args[:1] if isinstance(a, Node)]
-    if "out" in node.kwargs:
-        return [o.node for o in ops.operands(node) if o.name == "out"]
-    schema = ops.schema_of(node) if isinstance(node.target, torch._ops.OpOverload) else None
-    if schema is None:
-        return []
-    written = {a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write}
-    return [o.node for o in ops.operands(node) if o.name in written]
-
-
-class Aliases:
-    """Sets of values that may share storage (union-find), and how often each set has been written by a point in time."""
-
-    def __init__(self, graph: Graph) -> None:
-        self._parent: dict[Node, Node] = {}
-        self.mutated: set[Node] = set()  # representatives
-        self._epoch: dict[Node, list[int]] = {}
-        self._order = {n: i for i, n in enumerate(graph.nodes)}
-        writes: list[tuple[int, Node]] = []
-        for node in graph.nodes:
-            self._parent.setdefault(node, node)
-            if not node.op.startswith("call"):
-                continue
-            if may_alias(node):
-                for operand in ops.operands(node):
-                    if _shares(node, operand):
-                        self._union(operand.node, node)
-            writes += [(self._order[node], w) for w in mutated_operands(node)]
-        for when, written in writes:
-            root = self.find(written)
-            self.mutated.add(root)
-            self._epoch.setdefault(root, []).append(when)
-
-    def find(self, node: Node) -> Node:
-        """Return the representative of a value's alias set."""
-        while self._parent.setdefault(node, node) is not node:
-            self._parent[node] = self._parent[self._parent[node]]
-            node = self._parent[node]
-        return node
-
-    def epoch(self, node: Node, at: Node) -> int:
-        """Return how many writes to the value's storage come before the node `at`."""
-        when = self._order[at]
-        return sum(1 for w in self._epoch.get(self.find(node), ()) if w < when)
-
-    def is_mutated(self, node: Node) -> bool:
-        """Say whether anything in the value's alias set is ever written."""
-        return self.find(node) in self.mutated
-
-    def sets(self) -> dict[Node, list[Node]]:
-        """Return the mutated alias sets, by representative."""
-        out: dict[Node, list[Node]] = {root: [] for root in self.mutated}
-        for node in self._parent:
-            root = self.find(node)
-            if root in out:
-                out[root].append(node)
-        return out
-
-    def _union(self, a: Node, b: Node) -> None:
-        self._parent[self.find(b)] = self.find(a)
-
-
-def _shares(node: Node, operand: ops.Operand) -> bool:
-    """Say whether this operand, of an op that aliases, is one that it aliases (the first, unless the schema says)."""
-    schema = ops.schema_of(node)
-    if schema is not None and any(r.alias_info is not None for r in schema.returns):
-        for argument in schema.arguments:
-            if argument.name == operand.name:
-                return argument.alias_info is not None
-    base = ops.name(node)
-    if base.startswith(("higher_order::", "module:")) or base in ("meshgrid", "broadcast_tensors", "atleast_1d"):
-        return True
-    return operand.node is (node.args[0] if node.args else None)
-
-
-SET_GRAD = torch._C._set_grad_enabled
-
-
-def grad_regions(graph: Graph) -> dict[Node, int]:
-    """Return for each node the number of its grad-mode region: no cast is shared or moved across a border."""
-    region, out = 0, {}
-    for node in graph.nodes:
-        if node.op == "call_function" and node.target is SET_GRAD:
-            region += 1
-        out[node] = region
-    return out
-
-
-class _Any:
-    """The dtype of a value that nothing is known of: an input of a model captured without inputs."""
-
-    def __repr__(self) -> str:
-        return "any"
-
-
-ANY = _Any()
-
-
-class SymbolicInference:
-    """Output dtypes without shapes: from the rules alone. What it says is sound; ANY where it cannot say."""
-
-    def __call__(self, node: Node, dtype_of: Callable[[Node], Any]) -> Any:
-        """Return the dtypes of the node's output when its operands have the given dtypes."""
-        name = ops.name(node)
-        if name == "getitem" and isinstance(node.args[0], Node):
-            held = dtype_of(node.args[0])
-            if isinstance(held, tuple) and isinstance(node.args[1], int):
-                return held[node.args[1]]
-            return held
-        if name in ("getattr", "size", "dim", "numel", "is_floating_point", "stride", "shape", "storage_offset"):
-            return None
-        literal = literal_dtype(node)
-        if literal is not None:
-            return literal
-        given = [d for d in (dtype_of(o.node) for o in ops.operands(node)) if d is not None]
-        floats = [d for d in _leaves(given) if isinstance(d, torch.dtype) and d.is_floating_point]
-        found = rule(name)
-        out = found.out if found else ("float",)
-        ran = floats[0] if floats and (out[0] == "first" or name.endswith("_")) else _widest(floats)
-        if ran is None:
-            ran = ANY if any(d is ANY for d in _leaves(given)) else (given[0] if given else None)
-        if not given and found is not None and found.cpu == "keep":
-            ran = ANY
-        kinds = {"float": ran, "first": ran, "bool": torch.bool, "int": torch.int64, "complex": ANY}
-        made = tuple(kinds[o] for o in out)
-        return made[0] if len(made) == 1 or "dim" not in node.kwargs and name in ("max", "min") else made
-
-
-def _leaves(dtypes: Any) -> list[Any]:
-    return [x for d in dtypes for x in (_leaves(d) if isinstance(d, tuple) else [d])]
-
-
-def _widest(dtypes: Sequence[torch.dtype]) -> torch.dtype | None:
-    return functools.reduce(torch.promote_types, dtypes) if dtypes else None
-
-
 def literal_dtype(node: Node) -> torch.dtype | None:
     """Return the dtype that a call names literally: a cast's, or a `dtype=` argument's."""
-    if node.op == "call_method" and str(node.target) in ops.CAST_METHODS:
-        return ops.CAST_METHODS[str(node.target)]
+    target = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
+    if target in ops.CAST_METHODS and ops.name(node) == "to":
+        return ops.CAST_METHODS[target]
     given = ops.argument(node, "dtype")
     if isinstance(given, torch.dtype):
         return given
@@ -353,7 +129,7 @@ def literal_dtype(node: Node) -> torch.dtype | None:
 
 
 @contextlib.contextmanager
-def no_autocast(devices: Sequence[str] = ("cpu", "cuda")) -> Any:
+def no_autocast(devices: Sequence[str] = ("cpu", "cuda")) -> Iterator[None]:
     """Run without ambient autocast on any of the devices fxamp converts for."""
     with contextlib.ExitStack() as stack:
         for device in devices:
@@ -362,4 +138,224 @@ def no_autocast(devices: Sequence[str] = ("cpu", "cuda")) -> Any:
         yield
 
 
-__all__ = ["FakeTensor"]
+class Inference:
+    """Output dtypes of a node from operand dtypes, by running the op on fake tensors of concrete sizes.
+
+    What was run once is remembered: an op's dtypes depend on the dtypes and ranks of its operands and on what its
+    literal arguments are, not on sizes. Two exceptions are not remembered: custom ops, which may do anything, and those
+    with several outputs, whose number sizes decide.
+    """
+
+    def __init__(self) -> None:
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+        self._memo: dict[Any, Any] = {}
+
+    def __call__(self, node: Node, dtype_of: Callable[[Node], Any]) -> Any:
+        """Return the dtypes of the node's output when its operands have the given dtypes.
+
+        Raises whatever the op raises when it rejects them.
+        """
+        if node.target is operator.getitem and isinstance(node.args[0], Node):
+            held = dtype_of(node.args[0])
+            if isinstance(held, tuple):
+                return held[node.args[1]]  # type: ignore[index]
+        key = _key(node, dtype_of)
+        if key is None:
+            return self._run(node, dtype_of)
+        if key not in self._memo:
+            self._memo[key] = self._run(node, dtype_of)
+        return self._memo[key]
+
+    def _run(self, node: Node, dtype_of: Callable[[Node], Any]) -> Any:
+        def fake(arg: Node) -> Any:
+            leaves, spec = pytree.tree_flatten(arg.meta.get("val"))
+            wanted = pytree.tree_leaves(dtype_of(arg), is_leaf=lambda d: d is None)
+            if len(wanted) != len(leaves):
+                wanted = [None] * len(leaves)
+            return pytree.tree_unflatten([_fake(v, d) for v, d in zip(leaves, wanted, strict=True)], spec)
+
+        target: Any = node.target
+        with quiet_fakes(), self._mode, torch.no_grad():
+            args, kwargs = torch.fx.map_arg((node.args, dict(node.kwargs)), fake)
+            if node.op == "call_method":
+                return dtypes_of(getattr(args[0], target)(*args[1:], **kwargs))
+            return dtypes_of(target(*args, **kwargs))
+
+
+def _key(node: Node, dtype_of: Callable[[Node], Any]) -> Any:
+    """Return all that the output dtypes of a call can depend on; None when that cannot be told."""
+    if "::" in ops.name(node) or isinstance(node.meta.get("val"), (tuple, list)):
+        return None
+
+    def token(arg: Any) -> Any:
+        if isinstance(arg, Node):
+            val = arg.meta.get("val")
+            if isinstance(val, torch.Tensor):
+                return dtype_of(arg), val.dim(), val.device, val.layout
+            return (dtype_of(arg), len(val)) if isinstance(val, (tuple, list)) else type(val)
+        if isinstance(arg, (list, tuple)):
+            return type(arg), *(token(a) for a in arg)
+        if isinstance(arg, slice):
+            return slice
+        return type(arg) if isinstance(arg, (int, float, complex)) and not isinstance(arg, bool) else arg
+
+    key = (node.op, node.target, token(node.args), tuple((k, token(v)) for k, v in node.kwargs.items()))
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key
+
+
+def _fake(value: Any, dtype: torch.dtype | None) -> Any:
+    """Return a fake value of concrete size, of another dtype where one is given; the fake mode is on."""
+    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return _hint(value)
+    if not isinstance(value, torch.Tensor):
+        return value
+    size, made = [_hint(s) for s in value.shape], dtype or value.dtype
+    if value.layout is not torch.strided:
+        return torch.empty(size, dtype=made, device=value.device, layout=value.layout)
+    return torch.empty_strided(size, [_hint(s) for s in value.stride()], dtype=made, device=value.device)
+
+
+def _hint(size: Any) -> Any:
+    """Return a concrete number for a symbolic one; every size that only data decides is taken as 4."""
+    if isinstance(size, (int, float, bool)):
+        return size
+    expr = size.node.expr.xreplace(example_sizes(size))
+    number = expr.xreplace(dict.fromkeys(expr.free_symbols, 4))
+    return {int: int, float: float, bool: bool}[size.node.pytype](number)
+
+
+class SymbolicInference:
+    """Output dtypes without shapes: from the rules alone. What it says is sound; ANY where it cannot say.
+
+    A list of unknown length whose elements have one dtype is a tuple of one.
+    """
+
+    def __call__(self, node: Node, dtype_of: Callable[[Node], Any]) -> Any:
+        """Return the dtypes of the node's output when its operands have the given dtypes."""
+        name = ops.name(node)
+        if name == "getitem":
+            return _item(dtype_of(node.args[0]), node.args[1])  # type: ignore[arg-type]
+        if name in _NOT_TENSORS or node.target in _SWITCHES:
+            return None
+        reference = _dtype_reference(node)
+        if reference is not None:
+            return dtype_of(reference)
+        given = [(o.name, dtype_of(o.node)) for o in ops.operands(node)]
+        if "out" in node.kwargs:
+            return _only([d for n, d in given if n == "out"])
+        literal, row = literal_dtype(node), rule(name)
+        if literal is not None:
+            return literal
+        if node.op == "call_module" or row is None or isinstance(ops.argument(node, "dtype"), Node):
+            return ANY
+        if all(d is None for _, d in given):
+            return None if getattr(node.target, "__module__", "") == "_operator" else ANY
+        if name.endswith("_"):
+            return given[0][1]
+        return _made(node, row, given)
+
+
+# Calls whose result is no tensor, and those that switch a mode.
+_NOT_TENSORS = (
+    "getattr", "size", "dim", "numel", "is_floating_point", "is_complex", "stride", "shape", "storage_offset",
+    "element_size", "item", "tolist", "is_contiguous", "setitem", "get_device", "data_ptr", "_assert_scalar",
+    "_assert_tensor_metadata",
+)  # fmt: skip
+_SWITCHES = (torch.is_grad_enabled, SET_GRAD, enter_autocast, exit_autocast)
+
+
+def _item(held: Any, index: Any) -> Any:
+    """Return the dtypes of an item: of a container, of a list of unknown length, or of an indexed tensor."""
+    if not isinstance(held, tuple):
+        return held
+    if len(held) == 1:
+        return held if isinstance(index, slice) else held[0]
+    return held[index] if isinstance(index, (int, slice)) else ANY
+
+
+def _dtype_reference(node: Node) -> Node | None:
+    """Return the tensor whose dtype a call takes: `x.to(y)`, `x.type_as(y)`, `zeros(2, dtype=y.dtype)`."""
+    name = ops.name(node)
+    if name not in ("to", "type_as"):
+        given = ops.argument(node, "dtype")
+        return _owner(given) if isinstance(given, Node) else None
+    for arg in (*node.args[1:], *node.kwargs.values()):
+        if isinstance(arg, Node):
+            owner = _owner(arg)
+            if owner is not None:
+                return owner
+            if name == "type_as" or ops.name(arg) != "getattr":
+                return arg
+    return None
+
+
+def _owner(node: Node) -> Node | None:
+    """Return y where the node is `y.dtype`."""
+    held = node.args[0] if ops.name(node) == "getattr" and node.args[1] == "dtype" else None
+    return held if isinstance(held, Node) else None
+
+
+def _made(node: Node, row: Rule, given: list[tuple[str, Any]]) -> Any:
+    """Return the dtypes that the row of an op says come out."""
+    name, schema = ops.name(node), ops.schema_of(node)
+    if row.cpu == COMPOSITE or row.name in _DEPENDS:
+        return ANY
+    if name == "to":  # to a device; `type` takes a dtype as text
+        return ANY if node.target == "type" or any(isinstance(a, str) for a in node.args) else given[0][1]
+    returns = [str(r.type) for r in schema.returns] if schema is not None else ["Tensor"] * len(row.out)
+    if not any("Tensor" in r for r in returns):
+        return None
+    if inspect.isfunction(node.target) and len(row.out) > 1:
+        return ANY  # other outputs than ATen's, as its flags have it
+    if any(isinstance(a, complex) for a in (*node.args, *node.kwargs.values())):
+        return ANY
+    ran, index = _ran(row, given), ANY if row.name in _OTHER_INTEGERS else torch.int64
+    if ops.argument(node, "out_int32", False) is not False:
+        index = torch.int32
+    kinds = {"float": ran, "first": _first(row, given), "bool": torch.bool, "int": index, "complex": ANY}
+    kinds["float"] = ANY if row.cpu == KEEP and ran is not ANY and not is_floating(ran) else ran
+    if returns == ["List[Tensor]"]:
+        return (kinds[row.out[0]],)
+    out = tuple(kinds[o] for o in row.out[: len(returns)])
+    return out[0] if len(returns) == 1 else out + (ANY,) * (len(returns) - len(out))
+
+
+# Ops whose outputs depend on the values of flags, or on the number of operands.
+_DEPENDS = (
+    "atleast_1d", "atleast_2d", "atleast_3d", "float_power", "histogramdd", "unique", "unique_consecutive", "unique_dim",
+)  # fmt: skip
+
+# Ops whose integer outputs are not int64, or which have others for some arguments.
+_OTHER_INTEGERS = (
+    "bincount", "frexp", "linalg_cholesky_ex", "linalg_inv_ex", "linalg_ldl_factor", "linalg_lu_factor",
+    "linalg_solve_ex", "linalg_ldl_factor_ex", "linalg_lu_factor_ex", "_lu_with_info", "linalg_matrix_rank", "nonzero",
+)  # fmt: skip
+
+
+def _ran(row: Rule, given: list[tuple[str, Any]]) -> Any:
+    """Return the dtype that an op runs in: that of its floating operands, if they agree and nothing else decides."""
+    kinds = {d for d in _leaves([d for _, d in given]) if d is not None}
+    floats = {d for d in kinds if is_floating(d)}
+    if any(isinstance(d, torch.dtype) and d.is_complex for d in kinds) or len(floats) > 1:
+        return ANY
+    if len(floats) == 1:
+        return ANY if ANY in kinds and not row.same_dtype else floats.pop()
+    return _only(list(kinds)) if row.commutes else ANY  # a value that is only moved keeps any dtype
+
+
+def _first(row: Rule, given: list[tuple[str, Any]]) -> Any:
+    """Return the dtype of the operand that decides alone: a table, else the first."""
+    held = dict(given).get("weight") if row.name in ("embedding", "embedding_bag") else given[0][1]
+    return held if isinstance(held, torch.dtype) else ANY
+
+
+def _only(dtypes: list[Any]) -> Any:
+    return dtypes[0] if len(dtypes) == 1 else ANY
+
+
+def _leaves(dtypes: Any) -> list[Any]:
+    return [x for d in dtypes for x in (_leaves(d) if isinstance(d, tuple) else [d])]

@@ -1,31 +1,30 @@
-"""What must hold after every pass. A graph that does not verify is not emitted."""
+"""What must hold before the first pass and after every one. A graph that does not verify is not emitted."""
 
 from __future__ import annotations
 
 import warnings
 from typing import Any
 
-import torch
 from torch.fx import Graph, Node
 
 from . import ops
 from .assign_precision import Assignment
 from .errors import VerificationError
+from .insert_casts import is_inserted
 from .values import ANY, module_path, source
+
+_REPORT = "This is a bug in fxamp; please report it."
 
 
 def verify(graph: Graph, assignment: Assignment | None = None) -> None:
     """Check the graph's structure and, once casts are in, that every value really has the dtype it was assigned.
 
+    Dtypes are recomputed only where an operand's has changed, or the node itself was touched.
+
     Raises:
         VerificationError: names the node, its module and source line, and what was expected.
     """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a get_attr of a training flag is no parameter; fx warns
-        try:
-            graph.lint()
-        except RuntimeError as e:
-            raise VerificationError(f"the rewritten graph is malformed: {e}") from e
+    _verify_structure(graph)
     if assignment is None:
         return
     held: dict[Node, Any] = {}
@@ -33,25 +32,50 @@ def verify(graph: Graph, assignment: Assignment | None = None) -> None:
         held[node] = _dtypes(node, held, assignment)
         expected = assignment.dtypes.get(node)
         if node.op.startswith("call") and expected is not ANY and held[node] is not ANY and held[node] != expected:
-            raise VerificationError(
-                f"{ops.name(node)} (node {node.name}, module '{module_path(node)}', {source(node)}) gives {held[node]}, "
-                f"its plan says {expected}. This is a bug in fxamp; please report it."
-            )
+            raise VerificationError(f"{_name(node)} gives {held[node]}, its plan says {expected}. {_REPORT}")
+
+
+def _verify_structure(graph: Graph) -> None:
+    seen: set[Node] = set()
+    for node in graph.nodes:
+        for operand in node.all_input_nodes:
+            if operand not in seen:
+                raise VerificationError(
+                    f"{_name(node)} reads {operand.name} before it is made, or after it was erased. {_REPORT}"
+                )
+        seen.add(node)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a get_attr of a training flag is no parameter; fx warns
+        try:
+            graph.lint()
+        except Exception as e:
+            raise VerificationError(f"the graph is malformed: {e}. {_REPORT}") from e
 
 
 def _dtypes(node: Node, held: dict[Node, Any], assignment: Assignment) -> Any:
+    """Return the dtypes that a node gives, from those that its operands have."""
     if not node.op.startswith("call"):
         return assignment.original.get(node)
-    if not any(isinstance(held.get(n), (torch.dtype, tuple)) or held.get(n) is ANY for n in node.all_input_nodes):
-        return assignment.dtypes.get(node)
     if node.op == "call_module" or ops.name(node).startswith("higher_order::"):
-        return assignment.dtypes.get(node)
+        return assignment.dtypes.get(node)  # opaque: the operands are checked where they are cast
+    as_captured = all(held[n] == assignment.original.get(n) for n in node.all_input_nodes)
+    if as_captured and not _is_touched(node, assignment):
+        return assignment.original.get(node)
     try:
         return assignment.infer(node, held.__getitem__)
     except Exception as e:
-        if node not in assignment.colours or all(held[n] == assignment.original.get(n) for n in node.all_input_nodes):
+        if as_captured:
             return assignment.dtypes.get(node)  # fake tensors cannot run it, and nothing about it was changed
         raise VerificationError(
-            f"{ops.name(node)} (node {node.name}, module '{module_path(node)}', {source(node)}) rejects its operands "
-            f"{[str(held[n]) for n in node.all_input_nodes]}: {type(e).__name__}: {e}"
+            f"{_name(node)} rejects its operands {[str(held[n]) for n in node.all_input_nodes]}: {type(e).__name__}: "
+            f"{e}. {_REPORT}"
         ) from e
+
+
+def _is_touched(node: Node, assignment: Assignment) -> bool:
+    colouring = assignment.colours.get(node)
+    return is_inserted(node) or (colouring is not None and colouring.set_dtype is not None)
+
+
+def _name(node: Node) -> str:
+    return f"{ops.name(node) or node.op} (node {node.name}, module '{module_path(node)}', {source(node)})"

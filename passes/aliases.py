@@ -1,0 +1,178 @@
+"""Which values of a graph share storage, what is written to, and where grad mode changes.
+
+Analyses only; nothing here changes a graph. All are conservative: values that may share storage are said to.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from . import ops
+
+SET_GRAD = torch._C._set_grad_enabled
+
+# Ops that may return an operand, a view of it or several, though no schema says so.
+_MAY_ALIAS = """
+    alias alpha_dropout as_tensor asarray atleast_1d atleast_2d atleast_3d broadcast_tensors broadcast_to
+    cartesian_prod channel_shuffle chunk conj_physical contiguous detach diagonal dropout dropout1d dropout2d dropout3d dsplit
+    einsum expand expand_as feature_alpha_dropout feature_dropout flatten getitem hsplit imag mH mT matrix_H meshgrid movedim
+    narrow native_dropout numpy_T permute positive ravel real reshape reshape_as resolve_conj resolve_neg rrelu select
+    slice split split_with_sizes squeeze sum_to_size t tensor_split to to_dense transpose type_as unbind unflatten
+    unfold unsafe_chunk unsafe_split unsafe_split_with_sizes unsqueeze view view_as vsplit
+"""
+# Of these, the functions that take their tensors one by one.
+_SEVERAL = ("atleast_1d", "atleast_2d", "atleast_3d", "broadcast_tensors", "cartesian_prod", "einsum", "meshgrid")
+
+# Norms update their running statistics, though no schema says so: op -> the argument that says whether, and its default.
+_UPDATES_STATISTICS = {
+    "batch_norm": ("training", False), "native_batch_norm": ("training", False),
+    "_batch_norm_impl_index": ("training", False), "cudnn_batch_norm": ("training", False),
+    "miopen_batch_norm": ("training", False), "instance_norm": ("use_input_stats", True),
+}  # fmt: skip
+
+
+_ALIASING = frozenset(_MAY_ALIAS.split())
+
+
+def is_opaque(node: Node) -> bool:
+    """Say whether nothing is known of what a call does inside: a module, a higher-order op, a function not of torch."""
+    if node.meta.get("fxamp"):
+        return False
+    name = ops.name(node)
+    return name.startswith(("module:", "higher_order::")) or ("." in name and "::" not in name)
+
+
+def may_alias(node: Node) -> bool:
+    """Say whether a node's output may share storage with an operand."""
+    name = ops.name(node)
+    if name in _ALIASING or _in_place(name) or "out" in node.kwargs or is_opaque(node):
+        return True
+    schema = ops.schema_of(node)
+    return schema is not None and any(r.alias_info is not None for r in schema.returns)
+
+
+def mutated_operands(node: Node) -> list[Node]:
+    """Return the operands that a node is known to write to."""
+    written = _written(node)
+    return [o.node for o in ops.operands(node) if o.name in written] if written else []
+
+
+def _written(node: Node) -> set[str]:
+    """Return the names of the arguments that a call writes to."""
+    name = ops.name(node)
+    if not name:
+        return set()
+    written = {"out"} if "out" in node.kwargs else set()
+    for schema in _schemas(node.target):
+        written |= {a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write}
+    if _in_place(name) and not isinstance(node.target, torch._ops.OpOverload):
+        written |= {o.name for o in list(ops.operands(node))[:1]}
+    if name in _UPDATES_STATISTICS and ops.argument(node, *_UPDATES_STATISTICS[name]) is not False:
+        written |= {"running_mean", "running_var"}
+    if name in ("embedding", "embedding_bag") and ops.argument(node, "max_norm") is not None:
+        written.add("weight")
+    return written
+
+
+def _schemas(target: Any) -> list[Any]:
+    """Return the schemas that a call of an operator may mean: one for an overload, all for a packet of a user's."""
+    if isinstance(target, torch._ops.OpOverload):
+        return [target._schema]
+    if isinstance(target, torch._ops.OpOverloadPacket) and not target._qualified_op_name.startswith("aten::"):
+        return [getattr(target, overload)._schema for overload in target.overloads()]
+    return []
+
+
+def _in_place(name: str) -> bool:
+    return name == "setitem" or (name.endswith("_") and not name.endswith("__"))
+
+
+class Aliases:
+    """Sets of values that may share storage (union-find), and when each set is written."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._parent: dict[Node, Node] = {n: n for n in graph.nodes}
+        self._order = {n: i for i, n in enumerate(graph.nodes)}
+        attributes: dict[Any, Node] = {}
+        written: list[Node] = []
+        opaque: list[tuple[int, Node]] = []
+        writes: list[tuple[int, Node]] = []
+        for when, node in enumerate(graph.nodes):
+            if node.op == "get_attr":
+                self._union(attributes.setdefault(node.target, node), node)
+            if not node.op.startswith("call"):
+                continue
+            if may_alias(node):
+                for value in _shared(node):
+                    self._union(value, node)
+            if is_opaque(node):
+                opaque += [(when, n) for n in node.all_input_nodes]
+            found = mutated_operands(node)
+            written += found
+            writes += [(when, n) for n in found]
+        self.mutated = {self.find(n) for n in written}  # representatives
+        self._writes: dict[Node, list[int]] = {}
+        for when, node in sorted(writes + opaque, key=lambda w: w[0]):
+            self._writes.setdefault(self.find(node), []).append(when)
+
+    def find(self, node: Node) -> Node:
+        """Return the representative of a value's alias set."""
+        while self._parent[node] is not node:
+            self._parent[node] = self._parent[self._parent[node]]
+            node = self._parent[node]
+        return node
+
+    def epoch(self, node: Node, at: Node) -> int:
+        """Return how many calls before the node `at` write, or may write, to the value's storage."""
+        return bisect_left(self._writes.get(self.find(node), []), self._order[at])
+
+    def is_mutated(self, node: Node) -> bool:
+        """Say whether anything in the value's alias set is ever written."""
+        return self.find(node) in self.mutated
+
+    def sets(self) -> dict[Node, list[Node]]:
+        """Return the mutated alias sets, by representative."""
+        out: dict[Node, list[Node]] = {root: [] for root in self.mutated}
+        for node in self._parent:
+            root = self.find(node)
+            if root in out:
+                out[root].append(node)
+        return out
+
+    def _union(self, a: Node, b: Node) -> None:
+        self._parent[self.find(b)] = self.find(a)
+
+
+def _shared(node: Node) -> list[Node]:
+    """Return the operands whose storage an aliasing op may share: its first argument's, unless the schema says."""
+    operands = list(ops.operands(node))
+    if is_opaque(node):
+        return node.all_input_nodes
+    if "out" in node.kwargs:
+        return [o.node for o in operands if o.name == "out"]
+    schema = ops.schema_of(node)
+    if schema is not None and any(r.alias_info is not None for r in schema.returns):
+        said = {a.name for a in schema.arguments if a.alias_info is not None}
+        shared = [o.node for o in operands if o.name in said]
+        if shared:
+            return shared
+    return [o.node for o in operands if o.name == operands[0].name or ops.name(node) in _SEVERAL]
+
+
+def grad_modes(graph: Graph) -> dict[Node, bool | None]:
+    """Return the grad mode that each node runs in: True, False, or None for the caller's own."""
+    mode: bool | None = None
+    asked: dict[Node, bool | None] = {}
+    out: dict[Node, bool | None] = {}
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target is torch.is_grad_enabled:
+            asked[node] = mode
+        elif node.op == "call_function" and node.target is SET_GRAD:
+            wanted: Any = node.args[0]
+            mode = asked.get(wanted) if isinstance(wanted, Node) else bool(wanted)
+        out[node] = mode
+    return out

@@ -1,0 +1,212 @@
+"""Where the free values of a graph are stored, so that the fewest bytes move. What is rounded does not change at O1.
+
+At O1 a node is free when rounding may move across it in forward, and in backward where gradients flow, or when it is
+FP32 only because autocast casts a low operand up for a kernel that computes in FP32 anyway. At O2 every node is free
+that is not sensitive. What is fixed stays as the simulation left it, and so does what each reader needs.
+
+Before: t = view(logits: bf16); to(t, f32) -> loss; to(logits, f32) -> output
+After:  w = to(logits, f32) -> output; view(w) -> loss
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from . import ops
+from .costs import Costs, is_view
+from .cut import FP32, LOW, Net, Problem, Variable, solve
+from .facts import facts_of
+from .policy import Policy
+from .rules import FOLLOW, PROMOTE, lookup
+from .simulate import Colouring, Place, Simulation
+from .values import ELIGIBLE, is_floating, may_alias
+from .values import LOW as LOW_DTYPES
+
+
+def place(graph: Graph, policy: Policy, simulation: Simulation) -> int:
+    """Choose the dtype of every free value by minimum cut; return how many were moved.
+
+    Changes colours, casts and dtypes of the simulation.
+    """
+    return _Placement(graph, policy, simulation).run()
+
+
+class _Placement:
+    """One graph's free values, as a problem for the cut, and its answer, written back."""
+
+    def __init__(self, graph: Graph, policy: Policy, simulation: Simulation) -> None:
+        self.graph, self.policy, self.simulation = graph, policy, simulation
+        self.device, self.low = policy.device or "cpu", policy.dtype
+        self.dtypes, self.colours = simulation.dtypes, simulation.colours
+        self.costs = Costs(graph, self.device)
+        self.readers: dict[Node, list[tuple[Node, Place]]] = {}
+        for node in graph.nodes:
+            for o in ops.operands(node) if node.op != "output" else _outputs(node):
+                self.readers.setdefault(o.node, []).append((node, (o.name, o.index)))
+        self.needs = {n: self._needs(n) for n in graph.nodes}
+        self.free = self._free()
+
+    def run(self) -> int:
+        """Build the problem, solve it, write the answer back."""
+        if not self.free:
+            return 0
+        problem = Problem()
+        for node in self.free:
+            problem.add(node, self.costs.run(node, 2), self.costs.run(node, 4))
+        for node in self.graph.nodes:
+            self._net(problem, node)
+            if node in self.free:
+                self._implications(problem, node)
+        return self._write(solve(problem))
+
+    # Which nodes are free.
+
+    def _free(self) -> dict[Node, None]:
+        free: dict[Node, None] = {}
+        for node in self.graph.nodes:
+            if ops.name(node) == "getitem" and node.args[0] in free:
+                free[node] = None
+            elif node in self.colours and self._is_free(node):
+                free[node] = None
+        return free
+
+    def _is_free(self, node: Node) -> bool:
+        colouring, name = self.colours[node], ops.name(node)
+        row, _ = lookup(name, self.device, self.low)
+        if colouring.kind not in (PROMOTE, FOLLOW, "fp32") or name.endswith("_") or node.meta.get("autocast_region"):
+            return False
+        if colouring.literals or colouring.dtype not in (self.low, torch.float32):
+            return False
+        if self.simulation.aliases.is_mutated(node) or not is_floating(self.dtypes[node]):
+            return False
+        floats = [o for o in ops.operands(node) if is_floating(self.dtypes[o.node])]
+        if not floats or any(self.simulation.aliases.is_mutated(o.node) and may_alias(node) for o in floats):
+            return False
+        if any(self.dtypes[o.node] not in (self.low, torch.float32) for o in floats if not isinstance(self.dtypes[o.node], tuple)):
+            return False
+        if self.policy.level in ("O2", "O3"):
+            primary = floats[0]
+            return (
+                colouring.kind != "fp32"
+                and row.out[0] in ("float", "first")
+                and primary.name not in row.uncast
+                and node not in self.simulation.extreme
+                and not any(o.node in self.simulation.extreme for o in floats)
+                and colouring.reason.partition(":")[0] not in ("override", "literal", "mutated", "float64", "dtype_argument")
+            )
+        return self._commutes(node, row) or self._internal(node, floats)
+
+    def _commutes(self, node: Node, row: Any) -> bool:
+        """Say whether rounding may move across: moves of values, whatever the device."""
+        if self.colours[node].kind == "fp32" or self.colours[node].casts:
+            return False
+        return row.commutes == "both" or (row.commutes == "forward" and node not in self.costs.grad)
+
+    def _internal(self, node: Node, floats: list[ops.Operand]) -> bool:
+        """Say whether the node is FP32 only by autocast's list, over low values, in a kernel that computes in FP32."""
+        if self.colours[node].kind != "fp32" or not all(self.dtypes[o.node] == self.low for o in floats):
+            return False
+        known = facts_of(node, self.device, self.low)
+        return known.fp32_internal and known.status == "measured"
+
+    # The problem.
+
+    def _needs(self, node: Node) -> dict[Place, torch.dtype]:
+        """Return the dtype each operand must have for the node as it is now."""
+        casts = self.colours[node].casts if node in self.colours else {}
+        if node.op == "output":
+            originals = self.simulation.original
+            restore = self.policy.output_dtype == "original"
+            return {(o.name, o.index): originals[o.node] if restore else self.dtypes[o.node] for o in _outputs(node)}
+        return {(o.name, o.index): casts.get((o.name, o.index), self.dtypes[o.node]) for o in ops.operands(node)}
+
+    def _side(self, reader: Node, where: Place) -> Variable | None:
+        """Return the variable, or the fixed side, that a reader needs its operand on; None when it does not matter."""
+        if reader in self.free and self._follows(reader, where):
+            return reader
+        needed = self.needs[reader].get(where)
+        return LOW if needed == self.low else FP32 if needed == torch.float32 else None
+
+    def _follows(self, reader: Node, where: Place) -> bool:
+        """Say whether an operand of a free node has the node's own dtype."""
+        row = lookup(ops.name(reader), self.device, self.low)[0]
+        return where[0] not in row.uncast and (not row.casts or where[0] in row.casts)
+
+    def _net(self, problem: Problem, node: Node) -> None:
+        held = self.dtypes.get(node)
+        tied = [r for r, _ in self.readers.get(node, ()) if ops.name(r) == "getitem"]
+        if isinstance(held, tuple):
+            for item in tied:
+                if node in self.free and item in self.free:
+                    problem.implies += [(node, item), (item, node)]
+            return
+        if held not in (self.low, torch.float32):
+            return
+        tensor: Variable = node if node in self.free else LOW if held == self.low else FP32
+        sides = [s for s in (self._side(r, w) for r, w in self.readers.get(node, ())) if s is not None]
+        if any(s in self.free for s in [tensor, *sides]):
+            problem.nets.append(Net(tensor, tuple(dict.fromkeys(sides)), self.costs.cast(node)))
+
+    def _implications(self, problem: Problem, node: Node) -> None:
+        """At O1: an FP32 value may be stored low only where every use rounds it to this dtype."""
+        if self.policy.level in ("O2", "O3") or isinstance(self.dtypes[node], tuple):
+            return
+        if self.colours.get(node) is not None and self.colours[node].kind == "fp32":
+            problem.implies += [(node, o.node if o.node in self.free else LOW) for o in ops.operands(node)]
+        if self.dtypes[node] == self.low:
+            return
+        for reader, where in self.readers.get(node, ()):
+            if reader in self.free and self.dtypes[reader] != self.low and self._commutes_now(reader):
+                problem.implies.append((node, reader))
+            elif self.needs[reader].get(where) != self.low:
+                problem.implies.append((node, FP32))
+
+    def _commutes_now(self, reader: Node) -> bool:
+        return ops.name(reader) == "getitem" or self.colours[reader].kind != "fp32"
+
+    # The answer.
+
+    def _write(self, low_side: set[Variable]) -> int:
+        before = dict(self.dtypes)
+        moved = 0
+        for node in self.free:
+            side = self.low if node in low_side else torch.float32
+            if isinstance(self.dtypes[node], tuple):
+                self.dtypes[node] = tuple(side if d in ELIGIBLE else d for d in self.dtypes[node])
+            else:
+                self.dtypes[node] = side
+            if self.dtypes[node] != before[node]:
+                moved += 1
+        for node in self.graph.nodes:
+            colouring = self.colours.get(node)
+            if colouring is not None:
+                self._rewrite(node, colouring, node in low_side, before)
+        return moved
+
+    def _rewrite(self, node: Node, colouring: Colouring, is_low: bool, before: dict[Node, Any]) -> None:
+        side = self.low if is_low else torch.float32
+        casts: dict[Place, torch.dtype] = {}
+        for o in ops.operands(node):
+            where, held = (o.name, o.index), self.dtypes[o.node]
+            if held not in ELIGIBLE:
+                if where in colouring.casts:
+                    casts[where] = colouring.casts[where]
+                continue
+            needed = side if node in self.free and self._follows(node, where) else self.needs[node][where]
+            if needed != held:
+                casts[where] = needed
+        colouring.casts = casts
+        if node in self.free and self.dtypes[node] != before[node]:
+            colouring.dtype = side
+            word = "low" if is_low else "FP32"
+            colouring.reason = f"cut: stored {word}, which moves the fewest bytes ({colouring.reason.partition(':')[0]})"
+
+
+def _outputs(node: Node) -> list[ops.Operand]:
+    return [ops.Operand("output", i, v) for i, v in enumerate(node.args[0]) if isinstance(v, Node)]  # type: ignore[arg-type]
+
+
+__all__ = ["LOW_DTYPES", "is_view", "place"]

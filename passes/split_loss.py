@@ -1,0 +1,67 @@
+"""From O2 on: a cross-entropy as what it is made of, so that only what must be FP32 is.
+
+Before: cross_entropy_loss(logits: [N, V], target)
+After:  picked = nll_loss(log_softmax(logits), target, reduction none); to(picked: [N], f32).sum() / count
+
+The logarithms are rounded like those of any softmax; the sum over examples is FP32, and the cast that it needs is of the
+N picked numbers instead of the N x V logits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from . import ops
+from ._torch import FakeTensor
+
+aten = torch.ops.aten
+_NONE, _MEAN, _SUM = 0, 1, 2
+
+
+def split_losses(graph: Graph) -> int:
+    """Split every cross-entropy over class indices without weights or smoothing; return how many."""
+    edits = 0
+    for node in list(graph.nodes):
+        if node.target is aten.cross_entropy_loss.default and _is_plain(node):
+            _split(graph, node)
+            edits += 1
+    return edits
+
+
+def _is_plain(node: Node) -> bool:
+    logits, target = (ops.argument(node, n) for n in ("self", "target"))
+    values = [v.meta.get("val") if isinstance(v, Node) else None for v in (logits, target)]
+    if not all(isinstance(v, FakeTensor) for v in values):
+        return False
+    smooth = ops.argument(node, "label_smoothing", 0.0)
+    plain = ops.argument(node, "weight") is None and isinstance(smooth, (int, float)) and smooth == 0
+    return plain and values[0].dim() == 2 and not values[1].is_floating_point()  # type: ignore[union-attr]
+
+
+def _split(graph: Graph, node: Node) -> None:
+    logits, target = ops.argument(node, "self"), ops.argument(node, "target")
+    reduction, ignored = ops.argument(node, "reduction", _MEAN), ops.argument(node, "ignore_index", -100)
+
+    def call(op: Any, *args: Any, **kwargs: Any) -> Node:
+        with graph.inserting_before(node):
+            made = graph.call_function(op, args, kwargs)
+        made.meta = {k: node.meta[k] for k in ("nn_module_stack", "stack_trace", "autocast_region") if k in node.meta}
+        with logits.meta["val"].fake_mode, torch.no_grad():
+            made.meta["val"] = op(*torch.fx.map_arg(args, _value), **torch.fx.map_arg(kwargs, _value))
+        return made
+
+    picked = call(aten.nll_loss.default, call(aten.log_softmax.int, logits, 1), target, None, _NONE, ignored)
+    result = picked
+    if reduction != _NONE:
+        result = call(aten.sum.default, picked, dtype=torch.float32)
+    if reduction == _MEAN:
+        result = call(aten.div.Tensor, result, call(aten.sum.default, call(aten.ne.Scalar, target, ignored)))
+    node.replace_all_uses_with(result)
+    graph.erase_node(node)
+
+
+def _value(node: Node) -> Any:
+    return node.meta["val"]
