@@ -2,55 +2,66 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from passes._torch import pytree
+from passes._torch import GUARD_NAMES, pytree
 from passes.errors import CaptureError
+
+_REGISTER = "register it once with torch.export.register_dataclass (or torch.utils._pytree.register_pytree_node)"
+_TORCH_VALUES = (torch.dtype, torch.device, torch.layout, torch.Size, torch.memory_format)
+_CONSTANTS = (bool, int, float, complex, str, bytes, type(None), type, *_TORCH_VALUES)
 
 
 @dataclass(frozen=True)
 class Leaf:
     """One leaf of the example inputs: a tensor, or a constant that capture baked in.
 
-    `static` holds the (dimension, size) pairs of a tensor that capture specialised.
+    `ndim` is None where the graph takes any rank; `static` holds the (dimension, size) pairs that capture specialised.
     """
 
     name: str
     tensor: bool
     constant: Any = None
     dtype: torch.dtype | None = None
-    ndim: int = 0
+    ndim: int | None = None
     static: tuple[tuple[int, int], ...] = ()
 
     def check(self, value: Any) -> None:
         """Raise CaptureError when a later call's value is not what the capture covers."""
         if not self.tensor:
-            if type(value) is not type(self.constant) or not (value is self.constant or value == self.constant):
+            if not _same(value, self.constant):
                 raise CaptureError(
-                    f"input '{self.name}' was captured as {self.constant!r} and is baked into the graph; this call gives "
-                    f"{value!r}. Convert again with this value, or use fxamp.compile, which recompiles."
+                    f"input '{self.name}' was captured as {self.constant!r} and is baked into the graph; this call "
+                    f"gives {value!r}. Convert again with this value, or use fxamp.compile, which recompiles."
                 )
             return
         if not isinstance(value, torch.Tensor):
-            raise CaptureError(f"input '{self.name}' was captured as a tensor; this call gives {type(value).__name__}.")
+            raise CaptureError(
+                f"input '{self.name}' was captured as a tensor; this call gives {type(value).__name__}. Convert again "
+                "with such a value, or use fxamp.compile, which recompiles."
+            )
         if value.dtype != self.dtype:
             raise CaptureError(
                 f"input '{self.name}' was captured as {self.dtype}; this call gives {value.dtype}. Cast it, or convert "
                 "with an example of this dtype."
             )
-        if value.dim() != self.ndim:
-            raise CaptureError(f"input '{self.name}' was captured with {self.ndim} dimensions; this call gives {value.dim()}.")
+        if self.ndim is not None and value.dim() != self.ndim:
+            raise CaptureError(
+                f"input '{self.name}' was captured with {self.ndim} dimensions; this call gives {value.dim()}. Convert "
+                "again with such an example."
+            )
         for dim, size in self.static:
             if value.shape[dim] != size:
-                hint = " Give an example batch of at least 2." if size == 1 else ""
+                way_out = "Give an example batch of at least 2." if size == 1 else "Convert again with that size."
                 raise CaptureError(
                     f"dimension {dim} of input '{self.name}' was specialised to {size} by capture; this call gives "
-                    f"{value.shape[dim]}.{hint}"
+                    f"{value.shape[dim]}. {way_out}"
                 )
 
 
@@ -69,37 +80,77 @@ class CallSpec:
     given: tuple[str, ...]
     in_spec: Any = None
     leaves: tuple[Leaf, ...] = ()
+    guards: tuple[str, ...] = ()  # what capture assumed of the sizes: Python over args[i], the i-th tensor
     out_spec: Any = None
     out_constants: tuple[tuple[int, Any], ...] = ()
     out_dtypes: tuple[torch.dtype | None, ...] = field(default=())
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "in_spec": _spec_to_data(self.in_spec), "out_spec": _spec_to_data(self.out_spec)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        specs = {name: _spec_from_data(state[name]) for name in ("in_spec", "out_spec")}
+        vars(self).update({**state, **specs})
+
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """Return the graph's flat inputs for a call, or raise TypeError (as Python would) or CaptureError."""
-        values = self._by_name(args, kwargs)
+        values = self.by_name(args, kwargs)
         for name in list(values):
             if name not in self.given:
-                if name in self.defaults and values[name] is self.defaults[name]:
+                if name in self.defaults and _same(values[name], self.defaults[name]):
                     del values[name]
                     continue
                 raise CaptureError(
-                    f"optional input '{name}' was left out of the example inputs, so the graph does not take it. Convert "
-                    "with an example that has it, or use fxamp.compile, which handles both."
+                    f"optional input '{name}' was left out of the example inputs, so the graph does not take it. "
+                    "Convert with an example that has it, or use fxamp.compile, which handles both."
                 )
-        for name in self.given:
-            if name not in values:
-                raise CaptureError(
-                    f"input '{name}' was given in the example inputs and is missing from this call. Pass it, or use "
-                    "fxamp.compile, which handles both."
-                )
-        bound = [values[name] for name in self.given]
+        bound = [values[name] if name in values else self._left_out(name) for name in self.given]
         if self.in_spec is None:
             return bound
-        flat, spec = pytree.tree_flatten(tuple(bound))
-        if spec != self.in_spec:
-            raise CaptureError(f"the inputs have the structure {spec}, the example had {self.in_spec}.")
+        flat: list[Any] = []
+        for name, value, spec in zip(self.given, bound, self.in_spec.children(), strict=True):
+            leaves, found = pytree.tree_flatten(_ordered(value, spec))
+            if found != spec:
+                raise CaptureError(
+                    f"input '{name}' has another structure than the example: {_outline(found)} instead of "
+                    f"{_outline(spec)}. Convert again with such an example, or use fxamp.compile, which handles both."
+                )
+            flat += leaves
         for leaf, value in zip(self.leaves, flat, strict=True):
             leaf.check(value)
         return [value for leaf, value in zip(self.leaves, flat, strict=True) if leaf.tensor]
+
+    def _left_out(self, name: str) -> Any:
+        """Return the value of an argument that the example gave and a call leaves out: its default, if baked."""
+        if name in (self.var_positional, self.var_keyword):
+            return () if name == self.var_positional else {}
+        if name not in self.defaults:
+            raise TypeError(f"forward() missing 1 required argument: '{name}'")
+        if self.in_spec is not None and self.in_spec.children()[self.given.index(name)].is_leaf():
+            at = sum(s.num_leaves for s in self.in_spec.children()[: self.given.index(name)])
+            if not self.leaves[at].tensor:
+                return self.defaults[name]
+        raise CaptureError(
+            f"optional input '{name}' was given in the example inputs and is missing from this call. Pass it, or use "
+            "fxamp.compile, which handles both."
+        )
+
+    def arguments(self, values: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+        """Return the positional and keyword arguments that give `forward` these values."""
+        rest = dict(values)
+        args: list[Any] = []
+        for name in self.names:  # up to the first optional that was left out
+            if name not in rest:
+                break
+            args.append(rest.pop(name))
+        if self.var_positional is not None:
+            args += rest.pop(self.var_positional, ())
+        extra = rest.pop(self.var_keyword, {}) if self.var_keyword is not None else {}
+        return args, {**rest, **extra}
+
+    def unflatten(self, flat: list[Any]) -> dict[str, Any]:
+        """Return the given arguments by name for the flat leaves of the example."""
+        return dict(zip(self.given, pytree.tree_unflatten(flat, self.in_spec), strict=True))
 
     def pack(self, flat: tuple[Any, ...]) -> Any:
         """Return the graph's flat outputs in the container the original returns."""
@@ -108,7 +159,8 @@ class CallSpec:
             values.insert(index, value)
         return pytree.tree_unflatten(values, self.out_spec)
 
-    def _by_name(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    def by_name(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Return a call's values by parameter, or raise TypeError as Python would."""
         values: dict[str, Any] = dict(zip(self.names, args, strict=False))
         rest = args[len(self.names) :]
         if rest:
@@ -129,6 +181,27 @@ class CallSpec:
             values[self.var_keyword] = extra
         return values
 
+    def guard_function(self) -> Callable[..., list[bool]] | None:
+        """Return a function of the flat tensors that says which guards hold; None when there are none."""
+        if not self.guards:
+            return None
+        namespace: dict[str, Any] = dict(GUARD_NAMES)
+        exec(f"def guards(*args):\n    return [{', '.join(self.guards)}]", namespace)
+        made: Callable[..., list[bool]] = namespace["guards"]
+        return made
+
+    def refuse_sizes(self, holds: list[bool], tensors: list[Any]) -> None:
+        """Raise CaptureError naming the first guard that does not hold."""
+        guard = self.guards[holds.index(False)]
+        names = [leaf.name for leaf in self.leaves if leaf.tensor]
+        for i in reversed(range(len(names))):
+            guard = guard.replace(f"args[{i}]", names[i])
+        sizes = ", ".join(f"'{n}' {tuple(t.shape)}" for n, t in zip(names, tensors, strict=True) if n in guard)
+        raise CaptureError(
+            f"the model was captured for sizes with {guard}; this call gives {sizes}. Convert again with such an "
+            "example, or use fxamp.compile, which recompiles."
+        )
+
 
 def signature_of(forward: Callable[..., Any]) -> CallSpec:
     """Read a forward's signature into an empty CallSpec."""
@@ -146,3 +219,102 @@ def signature_of(forward: Callable[..., Any]) -> CallSpec:
         if p.default is not p.empty:
             defaults[p.name] = p.default
     return CallSpec(tuple(names), tuple(keyword_only), var_positional, var_keyword, defaults, ())
+
+
+def example_call(call: CallSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[CallSpec, list[Any]]:
+    """Bind the example inputs; return the specification with what was given, and the flat leaves.
+
+    Raises:
+        TypeError: `forward` does not take these arguments, in Python's words.
+        CaptureError: an input is a container that cannot be looked into.
+    """
+    values = call.by_name(args, kwargs)
+    required = [n for n in (*call.names, *call.keyword_only) if n not in values and n not in call.defaults]
+    if required:
+        raise TypeError(f"forward() missing {len(required)} required argument(s): {', '.join(map(repr, required))}")
+    order = (*call.names, *call.keyword_only, call.var_positional, call.var_keyword)
+    given = tuple(n for n in order if n is not None and n in values)
+    flat, spec = pytree.tree_flatten(tuple(values[n] for n in given))
+    call = replace(call, given=given, in_spec=spec)
+    names = leaf_names(call, len(flat))
+    for name, value in zip(names, flat, strict=True):
+        refuse_unknown_container(value, f"input '{name}'")
+    leaves = tuple(
+        Leaf(n, True, None, v.dtype) if isinstance(v, torch.Tensor) else Leaf(n, False, v)
+        for n, v in zip(names, flat, strict=True)
+    )
+    return replace(call, leaves=leaves), flat
+
+
+def leaf_names(call: CallSpec, count: int) -> list[str]:
+    """Name the leaves of the example inputs after their arguments ("batch['ids']")."""
+    numbered = pytree.tree_unflatten(list(range(count)), call.in_spec)
+    paths: list[Any] = [path for path, _ in pytree.tree_flatten_with_path(numbered)[0]]
+    return [call.given[path[0].idx] + pytree.keystr(path[1:]) for path in paths]
+
+
+def refuse_unknown_container(value: Any, what: str) -> None:
+    """Raise CaptureError for an object with tensors inside that no one has said how to take apart."""
+    if isinstance(value, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool, *_CONSTANTS)):
+        return
+    inside = vars(value).values() if hasattr(value, "__dict__") else ()
+    holds = any(isinstance(v, (torch.Tensor, torch.fx.Proxy)) for v in pytree.tree_leaves(list(inside)))
+    if dataclasses.is_dataclass(value) or holds:
+        name = type(value).__qualname__
+        raise CaptureError(f"{what} is a {name}, a container that capture cannot look into; {_REGISTER}: {name}.")
+
+
+def flatten_outputs(output: Any) -> tuple[list[Any], tuple[tuple[int, Any], ...], Any]:
+    """Return the traced leaves of an output, its constant leaves with their positions, and its container."""
+    flat, spec = pytree.tree_flatten(output)
+    traced = (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool, torch.fx.Proxy)
+    for value in flat:
+        if not isinstance(value, torch.fx.Proxy):
+            refuse_unknown_container(value, "the output")
+    kept = [o for o in flat if isinstance(o, traced)]
+    return kept, tuple((i, o) for i, o in enumerate(flat) if not isinstance(o, traced)), spec
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Say whether two constants are the same; anything but a plain value by identity."""
+    return a is b or (type(a) is type(b) and isinstance(a, _CONSTANTS) and bool(a == b))
+
+
+def _ordered(value: Any, spec: Any) -> Any:
+    """Return a value with its dictionaries in the order of the example."""
+    if spec.is_leaf():
+        return value
+    parts = spec.children()
+    if isinstance(value, dict) and spec.type is type(value) and isinstance(spec.context, list):
+        if set(value) == set(spec.context) and type(value) is dict:
+            return {k: _ordered(value[k], s) for k, s in zip(spec.context, parts, strict=True)}
+    elif type(value) in (list, tuple) and len(value) == len(parts):
+        return type(value)(_ordered(v, s) for v, s in zip(value, parts, strict=True))
+    return value
+
+
+def _spec_to_data(spec: Any) -> Any:
+    """Return a container's structure as plain data, which survives torch: () for a leaf, else its parts."""
+    if spec is None:
+        return None
+    return () if spec.is_leaf() else (spec.type, spec.context, [_spec_to_data(s) for s in spec.children()])
+
+
+def _spec_from_data(data: Any) -> Any:
+    if data is None:
+        return None
+    if not data:
+        return pytree.tree_structure(0)
+    kind, context, parts = data
+    return pytree.TreeSpec(kind, context, [_spec_from_data(part) for part in parts])
+
+
+def _outline(spec: Any) -> str:
+    """Show a structure in short: {'ids': *, 'mask': (*, *)}."""
+    if spec.is_leaf():
+        return "*"
+    parts = [_outline(s) for s in spec.children()]
+    if spec.type is dict:
+        return "{" + ", ".join(f"{k!r}: {p}" for k, p in zip(spec.context, parts, strict=True)) + "}"
+    name = "" if spec.type in (tuple, list) else spec.type.__name__
+    return f"{name}({', '.join(parts)})"

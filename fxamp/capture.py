@@ -5,7 +5,9 @@ The user's module is as it was when this returns, or raises.
 
 from __future__ import annotations
 
+import copy
 import logging
+import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,14 +18,14 @@ from torch.export import ExportedProgram
 from torch.fx import Graph
 
 from passes.errors import CaptureError, FxampError, NotAModuleError
-from passes.legalize import inline_regions
 from passes.values import no_autocast
 
 from . import capture_export, capture_fx
-from .call import CallSpec, signature_of
-from .modes import merge
+from .call import CallSpec, example_call, signature_of
+from .check import preserved, rejected, same_random_state
+from .modes import follows_mode, merge
 from .module import ConvertedModule
-from .preflight import refuse_constructs, refuse_hooks, untouched
+from .preflight import refuse_constructs, refuse_modules, untouched
 
 logger = logging.getLogger("fxamp")
 FRONT_ENDS = ("auto", "fx", "export", "jit")
@@ -31,7 +33,10 @@ FRONT_ENDS = ("auto", "fx", "export", "jit")
 
 @dataclass
 class Captured:
-    """A captured model: a flat graph, and what its get_attr and call_module targets refer to beside the model."""
+    """A captured model: a flat graph, and what its get_attr and call_module targets refer to beside the model.
+
+    `only_mode` is None for a graph that serves both modes, else the training flag that each module had, by path.
+    """
 
     graph: Graph
     call: CallSpec
@@ -39,7 +44,7 @@ class Captured:
     opaque: dict[str, nn.Module] = field(default_factory=dict)
     constants: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    only_mode: bool | None = None
+    only_mode: dict[str, bool] | None = None
     model: nn.Module = field(default_factory=nn.Module)
 
 
@@ -58,7 +63,14 @@ def as_inputs(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]] 
     return tuple(args), dict(kwargs or {})
 
 
-def capture(model: nn.Module, args: Any = None, kwargs: Any = None, *, front_end: str = "auto", dynamic_shapes: Any = "auto") -> Captured:
+def capture(
+    model: nn.Module | ExportedProgram,
+    args: Any = None,
+    kwargs: Any = None,
+    *,
+    front_end: str = "auto",
+    dynamic_shapes: Any = "auto",
+) -> Captured:
     """Capture a model into one graph for both training modes.
 
     Raises:
@@ -69,90 +81,97 @@ def capture(model: nn.Module, args: Any = None, kwargs: Any = None, *, front_end
         raise CaptureError(f"capture={front_end!r} is not one of {', '.join(FRONT_ENDS)}.")
     if front_end == "jit":
         raise CaptureError("capture='jit' is not supported yet. Use capture='export' with example inputs, or 'fx'.")
-    if isinstance(model, ExportedProgram):
-        model = capture_export.program_parts(model)
-    if not isinstance(model, nn.Module):
-        kind = f"the class {model.__name__}; call it first" if isinstance(model, type) else type(model).__name__
-        raise NotAModuleError(f"fxamp converts a torch.nn.Module, a GraphModule or an ExportedProgram, not {kind}.")
-    if isinstance(model, ConvertedModule):
-        raise CaptureError("this module is converted already. Convert the original model, or read fxamp.plan_of(module).")
-    if any(isinstance(m, ConvertedModule) for m in model.modules()):
-        inner = next(p for p, m in model.named_modules() if isinstance(m, ConvertedModule))
-        raise CaptureError(f"submodule '{inner}' is converted already. Convert the whole of the original model instead.")
+    baked = isinstance(model, ExportedProgram)
+    module = capture_export.program_module(model) if isinstance(model, ExportedProgram) else model
+    _refuse_non_models(module)
     inputs = as_inputs(args, kwargs)
     if front_end == "auto":
         front_end = "fx" if inputs is None else "export"
     if front_end == "export" and inputs is None:
         raise CaptureError("capture='export' needs example inputs: fxamp.convert(model, args, kwargs).")
-    refuse_hooks(model, front_end)
-    call = signature_of(model.forward)
-    run = _by_export(model, call, inputs, dynamic_shapes) if front_end == "export" else _by_fx(model, call, inputs)
-    with no_autocast():
-        captured = _both_modes(model, run)
-    captured.model = model
+    refuse_modules(module, front_end)
+    call, flat = _call_of(module, inputs)
+    run = _by_export(module, call, flat, dynamic_shapes) if front_end == "export" else _by_fx(module, call, flat)
+    with no_autocast(), same_random_state():
+        random.seed(random.getrandbits(64))  # a draw that is baked in must not be the one that the check makes
+        captured = _as_it_is(module, run) if baked else _both_modes(module, run)
+    captured.model = module
     return captured
 
 
-def _by_export(model: nn.Module, call: CallSpec, inputs: Any, dynamic_shapes: Any) -> Callable[[], Captured]:
+def _refuse_non_models(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        kind = f"the class {model.__name__}; call it first" if isinstance(model, type) else type(model).__name__
+        raise NotAModuleError(f"fxamp converts a torch.nn.Module, a GraphModule or an ExportedProgram, not {kind}.")
+    for path, module in model.named_modules():
+        if isinstance(module, ConvertedModule):
+            what = f"submodule '{path}' is" if path else "this module is"
+            raise CaptureError(f"{what} converted already. Convert the original model, or read fxamp.plan_of(module).")
+
+
+def _call_of(model: nn.Module, inputs: Any) -> tuple[CallSpec, list[Any]]:
+    call = signature_of(model.forward)
+    if inputs is None:
+        return capture_fx.given_by_default(call), []
     try:
-        call, flat = capture_export.example_call(call, *inputs)
+        return example_call(call, *inputs)
     except TypeError as e:
         raise CaptureError(f"{type(model).__name__} rejects the example inputs: {e}.") from e
-    dims = capture_export.dynamic_dims(dynamic_shapes, call, *inputs, flat)
+
+
+def _by_export(model: nn.Module, call: CallSpec, flat: list[Any], dynamic_shapes: Any) -> Callable[[], Captured]:
+    dims = capture_export.dynamic_dims(dynamic_shapes, call, flat)
 
     def run() -> Captured:
         try:
             with refuse_constructs("export"), untouched(model):
-                gm, spec = capture_export.export(model, call, flat, dims)
-        except CaptureError:
-            _reject_inputs(model, *inputs)
-            raise
-        graph, constants = capture_export.normalise(gm, model)
-        inline_regions(graph, constants)
-        return Captured(graph, spec, "export", {}, constants)
-
-    return run
-
-
-def _by_fx(model: nn.Module, call: CallSpec, inputs: Any) -> Callable[[], Captured]:
-    if inputs is None:
-        call = capture_fx.given_by_default(call)
-    else:
-        call, _ = capture_export.example_call(call, *inputs)
-        call = replace(call, in_spec=None)
-
-    def run() -> Captured:
-        with refuse_constructs("fx"), untouched(model):
-            graph, spec, leaves, constants = capture_fx.trace(model, call)
-        return Captured(graph, spec, "fx", leaves, constants)
-
-    return run
-
-
-def _reject_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """When capture failed: if the model itself rejects the example inputs, say that instead."""
-    with untouched(model), torch.no_grad():
-        buffers = {n: b.clone() for n, b in model.named_buffers()}
-        state = torch.get_rng_state()
-        try:
-            model(*args, **kwargs)
+                gm, spec, changed = capture_export.export(model, call, flat, dims)
         except FxampError:
             raise
         except Exception as e:
-            raise CaptureError(
-                f"{type(model).__name__} rejects the example inputs: {type(e).__name__}: {e}. Pass inputs that model(*args, "
-                "**kwargs) accepts."
-            ) from e
-        finally:
-            torch.set_rng_state(state)
-            for n, b in model.named_buffers():
-                b.data.copy_(buffers[n])
+            _refuse_inputs(model, call, flat)
+            raise CaptureError(capture_export.explain(model, e)) from e
+        graph, constants = capture_export.normalise(gm, model)
+        return Captured(graph, spec, "export", {}, constants, _side_effects(changed))
+
+    return run
+
+
+def _by_fx(model: nn.Module, call: CallSpec, flat: list[Any]) -> Callable[[], Captured]:
+    def run() -> Captured:
+        with refuse_constructs("fx"), untouched(model) as changed:
+            graph, spec, leaves, constants = capture_fx.trace(model, call, flat)
+        return Captured(graph, spec, "fx", leaves, constants, _side_effects(changed))
+
+    return run
+
+
+def _side_effects(changed: list[str]) -> list[str]:
+    return [f"forward() sets '{name}', which the converted module does not" for name in sorted(changed)]
+
+
+def _refuse_inputs(model: nn.Module, call: CallSpec, flat: list[Any]) -> None:
+    """When capture failed: if the model itself rejects the example inputs, say that instead."""
+    args, kwargs = call.arguments(call.unflatten(flat))
+    with untouched(model), preserved(model):
+        try:
+            model(*args, **kwargs)
+        except Exception as e:
+            raise rejected(model, call, flat, e) from e
+
+
+def _as_it_is(model: nn.Module, run: Callable[[], Captured]) -> Captured:
+    """Capture with the training flags that the modules have; refuse others later, where the graph depends on them."""
+    captured = run()
+    if follows_mode(captured.graph):
+        captured.only_mode = {path: m.training for path, m in model.named_modules()}
+        captured.notes.append("an ExportedProgram's training mode was fixed when it was exported")
+    return captured
 
 
 def _both_modes(model: nn.Module, run: Callable[[], Captured]) -> Captured:
-    """Capture in train and in eval mode and merge; fall back on the present mode alone where that cannot be done."""
+    """Capture in train and in eval mode and merge; fall back on the flags as they are where that cannot be done."""
     flags = {m: m.training for m in model.modules()}
-    baked = isinstance(model, torch.fx.GraphModule)
 
     def in_mode(training: bool) -> Captured:
         for m in flags:
@@ -163,19 +182,28 @@ def _both_modes(model: nn.Module, run: Callable[[], Captured]) -> Captured:
             for m, flag in flags.items():
                 m.training = flag
 
-    if baked:
-        return run()
     present = in_mode(model.training)
     try:
         other = in_mode(not model.training)
         train, evaluation = (present, other) if model.training else (other, present)
-        merge(train.graph, evaluation.graph)
-        train.constants = {**evaluation.constants, **train.constants}
-        return train
+        graph = merge(copy.deepcopy(train.graph), evaluation.graph, train.constants, evaluation.constants)
+        call = _joined(train.call, evaluation.call)
     except CaptureError as e:
-        kept = "train" if model.training else "eval"
-        logger.warning("%s is captured in %s mode only: %s", type(model).__name__, kept, e)
-        single = in_mode(model.training)
-        single.only_mode = model.training
-        single.notes.append(f"captured in {kept} mode only: {e}")
+        logger.warning("%s is captured for the training flags it has: %s", type(model).__name__, e)
+        mixed = any(flag is not model.training for flag in flags.values())
+        single = run() if mixed else present
+        single.only_mode = {path: m.training for path, m in model.named_modules()}
+        single.notes.append(f"captured for the training flags it has: {e}")
         return single
+    return replace(train, graph=graph, call=call, notes=sorted({*train.notes, *evaluation.notes}))
+
+
+def _joined(train: CallSpec, evaluation: CallSpec) -> CallSpec:
+    """Return a call specification that asks of the inputs what both captures ask."""
+    if train.out_spec != evaluation.out_spec or train.out_constants != evaluation.out_constants:
+        raise CaptureError("the model returns one thing in train mode and another in eval mode")
+    leaves = tuple(
+        replace(a, static=tuple(sorted({*a.static, *b.static})))
+        for a, b in zip(train.leaves, evaluation.leaves, strict=True)
+    )
+    return replace(train, leaves=leaves, guards=tuple(dict.fromkeys((*train.guards, *evaluation.guards))))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
+import re
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,13 +14,17 @@ from typing import Any
 import torch
 from torch import nn
 from torch.export import Dim, ExportedProgram
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.graph import CodeGen
 
-from passes._torch import pytree
+from passes._torch import guards_of
 from passes.errors import CaptureError, FxampError
+from passes.legalize import inline_regions
 
-from .call import CallSpec, Leaf
+from .call import CallSpec, Leaf, flatten_outputs
 from .dtype_reads import DtypeReads, drop_aliases
+from .frames import place_of
+from .preflight import untouched
 
 _PREFIX = "model."
 
@@ -26,9 +32,9 @@ _PREFIX = "model."
 class _Box:
     """Holds what the last trace returned; the exporter undoes assignments to module attributes."""
 
-    def __init__(self) -> None:
-        self.constants: tuple[tuple[int, Any], ...] = ()
-        self.spec: Any = None
+    constants: tuple[tuple[int, Any], ...] = ()
+    spec: Any = None
+    changed: list[str]
 
 
 class _Flat(nn.Module):
@@ -38,58 +44,49 @@ class _Flat(nn.Module):
         super().__init__()
         self.model = model
         self.call_spec = call
-        self.flat = tuple(flat)
+        self.flat = tuple(None if isinstance(v, torch.Tensor) else v for v in flat)
         self.box = _Box()
 
     def forward(self, *tensors: torch.Tensor) -> tuple[Any, ...]:
-        leaves = iter(tensors)
-        flat = [next(leaves) if isinstance(value, torch.Tensor) else value for value in self.flat]
-        values = dict(zip(self.call_spec.given, pytree.tree_unflatten(flat, self.call_spec.in_spec), strict=True))
-        args: list[Any] = []
-        for name in self.call_spec.names:  # up to the first optional that was left out
-            if name not in values:
-                break
-            args.append(values.pop(name))
-        args += values.pop(self.call_spec.var_positional, ())
-        kwargs = values.pop(self.call_spec.var_keyword, {})
-        out, spec = pytree.tree_flatten(self.model(*args, **values, **kwargs))
-        kept = (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
-        self.box.constants = tuple((i, o) for i, o in enumerate(out) if not isinstance(o, kept))
-        self.box.spec = spec
-        return tuple(o for o in out if isinstance(o, kept))
+        """Call the model as the example inputs do."""
+        given = iter(tensors)
+        flat = [next(given) if leaf.tensor else v for leaf, v in zip(self.call_spec.leaves, self.flat, strict=True)]
+        args, kwargs = self.call_spec.arguments(self.call_spec.unflatten(flat))
+        with untouched(self.model) as self.box.changed:  # here, for the exporter undoes assignments without a word
+            output = self.model(*args, **kwargs)
+        kept, self.box.constants, self.box.spec = flatten_outputs(output)
+        return tuple(kept)
 
 
-def example_call(call: CallSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[CallSpec, list[Any]]:
-    """Bind the example inputs; return the specification with what was given, and the flat leaves."""
-    values = call._by_name(args, kwargs)
-    given = [n for n in (*call.names, *call.keyword_only, call.var_positional, call.var_keyword) if n in values]
-    flat, spec = pytree.tree_flatten(tuple(values[n] for n in given))
-    return replace(call, given=tuple(n for n in given if n is not None), in_spec=spec), flat
+def dynamic_dims(shapes: Any, call: CallSpec, flat: list[Any]) -> tuple[Any, ...]:
+    """Return one dynamic-shape specification per tensor leaf.
 
-
-def leaf_names(call: CallSpec, count: int) -> list[str]:
-    """Name the leaves of the example inputs after their arguments ("batch['ids']")."""
-    dummy = pytree.tree_unflatten(list(range(count)), call.in_spec)
-    names = []
-    for path, _ in pytree.tree_flatten_with_path(dummy)[0]:
-        names.append(call.given[path[0].idx] + pytree.keystr(path[1:]))
-    return names
-
-
-def dynamic_dims(shapes: Any, call: CallSpec, args: tuple[Any, ...], kwargs: dict[str, Any], flat: list[Any]) -> tuple[Any, ...]:
-    """Return one dynamic-shape specification per tensor leaf."""
-    if shapes == "auto":
-        return tuple({i: Dim.AUTO for i in range(t.dim())} for t in flat if isinstance(t, torch.Tensor))
+    Raises:
+        CaptureError: `shapes` is not what `torch.export.export` takes for these inputs.
+    """
+    tensors = [v for v in flat if isinstance(v, torch.Tensor)]
+    if isinstance(shapes, str):
+        if shapes != "auto":
+            raise CaptureError(f"dynamic_shapes={shapes!r} is not 'auto', None, or as torch.export.export takes it.")
+        return tuple(dict.fromkeys(range(t.dim()), Dim.AUTO) for t in tensors)
     if shapes is None:
-        return tuple(None for t in flat if isinstance(t, torch.Tensor))
-    values = call._by_name(args, kwargs)
+        return (None,) * len(tensors)
+    values = call.unflatten(flat)
     if isinstance(shapes, dict):
+        if call.var_keyword is not None and call.var_keyword not in shapes:  # torch.export names them one by one
+            extra = {k: v for k, v in shapes.items() if k not in call.given and k in values.get(call.var_keyword, {})}
+            shapes = {k: v for k, v in shapes.items() if k not in extra} | ({call.var_keyword: extra} if extra else {})
         unknown = sorted(set(shapes) - set(values))
         if unknown:
-            raise CaptureError(f"dynamic_shapes names {unknown}, which are no inputs; the inputs are {list(values)}.")
+            raise CaptureError(f"dynamic_shapes names {unknown}, which are no inputs; those are {list(values)}.")
         given = [shapes.get(n) for n in call.given]
-    else:
+    elif isinstance(shapes, (tuple, list)) and len(shapes) == len(call.given):
         given = list(shapes)
+    else:
+        raise CaptureError(
+            "dynamic_shapes has to be a dict by input, or a tuple with one entry for each of the inputs "
+            f"{list(values)}; got {shapes!r}."
+        )
     out: list[Any] = []
     for name, spec in zip(call.given, given, strict=True):
         _align(values[name], spec, out)
@@ -105,15 +102,17 @@ def _align(value: Any, spec: Any, out: list[Any]) -> None:
             _align(item, spec.get(key) if isinstance(spec, dict) else None, out)
     elif isinstance(value, (list, tuple)):
         for i, item in enumerate(value):
-            _align(item, spec[i] if isinstance(spec, (list, tuple)) else None, out)
+            _align(item, spec[i] if isinstance(spec, (list, tuple)) and i < len(spec) else None, out)
+    else:
+        out += [None for leaf in torch.utils._pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence the exporter's log lines about specialised dimensions (they go into the plan) and its own warnings."""
+    """Silence what the exporter logs, warns and prints: what it specialised is kept, and its errors are raised."""
     names = ("torch.fx.experimental.symbolic_shapes", "torch._export", "torch.export")
     levels = {n: logging.getLogger(n).level for n in names}
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
         warnings.simplefilter("ignore")
         for n in names:
             logging.getLogger(n).setLevel(logging.ERROR)
@@ -124,29 +123,50 @@ def _quiet() -> Iterator[None]:
                 logging.getLogger(n).setLevel(level)
 
 
-def export(model: nn.Module, call: CallSpec, flat: list[Any], dims: tuple[Any, ...]) -> tuple[GraphModule, CallSpec]:
-    """Export a model in its present mode; return its graph module and the call specification with outputs filled in."""
+def export(
+    model: nn.Module, call: CallSpec, flat: list[Any], dims: tuple[Any, ...]
+) -> tuple[GraphModule, CallSpec, list[str]]:
+    """Export a model in its present mode.
+
+    Returns its graph module, the call specification with outputs filled in, and the attributes that forward() changes.
+
+    Raises whatever `torch.export.export` raises, or the refusal inside it.
+    """
     wrapper = _Flat(model, call, flat)
     wrapper.training = model.training
-    tensors = tuple(t for t in flat if isinstance(t, torch.Tensor))
+    tensors = _distinct([v for v in flat if isinstance(v, torch.Tensor)])
     with _quiet():
         try:
             with DtypeReads():
                 program = torch.export.export(
                     wrapper, tensors, dynamic_shapes={"tensors": dims} if tensors else None, strict=False
                 )
-        except FxampError:
-            raise
         except Exception as e:
             refused = _refusal_in(e)
             if refused is not None:
                 raise refused from e
-            raise CaptureError(_explain(model, e)) from e
+            raise
         gm = program.module(check_guards=False)
-    leaves = _leaves(call, flat, gm)
+    vals = [n.meta.get("val") for n in gm.graph.nodes if n.op == "placeholder"]
+    leaves, guards = _leaves(call, vals), _guards(program, vals)
     outs = gm.graph.output_node().args[0]
-    dtypes = tuple(o.meta["val"].dtype if isinstance(getattr(o, "meta", {}).get("val"), torch.Tensor) else None for o in outs)
-    return gm, replace(call, leaves=leaves, out_spec=wrapper.box.spec, out_constants=wrapper.box.constants, out_dtypes=dtypes)
+    box, dtypes = wrapper.box, tuple(getattr(_val(o), "dtype", None) for o in outs)  # type: ignore[union-attr]
+    call = replace(call, leaves=leaves, guards=guards, out_dtypes=dtypes)
+    return gm, replace(call, out_spec=box.spec, out_constants=box.constants), box.changed
+
+
+def _distinct(tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Return the example tensors with no object twice: the exporter would take two such inputs for one."""
+    seen: set[int] = set()
+    out = []
+    for t in tensors:
+        out.append(t.detach().requires_grad_(t.requires_grad) if id(t) in seen else t)
+        seen.add(id(t))
+    return tuple(out)
+
+
+def _val(node: Any) -> Any:
+    return node.meta.get("val") if isinstance(node, Node) else None
 
 
 def _refusal_in(error: BaseException | None) -> FxampError | None:
@@ -158,38 +178,59 @@ def _refusal_in(error: BaseException | None) -> FxampError | None:
     return None
 
 
-def _explain(model: nn.Module, error: Exception) -> str:
-    text = str(error).split("\nThe error above occurred")[0].split("\n\nUser Stack")[0].strip()
-    lines = [line for line in str(error).splitlines() if line.strip().startswith("File ")]
-    where = f" The last line of the model on the way: {lines[-1].strip()}." if lines else ""
+def explain(model: nn.Module, error: Exception) -> str:
+    """Return what to tell the user of an error of the exporter's."""
+    text = str(error).strip().split("\n\n")[0]  # what follows is advice for the exporter's own users
+    where = place_of(error)
     return (
-        f"torch.export cannot capture {type(model).__name__}: {type(error).__name__}: {text[:1500]}{where} Change that construct, "
-        'or use fxamp.compile(model), which captures what it can.'
+        f"torch.export cannot capture {type(model).__name__}: {type(error).__name__}: {text[:1500]}"
+        f"{f' At {where}.' if where else ''} Change that construct, or use fxamp.compile(model), which captures what "
+        "it can."
     )
 
 
-def _leaves(call: CallSpec, flat: list[Any], gm: GraphModule) -> tuple[Leaf, ...]:
-    placeholders = iter([n for n in gm.graph.nodes if n.op == "placeholder"])
+def _leaves(call: CallSpec, vals: list[Any]) -> tuple[Leaf, ...]:
+    """Fill in rank and specialised sizes of the tensors."""
+    left = iter(vals)
     out = []
-    for name, value in zip(leaf_names(call, len(flat)), flat, strict=True):
-        if not isinstance(value, torch.Tensor):
-            out.append(Leaf(name, False, value))
-            continue
-        val = next(placeholders).meta.get("val")
-        shape = val.shape if isinstance(val, torch.Tensor) else value.shape
-        static = tuple((i, int(s)) for i, s in enumerate(shape) if isinstance(s, int))
-        out.append(Leaf(name, True, None, value.dtype, value.dim(), static))
+    for leaf in call.leaves:
+        val = next(left) if leaf.tensor else None
+        if isinstance(val, torch.Tensor):
+            static = tuple((i, int(s)) for i, s in enumerate(val.shape) if isinstance(s, int))
+            leaf = replace(leaf, ndim=val.dim(), static=static)
+        out.append(leaf)
     return tuple(out)
 
 
+def _guards(program: ExportedProgram, vals: list[Any]) -> tuple[str, ...]:
+    """Return what capture assumed of the sizes: branches it took, dimensions it found equal, the user's own bounds."""
+    found = dict.fromkeys(re.sub(r"L\['tensors'\]\[(\d+)\]", r"args[\1]", guard) for guard in guards_of(program))
+    first: dict[Any, str] = {}
+    for i, val in enumerate(vals):
+        sizes: tuple[Any, ...] = tuple(val.shape) if isinstance(val, torch.Tensor) else ()
+        for dim, size in enumerate(sizes):
+            if not isinstance(size, torch.SymInt):
+                continue
+            here, symbol = f"args[{i}].size()[{dim}]", size.node.expr
+            if first.setdefault(symbol, here) != here:
+                found.setdefault(f"{first[symbol]} == {here}")
+            bounds = program.range_constraints.get(symbol)
+            if bounds is not None and bounds.upper.is_Integer:
+                found.setdefault(f"{here} <= {int(bounds.upper)}")
+            if (
+                bounds is not None and bounds.lower.is_Integer and bounds.lower > 2
+            ):  # 2 is what the exporter assumes of any dimension
+                found.setdefault(f"{here} >= {int(bounds.lower)}")
+    return tuple(found)
+
+
 def normalise(gm: GraphModule, model: nn.Module) -> tuple[Graph, dict[str, Any]]:
-    """Return the exported graph with targets at the model's own paths, and what was lifted into constants."""
+    """Return the exported graph, regions inlined and targets at the model's own paths, and the lifted constants."""
     tensors: dict[str, Any] = dict(model.named_parameters(remove_duplicate=False))
     tensors.update(model.named_buffers(remove_duplicate=False))
     constants: dict[str, Any] = {}
     graph = gm.graph
-    graph.set_codegen(torch.fx.CodeGen())
-    drop_aliases(graph)
+    graph.set_codegen(CodeGen())
     for node in list(graph.nodes):
         if node.op == "call_module" and node.target == "_guards_fn":
             graph.erase_node(node)
@@ -204,16 +245,23 @@ def normalise(gm: GraphModule, model: nn.Module) -> tuple[Graph, dict[str, Any]]
             name = node.target.replace(".", "_")
             constants[name] = value
             node.target = f"_fxamp.{name}"
+    inline_regions(graph, constants)
+    drop_aliases(graph)
+    for node in graph.nodes:
         stack = node.meta.get("nn_module_stack")
         if stack:
             node.meta["nn_module_stack"] = {
                 key: (path.removeprefix("model").removeprefix("."), kind)
                 for key, (path, kind) in stack.items()
-                if path.split(".")[0] == "model"  # neither the wrapper's own frame nor the exporter's placeholder for none
+                if path.split(".")[0]
+                == "model"  # neither the wrapper's own frame nor the exporter's placeholder for none
             }
     return graph, constants
 
 
-def program_parts(program: ExportedProgram) -> nn.Module:
-    """Return the module of an ExportedProgram, whose modes were baked when it was exported."""
-    return program.module(check_guards=False)
+def program_module(program: ExportedProgram) -> nn.Module:
+    """Return the module of an ExportedProgram, whose mode was baked when it was exported."""
+    module = program.module(check_guards=False)
+    module._forward_pre_hooks.clear()  # the exporter's own; ours is the check of the inputs
+    module._forward_hooks.clear()
+    return module

@@ -6,11 +6,14 @@ opaque leaf at its original dtypes.
 
 from __future__ import annotations
 
-import inspect
-import traceback
-from collections.abc import Callable
+import contextlib
+import linecache
+import operator
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -20,7 +23,8 @@ from passes import rnn
 from passes._torch import TorchFunctionMode, pytree
 from passes.errors import CaptureError, FxampError
 
-from .call import CallSpec
+from . import frames
+from .call import CallSpec, flatten_outputs
 
 # Modules of torch.nn whose forward is one functional call (or a few) that tracing records as it is.
 _TRACEABLE = (
@@ -40,6 +44,50 @@ _TRACEABLE = (
 )  # fmt: skip
 
 
+_FACTORIES = {
+    torch.zeros: "zeros", torch.ones: "ones", torch.full: "full", torch.empty: "empty", torch.eye: "eye",
+    torch.arange: "arange", torch.linspace: "linspace", torch.logspace: "logspace", torch.rand: "rand",
+    torch.randn: "randn", torch.randint: "randint", torch.randperm: "randperm", torch.normal: "normal",
+    torch.tensor: "tensor", torch.as_tensor: "as_tensor", torch.scalar_tensor: "scalar_tensor",
+    torch.tril_indices: "tril_indices", torch.triu_indices: "triu_indices", torch.hann_window: "hann_window",
+    torch.hamming_window: "hamming_window", torch.bartlett_window: "bartlett_window",
+    torch.blackman_window: "blackman_window",
+}  # fmt: skip
+# What these do to a tensor leaves no node that does it again, or one that autograd does not see.
+_LOST_METHODS = frozenset(
+    {"register_hook", "register_post_accumulate_grad_hook", "retain_grad", "requires_grad_", "set_", "backward"}
+)
+
+
+class _Value(Proxy):
+    """A traced value that also records `x[i] = y`, and refuses what a Proxy loses without a word."""
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.tracer.create_proxy("call_function", operator.setitem, (self, key, value), {})
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("data", "grad", "requires_grad"):
+            raise CaptureError(
+                f"assigning .{name} of a tensor at {frames.place()}: symbolic tracing would lose it. {_INPUTS}."
+            )
+        super().__setattr__(name, value)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """Be asked by isinstance(), which no traced value can answer."""
+        frame = sys._getframe(1)
+        file, line = frame.f_code.co_filename, frame.f_lineno
+        if frames.kind(file) == "user" and "isinstance(" in linecache.getline(file, line):
+            raise CaptureError(
+                f"isinstance() of a traced value at {frames.place()}: symbolic tracing has no tensor there and would "
+                f"take the wrong branch. {_INPUTS}."
+            )
+        return type(self)
+
+
+_INPUTS = "Give example inputs and capture='export' (fxamp.convert(model, args)), or use fxamp.compile(model)"
+
+
 class _Constants(TorchFunctionMode):
     """Record factories (zeros, arange, rand, ...) as nodes instead of baking what they made while tracing."""
 
@@ -50,16 +98,26 @@ class _Constants(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         leaves = pytree.tree_leaves((args, kwargs))
-        plain = not any(isinstance(a, (torch.Tensor, Proxy)) for a in leaves)
-        if plain and getattr(torch, getattr(func, "__name__", ""), None) is func and func.__name__ in _FACTORIES:
+        if func in _FACTORIES and not any(isinstance(a, torch.Tensor) for a in leaves):
             return self.tracer.create_proxy("call_function", func, args, kwargs)
         return func(*args, **kwargs)
 
+    @contextlib.contextmanager
+    def of_traced_sizes(self) -> Iterator[None]:
+        """Let torch.zeros(x.shape[0], 3) through: its parser rejects a traced number before any mode sees it."""
 
-_FACTORIES = frozenset(
-    "zeros ones full empty eye arange linspace logspace rand randn randint randperm normal tensor as_tensor scalar_tensor "
-    "tril_indices triu_indices hann_window hamming_window bartlett_window blackman_window".split()
-)
+        def recording(factory: Any) -> Any:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                if any(isinstance(a, Proxy) for a in pytree.tree_leaves((args, kwargs))):
+                    return self.tracer.create_proxy("call_function", factory, args, kwargs)
+                return factory(*args, **kwargs)
+
+            return call
+
+        with contextlib.ExitStack() as stack:
+            for factory, name in _FACTORIES.items():
+                stack.enter_context(mock.patch.object(torch, name, recording(factory)))
+            yield
 
 
 class _Tracer(Tracer):
@@ -67,18 +125,26 @@ class _Tracer(Tracer):
 
     proxy_buffer_attributes = True
 
-    def __init__(self, call: CallSpec) -> None:
-        super().__init__(autowrap_modules=())
-        self.call_spec = call
+    def __init__(self, run: Callable[[nn.Module], Any]) -> None:
+        super().__init__(autowrap_modules=())  # type: ignore[arg-type]
+        self.run = run
         self.leaves: dict[str, nn.Module] = {}
-        self.constants: dict[str, Any] = {}
+
+    def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> Any:
+        """Trace `run(model)`, which makes the placeholders and calls the model."""
+        return self.run, [self.root]
+
+    def proxy(self, node: Node) -> Proxy:
+        return _Value(node, self)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         if type(m) in _TRACEABLE or isinstance(m, (nn.Sequential, nn.ModuleList, nn.ModuleDict)):
             return False
         return m.__module__.startswith(("torch.nn", "torch.ao.nn")) or nn.utils.parametrize.is_parametrized(m)
 
-    def call_module(self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call_module(
+        self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         if type(m) in (nn.LSTM, nn.RNN):
             return self._within(m, lambda: _recurrent(m, *args, **kwargs))
         if isinstance(m, nn.modules.batchnorm._BatchNorm) and type(m) in _TRACEABLE:
@@ -93,7 +159,11 @@ class _Tracer(Tracer):
         finally:
             del self.module_stack[f"{path}@fxamp"]
 
-    def create_node(self, kind: str, target: Any, args: Any, kwargs: Any, name: Any = None, type_expr: Any = None) -> Node:
+    def create_node(
+        self, kind: str, target: Any, args: Any, kwargs: Any, name: Any = None, type_expr: Any = None
+    ) -> Node:
+        if kind == "call_method" and target in _LOST_METHODS:
+            raise CaptureError(f"Tensor.{target} at {frames.place()}: symbolic tracing would lose it. {_WAY_OUT}.")
         node = super().create_node(kind, target, args, kwargs, name, type_expr)
         node.meta.setdefault("stack_trace", _user_stack())
         if kind == "call_module":
@@ -105,15 +175,15 @@ class _Tracer(Tracer):
             node.meta["nn_module_stack"] = dict(self.module_stack)
         return node
 
-    def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> Any:
-        """Make one placeholder per given argument; an argument left out takes its default."""
-        call = self.call_spec
-        given: dict[str, Any] = {n: self.create_proxy("placeholder", n, (), {}) for n in call.given}
-        args: list[Any] = [self.root]
-        for name in call.names:
-            args.append(given[name] if name in given else call.defaults[name])
-        kwargs = {n: given[n] for n in call.keyword_only if n in given}
-        return (lambda *values: root_fn(*values, **kwargs)), args
+    def create_arg(self, a: Any) -> Any:
+        if callable(a) and not isinstance(a, (type, torch.nn.Module, Proxy)):
+            raise CaptureError(
+                f"a function given to a traced value at {frames.place()}: symbolic tracing would lose it. {_WAY_OUT}."
+            )
+        return super().create_arg(a)
+
+
+_WAY_OUT = "Use fxamp.compile(model), which keeps it"
 
 
 def _recurrent(m: Any, x: Any, hx: Any = None) -> Any:
@@ -122,81 +192,80 @@ def _recurrent(m: Any, x: Any, hx: Any = None) -> Any:
     function = rnn.lstm if isinstance(m, nn.LSTM) else rnn.rnn
     config = (m.bias, m.num_layers, float(m.dropout), m.training, m.bidirectional, m.batch_first)
     extra = (m.proj_size,) if isinstance(m, nn.LSTM) else (m.nonlinearity,)
-    tracer = x.tracer
-    return tracer.create_proxy("call_function", function, (x, hx, flat, *config, *extra), {})
+    return x.tracer.create_proxy("call_function", function, (x, hx, flat, *config, *extra), {})
 
 
 def _user_stack() -> str:
-    for frame in reversed(traceback.extract_stack()):
-        if "/torch/fx/" in frame.filename or "/fxamp/" in frame.filename or frame.filename.endswith("_compile.py"):
-            continue
-        if "/torch/overrides" in frame.filename or "/torch/_tensor" in frame.filename:
-            continue
-        return f'File "{frame.filename}", line {frame.lineno}, in {frame.name}\n    {frame.line}'
-    return ""
+    """Return the line that makes a node, the user's or torch.nn's, as fx writes it."""
+    frame = frames.caller(("user", "nn"))
+    if frame is None:
+        return ""
+    file, line = frame.f_code.co_filename, frame.f_lineno
+    return f'File "{file}", line {line}, in {frame.f_code.co_name}\n    {linecache.getline(file, line).strip()}'
 
 
 def given_by_default(call: CallSpec) -> CallSpec:
     """Without example inputs: every argument without a default is given."""
     if call.var_positional or call.var_keyword:
+        taken = ", ".join(s + n for s, n in (("*", call.var_positional), ("**", call.var_keyword)) if n)
         raise CaptureError(
-            f"forward() takes *{call.var_positional or ''} **{call.var_keyword or ''}, whose content cannot be known without "
-            "example inputs. Pass args and kwargs to fxamp.convert."
+            f"forward() takes {taken}, whose content cannot be known without example inputs. Pass args and kwargs to "
+            "fxamp.convert."
         )
     return replace(call, given=tuple(n for n in (*call.names, *call.keyword_only) if n not in call.defaults))
 
 
-def trace(model: nn.Module, call: CallSpec) -> tuple[Graph, CallSpec, dict[str, nn.Module], dict[str, Any]]:
-    """Trace a model in its present mode.
+def trace(
+    model: nn.Module, call: CallSpec, flat: list[Any]
+) -> tuple[Graph, CallSpec, dict[str, nn.Module], dict[str, Any]]:
+    """Trace a model in its present mode, a placeholder for each tensor of the example (`flat`), or each argument.
 
     Returns the graph with a flat output tuple, the call specification with the outputs' container, the opaque leaves by
     path, and lifted constants by name.
     """
-    tracer = _Tracer(call)
+    outputs: list[Any] = []
+
+    def run(model: nn.Module) -> Any:
+        def placeholder(name: str) -> Any:
+            return tracer.create_proxy("placeholder", "".join(c if c.isalnum() else "_" for c in name), (), {})
+
+        if call.in_spec is None:
+            values: dict[str, Any] = {n: placeholder(n) for n in call.given}
+        else:
+            leaves = zip(call.leaves, flat, strict=True)
+            values = call.unflatten([placeholder(leaf.name) if leaf.tensor else v for leaf, v in leaves])
+        args, kwargs = call.arguments(values)
+        kept, *outputs[:] = flatten_outputs(model.forward(*args, **kwargs))
+        return tuple(kept)
+
+    tracer = _Tracer(run)
     if tracer.is_leaf_module(model, ""):
-        raise CaptureError(
-            f"{type(model).__name__} is itself an opaque module for symbolic tracing. Give example inputs "
-            "(fxamp.convert(model, args)), which capture through it."
-        )
+        raise CaptureError(f"{type(model).__name__} is itself an opaque module for symbolic tracing. {_INPUTS}.")
+    constants = _Constants(tracer)
     try:
-        with _Constants(tracer):
+        with constants, constants.of_traced_sizes():
             graph = tracer.trace(model)
     except FxampError:
         raise
     except Exception as e:
         raise CaptureError(
-            f"symbolic tracing cannot capture {type(model).__name__}: {type(e).__name__}: {e} ({_model_line(e)}). Give example "
-            "inputs (fxamp.convert(model, args)), or use fxamp.compile(model)."
+            f"symbolic tracing cannot capture {type(model).__name__}: {type(e).__name__}: {e} ({frames.place_of(e)}). "
+            f"{_INPUTS}."
         ) from e
-    constants = {}
+    graph.output_node().type = None  # fx took it from `run`
+    out_constants, out_spec = outputs
+    call = replace(call, out_spec=out_spec, out_constants=out_constants)
+    return graph, call, tracer.leaves, _lift_constants(graph, model)
+
+
+def _lift_constants(graph: Graph, model: nn.Module) -> dict[str, Any]:
+    """Return the tensors that are neither parameter nor buffer, by names of their own; point the graph at those."""
+    own = {n for n, _ in model.named_parameters(remove_duplicate=False)}
+    own |= {n for n, _ in model.named_buffers(remove_duplicate=False)}
+    lifted = {}
     for node in graph.nodes:
-        if node.op == "get_attr" and str(node.target).startswith("_tensor_constant"):
-            constants[node.target] = getattr(model, str(node.target))
-            node.target = f"_fxamp.{node.target}"
-    output = graph.output_node()
-    flat, spec = pytree.tree_flatten(_plain(output.args[0]))
-    kept = [o for o in flat if isinstance(o, Node)]
-    out_constants = tuple((i, o) for i, o in enumerate(flat) if not isinstance(o, Node))
-    output.args = (tuple(kept),)
-    return graph, replace(call, out_spec=spec, out_constants=out_constants), tracer.leaves, constants
-
-
-def _plain(value: Any) -> Any:
-    """Return fx's immutable containers as the plain ones that the model returned."""
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_plain(v) for v in value))
-    if isinstance(value, (list, tuple)):
-        return (list if isinstance(value, list) else tuple)(_plain(v) for v in value)
-    if isinstance(value, dict):
-        return {k: _plain(v) for k, v in value.items()}
-    return value
-
-
-def _model_line(error: Exception) -> str:
-    """Return file and line of the model's own innermost frame."""
-    frames = traceback.extract_tb(error.__traceback__)
-    for frame in reversed(frames):
-        name = frame.filename.replace("\\", "/")
-        if "/torch/" not in name and "/fxamp/" not in name:
-            return f"{frame.filename}:{frame.lineno}: {frame.line}"
-    return inspect.getsourcefile(type(error)) or "no source line"
+        if node.op == "get_attr" and node.target not in own:
+            name = str(node.target).replace(".", "_")
+            lifted[name] = operator.attrgetter(str(node.target))(model)
+            node.target = f"_fxamp.{name}"
+    return lifted

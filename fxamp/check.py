@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any
+import random
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -12,9 +13,13 @@ from torch.fx import GraphModule
 
 from passes._torch import pytree
 from passes.errors import CaptureError, PolicyError
-from passes.values import LOW, no_autocast
+from passes.values import LOW, Aliases, no_autocast
 
-from .capture import Captured
+from .call import CallSpec
+from .module import skeleton
+
+if TYPE_CHECKING:
+    from .capture import Captured
 
 GRADIENT_TOLERANCE = 1e-6  # the exporter may reorder a sum of gradients
 
@@ -25,53 +30,86 @@ def refuse_low_parameters(model: nn.Module) -> None:
     if low:
         named = ", ".join(f"'{n}' ({str(d).removeprefix('torch.')})" for n, d in low[:3])
         raise PolicyError(
-            f"{len(low)} trainable parameter(s) are low already: {named}. Updates smaller than their resolution vanish. Call "
-            "model.float() before building the optimizer and convert that (the casts live in the graph), or freeze them "
-            "with requires_grad_(False)."
+            f"{len(low)} trainable parameter(s) are low already: {named}. Updates smaller than their resolution vanish."
+            " Call model.float() before building the optimizer and convert that (the casts live in the graph), or "
+            "freeze them with requires_grad_(False)."
         )
 
 
 @contextlib.contextmanager
-def preserved(model: nn.Module) -> Iterator[None]:
-    """Restore buffers and the random state; gradients are never written."""
-    buffers = [(b, b.detach().clone()) for b in model.buffers()]
-    state = torch.get_rng_state()
+def same_random_state() -> Iterator[None]:
+    """Restore the random states of torch, of its devices and of Python."""
+    state, python = torch.get_rng_state(), random.getstate()
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else None
-    fastpath = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)  # a fused kernel in eager eval rounds differently
     try:
         yield
     finally:
-        torch.backends.mha.set_fastpath_enabled(fastpath)
         torch.set_rng_state(state)
+        random.setstate(python)
         if cuda is not None:
             torch.cuda.set_rng_state_all(cuda)
+
+
+@contextlib.contextmanager
+def preserved(model: nn.Module, written: Sequence[torch.Tensor] = ()) -> Iterator[None]:
+    """Restore buffers, random states and the parameters that a graph is known to write; gradients are never written."""
+    saved = [(t, t.detach().clone()) for t in (*model.buffers(), *written)]
+    fastpath = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)  # a fused kernel in eager eval rounds differently
+    try:
+        with same_random_state():
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fastpath)
         with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
+            for tensor, value in saved:
+                tensor.copy_(value)
 
 
-def check_faithful(captured: Captured, root: nn.Module, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def rejected(model: nn.Module, call: CallSpec, flat: Sequence[Any], error: Exception) -> CaptureError:
+    """Return the error for example inputs that the model itself rejects; name those in a dtype no parameter has."""
+    kinds = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    floats = [
+        (leaf.name, v.dtype) for leaf, v in zip(call.leaves, flat, strict=True) if leaf.tensor and v.is_floating_point()
+    ]
+    odd = [f"'{name}' is {dtype}" for name, dtype in floats if kinds and dtype not in kinds]
+    hint = f" Of the inputs, {', '.join(odd)}, and no parameter is; give it in the parameters' dtype." if odd else ""
+    return CaptureError(
+        f"{type(model).__name__} rejects the example inputs: {type(error).__name__}: {error}.{hint} Pass inputs that "
+        "model(*args, **kwargs) accepts."
+    )
+
+
+def check_faithful(captured: Captured, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Compare outputs bit for bit and gradients within 1e-6.
 
     Raises:
         CaptureError: the model rejects the inputs, or the captured graph computes something else.
     """
+    model = captured.model
+    root = skeleton(model, captured.opaque, captured.constants)
     graph = GraphModule(_Holder(root), captured.graph)
     graph.__dict__.update({k: root.__dict__[k] for k in ("_modules", "_parameters", "_buffers", "training")})
     parameters = [p for p in model.parameters() if p.requires_grad]
+    written = _written_parameters(captured)
     with no_autocast():
-        with preserved(model):
+        with preserved(model, written):
             try:
                 expected = _run(lambda a, k: model(*a, **k), args, kwargs, parameters)
             except Exception as e:
-                raise CaptureError(
-                    f"{type(model).__name__} rejects the example inputs: {type(e).__name__}: {e}. Pass inputs that "
-                    "model(*args, **kwargs) accepts."
-                ) from e
-        with preserved(model):
+                values = captured.call.by_name(args, kwargs)
+                flat = pytree.tree_leaves([values[name] for name in captured.call.given])
+                raise rejected(model, captured.call, flat, e) from e
+        with preserved(model, written):
             got = _run(lambda a, k: captured.call.pack(graph(*captured.call.bind(a, k))), args, kwargs, parameters)
     _compare(type(model).__name__, captured.front_end, model, expected, got)
+
+
+def _written_parameters(captured: Captured) -> list[nn.Parameter]:
+    """Return the parameters that the model writes to as it runs, such as an embedding's with max_norm."""
+    sets = Aliases(captured.graph).sets().values()
+    targets = {str(n.target) for together in sets for n in together if n.op == "get_attr"}
+    return [p for name, p in captured.model.named_parameters(remove_duplicate=False) if name in targets]
 
 
 class _Holder(nn.Module):
@@ -82,7 +120,7 @@ class _Holder(nn.Module):
         self.__dict__.update({k: root.__dict__[k] for k in ("_modules", "_parameters", "_buffers", "training")})
 
 
-Run = tuple[list[Any], list[Any]]
+Run = tuple[list[Any], list[Any] | None]
 
 
 def _run(call: Any, args: tuple[Any, ...], kwargs: dict[str, Any], parameters: list[Any]) -> Run:
@@ -91,10 +129,16 @@ def _run(call: Any, args: tuple[Any, ...], kwargs: dict[str, Any], parameters: l
     inputs = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.requires_grad]
     leaves = pytree.tree_leaves(call(args, kwargs))
     floats = [o for o in leaves if isinstance(o, torch.Tensor) and o.is_floating_point() and o.requires_grad]
-    gradients: list[Any] = []
+    gradients: list[Any] | None = [None] * (len(parameters) + len(inputs))
     if floats and torch.is_grad_enabled() and (parameters or inputs):
-        weights = [torch.linspace(0.5, 1.5, max(o.numel(), 1), dtype=o.dtype, device=o.device)[: o.numel()].view(o.shape) for o in floats]
-        gradients = list(torch.autograd.grad(floats, [*parameters, *inputs], weights, allow_unused=True))
+        weights = [
+            torch.linspace(0.5, 1.5, max(o.numel(), 1), dtype=o.dtype, device=o.device)[: o.numel()].view(o.shape)
+            for o in floats
+        ]
+        try:
+            gradients = list(torch.autograd.grad(floats, [*parameters, *inputs], weights, allow_unused=True))
+        except RuntimeError:  # a model for inference alone: it writes over what its own backward needs
+            gradients = None
     return [o.detach().clone() if isinstance(o, torch.Tensor) else o for o in leaves], gradients
 
 
@@ -111,16 +155,25 @@ def _compare(name: str, front_end: str, model: nn.Module, expected: Run, got: Ru
         raise CaptureError(f"{way_out}: {len(got[0])} outputs instead of {len(expected[0])}. Use fxamp.compile(model).")
     for i, (a, b) in enumerate(zip(expected[0], got[0], strict=True)):
         if isinstance(a, torch.Tensor) and not (isinstance(b, torch.Tensor) and _same(a, b)):
-            difference = (a.double() - b.double()).abs().max().item() if isinstance(b, torch.Tensor) and a.shape == b.shape and a.numel() else "shape"
-            raise CaptureError(
-                f"{way_out}: output {i} differs by {difference}. Something in it is lost by capture (a side effect, a random "
-                "draw, a branch); use fxamp.compile(model), or pass check=False if it draws from a generator of its own."
+            difference = (
+                (a.double() - b.double()).abs().max().item()
+                if isinstance(b, torch.Tensor) and a.shape == b.shape and a.numel()
+                else "shape"
             )
+            raise CaptureError(
+                f"{way_out}: output {i} differs by {difference}. Something in it is lost by capture (a side effect, a "
+                "random draw, a branch); use fxamp.compile(model), or pass check=False if it draws from a generator of "
+                "its own."
+            )
+    if expected[1] is None or got[1] is None:
+        return
     named = [n for n, p in model.named_parameters() if p.requires_grad]
     for i, (a, b) in enumerate(zip(expected[1], got[1], strict=True)):
         where = f"parameter '{named[i]}'" if i < len(named) else f"input {i - len(named)}"
         if (a is None) != (b is None):
-            raise CaptureError(f"{way_out}: the gradient of {where} is {'lost' if b is None else 'new'}. Use fxamp.compile(model).")
+            raise CaptureError(
+                f"{way_out}: the gradient of {where} is {'lost' if b is None else 'new'}. Use fxamp.compile(model)."
+            )
         if a is not None and not _close(a, b):
             raise CaptureError(f"{way_out}: the gradient of {where} differs. Use fxamp.compile(model).")
 
@@ -128,7 +181,9 @@ def _compare(name: str, front_end: str, model: nn.Module, expected: Run, got: Ru
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
-    return torch.equal(a, b) or bool(torch.equal(torch.nan_to_num(a), torch.nan_to_num(b)) and torch.equal(a.isnan(), b.isnan()))
+    return torch.equal(a, b) or bool(
+        torch.equal(torch.nan_to_num(a), torch.nan_to_num(b)) and torch.equal(a.isnan(), b.isnan())
+    )
 
 
 def _close(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -71,6 +71,7 @@ def convert(
 def emit(captured: Captured, policy: Policy, replayed: Plan | None = None) -> ConvertedModule:
     """Compile a captured graph, in place, and put it over the model's own parameters."""
     root = skeleton(captured.model, captured.opaque, captured.constants)
+    captured.graph.owning_module = None  # targets are resolved against the new root
     decided = compile_graph(
         captured.graph, policy, functools.partial(_attribute, root),
         capture=captured.front_end, notes=tuple(captured.notes), plan=replayed,

@@ -1,7 +1,7 @@
 """Keep the author's relative casts relative while a model is captured.
 
-The exporter bakes `x.to(y.dtype)` into `to(x, float32)`, and nothing in the graph says that `y` was meant. This mode sees
-the read of `y.dtype` and hands the exporter an op that has `y` as an operand:
+The exporter bakes `x.to(y.dtype)` into `to(x, float32)`, and nothing in the graph says that `y` was meant. This mode
+sees the read of `y.dtype` and hands the exporter an op that has `y` as an operand:
 
     x.to(y.dtype)                       ->  x.type_as(y)
     torch.zeros(n, dtype=y.dtype)       ->  y.new_zeros(n)
@@ -9,8 +9,8 @@ the read of `y.dtype` and hands the exporter an op that has `y` as an operand:
 A read counts when the call follows it in the same expression, or when it was stored in the local variable that the
 call is given (`input_dtype = x.dtype; ...; x.to(input_dtype)`).
 
-A cast that does nothing in FP32 returns the very tensor it was given, and the exporter would take every later use of that
-tensor for a use of the cast. So each cast is given an alias, which `drop_aliases` takes out of the graph again;
+A cast that does nothing in FP32 returns the very tensor it was given, and the exporter would take every later use of
+that tensor for a use of the cast. So each cast is given an alias, which `drop_aliases` takes out of the graph again;
 two aliases where the dtype came from somewhere that cannot be seen.
 """
 
@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import dis
 import functools
-import sys
 from types import CodeType, FrameType
 from typing import Any
 
@@ -28,9 +27,11 @@ from torch.fx import Graph
 from passes._torch import TorchFunctionMode
 from passes.ops import CAST_METHODS
 
+from . import frames
+
 _ALIAS = torch.ops.aten.alias.default
 _READ = torch.Tensor.dtype.__get__  # type: ignore[attr-defined]
-_CASTS = frozenset({torch.Tensor.to, torch.Tensor.type_as, torch.Tensor.type} | {getattr(torch.Tensor, n) for n in CAST_METHODS})
+_CASTS = frozenset(getattr(torch.Tensor, n) for n in ("to", "type_as", "type", *CAST_METHODS))
 _FACTORIES = {torch.zeros: "new_zeros", torch.ones: "new_ones", torch.full: "new_full", torch.empty: "new_empty"}
 
 
@@ -43,7 +44,7 @@ class DtypeReads(TorchFunctionMode):
         self._stored: dict[tuple[FrameType, str], torch.Tensor] = {}
 
     def __exit__(self, *exc: Any) -> None:
-        super().__exit__(*exc)
+        super().__exit__(*exc)  # type: ignore[no-untyped-call]
         self._last, self._stored = None, {}  # do not keep frames alive
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -94,13 +95,11 @@ class DtypeReads(TorchFunctionMode):
         frame = _user_frame()
         if frame is None:
             return None
-        if self._last is not None and self._last[0] is frame:
-            found = self._last[1]
-        else:
-            names = _loads_before_call(frame.f_code, frame.f_lasti)
-            found = next((self._stored[frame, n] for n in names if (frame, n) in self._stored), None)  # type: ignore[assignment]
-        self._last = None
-        return found
+        last, self._last = self._last, None
+        if last is not None and last[0] is frame:
+            return last[1]
+        names = _loads_before_call(frame.f_code, frame.f_lasti)
+        return next((self._stored[frame, n] for n in names if (frame, n) in self._stored), None)
 
 
 def drop_aliases(graph: Graph) -> None:
@@ -136,20 +135,13 @@ def _as_size(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def _user_frame() -> FrameType | None:
     """Return the frame that made the call, past this mode and the exporter's own modes."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
-        file = frame.f_code.co_filename.replace("\\", "/")
-        ours = file.endswith("fxamp/dtype_reads.py")
-        torch_machinery = "/torch/" in file and "/torch/nn/" not in file
-        if not ours and not torch_machinery:
-            return frame
-        frame = frame.f_back
-    return None
+    return frames.caller(("user", "nn"))
 
 
 @functools.lru_cache(maxsize=1024)
 def _instructions(code: CodeType) -> dict[int, tuple[list[dis.Instruction], int]]:
-    listing = [i for i in dis.get_instructions(code) if i.opname not in ("CACHE", "EXTENDED_ARG", "NOP", "PRECALL", "RESUME")]
+    skipped = ("CACHE", "EXTENDED_ARG", "NOP", "PRECALL", "RESUME")
+    listing = [i for i in dis.get_instructions(code) if i.opname not in skipped]
     return {i.offset: (listing, n) for n, i in enumerate(listing)}
 
 

@@ -10,10 +10,15 @@ import operator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.fx import Graph, GraphModule, Node
 
 from passes.errors import CaptureError
-from passes.values import module_path
+from passes.values import module_path, source
+
+_DROPOUTS = (torch.ops.aten.dropout.default, F.dropout)
+_FLAGS = ("train", "training", "use_input_stats", "dropout_p")
+_PLAIN = (bool, int, float, type(None))
 
 
 def by_mode(training: bool, train: Any, evaluation: Any) -> Any:
@@ -21,82 +26,151 @@ def by_mode(training: bool, train: Any, evaluation: Any) -> Any:
     return train if training else evaluation
 
 
-def merge(train: Graph, evaluation: Graph) -> Graph:
-    """Return the train graph with every literal that differs in eval made to follow its owner's flag.
+def merge(train: Graph, evaluation: Graph, constants: dict[str, Any], others: dict[str, Any]) -> Graph:
+    """Make every literal of the train graph that differs in eval follow its owner's flag, in place; return that graph.
+
+    Args:
+        train: the graph captured in train mode.
+        evaluation: the graph captured in eval mode.
+        constants: what the train graph's lifted constants are, by name.
+        others: the same of the eval graph.
 
     Raises:
         CaptureError: the two graphs differ in more than literals; names the first node that does.
     """
-    pairs = _align(train, evaluation)
-    twin = {e: t for t, e in pairs}
-    flags: dict[str, Node] = {}
-    for node, other in pairs:
-        owner = module_path(node)
-
-        def flag(node: Node = node, owner: str = owner) -> Node:
-            if owner not in flags:
-                with train.inserting_before(next(iter(train.nodes))):
-                    flags[owner] = _flag_node(train, owner)
-            return flags[owner]
-
-        def follow(a: Any, b: Any, node: Node = node, flag: Any = flag) -> Any:
-            if isinstance(a, Node) or isinstance(b, Node):
-                if isinstance(a, Node) and isinstance(b, Node):
-                    plain, other_plain = _through_contiguous(a), _through_contiguous(b)
-                    if twin.get(other_plain) is plain or _same_attribute(plain, other_plain):
-                        return a if a is not plain or b is other_plain else _make_contiguous(train, node, a)
-                raise _Differ(node)
-            if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)) and len(a) == len(b):
-                return type(a)(follow(x, y) for x, y in zip(a, b, strict=True))
-            if isinstance(a, dict) and isinstance(b, dict) and a.keys() == b.keys():
-                return {k: follow(a[k], b[k]) for k in a}
-            if type(a) is type(b) and (a is b or a == b or (a != a and b != b)):
-                return a
-            if a is True and b is False:
-                return flag()
-            if isinstance(a, (bool, int, float, type(None))) and isinstance(b, (bool, int, float, type(None))):
-                with train.inserting_before(node):
-                    chosen = train.call_function(by_mode, (flag(), a, b))
-                chosen.meta = {**node.meta, "val": a}
-                return chosen
-            raise _Differ(node)
-
-        try:
-            mine, theirs = _spelled_out(node, other)
-            node.args, node.kwargs = follow(mine[0], theirs[0]), follow(mine[1], theirs[1])
-        except _Differ:
-            raise _refusal(node, other) from None
-    return train
+    return _Merge(train, evaluation, constants, others).run()
 
 
-def _flag_node(graph: Graph, owner: str) -> Node:
-    node = graph.create_node("get_attr", f"{owner}.training".lstrip("."))
-    node.meta["val"] = True
-    return node
+def follows_mode(graph: Graph) -> bool:
+    """Say whether a graph captured in one mode has ops that a training flag decides on."""
+    return any(
+        isinstance(n.target, torch._ops.OpOverload) and any(a.name in _FLAGS for a in n.target._schema.arguments)
+        for n in graph.nodes
+    )
 
 
 class _Differ(Exception):  # noqa: N818 - a signal inside this file, not an error
     pass
 
 
-def _align(train: Graph, evaluation: Graph) -> list[tuple[Node, Node]]:
-    """Pair the nodes of both graphs; only batch norm's batch counter may stand in the train graph alone."""
-    left = [n for n in train.nodes if n.op != "get_attr" and not _is_contiguous(n)]
-    right = [n for n in evaluation.nodes if n.op != "get_attr" and not _is_contiguous(n)]
-    pairs, j = [], 0
-    for node in left:
-        if j < len(right) and node.op == right[j].op and (node.target == right[j].target or node.op in ("output", "placeholder")):
-            pairs.append((node, right[j]))
-            j += 1
-        elif _is_batch_counter(node):
-            owner = module_path(node)
-            with train.inserting_before(node):
-                node.update_arg(1, _flag_node(train, owner))
-        else:
-            raise _refusal(node, right[j] if j < len(right) else None)
-    if j < len(right):
-        raise _refusal(None, right[j])
-    return pairs
+class _Merge:
+    def __init__(self, train: Graph, evaluation: Graph, constants: dict[str, Any], others: dict[str, Any]) -> None:
+        self.train = train
+        self.evaluation = evaluation
+        self.constants = constants
+        self.others = others
+        self.flags: dict[str, Node] = {}
+        self.twin: dict[Node, Node] = {}  # eval node -> train node
+        self.only_train: set[Node] = set()  # dropouts that eval mode leaves out
+
+    def run(self) -> Graph:
+        pairs = self._align()
+        self.twin = {e: t for t, e in pairs}
+        for node, other in pairs:
+            try:
+                mine, theirs = _spelled_out(node, other)
+                node.args = self._follow(node, mine[0], theirs[0])
+                node.kwargs = self._follow(node, mine[1], theirs[1])
+            except _Differ:
+                raise _refusal(node, other) from None
+        return self.train
+
+    def _align(self) -> list[tuple[Node, Node]]:
+        """Pair the nodes of both graphs; batch norm's batch counter and dropouts may stand in the train graph alone."""
+        left = [n for n in self.train.nodes if n.op != "get_attr" and not _is_contiguous(n)]
+        right = [n for n in self.evaluation.nodes if n.op != "get_attr" and not _is_contiguous(n)]
+        pairs, j = [], 0
+        for node in left:
+            if j < len(right) and _same_call(node, right[j]):
+                pairs.append((node, right[j]))
+                j += 1
+            elif _is_batch_counter(node):
+                node.update_arg(1, self._flag(module_path(node)))
+            elif node.target in _DROPOUTS:
+                node.args, node.kwargs = _dropout(node, self._flag(module_path(node))), {}
+                self.only_train.add(node)
+            else:
+                raise _refusal(node, right[j] if j < len(right) else None)
+        if j < len(right):
+            raise _refusal(None, right[j])
+        return pairs
+
+    def _follow(self, node: Node, a: Any, b: Any) -> Any:
+        """Return the train graph's argument `a`, made to become `b` in eval mode."""
+        if isinstance(a, Node) and isinstance(b, Node):
+            return self._same_value(node, a, b)
+        if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)) and len(a) == len(b):
+            return type(a)(self._follow(node, x, y) for x, y in zip(a, b, strict=True))
+        if isinstance(a, dict) and isinstance(b, dict) and a.keys() == b.keys():
+            return {k: self._follow(node, a[k], b[k]) for k in a}
+        if isinstance(a, slice) and isinstance(b, slice):
+            return slice(*(self._follow(node, getattr(a, k), getattr(b, k)) for k in ("start", "stop", "step")))
+        if isinstance(a, Node) or isinstance(b, Node):
+            raise _Differ
+        if type(a) is type(b) and (a is b or a == b or (a != a and b != b)):
+            return a
+        if not isinstance(a, _PLAIN) or not isinstance(b, _PLAIN):
+            raise _Differ
+        flag = self._flag(module_path(node))
+        if a is True and b is False:
+            return flag
+        with self.train.inserting_before(node):
+            chosen = self.train.call_function(by_mode, (flag, a, b))
+        chosen.meta = {**node.meta, "val": a}
+        return chosen
+
+    def _same_value(self, node: Node, a: Node, b: Node) -> Node:
+        plain, other = self._through(a), self._through(b)
+        if plain.op == other.op == "get_attr":
+            if not self._same_attribute(plain, other):
+                raise _Differ
+        elif self.twin.get(other) is not plain:
+            raise _Differ
+        if not _is_contiguous(b) or _is_contiguous(a):
+            return a
+        with self.train.inserting_before(node):
+            made = self.train.call_function(torch.ops.aten.contiguous.default, (a,))
+        made.meta = {**node.meta, "val": a.meta["val"]} if "val" in a.meta else dict(node.meta)
+        return made
+
+    def _through(self, node: Node) -> Node:
+        while _is_contiguous(node) or node in self.only_train:
+            node = node.args[0]  # type: ignore[assignment]
+        return node
+
+    def _same_attribute(self, a: Node, b: Node) -> bool:
+        name = str(a.target).removeprefix("_fxamp.")
+        if a.target != b.target or name == a.target:
+            return a.target == b.target
+        return _same_constant(self.constants.get(name), self.others.get(name))
+
+    def _flag(self, owner: str) -> Node:
+        if owner not in self.flags:
+            with self.train.inserting_before(next(iter(self.train.nodes))):
+                node = self.train.create_node("get_attr", f"{owner}.training".lstrip("."))
+            node.meta["val"] = True
+            self.flags[owner] = node
+        return self.flags[owner]
+
+
+def _same_call(a: Node, b: Node) -> bool:
+    return a.op == b.op and (a.target == b.target or a.op in ("output", "placeholder"))
+
+
+def _same_constant(a: Any, b: Any) -> bool:
+    if isinstance(a, GraphModule) and isinstance(b, GraphModule):
+        held = (
+            dict(a.named_buffers()) | dict(a.named_parameters()),
+            dict(b.named_buffers()) | dict(b.named_parameters()),
+        )
+        return (
+            a.code == b.code
+            and held[0].keys() == held[1].keys()
+            and all(_same_constant(v, held[1][k]) for k, v in held[0].items())
+        )
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return a is b or (a.dtype == b.dtype and a.device == b.device and torch.equal(a, b))
+    return a is b
 
 
 def _is_batch_counter(node: Node) -> bool:
@@ -107,8 +181,15 @@ def _is_batch_counter(node: Node) -> bool:
         and str(counter.target).endswith("num_batches_tracked")
         and node.target in (torch.ops.aten.add_.Tensor, "add_", operator.iadd)
         and len(node.args) == 2
-        and node.args[1] == 1
+        and bool(node.args[1] == 1)
     )
+
+
+def _dropout(node: Node, flag: Node) -> tuple[Any, ...]:
+    """Return the arguments of a dropout with its flag put in; a functional one may name them."""
+    given = dict(zip(("input", "p", "training", "inplace"), node.args, strict=False)) | dict(node.kwargs)
+    rest = (given["inplace"],) if given.get("inplace") else ()
+    return given["input"], given.get("p", 0.5), flag, *rest
 
 
 def _spelled_out(node: Node, other: Node) -> tuple[Any, Any]:
@@ -131,39 +212,17 @@ def _spelled_out(node: Node, other: Node) -> tuple[Any, Any]:
 
 
 def _is_contiguous(node: Node) -> bool:
-    """The exporter leaves `.contiguous()` out where it does nothing, which kernels that depend on the mode decide."""
+    """Recognise what the exporter leaves out where it does nothing, which kernels that depend on the mode decide."""
     return node.target is torch.ops.aten.contiguous.default
-
-
-def _through_contiguous(node: Node) -> Node:
-    while _is_contiguous(node):
-        node = node.args[0]  # type: ignore[assignment]
-    return node
-
-
-def _make_contiguous(graph: Graph, reader: Node, value: Node) -> Node:
-    with graph.inserting_before(reader):
-        made = graph.call_function(torch.ops.aten.contiguous.default, (value,))
-    made.meta = {**reader.meta, "val": value.meta["val"]} if "val" in value.meta else dict(reader.meta)
-    return made
-
-
-def _same_attribute(a: Node, b: Node) -> bool:
-    return a.op == b.op == "get_attr" and a.target == b.target
 
 
 def _refusal(node: Node | None, other: Node | None) -> CaptureError:
     def show(n: Node | None) -> str:
         if n is None:
             return "nothing"
-        trace = (n.meta.get("stack_trace") or "").strip().splitlines()
-        return f"{n.target} in module '{module_path(n)}' ({trace[-2].strip() if len(trace) > 1 else 'no source line'})"
+        return f"{n.target} in module '{module_path(n)}' ({source(n) or 'no source line'})"
 
     return CaptureError(
-        f"the model computes differently in train and in eval mode: {show(node)} against {show(other)}. One graph cannot hold both"
+        f"the model computes differently in train and in eval mode: {show(node)} against {show(other)}. One graph "
+        "cannot hold both"
     )
-
-
-def same_bodies(a: GraphModule, b: GraphModule) -> bool:
-    """Say whether two sub-graphs are the same, so that one can stand for both modes."""
-    return a.code == b.code

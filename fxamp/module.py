@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.fx import Graph, GraphModule
+from torch.fx.graph import CodeGen
 
 from passes.errors import CaptureError
 from passes.plan import Plan
@@ -23,7 +24,27 @@ from .serialize import graph_from_data, graph_to_data
 
 _CONSTANTS = "_fxamp"  # child module for lifted constants and sub-graphs; never in the state_dict
 _TREE = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set", "training")
+_STATE_HOOKS = (
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+class _Containers(CodeGen):
+    """Lets what interprets the graph, as `torch.export` does, give and get the original's containers."""
+
+    def __init__(self, call_spec: CallSpec) -> None:
+        super().__init__()
+        self.call_spec = call_spec
+
+    def process_inputs(self, *args: Any) -> Any:
+        return self.call_spec.bind(args, {})
+
+    def process_outputs(self, outputs: Any) -> Any:
+        return self.call_spec.pack(outputs)
 
 
 class ConvertedModule(GraphModule):
@@ -33,7 +54,7 @@ class ConvertedModule(GraphModule):
         plan: what was decided, node by node.
         call_spec: how arguments bind to the graph.
         device_type: whose autocast is disabled round the graph.
-        only_mode: None, or the one training mode (True: train) that could be captured.
+        only_mode: None for a graph that serves both training modes, else the flags that it was captured with, by path.
     """
 
     def __init__(
@@ -43,10 +64,10 @@ class ConvertedModule(GraphModule):
         plan: Plan,
         call_spec: CallSpec,
         device_type: str = "cpu",
-        only_mode: bool | None = None,
+        only_mode: dict[str, bool] | None = None,
         original: str = "the original model",
     ) -> None:
-        self.__dict__["_ready"] = False
+        graph.set_codegen(_Containers(call_spec))
         super().__init__(root, graph, class_name="ConvertedModule")
         for key in _TREE:
             self.__dict__[key] = root.__dict__[key]
@@ -55,37 +76,50 @@ class ConvertedModule(GraphModule):
         self.device_type = device_type
         self.only_mode = only_mode
         self.original = original
+        self._guards = call_spec.guard_function()
         self._scaling_checked = plan.policy.dtype is not torch.float16 or plan.policy.level == "O0"
 
     def recompile(self) -> Any:
         """Regenerate the code from the graph, keeping the original's call signature."""
         code = super().recompile()
-        cls = type(self)
-        cls.graph_forward = cls.forward  # type: ignore[attr-defined]
-        cls.forward = ConvertedModule._forward  # type: ignore[assignment]
+        cls: Any = type(self)  # of this instance alone
+        cls.graph_forward, cls.forward = cls.forward, ConvertedModule._forward
         return code
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self.only_mode is not None and self.training is not self.only_mode:
-            raise CaptureError(
-                f"{self.original} was captured in {'train' if self.only_mode else 'eval'} mode only "
-                f"({'; '.join(self.plan.notes) or 'its graph differs between the modes'}). Convert it again in the other "
-                "mode, or use fxamp.compile, which keeps a graph for each."
-            )
+        if self.only_mode is not None:
+            self._refuse_flags(self.only_mode)
         flat = self.call_spec.bind(args, kwargs)
-        grad = torch.is_grad_enabled()
+        if self._guards is not None:
+            holds = self._guards(*flat)
+            if False in holds:
+                self.call_spec.refuse_sizes(holds, flat)
+        grad, autocast = torch.is_grad_enabled(), torch.is_autocast_enabled(self.device_type)
         try:
-            if torch.is_autocast_enabled(self.device_type):
+            if autocast:
                 with torch.autocast(self.device_type, enabled=False):
                     out = self.graph_forward(*flat)
             else:
                 out = self.graph_forward(*flat)
-        finally:
-            if torch.is_grad_enabled() is not grad:  # an error inside a grad-mode region of the graph
+        finally:  # an error inside a grad-mode or autocast region of the graph
+            if torch.is_grad_enabled() is not grad:
                 torch.set_grad_enabled(grad)
+            if torch.is_autocast_enabled(self.device_type) is not autocast:
+                torch.set_autocast_enabled(self.device_type, autocast)
         if not self._scaling_checked and self.training and not torch.compiler.is_compiling():
             self._watch_scaling(out)
         return self.call_spec.pack(out)
+
+    def _refuse_flags(self, captured: dict[str, bool]) -> None:
+        """Raise CaptureError when a module is in another mode than the one the graph was captured in."""
+        for path, flag in captured.items():
+            if self.get_submodule(path).training is not flag:
+                here = f"'{path}'" if path else "it"
+                raise CaptureError(
+                    f"{self.original} was captured while {here} had training={flag}; its graph holds for that alone "
+                    f"({'; '.join(self.plan.notes)}). Convert it again in the mode wanted, or use fxamp.compile, which "
+                    "keeps a graph for each."
+                )
 
     def _watch_scaling(self, outputs: tuple[Any, ...]) -> None:
         """Warn once when FP16 gradients flow back and no GradScaler has scaled a loss."""
@@ -112,9 +146,9 @@ class ConvertedModule(GraphModule):
         except AttributeError:
             original = self.__dict__.get("original", "the original model")
             raise AttributeError(
-                f"'ConvertedModule' has no attribute '{name}'. Ahead of time fxamp keeps the parameters, buffers and forward "
-                f"of {original}, not its other attributes and methods: read '{name}' from the original, or convert in "
-                'place with model.compile(backend="fxamp").'
+                f"'ConvertedModule' has no attribute '{name}'. Ahead of time fxamp keeps the parameters, buffers and "
+                f"forward of {original}, not its other attributes and methods: read '{name}' from the original, or "
+                'convert in place with model.compile(backend="fxamp").'
             ) from None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ConvertedModule:
@@ -139,9 +173,7 @@ class ConvertedModule(GraphModule):
         return self._rebuild(tree, graph_from_data(graph_to_data(self.graph)))
 
     def _rebuild(self, tree: nn.Module, graph: Graph) -> ConvertedModule:
-        return ConvertedModule(
-            tree, graph, self.plan, self.call_spec, self.device_type, self.only_mode, self.original
-        )
+        return ConvertedModule(tree, graph, self.plan, self.call_spec, self.device_type, self.only_mode, self.original)
 
 
 def _load(tree: dict[str, Any], graph: list[Any], state: tuple[Any, ...]) -> ConvertedModule:
@@ -154,25 +186,33 @@ def _load(tree: dict[str, Any], graph: list[Any], state: tuple[Any, ...]) -> Con
 def skeleton(model: nn.Module, opaque: dict[str, nn.Module], constants: dict[str, Any]) -> nn.Module:
     """Return a tree of empty modules that shares the model's parameter and buffer dictionaries.
 
-    Opaque leaves are the original's own modules; constants go under a child that is never saved in a state_dict.
+    Opaque leaves keep their class, to run, and layers of torch.nn theirs, to be found by isinstance(); each has a
+    training flag, hooks and children of its own. Constants go under a child that is never saved in a state_dict.
     """
     new: dict[int, nn.Module] = {}
 
-    def copy_structure(module: nn.Module, path: str) -> nn.Module:
-        if path in opaque:
-            return opaque[path]
-        if id(module) not in new:
-            empty = nn.Module()
-            empty.__dict__["_parameters"] = module._parameters
-            empty.__dict__["_buffers"] = module._buffers
-            empty.__dict__["_non_persistent_buffers_set"] = module._non_persistent_buffers_set
-            empty.training = module.training
-            new[id(module)] = empty
-            for name, child in module._modules.items():
-                empty._modules[name] = None if child is None else copy_structure(child, f"{path}.{name}".lstrip("."))
-        return new[id(module)]
+    def copy_structure(module: nn.Module, keep: bool) -> nn.Module:
+        if id(module) in new:
+            return new[id(module)]
+        empty = nn.Module()
+        if keep:
+            empty.__class__ = type(module)
+            empty.__dict__.update({k: v for k, v in module.__dict__.items() if k not in empty.__dict__})
+        for key in ("_parameters", "_buffers", "_non_persistent_buffers_set", *_STATE_HOOKS):
+            empty.__dict__[key] = module.__dict__[key]
+        empty.training = module.training
+        new[id(module)] = empty
+        for name, child in module._modules.items():
+            runs = keep and id(module) in running
+            if runs and child is not None:
+                running.add(id(child))
+            empty._modules[name] = None if child is None else copy_structure(child, runs or _is_library_leaf(child))
+        return empty
 
-    root = copy_structure(model, "")
+    running = {id(m) for m in opaque.values()}
+    for leaf in opaque.values():
+        copy_structure(leaf, True)
+    root = copy_structure(model, False)
     if constants:
         child = nn.Module()
         for name, value in constants.items():
@@ -182,6 +222,11 @@ def skeleton(model: nn.Module, opaque: dict[str, nn.Module], constants: dict[str
                 setattr(child, name, value)
         root._modules[_CONSTANTS] = child
     return root
+
+
+def _is_library_leaf(module: nn.Module) -> bool:
+    """Say whether this is a layer of torch.nn, whose class says how it loads old checkpoints and what it is."""
+    return type(module).__module__.startswith("torch.nn.modules.") and not module._modules
 
 
 def constant_target(name: str) -> str:

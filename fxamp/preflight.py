@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import traceback
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -12,7 +12,10 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 
+from passes._torch import pytree
 from passes.errors import CaptureError
+
+from . import frames
 
 _WAY_OUT = 'Use fxamp.compile(model) or model.compile(backend="fxamp"), which keep it'
 _HOOKS = {
@@ -21,87 +24,114 @@ _HOOKS = {
     "_backward_hooks": "backward hook",
     "_backward_pre_hooks": "backward pre-hook",
 }
-_FLAG_METHODS = ("train", "eval")
+_STATE_HOOKS = (
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+# Methods that training code calls on a module; a converted module has torch.nn.Module's own.
+_METHODS = {
+    "train": "set the flags of the submodules outside",
+    "eval": "set the flags of the submodules outside",
+    "get_extra_state": "keep that state outside the model",
+    "state_dict": "rename the keys outside",
+    "load_state_dict": "rename the keys outside",
+    "_save_to_state_dict": "rename the keys outside",
+    "_load_from_state_dict": "rename the keys outside",
+}
 
 
-def refuse_hooks(model: nn.Module, front_end: str) -> None:
-    """Raise CaptureError for a hook or a train() override, which a captured graph would not run."""
+def refuse_modules(model: nn.Module, front_end: str) -> None:
+    """Raise CaptureError for a wrapper, a hook or an override that a captured graph would not honour."""
     for path, module in model.named_modules(remove_duplicate=False):
         where = f"module '{path or '(root)'}' ({type(module).__name__})"
+        _refuse_wrapper(module, where)
         for attribute, kind in _HOOKS.items():
             for hook in getattr(module, attribute).values():
-                label = getattr(hook, "__qualname__", type(hook).__name__)
-                if label in ("WeightNorm", "SpectralNorm"):
-                    raise CaptureError(
-                        f"{where} uses torch.nn.utils's old {label}, a {kind} that recomputes the weight on the module "
-                        f"itself; capture='{front_end}' would read a stale weight. Use torch.nn.utils.parametrizations instead."
-                    )
+                _refuse_hook(where, kind, getattr(hook, "__qualname__", type(hook).__name__), front_end)
+        if not _from_library(module) and any(getattr(module, attribute) for attribute in _STATE_HOOKS):
+            raise CaptureError(f"{where} has a state-dict hook, which the converted module would not run. {_WAY_OUT}.")
+        for method, instead in _METHODS.items():
+            if getattr(type(module), method) is not getattr(nn.Module, method) and not _from_library(module):
                 raise CaptureError(
-                    f"{where} has a {kind} ({label}), which a graph captured with '{front_end}' would not run. {_WAY_OUT}, or "
-                    "remove the hook before converting."
-                )
-        for method in _FLAG_METHODS:
-            defined = getattr(type(module), method, None)
-            if defined is not getattr(nn.Module, method) and not type(module).__module__.startswith(("torch.", "transformers.")):
-                raise CaptureError(
-                    f"{where} overrides {method}(), which the converted module would not call. {_WAY_OUT}, or set the flags of "
-                    "the submodules outside."
+                    f"{where} overrides {method}(), which the converted module would not call. {_WAY_OUT}, or "
+                    f"{instead}."
                 )
 
 
-def _user_frame() -> str:
-    """Return file and line of the innermost frame outside torch and fxamp."""
-    for frame in reversed(traceback.extract_stack()):
-        name = frame.filename.replace("\\", "/")
-        if "/torch/" not in name and "/fxamp/" not in name and "/contextlib.py" not in name and "/unittest/" not in name:
-            return f"{frame.filename}:{frame.lineno} ({frame.line})"
-    return "an unknown place"
+def _from_library(module: nn.Module) -> bool:
+    """Say whether the module's class is one whose overrides are known to change nothing for a captured graph."""
+    return type(module).__module__.startswith(("torch.", "transformers."))
 
 
-def _from_torch() -> bool:
-    """Say whether the construct is used by torch's own machinery rather than on behalf of a model."""
-    for frame in traceback.extract_stack()[-6:-2][::-1]:
-        name = frame.filename.replace("\\", "/")
-        if "/contextlib.py" in name or "/unittest/" in name or "/fxamp/preflight" in name or "_contextlib.py" in name:
-            continue
-        return "/torch/" in name and "/torch/nn/" not in name
-    return False
+def _refuse_wrapper(module: nn.Module, where: str) -> None:
+    if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        raise CaptureError(
+            f"{where} is a parallel wrapper. Convert the module inside it, then wrap what fxamp.convert returns."
+        )
+    if isinstance(module, torch.jit.ScriptModule):
+        raise CaptureError(
+            f"{where} is a TorchScript module, whose code is not Python's any more. Convert the original model."
+        )
+    if type(module).__name__ == "OptimizedModule":
+        raise CaptureError(
+            f"{where} is what torch.compile returned. Convert the original model, then compile the result."
+        )
+    if any(p is not None and nn.parameter.is_lazy(p) for p in module._parameters.values()):
+        raise CaptureError(f"{where} has parameters without a shape yet. Call the model once before converting it.")
 
 
-def _refuse(construct: str, front_end: str, loss: str) -> None:
-    raise CaptureError(f"{construct} at {_user_frame()}: capture='{front_end}' {loss}. {_WAY_OUT}.")
+def _refuse_hook(where: str, kind: str, label: str, front_end: str) -> None:
+    if label in ("WeightNorm", "SpectralNorm"):
+        raise CaptureError(
+            f"{where} uses torch.nn.utils's old {label}, a {kind} that recomputes the weight on the module itself; "
+            f"capture='{front_end}' would read a stale weight. Use torch.nn.utils.parametrizations instead."
+        )
+    raise CaptureError(
+        f"{where} has a {kind} ({label}), which a graph captured with '{front_end}' would not run. {_WAY_OUT}, or "
+        "remove the hook before converting."
+    )
 
 
 @contextlib.contextmanager
 def refuse_constructs(front_end: str) -> Iterator[None]:
     """Raise CaptureError when the model, while being captured, uses what this front end drops or inlines."""
+    me = threading.get_ident()  # other threads go on using what they like
 
-    def refusing(target: Any, attribute: str, construct: str, loss: str) -> Any:
-        original = target.__dict__[attribute]
-        plain = original.__func__ if isinstance(original, (classmethod, staticmethod)) else original
+    def refusing(owner: Any, attribute: str, construct: str | Callable[[Any], str], loss: str) -> Any:
+        original = vars(owner)[attribute]
+        plain = original.__func__ if isinstance(original, classmethod) else original
 
         def patched(*args: Any, **kwargs: Any) -> Any:
-            if not _from_torch():
-                _refuse(construct, front_end, loss)
+            if threading.get_ident() == me and _by_model():
+                name = construct if isinstance(construct, str) else construct(args[0])
+                raise CaptureError(f"{name} at {frames.place()}: capture='{front_end}' {loss}. {_WAY_OUT}.")
             return plain(*args, **kwargs)
 
-        return mock.patch.object(target, attribute, classmethod(patched) if isinstance(original, classmethod) else patched)
+        return mock.patch.object(
+            owner, attribute, classmethod(patched) if isinstance(original, classmethod) else patched
+        )
 
-    inlined = "would inline it and lose its"
+    inlined, region = "would inline it and lose its", "would drop the region"
+    checkpointing = torch.utils.checkpoint
     patches = [
-        refusing(torch.utils.checkpoint, "checkpoint", "torch.utils.checkpoint.checkpoint", f"{inlined} recomputation"),
-        refusing(torch.utils.checkpoint, "checkpoint_sequential", "checkpoint_sequential", f"{inlined} recomputation"),
-        refusing(torch.autograd.Function, "apply", "a torch.autograd.Function", f"{inlined} backward"),
+        refusing(checkpointing, "checkpoint", "torch.utils.checkpoint.checkpoint", f"{inlined} recomputation"),
+        refusing(torch.autograd.Function, "apply", _function, f"{inlined} backward"),
+        refusing(
+            torch.autograd.graph.saved_tensors_hooks,
+            "__init__",
+            _saved_tensors,
+            "would lose what it does to the tensors saved for backward",
+        ),
+        refusing(torch.inference_mode, "__enter__", "a torch.inference_mode region", region),
+        refusing(torch.Tensor, "register_hook", "Tensor.register_hook", "would drop the hook"),
     ]
-    if front_end == "export":
-        patches.append(refusing_method("register_hook", "Tensor.register_hook", front_end, "would drop the hook"))
     if front_end == "fx":
-        region = "would drop the region"
         patches += [
             refusing(torch.no_grad, "__enter__", "a torch.no_grad region", region),
             refusing(torch.enable_grad, "__enter__", "a torch.enable_grad region", region),
             refusing(torch.set_grad_enabled, "__init__", "torch.set_grad_enabled", region),
-            refusing(torch.inference_mode, "__enter__", "a torch.inference_mode region", region),
             refusing(torch.autocast, "__enter__", "a torch.autocast region", region),
         ]
     with contextlib.ExitStack() as stack:
@@ -110,31 +140,82 @@ def refuse_constructs(front_end: str) -> Iterator[None]:
         yield
 
 
-def refusing_method(name: str, construct: str, front_end: str, loss: str) -> Any:
-    """Return a patch that refuses a Tensor method."""
-    original = getattr(torch.Tensor, name)
+def _function(cls: Any) -> str:
+    return (
+        _CHECKPOINT
+        if cls.__module__ == "torch.utils.checkpoint"
+        else f"the torch.autograd.Function '{cls.__qualname__}'"
+    )
 
-    def patched(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if not _from_torch():
-            _refuse(construct, front_end, loss)
-        return original(self, *args, **kwargs)
 
-    return mock.patch.object(torch.Tensor, name, patched)
+_CHECKPOINT = "torch.utils.checkpoint.checkpoint"
+
+
+def _saved_tensors(_: Any) -> str:
+    frame = frames.caller(("user", "nn", "torch"), 2)
+    inside = frame is not None and frame.f_code.co_filename == torch.utils.checkpoint.__file__
+    return _CHECKPOINT if inside else "torch.autograd.graph.saved_tensors_hooks"
+
+
+def _by_model() -> bool:
+    """Say whether the construct is used on behalf of a model, rather than by torch's own machinery."""
+    frame = frames.caller(("user", "nn", "torch"), 2)
+    if frame is None:
+        return False
+    file = frame.f_code.co_filename
+    return frames.kind(file) != "torch" or file in (torch.utils.checkpoint.__file__, torch.autograd.graph.__file__)
 
 
 @contextlib.contextmanager
-def untouched(model: nn.Module) -> Iterator[None]:
-    """Restore every module's attributes, parameters, buffers and children as they were, whatever happens inside."""
+def untouched(model: nn.Module) -> Iterator[list[str]]:
+    """Restore every module's attributes, parameters, buffers, children and plain containers, whatever happens inside.
+
+    Yields a list that holds afterwards, as "path.name", the attributes that got other values, torch's classes apart.
+    """
     saved = []
-    for module in model.modules():
-        tables = {k: dict(module.__dict__[k]) for k in ("_parameters", "_buffers", "_modules")}
-        saved.append((module, dict(module.__dict__), tables))
+    for path, module in model.named_modules():
+        tables = {id(v): (v, _copy(v)) for v in module.__dict__.values() if type(v) in (dict, list, set)}
+        saved.append((path, module, dict(module.__dict__), tables))
+    changed: list[str] = []
     try:
-        yield
+        yield changed
     finally:
-        for module, attributes, tables in saved:
+        for path, module, attributes, tables in saved:
+            if not type(module).__module__.startswith("torch."):
+                changed += [f"{path}.{name}".lstrip(".") for name in _changes(module.__dict__, attributes, tables)]
             module.__dict__.clear()
             module.__dict__.update(attributes)
-            for key, table in tables.items():
-                module.__dict__[key].clear()
-                module.__dict__[key].update(table)
+            for container, content in tables.values():
+                _restore(container, content)
+
+
+def _copy(container: Any) -> Any:
+    return dict(container) if isinstance(container, dict) else list(container)
+
+
+def _changes(now: dict[str, Any], before: dict[str, Any], tables: dict[int, Any]) -> list[str]:
+    """Return the names of attributes that do not have the value they had."""
+    out = []
+    for name in sorted(now.keys() | before.keys()):
+        old, new = before.get(name), now.get(name)
+        if id(old) in tables:
+            old = tables[id(old)][1]
+            new = _copy(new) if isinstance(new, (dict, list, set)) else new
+        if not _same(old, new) and not name.startswith("_tensor_constant"):  # fx's own
+            out.append(name)
+    return out
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Say whether two attribute values are the same: tensors and objects by identity, plain values by equality."""
+    (left, spec), (right, other) = pytree.tree_flatten(a), pytree.tree_flatten(b)
+    plain = (bool, int, float, str, bytes, type(None))
+    return spec == other and all(x is y or (isinstance(x, plain) and x == y) for x, y in zip(left, right, strict=True))
+
+
+def _restore(container: Any, content: Any) -> None:
+    container.clear()
+    if isinstance(container, list):
+        container.extend(content)
+    else:
+        container.update(content)

@@ -27,6 +27,7 @@ from .legalize import decompose_composites, drop_autocast_switches
 from .plan import Decision, Plan
 from .policy import Policy
 from .replay import replay
+from .split_loss import split_losses
 from .values import keys, module_path, no_autocast, original_dtypes, source
 from .verify import verify
 
@@ -61,7 +62,7 @@ def compile_graph(
         verify(graph)
         kept = _legalize(graph, policy)
         verify(graph)
-        assignment = assign_precision(graph, policy, original_dtypes(graph, attribute))
+        assignment = assign_precision(graph, policy, original_dtypes(graph, attribute), plan)
         if plan is not None:
             replay(graph, assignment, plan)
         decisions = _decisions(graph, assignment)
@@ -86,6 +87,8 @@ def _legalize(graph: Graph, policy: Policy) -> list[str]:
     if policy.level == "O0":
         return []
     drop_autocast_switches(graph)
+    if policy.level == "O2" and "cross_entropy_loss" not in dict(policy.ops):
+        split_losses(graph)
     return sorted(set(decompose_composites(graph, policy.device or "cpu")[1]))
 
 
@@ -102,8 +105,8 @@ def _retyped(value: Any, dtype: Any) -> Any:
         return type(value)([_retyped(v, d) for v, d in zip(value, dtype, strict=True)])
     if not isinstance(value, torch.Tensor) or not isinstance(dtype, torch.dtype) or value.dtype == dtype:
         return value
-    with value.fake_mode if isinstance(value, FakeTensor) else contextlib.nullcontext():
-        return value.detach().to(dtype)
+    with torch.no_grad(), value.fake_mode if isinstance(value, FakeTensor) else contextlib.nullcontext():
+        return value.to(dtype)
 
 
 def _decisions(graph: Graph, assignment: Assignment) -> tuple[Decision, ...]:

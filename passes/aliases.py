@@ -18,16 +18,17 @@ SET_GRAD = torch._C._set_grad_enabled
 # Ops that may return an operand, a view of it or several, though no schema says so.
 _MAY_ALIAS = """
     alias alpha_dropout as_tensor asarray atleast_1d atleast_2d atleast_3d broadcast_tensors broadcast_to
-    cartesian_prod channel_shuffle chunk conj_physical contiguous detach diagonal dropout dropout1d dropout2d dropout3d dsplit
-    einsum expand expand_as feature_alpha_dropout feature_dropout flatten getitem hsplit imag mH mT matrix_H meshgrid movedim
-    narrow native_dropout numpy_T permute positive ravel real reshape reshape_as resolve_conj resolve_neg rrelu select
-    slice split split_with_sizes squeeze sum_to_size t tensor_split to to_dense transpose type_as unbind unflatten
-    unfold unsafe_chunk unsafe_split unsafe_split_with_sizes unsqueeze view view_as vsplit
+    cartesian_prod channel_shuffle chunk conj_physical contiguous detach diagonal dropout dropout1d dropout2d
+    dropout3d dsplit einsum expand expand_as feature_alpha_dropout feature_dropout flatten getitem hsplit imag mH mT
+    matrix_H meshgrid movedim narrow native_dropout numpy_T permute positive ravel real reshape reshape_as
+    resolve_conj resolve_neg rrelu select slice split split_with_sizes squeeze sum_to_size t tensor_split to
+    to_dense transpose type_as unbind unflatten unfold unsafe_chunk unsafe_split unsafe_split_with_sizes unsqueeze
+    view view_as vsplit
 """
 # Of these, the functions that take their tensors one by one.
 _SEVERAL = ("atleast_1d", "atleast_2d", "atleast_3d", "broadcast_tensors", "cartesian_prod", "einsum", "meshgrid")
 
-# Norms update their running statistics, though no schema says so: op -> the argument that says whether, and its default.
+# Norms update their running statistics, though no schema says so: op -> the argument that says whether, its default.
 _UPDATES_STATISTICS = {
     "batch_norm": ("training", False), "native_batch_norm": ("training", False),
     "_batch_norm_impl_index": ("training", False), "cudnn_batch_norm": ("training", False),

@@ -19,6 +19,7 @@ from torch.fx import Graph, Node
 
 from . import ops
 from .place import place
+from .plan import Plan
 from .policy import Policy, check_used, type_names
 from .simulate import Colouring, Simulation
 from .values import ANY, Aliases, Inference, SymbolicInference, module_stack
@@ -45,15 +46,17 @@ class Assignment:
     symbolic: bool
 
 
-def assign_precision(graph: Graph, policy: Policy, original: dict[Node, Any]) -> Assignment:
+def assign_precision(graph: Graph, policy: Policy, original: dict[Node, Any], plan: Plan | None = None) -> Assignment:
     """Colour every node that touches a floating value.
 
     Args:
         graph: legalized, not changed.
         policy: with dtype and device filled in.
         original: the dtype of every value as captured.
+        plan: colours of free values to take instead of choosing them.
 
     Raises:
+        PlanError: the plan stores a value low that a reader needs in FP32.
         PolicyError: an override matches nothing or contradicts another; an op is banned or, with
             unknown_ops="error", unknown.
     """
@@ -72,7 +75,7 @@ def assign_precision(graph: Graph, policy: Policy, original: dict[Node, Any]) ->
     while simulation.pin_conflicts():
         simulation.run()
     if not symbolic and policy.level != "O0":
-        place(graph, policy, simulation)
+        place(graph, policy, simulation, plan)
     autocast = {n: c.dtype for n, c in reference.colours.items()}
     return Assignment(simulation.colours, simulation.dtypes, original, autocast, infer, symbolic)
 

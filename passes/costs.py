@@ -56,7 +56,9 @@ def is_view(node: Node) -> bool:
     return ops.name(node) in _VIEWS or (schema is not None and any(r.alias_info is not None for r in schema.returns))
 
 
-_VIEWS = frozenset(["getitem", "reshape", "flatten", "unflatten", "contiguous", "dropout", "chunk", "expand_as", "view_as"])
+_VIEWS = frozenset(
+    ["getitem", "reshape", "flatten", "unflatten", "contiguous", "dropout", "chunk", "expand_as", "view_as"]
+)
 
 
 def requires_grad(graph: Graph) -> frozenset[Node]:

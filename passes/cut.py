@@ -109,7 +109,7 @@ def regions(problem: Problem) -> list[Problem]:
 
 
 def _solve_region(problem: Problem) -> set[Variable]:
-    graph = nx.DiGraph()
+    graph: nx.DiGraph[Hashable] = nx.DiGraph()
     ends: Mapping[Variable, Hashable] = {LOW: "source", FP32: "sink"}
 
     def node(v: Variable) -> Hashable:
@@ -148,13 +148,13 @@ def _solve_region(problem: Problem) -> set[Variable]:
     return {v for v in problem.low if node(v) not in fp32_side}
 
 
-def _infinite(graph: nx.DiGraph, tail: Hashable, head: Hashable) -> None:
+def _infinite(graph: nx.DiGraph[Hashable], tail: Hashable, head: Hashable) -> None:
     """Make an edge that no cut may sever, whatever capacity it had."""
     graph.add_edge(tail, head)
     graph.edges[tail, head].pop("capacity", None)
 
 
-def _edge(graph: nx.DiGraph, tail: Hashable, head: Hashable, capacity: int) -> None:
+def _edge(graph: nx.DiGraph[Hashable], tail: Hashable, head: Hashable, capacity: int) -> None:
     """Add a capacity; parallel edges add up. No capacity at all is infinity to networkx."""
     if capacity and not (graph.has_edge(tail, head) and "capacity" not in graph.edges[tail, head]):
         held = graph.edges[tail, head]["capacity"] if graph.has_edge(tail, head) else 0

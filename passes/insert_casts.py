@@ -14,8 +14,9 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_aggregate
 
 from . import ops
-from .assign_precision import Assignment, Colouring
+from .assign_precision import Assignment
 from .legalize import loosen_assertions
+from .simulate import Colouring
 from .values import ANY, is_floating
 
 CAST = torch.ops.aten.to.dtype

@@ -16,22 +16,28 @@ import torch
 from torch.fx import Graph, Node
 
 from . import ops
-from .costs import Costs, is_view
+from .aliases import may_alias
+from .costs import Costs
 from .cut import FP32, LOW, Net, Problem, Variable, solve
+from .errors import PlanError
 from .facts import facts_of
+from .plan import REMEDY, Plan
 from .policy import Policy
 from .rules import FOLLOW, PROMOTE, lookup
 from .simulate import Colouring, Place, Simulation
-from .values import ELIGIBLE, is_floating, may_alias
-from .values import LOW as LOW_DTYPES
+from .values import ELIGIBLE, is_floating, keys
 
 
-def place(graph: Graph, policy: Policy, simulation: Simulation) -> int:
+def place(graph: Graph, policy: Policy, simulation: Simulation, plan: Plan | None = None) -> int:
     """Choose the dtype of every free value by minimum cut; return how many were moved.
 
-    Changes colours, casts and dtypes of the simulation.
+    Changes colours, casts and dtypes of the simulation. With a plan to replay, its colours are taken: the cut depends
+    on sizes, and another example may have others.
+
+    Raises:
+        PlanError: the plan stores a value low that a reader needs in FP32.
     """
-    return _Placement(graph, policy, simulation).run()
+    return _Placement(graph, policy, simulation).run(plan)
 
 
 class _Placement:
@@ -39,7 +45,8 @@ class _Placement:
 
     def __init__(self, graph: Graph, policy: Policy, simulation: Simulation) -> None:
         self.graph, self.policy, self.simulation = graph, policy, simulation
-        self.device, self.low = policy.device or "cpu", policy.dtype
+        self.device = policy.device or "cpu"
+        self.low: Any = policy.dtype
         self.dtypes, self.colours = simulation.dtypes, simulation.colours
         self.costs = Costs(graph, self.device)
         self.readers: dict[Node, list[tuple[Node, Place]]] = {}
@@ -49,8 +56,8 @@ class _Placement:
         self.needs = {n: self._needs(n) for n in graph.nodes}
         self.free = self._free()
 
-    def run(self) -> int:
-        """Build the problem, solve it, write the answer back."""
+    def run(self, plan: Plan | None) -> int:
+        """Build the problem, solve it or look the answer up, write it back."""
         if not self.free:
             return 0
         problem = Problem()
@@ -60,16 +67,28 @@ class _Placement:
             self._net(problem, node)
             if node in self.free:
                 self._implications(problem, node)
-        return self._write(solve(problem))
+        low_side = solve(problem) if plan is None else self._planned(problem, plan)
+        return self._write(low_side)
+
+    def _planned(self, problem: Problem, plan: Plan) -> set[Variable]:
+        """Return the low side as a plan has it; what is tied to a value goes with it."""
+        colours, names = {d.key: d.colour for d in plan.decisions}, keys(self.graph)
+        low = str(self.low).removeprefix("torch.")
+        low_side: set[Variable] = set()
+        for node in self.free:
+            owner = node.args[0] if ops.name(node) == "getitem" else node
+            if owner in low_side or colours.get(names[node]) == low:
+                low_side.add(node)
+        if problem.cost(low_side) == float("inf"):
+            raise PlanError(f"the plan stores a value low that a reader needs in FP32; {REMEDY}")
+        return low_side
 
     # Which nodes are free.
 
     def _free(self) -> dict[Node, None]:
         free: dict[Node, None] = {}
         for node in self.graph.nodes:
-            if ops.name(node) == "getitem" and node.args[0] in free:
-                free[node] = None
-            elif node in self.colours and self._is_free(node):
+            if (ops.name(node) == "getitem" and node.args[0] in free) or (node in self.colours and self._is_free(node)):
                 free[node] = None
         return free
 
@@ -85,7 +104,11 @@ class _Placement:
         floats = [o for o in ops.operands(node) if is_floating(self.dtypes[o.node])]
         if not floats or any(self.simulation.aliases.is_mutated(o.node) and may_alias(node) for o in floats):
             return False
-        if any(self.dtypes[o.node] not in (self.low, torch.float32) for o in floats if not isinstance(self.dtypes[o.node], tuple)):
+        if any(
+            self.dtypes[o.node] not in (self.low, torch.float32)
+            for o in floats
+            if not isinstance(self.dtypes[o.node], tuple)
+        ):
             return False
         if self.policy.level in ("O2", "O3"):
             primary = floats[0]
@@ -95,7 +118,8 @@ class _Placement:
                 and primary.name not in row.uncast
                 and node not in self.simulation.extreme
                 and not any(o.node in self.simulation.extreme for o in floats)
-                and colouring.reason.partition(":")[0] not in ("override", "literal", "mutated", "float64", "dtype_argument")
+                and colouring.reason.partition(":")[0]
+                not in ("override", "literal", "mutated", "float64", "dtype_argument")
             )
         return self._commutes(node, row) or self._internal(node, floats)
 
@@ -202,11 +226,10 @@ class _Placement:
         if node in self.free and self.dtypes[node] != before[node]:
             colouring.dtype = side
             word = "low" if is_low else "FP32"
-            colouring.reason = f"cut: stored {word}, which moves the fewest bytes ({colouring.reason.partition(':')[0]})"
+            colouring.reason = (
+                f"cut: stored {word}, which moves the fewest bytes ({colouring.reason.partition(':')[0]})"
+            )
 
 
 def _outputs(node: Node) -> list[ops.Operand]:
     return [ops.Operand("output", i, v) for i, v in enumerate(node.args[0]) if isinstance(v, Node)]  # type: ignore[arg-type]
-
-
-__all__ = ["LOW_DTYPES", "is_view", "place"]

@@ -326,7 +326,8 @@ def _made(node: Node, row: Rule, given: list[tuple[str, Any]]) -> Any:
 
 # Ops whose outputs depend on the values of flags, or on the number of operands.
 _DEPENDS = (
-    "atleast_1d", "atleast_2d", "atleast_3d", "float_power", "histogramdd", "unique", "unique_consecutive", "unique_dim",
+    "atleast_1d", "atleast_2d", "atleast_3d", "float_power", "histogramdd", "unique", "unique_consecutive",
+    "unique_dim",
 )  # fmt: skip
 
 # Ops whose integer outputs are not int64, or which have others for some arguments.

@@ -19,7 +19,9 @@ def problem(seed: int, free: int) -> Problem:
         made.add(name, draw.randrange(20), draw.randrange(20))
     for i, name in enumerate([*names, LOW, FP32, LOW, FP32]):
         later = names[i + 1 :] if i < free else names
-        readers = draw.sample(later, min(len(later), draw.randrange(4))) + draw.choices([LOW, FP32], k=draw.randrange(2))
+        readers = draw.sample(later, min(len(later), draw.randrange(4))) + draw.choices(
+            [LOW, FP32], k=draw.randrange(2)
+        )
         if readers:
             made.nets.append(Net(name, tuple(readers), draw.randrange(1, 15)))
     for _ in range(draw.randrange(3)):

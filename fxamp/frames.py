@@ -1,0 +1,69 @@
+"""Where in the user's code something happens: the frames that are neither torch's, nor Python's plumbing, nor ours."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import linecache
+import os
+import sys
+import traceback
+import unittest.mock
+from types import FrameType, TracebackType
+
+import torch
+
+import passes
+
+
+def _folder(file: str | None) -> str:
+    return os.path.join(os.path.dirname(os.path.realpath(file or "")), "")
+
+
+_TORCH, _NN = _folder(torch.__file__), _folder(torch.nn.__file__)
+_OURS = (_folder(__file__), _folder(passes.__file__))
+_PLUMBING = tuple(
+    os.path.realpath(m.__file__ or "") for m in (contextlib, functools, unittest.mock, torch.utils._contextlib)
+)
+
+
+@functools.lru_cache(maxsize=4096)
+def kind(file: str) -> str:
+    """Say whose a source file is: "user", "nn" (torch.nn, which runs on a model's behalf), "torch", or "plumbing"."""
+    real = os.path.realpath(file)
+    if real in _PLUMBING or real.startswith(_OURS) or file.startswith("<"):
+        return "plumbing"
+    if real.startswith(_TORCH):
+        return "nn" if real.startswith(_NN) else "torch"
+    return "user"
+
+
+def caller(kinds: tuple[str, ...], depth: int = 1) -> FrameType | None:
+    """Return the innermost frame of these kinds, from `depth` frames above the function that asks."""
+    frame: FrameType | None = sys._getframe(depth + 1)
+    while frame is not None and kind(frame.f_code.co_filename) not in kinds:
+        frame = frame.f_back
+    return frame
+
+
+def place() -> str:
+    """Return "file:line (code)" of the innermost line of the user's."""
+    frame = caller(("user",))
+    return "an unknown place" if frame is None else _show(frame.f_code.co_filename, frame.f_lineno)
+
+
+def place_of(error: BaseException) -> str:
+    """Return "file:line (code)" of the user's innermost line in the traceback of an error, or of what caused it."""
+    found = ""
+    cause: BaseException | None = error
+    while cause is not None:
+        trace: TracebackType | None = cause.__traceback__
+        for frame in traceback.extract_tb(trace):
+            if kind(frame.filename) == "user" and frame.lineno is not None:
+                found = _show(frame.filename, frame.lineno)
+        cause = cause.__cause__ or cause.__context__
+    return found
+
+
+def _show(file: str, line: int) -> str:
+    return f"{file}:{line} ({linecache.getline(file, line).strip()})"

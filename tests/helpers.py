@@ -1,0 +1,118 @@
+"""Small models, and the comparison of a converted module with the model it was made from."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import fxamp
+from passes._torch import pytree
+
+FRONT_ENDS = ("fx", "export")
+
+
+class Two(nn.Module):
+    """Two linear layers, joined by the function it is given."""
+
+    def __init__(self, forward: Callable[..., Any] | None = None, **layers: nn.Module) -> None:
+        super().__init__()
+        self.l = nn.Linear(6, 6)
+        self.m = nn.Linear(6, 6)
+        for name, layer in layers.items():
+            self.add_module(name, layer)
+        if forward is not None:
+            # A class of its own, for front ends look at the class; not the instance, whose attributes stay as they are.
+            self.__class__ = type(forward.__name__, (Two,), {"forward": forward})
+
+    def forward(self, x: Tensor) -> Any:
+        return self.m(self.l(x))
+
+
+def example(rows: int = 4) -> Tensor:
+    return torch.randn(rows, 6, generator=torch.Generator().manual_seed(rows))
+
+
+def o0(
+    model: nn.Module, args: Any = None, kwargs: Any = None, front_end: str = "export", **options: Any
+) -> fxamp.ConvertedModule:
+    """Convert without rounding: what comes out has to be the model, bit for bit."""
+    args = (example(),) if args is None and kwargs is None else args
+    return fxamp.convert(model, args, kwargs, policy="O0", capture=front_end, **options)
+
+
+def run(module: nn.Module, model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, list[Any], list[Any], Tensor]:
+    """Return output, gradients, buffers (restored) and random state of one call, from seed 0."""
+    kept = [(b, b.clone()) for b in model.buffers()]
+    torch.manual_seed(0)
+    output = module(*args, **kwargs)
+    leaves = [t for t in pytree.tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    total = sum((t.float() * torch.linspace(0.5, 1.5, t.numel()).view(t.shape)).sum() for t in leaves)
+    gradients = list(torch.autograd.grad(total, parameters, allow_unused=True)) if isinstance(total, Tensor) else []
+    buffers = [b.clone() for b, _ in kept]
+    with torch.no_grad():
+        for buffer, value in kept:
+            buffer.copy_(value)
+    return output, gradients, buffers, torch.get_rng_state()
+
+
+def assert_same(a: Any, b: Any) -> None:
+    """Check that two values are equal to the bit, containers and all."""
+    (left, spec), (right, other) = pytree.tree_flatten(a), pytree.tree_flatten(b)
+    assert spec == other
+    for x, y in zip(left, right, strict=True):
+        if isinstance(x, Tensor):
+            assert x.dtype == y.dtype
+            assert torch.equal(x, y)
+        else:
+            assert x == y
+
+
+def assert_is_eager(converted: nn.Module, model: nn.Module, *args: Any, **kwargs: Any) -> None:
+    """Check outputs, gradients, buffers and random state of one call against the model's."""
+    inputs = args if args or kwargs else (example(),)
+    for ours, eager in zip(run(converted, model, inputs, kwargs), run(model, model, inputs, kwargs), strict=True):
+        assert_same(ours, eager)
+
+
+def fingerprint(model: nn.Module) -> Any:
+    """Return all that conversion may not change of a model: classes, attributes, flags, hooks, values."""
+    state = torch.random.get_rng_state()
+    out = []
+    for path, module in model.named_modules():
+        plain = {k: copy.copy(v) if isinstance(v, (dict, list, set)) else v for k, v in module.__dict__.items()}
+        tensors = [
+            (id(t), t._version, t.clone(), t.grad)
+            for t in (*module._parameters.values(), *module._buffers.values())
+            if t is not None
+        ]
+        out.append((path, type(module), plain, tensors))
+    return out, state
+
+
+def assert_untouched(model: nn.Module, before: Any) -> None:
+    """Check that a model is as it was when `before` was taken."""
+    (old, state), (new, now) = before, fingerprint(model)
+    assert torch.equal(state, now)
+    assert [e[0] for e in old] == [e[0] for e in new]
+    for (path, kind, plain, tensors), (_, kind2, plain2, tensors2) in zip(old, new, strict=True):
+        assert kind is kind2, path
+        assert list(plain) == list(plain2), path
+        for name in plain:
+            assert _same_object(plain[name], plain2[name]), f"{path}.{name}"
+        for (i, _, value, grad), (j, _, value2, grad2) in zip(tensors, tensors2, strict=True):
+            assert i == j
+            assert grad is grad2
+            assert torch.equal(value, value2)
+
+
+def _same_object(a: Any, b: Any) -> bool:
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(a[k] is b[k] for k in a)
+    if isinstance(a, (list, set)):
+        return bool(a == b)
+    return a is b or bool(a == b)

@@ -1,0 +1,155 @@
+"""The last line of defence finds what no preflight can see, and leaves no trace."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxamp
+from fxamp.capture import capture
+from fxamp.check import check_faithful
+from tests.helpers import FRONT_ENDS, Two, assert_untouched, example, fingerprint, o0
+
+
+def python_random(self: Any, x: Tensor) -> Tensor:
+    return self.l(x) * random.random()
+
+
+def own_generator(self: Any, x: Tensor) -> Tensor:
+    return self.l(x) * torch.rand(6, generator=torch.Generator().manual_seed(random.randrange(2**40)))
+
+
+class ByType(Two):
+    """Branches on a type in a place that symbolic tracing cannot see."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.l(x) * scale(x)
+
+
+def scale(x: Any) -> float:
+    return 2.0 if type(x) is Tensor else 1.0
+
+
+@pytest.mark.parametrize("front_end", FRONT_ENDS)
+def test_a_python_random_draw_is_found(front_end: str) -> None:
+    model = Two(python_random)
+    before, state = fingerprint(model), random.getstate()
+    with pytest.raises(
+        fxamp.CaptureError, match=rf"captured with '{front_end}'.*python_random computes: output 0 differs"
+    ):
+        o0(model, front_end=front_end)
+    assert_untouched(model, before)
+    assert random.getstate() == state
+
+
+def test_a_branch_on_the_type_is_found_with_inputs_and_unseen_without() -> None:
+    with pytest.raises(fxamp.CaptureError, match="output 0 differs"):
+        o0(ByType(), front_end="fx")
+    fxamp.convert(ByType(), policy="O0")
+    o0(ByType(), front_end="fx", check=False)
+
+
+def _double_gradient(graph: torch.fx.Graph) -> None:
+    output: Any = graph.output_node()
+    (value,) = output.args[0]
+    with graph.inserting_before(output):
+        detached = graph.call_function(torch.ops.aten.detach.default, (value,))
+        twice = graph.call_function(torch.ops.aten.mul.Tensor, (value, 2.0))
+        same = graph.call_function(torch.ops.aten.sub.Tensor, (twice, detached))
+    output.args = ((same,),)
+
+
+def _no_gradient(graph: torch.fx.Graph) -> None:
+    output: Any = graph.output_node()
+    (value,) = output.args[0]
+    with graph.inserting_before(output):
+        detached = graph.call_function(torch.ops.aten.detach.default, (value,))
+    output.args = ((detached,),)
+
+
+def _swap(graph: torch.fx.Graph) -> None:
+    node = next(n for n in graph.nodes if n.target is torch.ops.aten.relu.default)
+    node.target = torch.ops.aten.abs.default
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (_double_gradient, r"the gradient of parameter '0\.weight' differs"),
+        (_no_gradient, r"the gradient of parameter '0\.weight' is lost"),
+        (_swap, "output 0 differs by"),
+    ],
+)
+def test_a_lossy_graph_is_refused_by_what_it_loses(spoil: Callable[[torch.fx.Graph], None], said: str) -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.ReLU())
+    captured = capture(model, (example(),))
+    check_faithful(captured, (example(),), {})
+    spoil(captured.graph)
+    with pytest.raises(fxamp.CaptureError, match=said):
+        check_faithful(captured, (example(),), {})
+
+
+@pytest.mark.parametrize("front_end", FRONT_ENDS)
+def test_random_state_buffers_gradients_and_inputs_are_as_before(front_end: str) -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Dropout())
+    model(example()).sum().backward()
+    before = fingerprint(model)
+    x = example().requires_grad_()
+    o0(model, (x,), None, front_end)
+    assert_untouched(model, before)
+    assert x.grad is None
+
+
+@pytest.mark.parametrize("front_end", FRONT_ENDS)
+def test_a_model_that_writes_to_its_input_is_checked_on_copies(front_end: str) -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return self.l(x.mul_(2))
+
+    x = example()
+    o0(Two(forward), (x,), None, front_end)
+    assert torch.equal(x, example())
+
+
+@pytest.mark.parametrize("front_end", FRONT_ENDS)
+def test_a_parameter_that_forward_writes_is_restored(front_end: str) -> None:
+    model = nn.Sequential(nn.Embedding(5, 6, max_norm=0.1), nn.Linear(6, 6))
+    before = fingerprint(model)
+    converted = o0(model, (torch.tensor([[0, 1], [3, 3]]),), None, front_end)
+    assert_untouched(model, before)
+    converted(torch.tensor([[0, 2], [4, 4]]))
+    assert model[0].weight[0].norm().item() <= 0.11  # type: ignore[index]
+
+
+def test_nan_and_integer_outputs_compare_equal() -> None:
+    def forward(self: Any, x: Tensor) -> Any:
+        return self.l(x) / 0 * 0, x.argmax(1), x > 0
+
+    o0(Two(forward))
+
+
+def test_without_gradients_outputs_alone_are_compared() -> None:
+    with torch.no_grad():
+        o0(Two())
+    o0(Two().requires_grad_(False))
+
+
+def test_a_model_whose_own_backward_fails_is_converted_for_inference() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        y = torch.exp(self.l(x))
+        z = y * 2
+        y.add_(1)
+        return z + y
+
+    model = Two(forward)
+    converted = o0(model)
+    with torch.no_grad():
+        assert torch.equal(converted(example()), model(example()))
+
+
+def test_sparse_gradients_are_compared() -> None:
+    o0(nn.Sequential(nn.Embedding(5, 6, sparse=True)), (torch.tensor([0, 3, 3]),))

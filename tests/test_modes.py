@@ -1,0 +1,211 @@
+"""One graph for both training modes: flags are followed module by module, and anything else is refused."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fxamp
+from tests.helpers import FRONT_ENDS, Two, assert_is_eager, assert_same, example, o0
+
+both = pytest.mark.parametrize("front_end", FRONT_ENDS)
+
+
+class Regularised(nn.Module):
+    """Batch norm, dropout as a module and as two functions, one of which never stops."""
+
+    def __init__(self, **norm: Any) -> None:
+        super().__init__()
+        self.l = nn.Linear(6, 6)
+        self.norm = nn.BatchNorm1d(6, **norm)
+        self.drop = nn.Dropout(0.5)
+        self.inner = Two(functional)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(self.drop(self.norm(self.l(x))))
+
+
+def functional(self: Any, x: Tensor) -> Tensor:
+    return F.dropout(F.dropout(self.l(x), 0.3, self.training), 0.2, True)
+
+
+def guarded_dropout(self: Any, x: Tensor) -> Tensor:
+    y = self.l(x)
+    if self.training:
+        y = F.dropout(y, 0.4)
+    return self.m(y)
+
+
+def attention(self: Any, x: Tensor) -> Tensor:
+    q, k = self.l(x)[None, None], self.m(x)[None, None]
+    return F.scaled_dot_product_attention(q, k, x[None, None], dropout_p=0.4 if self.training else 0.0)
+
+
+def scaled(self: Any, x: Tensor) -> Tensor:
+    return self.l(x) * (2.0 if self.training else 1.0)
+
+
+def structural(self: Any, x: Tensor) -> Tensor:
+    y = self.l(x)
+    return y if self.training else self.m(y)
+
+
+def constant(self: Any, x: Tensor) -> Tensor:
+    return self.l(x) + (torch.tensor(1.0) if self.training else torch.tensor(2.0))
+
+
+def another_return(self: Any, x: Tensor) -> Any:
+    y = self.l(x)
+    return {"y": y} if self.training else (y,)
+
+
+MODES: dict[str, Callable[[Any], Any]] = {
+    "train": lambda m: m.train(),
+    "eval": lambda m: m.eval(),
+    "norm frozen": lambda m: (m.train(), m.norm.eval()),
+    "drop alone": lambda m: (m.eval(), m.drop.train()),
+    "inner alone": lambda m: (m.eval(), m.inner.train()),
+    "inner frozen": lambda m: (m.train(), m.inner.eval()),
+}
+
+
+@both
+def test_the_whole_and_each_submodule_switch_as_in_the_model(front_end: str) -> None:
+    model = Regularised()
+    converted = o0(model, front_end=front_end)
+    for switch in MODES.values():
+        switch(model)
+        switch(converted)
+        assert_is_eager(converted, model)
+
+
+@both
+@pytest.mark.parametrize("norm", [{"track_running_stats": False}, {"affine": False}, {"momentum": 0.3}])
+def test_batch_norms_of_every_kind(front_end: str, norm: dict[str, Any]) -> None:
+    model = Regularised(**norm)
+    converted = o0(model, front_end=front_end)
+    for name in ("train", "eval", "norm frozen"):
+        MODES[name](model)
+        MODES[name](converted)
+        assert_is_eager(converted, model)
+
+
+@both
+def test_a_cumulative_batch_norm_is_refused_at_its_line(front_end: str) -> None:
+    with pytest.raises(fxamp.CaptureError, match=r"cannot capture Regularised.*test_modes\.py"):
+        o0(Regularised(momentum=None), front_end=front_end)
+
+
+@both
+def test_batches_are_counted_in_training_only(front_end: str) -> None:
+    model = Regularised()
+    converted = o0(model, front_end=front_end)
+    converted(example())
+    converted(example())
+    converted.norm.eval()
+    converted(example())
+    assert int(model.norm.num_batches_tracked or 0) == 2
+
+
+@both
+@pytest.mark.parametrize("forward", [functional, guarded_dropout, attention, scaled, constant])
+def test_a_literal_that_depends_on_the_mode_follows_it(front_end: str, forward: Callable[..., Any]) -> None:
+    if forward is constant and front_end == "export":
+        pytest.skip("export makes a tensor of the number: see below")
+    model = Two(forward)
+    converted = o0(model, front_end=front_end)
+    assert converted.plan.notes == ()
+    for training in (True, False, True):
+        model.train(training)
+        converted.train(training)
+        assert_is_eager(converted, model)
+
+
+@both
+def test_flags_are_copied_and_independent(front_end: str) -> None:
+    model = Regularised()
+    model.norm.eval()
+    cells = nn.GRU(2, 2)
+    model.add_module("cells", cells)
+    converted = o0(model, front_end=front_end)
+    assert [m.training for m in model.modules()] == [
+        converted.get_submodule(path).training for path, _ in model.named_modules()
+    ]
+    assert_is_eager(converted, model)
+    converted.eval()
+    assert model.training
+    assert model.drop.training
+    assert cells.training
+    model.eval()
+    converted.train()
+    assert not model.drop.training
+
+
+@both
+@pytest.mark.parametrize("forward", [structural, constant, another_return])
+@pytest.mark.parametrize("training", [True, False])
+def test_another_difference_is_captured_as_it_is_and_refused_in_the_other_mode(
+    front_end: str, forward: Callable[..., Any], training: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    if forward is constant and front_end == "fx":
+        pytest.skip("symbolic tracing keeps the number: see above")
+    model = Two(forward).train(training)
+    with caplog.at_level(logging.WARNING, "fxamp"):
+        converted = o0(model, front_end=front_end)
+    assert f"{forward.__name__} is captured for the training flags it has" in caplog.text
+    assert_is_eager(converted, model)
+    converted.train(not training)
+    with pytest.raises(fxamp.CaptureError, match=rf"{forward.__name__} was captured while it had training={training}"):
+        converted(example())
+    assert_is_eager(converted.train(training), model)
+
+
+@both
+def test_flags_of_single_modules_hold_too_where_one_mode_was_captured(front_end: str) -> None:
+    class Frozen(Regularised):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x if self.training else self.l(x))
+
+    model = Frozen()
+    model.norm.eval()
+    converted = o0(model, front_end=front_end)
+    assert_is_eager(converted, model)
+    converted.norm.train()
+    with pytest.raises(fxamp.CaptureError, match="'norm' had training=False"):
+        converted(example())
+
+
+def test_the_refusal_names_both_sides_with_their_lines() -> None:
+    converted = o0(Two(structural))
+    (note,) = converted.plan.notes
+    assert "linear.default in module 'm'" in note
+
+
+def test_a_region_that_differs_inside_follows_the_mode() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            y = F.dropout(self.l(x), 0.5, self.training)
+        return self.m(y)
+
+    model = Two(forward)
+    converted = o0(model)
+    for training in (True, False):
+        model.train(training)
+        converted.train(training)
+        assert_is_eager(converted, model)
+
+
+def test_capture_in_eval_mode_gives_the_same_as_in_train_mode() -> None:
+    model = Regularised()
+    train = o0(model)
+    evaluation = o0(model.eval())
+    torch.manual_seed(0)
+    expected = train(example())
+    torch.manual_seed(0)
+    assert_same(evaluation.train()(example()), expected)

@@ -1,0 +1,154 @@
+"""Copies and saved modules keep graph, plan, containers and the training flag that they follow."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxamp
+from fxamp.serialize import graph_from_data, graph_to_data
+from tests.helpers import FRONT_ENDS, Two, assert_same, example, o0
+from tests.test_module import Net
+
+
+def dictionary(self: Any, batch: dict[str, Tensor]) -> dict[str, Any]:
+    with torch.no_grad():
+        y = self.l(batch["x"])
+    return {"out": self.m(y)[:, 1:3], "rows": batch["x"].shape[0], "none": None}
+
+
+@pytest.fixture(scope="module", params=FRONT_ENDS)
+def converted(request: pytest.FixtureRequest) -> fxamp.ConvertedModule:
+    torch.manual_seed(0)
+    return fxamp.convert(Net(), (example(),), policy="O1,dtype=bf16", capture=request.param)
+
+
+def seeded(module: nn.Module, training: bool) -> Any:
+    torch.manual_seed(0)
+    return module.train(training)(example())
+
+
+def loaded(module: nn.Module) -> Any:
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("again", [copy.deepcopy, loaded])
+def test_a_copy_follows_both_modes_and_shares_nothing(converted: Any, again: Any, training: bool) -> None:
+    converted.train(training)
+    made = again(again(converted))
+    assert type(made) is not type(converted)
+    assert isinstance(made, fxamp.ConvertedModule)
+    assert made.training is training
+    assert fxamp.plan_of(made) == fxamp.plan_of(converted)
+    assert list(made.state_dict()) == list(converted.state_dict())
+    assert made.m.weight is made.tied.weight
+    for mode in (True, False):
+        converted.get_buffer("seen").zero_()
+        made.load_state_dict(converted.state_dict())
+        expected = seeded(converted, mode)
+        made.load_state_dict({**made.state_dict(), **{k: v for k, v in converted.state_dict().items() if k == "seen"}})
+        assert_same(seeded(made, mode), expected)
+    before = converted.l.weight.detach().clone()
+    with torch.no_grad():
+        made.l.weight.zero_()
+    assert torch.equal(converted.l.weight, before)
+    with pytest.raises(AttributeError, match="forward of Net"):
+        _ = made.config
+
+
+def test_a_shallow_copy_shares_the_parameters(converted: Any) -> None:
+    assert copy.copy(converted).l.weight is converted.l.weight
+
+
+def test_a_deep_copy_inside_a_larger_module_keeps_ties() -> None:
+    model = Two()
+    made = copy.deepcopy(nn.ModuleList([o0(model), model]))
+    assert made[0].l.weight is made[1].l.weight  # type: ignore[union-attr]
+
+
+def test_hooks_of_a_copy_are_its_own() -> None:
+    converted, seen = o0(Two()), list[int]()
+    converted.register_forward_hook(lambda *_: seen.append(1))
+    made = copy.deepcopy(converted)
+    made(example())
+    assert seen == [1]
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_new_process_loads_it(converted: Any, training: bool, tmp_path: Path) -> None:
+    converted.train(training)
+    torch.save(converted, tmp_path / "module.pt")
+    expected = [seeded(copy.deepcopy(converted), mode) for mode in (True, False)]
+    torch.save((expected, example(), fxamp.plan_of(converted).to_json()), tmp_path / "expected.pt")
+    script = """
+import sys, torch, fxamp
+module = torch.load(sys.argv[1] + "/module.pt", weights_only=False)
+(train, evaluation), x, plan = torch.load(sys.argv[1] + "/expected.pt", weights_only=False)
+state = {k: v.clone() for k, v in module.state_dict().items()}
+for mode, expected in ((True, train), (False, evaluation)):
+    module.load_state_dict(state)
+    torch.manual_seed(0)
+    assert torch.equal(module.train(mode)(x), expected), mode
+assert fxamp.plan_of(module).to_json() == plan
+"""
+    root = Path(fxamp.__file__).parent.parent
+    result = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)], cwd=root, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+
+
+def test_containers_regions_and_slices_survive() -> None:
+    batch = {"x": example()}
+    converted = o0(Two(dictionary), (batch,))
+    assert_same(loaded(converted)(batch), converted(batch))
+
+
+def test_guards_survive() -> None:
+    made = loaded(o0(Two(), dynamic_shapes={"x": {0: torch.export.Dim("rows", max=5)}}))
+    with pytest.raises(fxamp.CaptureError, match="captured for sizes"):
+        made(example(9))
+
+
+def test_the_mode_that_was_captured_alone_is_remembered() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return self.l(x) if self.training else self.m(self.l(x))
+
+    made = loaded(o0(Two(forward)))
+    with pytest.raises(fxamp.CaptureError, match="training=True"):
+        made.eval()(example())
+
+
+def test_graph_data_is_plain_and_round_trips(converted: Any) -> None:
+    data = graph_to_data(converted.graph)
+    again = graph_from_data(pickle.loads(pickle.dumps(data)))
+    assert str(again) == str(converted.graph)
+    assert graph_to_data(again) == data
+
+
+def test_a_missing_operator_is_named() -> None:
+    library = torch.library.Library("fxamp_test_serialize", "DEF")
+    library.define("twice(Tensor x) -> Tensor")
+    library.impl("twice", lambda x: x * 2, "CompositeExplicitAutograd")
+    graph = torch.fx.Graph()
+    graph.output((graph.call_function(torch.ops.fxamp_test_serialize.twice.default, (graph.placeholder("x"),)),))
+    data = graph_to_data(graph)
+    assert str(graph_from_data(data)) == str(graph)
+    missing = [
+        (*n[:2], n[2]._replace(name="fxamp_gone::twice") if n[0] == "call_function" else n[2], *n[3:]) for n in data
+    ]
+    with pytest.raises(fxamp.PlanError, match=r"fxamp_gone::twice.*Import the library"):
+        graph_from_data(missing)
