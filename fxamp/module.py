@@ -33,7 +33,7 @@ _STATE_HOOKS = (
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-class _Containers(CodeGen):
+class Containers(CodeGen):
     """Lets what interprets the graph, as `torch.export` does, give and get the original's containers."""
 
     def __init__(self, call_spec: CallSpec) -> None:
@@ -67,7 +67,7 @@ class ConvertedModule(GraphModule):
         only_mode: dict[str, bool] | None = None,
         original: str = "the original model",
     ) -> None:
-        graph.set_codegen(_Containers(call_spec))
+        graph.set_codegen(Containers(call_spec))
         super().__init__(root, graph, class_name="ConvertedModule")
         for key in _TREE:
             self.__dict__[key] = root.__dict__[key]

@@ -47,7 +47,8 @@ class Costs:
         if "val" not in node.meta or is_view(node):
             return 0
         moved = numel(node.meta["val"]) + sum(numel(o.node.meta.get("val")) for o in ops.operands(node))
-        return size * moved * (3 if node in self.grad else 1)
+        backward = 2 if node in self.grad and ops.name(node) not in _FREE_BACKWARD else 0
+        return size * moved * (1 + backward)
 
 
 def is_view(node: Node) -> bool:
@@ -56,6 +57,8 @@ def is_view(node: Node) -> bool:
     return ops.name(node) in _VIEWS or (schema is not None and any(r.alias_info is not None for r in schema.returns))
 
 
+# The gradient of each operand is the gradient itself, or a view of it.
+_FREE_BACKWARD = frozenset(["add", "sub", "cat"])
 _VIEWS = frozenset(
     ["getitem", "reshape", "flatten", "unflatten", "contiguous", "dropout", "chunk", "expand_as", "view_as"]
 )

@@ -17,7 +17,7 @@ from torch.fx import Graph, Node
 
 from .aliases import Aliases, grad_modes, may_alias
 from .assign_precision import Assignment
-from .insert_casts import is_inserted
+from .insert_casts import CAST, is_inserted
 
 logger = logging.getLogger("fxamp")
 
@@ -36,7 +36,7 @@ def eliminate_casts(graph: Graph, assignment: Assignment, share: str = "always")
     edits = {
         "no_op": _no_op(graph, assignment),
         "round_trip": _round_trip(graph, assignment),
-        "share": _share(graph, share),
+        "share": _share(graph, assignment, share),
     }
     logger.debug("eliminate_casts: %s", edits)
     return edits
@@ -73,22 +73,24 @@ def _round_trip(graph: Graph, assignment: Assignment) -> int:
     return edits
 
 
-def _share(graph: Graph, mode: str) -> int:
-    """Before: a = to(x, bf16); b = to(x, bf16). After: a twice."""
+def _share(graph: Graph, assignment: Assignment, mode: str) -> int:
+    """Before: a = to(x, bf16); b = to(x, bf16). After: a twice. The author's own cast serves as well as one of ours."""
     if mode == "never":
         return 0
     edits, aliases, modes = 0, Aliases(graph), grad_modes(graph)
     first: dict[Any, Node] = {}
-    for cast in _inserted(graph):
+    for cast in [n for n in graph.nodes if is_inserted(n) or n.target is CAST]:
         value: Any = cast.args[0]
         is_weight = value.op == "get_attr"
+        if not is_inserted(cast) and (aliases.is_mutated(cast) or assignment.dtypes[value] == cast.args[1]):
+            continue  # written later, or no copy at all
         if mode == "weights" and not is_weight:
             continue
         # A front end may read one attribute twice.
         same = value.target if is_weight else value
         key = (is_weight, same, cast.target, cast.args[1], modes[cast], aliases.epoch(value, cast))
         keep = first.setdefault(key, cast)
-        if keep is not cast:
+        if keep is not cast and is_inserted(cast):
             edits += _replace(graph, cast, keep)
     return edits
 

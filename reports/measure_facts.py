@@ -5,7 +5,7 @@
 
 What each fact means is said in `passes/facts.py`. Elementwise ops of one operand are measured on all 65,536 values of
 the low dtype, in three layouts; the others on a grid of shapes, strides, dimensions and distributions. Where a kernel
-sums in another order than its FP32 twin, one result in 10,000 or more differs, so 50,000 or more of each call are compared.
+sums in another order than its FP32 twin, one result in 10,000 differs, so at least 50,000 of each call are compared.
 """
 
 from __future__ import annotations
@@ -272,7 +272,7 @@ def _fp32_internal(case: Case, device: str, low: torch.dtype, quick: bool) -> bo
 
 
 def _rounds_once(case: Case, device: str, low: torch.dtype, quick: bool) -> bool:
-    """Compare RMS relative errors; the median of five batches, because one cancellation in a sum outweighs the rest."""
+    """Compare RMS errors, which weigh as the values do; the median of five batches, lest one cancellation outweighs."""
     wanted = (FEW_OUTPUTS if quick else OUTPUTS) // 5
     return all(
         statistics.median(_error_ratio(op, shapes, kind, device, low, wanted) for _ in range(5)) <= 1.5
@@ -284,7 +284,7 @@ def _rounds_once(case: Case, device: str, low: torch.dtype, quick: bool) -> bool
 def _error_ratio(
     op: Callable[..., Any], shapes: Shapes, kind: str, device: str, low: torch.dtype, wanted: int
 ) -> float:  # fmt: skip
-    """Return the RMS error relative to float64, over that of the rounded result; where FP32 is right itself."""
+    """Return the RMS distance to float64 over that of the rounded result; where FP32 is right itself."""
     info = torch.finfo(low)
     ours = best = 0.0
     seen = 0
@@ -294,8 +294,8 @@ def _error_ratio(
         for made, fp32, true in zip(*outputs, strict=True):
             counts = (true.abs() >= info.smallest_normal) & (true.abs() <= info.max)
             counts &= (fp32.double() - true).abs() <= info.eps / 8 * true.abs()
-            ours += float(((made.double() - true) / true)[counts].square().sum())
-            best += float(((true.to(low).double() - true) / true)[counts].square().sum())
+            ours += float((made.double() - true)[counts].square().sum())
+            best += float((true.to(low).double() - true)[counts].square().sum())
             seen += int(counts.sum())
         if seen >= wanted:
             break
@@ -394,8 +394,8 @@ def main() -> None:
     """Measure every case on the devices asked for, and write one file each."""
     parser = argparse.ArgumentParser(description="Measure how ops behave in low, and write passes/facts_<device>.json.")
     here = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-    parser.add_argument("device", nargs="*", default=here, choices=["cpu", "cuda"])
-    for device in parser.parse_args().device:
+    parser.add_argument("device", nargs="*", help="cpu, cuda; all that are here by default")
+    for device in parser.parse_args().device or here:
         found = {
             case.key: {str(low).removeprefix("torch."): measure(case, device, low) for low in LOWS}
             for case in tqdm(cases(), desc=device, mininterval=5)

@@ -103,43 +103,24 @@ def parse(text: str) -> GraphModule:
             value = torch.randn(shape).to(DTYPES[dtype])
             known[name] = builder.attribute(name, nn.Parameter(value) if right == "param" else value)
         else:
-            known[name] = eval(right, {}, _Names(builder, name, known))
+            known[name] = _made(builder, name, right, known)
     raise AssertionError("a graph ends with `return`")
 
 
-class _Names(dict[str, Any]):
-    """What the names on the right of a line mean: values, dtypes, else ops that make the node `name`."""
-
-    def __init__(self, builder: Builder, name: str, known: dict[str, Any]) -> None:
-        super().__init__(known)
-        self.builder, self.name = builder, name
-
-    def __missing__(self, op: str) -> Any:
-        if op == "cast":
-            return self._cast
-        if op in _PLAIN:
-            return _Call(self, _PLAIN[op])
-        return _Call(self, getattr(aten, op))
-
-    def _cast(self, value: Node, dtype: torch.dtype) -> Node:
-        node = self.builder.call(CAST, value, dtype, name=self.name)
+def _made(builder: Builder, name: str, text: str, known: dict[str, Any]) -> Node:
+    """Add the call that the right of a line says, over the values before it."""
+    found = re.fullmatch(r"([\w.]+)\((.*)\)", text)
+    assert found is not None, text
+    op, arguments = found.groups()
+    args, kwargs = eval(f"_({arguments})", {"_": lambda *a, **k: (a, k)}, known)
+    if op == "cast":
+        node = builder.call(CAST, *args, name=name)
         node.meta["fxamp"] = "cast"
         return node
-
-
-class _Call:
-    """An op of the text: called as it is, or with an overload after a dot."""
-
-    def __init__(self, names: _Names, target: Any) -> None:
-        self._names, self._target = names, target
-
-    def __getattr__(self, overload: str) -> Any:
-        return _Call(self._names, getattr(self._target, overload))
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Node:
-        packet = isinstance(self._target, torch._ops.OpOverloadPacket)
-        target = self._target.default if packet else self._target
-        return self._names.builder.call(target, *args, name=self._names.name, **kwargs)
+    target = _PLAIN[op] if op in _PLAIN else operator.attrgetter(op)(aten)
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        target = target.default
+    return builder.call(target, *args, name=name, **kwargs)
 
 
 def render(graph: Graph) -> str:
@@ -300,6 +281,9 @@ class _Draw:
         value = nn.Parameter(torch.randn(shape) * scale)
         return self.builder.attribute(f"w{len(list(self.builder.root.parameters()))}", value)
 
+    def frozen(self, *shape: int) -> Node:
+        return self.builder.attribute(f"f{len(list(self.builder.root.buffers()))}", torch.randn(shape) * 0.5)
+
     def draw_linear(self) -> None:
         bias = self.parameter(8) if self.rng.random() < 0.5 else None
         self.keep(self.call(aten.linear.default, self.matrix(), self.parameter(8, 8), bias))
@@ -383,10 +367,34 @@ class _Draw:
         part = self.call(aten.select.int, self.writable(), 0, self.rng.randrange(4))
         self.call(aten.mul_.Tensor, part, 2.0)
 
-    def writable(self) -> Node:
+    def draw_written_between_two_reads(self) -> None:
+        value = self.writable(8)
+        self.keep(self.call(aten.linear.default, value, self.frozen(8, 8)))
+        self.call(aten.mul_.Tensor, value, 1.5)
+        self.keep(self.call(aten.linear.default, value, self.frozen(8, 8)))
+
+    def draw_view_read_after_its_base_is_written(self) -> None:
+        value = self.writable(8)
+        base = self.call(aten.add.Tensor, value, self.matrix()) if self.rng.random() < 0.5 else value
+        view = self.call(aten.transpose.int, self.call(aten.slice.Tensor, base, 0, 0, 4), 0, 1)
+        self.call(aten.add_.Tensor, base, self.alike(base))
+        self.keep(self.call(aten.matmul.default, self.frozen(4, 8), view))
+        self.keep(base)
+
+    def draw_halves_of_which_one_is_written(self) -> None:
+        value = self.call(aten.add.Tensor, self.matrix(), self.matrix())
+        halves = self.call(aten.unsafe_chunk.default, value, 2, 1)
+        first, second = (self.call(operator.getitem, halves, i) for i in range(2))
+        before = self.call(aten.linear.default, value, self.frozen(8, 8))
+        self.call(aten.mul_.Tensor, first, 2.0)
+        after = self.call(aten.linear.default, value, self.frozen(8, 8))
+        self.values += [before, after, second]
+
+    def writable(self, columns: int | None = None) -> Node:
         """Return a value that autograd lets one write to; the third input stays as it is."""
         halves = {aten.chunk.default, aten.unsafe_chunk.default, aten.split.Tensor}
-        return self.rng.choice([v for v in self.values if v.name != "x2" and not _from(v, halves)])
+        values = [v for v in self.values if v.name != "x2" and not _from(v, halves)]
+        return self.rng.choice([v for v in values if columns is None or _size(v) == (4, columns)])
 
 
 def _size(node: Node) -> tuple[int, ...]:

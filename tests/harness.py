@@ -15,6 +15,7 @@ import fxamp
 from fxamp.capture import Captured, as_inputs, capture
 from fxamp.check import check_faithful
 from fxamp.convert import emit, resolve
+from fxamp.measure import StepCounts, step_counts
 from passes._torch import pytree
 from passes.policy import Policy
 from tests.models import BY_NAME, Zoo
@@ -60,12 +61,26 @@ def _converted(name: str, policy: str, front_end: str) -> fxamp.ConvertedModule:
     return emit(own, resolve(Policy.parse(policy), found.model, as_inputs(found.args, found.kwargs)))
 
 
+class UnderAutocast(nn.Module):
+    """A model called under `torch.autocast`."""
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.model, self.dtype = model, dtype
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with torch.autocast("cpu", dtype=self.dtype):
+            return self.model(*args, **kwargs)
+
+
 def floats(output: Any) -> list[Tensor]:
     """Return the floating leaves of an output."""
     return [t for t in pytree.tree_leaves(output) if isinstance(t, Tensor) and t.is_floating_point()]
 
 
-def run(module: nn.Module, found: Subject, *, seed: int = 0) -> tuple[list[Tensor], dict[str, Tensor], dict[str, Tensor], Tensor]:
+def run(
+    module: nn.Module, found: Subject, *, seed: int = 0
+) -> tuple[list[Tensor], dict[str, Tensor], dict[str, Tensor], Tensor]:
     """Run forward and backward; return outputs, gradients, buffers afterwards (restored then), and the RNG state."""
     before = {n: b.clone() for n, b in found.model.named_buffers()}
     torch.manual_seed(seed)
@@ -104,3 +119,18 @@ def distance(got: dict[str, Tensor], reference: dict[str, Tensor]) -> float:
     assert got.keys() == reference.keys()
     difference = sum((got[n].double() - g.double()).pow(2).sum().item() for n, g in reference.items())
     return float((difference / sum(g.double().pow(2).sum().item() for g in reference.values())) ** 0.5)
+
+
+def training_counts(name: str, policy: str) -> tuple[StepCounts, StepCounts]:
+    """Count a training step under autocast, the loss inside its region, and one of the converted model."""
+    found, module = subject(name), converted(name, policy)
+    set_mode(found, module, True)
+
+    def under_autocast() -> Tensor:
+        with torch.autocast("cpu", dtype=fxamp.plan_of(module).policy.dtype):
+            return found.zoo.loss(found.model(*found.args, **found.kwargs))
+
+    expected = step_counts(under_autocast)
+    got = step_counts(lambda: found.zoo.loss(module(*found.args, **found.kwargs)))
+    found.model.zero_grad(set_to_none=True)
+    return expected, got

@@ -136,3 +136,22 @@ def test_gradients_stay_near_the_truth(level: str) -> None:
     reference = gradient(Autocast(), X, net)
     bound = {"O1": 1.1, "O2": 1.5}[level]
     assert (got - truth).norm() <= bound * (reference - truth).norm()
+
+
+def test_the_authors_own_upcast_serves_the_output_too() -> None:
+    def loss(m: Any, x: Tensor) -> Any:
+        y = m.first(x)
+        return y, F.cross_entropy(y.float(), torch.zeros(4, dtype=torch.long))
+
+    assert casts(convert(loss)) == ["tensors_0 -> bfloat16"]
+
+
+def test_an_upcast_that_the_author_writes_to_does_not() -> None:
+    def loss(m: Any, x: Tensor) -> Any:
+        y = m.first(x)
+        wide = y.to(torch.float64)
+        wide.add_(1)
+        return y.double(), wide
+
+    plain, written = convert(loss)(X)
+    assert torch.equal(written, plain + 1)

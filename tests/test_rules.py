@@ -245,7 +245,7 @@ def function(name: str) -> Any:
 @functools.cache
 def every_call() -> dict[str, list[Call]]:
     """Return calls of ATen ops by canonical name: by hand, and the sample inputs of torch's own tests that fit."""
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     found: dict[str, list[Call]] = defaultdict(list)
     for name, args in calls_by_hand():
         found[name].append((function(name), args, {}))
@@ -258,7 +258,7 @@ def every_call() -> dict[str, list[Call]]:
             packet = next((getattr(aten, n) for n in spellings if hasattr(aten, n)), None)
             if packet is None or packet._qualified_op_name.endswith("_") or torch.float32 not in info.dtypes:
                 continue
-            samples = list(itertools.islice(info.sample_inputs("cpu", torch.float32), 12))
+            samples = list(itertools.islice(info.sample_inputs_func(info, "cpu", torch.float32, False), 12))
             for sample in samples[:: max(1, len(samples) // 3)]:
                 call = (packet, (sample.input, *sample.args), sample.kwargs)
                 if result(packet, call[1:], autocast=False) is not None:
@@ -304,7 +304,7 @@ def obeyed(rule: Rule, kind: str, args: Any) -> Any:
 
 def result(op: Callable[..., Any], args: Any, autocast: bool) -> Any:
     """Return what a call gives, or None when it raises."""
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     given, named = copied(args)
     try:
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast, cache_enabled=False):
