@@ -1,7 +1,7 @@
 """Automatic mixed precision for PyTorch as a graph-rewriting compiler pass over torch.fx.
 
-    converted = fxamp.convert(model, (example,))    # values of torch.autocast, fewer casts
-    print(fxamp.report(converted))                  # every decision, with its reason
+converted = fxamp.convert(model, (example,))    # values of torch.autocast, fewer casts
+print(fxamp.report(converted))                  # every decision, with its reason
 """
 
 from __future__ import annotations

@@ -38,13 +38,13 @@ class Leaf:
             if not _same(value, self.constant):
                 raise CaptureError(
                     f"input '{self.name}' was captured as {self.constant!r} and is baked into the graph; this call "
-                    f"gives {value!r}. Convert again with this value, or use fxamp.compile, which recompiles."
+                    f"gives {value!r}. Convert again with this value."
                 )
             return
         if not isinstance(value, torch.Tensor):
             raise CaptureError(
                 f"input '{self.name}' was captured as a tensor; this call gives {type(value).__name__}. Convert again "
-                "with such a value, or use fxamp.compile, which recompiles."
+                "with such a value."
             )
         if value.dtype != self.dtype:
             raise CaptureError(
@@ -102,7 +102,7 @@ class CallSpec:
                     continue
                 raise CaptureError(
                     f"optional input '{name}' was left out of the example inputs, so the graph does not take it. "
-                    "Convert with an example that has it, or use fxamp.compile, which handles both."
+                    "Convert with an example that has it."
                 )
         bound = [values[name] if name in values else self._left_out(name) for name in self.given]
         if self.in_spec is None:
@@ -113,7 +113,7 @@ class CallSpec:
             if found != spec:
                 raise CaptureError(
                     f"input '{name}' has another structure than the example: {_outline(found)} instead of "
-                    f"{_outline(spec)}. Convert again with such an example, or use fxamp.compile, which handles both."
+                    f"{_outline(spec)}. Convert again with such an example."
                 )
             flat += leaves
         for leaf, value in zip(self.leaves, flat, strict=True):
@@ -131,8 +131,8 @@ class CallSpec:
             if not self.leaves[at].tensor:
                 return self.defaults[name]
         raise CaptureError(
-            f"optional input '{name}' was given in the example inputs and is missing from this call. Pass it, or use "
-            "fxamp.compile, which handles both."
+            f"optional input '{name}' was given in the example inputs and is missing from this call. Pass it, or "
+            "convert with an example that leaves it out."
         )
 
     def arguments(self, values: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
@@ -199,7 +199,7 @@ class CallSpec:
         sizes = ", ".join(f"'{n}' {tuple(t.shape)}" for n, t in zip(names, tensors, strict=True) if n in guard)
         raise CaptureError(
             f"the model was captured for sizes with {guard}; this call gives {sizes}. Convert again with such an "
-            "example, or use fxamp.compile, which recompiles."
+            "example."
         )
 
 

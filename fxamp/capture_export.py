@@ -18,7 +18,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.graph import CodeGen
 
 from passes._torch import guards_of
-from passes.errors import CaptureError, FxampError
+from passes.errors import INSTEAD, CaptureError, FxampError
 from passes.legalize import inline_regions
 
 from .call import CallSpec, Leaf, flatten_outputs
@@ -184,8 +184,7 @@ def explain(model: nn.Module, error: Exception) -> str:
     where = place_of(error)
     return (
         f"torch.export cannot capture {type(model).__name__}: {type(error).__name__}: {text[:1500]}"
-        f"{f' At {where}.' if where else ''} Change that construct, or use fxamp.compile(model), which captures what "
-        "it can."
+        f"{f' At {where}.' if where else ''} {INSTEAD}."
     )
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from passes._torch import pytree
-from passes.errors import CaptureError, PolicyError
+from passes.errors import INSTEAD, CaptureError, PolicyError
 from passes.values import LOW, Aliases, no_autocast
 
 from .call import CallSpec
@@ -152,7 +152,7 @@ def _fresh(value: Any) -> Any:
 def _compare(name: str, front_end: str, model: nn.Module, expected: Run, got: Run) -> None:
     way_out = f"The graph captured with '{front_end}' does not compute what {name} computes"
     if len(expected[0]) != len(got[0]):
-        raise CaptureError(f"{way_out}: {len(got[0])} outputs instead of {len(expected[0])}. Use fxamp.compile(model).")
+        raise CaptureError(f"{way_out}: {len(got[0])} outputs instead of {len(expected[0])}. {INSTEAD}.")
     for i, (a, b) in enumerate(zip(expected[0], got[0], strict=True)):
         if isinstance(a, torch.Tensor) and not (isinstance(b, torch.Tensor) and _same(a, b)):
             difference = (
@@ -162,8 +162,7 @@ def _compare(name: str, front_end: str, model: nn.Module, expected: Run, got: Ru
             )
             raise CaptureError(
                 f"{way_out}: output {i} differs by {difference}. Something in it is lost by capture (a side effect, a "
-                "random draw, a branch); use fxamp.compile(model), or pass check=False if it draws from a generator of "
-                "its own."
+                f"random draw, a branch). {INSTEAD}, or pass check=False if it draws from a generator of its own."
             )
     if expected[1] is None or got[1] is None:
         return
@@ -171,11 +170,9 @@ def _compare(name: str, front_end: str, model: nn.Module, expected: Run, got: Ru
     for i, (a, b) in enumerate(zip(expected[1], got[1], strict=True)):
         where = f"parameter '{named[i]}'" if i < len(named) else f"input {i - len(named)}"
         if (a is None) != (b is None):
-            raise CaptureError(
-                f"{way_out}: the gradient of {where} is {'lost' if b is None else 'new'}. Use fxamp.compile(model)."
-            )
+            raise CaptureError(f"{way_out}: the gradient of {where} is {'lost' if b is None else 'new'}. {INSTEAD}.")
         if a is not None and not _close(a, b):
-            raise CaptureError(f"{way_out}: the gradient of {where} differs. Use fxamp.compile(model).")
+            raise CaptureError(f"{way_out}: the gradient of {where} differs. {INSTEAD}.")
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:

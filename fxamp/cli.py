@@ -146,7 +146,7 @@ def _plan(target: str, policy: str | None) -> Plan:
         model, args, kwargs = load_target(target)
         from .convert import plan
 
-        return plan(model, args, kwargs, policy=policy)
+        return plan(model, args, kwargs, policy=policy)  # type: ignore[arg-type]  # convert says what it is not
     if policy is not None:
         raise PolicyError(f"{target!r} is a saved plan and has its own policy; leave out --policy")
     return Plan.load(target)

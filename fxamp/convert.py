@@ -15,7 +15,8 @@ from passes.errors import CaptureError, NotAModuleError, PolicyError
 from passes.plan import Plan
 from passes.policy import Policy
 
-from .capture import Captured, as_inputs, capture as capture_model
+from .capture import Captured, as_inputs
+from .capture import capture as capture_model
 from .check import check_faithful, refuse_low_parameters
 from .module import ConvertedModule, skeleton
 from .preflight import untouched
@@ -35,8 +36,8 @@ def convert(
     """Convert a model to mixed precision.
 
     Args:
-        model: an `nn.Module`, a `GraphModule` or an `ExportedProgram`. It is not changed; the converted module shares its
-            parameters and buffers, so an optimizer built before goes on working.
+        model: an `nn.Module`, a `GraphModule` or an `ExportedProgram`. It is not changed; the converted module shares
+            its parameters and buffers, so an optimizer built before goes on working.
         args: example inputs, a tuple as `torch.export.export` takes them (a lone tensor is wrapped).
         kwargs: example keyword inputs.
         policy: a level ("O0" to "O3"), a policy string ("O2,dtype=bf16,modules.fc3=fp32") or a Policy; "O1" by default.
@@ -76,8 +77,8 @@ def emit(captured: Captured, policy: Policy, replayed: Plan | None = None) -> Co
         captured.graph, policy, functools.partial(_attribute, root),
         capture=captured.front_end, notes=tuple(captured.notes), plan=replayed,
     )  # fmt: skip
-    name = type(captured.model).__name__
-    return ConvertedModule(root, captured.graph, decided, captured.call, policy.device or "cpu", captured.only_mode, name)
+    name, device = type(captured.model).__name__, policy.device or "cpu"
+    return ConvertedModule(root, captured.graph, decided, captured.call, device, captured.only_mode, name)
 
 
 def plan(
@@ -126,7 +127,12 @@ def _attribute(root: nn.Module, path: str) -> Any:
 
 
 def resolve(policy: Policy, model: nn.Module, inputs: tuple[tuple[Any, ...], dict[str, Any]] | None) -> Policy:
-    """Fill in the device (of the parameters, else of the inputs, else the CPU) and the low dtype (ambient autocast's, else default)."""
+    """Fill in the device (of the parameters, else of the inputs, else the CPU) and the low dtype.
+
+    The low dtype is the ambient autocast's, which is the device's default where there is none.
+    """
+    if policy.cost == "measured":
+        raise PolicyError("cost='measured' is not supported yet: use cost='bytes', the default.")
     device = policy.device
     if device is None:
         leaves = [*model.parameters(), *model.buffers(), *torch.utils._pytree.tree_leaves(inputs or ())]

@@ -41,9 +41,11 @@ class Containers(CodeGen):
         self.call_spec = call_spec
 
     def process_inputs(self, *args: Any) -> Any:
+        """Return the flat inputs of a call."""
         return self.call_spec.bind(args, {})
 
     def process_outputs(self, outputs: Any) -> Any:
+        """Return what the model returns."""
         return self.call_spec.pack(outputs)
 
 
@@ -117,8 +119,8 @@ class ConvertedModule(GraphModule):
                 here = f"'{path}'" if path else "it"
                 raise CaptureError(
                     f"{self.original} was captured while {here} had training={flag}; its graph holds for that alone "
-                    f"({'; '.join(self.plan.notes)}). Convert it again in the mode wanted, or use fxamp.compile, which "
-                    "keeps a graph for each."
+                    f"({'; '.join(self.plan.notes)}). Convert it again in the mode wanted; both "
+                    "conversions share the parameters."
                 )
 
     def _watch_scaling(self, outputs: tuple[Any, ...]) -> None:
@@ -147,8 +149,8 @@ class ConvertedModule(GraphModule):
             original = self.__dict__.get("original", "the original model")
             raise AttributeError(
                 f"'ConvertedModule' has no attribute '{name}'. Ahead of time fxamp keeps the parameters, buffers and "
-                f"forward of {original}, not its other attributes and methods: read '{name}' from the original, or "
-                'convert in place with model.compile(backend="fxamp").'
+                f"forward of {original}, not its other attributes and methods: read '{name}' from the original, "
+                "which shares its parameters."
             ) from None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ConvertedModule:

@@ -13,11 +13,10 @@ import torch.utils.checkpoint
 from torch import nn
 
 from passes._torch import pytree
-from passes.errors import CaptureError
+from passes.errors import INSTEAD, CaptureError
 
 from . import frames
 
-_WAY_OUT = 'Use fxamp.compile(model) or model.compile(backend="fxamp"), which keep it'
 _HOOKS = {
     "_forward_hooks": "forward hook",
     "_forward_pre_hooks": "forward pre-hook",
@@ -51,12 +50,11 @@ def refuse_modules(model: nn.Module, front_end: str) -> None:
             for hook in getattr(module, attribute).values():
                 _refuse_hook(where, kind, getattr(hook, "__qualname__", type(hook).__name__), front_end)
         if not _from_library(module) and any(getattr(module, attribute) for attribute in _STATE_HOOKS):
-            raise CaptureError(f"{where} has a state-dict hook, which the converted module would not run. {_WAY_OUT}.")
+            raise CaptureError(f"{where} has a state-dict hook, which the converted module would not run. {INSTEAD}.")
         for method, instead in _METHODS.items():
             if getattr(type(module), method) is not getattr(nn.Module, method) and not _from_library(module):
                 raise CaptureError(
-                    f"{where} overrides {method}(), which the converted module would not call. {_WAY_OUT}, or "
-                    f"{instead}."
+                    f"{where} overrides {method}(), which the converted module would not call. {INSTEAD}, or {instead}."
                 )
 
 
@@ -89,7 +87,7 @@ def _refuse_hook(where: str, kind: str, label: str, front_end: str) -> None:
             f"capture='{front_end}' would read a stale weight. Use torch.nn.utils.parametrizations instead."
         )
     raise CaptureError(
-        f"{where} has a {kind} ({label}), which a graph captured with '{front_end}' would not run. {_WAY_OUT}, or "
+        f"{where} has a {kind} ({label}), which a graph captured with '{front_end}' would not run. {INSTEAD}, or "
         "remove the hook before converting."
     )
 
@@ -106,7 +104,7 @@ def refuse_constructs(front_end: str) -> Iterator[None]:
         def patched(*args: Any, **kwargs: Any) -> Any:
             if threading.get_ident() == me and _by_model():
                 name = construct if isinstance(construct, str) else construct(args[0])
-                raise CaptureError(f"{name} at {frames.place()}: capture='{front_end}' {loss}. {_WAY_OUT}.")
+                raise CaptureError(f"{name} at {frames.place()}: capture='{front_end}' {loss}. {INSTEAD}.")
             return plain(*args, **kwargs)
 
         return mock.patch.object(

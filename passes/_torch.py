@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch._jit_internal import boolean_dispatched as boolean_dispatched
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.amp.autocast_mode import _enter_autocast as enter_autocast
@@ -67,6 +68,7 @@ __all__ = [
     "TorchDispatchMode",
     "TorchFunctionMode",
     "autocast_registrations",
+    "boolean_dispatched",
     "enter_autocast",
     "example_sizes",
     "exit_autocast",

@@ -29,3 +29,7 @@ class VerificationError(FxampError):
 
 class ScaleCollapseError(FxampError, FloatingPointError):
     """Too many optimizer steps in a row were skipped because gradients were not finite."""
+
+
+# The way out of every refusal to capture, until fxamp captures through torch.compile.
+INSTEAD = "Change that construct, or run this model under torch.autocast, which does without a graph"

@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch._jit_internal import boolean_dispatched
 from torch.fx import Node
 from torch.fx.node import map_aggregate
 
 from . import rnn
+from ._torch import boolean_dispatched
 
 # The tables: canonical name -> its other spellings in one dialect.
 

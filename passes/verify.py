@@ -11,7 +11,8 @@ from . import ops
 from .assign_precision import Assignment
 from .errors import VerificationError
 from .insert_casts import is_inserted
-from .values import ANY, module_path, source
+from .rules import rule
+from .values import ANY, ELIGIBLE, module_path, source
 
 _REPORT = "This is a bug in fxamp; please report it."
 
@@ -62,6 +63,7 @@ def _dtypes(node: Node, held: dict[Node, Any], assignment: Assignment) -> Any:
     if as_captured and not _is_touched(node, assignment):
         return assignment.original.get(node)
     try:
+        _refuse_mixed(node, held)
         return assignment.infer(node, held.__getitem__)
     except Exception as e:
         if as_captured:
@@ -70,6 +72,15 @@ def _dtypes(node: Node, held: dict[Node, Any], assignment: Assignment) -> Any:
             f"{_name(node)} rejects its operands {[str(held[n]) for n in node.all_input_nodes]}: {type(e).__name__}: "
             f"{e}. {_REPORT}"
         ) from e
+
+
+def _refuse_mixed(node: Node, held: dict[Node, Any]) -> None:
+    """Raise TypeError where a kernel rejects operands of several float dtypes, for not every fake kernel does."""
+    row = rule(ops.name(node))
+    if row is not None and row.same_dtype:
+        floats = {held[o.node] for o in ops.operands(node) if o.name not in row.uncast and held[o.node] in ELIGIBLE}
+        if len(floats) > 1:
+            raise TypeError("the kernel takes operands of one floating dtype")
 
 
 def _is_touched(node: Node, assignment: Assignment) -> bool:

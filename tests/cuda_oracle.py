@@ -2,7 +2,9 @@
 
     python -m tests.cuda_oracle MODEL...
 
-prints one JSON line per model: {"name": ..., "rows": [[key, op, expected, got], ...], "unrun": [op, ...]}.
+prints one JSON line per model: {"name": ..., "rows": [[key, op, expected, autocast, got, code], ...], "unrun": [op, ...]}.
+A row has the dtype that a node gives under the real kernels, what the plan says of autocast, what the converted graph
+gives, and the code of the reason for that.
 
 The ops that fake CUDA tensors cannot run (they need a device guard) get the dtype of the rule table and are listed.
 """
@@ -55,7 +57,7 @@ class Oracle(Interpreter):
     def call(self, n: Node, args: Any, kwargs: dict[str, Any]) -> Any:
         if ops.name(n) == "_assert_tensor_metadata":
             return None
-        moved: Any = lambda a: torch.device("cuda") if isinstance(a, torch.device) else a  # noqa: E731
+        moved: Any = lambda a: torch.device("cuda", 0) if isinstance(a, torch.device) else a  # noqa: E731
         args, kwargs = pytree.tree_map(moved, (args, kwargs))
         try:
             return n.target(*args, **kwargs)  # type: ignore[operator]
@@ -81,15 +83,19 @@ def compare(name: str) -> dict[str, Any]:
         torch.set_autocast_dtype("cuda", LOW_DTYPE)
         try:
             oracle = Oracle(plain, mode)
-            oracle.run(*[oracle.fake(t) for t in plain.call_spec.bind(found.args, found.kwargs)])
+            inputs = [oracle.fake(t) for t in plain.call_spec.bind(found.args, found.kwargs)]
+            oracle.run(*inputs, enable_io_processing=False)
         finally:
             torch.set_autocast_enabled("cuda", False)
     ours = {key: n for n, key in keys(module.graph).items() if n.meta.get("fxamp") != "cast"}
+    decisions = {d.key: d for d in module.plan.decisions}
     rows = []
     for node, key in keys(plain.graph).items():
         expected = oracle.dtypes.get(node.name)
         if expected is not None and expected.is_floating_point:
-            rows.append([key, ops.name(node), str(expected), str(ours[key].meta["val"].dtype)])
+            decision, got = decisions.get(key), str(ours[key].meta["val"].dtype)[6:]
+            autocast, code = (decision.autocast_dtype, decision.code) if decision is not None else (got, "")
+            rows.append([key, ops.name(node), str(expected)[6:], autocast, got, code])
     return {"name": name, "rows": rows, "unrun": sorted(set(oracle.unrun))}
 
 

@@ -39,7 +39,7 @@ def decided(module: Any, op: str) -> list[Decision]:
     return [d for d in fxamp.plan_of(module).decisions if d.op == op]
 
 
-def under_autocast(module: nn.Module, x: Tensor = X, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+def under_autocast(module: nn.Module, x: Tensor = X, dtype: torch.dtype | None = torch.bfloat16) -> Tensor:
     with torch.autocast("cpu", dtype=dtype):
         out: Tensor = module(x)
     return out.float()

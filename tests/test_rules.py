@@ -12,6 +12,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -428,7 +429,8 @@ def test_each_row_does_on_cuda_what_autocast_does_by_dtype() -> None:
     seen: list[Any] = []
     for _ in range(12):
         start = len(seen)
-        run = subprocess.run([sys.executable, __file__, str(start)], capture_output=True, text=True, check=False)
+        command = [sys.executable, "-m", "tests.test_rules", str(start)]
+        run = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parent.parent)
         seen += [json.loads(line) for line in run.stdout.splitlines()]
         if run.returncode == 0:
             break

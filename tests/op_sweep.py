@@ -1,0 +1,107 @@
+"""Run torch's own samples of every op, and compare what `passes.values` says of the call with what happened.
+
+Prints JSON: the claims that are false, and the number of ops of the table that were run. A program of its own, for
+torch's test suite changes global settings when it is imported: `python -m tests.op_sweep`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from passes import ops
+from passes._torch import pytree
+from passes.rules import RULES
+from passes.values import ANY, Aliases, SymbolicInference, dtypes_of, mutated_operands
+
+SAMPLES = 3  # of each op
+SKIPPED = {"histogramdd"}  # it returns its bins, which nobody writes to
+
+
+def cases(info: Any) -> Iterator[tuple[list[Any], Any]]:
+    """Yield (leaves, tree) of an op's samples: in FP32, then with the first or all others of the floats low."""
+    for sample, _ in zip(info.sample_inputs("cpu", torch.float32), range(SAMPLES), strict=False):
+        leaves, tree = pytree.tree_flatten(((sample.input, *sample.args), sample.kwargs))
+        floats = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.dtype is torch.float32]
+        yield leaves, tree
+        for low in (floats[:1], floats[1:]) if len(floats) > 1 else ():
+            yield [leaf.detach().bfloat16() if i in low else leaf for i, leaf in enumerate(leaves)], tree
+
+
+def as_node(function: Any, leaves: list[Any], tree: Any) -> tuple[Node, list[Any]]:
+    """Return a call of the function, and the leaves with inputs of a graph in place of tensors."""
+    graph = Graph()
+    places = [graph.placeholder("x") if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    for place, leaf in zip(places, leaves, strict=True):
+        if isinstance(leaf, Tensor):
+            place.meta["val"] = leaf
+    args, kwargs = pytree.tree_unflatten(places, tree)
+    return graph.call_function(function, args, kwargs), places
+
+
+def storages(value: Any) -> set[int]:
+    """Return where the tensors in a value are stored."""
+    tensors = [t for t in pytree.tree_leaves(value) if isinstance(t, Tensor)]
+    return {t.untyped_storage().data_ptr() for t in tensors if t.layout is torch.strided and t.numel()}
+
+
+def holds(said: Any, true: Any) -> bool:
+    """Say whether what was said of dtypes is true: `any` always is, a tuple of one stands for a list."""
+    if said is ANY:
+        return True
+    if isinstance(said, tuple) and isinstance(true, tuple):
+        said = said * len(true) if len(said) == 1 else said
+        return len(said) == len(true) and all(map(holds, said, true))
+    return bool(said == true)
+
+
+def false_claims(function: Any, leaves: list[Any], tree: Any) -> tuple[str, set[str]]:
+    """Return an op's name and what is said of this call that is not so."""
+    args, kwargs = pytree.tree_unflatten(leaves, tree)
+    versions = [leaf._version if isinstance(leaf, Tensor) else 0 for leaf in leaves]
+    before = [storages(leaf) for leaf in leaves]
+    try:
+        with torch.no_grad():
+            out = function(*args, **kwargs)
+    except Exception:  # it takes no mixed operands
+        return "", set()
+    node, places = as_node(function, leaves, tree)
+    name, aliases, written = ops.name(node), Aliases(node.graph), mutated_operands(node)
+    wrong = set()
+    said = SymbolicInference()(node, {n: n.meta["val"].dtype for n in node.all_input_nodes}.__getitem__)
+    if not holds(said, dtypes_of(out)):
+        wrong.add(f"{name} gives {dtypes_of(out)}, not {said}")
+    for leaf, place, version, storage in zip(leaves, places, versions, before, strict=True):
+        if storage & storages(out) and aliases.find(place) is not aliases.find(node):
+            wrong.add(f"{name} shares storage")
+        if isinstance(leaf, Tensor) and leaf._version != version and place not in written:
+            wrong.add(f"{name} writes")
+    return name, wrong
+
+
+def main() -> None:
+    """Sweep over all ops."""
+    warnings.simplefilter("ignore")
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    wrong: set[str] = set()
+    seen: set[str] = set()
+    for info in op_db:
+        if info.name in SKIPPED or torch.float32 not in info.supported_dtypes("cpu"):
+            continue
+        for leaves, tree in cases(info):
+            name, found = false_claims(info.op, leaves, tree)
+            seen.add(name)
+            wrong |= found
+    json.dump({"wrong": sorted(wrong), "ops": len(seen & set(RULES))}, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""Under CUDA's op lists every node has the dtype that the real CUDA autocast kernels give it; no GPU is needed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from passes.plan import DEVIATIONS
+from passes.rules import FOLLOW, lookup
+from tests.models import BY_NAME
+
+SOME = ("lenet5", "gpt", "graph_conv", "hf_bert")
+# What fake CUDA tensors cannot run in a build of torch without CUDA, and what the rule table says of it instead.
+UNRUN = {"batch_norm": FOLLOW}
+
+
+def _check(names: Sequence[str]) -> None:
+    # A process of its own: fake CUDA tensors change torch's state for good.
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.cuda_oracle", *names],
+        cwd=Path(__file__).parent.parent, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [model["name"] for model in found] == list(names)
+    for model in found:
+        assert set(model["unrun"]) <= set(UNRUN), model["name"]
+        assert len(model["rows"]) >= 8
+        for row in model["rows"]:
+            _, _, expected, autocast, got, code = row
+            assert autocast == expected, (model["name"], row)
+            # The cut stores a value in another dtype where no reader sees the difference.
+            assert got == expected or code in ("cut", *DEVIATIONS), (model["name"], row)
+
+
+def test_every_node_has_the_dtype_of_the_real_cuda_autocast_kernels() -> None:
+    _check(SOME)
+
+
+@pytest.mark.matrix
+def test_every_node_of_the_other_models_has_the_dtype_of_the_real_cuda_autocast_kernels() -> None:
+    _check([name for name in BY_NAME if name not in SOME])
+
+
+@pytest.mark.parametrize("name", UNRUN)
+def test_what_cannot_run_here_is_in_the_rule_table(name: str) -> None:
+    assert lookup(name, "cuda")[1] == UNRUN[name]

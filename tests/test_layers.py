@@ -1,0 +1,58 @@
+"""Imports run fxamp -> passes -> torch and never back."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PASSES = sorted((ROOT / "passes").glob("*.py"))
+FXAMP = sorted((ROOT / "fxamp").glob("*.py"))
+OURS = {"fxamp", "passes", "tests", "reports"}
+
+
+def imports(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield (level, module) of every import statement of a file; level 0 is absolute."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from ((0, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.level, node.module or ""
+
+
+def packages(path: Path) -> set[str]:
+    return {module.partition(".")[0] for level, module in imports(path) if level == 0}
+
+
+def test_there_is_something_to_check() -> None:
+    assert len(PASSES) > 5
+    assert len(FXAMP) > 5
+
+
+@pytest.mark.parametrize("path", PASSES, ids=lambda p: p.name)
+def test_the_compiler_imports_nothing_of_the_product(path: Path) -> None:
+    assert not packages(path) & OURS
+    assert all(level <= 1 for level, _ in imports(path))
+
+
+@pytest.mark.parametrize("path", FXAMP, ids=lambda p: p.name)
+def test_the_product_imports_no_tests_and_itself_relatively(path: Path) -> None:
+    assert not packages(path) & (OURS - {"passes"})
+
+
+@pytest.mark.parametrize("path", PASSES, ids=lambda p: p.name)
+def test_the_compiler_needs_torch_and_networkx_only(path: Path) -> None:
+    known = {"torch", "networkx", "sympy", ""}
+    standard = {"__future__", *__import__("sys").stdlib_module_names}
+    assert packages(path) <= known | standard
+
+
+@pytest.mark.parametrize("path", [*PASSES, *FXAMP], ids=lambda p: f"{p.parent.name}/{p.name}")
+def test_private_modules_of_torch_are_named_in_one_file(path: Path) -> None:
+    if path.name == "_torch.py":
+        return
+    private = {m for level, m in imports(path) if level == 0 and m.startswith("torch.") and "._" in m}
+    assert not private

@@ -1,0 +1,581 @@
+"""What is said of values holds: dtypes, storage, writes, grad modes, keys."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import operator
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.fx import Graph, Node
+from torch.library import custom_op
+
+from passes._torch import pytree
+from passes.values import (
+    ANY,
+    Aliases,
+    Inference,
+    SymbolicInference,
+    dtypes_of,
+    grad_modes,
+    keys,
+    literal_dtype,
+    may_alias,
+    module_path,
+    module_stack,
+    mutated_operands,
+    no_autocast,
+    original_dtypes,
+    source,
+)
+from tests.graphs import Builder, parse
+
+aten = torch.ops.aten
+BF16, F16, F32, F64, I64 = torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64
+lib = torch.ops.fxamp_test_values
+
+
+@custom_op("fxamp_test_values::write", mutates_args=("b",))
+def write(a: Tensor, b: Tensor) -> None:
+    b.add_(a)
+
+
+@custom_op("fxamp_test_values::wide", mutates_args=())
+def wide(a: Tensor, dtype_by_value: int) -> Tensor:
+    return a.double() if dtype_by_value else a.clone()
+
+
+@wide.register_fake
+def _(a: Tensor, dtype_by_value: int) -> Tensor:
+    return a.double() if dtype_by_value else torch.empty_like(a)
+
+
+def call(target: Any, *args: Any, **kwargs: Any) -> Node:
+    """Return a call whose tensors are inputs of a graph, each with its value."""
+    graph = Graph()
+
+    def operand(arg: Any) -> Any:
+        if not isinstance(arg, Tensor):
+            return arg
+        node = graph.placeholder("x")
+        node.meta["val"] = arg
+        return node
+
+    args, kwargs = pytree.tree_map(operand, (args, kwargs))
+    make = graph.call_method if isinstance(target, str) else graph.call_function
+    return make(target, args, kwargs)
+
+
+def held(node: Node) -> Any:
+    return dtypes_of(node.meta["val"])
+
+
+def x(dtype: torch.dtype = F32, *shape: int) -> Tensor:
+    return torch.ones(shape or (2, 4), dtype=dtype)
+
+
+# Inference on fake tensors.
+
+
+@pytest.mark.parametrize(
+    ("target", "args", "kwargs"),
+    [
+        (aten.add.Tensor, (x(BF16), x(F32)), {}),
+        (aten.add.Tensor, (x(BF16), torch.tensor(1.0)), {}),  # a 0-dim tensor does not promote
+        (aten.add.Tensor, (x(BF16), x(F32, 1)), {}),  # one of size 1 does
+        (aten.add.Tensor, (x(BF16), x(F16)), {}),
+        (aten.add.Tensor, (x(F64), x(BF16)), {}),
+        (aten.add.Tensor, (x(I64), x(BF16)), {}),
+        (aten.add.Tensor, (x(I64), 1), {}),
+        (aten.add.Tensor, (x(I64), 1.0), {}),  # what a number is decides
+        (aten.mul.Tensor, (x(torch.bool), 2), {}),
+        (aten.mul.Tensor, (x(torch.bool), True), {}),
+        (aten.div.Tensor, (x(I64), x(I64)), {}),
+        (aten.div.Tensor_mode, (x(I64), x(I64)), {"rounding_mode": "floor"}),
+        (aten.pow.Tensor_Scalar, (x(I64), 2), {}),
+        (aten.pow.Tensor_Scalar, (x(I64), 2.0), {}),
+        (aten.sum.default, (x(BF16),), {}),
+        (aten.sum.default, (x(BF16),), {"dtype": F32}),
+        (aten.sum.default, (x(torch.bool),), {}),
+        (aten.to.dtype, (x(F32), F16), {}),
+        (aten.to.dtype, (x(F32), F64), {}),
+        (aten.view.dtype, (x(BF16), torch.int16), {}),
+        (aten.softmax.int, (x(BF16), 1), {}),
+        (aten.softmax.int, (x(BF16), 1, F32), {}),
+        (aten.max.dim, (x(BF16), 1), {}),
+        (aten.max.default, (x(BF16),), {}),
+        (aten.split.Tensor, (x(BF16), 2, 1), {}),
+        (aten.split.Tensor, (x(BF16), 1, 1), {}),  # sizes decide how many outputs there are
+        (aten.unbind.int, (x(F32),), {}),
+        (aten.unbind.int, (x(F32, 3, 4),), {}),
+        (aten.cat.default, ([x(BF16), x(F32)],), {}),
+        (aten.where.self, (x(torch.bool), x(BF16), x(F32)), {}),
+        (aten.embedding.default, (x(BF16, 5, 3), torch.tensor([1, 2])), {}),
+        (aten.layer_norm.default, (x(BF16), [4], x(F32, 4), x(F32, 4)), {}),
+        (aten.eq.Tensor, (x(BF16), x(F32)), {}),
+        (aten.argmax.default, (x(BF16),), {}),
+        (aten.complex.default, (x(F32), x(F32)), {}),
+        (aten.full.default, ([2], 1), {}),
+        (aten.full.default, ([2], 1.0), {}),
+        (aten.add_.Tensor, (x(BF16), x(F32)), {}),
+        (aten.nonzero.default, (x(BF16),), {}),  # a size that only data decides
+        (aten.masked_select.default, (x(BF16), x(torch.bool)), {}),
+        (operator.getitem, (x(BF16), slice(0, 1)), {}),
+        (F.relu, (x(BF16),), {"inplace": True}),
+        ("float", (x(BF16),), {}),
+        (lib.wide.default, (x(F32), 0), {}),
+        (lib.wide.default, (x(F32), 1), {}),  # a custom op may let a value decide
+    ],
+    ids=lambda value: str(value) if callable(value) else None,
+)
+def test_inference_gives_what_torch_gives_whatever_ran_before(target: Any, args: Any, kwargs: Any) -> None:
+    node = call(target, *args, **kwargs)
+    args, kwargs = copy.deepcopy((args, kwargs))
+    out = getattr(args[0], target)(*args[1:], **kwargs) if isinstance(target, str) else target(*args, **kwargs)
+    node.meta["val"] = out
+    assert _inference()(node, held) == dtypes_of(out)
+    assert _inference()(node, held) == dtypes_of(out)
+
+
+@functools.cache
+def _inference() -> Inference:
+    return Inference()  # one for all cases: what one of them left behind must not answer another
+
+
+def test_inference_takes_dtypes_from_the_caller_and_not_from_the_graph() -> None:
+    node = call(aten.mul.Tensor, x(F32), x(F32))
+    first, second = node.all_input_nodes
+    assert Inference()(node, {first: BF16, second: BF16}.__getitem__) is BF16
+    assert Inference()(node, {first: BF16, second: F32}.__getitem__) is F32
+
+
+def test_inference_raises_what_the_op_raises_and_logs_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    node = call(aten.bmm.default, x(F32, 1, 2, 2), x(F32, 1, 2, 2))
+    first, second = node.all_input_nodes
+    with pytest.raises(RuntimeError, match="expected"):
+        Inference()(node, {first: BF16, second: F32}.__getitem__)
+    assert capfd.readouterr().err == ""
+
+
+def test_inference_draws_no_random_number_and_keeps_grad_mode() -> None:
+    state = torch.get_rng_state()
+    node = call(aten.rand_like.default, x(BF16))
+    assert Inference()(node, held) is BF16
+    assert torch.equal(state, torch.get_rng_state())
+    assert torch.is_grad_enabled()
+
+
+def test_inference_knows_sizes_that_are_symbols_even_those_that_only_data_decides() -> None:
+    class Model(nn.Module):
+        def forward(self, a: Tensor, b: Tensor) -> Tensor:
+            rows = a[b > 0]  # as many as there are
+            return torch.cat([rows, rows]).reshape(-1, 2) @ a.reshape(2, -1)
+
+    dims = {"a": {0: torch.export.Dim.AUTO}, "b": {0: torch.export.Dim.AUTO}}
+    gm = torch.export.export(Model(), (torch.randn(6, 4), torch.randn(6)), dynamic_shapes=dims).module(check_guards=False)
+    assert isinstance(gm, torch.fx.GraphModule)
+    infer = Inference()
+    found = {n.name: infer(n, held) for n in gm.graph.nodes if n.op == "call_function" and isinstance(n.meta["val"], Tensor)}
+    expected = {n.name: held(n) for n in gm.graph.nodes if n.name in found}
+    assert found == expected
+    assert "matmul" in found
+
+
+def test_a_member_of_a_tuple_has_its_own_dtype() -> None:
+    gm = parse("x: bf16[2, 4]\ntopk = topk(x, 2)\nvalues: bf16[2, 2] = getitem(topk, 0)\nat: i64[2, 2] = getitem(topk, 1)\nreturn values")
+    dtypes = original_dtypes(gm.graph, gm.get_parameter)
+    assert [d for n, d in dtypes.items() if n.op == "call_function"] == [(BF16, I64), BF16, I64]
+    node = next(n for n in gm.graph.nodes if n.name == "at")
+    assert Inference()(node, dtypes.__getitem__) is I64
+
+
+# Inference without shapes.
+
+
+def symbolic(target: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return the dtypes of a call, of whose operands these dtypes are known: `?` for one of which nothing is."""
+    graph, dtypes = Graph(), dict[Node, Any]()
+
+    def operand(arg: Any) -> Any:
+        if isinstance(arg, torch.dtype) or arg is ANY:
+            node = graph.placeholder("x")
+            dtypes[node] = arg
+            return node
+        return arg.value if isinstance(arg, Literal) else arg
+
+    args, kwargs = pytree.tree_map(operand, (args, kwargs))
+    node = graph.call_method(target, args, kwargs) if isinstance(target, str) else graph.call_function(target, args, kwargs)
+    return SymbolicInference()(node, dtypes.__getitem__)
+
+
+class Literal:
+    """A dtype that stands in the call as it is."""
+
+    def __init__(self, value: torch.dtype) -> None:
+        self.value = value
+
+
+@pytest.mark.parametrize(
+    ("target", "args", "expected"),
+    [
+        (torch.relu, (F32,), F32),
+        (torch.relu, (ANY,), ANY),
+        (torch.add, (F32, F32), F32),
+        (torch.add, (F32, 1.0), F32),
+        (torch.add, (F32, I64), F32),
+        (torch.add, (F32, 1j), ANY),  # complex
+        (torch.add, (BF16, F32), ANY),  # bfloat16 if the second has no dimension
+        (torch.add, (F32, ANY), ANY),
+        (torch.add, (I64, I64), ANY),  # of which the ranks decide
+        (torch.div, (I64, I64), ANY),
+        (torch.sin, (I64,), ANY),
+        (operator.add, (F32, F32), F32),
+        (operator.iadd, (BF16, F32), BF16),
+        ("mul_", (BF16, F32), BF16),
+        (F.relu, (BF16, True), BF16),
+        (F.linear, (ANY, F32, F32), F32),  # which takes no mixed operands
+        (torch.matmul, (ANY, ANY), ANY),
+        (F.layer_norm, (ANY, (4,), F32, F32), ANY),  # which follows its first operand
+        (F.layer_norm, (BF16, (4,), F32, F32), BF16),
+        (F.embedding, (ANY, F32), F32),
+        (F.embedding, (I64, BF16), BF16),
+        ("view", (I64, 2), I64),
+        ("view", (BF16, 2), BF16),
+        ("view", (BF16, Literal(torch.int16)), torch.int16),
+        ("float", (BF16,), F32),
+        ("half", (ANY,), F16),
+        (torch.Tensor.double, (ANY,), F64),
+        ("to", (F32, Literal(BF16)), BF16),
+        ("to", (F32, "cpu"), ANY),
+        ("to", (F32, BF16), BF16),  # another tensor
+        ("type", (F32, "torch.HalfTensor"), ANY),
+        ("type_as", (F32, BF16), BF16),
+        ("type_as", (F32, ANY), ANY),
+        ("sum", (BF16,), BF16),
+        ("argmax", (ANY,), I64),
+        (torch.eq, (ANY, ANY), torch.bool),
+        (torch.max, (BF16,), BF16),
+        (torch.max, (BF16, 1), (BF16, I64)),
+        (torch.max, (BF16, BF16), BF16),
+        ("topk", (BF16, 2), (BF16, I64)),
+        (torch.chunk, (BF16, 2), (BF16,)),
+        (torch.split, (BF16, 2), (BF16,)),
+        (torch.std_mean, (F32,), (F32, ANY)),
+        (torch.bucketize, (F32, F32), I64),
+        (torch.float_power, (F32, 2), ANY),
+        (torch.unique, (F32,), ANY),
+        (torch.fft.fft, (F32,), ANY),
+        (torch.view_as_complex, (F32,), ANY),
+        (torch.zeros, (2,), ANY),
+        (torch.equal, (F32, F32), None),
+        ("size", (F32, 0), None),
+        ("item", (F32,), None),
+        (torch.is_grad_enabled, (), None),
+        (lib.wide.default, (F32, 0), ANY),
+        (abs, (F32,), F32),
+        (sorted, (F32,), ANY),  # of which nothing is known
+    ],
+    ids=str,
+)
+def test_what_is_said_without_shapes(target: Any, args: Any, expected: Any) -> None:
+    assert symbolic(target, *args) == expected
+
+
+def test_a_dtype_that_is_read_from_a_value_is_that_of_the_value() -> None:
+    graph = Graph()
+    a, b = graph.placeholder("a"), graph.placeholder("b")
+    dtype = graph.call_function(getattr, (b, "dtype"))
+    dtypes = {a: F32, b: BF16, dtype: None}
+    infer = SymbolicInference()
+    assert infer(graph.call_method("to", (a, dtype)), dtypes.__getitem__) is BF16
+    assert infer(graph.call_function(torch.zeros, (2,), {"dtype": dtype}), dtypes.__getitem__) is BF16
+    assert infer(graph.call_function(torch.zeros_like, (a,), {"dtype": dtype}), dtypes.__getitem__) is BF16
+
+
+def test_a_list_of_unknown_length_has_one_dtype() -> None:
+    graph = Graph()
+    a = graph.placeholder("a")
+    parts = graph.call_function(torch.chunk, (a, 3))
+    dtypes: dict[Node, Any] = {a: BF16, parts: (BF16,)}
+    infer = SymbolicInference()
+    assert infer(graph.call_function(operator.getitem, (parts, 2)), dtypes.__getitem__) is BF16
+    assert infer(graph.call_function(operator.getitem, (parts, slice(1, None))), dtypes.__getitem__) == (BF16,)
+    assert infer(graph.call_function(torch.cat, (parts,)), dtypes.__getitem__) is BF16
+
+
+def test_what_is_said_of_every_op_of_torch_is_true() -> None:
+    """In a process of its own, for torch's test suite changes global settings when it is imported."""
+    root = Path(__file__).parent.parent
+    done = subprocess.run([sys.executable, "-m", "tests.op_sweep"], cwd=root, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["wrong"] == []
+    assert found["ops"] > 300
+
+
+# Storage.
+
+
+def shares(target: Any, *args: Any, **kwargs: Any) -> bool:
+    """Say whether a call is said to share storage with its first tensor."""
+    builder_args = pytree.tree_leaves((args, kwargs))
+    node = call(target, *args, **kwargs)
+    first = next(n for n in node.graph.nodes if n.meta.get("val") is next(a for a in builder_args if isinstance(a, Tensor)))
+    found = Aliases(node.graph)
+    return found.find(node) is found.find(first)
+
+
+@pytest.mark.parametrize(
+    ("target", "args", "kwargs"),
+    [
+        (aten.view.default, (x(), [4, 2]), {}),
+        (aten.reshape.default, (x(), [4, 2]), {}),
+        (aten.contiguous.default, (x(),), {}),
+        (aten.to.dtype, (x(), F32), {}),
+        (aten.dropout.default, (x(), 0.5, False), {}),
+        (aten.chunk.default, (x(), 2), {}),
+        (aten.unsafe_chunk.default, (x(), 2), {}),
+        (aten.unbind.int, (x(),), {}),
+        (aten.detach.default, (x(),), {}),
+        (aten.einsum.default, ("ij->ji", [x()]), {}),
+        (aten.add_.Tensor, (x(), 1), {}),
+        (F.dropout, (), {"input": x(), "training": False}),
+        (F.relu, (), {"input": x(), "inplace": True}),
+        (torch.split, (x(), 1), {}),
+        (torch.broadcast_tensors, (x(), x()), {}),
+        (torch.meshgrid, ([x(F32, 2)],), {}),
+        (torch.atleast_2d, ([x(F32, 2)],), {}),
+        (operator.iadd, (x(), 1), {}),
+        (operator.getitem, (x(), 0), {}),
+        ("view", (x(), 4, 2), {}),
+        ("transpose", (x(), 0, 1), {}),
+        ("float", (x(),), {}),
+        ("squeeze", (x(),), {}),
+        (sorted, (x(),), {}),
+    ],
+    ids=lambda value: str(value) if callable(value) or isinstance(value, str) else None,
+)
+def test_views_share_storage(target: Any, args: Any, kwargs: Any) -> None:
+    assert shares(target, *args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    "target", [aten.clone.default, aten.relu.default, aten.neg.default, torch.exp, "abs", operator.neg], ids=str
+)
+def test_new_values_do_not_share_storage(target: Any) -> None:
+    assert not shares(target, x())
+
+
+def test_the_source_of_an_in_place_op_does_not_share_its_storage() -> None:
+    node = call(aten.add_.Tensor, x(), x())
+    found = Aliases(node.graph)
+    target, other = node.all_input_nodes
+    assert found.find(node) is found.find(target) is not found.find(other)
+
+
+def test_out_is_what_the_call_returns() -> None:
+    out = x()
+    node = call(torch.add, x(), x(), out=out)
+    found = Aliases(node.graph)
+    assert found.is_mutated(node)
+    assert [n.meta["val"] is out for n in mutated_operands(node)] == [True]
+    assert not found.is_mutated(node.all_input_nodes[0])
+
+
+# Writes.
+
+
+@pytest.mark.parametrize(
+    ("target", "args", "kwargs", "written"),
+    [
+        (aten.add_.Tensor, (x(), x()), {}, [0]),
+        (aten.add.Tensor, (x(), x()), {}, []),
+        (aten.add.out, (x(), x()), {"out": x()}, [2]),
+        (aten.max.dim_max, (x(), 1), {"max": x(F32, 2), "max_values": x(I64, 2)}, [1, 2]),
+        (torch.max, (x(), 1), {"out": (x(F32, 2), x(I64, 2))}, [1, 2]),
+        (aten._foreach_add_.Scalar, ([x(), x()], 1), {}, [0, 1]),
+        (torch._foreach_add_, ([x(), x()], 1), {}, [0, 1]),
+        (operator.setitem, (x(), 0, x(F32, 4)), {}, [0]),
+        (operator.iadd, (x(), x()), {}, [0]),
+        ("copy_", (x(), x()), {}, [0]),
+        ("zero_", (x(),), {}, [0]),
+        (F.relu, (x(),), {"inplace": True}, [0]),
+        (F.relu, (), {"input": x(), "inplace": True}, [0]),
+        (F.relu, (x(),), {"inplace": False}, []),
+        (F.dropout, (x(), 0.5, True, True), {}, [0]),
+        (lib.write.default, (x(), x()), {}, [1]),
+        (lib.write, (x(), x()), {}, [1]),
+        (aten.batch_norm.default, (x(), None, None, x(F32, 4), x(F32, 4), True, 0.1, 1e-5, False), {}, [1, 2]),
+        (aten.batch_norm.default, (x(), None, None, x(F32, 4), x(F32, 4), False, 0.1, 1e-5, False), {}, []),
+        (F.batch_norm, (x(), x(F32, 4), x(F32, 4)), {"training": True}, [1, 2]),
+        (F.batch_norm, (x(), x(F32, 4), x(F32, 4)), {}, []),
+        (F.instance_norm, (x(F32, 1, 4, 4), x(F32, 4), x(F32, 4)), {}, [1, 2]),
+        (F.embedding, (torch.tensor([1]), x(F32, 5, 3)), {"max_norm": 1.0}, [1]),
+        (F.embedding, (torch.tensor([1]), x(F32, 5, 3)), {}, []),
+        (aten.embedding_renorm_.default, (x(F32, 5, 3), torch.tensor([1]), 1.0, 2.0), {}, [0]),
+        (aten.__and__.Tensor, (x(I64), x(I64)), {}, []),
+    ],
+    ids=lambda value: str(value) if callable(value) or isinstance(value, str) else None,
+)
+def test_writes_are_seen(target: Any, args: Any, kwargs: Any, written: list[int]) -> None:
+    node = call(target, *args, **kwargs)
+    operands = [n for n in node.graph.nodes if n.op == "placeholder"]
+    assert mutated_operands(node) == [operands[i] for i in written]
+
+
+def test_a_flag_that_is_read_at_run_time_may_mean_a_write() -> None:
+    builder = Builder()
+    values = builder.input("x", (2, 4)), builder.input("mean", (4,)), builder.input("var", (4,))
+    flag = builder.graph.get_attr("training")
+    node = builder.graph.call_function(F.batch_norm, values, {"training": flag})
+    assert mutated_operands(node) == [*values[1:]]
+
+
+def test_a_write_through_a_view_is_a_write_to_its_base_and_to_other_views() -> None:
+    gm = parse(
+        """
+        x: f32[4, 4]
+        y: f32[4, 4]
+        rows = unbind.int(x)
+        first: f32[4] = getitem(rows, 0)
+        other: f32[16] = reshape(x, [16])
+        add_: f32[4] = add_.Tensor(first, 1)
+        relu: f32[4, 4] = relu(x)
+        return relu, other
+        """
+    )
+    found = Aliases(gm.graph)
+    by_name = {n.name: n for n in gm.graph.nodes}
+    assert {n.name for members in found.sets().values() for n in members} == {"x", "rows", "first", "other", "add_"}
+    assert found.is_mutated(by_name["other"])
+    assert not found.is_mutated(by_name["y"])
+    assert not found.is_mutated(by_name["relu"])
+    assert [found.epoch(by_name["x"], by_name[n]) for n in ("rows", "add_", "relu")] == [0, 0, 1]
+    assert found.epoch(by_name["y"], by_name["relu"]) == 0
+
+
+def test_one_attribute_read_twice_is_one_storage() -> None:
+    builder = Builder()
+    first = builder.attribute("b", torch.zeros(2))
+    second = builder.graph.get_attr("b")
+    other = builder.attribute("c", torch.zeros(2))
+    write = builder.call(aten.add_.Tensor, first, 1)
+    builder.finish(write)
+    found = Aliases(builder.graph)
+    assert found.is_mutated(second)
+    assert not found.is_mutated(other)
+
+
+def test_an_opaque_call_may_write_and_share_but_is_not_said_to_mutate() -> None:
+    builder = Builder()
+    a = builder.input("a", (2,))
+    opaque = builder.graph.call_function(sorted, (a,))
+    after = builder.graph.call_function(aten.relu.default, (a,))
+    builder.graph.output((after,))
+    found = Aliases(builder.graph)
+    assert found.epoch(a, opaque) == 0
+    assert found.epoch(a, after) == 1
+    assert not found.is_mutated(a)
+    assert found.find(opaque) is found.find(a)
+
+
+# Grad modes.
+
+
+def test_grad_modes_follow_the_switches() -> None:
+    graph = Graph()
+    set_grad = torch._C._set_grad_enabled
+    outer = graph.placeholder("x")
+    first = graph.call_function(torch.is_grad_enabled)
+    graph.call_function(set_grad, (False,))
+    inside = graph.call_function(aten.relu.default, (outer,))
+    second = graph.call_function(torch.is_grad_enabled)
+    graph.call_function(set_grad, (True,))
+    deepest = graph.call_function(aten.relu.default, (outer,))
+    graph.call_function(set_grad, (second,))
+    inside_again = graph.call_function(aten.relu.default, (outer,))
+    graph.call_function(set_grad, (first,))
+    after = graph.call_function(aten.relu.default, (outer,))
+    modes = grad_modes(graph)
+    assert [modes[n] for n in (outer, inside, deepest, inside_again, after)] == [None, False, True, False, None]
+
+
+# Names.
+
+
+class Block(nn.Module):
+    def __init__(self, extra: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.act = nn.Tanh() if extra else nn.Identity()
+        self.extra = nn.Linear(4, 4) if extra else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.act(self.extra(self.first(x)))).relu() + x.relu()
+
+
+def test_keys_do_not_change_with_unrelated_edits() -> None:
+    def of(extra: bool) -> list[str]:
+        gm = torch.export.export(Block(extra), (torch.randn(2, 4),)).module(check_guards=False)
+        assert isinstance(gm, torch.fx.GraphModule)
+        return list(keys(gm.graph).values())
+
+    plain, extended = of(False), of(True)
+    assert plain == ["first/linear#0", "second/linear#0", "/relu#0", "/relu#1", "/add#0"]
+    assert [k for k in extended if k in plain] == plain
+    assert set(extended) - set(plain) == {"extra/linear#0", "act/tanh#0"}
+
+
+def test_a_node_says_where_it_comes_from() -> None:
+    node = Graph().call_function(aten.relu.default)
+    assert (module_path(node), module_stack(node), source(node)) == ("", [], "")
+    node.meta["nn_module_stack"] = {"a": ("", nn.Sequential), "b": ("0", "torch.nn.modules.linear.Linear")}
+    node.meta["stack_trace"] = (
+        'File "/lib/torch/nn/modules/container.py", line 5, in forward\n    input = module(input)\n'
+        'File "C:\\me\\model.py", line 12, in forward\n    return self.fc(x)\n'
+    )
+    assert module_path(node) == "0"
+    assert module_stack(node) == [("", "torch.nn.modules.container.Sequential"), ("0", "torch.nn.modules.linear.Linear")]
+    assert source(node) == "model.py:12: return self.fc(x)"
+
+
+def test_the_dtype_that_a_call_names_is_found_however_it_is_spelled() -> None:
+    a = x()
+    spellings: list[tuple[Callable[..., Any] | str, tuple[Any, ...], dict[str, Any]]] = [
+        (aten.to.dtype, (a, BF16), {}), (aten._to_copy.default, (a,), {"dtype": BF16}), ("to", (a, BF16), {}),
+        ("to", (a, "cpu", BF16), {}), ("bfloat16", (a,), {}), (torch.Tensor.bfloat16, (a,), {}), ("type", (a, BF16), {}),
+        (torch.sum, (a,), {"dtype": BF16}), (F.softmax, (a, 1), {"dtype": BF16}),
+    ]  # fmt: skip
+    assert [literal_dtype(call(t, *args, **kwargs)) for t, args, kwargs in spellings] == [BF16] * len(spellings)
+    assert literal_dtype(call("to", a, a)) is None
+    assert literal_dtype(call(aten.relu.default, a)) is None
+
+
+def test_ambient_autocast_is_off_inside_and_on_again_after() -> None:
+    with torch.autocast("cpu", F16):
+        with no_autocast():
+            assert not torch.is_autocast_enabled("cpu")
+        assert torch.is_autocast_enabled("cpu")
+        assert torch.get_autocast_dtype("cpu") is F16
+
+
+def test_dtypes_as_captured_know_attributes_inputs_and_what_has_no_value() -> None:
+    graph = Graph()
+    a, w = graph.placeholder("a"), graph.get_attr("w")
+    layer = graph.call_function(F.linear, (a, w))
+    opaque = graph.call_module("leaf", (layer,))
+    out = graph.output((opaque,))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = original_dtypes(graph, {"w": torch.ones(2, 2, dtype=F32)}.__getitem__)
+    assert found == {a: ANY, w: F32, layer: F32, opaque: ANY, out: None}
