@@ -69,7 +69,10 @@ def _written(node: Node) -> set[str]:
         return set()
     written = {"out"} if "out" in node.kwargs else set()
     for schema in _schemas(node.target):
-        written |= {a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write}
+        writes = [
+            (i, a.name) for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write
+        ]
+        written |= {name for i, given in writes for name in (given, f"arg{i}")}  # a packet's operands have no names
     if _in_place(name) and not isinstance(node.target, torch._ops.OpOverload):
         written |= {o.name for o in list(ops.operands(node))[:1]}
     if name in _UPDATES_STATISTICS and ops.argument(node, *_UPDATES_STATISTICS[name]) is not False:

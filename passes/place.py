@@ -25,7 +25,7 @@ from .plan import REMEDY, Plan
 from .policy import Policy
 from .rules import FOLLOW, PROMOTE, lookup
 from .simulate import Colouring, Place, Simulation
-from .values import ELIGIBLE, is_floating, keys
+from .values import ELIGIBLE, is_floating, keys, literal_dtype
 
 
 def place(graph: Graph, policy: Policy, simulation: Simulation, plan: Plan | None = None) -> int:
@@ -97,7 +97,7 @@ class _Placement:
         row, _ = lookup(name, self.device, self.low)
         if colouring.kind not in (PROMOTE, FOLLOW, "fp32") or name.endswith("_") or node.meta.get("autocast_region"):
             return False
-        if colouring.literals or colouring.dtype not in (self.low, torch.float32):
+        if colouring.literals or literal_dtype(node) is not None or colouring.dtype not in (self.low, torch.float32):
             return False
         if self.simulation.aliases.is_mutated(node) or not is_floating(self.dtypes[node]):
             return False
@@ -118,6 +118,7 @@ class _Placement:
                 and primary.name not in row.uncast
                 and node not in self.simulation.extreme
                 and not any(o.node in self.simulation.extreme for o in floats)
+                and not any(o.node in self.simulation.upcast for o in floats)
                 and colouring.reason.partition(":")[0]
                 not in ("override", "literal", "mutated", "float64", "dtype_argument")
             )

@@ -153,7 +153,8 @@ def _call(node: Node) -> str:
     elif isinstance(node.target, torch._ops.OpOverload):
         name = str(node.target).removeprefix("aten.").removesuffix(".default")
     else:
-        name = plain.get(node.target, getattr(node.target, "__name__", str(node.target)))
+        target: Any = node.target
+        name = plain.get(target) or target.__name__
     words = [_word(a) for a in node.args] + [f"{k}={_word(v)}" for k, v in node.kwargs.items()]
     return f"{name}({', '.join(words)})"
 
@@ -299,7 +300,9 @@ class _Draw:
         self.keep(self.call(aten.matmul.default, square, self.matrix()))
 
     def draw_elementwise(self) -> None:
-        self.keep(self.call(self.rng.choice([aten.relu, aten.tanh, aten.sigmoid, aten.neg, aten.gelu]).default, self.any()))
+        self.keep(
+            self.call(self.rng.choice([aten.relu, aten.tanh, aten.sigmoid, aten.neg, aten.gelu]).default, self.any())
+        )
 
     def draw_sum_of_two(self) -> None:
         value = self.any()

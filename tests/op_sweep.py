@@ -21,7 +21,7 @@ from passes._torch import pytree
 from passes.rules import RULES
 from passes.values import ANY, Aliases, SymbolicInference, dtypes_of, mutated_operands
 
-SAMPLES = 3  # of each op
+SAMPLES = 2  # of each op
 SKIPPED = {"histogramdd"}  # it returns its bins, which nobody writes to
 
 
@@ -94,7 +94,8 @@ def main() -> None:
     wrong: set[str] = set()
     seen: set[str] = set()
     for info in op_db:
-        if info.name in SKIPPED or torch.float32 not in info.supported_dtypes("cpu"):
+        unnamed = getattr(info.op, "__name__", "") == "<lambda>"
+        if unnamed or info.name in SKIPPED or torch.float32 not in info.supported_dtypes("cpu"):
             continue
         for leaves, tree in cases(info):
             name, found = false_claims(info.op, leaves, tree)

@@ -259,7 +259,7 @@ def test_casts_of_a_weight_that_is_read_twice_are_shared() -> None:
     second = next(n for n in gm.graph.nodes if n.name == "twice")
     with gm.graph.inserting_before(second):
         again = gm.graph.get_attr("w")
-    again.meta.update(second.args[0].meta)  # type: ignore[union-attr]
+    again.meta.update(second.args[0].meta)
     second.args = (again, torch.bfloat16)
     assert eliminate(gm) == fired(share=1)
 
@@ -281,7 +281,9 @@ def test_users_casts_are_not_shared() -> None:
     ids=["mul_", "copy_", "out", "view", "chunk", "reshape"],
 )
 def test_casts_before_and_after_a_write_are_not_shared(write: str) -> None:
-    text = TWO_READERS.replace("    twice", f"    {write}\n    twice").replace("[2, 3]\n    once", "[2, 3]\n    y: f32[2, 3]\n    once")
+    text = TWO_READERS.replace("    twice", f"    {write}\n    twice").replace(
+        "[2, 3]\n    once", "[2, 3]\n    y: f32[2, 3]\n    once"
+    )
     assert_unchanged(eliminate, text)
 
 

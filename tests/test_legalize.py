@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -10,8 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
+from torch.fx.graph import CodeGen
 
 import fxamp
+from passes import legalize
 from passes._torch import enter_autocast, exit_autocast
 from passes.legalize import decompose_composites, drop_autocast_switches, inline_regions, loosen_assertions
 from tests.graphs import Builder, render
@@ -43,7 +46,7 @@ def exported(model: nn.Module, *args: Tensor, dynamic: bool = False) -> tuple[Gr
     shapes = {"args": dims} if dims else None
     gm = torch.export.export(model, args, dynamic_shapes=shapes, strict=False).module(check_guards=False)
     assert isinstance(gm, GraphModule)
-    gm.graph.set_codegen(torch.fx.CodeGen())
+    gm.graph.set_codegen(CodeGen())
     constants = {}
     for node in list(gm.graph.nodes):
         if node.op == "get_attr":
@@ -68,7 +71,7 @@ def inlined(model: nn.Module, *args: Tensor) -> tuple[GraphModule, dict[str, Any
 
 
 def check_equal(model: nn.Module, gm: GraphModule, *args: Tensor) -> None:
-    """Check values, aliases of requires_grad, gradients and random state of two ways to run a model."""
+    """Check that two ways to run a model agree in values, requires_grad, gradients and random state."""
     results = []
     for call in (model, gm):
         torch.manual_seed(0)
@@ -76,7 +79,7 @@ def check_equal(model: nn.Module, gm: GraphModule, *args: Tensor) -> None:
         outputs = list(outputs) if isinstance(outputs, (tuple, list)) else [outputs]
         total = sum((o.float().square().sum() for o in outputs if o.requires_grad), torch.zeros(()))
         weights = [dict(call.named_parameters())["w"]]
-        gradients = torch.autograd.grad(total, weights, allow_unused=True) if total.requires_grad else ()
+        gradients = list(torch.autograd.grad(total, weights, allow_unused=True)) if total.requires_grad else []
         results.append((outputs, [g for g in gradients if g is not None], torch.get_rng_state()))
     (expected, gradients, state), (got, got_gradients, got_state) = results
     assert [o.requires_grad for o in expected] == [o.requires_grad for o in got]
@@ -289,11 +292,9 @@ def composite(target: Any, *shapes: Any, **options: Any) -> tuple[GraphModule, l
 
     out = builder.call(target, *map(operand, shapes), **options)
     if isinstance(out.meta["val"], tuple):
-        return builder.finish(*(builder.call(_item, out, i) for i in range(len(out.meta["val"])))), tensors
+        return builder.finish(*(builder.call(operator.getitem, out, i) for i in range(len(out.meta["val"])))), tensors
     return builder.finish(out), tensors
 
-
-_item = __import__("operator").getitem
 
 COMPOSITES = {
     "einsum bij,bjk->bik": (aten.einsum.default, "bij,bjk->bik", [(2, 3, 4), (2, 4, 5)]),
@@ -339,13 +340,17 @@ def test_a_cell_becomes_its_layers_with_their_weights_at_hand() -> None:
     gm, _ = composite(*COMPOSITES["lstm_cell"])
     decompose_composites(gm.graph, "cpu")
     layers = [n for n in gm.graph.nodes if n.target is aten.linear.default]
-    assert {layer.args[1].name for layer in layers} == {"x4", "x5"}  # type: ignore[union-attr]
+    assert {layer.args[1].name for layer in layers} == {"x4", "x5"}
 
 
 def test_new_nodes_say_where_they_come_from() -> None:
     gm, _ = composite(*COMPOSITES["gru_cell"])
     node = next(n for n in gm.graph.nodes if n.op == "call_function")
-    node.meta |= {"nn_module_stack": {"k": ("cell", nn.GRUCell)}, "stack_trace": "here", "autocast_region": ("cpu", False, None)}
+    node.meta |= {
+        "nn_module_stack": {"k": ("cell", nn.GRUCell)},
+        "stack_trace": "here",
+        "autocast_region": ("cpu", False, None),
+    }
     decompose_composites(gm.graph, "cpu")
     made = [n for n in gm.graph.nodes if n.op == "call_function"]
     assert len(made) > 5
@@ -377,11 +382,14 @@ def test_a_composite_over_a_dynamic_size_is_decomposed() -> None:
 
 
 def test_equal_composites_are_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    import passes.legalize as legalize
-
-    traced = []
+    traced: list[Any] = []
     original = legalize._trace
-    monkeypatch.setattr(legalize, "_trace", lambda node, *rest: traced.append(node) or original(node, *rest))
+
+    def trace(node: Any, *rest: Any) -> Any:
+        traced.append(node)
+        return original(node, *rest)
+
+    monkeypatch.setattr(legalize, "_trace", trace)
     builder = Builder()
     x, y = builder.input("x", (2, 4, 4)), builder.input("y", (2, 3, 4))
     made = [builder.call(aten.einsum.default, "bij,bjk->bik", [x, x]) for _ in range(3)]
@@ -395,7 +403,11 @@ def test_equal_composites_are_traced_once(monkeypatch: pytest.MonkeyPatch) -> No
     ("target", "shapes", "name"),
     [
         (aten.cov.default, ((3, 5),), "cov"),  # asks for values
-        (aten._trilinear.default, ((2, 3), (2, 4), (2, 5), [], [], [], []), "_trilinear"),  # is not written in other ops
+        (
+            aten._trilinear.default,
+            ((2, 3), (2, 4), (2, 5), [], [], [], []),
+            "_trilinear",
+        ),  # is not written in other ops
         (torch.nn.functional.local_response_norm, ((2, 3, 4), 2), "local_response_norm"),  # a Python function
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import time
 
 import pytest
@@ -16,6 +17,16 @@ from passes.policy import Policy
 from tests.graphs import random_graph, residual_chain, run, storages
 
 SEEDS = range(60)
+
+
+@functools.cache
+def _drawn(seed: int) -> GraphModule:
+    return random_graph(seed)
+
+
+def drawn(seed: int) -> GraphModule:
+    """Return the graph of a seed, drawn once."""
+    return copy.deepcopy(_drawn(seed))
 
 
 def compiled(gm: GraphModule, level: str) -> tuple[GraphModule, Plan]:
@@ -32,7 +43,7 @@ def same(a: list[Tensor], b: list[Tensor]) -> bool:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_o0_keeps_outputs_gradients_buffers_inputs_and_aliases_bit_for_bit(seed: int) -> None:
-    original = random_graph(seed)
+    original = drawn(seed)
     new, plan = compiled(original, "O0")
     outputs, inputs, gradients = run(original)
     got_outputs, got_inputs, got_gradients = run(new)
@@ -47,7 +58,7 @@ def test_o0_keeps_outputs_gradients_buffers_inputs_and_aliases_bit_for_bit(seed:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_o1_is_autocast_bit_for_bit(seed: int) -> None:
-    original = random_graph(seed)
+    original = drawn(seed)
     new, _ = compiled(original, "O1")
     with torch.autocast("cpu", torch.bfloat16):
         outputs, inputs, _ = run(original)
@@ -58,7 +69,7 @@ def test_o1_is_autocast_bit_for_bit(seed: int) -> None:
 
 
 def test_compiling_is_the_same_under_ambient_autocast() -> None:
-    original = random_graph(1)
+    original = drawn(1)
     plain, plan = compiled(original, "O1")
     with torch.autocast("cpu", torch.float16):
         ambient, ambient_plan = compiled(original, "O1")
@@ -67,7 +78,7 @@ def test_compiling_is_the_same_under_ambient_autocast() -> None:
 
 
 def test_compiling_draws_no_random_number_and_keeps_grad_mode() -> None:
-    gm = random_graph(2)
+    gm = drawn(2)
     before = torch.get_rng_state()
     compiled(gm, "O1")
     assert torch.equal(before, torch.get_rng_state())

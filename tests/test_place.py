@@ -155,3 +155,28 @@ def test_an_upcast_that_the_author_writes_to_does_not() -> None:
 
     plain, written = convert(loss)(X)
     assert torch.equal(written, plain + 1)
+
+
+def test_what_the_author_upcast_is_read_in_fp32() -> None:
+    module = convert(lambda m, x: m.second(torch.softmax(m.first(x).float(), -1)), "O2")
+    assert decided(module, "softmax")[0].colour == "float32"
+
+
+def test_an_explicit_dtype_is_never_moved() -> None:
+    module = convert(lambda m, x: torch.softmax(m.first(x), -1).sum(-1, dtype=torch.float32), "O2")
+    assert decided(module, "sum")[0].colour == "float32"
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_o2_sums_a_cross_entropy_in_fp32_over_the_picked_numbers(reduction: str) -> None:
+    target = torch.tensor([1, 0, -100, 3])
+
+    def loss(m: Any, x: Tensor) -> Tensor:
+        return F.cross_entropy(m.first(x), target, reduction=reduction)
+
+    module = convert(loss, "O2")
+    ops = [d.op for d in fxamp.plan_of(module).decisions]
+    assert "cross_entropy_loss" not in ops
+    assert {"log_softmax", "nll_loss"} < set(ops)
+    torch.testing.assert_close(module(X), Net(loss)(X), rtol=0.02, atol=0.02)
+    assert casts(module, "linear") == []

@@ -62,7 +62,9 @@ def test_a_node_that_the_plan_does_not_know_is_named_with_its_source() -> None:
     plan = plan_for(TEXT)
     more = TEXT.replace("return relu", "neg: f32[2, 4] = neg(relu)\n    return neg")
     trace = 'File "/home/me/model.py", line 7, in forward\n    return -y'
-    with pytest.raises(PlanError, match=r"does not know a node of the model: fc/neg#0 \(model.py:7: return -y\); 0 missing, 1 new"):
+    with pytest.raises(
+        PlanError, match=r"does not know a node of the model: fc/neg#0 \(model.py:7: return -y\); 0 missing, 1 new"
+    ):
         plan_for(more, plan, trace)
 
 

@@ -30,7 +30,6 @@ from passes.values import (
     grad_modes,
     keys,
     literal_dtype,
-    may_alias,
     module_path,
     module_stack,
     mutated_operands,
@@ -182,17 +181,29 @@ def test_inference_knows_sizes_that_are_symbols_even_those_that_only_data_decide
             return torch.cat([rows, rows]).reshape(-1, 2) @ a.reshape(2, -1)
 
     dims = {"a": {0: torch.export.Dim.AUTO}, "b": {0: torch.export.Dim.AUTO}}
-    gm = torch.export.export(Model(), (torch.randn(6, 4), torch.randn(6)), dynamic_shapes=dims).module(check_guards=False)
+    gm = torch.export.export(Model(), (torch.randn(6, 4), torch.randn(6)), dynamic_shapes=dims).module(
+        check_guards=False
+    )
     assert isinstance(gm, torch.fx.GraphModule)
     infer = Inference()
-    found = {n.name: infer(n, held) for n in gm.graph.nodes if n.op == "call_function" and isinstance(n.meta["val"], Tensor)}
+    found = {
+        n.name: infer(n, held) for n in gm.graph.nodes if n.op == "call_function" and isinstance(n.meta["val"], Tensor)
+    }
     expected = {n.name: held(n) for n in gm.graph.nodes if n.name in found}
     assert found == expected
     assert "matmul" in found
 
 
 def test_a_member_of_a_tuple_has_its_own_dtype() -> None:
-    gm = parse("x: bf16[2, 4]\ntopk = topk(x, 2)\nvalues: bf16[2, 2] = getitem(topk, 0)\nat: i64[2, 2] = getitem(topk, 1)\nreturn values")
+    gm = parse(
+        """
+        x: bf16[2, 4]
+        topk = topk(x, 2)
+        values: bf16[2, 2] = getitem(topk, 0)
+        at: i64[2, 2] = getitem(topk, 1)
+        return values, at
+        """
+    )
     dtypes = original_dtypes(gm.graph, gm.get_parameter)
     assert [d for n, d in dtypes.items() if n.op == "call_function"] == [(BF16, I64), BF16, I64]
     node = next(n for n in gm.graph.nodes if n.name == "at")
@@ -214,7 +225,11 @@ def symbolic(target: Any, *args: Any, **kwargs: Any) -> Any:
         return arg.value if isinstance(arg, Literal) else arg
 
     args, kwargs = pytree.tree_map(operand, (args, kwargs))
-    node = graph.call_method(target, args, kwargs) if isinstance(target, str) else graph.call_function(target, args, kwargs)
+    node = (
+        graph.call_method(target, args, kwargs)
+        if isinstance(target, str)
+        else graph.call_function(target, args, kwargs)
+    )
     return SymbolicInference()(node, dtypes.__getitem__)
 
 
@@ -330,7 +345,9 @@ def shares(target: Any, *args: Any, **kwargs: Any) -> bool:
     """Say whether a call is said to share storage with its first tensor."""
     builder_args = pytree.tree_leaves((args, kwargs))
     node = call(target, *args, **kwargs)
-    first = next(n for n in node.graph.nodes if n.meta.get("val") is next(a for a in builder_args if isinstance(a, Tensor)))
+    first = next(
+        n for n in node.graph.nodes if n.meta.get("val") is next(a for a in builder_args if isinstance(a, Tensor))
+    )
     found = Aliases(node.graph)
     return found.find(node) is found.find(first)
 
@@ -545,7 +562,10 @@ def test_a_node_says_where_it_comes_from() -> None:
         'File "C:\\me\\model.py", line 12, in forward\n    return self.fc(x)\n'
     )
     assert module_path(node) == "0"
-    assert module_stack(node) == [("", "torch.nn.modules.container.Sequential"), ("0", "torch.nn.modules.linear.Linear")]
+    assert module_stack(node) == [
+        ("", "torch.nn.modules.container.Sequential"),
+        ("0", "torch.nn.modules.linear.Linear"),
+    ]
     assert source(node) == "model.py:12: return self.fc(x)"
 
 
@@ -553,8 +573,8 @@ def test_the_dtype_that_a_call_names_is_found_however_it_is_spelled() -> None:
     a = x()
     spellings: list[tuple[Callable[..., Any] | str, tuple[Any, ...], dict[str, Any]]] = [
         (aten.to.dtype, (a, BF16), {}), (aten._to_copy.default, (a,), {"dtype": BF16}), ("to", (a, BF16), {}),
-        ("to", (a, "cpu", BF16), {}), ("bfloat16", (a,), {}), (torch.Tensor.bfloat16, (a,), {}), ("type", (a, BF16), {}),
-        (torch.sum, (a,), {"dtype": BF16}), (F.softmax, (a, 1), {"dtype": BF16}),
+        ("to", (a, "cpu", BF16), {}), ("bfloat16", (a,), {}), (torch.Tensor.bfloat16, (a,), {}),
+        ("type", (a, BF16), {}), (torch.sum, (a,), {"dtype": BF16}), (F.softmax, (a, 1), {"dtype": BF16}),
     ]  # fmt: skip
     assert [literal_dtype(call(t, *args, **kwargs)) for t, args, kwargs in spellings] == [BF16] * len(spellings)
     assert literal_dtype(call("to", a, a)) is None

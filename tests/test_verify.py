@@ -58,7 +58,9 @@ def test_a_cast_to_the_wrong_dtype_is_found() -> None:
     gm, assignment = located()
     cast = next(n for n in gm.graph.nodes if is_inserted(n))
     cast.args = (cast.args[0], torch.float16)
-    with pytest.raises(VerificationError, match=rf"to \(node {cast.name}, .*gives torch.float16, its plan says .*bfloat16"):
+    with pytest.raises(
+        VerificationError, match=rf"to \(node {cast.name}, .*gives torch.float16, its plan says .*bfloat16"
+    ):
         verify(gm.graph, assignment)
 
 
@@ -66,7 +68,9 @@ def test_a_missing_cast_is_found_where_its_reader_rejects_the_operand() -> None:
     gm, assignment = located()
     linear = node(gm, "linear")
     linear.args = (node(gm, "x"), linear.args[1])
-    with pytest.raises(VerificationError, match=r"linear \(node linear, module 'block.fc', model.py:12: return self.fc\(x\)\) rejects"):
+    with pytest.raises(
+        VerificationError, match=r"linear \(node linear, module 'block.fc', model.py:12: return self.fc\(x\)\) rejects"
+    ):
         verify(gm.graph, assignment)
 
 
@@ -120,7 +124,9 @@ def test_only_what_was_touched_is_inferred_again() -> None:
     assignment = rewritten(gm)
     assignment.infer = counting = _Counting()
     verify(gm.graph, assignment)
-    touched = [n for n in gm.graph.nodes if is_inserted(n) or any(_recoloured(i, assignment) for i in n.all_input_nodes)]
+    touched = [
+        n for n in gm.graph.nodes if is_inserted(n) or any(_recoloured(i, assignment) for i in n.all_input_nodes)
+    ]
     assert counting.asked == [n for n in touched if n.op != "output"]
     assert node(gm, "exp") not in touched
     assert node(gm, "linear") in touched

@@ -1,0 +1,151 @@
+"""Compare what rounding does to outputs and gradients: `torch.autocast`, and fxamp at O1, O2 and O3.
+
+    python reports/accuracy.py               # every model of the tests
+    python reports/accuracy.py gpt hf_bert
+
+The distance is the norm of the difference from the model in float64 over the norm of that, in eval mode, on a CPU.
+Writes `accuracy.md` and `accuracy.json` beside this file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from tabulate import tabulate
+from torch import Tensor, nn
+from tqdm import tqdm
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+
+from tests.harness import (  # noqa: E402  (the path comes first)
+    Subject,
+    UnderAutocast,
+    converted,
+    distance,
+    oracle,
+    run,
+    set_mode,
+    subject,
+    training_counts,
+)
+from tests.models import BY_NAME, NO_FP16_ON_CPU  # noqa: E402
+
+LOWS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+AUTOCAST, LEVELS = "torch.autocast", ("O1", "O2", "O3")
+
+
+@dataclass(frozen=True)
+class Row:
+    """How far one variant of one model is from float64, and its casts in a training step.
+
+    A distance that is not finite is None.
+    """
+
+    model: str
+    low: str
+    variant: str
+    outputs: float | None
+    gradients: float | None
+    casts: int
+
+
+def measure(name: str, low: str) -> list[Row]:
+    """Compare autocast and every level on one model, in one low dtype."""
+    found = subject(name)
+    set_mode(found, found.model, False)
+    truth = oracle(found)
+    rows, autocast_casts = [], 0
+    for level in LEVELS:
+        module = converted(name, f"{level},dtype={low}")
+        autocast, ours = training_counts(name, f"{level},dtype={low}")
+        autocast_casts = autocast.casts
+        set_mode(found, module, False)
+        rows.append(Row(name, low, level, *_distances(module, found, truth), ours.casts))
+    reference = _distances(UnderAutocast(found.model, LOWS[low]), found, truth)
+    return [Row(name, low, AUTOCAST, *reference, autocast_casts), *rows]
+
+
+def _distances(
+    module: nn.Module, found: Subject, truth: tuple[list[Tensor], dict[str, Tensor]]
+) -> tuple[float | None, float | None]:
+    outputs, gradients, _, _ = run(module, found)
+    apart = distance(_named(outputs), _named(truth[0])), distance(gradients, truth[1])
+    return apart[0] if math.isfinite(apart[0]) else None, apart[1] if math.isfinite(apart[1]) else None
+
+
+def _named(tensors: list[Tensor]) -> dict[str, Tensor]:
+    return {str(i): t for i, t in enumerate(tensors)}
+
+
+def to_markdown(rows: Sequence[Row]) -> str:
+    """Return the report: autocast's distances, and the levels' as ratios to them."""
+    by_case: dict[tuple[str, str], dict[str, Row]] = {}
+    for row in rows:
+        by_case.setdefault((row.model, row.low), {})[row.variant] = row
+    parts = [
+        "# Rounding error against float64\n\n"
+        f"Written by `reports/accuracy.py` on a CPU, torch {torch.__version__}: the models of the tests, small and with "
+        "random weights,\nin eval mode. Under `torch.autocast` is the relative distance from the model in float64; under "
+        "O1, O2 and O3 is the\nratio of their distance to that one, so 1.00 is as near as autocast and less is nearer. "
+        "O3 rounds everything, and is\nhere to show what that costs.\n"
+    ]
+    headers = ("model", "low", AUTOCAST, *LEVELS)
+    for title, field in (("Outputs", "outputs"), ("Gradients", "gradients")):
+        table = []
+        for (model, low), variants in by_case.items():
+            base = getattr(variants[AUTOCAST], field)
+            ratios = [_ratio(getattr(variants[level], field), base) for level in LEVELS]
+            table.append((model, low.upper(), "not finite" if base is None else f"{base:.2e}", *ratios))
+        parts.append(f"## {title}\n\n{_table(table, headers)}\n")
+    table = [(m, low.upper(), *(str(v[k].casts) for k in (AUTOCAST, *LEVELS))) for (m, low), v in by_case.items()]
+    parts.append(f"## Casts in a training step\n\n{_table(table, headers)}\n")
+    return "\n".join(parts)
+
+
+def _ratio(value: float | None, base: float | None) -> str:
+    if value is None:
+        return "not finite"
+    return "" if base is None else f"{value / base:.2f}"
+
+
+def _table(rows: Sequence[Sequence[str]], headers: Sequence[str]) -> str:
+    aligned = ("left", "left", *["right"] * (len(headers) - 2))
+    return tabulate(rows, headers, "pipe", disable_numparse=True, colalign=aligned)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure the models asked for, print the tables and write both files."""
+    parser = argparse.ArgumentParser(description="Compare the rounding errors of torch.autocast and of fxamp's levels.")
+    parser.add_argument("model", nargs="*", metavar="MODEL", help=", ".join(BY_NAME))
+    parser.add_argument("-o", "--output", type=Path, default=HERE, metavar="FOLDER", help="where to write")
+    options = parser.parse_args(arguments)
+    if unknown := set(options.model) - set(BY_NAME):
+        parser.error(f"no model {', '.join(sorted(unknown))}: choose from {', '.join(BY_NAME)}")
+    cases = [
+        (name, low)
+        for name in options.model or BY_NAME
+        for low in LOWS
+        if low == "bf16" or name not in NO_FP16_ON_CPU  # autocast itself cannot run those
+    ]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="FP16 gradients without a loss scale")  # nothing is trained here
+        rows = [row for name, low in tqdm(cases, desc="models", unit="model") for row in measure(name, low)]
+    text = to_markdown(rows)
+    sys.stdout.write(text)
+    options.output.joinpath("accuracy.md").write_text(text)
+    data = {"torch": torch.__version__, "rows": [asdict(row) for row in rows]}
+    options.output.joinpath("accuracy.json").write_text(json.dumps(data, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)  # how a sum is shared out decides how it rounds
+    main()
