@@ -135,7 +135,7 @@ def render(graph: Graph) -> str:
             continue
         if node.op == "call_function":
             builder.infer(node)
-        right = {"placeholder": "", "get_attr": " = attribute"}.get(node.op, f" = {_call(node)}")
+        right = f" = {_call(node)}" if node.op == "call_function" else " = attribute" if node.op == "get_attr" else ""
         lines.append(f"{node.name}{_type(node.meta.get('val'))}{right}")
     return "\n".join(lines)
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -82,19 +83,28 @@ def run(
     module: nn.Module, found: Subject, *, seed: int = 0
 ) -> tuple[list[Tensor], dict[str, Tensor], dict[str, Tensor], Tensor]:
     """Run forward and backward; return outputs, gradients, buffers afterwards (restored then), and the RNG state."""
-    before = {n: b.clone() for n, b in found.model.named_buffers()}
-    torch.manual_seed(seed)
-    found.model.zero_grad(set_to_none=True)
-    output = module(*found.args, **found.kwargs)
-    found.zoo.loss(output).backward()
-    rng = torch.get_rng_state()
-    gradients = {n: p.grad for n, p in found.model.named_parameters() if p.grad is not None}
-    buffers = {n: b.clone() for n, b in found.model.named_buffers()}
-    found.model.zero_grad(set_to_none=True)
-    with torch.no_grad():
-        for n, b in found.model.named_buffers():
-            b.copy_(before[n])
+    with unchanged(found.model):
+        torch.manual_seed(seed)
+        output = module(*found.args, **found.kwargs)
+        found.zoo.loss(output).backward()
+        rng = torch.get_rng_state()
+        gradients = {n: p.grad for n, p in found.model.named_parameters() if p.grad is not None}
+        buffers = {n: b.clone() for n, b in found.model.named_buffers()}
     return [t.detach() for t in floats(output)], gradients, buffers, rng
+
+
+@contextlib.contextmanager
+def unchanged(model: nn.Module) -> Iterator[None]:
+    """Start without gradients; leave buffers as they were, and no gradients."""
+    before = {n: b.clone() for n, b in model.named_buffers()}
+    model.zero_grad(set_to_none=True)
+    try:
+        yield
+    finally:
+        model.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            for n, b in model.named_buffers():
+                b.copy_(before[n])
 
 
 def set_mode(found: Subject, module: nn.Module, training: bool) -> None:
@@ -130,7 +140,8 @@ def training_counts(name: str, policy: str) -> tuple[StepCounts, StepCounts]:
         with torch.autocast("cpu", dtype=fxamp.plan_of(module).policy.dtype):
             return found.zoo.loss(found.model(*found.args, **found.kwargs))
 
-    expected = step_counts(under_autocast)
-    got = step_counts(lambda: found.zoo.loss(module(*found.args, **found.kwargs)))
-    found.model.zero_grad(set_to_none=True)
+    with unchanged(found.model):
+        expected = step_counts(under_autocast)
+    with unchanged(found.model):
+        got = step_counts(lambda: found.zoo.loss(module(*found.args, **found.kwargs)))
     return expected, got

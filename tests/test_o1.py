@@ -12,7 +12,18 @@ from torch.fx import Interpreter, Node
 
 from passes.plan import DEVIATIONS
 from passes.values import keys
-from tests.harness import UnderAutocast, converted, distance, floats, oracle, run, set_mode, subject, training_counts
+from tests.harness import (
+    UnderAutocast,
+    converted,
+    distance,
+    floats,
+    oracle,
+    run,
+    set_mode,
+    subject,
+    training_counts,
+    unchanged,
+)
 from tests.models import BY_NAME, NO_FP16_ON_CPU
 
 # FP16 gradients are counted here, not trained on.
@@ -84,7 +95,8 @@ def check_gradients(name: str, low: str) -> None:
 def check_casts(name: str, level: str, low: str) -> None:
     found, module = subject(name), converted(name, f"{level},dtype={low}")
     expected, got = training_counts(name, f"{level},dtype={low}")
-    outputs = len(floats(module(*found.args, **found.kwargs)))
+    with unchanged(found.model), torch.no_grad():
+        outputs = len(floats(module(*found.args, **found.kwargs)))
     assert 0 < got.casts <= expected.casts + max(0, outputs - 1)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 from typing import Any
 
 import pytest
@@ -10,7 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxamp
+from passes import ops
 from passes.insert_casts import is_inserted
+from passes.simulate import Simulation
+from passes.values import ELIGIBLE, Aliases, Inference, original_dtypes
+from tests.harness import converted, subject
 from tests.test_assign_precision import Net, decided, under_autocast
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
@@ -180,3 +186,40 @@ def test_o2_sums_a_cross_entropy_in_fp32_over_the_picked_numbers(reduction: str)
     assert {"log_softmax", "nll_loss"} < set(ops)
     torch.testing.assert_close(module(X), Net(loss)(X), rtol=0.02, atol=0.02)
     assert casts(module, "linear") == []
+
+
+def naive_casts(name: str) -> int:
+    """Count casts with one, unshared, at every operand whose dtype differs from the CUDA rule's; parameters apart."""
+    found = subject(name)
+    graph = copy.deepcopy(found.captured.graph)
+    original = original_dtypes(graph, functools.partial(resolve_attribute, found.model))
+    policy = fxamp.Policy("O1", dtype="fp16", device="cuda")
+    simulation = Simulation(policy, graph, original, Inference(), Aliases(graph))
+    simulation.run()
+    count = 0
+    for node, colouring in simulation.colours.items():
+        for o in ops.operands(node):
+            if o.node.op == "get_attr" or (held := simulation.dtypes[o.node]) not in ELIGIBLE:
+                continue
+            promoted = (
+                colouring.kind == "promote" and colouring.reason.startswith("promote") and held != colouring.dtype
+            )
+            count += promoted or (o.name, o.index) in colouring.casts
+    return count
+
+
+def resolve_attribute(model: nn.Module, path: str) -> Any:
+    value: Any = model
+    for atom in path.split("."):
+        value = getattr(value, atom, None)
+    return value
+
+
+@pytest.mark.parametrize(("level", "bound"), [("O1", 0.75), ("O2", 0.45)])
+@pytest.mark.parametrize("name", ["hf_bert", "hf_vit", "hf_gpt2"])
+def test_under_cudas_lists_there_are_far_fewer_casts_than_one_at_every_operand(
+    name: str, level: str, bound: float
+) -> None:
+    graph = converted(name, f"{level},dtype=fp16,device=cuda").graph
+    made = sum(is_inserted(n) and n.args[0].op != "get_attr" for n in graph.nodes)
+    assert 0 < made <= bound * naive_casts(name)
