@@ -14,7 +14,7 @@ from torch.fx import GraphModule
 from passes import compile_graph
 from passes.plan import Plan
 from passes.policy import Policy
-from tests.graphs import random_graph, residual_chain, run, storages
+from tests.graphs import random_graph, random_inputs, residual_chain, run, storages
 
 SEEDS = range(60)
 
@@ -66,6 +66,22 @@ def test_o1_is_autocast_bit_for_bit(seed: int) -> None:
     assert same([o.float() for o in outputs], got_outputs)
     assert same(inputs, got_inputs)
     assert same(list(original.buffers()), list(new.buffers()))
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+@pytest.mark.parametrize("seed", SEEDS[::4])
+def test_o2_and_o3_run_keep_dtypes_and_write_what_eager_writes(seed: int, level: str) -> None:
+    original = drawn(seed)
+    new, _ = compiled(original, level)
+    given = random_inputs(original)
+    outputs, inputs, gradients = run(original)
+    got_outputs, got_inputs, got_gradients = run(new)
+    assert [o.dtype for o in outputs] == [o.dtype for o in got_outputs]
+    assert [torch.equal(a, b) for a, b in zip(given, inputs, strict=True)] == [
+        torch.equal(a, b) for a, b in zip(given, got_inputs, strict=True)
+    ]
+    assert [g is None or g.dtype for g in gradients] == [g is None or g.dtype for g in got_gradients]
+    assert all(o.isfinite().all() for o in got_outputs)
 
 
 def test_compiling_is_the_same_under_ambient_autocast() -> None:

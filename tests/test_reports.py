@@ -1,0 +1,129 @@
+"""The scripts of `reports/` run, on one tiny model or graph, and what is committed is theirs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from reports import accuracy, casts, scaling
+from tests.models import BY_NAME
+
+REPORTS = Path(__file__).resolve().parent.parent / "reports"
+MEGABYTE = 1e6
+# Casts, MB they move and MB saved for backward that the cut must not exceed.
+AT_MOST = {
+    "bert": {"fxamp O1": (169, 584, 272), "fxamp O2": (147, 430, 255)},
+    "vit": {"fxamp O1": (136, 223, 88), "fxamp O2": (112, 161, 82)},
+    "resnet": {"fxamp O1": (113, 284, 162), "fxamp O2": (113, 284, 162)},
+    "gpt2": {"fxamp O1": (130, 531, 319), "fxamp O2": (108, 458, 308)},
+}
+
+
+class _Output(NamedTuple):
+    loss: Tensor
+
+
+class _Loss(nn.Module):
+    """Computes its own loss, as the models of `transformers` do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, labels: Tensor) -> _Output:
+        return _Output(F.cross_entropy(self.layer(x), labels))
+
+
+def _tiny() -> tuple[nn.Module, dict[str, Tensor]]:
+    return _Loss(), {"x": torch.randn(4, 6), "labels": torch.tensor([0, 1, 2, 3])}
+
+
+def _committed(name: str) -> Any:
+    return json.loads(REPORTS.joinpath(name).read_text())
+
+
+def test_casts_counts_and_times_every_variant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(casts, "MODELS", {"tiny": _tiny})
+    casts.main(["tiny", "--rounds", "2", "-o", str(tmp_path)])
+    rows = json.loads(tmp_path.joinpath("casts.json").read_text())["rows"]
+    found = {row["variant"]: row for row in rows if row["dtype"] == "BF16" and row["counts"]}
+    assert list(found) == ["FP32", "torch.autocast", "fxamp O1", "fxamp O2", "all low"]
+    # Input, weight, bias and logits go one way, the gradients of the last three the other.
+    assert [found[v]["counts"]["casts"] for v in ("FP32", "torch.autocast", "fxamp O1")] == [0, 7, 7]
+    assert found["torch.autocast"]["time"] == 1
+    assert all(row["time"] > 0 and row["spread"] >= 0 for row in rows)
+    assert "± " in tmp_path.joinpath("casts.md").read_text()
+
+
+def test_casts_without_times_is_the_same_on_every_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(casts, "MODELS", {"tiny": _tiny})
+    texts = []
+    for _ in range(2):
+        casts.main(["--no-times", "-o", str(tmp_path)])
+        texts.append([tmp_path.joinpath(f"casts.{kind}").read_text() for kind in ("md", "json")])
+    assert texts[0] == texts[1]
+    assert "time" not in texts[0][0]
+
+
+def test_accuracy_compares_every_level_with_autocast(tmp_path: Path) -> None:
+    accuracy.main(["graph_conv", "-o", str(tmp_path)])
+    rows = json.loads(tmp_path.joinpath("accuracy.json").read_text())["rows"]
+    assert [(row["low"], row["variant"]) for row in rows] == [
+        (low, variant) for low in ("bf16", "fp16") for variant in ("torch.autocast", "O1", "O2", "O3")
+    ]
+    errors = {(row["low"], row["variant"]): row["outputs"] for row in rows}
+    assert errors["bf16", "O1"] == errors["bf16", "torch.autocast"] > errors["fp16", "torch.autocast"] > 0
+
+
+@pytest.mark.parametrize("script", [accuracy, casts])
+def test_an_unknown_model_is_refused_by_name(script: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        script.main(["resnet_1"])
+    assert "no model resnet_1: choose from" in capsys.readouterr().err
+
+
+def test_scaling_times_every_pass_at_both_levels(tmp_path: Path) -> None:
+    scaling.main(["--sizes", "40", "80", "--no-export", "-o", str(tmp_path)])
+    table = [line for line in tmp_path.joinpath("scaling.md").read_text().splitlines() if line.startswith("| O")]
+    assert [line.split()[1:4] for line in table] == [[level, "|", n] for level in ("O1", "O2") for n in ("35", "79")]
+
+
+def test_the_parts_of_a_compilation_take_no_longer_than_all_of_it() -> None:
+    taken = scaling.time_passes(scaling.chain(200), "O1")
+    whole, cut = taken.pop("all"), taken.pop("of it the cut")
+    assert 0 < cut < taken["assign_precision"]
+    assert sum(taken.values()) < whole
+
+
+def test_a_chain_is_what_export_makes_of_its_blocks() -> None:
+    program = torch.export.export(nn.Sequential(scaling.Block(), scaling.Block()), (torch.randn(8, scaling.WIDTH),))
+    exported = [n.target for n in program.graph.nodes if n.op == "call_function"]
+    assert [n.target for n in scaling.chain(24).nodes if n.op == "call_function"] == exported
+
+
+def test_the_committed_accuracy_report_has_every_model() -> None:
+    rows = _committed("accuracy.json")["rows"]
+    assert {row["model"] for row in rows} == set(BY_NAME)
+    assert REPORTS.joinpath("accuracy.md").read_text() == accuracy.to_markdown([accuracy.Row(**row) for row in rows])
+
+
+@pytest.mark.parametrize("model", AT_MOST)
+def test_the_committed_counts_are_within_their_bounds(model: str) -> None:
+    rows = {row["variant"]: row["counts"] for row in _committed("casts.json")["rows"] if row["model"] == model}
+    for variant, (number, moved, saved) in AT_MOST[model].items():
+        assert rows[variant]["casts"] <= number
+        assert round(rows[variant]["cast_bytes"] / MEGABYTE) <= moved
+        assert round(rows[variant]["saved_bytes"] / MEGABYTE) <= saved
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("model", AT_MOST)
+def test_the_committed_counts_are_what_the_script_counts(model: str) -> None:
+    counted = [(row.variant, vars(row.counts)) for row in casts.measure(model, "cpu", torch.bfloat16, 0) if row.counts]
+    assert counted == [(r["variant"], r["counts"]) for r in _committed("casts.json")["rows"] if r["model"] == model]
