@@ -14,19 +14,22 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_aggregate
 
 from . import ops
+from ._torch import pytree
 from .assign_precision import Assignment
 from .legalize import loosen_assertions
 from .simulate import Colouring
-from .values import ANY, is_floating
+from .values import ANY, ELIGIBLE, is_floating
 
 CAST = torch.ops.aten.to.dtype
 
 
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:
-    """Cast a value whose dtype is known only when the graph runs: floats below 64 bits, nothing else."""
-    if isinstance(value, Tensor) and value.is_floating_point() and value.dtype is not torch.float64:
-        return value.to(dtype)
-    return value
+    """Cast a value known only when the graph runs, or the members of a container: floats below 64 bits alone."""
+
+    def cast(leaf: Any) -> Any:
+        return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.dtype in ELIGIBLE else leaf
+
+    return pytree.tree_map(cast, value)
 
 
 def cast_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -94,16 +97,23 @@ def _folds_by_grad(node: Node) -> bool:
 
 def make_cast(graph: Graph, value: Node, dtype: torch.dtype, reader: Node, assignment: Assignment) -> Node:
     """Insert a cast of a value just before its reader."""
-    unknown = assignment.dtypes[value] is ANY
+    held = assignment.dtypes[value]
     with graph.inserting_before(reader):
-        made = graph.call_function(cast_floating if unknown else CAST, (value, dtype))
+        made = graph.call_function(CAST if isinstance(held, torch.dtype) else cast_floating, (value, dtype))
     made.meta = {k: reader.meta[k] for k in ("nn_module_stack", "stack_trace", "autocast_region") if k in reader.meta}
     made.meta["fxamp"] = "cast"
     if "val" in value.meta:
         made.meta["val"] = value.meta["val"]
-    assignment.dtypes[made] = dtype
+    assignment.dtypes[made] = dtype if isinstance(held, torch.dtype) else recast(held, dtype)
     assignment.original[made] = assignment.original[value]
     return made
+
+
+def recast(held: Any, dtype: torch.dtype) -> Any:
+    """Return the dtypes that a cast makes of these."""
+    if isinstance(held, tuple):
+        return tuple(recast(h, dtype) for h in held)
+    return dtype if held in ELIGIBLE or held is ANY else held
 
 
 def _rewrite_arguments(node: Node, colouring: Colouring) -> None:
@@ -131,10 +141,15 @@ def _restore_outputs(graph: Graph, assignment: Assignment) -> int:
     for value in values:
         if not isinstance(value, Node) or value in made:
             continue
-        held, original = assignment.dtypes.get(value), assignment.original.get(value)
-        if original is ANY and is_floating(held):
-            original = torch.float32
-        if isinstance(original, torch.dtype) and held != original and not isinstance(held, tuple) and is_floating(held):
+        held, original = assignment.dtypes.get(value), _floating(assignment.original.get(value))
+        if is_floating(held) and original is not None and recast(held, original) != held:
             made[value] = make_cast(graph, value, original, output, assignment)
     output.args = (tuple(made.get(v, v) if isinstance(v, Node) else v for v in values),)
     return len(made)
+
+
+def _floating(original: Any) -> torch.dtype | None:
+    """Return the floating dtype that a value had, FP32 where nothing is known; None where it had none, or several."""
+    leaves = pytree.tree_leaves(original, is_leaf=lambda d: d is None)
+    kinds = {torch.float32 if d is ANY else d for d in leaves if d is ANY or is_floating(d)}
+    return kinds.pop() if len(kinds) == 1 else None

@@ -15,7 +15,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from . import ops
+from . import ops, rnn
 from ._torch import FakeTensorMode, enter_autocast, example_sizes, exit_autocast, pytree, quiet_fakes
 from .aliases import SET_GRAD as SET_GRAD
 from .aliases import Aliases as Aliases
@@ -320,6 +320,10 @@ def _made(node: Node, row: Rule, given: list[tuple[str, Any]]) -> Any:
     kinds["float"] = ANY if row.cpu == KEEP and ran is not ANY and not is_floating(ran) else ran
     if returns == ["List[Tensor]"]:
         return (kinds[row.out[0]],)
+    if node.target is rnn.lstm:  # output, (h_n, c_n)
+        return ran, (ran, ran)
+    if name in ("lstm", "rnn_tanh", "rnn_relu"):
+        return (ran,) * len(returns)
     out = tuple(kinds[o] for o in row.out[: len(returns)])
     return out[0] if len(returns) == 1 else out + (ANY,) * (len(returns) - len(out))
 

@@ -10,7 +10,7 @@ from torch.fx import Graph, Node
 from . import ops
 from .assign_precision import Assignment
 from .errors import VerificationError
-from .insert_casts import is_inserted
+from .insert_casts import cast_floating, is_inserted, recast
 from .rules import rule
 from .values import ANY, ELIGIBLE, module_path, source
 
@@ -59,6 +59,9 @@ def _dtypes(node: Node, held: dict[Node, Any], assignment: Assignment) -> Any:
         return assignment.original.get(node)
     if node.op == "call_module" or ops.name(node).startswith("higher_order::"):
         return assignment.dtypes.get(node)  # opaque: the operands are checked where they are cast
+    if node.target is cast_floating:
+        value, dtype = node.args
+        return recast(held[value], dtype)  # type: ignore[index, arg-type]
     as_captured = all(held[n] == assignment.original.get(n) for n in node.all_input_nodes)
     if as_captured and not _is_touched(node, assignment):
         return assignment.original.get(node)

@@ -93,10 +93,10 @@ def to_markdown(rows: Sequence[Row]) -> str:
         by_case.setdefault((row.model, row.low), {})[row.variant] = row
     parts = [
         "# Rounding error against float64\n\n"
-        f"Written by `reports/accuracy.py` on a CPU, torch {torch.__version__}: the models of the tests, small and with "
-        "random weights,\nin eval mode. Under `torch.autocast` is the relative distance from the model in float64; under "
-        "O1, O2 and O3 is the\nratio of their distance to that one, so 1.00 is as near as autocast and less is nearer. "
-        "O3 rounds everything, and is\nhere to show what that costs.\n"
+        f"Written by `reports/accuracy.py` on a CPU, torch {torch.__version__}: the models of the tests, small and\n"
+        "with random weights, in eval mode. Under `torch.autocast` is the relative distance from the model in\n"
+        "float64; under O1, O2 and O3 is the ratio of their distance to that one, so 1.00 is as near as autocast and\n"
+        "less is nearer. O3 rounds everything, and is here to show what that costs.\n"
     ]
     headers = ("model", "low", AUTOCAST, *LEVELS)
     for title, field in (("Outputs", "outputs"), ("Gradients", "gradients")):

@@ -178,7 +178,9 @@ def _machine(device: str) -> str:
 
 def to_markdown(rows: Sequence[Row], machine: str) -> str:
     """Return the report as one Markdown table."""
-    headers = ("model", "low", "variant", "casts", "MB cast", "MB saved for backward", "ops", "time / autocast", "spread")
+    headers = (
+        "model", "low", "variant", "casts", "MB cast", "MB saved for backward", "ops", "time / autocast", "spread",
+    )  # fmt: skip
     table = [
         (
             row.model,
@@ -196,16 +198,16 @@ def to_markdown(rows: Sequence[Row], machine: str) -> str:
         colalign=("left", "left", "left", *["right"] * (columns - 3)),
     )  # fmt: skip
     times = (
-        "Times are medians of whole steps, the variants taking turns, and good as ratios only; the\n"
-        "spread is half the distance between the quartiles.\n"
+        " Times are medians of whole steps, the variants taking turns, and good as ratios only; the\n"
+        "spread is half the distance between the quartiles."
     )
     return (
         "# What a training step does about dtypes\n\n"
         f"Written by `reports/casts.py` on {machine}, torch {torch.__version__}.\n\n"
         f"{shown}\n\n"
-        "One forward and backward, no optimizer. Casts are the dtype conversions that were executed, MB cast what they "
-        "read and\nwrote; MB saved for backward are distinct storages that autograd keeps, parameters apart; ops are all "
-        f"that was dispatched.\n{times if columns == 9 else ''}"
+        "One forward and backward, no optimizer. Casts are the dtype conversions that were executed, MB cast what\n"
+        "they read and wrote; MB saved for backward are distinct storages that autograd keeps, parameters apart; ops\n"
+        f"are all that was dispatched.{times if columns == 9 else ''}\n"
     )
 
 

@@ -62,7 +62,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Add the perceptron's output to its input."""
-        return x + self.down(F.gelu(self.up(self.norm(x))))
+        made: Tensor = x + self.down(F.gelu(self.up(self.norm(x))))
+        return made
 
 
 def chain(size: int) -> Graph:
@@ -159,13 +160,13 @@ def to_markdown(rows: Sequence[tuple[str, int, dict[str, float]]], exported: flo
         ours = next(taken["all"] for level, nodes, taken in rows if level == "O1" and _near(nodes, YARDSTICK))
         beside = (
             f"\n`torch.export` takes {exported:.1f} s to capture the same model at {YARDSTICK:,} nodes; all passes "
-            f"together take {ours / exported:.2f} of\nthat at O1.\n"
+            f"together take\n{ours / exported:.2f} of that at O1.\n"
         )
     return (
         "# Time of the passes against the size of the graph\n\n"
-        f"Written by `reports/scaling.py`: a chain of residual MLP blocks, BF16, torch {torch.__version__}, one thread. "
-        "Milliseconds\nper 1,000 nodes: where rows repeat, time grows linearly. `verify` is all its calls; `decisions` writes the plan down, "
-        "`annotate`\nthe dtypes into the graph.\n\n"
+        f"Written by `reports/scaling.py`: a chain of residual MLP blocks, BF16, torch {torch.__version__}, one\n"
+        "thread. Milliseconds per 1,000 nodes: where rows repeat, time grows linearly. `verify` is all its calls;\n"
+        "`decisions` writes the plan down, `annotate` the dtypes into the graph.\n\n"
         f"{shown}\n{beside}"
     )
 

@@ -2,7 +2,7 @@
 
     python -m tests.cuda_oracle MODEL...
 
-prints one JSON line per model: {"name": ..., "rows": [[key, op, expected, autocast, got, code], ...], "unrun": [op, ...]}.
+prints one JSON line per model: {"name": ..., "rows": [[key, op, expected, autocast, got, code], ...], "unrun": [...]}.
 A row has the dtype that a node gives under the real kernels, what the plan says of autocast, what the converted graph
 gives, and the code of the reason for that.
 
@@ -46,10 +46,7 @@ class Oracle(Interpreter):
         if n.op == "get_attr":
             return self.fake(super().run_node(n))
         args, kwargs = self.fetch_args_kwargs_from_env(n)
-        if n.op == "call_function":
-            made = self.call(n, args, dict(kwargs))
-        else:
-            made = super().run_node(n)
+        made = self.call(n, args, dict(kwargs)) if n.op == "call_function" else super().run_node(n)
         if isinstance(made, Tensor):
             self.dtypes[n.name] = made.dtype
         return made
@@ -65,11 +62,12 @@ class Oracle(Interpreter):
             self.unrun.append(ops.name(n))
             val = n.meta["val"]
             kind = lookup(ops.name(n), "cuda")[1]
-            dtype = {LOW: LOW_DTYPE, FP32: torch.float32}.get(kind, next(a.dtype for a in args if isinstance(a, Tensor)))
-            return self.fake(torch.empty(_sizes(val.shape, args), dtype=dtype, device="meta"))
+            first = next(a.dtype for a in args if isinstance(a, Tensor))
+            dtype = {LOW: LOW_DTYPE, FP32: torch.float32}.get(kind, first)
+            return self.fake(torch.empty(_sizes(val.shape), dtype=dtype, device="meta"))
 
 
-def _sizes(shape: Any, args: Any) -> list[int]:
+def _sizes(shape: Any) -> list[int]:
     """Return concrete sizes for a symbolic shape: those of the example."""
     return [int(s) if isinstance(s, int) else int(s.node.hint) for s in shape]
 

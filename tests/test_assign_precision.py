@@ -79,7 +79,9 @@ def test_an_op_override_lowers_an_op() -> None:
         (fxamp.Policy(modules={"fir*": "fp32", "fir*t": "low"}), "equal rank"),
     ],
 )
-def test_an_override_that_matches_nothing_or_contradicts_another_is_an_error(policy: fxamp.Policy, message: str) -> None:
+def test_an_override_that_matches_nothing_or_contradicts_another_is_an_error(
+    policy: fxamp.Policy, message: str
+) -> None:
     with pytest.raises(fxamp.PolicyError, match=message):
         convert(lambda m, x: m.first(x), policy)
 

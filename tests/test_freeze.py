@@ -55,5 +55,5 @@ def test_an_error_inside_leaves_the_module_as_it_was(module: fxamp.ConvertedModu
 
 
 def test_only_a_converted_module_can_be_frozen() -> None:
-    with pytest.raises(fxamp.NotAModuleError, match="fxamp.convert"), fxamp.frozen(LeNet5()):  # type: ignore[arg-type]
+    with pytest.raises(fxamp.NotAModuleError, match=r"fxamp\.convert"), fxamp.frozen(LeNet5()):  # type: ignore[arg-type]
         pass

@@ -274,6 +274,23 @@ def test_a_value_of_unknown_dtype_is_cast_only_if_it_is_a_float_below_64_bits() 
         assert cast_floating(kept, BF16) is kept
 
 
+def test_the_members_of_a_container_are_cast_when_the_graph_runs() -> None:
+    builder = Builder()
+    x = builder.input("x", (2,), BF16)
+    states = builder.graph.call_function(_pair, (x,))
+    gm = builder.finish(states)
+    assignment = coloured(gm, {}, {states.name: (BF16, (BF16, torch.int64))})
+    assignment.original[states] = (F32, (F32, torch.int64))
+    assert insert_casts(gm.graph, assignment) == 1
+    gm.recompile()
+    first, (second, count) = gm(torch.ones(2, dtype=BF16))[0]
+    assert (first.dtype, second.dtype, count.dtype) == (F32, F32, torch.int64)
+
+
+def _pair(x: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+    return x, (x + 1, x.long())
+
+
 def _layer_on_a_turned_input() -> GraphModule:
     builder = Builder()
     x, w = builder.input("x", (4, 2, 8)), builder.attribute("w", nn.Parameter(torch.randn(8, 8)))

@@ -120,7 +120,7 @@ def test_moving_it_moves_the_model(model: Net, front_end: str) -> None:
 
 
 def test_attributes_of_the_original_say_where_they_are(converted: Any) -> None:
-    with pytest.raises(AttributeError, match=r"no attribute 'generate'.*forward of Net.*read 'generate' from the original"):
+    with pytest.raises(AttributeError, match=r"no attribute 'generate'.*forward of Net.*read 'generate' from the"):
         converted.generate(3)
 
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.fx import Graph, Node
 from torch.library import custom_op
 
+from passes import rnn
 from passes._torch import pytree
 from passes.values import (
     ANY,
@@ -286,6 +287,9 @@ class Literal:
         (torch.chunk, (BF16, 2), (BF16,)),
         (torch.split, (BF16, 2), (BF16,)),
         (torch.std_mean, (F32,), (F32, ANY)),
+        (rnn.lstm, (BF16, None, [BF16]), (BF16, (BF16, BF16))),
+        (rnn.rnn, (BF16, None, [BF16], True, 1, 0.0, True, False, True, "relu"), (BF16, BF16)),
+        (aten.lstm.input, (BF16, [BF16, BF16], [BF16]), (BF16, BF16, BF16)),
         (torch.bucketize, (F32, F32), I64),
         (torch.float_power, (F32, 2), ANY),
         (torch.unique, (F32,), ANY),
