@@ -113,6 +113,14 @@ def test_the_committed_accuracy_report_has_every_model() -> None:
     assert REPORTS.joinpath("accuracy.md").read_text() == accuracy.to_markdown([accuracy.Row(**row) for row in rows])
 
 
+@pytest.mark.parametrize("model", BY_NAME)
+def test_the_committed_gradients_are_nearly_as_good_as_autocasts(model: str) -> None:
+    rows = {(r["low"], r["variant"]): r["gradients"] for r in _committed("accuracy.json")["rows"] if r["model"] == model}
+    for low in {low for low, _ in rows}:
+        assert rows[low, "O1"] <= 1.1 * rows[low, "torch.autocast"]
+        assert rows[low, "O2"] <= 1.5 * rows[low, "torch.autocast"]
+
+
 @pytest.mark.parametrize("model", AT_MOST)
 def test_the_committed_counts_are_within_their_bounds(model: str) -> None:
     rows = {row["variant"]: row["counts"] for row in _committed("casts.json")["rows"] if row["model"] == model}
