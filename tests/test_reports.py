@@ -115,7 +115,8 @@ def test_the_committed_accuracy_report_has_every_model() -> None:
 
 @pytest.mark.parametrize("model", BY_NAME)
 def test_the_committed_gradients_are_nearly_as_good_as_autocasts(model: str) -> None:
-    rows = {(r["low"], r["variant"]): r["gradients"] for r in _committed("accuracy.json")["rows"] if r["model"] == model}
+    made = [row for row in _committed("accuracy.json")["rows"] if row["model"] == model]
+    rows = {(row["low"], row["variant"]): row["gradients"] for row in made}
     for low in {low for low, _ in rows}:
         assert rows[low, "O1"] <= 1.1 * rows[low, "torch.autocast"]
         assert rows[low, "O2"] <= 1.5 * rows[low, "torch.autocast"]
