@@ -29,6 +29,9 @@ from .convert import plan as plan  # noqa: E402
 from .convert import plan_of as plan_of  # noqa: E402
 from .diff import GraphDiff as GraphDiff  # noqa: E402
 from .diff import diff as diff  # noqa: E402
+from .dynamo import Backend as Backend  # noqa: E402
+from .dynamo import backend as backend  # noqa: E402
+from .dynamo import compile as compile  # noqa: E402
 from .freeze import frozen as frozen  # noqa: E402
 from .module import ConvertedModule as ConvertedModule  # noqa: E402
 from .report import Report as Report  # noqa: E402

@@ -17,7 +17,7 @@ from torch import nn
 from torch.export import ExportedProgram
 from torch.fx import Graph
 
-from passes.errors import CaptureError, FxampError, NotAModuleError
+from passes.errors import CaptureError, FxampError, NotAModuleError, NotFaithfulError
 from passes.values import no_autocast
 
 from . import capture_export, capture_fx
@@ -28,7 +28,7 @@ from .module import ConvertedModule
 from .preflight import refuse_constructs, refuse_modules, untouched
 
 logger = logging.getLogger("fxamp")
-FRONT_ENDS = ("auto", "fx", "export", "jit")
+FRONT_ENDS = ("auto", "fx", "export", "jit")  # the last is `dynamo`
 
 
 @dataclass
@@ -79,11 +79,9 @@ def capture(
     """
     if front_end not in FRONT_ENDS:
         raise CaptureError(f"capture={front_end!r} is not one of {', '.join(FRONT_ENDS)}.")
-    if front_end == "jit":
-        raise CaptureError("capture='jit' is not supported yet. Use capture='export' with example inputs, or 'fx'.")
     baked = isinstance(model, ExportedProgram)
     module = capture_export.program_module(model) if isinstance(model, ExportedProgram) else model
-    _refuse_non_models(module)
+    refuse_non_models(module)
     inputs = as_inputs(args, kwargs)
     if front_end == "auto":
         front_end = "fx" if inputs is None else "export"
@@ -99,7 +97,8 @@ def capture(
     return captured
 
 
-def _refuse_non_models(model: Any) -> None:
+def refuse_non_models(model: Any) -> None:
+    """Raise NotAModuleError or CaptureError for what is no model, or is converted already."""
     if not isinstance(model, nn.Module):
         kind = f"the class {model.__name__}; call it first" if isinstance(model, type) else type(model).__name__
         raise NotAModuleError(f"fxamp converts a torch.nn.Module, a GraphModule or an ExportedProgram, not {kind}.")
@@ -130,7 +129,7 @@ def _by_export(model: nn.Module, call: CallSpec, flat: list[Any], dynamic_shapes
             raise
         except Exception as e:
             _refuse_inputs(model, call, flat)
-            raise CaptureError(capture_export.explain(model, e)) from e
+            raise NotFaithfulError(capture_export.explain(model, e)) from e
         graph, constants = capture_export.normalise(gm, model)
         return Captured(graph, spec, "export", {}, constants, _side_effects(changed))
 

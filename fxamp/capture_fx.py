@@ -21,7 +21,7 @@ from torch.fx import Graph, Node, Proxy, Tracer
 
 from passes import rnn
 from passes._torch import TorchFunctionMode, pytree
-from passes.errors import INSTEAD, CaptureError, FxampError
+from passes.errors import INSTEAD, CaptureError, FxampError, NotFaithfulError
 
 from . import frames
 from .call import CallSpec, flatten_outputs
@@ -163,7 +163,7 @@ class _Tracer(Tracer):
         self, kind: str, target: Any, args: Any, kwargs: Any, name: Any = None, type_expr: Any = None
     ) -> Node:
         if kind == "call_method" and target in _LOST_METHODS:
-            raise CaptureError(f"Tensor.{target} at {frames.place()}: symbolic tracing would lose it. {INSTEAD}.")
+            raise NotFaithfulError(f"Tensor.{target} at {frames.place()}: symbolic tracing would lose it. {INSTEAD}.")
         node = super().create_node(kind, target, args, kwargs, name, type_expr)
         node.meta.setdefault("stack_trace", _user_stack())
         if kind == "call_module":
@@ -177,7 +177,7 @@ class _Tracer(Tracer):
 
     def create_arg(self, a: Any) -> Any:
         if callable(a) and not isinstance(a, (type, torch.nn.Module, Proxy)):
-            raise CaptureError(
+            raise NotFaithfulError(
                 f"a function given to a traced value at {frames.place()}: symbolic tracing would lose it. {INSTEAD}."
             )
         return super().create_arg(a)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from passes._torch import pytree
-from passes.errors import INSTEAD, CaptureError, PolicyError
+from passes.errors import INSTEAD, CaptureError, NotFaithfulError, PolicyError
 from passes.values import LOW, Aliases, no_autocast
 
 from .call import CallSpec
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 GRADIENT_TOLERANCE = 1e-6  # the exporter may reorder a sum of gradients
 
 
-def refuse_low_parameters(model: nn.Module) -> None:
+def refuse_low_parameters(named: Iterable[tuple[str, Any]]) -> None:
     """Raise PolicyError when a trainable parameter is FP16 or BF16: updates below its resolution vanish."""
-    low = [(n, p.dtype) for n, p in model.named_parameters() if p.requires_grad and p.dtype in LOW]
+    low = [(n, p.dtype) for n, p in named if isinstance(p, nn.Parameter) and p.requires_grad and p.dtype in LOW]
     if low:
-        named = ", ".join(f"'{n}' ({str(d).removeprefix('torch.')})" for n, d in low[:3])
+        listed = ", ".join(f"'{n}' ({str(d).removeprefix('torch.')})" for n, d in low[:3])
         raise PolicyError(
-            f"{len(low)} trainable parameter(s) are low already: {named}. Updates smaller than their resolution vanish."
+            f"{len(low)} trainable parameter(s) are low already: {listed}. Updates below their resolution vanish."
             " Call model.float() before building the optimizer and convert that (the casts live in the graph), or "
             "freeze them with requires_grad_(False)."
         )
@@ -152,7 +152,7 @@ def _fresh(value: Any) -> Any:
 def _compare(name: str, front_end: str, model: nn.Module, expected: Run, got: Run) -> None:
     way_out = f"The graph captured with '{front_end}' does not compute what {name} computes"
     if len(expected[0]) != len(got[0]):
-        raise CaptureError(f"{way_out}: {len(got[0])} outputs instead of {len(expected[0])}. {INSTEAD}.")
+        raise NotFaithfulError(f"{way_out}: {len(got[0])} outputs instead of {len(expected[0])}. {INSTEAD}.")
     for i, (a, b) in enumerate(zip(expected[0], got[0], strict=True)):
         if isinstance(a, torch.Tensor) and not (isinstance(b, torch.Tensor) and _same(a, b)):
             difference = (
@@ -160,7 +160,7 @@ def _compare(name: str, front_end: str, model: nn.Module, expected: Run, got: Ru
                 if isinstance(b, torch.Tensor) and a.shape == b.shape and a.numel()
                 else "shape"
             )
-            raise CaptureError(
+            raise NotFaithfulError(
                 f"{way_out}: output {i} differs by {difference}. Something in it is lost by capture (a side effect, a "
                 f"random draw, a branch). {INSTEAD}, or pass check=False if it draws from a generator of its own."
             )
@@ -170,9 +170,10 @@ def _compare(name: str, front_end: str, model: nn.Module, expected: Run, got: Ru
     for i, (a, b) in enumerate(zip(expected[1], got[1], strict=True)):
         where = f"parameter '{named[i]}'" if i < len(named) else f"input {i - len(named)}"
         if (a is None) != (b is None):
-            raise CaptureError(f"{way_out}: the gradient of {where} is {'lost' if b is None else 'new'}. {INSTEAD}.")
+            change = "lost" if b is None else "new"
+            raise NotFaithfulError(f"{way_out}: the gradient of {where} is {change}. {INSTEAD}.")
         if a is not None and not _close(a, b):
-            raise CaptureError(f"{way_out}: the gradient of {where} differs. {INSTEAD}.")
+            raise NotFaithfulError(f"{way_out}: the gradient of {where} differs. {INSTEAD}.")
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.export import ExportedProgram
 
 from passes import compile_graph
-from passes.errors import CaptureError, NotAModuleError, PolicyError
+from passes.errors import CaptureError, NotAModuleError, NotFaithfulError, PlanError, PolicyError
 from passes.plan import Plan
 from passes.policy import Policy
 
-from .capture import Captured, as_inputs
+from . import compiled
+from .capture import Captured, as_inputs, refuse_non_models
 from .capture import capture as capture_model
 from .check import check_faithful, refuse_low_parameters
+from .dynamo import compile
 from .module import ConvertedModule, skeleton
 from .preflight import untouched
+
+logger = logging.getLogger("fxamp")
 
 
 def convert(
@@ -32,7 +38,7 @@ def convert(
     dynamic_shapes: Any = "auto",
     plan: Plan | str | os.PathLike[str] | None = None,
     check: bool = True,
-) -> ConvertedModule:
+) -> Any:
     """Convert a model to mixed precision.
 
     Args:
@@ -41,13 +47,15 @@ def convert(
         args: example inputs, a tuple as `torch.export.export` takes them (a lone tensor is wrapped).
         kwargs: example keyword inputs.
         policy: a level ("O0" to "O3"), a policy string ("O2,dtype=bf16,modules.fc3=fp32") or a Policy; "O1" by default.
-        capture: "auto" (export with example inputs, else fx), "export" or "fx".
+        capture: "export", "fx", "jit" (at the first call, by torch.compile, the graphs run eagerly), or "auto": export
+            with example inputs, else fx, and jit where that one would lose something of the model, which is logged.
         dynamic_shapes: "auto" (every dimension), None (none), or as `torch.export.export` takes them.
         plan: a Plan, or the path of one, to replay; its policy is the policy.
         check: compare the captured graph, before any rounding, with the model on the example inputs.
 
     Returns:
-        A ConvertedModule, called like the model. Outputs keep the model's dtypes.
+        A ConvertedModule, called like the model; what `fxamp.compile` returns where the model is captured at its first
+        call. Outputs keep the model's dtypes.
 
     Raises:
         CaptureError: the model cannot be captured faithfully.
@@ -60,13 +68,36 @@ def convert(
     if plan is not None and not isinstance(plan, Plan):
         plan = Plan.load(plan)
     asked = plan.policy if plan is not None else Policy.of(policy)
-    captured = capture_model(model, args, kwargs, front_end=capture, dynamic_shapes=dynamic_shapes)
-    refuse_low_parameters(captured.model)
+    if capture == "jit":
+        return _at_first_call(model, asked, plan, dynamic_shapes)
+    try:
+        return _ahead_of_time(model, args, kwargs, asked, capture, dynamic_shapes, plan, check)
+    except NotFaithfulError as e:
+        if capture != "auto" or plan is not None or isinstance(model, ExportedProgram):
+            raise
+        reason = str(e).split("\n")[0]
+        logger.warning("%s is captured at its first call, by torch.compile: %s", type(model).__name__, reason)
+    return _at_first_call(model, asked, plan, dynamic_shapes)
+
+
+def _ahead_of_time(
+    model: nn.Module, args: Any, kwargs: Any, policy: Policy, front_end: str, dynamic_shapes: Any,
+    replayed: Plan | None, check: bool,
+) -> ConvertedModule:  # fmt: skip
+    captured = capture_model(model, args, kwargs, front_end=front_end, dynamic_shapes=dynamic_shapes)
+    refuse_low_parameters(captured.model.named_parameters())
     inputs = as_inputs(args, kwargs)
     if check and inputs is not None:
         with untouched(captured.model):
             check_faithful(captured, *inputs)
-    return emit(captured, resolve(asked, captured.model, inputs), plan)
+    return emit(captured, resolve(policy, captured.model, inputs), replayed)
+
+
+def _at_first_call(model: nn.Module, policy: Policy, replayed: Plan | None, dynamic_shapes: Any) -> Any:
+    if replayed is not None:
+        raise PlanError("a plan is replayed ahead of time: use capture='export' or 'fx' with it, not 'jit'.")
+    refuse_non_models(model)
+    return compile(model, policy=policy, backend="eager", dynamic=False if dynamic_shapes is None else None)
 
 
 def emit(captured: Captured, policy: Policy, replayed: Plan | None = None) -> ConvertedModule:
@@ -90,36 +121,37 @@ def plan(
     capture: str = "auto",
     dynamic_shapes: Any = "auto",
 ) -> Plan:
-    """Decide only: return the plan that `convert` would carry out. Arguments and errors as `convert`."""
-    return convert(
-        model, args, kwargs, policy=policy, capture=capture, dynamic_shapes=dynamic_shapes, check=False
-    ).plan
+    """Decide only: return the plan that `convert` would carry out ahead of time. Arguments and errors as `convert`."""
+    if capture == "jit":
+        raise CaptureError("fxamp.plan decides ahead of time: with capture='jit', read fxamp.plan_of after a call.")
+    asked = Policy.of(policy)
+    return _ahead_of_time(model, args, kwargs, asked, capture, dynamic_shapes, None, check=False).plan
 
 
 def plan_of(module: nn.Module) -> Plan:
-    """Return what was decided for a converted module.
+    """Return what was decided for a converted module, or a compiled one after its first call: one plan, all graphs.
 
     Raises:
-        CaptureError: the module was not converted by fxamp.
+        CaptureError: nothing was converted for the module, or nothing yet.
     """
-    return _converted(module).plan
+    return module.plan if isinstance(module, ConvertedModule) else compiled.plan_of(_module(module))
 
 
 def graphs(module: nn.Module) -> list[torch.fx.GraphModule]:
-    """Return the graphs of a converted module, in order.
+    """Return the graphs of a converted module, or of a compiled one after its first call, in order.
 
     Raises:
-        CaptureError: the module was not converted by fxamp.
+        CaptureError: nothing was converted for the module, or nothing yet.
     """
-    return [_converted(module)]
-
-
-def _converted(module: Any) -> ConvertedModule:
     if isinstance(module, ConvertedModule):
-        return module
+        return [module]
+    return [entry.graph for entry in compiled.entries(_module(module))]
+
+
+def _module(module: Any) -> nn.Module:
     if not isinstance(module, nn.Module):
         raise NotAModuleError(f"a converted module is needed, not {type(module).__name__}.")
-    raise CaptureError(f"{type(module).__name__} was not converted by fxamp: pass what fxamp.convert(model) returned.")
+    return module
 
 
 def _attribute(root: nn.Module, path: str) -> Any:

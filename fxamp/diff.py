@@ -20,6 +20,8 @@ from torch.fx.node import map_arg
 from passes.errors import FxampError
 from passes.plan import Decision, Plan
 
+from . import compiled
+
 Diffable: TypeAlias = Union[Plan, nn.Module, str, "os.PathLike[str]"]
 # For every node, by key and in graph order: the fields that are compared.
 Rows: TypeAlias = dict[str, dict[str, str]]
@@ -107,13 +109,20 @@ def diff(before: Diffable, after: Diffable) -> GraphDiff:
 
 
 def plan_in(value: object) -> Plan | None:
-    """Find the plan in what a user may give: the plan itself, a path, or a module that has one; else None."""
+    """Find the plan in what a user may give: the plan itself, a path, or a module that has one; else None.
+
+    Raises:
+        CaptureError: nothing was converted yet for a module that is compiled.
+        PlanError: the file cannot be read.
+    """
     if isinstance(value, Plan):
         return value
     if isinstance(value, str | os.PathLike):
         return Plan.load(value)
     plan = getattr(value, "plan", None)
-    return plan if isinstance(plan, Plan) else None
+    if isinstance(plan, Plan):
+        return plan
+    return compiled.plan_of(value) if isinstance(value, nn.Module) and compiled.is_compiled(value) else None
 
 
 def escape(text: str) -> str:

@@ -13,7 +13,7 @@ import torch.utils.checkpoint
 from torch import nn
 
 from passes._torch import pytree
-from passes.errors import INSTEAD, CaptureError
+from passes.errors import INSTEAD, CaptureError, NotFaithfulError
 
 from . import frames
 
@@ -50,10 +50,10 @@ def refuse_modules(model: nn.Module, front_end: str) -> None:
             for hook in getattr(module, attribute).values():
                 _refuse_hook(where, kind, getattr(hook, "__qualname__", type(hook).__name__), front_end)
         if not _from_library(module) and any(getattr(module, attribute) for attribute in _STATE_HOOKS):
-            raise CaptureError(f"{where} has a state-dict hook, which the converted module would not run. {INSTEAD}.")
+            raise NotFaithfulError(f"{where} has a state-dict hook; the converted module would not run it. {INSTEAD}.")
         for method, instead in _METHODS.items():
             if getattr(type(module), method) is not getattr(nn.Module, method) and not _from_library(module):
-                raise CaptureError(
+                raise NotFaithfulError(
                     f"{where} overrides {method}(), which the converted module would not call. {INSTEAD}, or {instead}."
                 )
 
@@ -64,7 +64,8 @@ def _from_library(module: nn.Module) -> bool:
 
 
 def _refuse_wrapper(module: nn.Module, where: str) -> None:
-    if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+    _refuse_parallel(module, where)
+    if isinstance(module, nn.parallel.DistributedDataParallel):
         raise CaptureError(
             f"{where} is a parallel wrapper. Convert the module inside it, then wrap what fxamp.convert returns."
         )
@@ -80,13 +81,31 @@ def _refuse_wrapper(module: nn.Module, where: str) -> None:
         raise CaptureError(f"{where} has parameters without a shape yet. Call the model once before converting it.")
 
 
+def refuse_wrapped(model: nn.Module) -> None:
+    """Raise CaptureError for a model that is wrapped in DataParallel or sharded already."""
+    for path, module in model.named_modules():
+        _refuse_parallel(module, f"module '{path or '(root)'}' ({type(module).__name__})")
+
+
+def _refuse_parallel(module: nn.Module, where: str) -> None:
+    if isinstance(module, nn.DataParallel):
+        raise CaptureError(
+            f"{where} is a parallel wrapper. Convert the module inside it, then wrap what fxamp.convert returns."
+        )
+    # By name: torch.distributed is not in every build.
+    if any(base.__name__ in ("FullyShardedDataParallel", "FSDPModule") for base in type(module).__mro__):
+        raise CaptureError(
+            f"{where} is sharded already. Convert or compile each block first, then fully_shard it, then the root."
+        )
+
+
 def _refuse_hook(where: str, kind: str, label: str, front_end: str) -> None:
     if label in ("WeightNorm", "SpectralNorm"):
-        raise CaptureError(
+        raise NotFaithfulError(
             f"{where} uses torch.nn.utils's old {label}, a {kind} that recomputes the weight on the module itself; "
             f"capture='{front_end}' would read a stale weight. Use torch.nn.utils.parametrizations instead."
         )
-    raise CaptureError(
+    raise NotFaithfulError(
         f"{where} has a {kind} ({label}), which a graph captured with '{front_end}' would not run. {INSTEAD}, or "
         "remove the hook before converting."
     )
@@ -104,7 +123,7 @@ def refuse_constructs(front_end: str) -> Iterator[None]:
         def patched(*args: Any, **kwargs: Any) -> Any:
             if threading.get_ident() == me and _by_model():
                 name = construct if isinstance(construct, str) else construct(args[0])
-                raise CaptureError(f"{name} at {frames.place()}: capture='{front_end}' {loss}. {INSTEAD}.")
+                raise NotFaithfulError(f"{name} at {frames.place()}: capture='{front_end}' {loss}. {INSTEAD}.")
             return plain(*args, **kwargs)
 
         return mock.patch.object(

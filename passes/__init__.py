@@ -11,24 +11,25 @@ Imports torch and networkx, never fxamp.
 
 from __future__ import annotations
 
-import contextlib
+import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
-import torch
 from torch.fx import Graph, Node
 
 from . import ops
-from ._torch import FakeTensor
 from .assign_precision import Assignment, assign_precision
+from .bodies import Body, Border, all_graphs, bodies_of
 from .eliminate_casts import eliminate_casts
+from .errors import PlanError, VerificationError
 from .insert_casts import insert_casts, is_inserted
 from .legalize import decompose_composites, drop_autocast_switches
-from .plan import Decision, Plan
-from .policy import Policy
+from .plan import REMEDY, Decision, Plan
+from .policy import Policy, check_used
 from .replay import replay
 from .split_loss import split_losses
-from .values import keys, module_path, no_autocast, original_dtypes, source
+from .values import keys, module_path, module_types, no_autocast, original_dtypes, retyped, source
 from .verify import verify
 
 __all__ = ["compile_graph"]
@@ -58,34 +59,85 @@ def compile_graph(
         PlanError: the plan does not fit the graph.
         VerificationError: a pass went wrong; the graph is not to be used.
     """
+    compilation = _Compilation(policy, plan)
     with no_autocast():
         verify(graph)
-        kept = _legalize(graph, policy)
+        compilation.legalize(graph, attribute)
+        bodies = bodies_of(graph, attribute) if policy.level != "O0" else {}
+        if capture != "jit":  # a model may break into several graphs, and an override match in one of them
+            inside = all_graphs(graph, bodies)
+            stacks = {n: s for g in inside for n, s in module_types(g).items()}
+            check_used(policy, stacks.values(), (ops.name(n) for n in stacks))
+        compilation.run(graph, attribute, Border({}, policy.output_dtype == "original", bodies))
+    if plan is not None and any(d.graph >= compilation.graphs for d in plan.decisions):
+        raise PlanError(f"the plan decides on more graphs than the {compilation.graphs} of this model; {REMEDY}")
+    return Plan(
+        tuple(compilation.decisions),
+        policy,
+        verified="symbolic" if compilation.symbolic else "fake",
+        capture=capture,
+        notes=(*notes, *(f"composite kept whole: {name}" for name in sorted(compilation.kept))),
+        inserted_casts=compilation.inserted,
+        casts=compilation.casts,
+    )
+
+
+class _Compilation:
+    """The passes over one graph and the bodies inside it, and what they decided."""
+
+    def __init__(self, policy: Policy, plan: Plan | None) -> None:
+        self.policy, self.plan = policy, plan
+        self.decisions: list[Decision] = []
+        self.kept: set[str] = set()
+        self.graphs = self.inserted = self.casts = 0
+        self.symbolic = False
+
+    def legalize(self, graph: Graph, attribute: Callable[[str], Any]) -> None:
+        """Run the first pass over a graph and over those inside it."""
+        if self.policy.level == "O0":
+            return
+        self.kept.update(_legalize(graph, self.policy))
         verify(graph)
-        assignment = assign_precision(graph, policy, original_dtypes(graph, attribute), plan)
+        for body in itertools.chain.from_iterable(bodies_of(graph, attribute).values()):
+            self.legalize(body.graph, body.attribute)
+
+    def run(self, graph: Graph, attribute: Callable[[str], Any], border: Border) -> Assignment:
+        """Run the other passes over a graph, and over those inside it."""
+        policy, index = self.policy, self.graphs
+        self.graphs += 1
+        plan = self.plan and replace(self.plan, decisions=tuple(d for d in self.plan.decisions if d.graph == index))
+        assignment = assign_precision(graph, policy, original_dtypes(graph, attribute), plan, border)
         if plan is not None:
             replay(graph, assignment, plan)
-        decisions = _decisions(graph, assignment)
-        inserted = insert_casts(graph, assignment, restore_outputs=policy.output_dtype == "original")
+        self.decisions += _decisions(graph, assignment, index)
+        self.symbolic |= assignment.symbolic
+        self.inserted += insert_casts(graph, assignment)
+        for node, inside in border.bodies.items():
+            for body in inside:
+                self._enter(node, body, assignment)
         verify(graph, assignment)
         eliminate_casts(graph, assignment, policy.share_casts)
         verify(graph, assignment)
         annotate(graph, assignment)
-    return Plan(
-        decisions,
-        policy,
-        verified="symbolic" if assignment.symbolic else "fake",
-        capture=capture,
-        notes=(*notes, *(f"composite kept whole: {name}" for name in kept)),
-        inserted_casts=inserted,
-        casts=sum(is_inserted(n) for n in graph.nodes),
-    )
+        self.casts += sum(is_inserted(n) for n in graph.nodes)
+        return assignment
+
+    def _enter(self, node: Node, body: Body, outside: Assignment) -> None:
+        """Compile the body of a higher-order op between the dtypes that hold at its border."""
+        entered = body.first is not None
+        given = {p: outside.dtypes[v] for p, v in body.operands(node).items()} if entered else {}
+        inside = self.run(body.graph, body.attribute, Border(given, not entered, body.bodies()))
+        body.module.recompile()
+        made = body.dtypes(inside.dtypes)
+        if entered and made != outside.dtypes[node]:
+            raise VerificationError(
+                f"the body of {node.name} gives {made}, its plan says {outside.dtypes[node]}. "
+                "This is a bug in fxamp; please report it."
+            )
 
 
 def _legalize(graph: Graph, policy: Policy) -> list[str]:
-    """Run the first pass, unless the graph is to stay what it is; return the names of what could not be legalized."""
-    if policy.level == "O0":
-        return []
+    """Run the first pass over one graph; return the names of what could not be legalized."""
     drop_autocast_switches(graph)
     if policy.level == "O2" and "cross_entropy_loss" not in dict(policy.ops):
         split_losses(graph)
@@ -96,30 +148,20 @@ def annotate(graph: Graph, assignment: Assignment) -> None:
     """Bring `meta["val"]` up to date, so that `print_readable` shows the dtype of every value."""
     for node in graph.nodes:
         if node.meta.get("val") is not None:
-            node.meta["val"] = _retyped(node.meta["val"], assignment.dtypes.get(node))
+            node.meta["val"] = retyped(node.meta["val"], assignment.dtypes.get(node))
 
 
-def _retyped(value: Any, dtype: Any) -> Any:
-    """Return a value in the dtype that it now has; a container item by item."""
-    if isinstance(value, (tuple, list)) and isinstance(dtype, tuple) and len(value) == len(dtype):
-        return type(value)([_retyped(v, d) for v, d in zip(value, dtype, strict=True)])
-    if not isinstance(value, torch.Tensor) or not isinstance(dtype, torch.dtype) or value.dtype == dtype:
-        return value
-    with torch.no_grad(), value.fake_mode if isinstance(value, FakeTensor) else contextlib.nullcontext():
-        return value.to(dtype)
-
-
-def _decisions(graph: Graph, assignment: Assignment) -> tuple[Decision, ...]:
+def _decisions(graph: Graph, assignment: Assignment, index: int) -> list[Decision]:
     names = keys(graph)
-    return tuple(_decision(node, names, assignment) for node in graph.nodes if node in assignment.colours)
+    return [_decision(node, names, assignment, index) for node in graph.nodes if node in assignment.colours]
 
 
-def _decision(node: Node, names: dict[Node, str], assignment: Assignment) -> Decision:
+def _decision(node: Node, names: dict[Node, str], assignment: Assignment, index: int) -> Decision:
     colouring = assignment.colours[node]
     autocast = assignment.autocast.get(node, colouring.dtype)
     return Decision(
         key=names[node],
-        graph=0,
+        graph=index,
         op=ops.name(node),
         module_path=module_path(node),
         source=source(node),

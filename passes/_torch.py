@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.amp.autocast_mode import _enter_autocast as enter_autocast
 from torch.amp.autocast_mode import _exit_autocast as exit_autocast
 from torch.export import ExportedProgram
+from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP as GUARD_NAMES
 from torch.overrides import TorchFunctionMode as TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -76,3 +77,20 @@ __all__ = [
     "pytree",
     "quiet_fakes",
 ]
+
+
+def inner_backend(backend: Any, mode: str | None, options: dict[str, Any]) -> Any:
+    """Return a torch.compile backend, given by name or as a callable, with its mode and options in it.
+
+    `torch.compile` makes the same two wrappers of what it is given.
+    """
+    if backend == "inductor":
+        return torch._TorchCompileInductorWrapper(mode, options, None)
+    return torch._TorchCompileWrapper(backend, mode, options, None)
+
+
+def source_name(placeholder: Node) -> str:
+    """Return where Dynamo took an input of a graph from: `L['self']._modules['fc']._parameters['weight']`."""
+    argument = placeholder.meta.get("grapharg")
+    name = getattr(getattr(argument, "source", None), "name", "")
+    return str(name() if callable(name) else name)  # a method in older releases

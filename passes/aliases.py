@@ -41,7 +41,7 @@ _ALIASING = frozenset(_MAY_ALIAS.split())
 
 def is_opaque(node: Node) -> bool:
     """Say whether nothing is known of what a call does inside: a module, a higher-order op, a function not of torch."""
-    if node.meta.get("fxamp"):
+    if node.meta.get("fxamp") or node.meta.get("pure"):
         return False
     name = ops.name(node)
     return name.startswith(("module:", "higher_order::")) or ("." in name and "::" not in name)

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from . import ops
+from .bodies import Border
 from .place import place
 from .plan import Plan
-from .policy import Policy, check_used, type_names
+from .policy import Policy
 from .simulate import Colouring, Simulation
-from .values import ANY, Aliases, Inference, SymbolicInference, module_stack
+from .values import ANY, Aliases, Inference, SymbolicInference, module_types
 
 
 @dataclass
@@ -34,6 +34,7 @@ class Assignment:
         dtypes: the dtype every value will have.
         original: the dtype every value had as captured.
         autocast: the dtype that autocast gives each node of `colours`.
+        returned: the dtype that each output of the graph must have.
         infer: gives a node's output dtypes from those of its operands.
         symbolic: dtypes were inferred without shapes.
     """
@@ -42,11 +43,14 @@ class Assignment:
     dtypes: dict[Node, Any]
     original: dict[Node, Any]
     autocast: dict[Node, torch.dtype]
+    returned: dict[Node, Any]
     infer: Callable[[Node, Callable[[Node], Any]], Any]
     symbolic: bool
 
 
-def assign_precision(graph: Graph, policy: Policy, original: dict[Node, Any], plan: Plan | None = None) -> Assignment:
+def assign_precision(
+    graph: Graph, policy: Policy, original: dict[Node, Any], plan: Plan | None = None, border: Border | None = None
+) -> Assignment:
     """Colour every node that touches a floating value.
 
     Args:
@@ -54,34 +58,24 @@ def assign_precision(graph: Graph, policy: Policy, original: dict[Node, Any], pl
         policy: with dtype and device filled in.
         original: the dtype of every value as captured.
         plan: colours of free values to take instead of choosing them.
+        border: what the graph is given, and the graphs in it.
 
     Raises:
         PlanError: the plan stores a value low that a reader needs in FP32.
-        PolicyError: an override matches nothing or contradicts another; an op is banned or, with
-            unknown_ops="error", unknown.
+        PolicyError: two overrides contradict each other; an op is banned or, with unknown_ops="error", unknown.
     """
     symbolic = any(n.op == "placeholder" and original[n] is ANY for n in graph.nodes)
     infer: Any = SymbolicInference() if symbolic else Inference()
     aliases = Aliases(graph)
-    stacks = {
-        n: [(p, type_names(_type(t))) for p, t in module_stack(n)] for n in graph.nodes if n.op.startswith("call")
-    }
-    check_used(policy, stacks.values(), (ops.name(n) for n in stacks))
     plain = Policy("O0" if policy.level == "O0" else "O1", dtype=policy.dtype, device=policy.device)
-    reference = Simulation(plain, graph, original, infer, aliases, autocast=True)
+    reference = Simulation(plain, graph, original, infer, aliases, autocast=True, border=border)
     reference.run()
-    simulation = Simulation(policy, graph, original, infer, aliases, stacks=stacks)
+    simulation = Simulation(policy, graph, original, infer, aliases, stacks=module_types(graph), border=border)
     simulation.run()
     while simulation.pin_conflicts():
         simulation.run()
+    returned = simulation.returned()
     if not symbolic and policy.level != "O0":
         place(graph, policy, simulation, plan)
     autocast = {n: c.dtype for n, c in reference.colours.items()}
-    return Assignment(simulation.colours, simulation.dtypes, original, autocast, infer, symbolic)
-
-
-def _type(name: str) -> type | str:
-    """Return the class of torch.nn of this name, so that its bases match too; else the name."""
-    module, _, attribute = name.rpartition(".")
-    found = getattr(torch.nn, attribute, None) if module.startswith("torch.nn") else None
-    return found if isinstance(found, type) else name
+    return Assignment(simulation.colours, simulation.dtypes, original, autocast, returned, infer, symbolic)

@@ -11,6 +11,10 @@ class CaptureError(FxampError, RuntimeError):
     """The model cannot be captured faithfully, or is called in a way its capture does not cover."""
 
 
+class NotFaithfulError(CaptureError):
+    """This front end would lose something of the model; `capture="jit"` keeps it."""
+
+
 class NotAModuleError(CaptureError, TypeError):
     """Something other than a module was given where a module is needed."""
 
@@ -31,5 +35,5 @@ class ScaleCollapseError(FxampError, FloatingPointError):
     """Too many optimizer steps in a row were skipped because gradients were not finite."""
 
 
-# The way out of every refusal to capture, until fxamp captures through torch.compile.
-INSTEAD = "Change that construct, or run this model under torch.autocast, which does without a graph"
+# The way out of every refusal of a front end that captures ahead of time.
+INSTEAD = "Use capture='jit' or fxamp.compile(model), which keep it, or change that construct"

@@ -49,7 +49,7 @@ def is_inserted(node: Node) -> bool:
     return node.meta.get("fxamp") == "cast"
 
 
-def insert_casts(graph: Graph, assignment: Assignment, *, restore_outputs: bool = True) -> int:
+def insert_casts(graph: Graph, assignment: Assignment) -> int:
     """Insert a cast before every use that needs another dtype, in place; return how many."""
     edits = 0
     for node in list(graph.nodes):
@@ -57,8 +57,7 @@ def insert_casts(graph: Graph, assignment: Assignment, *, restore_outputs: bool 
         if colouring is not None:
             edits += _cast_operands(graph, node, colouring, assignment)
             _rewrite_arguments(node, colouring)
-    if restore_outputs:
-        edits += _restore_outputs(graph, assignment)
+    edits += _restore_outputs(graph, assignment)
     loosen_assertions(graph, lambda n: assignment.dtypes.get(n) != assignment.original.get(n))
     return edits
 
@@ -141,7 +140,7 @@ def _restore_outputs(graph: Graph, assignment: Assignment) -> int:
     for value in values:
         if not isinstance(value, Node) or value in made:
             continue
-        held, original = assignment.dtypes.get(value), _floating(assignment.original.get(value))
+        held, original = assignment.dtypes.get(value), _floating(assignment.returned.get(value))
         if is_floating(held) and original is not None and recast(held, original) != held:
             made[value] = make_cast(graph, value, original, output, assignment)
     output.args = (tuple(made.get(v, v) if isinstance(v, Node) else v for v in values),)

@@ -156,7 +156,7 @@ def decompose_composites(graph: Graph, device: str) -> tuple[int, list[str]]:
 
 
 def _is_composite(node: Node, device: str) -> bool:
-    return node.op == "call_function" and lookup(ops.name(node), device)[1] == COMPOSITE
+    return node.op in ("call_function", "call_method") and lookup(ops.name(node), device)[1] == COMPOSITE
 
 
 _UNROLLS = ("gru", "lstm", "rnn_tanh", "rnn_relu", "quantized_gru")  # one step of graph per step of time
@@ -171,7 +171,7 @@ def _body_of(node: Node, memo: dict[Any, Graph | None]) -> Graph | None:
     tensors = [v for v in known if isinstance(v, FakeTensor)]
     if ops.name(node) in _UNROLLS or not tensors or len(known) != len(values):
         return None
-    if not isinstance(target, torch._ops.OpOverload) or not torch._C._dispatch_has_kernel_for_dispatch_key(
+    if isinstance(target, torch._ops.OpOverload) and not torch._C._dispatch_has_kernel_for_dispatch_key(
         target.name(), torch._C.DispatchKey.CompositeImplicitAutograd
     ):
         return None
@@ -194,9 +194,13 @@ def _trace(node: Node, inputs: list[Node], values: list[Any], mode: Any) -> Grap
     def run(*operands: Any) -> Any:
         given = dict(zip(inputs, operands, strict=True))
         args, kwargs = torch.fx.map_arg((node.args, dict(node.kwargs)), given.__getitem__)
+        if node.op == "call_method":
+            return getattr(args[0], target)(*args[1:], **kwargs)
         return target(*args, **kwargs)
 
-    tracer = make_fx(run, {target: target.decompose}, pre_dispatch=True, _allow_non_fake_inputs=True)
+    # A function of torch's becomes the operators that it calls; if that is one composite, it is decomposed next.
+    table = {target: target.decompose} if isinstance(target, torch._ops.OpOverload) else {}
+    tracer = make_fx(run, table, pre_dispatch=True, _allow_non_fake_inputs=True)
     with quiet_fakes(), mode:
         try:
             body: GraphModule = tracer(*(v.detach() if isinstance(v, FakeTensor) else v for v in values))

@@ -143,9 +143,8 @@ class _Placement:
         """Return the dtype each operand must have for the node as it is now."""
         casts = self.colours[node].casts if node in self.colours else {}
         if node.op == "output":
-            originals = self.simulation.original
-            restore = self.policy.output_dtype == "original"
-            return {(o.name, o.index): originals[o.node] if restore else self.dtypes[o.node] for o in _outputs(node)}
+            returned = self.simulation.returned()
+            return {(o.name, o.index): returned[o.node] for o in _outputs(node)}
         return {(o.name, o.index): casts.get((o.name, o.index), self.dtypes[o.node]) for o in ops.operands(node)}
 
     def _side(self, reader: Node, where: Place) -> Variable | None:

@@ -14,12 +14,24 @@ import torch
 from torch.fx import Graph, Node
 
 from . import literals, ops
+from .bodies import Body, Border
 from .errors import PolicyError
 from .facts import facts_of, rounds_once
 from .policy import Policy, module_override, op_override
 from .rules import BANNED, COMPOSITE, FOLLOW, FP32, KEEP, LOW, PROMOTE, RULES, Rule, lookup
 from .user_casts import Casts
-from .values import ANY, ELIGIBLE, Aliases, is_floating, may_alias, module_path, mutated_operands, source
+from .values import (
+    ANY,
+    ELIGIBLE,
+    Aliases,
+    is_floating,
+    may_alias,
+    module_path,
+    module_types,
+    mutated_operands,
+    original_dtypes,
+    source,
+)
 from .values import LOW as LOW_DTYPES
 
 Place = tuple[str, int]  # an operand: argument name, index in a list argument
@@ -65,10 +77,10 @@ class Simulation:
 
     def __init__(
         self, policy: Policy, graph: Graph, original: dict[Node, Any], infer: Any, aliases: Aliases,
-        *, autocast: bool = False, stacks: dict[Node, Any] | None = None,
+        *, autocast: bool = False, stacks: dict[Node, Any] | None = None, border: Border | None = None,
     ) -> None:  # fmt: skip
         self.policy, self.graph, self.original, self.infer, self.aliases = policy, graph, original, infer, aliases
-        self.autocast, self.stacks = autocast, stacks or {}
+        self.autocast, self.stacks, self.border = autocast, stacks or {}, border or Border()
         self.device = policy.device or "cpu"
         self.low: Any = policy.dtype
         self.casts = Casts(original)
@@ -81,6 +93,7 @@ class Simulation:
     def run(self) -> None:
         """Colour all nodes, in order."""
         self.colours, self.dtypes, self.upcast, self.extreme = {}, dict(self.original), set(), set()
+        self.dtypes.update(self.border.inputs)
         if self.policy.level == "O0":
             return
         for node in self.graph.nodes:
@@ -91,9 +104,16 @@ class Simulation:
             if name in _ASKS:
                 if name == "getitem":
                     self.dtypes[node] = self.infer(node, self.dtypes.__getitem__)
+            elif any(b.first is not None for b in self.border.bodies.get(node, ())):
+                self._enter(node, self.border.bodies[node][0])
             elif floats or is_floating(self.original[node]):
                 self._visit(node, name, floats)
             self._taint(node, name)
+
+    def returned(self) -> dict[Node, Any]:
+        """Return the dtype that each output of the graph must have."""
+        held = self.original if self.border.restore_outputs else self.dtypes
+        return {n: held[n] for n in self.graph.output_node().all_input_nodes}
 
     def pin_conflicts(self) -> bool:
         """Pin every mutated alias set whose members came out in different dtypes; say whether there was a new one."""
@@ -107,6 +127,21 @@ class Simulation:
             if any(o.node in written and (o.name, o.index) in colouring.casts for o in ops.operands(node)):
                 self.pinned.update(self.aliases.find(w) for w in written)
         return len(self.pinned) > before
+
+    def _enter(self, node: Node, body: Body) -> None:
+        """Run through the body of a higher-order op with the dtypes that its operands have here."""
+        border = Border({p: self.dtypes[v] for p, v in body.operands(node).items()}, False, body.bodies())
+        original = original_dtypes(body.graph, body.attribute)
+        inside = Simulation(
+            self.policy, body.graph, original, self.infer, Aliases(body.graph), autocast=self.autocast,
+            stacks=module_types(body.graph), border=border,
+        )  # fmt: skip
+        inside.run()
+        while not self.autocast and inside.pin_conflicts():
+            inside.run()
+        self.dtypes[node] = body.dtypes(inside.dtypes)
+        dtype = _first_float(self.dtypes[node]) or torch.float32
+        self.colours[node] = Colouring(dtype, "body", "body: rewritten inside, between the dtypes it has here")
 
     def _visit(self, node: Node, name: str, floats: list[ops.Operand]) -> None:
         colouring = self._colour(node, name, floats)

@@ -20,6 +20,13 @@ _RELATIVE = re.compile(r"\.dtype\b|type_as\(|\.to\((?:other|like)\b")
 _LITERAL = re.compile(r"\.(float|half|bfloat16|double|type)\(|torch\.(float|half|bfloat16|double|float(16|32|64))\b")
 
 
+def kind_of_line(line: str) -> str:
+    """Return what a line of source says of the cast in it: "literal", "relative" or "undecided"."""
+    if _RELATIVE.search(line):
+        return "relative"
+    return "literal" if _LITERAL.search(line) else "undecided"
+
+
 @dataclass(frozen=True)
 class Intent:
     """The dtype a user cast gives in the converted graph, whether it is literal, and why."""
@@ -79,15 +86,10 @@ class Casts:
         return None
 
     def _kind(self, node: Node) -> str:
-        if node.op == "call_method":
-            return "literal"
-        stated = node.meta.get("cast")  # the front end that exports has seen the call itself
+        stated = node.meta.get("cast")  # front ends that have seen the call itself
         if stated:
             return str(stated)
-        line = source(node)
-        if _RELATIVE.search(line):
-            return "relative"
-        return "literal" if _LITERAL.search(line) else "undecided"
+        return "literal" if node.op == "call_method" else kind_of_line(source(node))
 
     def _restores(self, node: Node, dtypes: dict[Node, Any]) -> torch.dtype | None:
         """Return the dtype that the nearest upcast before this cast, in the same module, was made from."""

@@ -16,12 +16,13 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from . import ops, rnn
-from ._torch import FakeTensorMode, enter_autocast, example_sizes, exit_autocast, pytree, quiet_fakes
+from ._torch import FakeTensor, FakeTensorMode, enter_autocast, example_sizes, exit_autocast, pytree, quiet_fakes
 from .aliases import SET_GRAD as SET_GRAD
 from .aliases import Aliases as Aliases
 from .aliases import grad_modes as grad_modes
 from .aliases import may_alias as may_alias
 from .aliases import mutated_operands as mutated_operands
+from .policy import type_names
 from .rules import COMPOSITE, KEEP, Rule, rule
 
 LOW = (torch.float16, torch.bfloat16)
@@ -51,6 +52,19 @@ def module_stack(node: Node) -> list[tuple[str, str]]:
     """Return (path, qualified type name) of the modules a node was made in, outermost first."""
     stack = node.meta.get("nn_module_stack", {}).values()
     return [(str(path), t if isinstance(t, str) else f"{t.__module__}.{t.__qualname__}") for path, t in stack]
+
+
+def module_types(graph: Graph) -> dict[Node, list[tuple[str, tuple[str, ...]]]]:
+    """Return the modules that every call was made in, outermost first: (path, names of its class and their bases)."""
+    calls = [n for n in graph.nodes if n.op.startswith("call")]
+    return {n: [(path, type_names(_type(t))) for path, t in module_stack(n)] for n in calls}
+
+
+def _type(name: str) -> type | str:
+    """Return the class of torch.nn of this name, so that its bases match too; else the name."""
+    module, _, attribute = name.rpartition(".")
+    found = getattr(torch.nn, attribute, None) if module.startswith("torch.nn") else None
+    return found if isinstance(found, type) else name
 
 
 def source(node: Node) -> str:
@@ -106,6 +120,16 @@ def dtypes_of(value: Any) -> Any:
     if isinstance(value, (tuple, list)):
         return tuple(dtypes_of(v) for v in value)
     return None
+
+
+def retyped(value: Any, dtype: Any) -> Any:
+    """Return a fake value in the dtype that it now has; a container item by item."""
+    if isinstance(value, (tuple, list)) and isinstance(dtype, tuple) and len(value) == len(dtype):
+        return type(value)([retyped(v, d) for v, d in zip(value, dtype, strict=True)])
+    if not isinstance(value, torch.Tensor) or not isinstance(dtype, torch.dtype) or value.dtype == dtype:
+        return value
+    with torch.no_grad(), value.fake_mode if isinstance(value, FakeTensor) else contextlib.nullcontext():
+        return value.to(dtype)
 
 
 def is_floating(dtype: Any) -> bool:

@@ -55,6 +55,8 @@ def _verify_structure(graph: Graph) -> None:
 
 def _dtypes(node: Node, held: dict[Node, Any], assignment: Assignment) -> Any:
     """Return the dtypes that a node gives, from those that its operands have."""
+    if node.op == "placeholder":
+        return assignment.dtypes.get(node)  # of a body: what its caller has there
     if not node.op.startswith("call"):
         return assignment.original.get(node)
     if node.op == "call_module" or ops.name(node).startswith("higher_order::"):

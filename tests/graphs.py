@@ -173,7 +173,8 @@ def normal(text: str) -> str:
 def as_it_stands(gm: GraphModule) -> Assignment:
     """Return the assignment of a graph whose types are as they should be."""
     dtypes = original_dtypes(gm.graph, gm.get_parameter)
-    return Assignment({}, dict(dtypes), dtypes, {}, Inference(), False)
+    returned = {n: dtypes[n] for n in gm.graph.output_node().all_input_nodes}
+    return Assignment({}, dict(dtypes), dtypes, {}, returned, Inference(), False)
 
 
 def random_inputs(gm: GraphModule, seed: int = 0) -> list[Tensor]:

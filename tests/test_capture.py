@@ -414,7 +414,6 @@ def test_converting_twice_is_refused() -> None:
         ({"args": 3}, "args is a tuple of example inputs, not int"),
         ({"kwargs": [3]}, "kwargs is a dict of example inputs, not list"),
         ({"capture": "trace"}, "capture='trace' is not one of auto, fx, export, jit"),
-        ({"capture": "jit"}, "not supported yet"),
         ({"capture": "export"}, "needs example inputs"),
     ],
 )

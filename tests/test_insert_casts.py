@@ -181,7 +181,8 @@ def test_a_relative_cast_spelled_as_a_name_becomes_one_that_can_hold_any_dtype(s
         node = builder.graph.call_function(torch.Tensor.float, (x,))
     gm = builder.finish(node)
     assignment = coloured(gm, {node.name: Colouring(BF16, "user_cast", "test", set_dtype=BF16)})
-    insert_casts(gm.graph, assignment, restore_outputs=False)
+    assignment.returned.clear()
+    insert_casts(gm.graph, assignment)
     gm.recompile()
     assert gm(torch.ones(2, 2, dtype=BF16))[0].dtype is BF16
 
@@ -194,7 +195,8 @@ def test_a_number_is_replaced_where_it_stands() -> None:
     gm = builder.finish(fill)
     literals = ((lowest, torch.finfo(BF16).min),)
     assignment = coloured(gm, {fill.name: Colouring(BF16, "follow", "literal", literals=literals)})
-    insert_casts(gm.graph, assignment, restore_outputs=False)
+    assignment.returned.clear()
+    insert_casts(gm.graph, assignment)
     assert fill.args == (x, mask, torch.finfo(BF16).min)
 
 
@@ -217,7 +219,7 @@ def test_an_output_keeps_the_dtype_of_the_model_and_one_value_is_cast_once() -> 
     )
     gm = parse("x: bf16[2]\nrelu: bf16[2] = relu(x)\nreturn relu, relu")
     assignment = as_it_stands(gm)
-    assignment.original[next(n for n in gm.graph.nodes if n.name == "relu")] = F32
+    assignment.returned[next(n for n in gm.graph.nodes if n.name == "relu")] = F32
     assert insert_casts(gm.graph, assignment) == 1
     gm.recompile()
     first, second = gm(torch.ones(2, dtype=BF16))
@@ -228,8 +230,9 @@ def test_an_output_keeps_the_dtype_of_the_model_and_one_value_is_cast_once() -> 
 def test_outputs_stay_low_when_the_policy_says_so() -> None:
     gm = parse("x: bf16[2]\nrelu: bf16[2] = relu(x)\nreturn relu")
     assignment = as_it_stands(gm)
-    assignment.original[next(n for n in gm.graph.nodes if n.name == "relu")] = F32
-    assert insert_casts(gm.graph, assignment, restore_outputs=False) == 0
+    relu = next(n for n in gm.graph.nodes if n.name == "relu")
+    assignment.original[relu], assignment.returned[relu] = F32, BF16
+    assert insert_casts(gm.graph, assignment) == 0
 
 
 def test_an_output_that_is_an_input_stays_that_object() -> None:

@@ -14,8 +14,8 @@ from torch.fx import GraphModule
 from torch.fx.graph import CodeGen
 
 import fxamp
-from passes import legalize
-from passes._torch import enter_autocast, exit_autocast
+from passes import legalize, ops
+from passes._torch import enter_autocast, exit_autocast, pytree
 from passes.legalize import decompose_composites, drop_autocast_switches, inline_regions, loosen_assertions
 from tests.graphs import Builder, render
 
@@ -399,6 +399,15 @@ def test_equal_composites_are_traced_once(monkeypatch: pytest.MonkeyPatch) -> No
     assert len(traced) == 2
 
 
+def test_a_function_of_torch_becomes_the_operators_that_it_calls() -> None:
+    gm, inputs = composite(torch.functional.einsum, "bi,ij->bj", (2, 3), (3, 4))
+    expected = gm(*inputs)
+    assert decompose_composites(gm.graph, "cpu") == (2, [])  # the function, then the operator
+    gm.recompile()
+    assert torch.equal(pytree.tree_leaves(gm(*inputs))[0], pytree.tree_leaves(expected)[0])
+    assert "bmm" in {ops.name(n) for n in gm.graph.nodes}
+
+
 @pytest.mark.parametrize(
     ("target", "shapes", "name"),
     [
@@ -408,7 +417,6 @@ def test_equal_composites_are_traced_once(monkeypatch: pytest.MonkeyPatch) -> No
             ((2, 3), (2, 4), (2, 5), [], [], [], []),
             "_trilinear",
         ),  # is not written in other ops
-        (torch.nn.functional.local_response_norm, ((2, 3, 4), 2), "local_response_norm"),  # a Python function
     ],
 )
 def test_what_cannot_be_decomposed_stays_whole_and_is_listed(target: Any, shapes: tuple[Any, ...], name: str) -> None:

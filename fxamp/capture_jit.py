@@ -1,0 +1,128 @@
+"""From a graph that TorchDynamo captured to the form the compiler takes: what each value is, and where it was made.
+
+Dynamo's graphs hold torch functions over flat placeholders, parameters among them. Under an ambient `torch.autocast`
+their example values have autocast's dtypes; the compiler wants those of the model itself, so they are inferred anew.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from passes import ops
+from passes._torch import enter_autocast, exit_autocast, source_name
+from passes.user_casts import kind_of_line
+from passes.values import Inference, dtypes_of, is_floating, retyped, source
+
+_ROOT = re.compile(r"^[LG]\['\w+'\]\.?")
+_ATOM = re.compile(r"\['([^']*)'\]|\[(\d+)\]|\.([A-Za-z]\w*)")  # not `_modules`, `_parameters`
+_CASTS_AFTER = ("to", "getitem", "type_as")
+
+
+def ambient_dtype(graph: Graph, device: str) -> torch.dtype | None:
+    """Return the low dtype of the ambient autocast: a region round the whole graph, which is erased, or a state."""
+    region = _whole_region(graph)
+    if region is not None:
+        entered, left = region
+        for node in (left, entered):
+            graph.erase_node(node)
+        kind, dtype, enabled, _ = entered.args
+        if kind == device and enabled and isinstance(dtype, torch.dtype):
+            return dtype
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
+def _whole_region(graph: Graph) -> tuple[Node, Node] | None:
+    """Return the switches of an enabled autocast region that all ops are in, but for casts of what comes out of it."""
+    calls = [n for n in graph.nodes if n.op.startswith("call")]
+    if not calls or calls[0].target is not enter_autocast or not calls[0].args[2]:
+        return None
+    left = next((n for n in calls if n.target is exit_autocast and n.args[0] is calls[0]), None)
+    if left is None or any(ops.name(n) not in _CASTS_AFTER for n in calls[calls.index(left) + 1 :]):
+        return None
+    return calls[0], left
+
+
+def describe(gm: GraphModule, *, ambient: bool, inside: bool = False) -> None:
+    """Leave on every node what the passes read: `val`, the module path, the autocast region, what a cast means.
+
+    Args:
+        gm: changed in place; its ops are not.
+        ambient: autocast was on while Dynamo traced, so the example values have its dtypes.
+        inside: this is the body of a higher-order op.
+    """
+    infer, held = Inference(), dict[Node, Any]()
+    regions: list[tuple[Node, tuple[str, bool, Any]]] = []
+    for node in gm.graph.nodes:
+        _describe_origin(node)
+        if node.op == "get_attr" and isinstance(body := attribute_of(gm, str(node.target)), GraphModule):
+            describe(body, ambient=ambient, inside=True)
+        if node.target is enter_autocast:
+            kind, dtype, enabled, _ = node.args
+            regions.append((node, (str(kind), bool(enabled), dtype)))
+        elif node.target is exit_autocast:
+            regions = [r for r in regions if r[0] is not node.args[0]]
+        elif regions and node.op.startswith("call"):
+            node.meta["autocast_region"] = regions[-1][1]
+        value = node.meta.get("example_value", node.meta.get("val"))
+        if value is None:
+            continue
+        if ops.name(node) == "to" and is_floating(dtypes_of(value)):
+            _describe_cast(node, ambient)
+        if ambient and node.op.startswith("call"):
+            value = retyped(value, _inferred(node, value, infer, held))
+        elif ambient and inside and node.op == "placeholder":
+            value = retyped(value, _without_low(dtypes_of(value)))
+        node.meta["val"] = value
+        held[node] = dtypes_of(value)
+
+
+def _inferred(node: Node, value: Any, infer: Inference, held: dict[Node, Any]) -> Any:
+    """Return the dtypes that a node gives without autocast; those it has where fake tensors cannot run it."""
+    if ops.name(node).startswith("higher_order::"):
+        return _without_low(dtypes_of(value))
+    try:
+        return infer(node, lambda n: held.get(n))
+    except Exception:  # whatever a fake kernel raises
+        return dtypes_of(value)
+
+
+def _without_low(dtypes: Any) -> Any:
+    if isinstance(dtypes, tuple):
+        return tuple(_without_low(d) for d in dtypes)
+    return torch.float32 if dtypes in (torch.float16, torch.bfloat16) else dtypes
+
+
+def _describe_origin(node: Node) -> None:
+    """Bring module paths into the form `blocks.0.attn`, the root being ""."""
+    stack = node.meta.get("nn_module_stack")
+    if stack:
+        node.meta["nn_module_stack"] = {k: (_ROOT.sub("", path), kind) for k, (path, kind) in stack.items()}
+
+
+def _describe_cast(node: Node, ambient: bool) -> None:
+    """Say whether the author wrote the dtype of a cast or read it off a tensor: Dynamo bakes both.
+
+    What was read under autocast is a dtype of autocast's making; it becomes the one that the model itself has there.
+    """
+    name = str(node.target) if node.op == "call_method" else ""
+    kind = "literal" if name in ops.CAST_METHODS else kind_of_line(source(node))
+    node.meta["cast"] = kind
+    if ambient and kind != "literal":
+        node.args = tuple(torch.float32 if a in (torch.float16, torch.bfloat16) else a for a in node.args)
+
+
+def attribute_of(gm: GraphModule, path: str) -> Any:
+    """Return what the target of a get_attr refers to."""
+    return functools.reduce(getattr, path.split("."), gm)
+
+
+def parameter_path(placeholder: Node) -> str:
+    """Return the path of a parameter in the module whose forward Dynamo captured, "" when it cannot be told."""
+    name = source_name(placeholder)
+    atoms = ["".join(found) for found in _ATOM.findall(name)]
+    return ".".join(atoms[1:])  # the first is the local variable that the module is in

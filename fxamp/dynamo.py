@@ -1,0 +1,204 @@
+"""`fxamp.compile` and the torch.compile backend "fxamp": the compiler on each graph that TorchDynamo captures.
+
+    fxamp.compile(model, policy="O1")                                        # torch.compile, with fxamp in front
+    torch.compile(model, backend="fxamp", options={"policy": "O1"})          # the same, by entry point
+    model.compile(backend="fxamp", options={"policy": "O1"})                 # in place
+
+Guards, graph breaks, recompiles, dynamic shapes and modes are Dynamo's. What the inner backend gets is an ordinary
+graph with casts in it: no context managers, so its caches go on working.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import GraphModule
+
+from passes import compile_graph
+from passes._torch import inner_backend
+from passes.errors import NotAModuleError, PolicyError
+from passes.policy import Policy, nearest
+from passes.values import no_autocast
+
+from . import compiled
+from .capture_jit import ambient_dtype, attribute_of, describe, parameter_path
+from .check import refuse_low_parameters
+from .preflight import refuse_wrapped
+
+Inner = str | Callable[..., Any]
+_OURS = ("policy", "backend", "mode")
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A torch.compile backend: equal to another by value, so that making one anew recompiles nothing.
+
+    Attributes:
+        policy: what to convert to; where it leaves the dtype open, the ambient autocast's is taken.
+        backend: the inner backend, by name or as a callable.
+        mode: the inner backend's mode.
+        options: the inner backend's options, as pairs.
+    """
+
+    policy: Policy
+    backend: Inner = "inductor"
+    mode: str | None = None
+    options: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def __name__(self) -> str:
+        return "fxamp"
+
+    def __hash__(self) -> int:
+        return hash((self.policy, self.backend, self.mode, repr(self.options)))
+
+    def __call__(
+        self, gm: GraphModule, example_inputs: list[Any], *,
+        mode: str | None = None, options: Mapping[str, Any] | None = None,
+    ) -> Callable[..., Any]:  # fmt: skip
+        """Convert one graph in place and hand it to the inner backend; return what that made of it."""
+        if mode or options:
+            given = {"policy": self.policy, "backend": self.backend, "mode": mode or self.mode}
+            return backend(**{**given, **_split(options)[0]}, options=_split(options)[1])(gm, example_inputs)
+        policy = rewrite(gm, example_inputs, self.policy)
+        devices = {policy.device or "cpu"}
+        with no_autocast():
+            run = inner_backend(self.backend, self.mode, dict(self.options))(gm, example_inputs)
+        return without_autocast(run, devices)
+
+
+def backend(
+    policy: Policy | str = "O1",
+    backend: Inner = "inductor",
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Backend:
+    """Return a backend for `torch.compile(model, backend=...)`.
+
+    Args:
+        policy: a level, a policy string or a Policy.
+        backend: the inner backend, which compiles the converted graphs: "inductor", "eager", "aot_eager", the name of
+            any other, or a callable `(graph_module, example_inputs)`.
+        mode: for the inner backend, as `torch.compile` takes it.
+        options: for the inner backend.
+
+    Raises:
+        PolicyError: the policy is wrong, or there is no such inner backend.
+    """
+    chosen = Policy.of(policy)
+    if chosen.cost == "measured":
+        raise PolicyError(
+            "cost='measured' needs example inputs before training: use fxamp.convert, or cost='bytes' here."
+        )
+    if isinstance(backend, Backend) or backend == "fxamp":
+        raise PolicyError("the inner backend of fxamp cannot be fxamp itself: use 'inductor', 'aot_eager' or 'eager'.")
+    if isinstance(backend, str):
+        known = torch.compiler.list_backends(())
+        if backend not in known:
+            raise PolicyError(f"there is no torch.compile backend {backend!r}{nearest(backend, known)}.")
+    elif not callable(backend):
+        raise PolicyError(f"an inner backend is a name or a callable, not {type(backend).__name__}.")
+    return Backend(chosen, backend, mode, tuple(sorted((options or {}).items())))
+
+
+def entry_point(
+    gm: GraphModule, example_inputs: list[Any], *, mode: str | None = None, options: Mapping[str, Any] | None = None
+) -> Callable[..., Any]:
+    """Compile a graph for `torch.compile(model, backend="fxamp", mode=..., options=...)`.
+
+    Of the options, "policy", "backend" and "mode" are fxamp's; the rest goes to the inner backend.
+    """
+    ours, rest = _split(options)
+    return backend(**{"mode": mode, **ours}, options=rest)(gm, example_inputs)
+
+
+def _split(options: Mapping[str, Any] | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    given = dict(options or {})
+    return {k: v for k, v in given.items() if k in _OURS}, {k: v for k, v in given.items() if k not in _OURS}
+
+
+def compile(
+    model: nn.Module,
+    *,
+    policy: Policy | str = "O1",
+    backend: Inner = "inductor",
+    fullgraph: bool = False,
+    dynamic: bool | None = None,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    disable: bool = False,
+) -> Any:
+    """Compile a model with `torch.compile`, converted to mixed precision on the way.
+
+    Args:
+        model: any module that `torch.compile` takes; it is not changed.
+        policy: a level, a policy string or a Policy.
+        backend: the inner backend, by name or as a callable.
+        fullgraph: as `torch.compile` takes it.
+        dynamic: as `torch.compile` takes it.
+        mode: for the inner backend.
+        options: for the inner backend.
+        disable: return the model as it is, in FP32.
+
+    Returns:
+        torch's `OptimizedModule`, whose state_dict keys have the prefix `_orig_mod.`; `model.compile(backend="fxamp",
+        options={"policy": ...})` works in place and keeps them.
+
+    Raises:
+        NotAModuleError: not a module.
+        CaptureError: the model is wrapped for parallel training already.
+        PolicyError: the policy is wrong, or there is no such inner backend.
+    """
+    if not isinstance(model, nn.Module):
+        raise NotAModuleError(f"fxamp.compile takes a torch.nn.Module, not {type(model).__name__}.")
+    refuse_wrapped(model)
+    made = globals()["backend"](policy, backend, mode=mode, options=options)
+    optimized: Any = torch.compile(model, backend=made, fullgraph=fullgraph, dynamic=dynamic, disable=disable)
+    if not disable:
+        compiled.announce(optimized, made.policy)
+    return optimized
+
+
+def rewrite(gm: GraphModule, example_inputs: list[Any], policy: Policy) -> Policy:
+    """Convert one of Dynamo's graphs, in place; return the policy with device and dtype filled in."""
+    refuse_low_parameters((parameter_path(n), v) for n, v in zip(gm.graph.nodes, example_inputs, strict=False))
+    device = policy.device or _device(example_inputs)
+    on = torch.is_autocast_enabled(device)
+    ambient = ambient_dtype(gm.graph, device)
+    dtype = policy.dtype or ambient or torch.get_autocast_dtype(device)
+    resolved = replace(policy, device=device, dtype=dtype)
+    with no_autocast():
+        describe(gm, ambient=on or ambient is not None)
+    plan = compile_graph(gm.graph, resolved, functools.partial(attribute_of, gm), capture="jit")
+    for node in gm.graph.nodes:
+        if "val" in node.meta:
+            node.meta["example_value"] = node.meta["val"]
+    gm.recompile()
+    compiled.record(gm, plan, example_inputs)
+    return resolved
+
+
+def _device(example_inputs: list[Any]) -> str:
+    """Return the kind of device of the parameters, else of the inputs, else the CPU."""
+    tensors = [t for t in example_inputs if isinstance(t, torch.Tensor)]
+    found = next((t for t in tensors if isinstance(t, nn.Parameter)), tensors[0] if tensors else None)
+    return found.device.type if found is not None and found.device.type != "meta" else "cpu"
+
+
+def without_autocast(run: Callable[..., Any], devices: set[str]) -> Callable[..., Any]:
+    """Return what calls a compiled graph with ambient autocast off: its casts are in it."""
+
+    @functools.wraps(run, updated=())
+    def call(*args: Any) -> Any:
+        if not any(torch.is_autocast_enabled(d) for d in devices):
+            return run(*args)
+        with no_autocast(sorted(devices)):
+            return run(*args)
+
+    return call

@@ -1,0 +1,122 @@
+"""Higher-order ops: the graphs inside them, and which dtypes hold at their border.
+
+A body that is called in one place, like that of `checkpoint`, is entered: its inputs have the dtypes that its operands
+have there, and its outputs those that come out. The bodies of `cond`, `while_loop`, `scan` and `map`, and one that is
+called in several places, are rewritten between the dtypes of the original on both sides, so that branches agree and
+what a loop carries stays what it was. Anything else (`autograd_function_apply`, `flex_attention`) is kept whole.
+
+Before: y = tag_activation_checkpoint(body, x, w)       body: linear(x, w)
+After:  the same call                                   body: linear(to(x, bfloat16), to(w, bfloat16))
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from .aliases import mutated_operands
+
+# name -> the number of arguments between the body and its operands
+_ENTERED = {"tag_activation_checkpoint": 0, "wrap": 0, "wrap_activation_checkpoint": 0, "invoke_subgraph": 1}
+_FIXED = frozenset(["cond", "while_loop", "scan", "associative_scan", "map_impl", "map", *_ENTERED])
+
+
+@dataclass(frozen=True)
+class Body:
+    """One graph inside a higher-order op.
+
+    Attributes:
+        module: holds the graph and what its get_attr nodes refer to.
+        first: where in the call's arguments its operands begin; None when the border keeps the original dtypes.
+    """
+
+    module: GraphModule
+    first: int | None
+
+    @property
+    def graph(self) -> Graph:
+        """Return the body's graph."""
+        return self.module.graph
+
+    def operands(self, node: Node) -> dict[Node, Node]:
+        """Return what each placeholder of a body that is entered is given, where that is a value."""
+        at = [n for n in self.graph.nodes if n.op == "placeholder"]
+        return {p: v for p, v in zip(at, node.args[self.first :], strict=True) if isinstance(v, Node)}
+
+    def dtypes(self, dtypes: dict[Node, Any]) -> Any:
+        """Return the dtypes of what the body returns, as the call that it is the body of has them."""
+        made: Any = self.graph.output_node().args[0]
+        if isinstance(made, Node):
+            return dtypes.get(made)
+        return tuple(dtypes.get(o) if isinstance(o, Node) else None for o in made)
+
+    def bodies(self) -> dict[Node, list[Body]]:
+        """Return the bodies inside this one."""
+        return bodies_of(self.graph, self.attribute)
+
+    def attribute(self, path: str) -> Any:
+        """Return what the target of a get_attr of the body refers to."""
+        return functools.reduce(getattr, path.split("."), self.module)
+
+
+@dataclass(frozen=True)
+class Border:
+    """What holds at the edges of a graph.
+
+    Attributes:
+        inputs: the dtypes of its placeholders, where they are not the original ones.
+        restore_outputs: its outputs have their original dtypes.
+        bodies: the graphs inside it.
+    """
+
+    inputs: dict[Node, Any] = field(default_factory=dict)
+    restore_outputs: bool = True
+    bodies: dict[Node, list[Body]] = field(default_factory=dict)
+
+
+def bodies_of(graph: Graph, attribute: Callable[[str], Any]) -> dict[Node, list[Body]]:
+    """Return the bodies of the higher-order ops of a graph that the compiler rewrites."""
+    found: dict[Node, list[Body]] = {}
+    for node in graph.nodes:
+        if node.op != "call_function" or not isinstance(node.target, torch._ops.HigherOrderOperator):
+            continue
+        name = node.target.name()
+        held = [a for a in torch.utils._pytree.tree_leaves((node.args, node.kwargs)) if _is_body(a, attribute)]
+        modules = [attribute(str(a.target)) for a in held]
+        if name not in _FIXED or not modules:
+            continue
+        first = 1 + _ENTERED[name] if _is_entered(node, name, held, modules) else None
+        if first is not None and not _writes(modules[0].graph):
+            node.meta["pure"] = True  # neither an alias nor a write: see `aliases.is_opaque`
+        found[node] = [Body(m, first) for m in modules]
+    return found
+
+
+def all_graphs(graph: Graph, bodies: dict[Node, list[Body]]) -> list[Graph]:
+    """Return a graph and those inside it, however deep."""
+    inside = [b for held in bodies.values() for b in held]
+    return [graph, *(g for b in inside for g in all_graphs(b.graph, b.bodies()))]
+
+
+def _is_body(arg: Any, attribute: Callable[[str], Any]) -> bool:
+    return isinstance(arg, Node) and arg.op == "get_attr" and isinstance(attribute(str(arg.target)), GraphModule)
+
+
+def _is_entered(node: Node, name: str, held: list[Node], modules: list[GraphModule]) -> bool:
+    """Say whether there is one body, called here alone, with one operand for each of its placeholders."""
+    if name not in _ENTERED or len(held) != 1 or node.args[0] is not held[0]:
+        return False
+    readers = sum(len(n.users) for n in node.graph.nodes if n.op == "get_attr" and n.target == held[0].target)
+    placeholders = sum(n.op == "placeholder" for n in modules[0].graph.nodes)
+    return readers == 1 and placeholders == len(node.args) - 1 - _ENTERED[name]
+
+
+def _writes(graph: Graph) -> bool:
+    """Say whether a body writes to anything, or returns what it was given."""
+    outputs: Any = graph.output_node().all_input_nodes
+    return any(mutated_operands(n) for n in graph.nodes) or any(n.op == "placeholder" for n in outputs)

@@ -1,0 +1,502 @@
+"""The torch.compile backend: every model and construct that Dynamo runs, with the values of autocast."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import fxamp
+from passes._torch import pytree
+from tests.helpers import Two, example
+from tests.models import ZOO, Zoo
+
+# Dynamo and Inductor themselves use what torch deprecates, and read `.grad` of what a graph made.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:torch"),
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+]
+BF16, F32 = torch.bfloat16, torch.float32
+# Dynamo leaves recurrent layers to Python, so nothing of this one is captured.
+CAPTURED = [z for z in ZOO if z.name != "lstm_tagger"]
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    fused = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    yield
+    torch.backends.mha.set_fastpath_enabled(fused)
+
+
+def tensors(output: Any) -> list[Tensor]:
+    return [t for t in pytree.tree_leaves(output) if isinstance(t, Tensor)]
+
+
+def equal(a: Any, b: Any) -> bool:
+    return all(torch.equal(x.float(), y.float()) for x, y in zip(tensors(a), tensors(b), strict=True))
+
+
+def compiled(model: nn.Module, policy: str = "O1", inner: Any = "eager", **options: Any) -> Any:
+    return fxamp.compile(model, policy=policy, backend=inner, **options)
+
+
+def count(module: nn.Module) -> int:
+    return len(fxamp.graphs(module))
+
+
+@pytest.mark.parametrize("zoo", CAPTURED, ids=lambda z: z.name)
+def test_o1_gives_the_values_of_autocast(zoo: Zoo) -> None:
+    model = zoo.build().eval()
+    args, kwargs = zoo.inputs(3)
+    module = compiled(model)
+    with torch.no_grad():
+        got = module(*args, **kwargs)
+        plain = model(*args, **kwargs)
+        with torch.autocast("cpu"):
+            expected = model(*args, **kwargs)
+    assert equal(got, expected)
+    assert [t.dtype for t in tensors(got)] == [t.dtype for t in tensors(plain)]
+    assert any(d.colour == "bfloat16" for d in fxamp.plan_of(module).decisions)
+    assert fxamp.plan_of(module).capture == "jit"
+
+
+@pytest.mark.parametrize("zoo", CAPTURED, ids=lambda z: z.name)
+def test_o0_changes_nothing(zoo: Zoo) -> None:
+    model = zoo.build().train()
+    args, kwargs = zoo.inputs(3)
+    kept = copy.deepcopy(model.state_dict())
+
+    def run(module: Any) -> tuple[Any, list[Any], dict[str, Tensor]]:
+        model.load_state_dict(kept)
+        model.zero_grad()
+        torch.manual_seed(0)
+        output = module(*args, **kwargs)
+        sum(t.float().sum() for t in tensors(output) if t.requires_grad).backward()  # type: ignore[union-attr]
+        return output, [p.grad for p in model.parameters()], {k: b.clone() for k, b in model.named_buffers()}
+
+    expected, gradients, buffers = run(model)
+    got, ours, after = run(compiled(model, "O0"))
+    assert equal(got, expected)
+    assert all(torch.equal(after[k], b) for k, b in buffers.items())
+    for a, b in zip(ours, gradients, strict=True):
+        assert (a is None) == (b is None)
+        assert a is None or torch.equal(a, b)
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+def test_inner_backends_train(inner: str) -> None:
+    if inner == "inductor" and shutil.which("g++") is None:
+        pytest.skip("inductor needs a C++ compiler")
+    model = Two()
+    module, x = compiled(model, inner=inner), example()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    losses = []
+    for _ in range(5):
+        loss = module(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses == sorted(losses, reverse=True)
+    assert {d.colour for d in fxamp.plan_of(module).decisions} == {"bfloat16"}
+
+
+# The backend as a value, and the ways to name it.
+
+
+def test_a_backend_is_a_value() -> None:
+    a, b = fxamp.backend("O1", "eager", options={"x": 1}), fxamp.backend("O1", "eager", options={"x": 1})
+    assert a == b == copy.deepcopy(a) == pickle.loads(pickle.dumps(a))
+    assert hash(a) == hash(b)
+    assert a != fxamp.backend("O2", "eager", options={"x": 1})
+
+
+def test_an_equal_backend_compiles_nothing_anew() -> None:
+    model, x = Two(), example()
+    seen: list[Any] = []
+
+    def noting(gm: Any, inputs: Any) -> Any:
+        seen.append(gm)
+        return gm
+
+    for _ in range(3):
+        torch.compile(model, backend=fxamp.backend("O1", noting))(x)
+    assert len(seen) == 1
+
+
+def test_by_entry_point_with_options() -> None:
+    model, x = Two(), example()
+    options: Any = {"policy": "O1,modules.m=fp32", "backend": "eager"}
+    module: Any = torch.compile(model, backend="fxamp", options=options)
+    module(x)
+    colours = {d.module_path: d.colour for d in fxamp.plan_of(module).decisions}
+    assert colours == {"l": "bfloat16", "m": "float32"}
+
+
+def test_in_place_keeps_class_and_keys() -> None:
+    model, x = Two(), example()
+    keys = list(model.state_dict())
+    model.compile(backend="fxamp", options={"policy": "O1", "backend": "eager"})
+    assert type(model) is Two
+    assert list(model.state_dict()) == keys
+    with pytest.raises(fxamp.CaptureError, match="first call"):
+        fxamp.plan_of(model)
+    model(x)
+    assert [d.colour for d in fxamp.plan_of(model).decisions] == ["bfloat16", "bfloat16"]
+
+
+def test_in_place_on_a_class_of_torch_nn_captures_nothing_and_it_is_said() -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.ReLU())
+    model.compile(backend="fxamp", options={"backend": "eager"})
+    model(example())
+    for ask in (fxamp.graphs, fxamp.plan_of, fxamp.report):
+        with pytest.raises(fxamp.FxampError, match=r"Sequential, captures nothing. Use compiled = torch\.compile"):
+            ask(model)
+    module = fxamp.compile(model, backend="eager")
+    module(example())
+    assert count(module) == 1
+
+
+def test_wrong_backends_are_named() -> None:
+    with pytest.raises(fxamp.PolicyError, match=r"no torch.compile backend 'inducter'; the nearest name is 'inductor'"):
+        fxamp.backend("O1", "inducter")
+    with pytest.raises(fxamp.PolicyError, match="cannot be fxamp itself"):
+        fxamp.backend("O1", "fxamp")
+    with pytest.raises(fxamp.PolicyError, match="a name or a callable, not int"):
+        fxamp.backend("O1", 3)  # type: ignore[arg-type]
+    with pytest.raises(fxamp.PolicyError, match="measured"):
+        fxamp.backend("O2,cost=measured")
+    with pytest.raises(fxamp.NotAModuleError, match="not function"):
+        fxamp.compile(example)  # type: ignore[arg-type]
+    module: Any = torch.compile(Two(), backend="fxamp", options={"policy": "O9"})
+    with pytest.raises(Exception, match="O9"):
+        module(example())
+
+
+def test_options_of_the_inner_backend_reach_it() -> None:
+    seen: dict[str, Any] = {}
+
+    def noting(gm: Any, inputs: Any, **given: Any) -> Any:
+        seen.update(given)
+        return gm
+
+    compiled(Two(), inner=noting, mode="max", options={"depth": 3})(example())
+    assert seen == {"mode": "max", "options": {"depth": 3}}
+
+
+def test_nothing_but_torch_ops_in_what_the_inner_backend_gets() -> None:
+    def f(self: Two, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            y = self.l(x)
+        with torch.autocast("cpu", enabled=False):
+            y = self.m(y.float())
+        return self.m(y + x)
+
+    module = compiled(Two(f))
+    module(example())
+    targets = [n.target for n in fxamp.graphs(module)[0].graph.nodes if n.op == "call_function"]
+    assert not [t for t in targets if "autocast" in str(t)]
+    assert all(getattr(t, "__module__", "").startswith(("torch", "_operator")) for t in targets)
+
+
+# What Dynamo does goes on working.
+
+
+def test_a_branch_on_data_between_two_halves() -> None:
+    def f(self: Two, x: Tensor) -> Tensor:
+        h = self.l(x)
+        if h.sum() > 0:
+            return self.m(h)
+        return self.m(-h) * 2
+
+    model = Two(f)
+    module = compiled(model)
+    for x in (example(), -example()):
+        with torch.autocast("cpu"):
+            expected = model(x)
+        assert equal(module(x), expected)
+    signs = [bool(model.l(x).sum() > 0) for x in (example(), -example())]
+    assert len(set(signs)) == 2
+    plan = fxamp.plan_of(module)
+    linears = {(d.module_path, d.colour) for d in plan.decisions if d.op == "linear"}
+    assert linears == {("l", "bfloat16"), ("m", "bfloat16")}
+    assert count(module) == 3
+    report = str(fxamp.report(module))
+    assert "hold 4 of 4 parameters (100% of their elements)" in report
+    assert "graph break at test_dynamo.py:" in report
+    assert {d.graph for d in plan.decisions} == {0, 1, 2}
+
+
+def test_graphs_inside_submodules_have_paths_from_the_root() -> None:
+    def f(self: Any, x: Tensor) -> Any:
+        return self.m(self.inner(x))
+
+    def g(self: Two, x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return self.l(x)
+
+    module = compiled(Two(f, inner=Two(g)))
+    module(example())
+    assert {d.module_path for d in fxamp.plan_of(module).decisions} == {"inner.l", "m"}
+    assert "inner.l/linear#0" in [d.key for d in fxamp.plan_of(module).decisions]
+
+
+def test_sizes_modes_and_fullgraph() -> None:
+    def f(self: Two, x: Tensor) -> Tensor:
+        return self.m(F.dropout(self.l(x), 0.5, self.training))
+
+    model = Two(f)
+    module = compiled(model, fullgraph=True, dynamic=True)
+    for rows in (4, 5, 7):
+        model.eval()
+        with torch.autocast("cpu"):
+            expected = model(example(rows))
+        assert equal(module(example(rows)), expected)
+        model.train()
+        assert not equal(module(example(rows)), expected)
+    assert count(module) == 2
+
+
+def test_hooks_fire() -> None:
+    model = Two()
+    seen = []
+
+    def treble(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+        seen.append(out.dtype)
+        return out * 3
+
+    model.l.register_forward_hook(treble)
+    with torch.autocast("cpu"):
+        expected = model(example())
+    seen.clear()
+    module = compiled(model)
+    assert equal(module(example()), expected)
+    assert len(seen) == 1
+
+
+def test_a_custom_backward_is_kept() -> None:
+    class Hundred(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return 100 * grad
+
+    def f(self: Two, x: Tensor) -> Any:
+        return self.m(Hundred.apply(self.l(x)))  # type: ignore[no-untyped-call]
+
+    def plain(self: Two, x: Tensor) -> Any:
+        return self.m(self.l(x))
+
+    torch.manual_seed(0)
+    model = Two(f)
+    torch.manual_seed(0)
+    reference = Two(plain)
+    compiled(model)(example()).sum().backward()
+    with torch.autocast("cpu"):
+        loss = reference(example()).sum()
+    loss.backward()
+    assert torch.allclose(model.l.weight.grad, 100 * reference.l.weight.grad, rtol=1e-2)  # type: ignore[arg-type, operator]
+
+
+# Ambient autocast chooses the dtype and nothing else.
+
+
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_ambient_autocast_as_a_state(inner: str, dtype: torch.dtype) -> None:
+    model = Two()
+    module = compiled(model, "O1,modules.m=fp32", inner)
+    with torch.autocast("cpu", dtype=dtype):
+        got = module(example())
+        low = model.l(example())
+    assert fxamp.plan_of(module).policy.dtype == dtype
+    assert got.dtype == F32
+    assert torch.equal(got, model.m(low.float()))  # what the policy keeps FP32 is FP32
+
+
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+def test_ambient_autocast_as_a_region_round_the_graph(inner: str) -> None:
+    def f(self: Two, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.float16):
+            y = self.m(self.l(x))
+        return y.float()
+
+    module = compiled(Two(f), "O0", inner)
+    assert torch.equal(module(example()), Two.forward(module._orig_mod, example()))
+    assert fxamp.plan_of(module).policy.dtype == torch.float16
+
+
+def test_a_region_inside_the_model_is_a_pin() -> None:
+    def f(self: Two, x: Tensor) -> Tensor:
+        y = self.l(x)
+        with torch.autocast("cpu", enabled=False):
+            return self.m(y.float())
+
+    module = compiled(Two(f))
+    with torch.autocast("cpu"):
+        module(example())
+    colours = {d.module_path: (d.colour, d.code) for d in fxamp.plan_of(module).decisions if d.op == "linear"}
+    assert colours == {"l": ("bfloat16", "low"), "m": ("float32", "autocast_region")}
+
+
+# Higher-order ops.
+
+
+def test_a_checkpointed_block_is_rewritten_inside() -> None:
+    def block(self: Two, x: Tensor) -> Any:
+        return self.m(F.gelu(self.l(x))) + x
+
+    def f(self: Two, x: Tensor) -> Any:
+        return checkpoint(lambda t: block(self, t), self.m(x), use_reentrant=False)
+
+    model = Two(f)
+    x = example()
+    with torch.autocast("cpu"):
+        expected = model(x)
+    expected.float().sum().backward()
+    gradients = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    module = compiled(model)
+    got = module(x)
+    got.sum().backward()
+    assert equal(got, expected)
+    for ours, theirs in zip([p.grad for p in model.parameters()], gradients, strict=True):
+        assert torch.allclose(ours, theirs, rtol=2e-2, atol=1e-3)  # type: ignore[arg-type]
+    plan = fxamp.plan_of(module)
+    assert "higher_order::tag_activation_checkpoint" in {d.op for d in plan.decisions}
+    inside = {(d.op, d.colour) for d in plan.decisions if d.graph == 1}
+    assert inside == {("linear", "bfloat16"), ("gelu", "bfloat16"), ("add", "bfloat16")}
+
+
+def test_what_a_checkpoint_saves_is_not_more_than_without_fxamp() -> None:
+    def f(self: Two, x: Tensor) -> Any:
+        return checkpoint(lambda t: self.m(F.gelu(self.l(t))), x, use_reentrant=False)
+
+    def saved(module: Any) -> int:
+        held: list[Tensor] = []
+
+        def keep(t: Tensor) -> Tensor:
+            held.append(t)
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+            out = module(x)
+        assert out.requires_grad
+        return sum(t.nbytes for t in held if not isinstance(t, nn.Parameter))
+
+    model, x = Two(f), example(64)
+    assert saved(compiled(model)) <= saved(model)
+
+
+def test_both_sides_of_cond_agree() -> None:
+    def f(self: Two, x: Tensor) -> Any:
+        h = self.l(x)
+        return torch.cond(h.sum() > 0, lambda t: self.m(t), lambda t: t * 2, (h,))
+
+    model = Two(f)
+    module = compiled(model)
+    for x in (example(), -example()):
+        with torch.autocast("cpu"):
+            h = model.l(x)
+            expected = model.m(h) if h.float().sum() > 0 else h * 2
+        assert torch.allclose(module(x), expected.float(), atol=1e-2)
+        assert module(x).dtype == F32
+    assert {(d.op, d.colour) for d in fxamp.plan_of(module).decisions if d.graph} >= {("linear", "bfloat16")}
+
+
+# Bad input.
+
+
+def test_trainable_low_parameters_are_refused_and_frozen_ones_are_not() -> None:
+    model = Two()
+    model.l.to(BF16)
+
+    def f(self: Two, x: Tensor) -> Any:
+        return self.m(self.l(x.to(BF16)).float())
+
+    model.__class__ = type("Mixed", (Two,), {"forward": f})
+    with pytest.raises(Exception, match=r"trainable parameter\(s\) are low already: 'l.weight'"):
+        compiled(model)(example())
+    model.l.requires_grad_(False)
+    torch._dynamo.reset()
+    module = compiled(model)
+    module(example()).sum().backward()
+    assert model.m.weight.grad is not None
+    assert all("l/to" not in d.key for d in fxamp.plan_of(module).decisions)
+
+
+def test_a_wrapped_model_is_refused_with_the_right_order() -> None:
+    with pytest.raises(fxamp.CaptureError, match="Convert the module inside it, then wrap"):
+        fxamp.compile(nn.DataParallel(Two()))
+
+
+def test_torchs_own_error_is_not_hidden() -> None:
+    def f(self: Two, x: Tensor) -> Any:
+        torch._dynamo.graph_break()
+        return self.m(self.l(x))
+
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="graph_break"):
+        compiled(Two(f), fullgraph=True)(example())
+
+
+def test_a_module_that_was_never_compiled() -> None:
+    with pytest.raises(fxamp.CaptureError, match=r"was not converted by fxamp"):
+        fxamp.graphs(Two())
+    with pytest.raises(fxamp.NotAModuleError):
+        fxamp.plan_of(3)  # type: ignore[arg-type]
+
+
+# capture="jit", and the automatic choice.
+
+
+def test_capture_jit_converts_at_the_first_call() -> None:
+    model, x = Two(), example()
+    module = fxamp.convert(model, capture="jit")
+    with pytest.raises(fxamp.CaptureError, match="first call"):
+        fxamp.plan_of(module)
+    with torch.autocast("cpu"):
+        expected = model(x)
+    assert equal(module(x), expected)
+    assert fxamp.plan_of(module).capture == "jit"
+
+
+def test_auto_falls_back_on_jit_with_one_log_line(caplog: pytest.LogCaptureFixture) -> None:
+    def f(self: Two, x: Tensor) -> Any:
+        h = self.l(x)
+        return self.m(h) if h.sum() > 0 else h
+
+    model, x = Two(f), example()
+    module = fxamp.convert(model, x)
+    said = [r.message for r in caplog.records if r.name == "fxamp" and "first call" in r.message]
+    assert len(said) == 1
+    assert "torch.export cannot capture" in said[0]
+    with torch.autocast("cpu"):
+        expected = model(x)
+    assert equal(module(x), expected)
+
+
+def test_auto_does_not_fall_back_where_the_inputs_are_wrong() -> None:
+    with pytest.raises(fxamp.CaptureError, match="rejects the example inputs"):
+        fxamp.convert(Two(), torch.zeros(2, 5))
+
+
+def test_a_plan_is_decided_and_replayed_ahead_of_time() -> None:
+    plan = fxamp.plan(Two(), example())
+    with pytest.raises(fxamp.PlanError, match="ahead of time"):
+        fxamp.convert(Two(), example(), plan=plan, capture="jit")
+    with pytest.raises(fxamp.CaptureError, match="ahead of time"):
+        fxamp.plan(Two(), example(), capture="jit")
