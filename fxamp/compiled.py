@@ -6,7 +6,6 @@ Dynamo hands a backend flat graphs, and no model. The parameters among their inp
 from __future__ import annotations
 
 import os
-import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,7 +17,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from passes.errors import CaptureError
 from passes.plan import Decision, Plan
-from passes.policy import Policy
 
 from .capture_jit import parameter_path
 
@@ -34,12 +32,6 @@ class Converted:
 
 
 _BY_PARAMETER: Any = WeakIdKeyDictionary()
-_ANNOUNCED: weakref.WeakKeyDictionary[nn.Module, Policy] = weakref.WeakKeyDictionary()
-
-
-def announce(module: nn.Module, policy: Policy) -> None:
-    """Note the policy of a module that is to be compiled."""
-    _ANNOUNCED[module] = policy
 
 
 def record(gm: GraphModule, plan: Plan, example_inputs: Iterable[Any]) -> None:

@@ -159,10 +159,7 @@ def compile(
         raise NotAModuleError(f"fxamp.compile takes a torch.nn.Module, not {type(model).__name__}.")
     refuse_wrapped(model)
     made = globals()["backend"](policy, backend, mode=mode, options=options)
-    optimized: Any = torch.compile(model, backend=made, fullgraph=fullgraph, dynamic=dynamic, disable=disable)
-    if not disable:
-        compiled.announce(optimized, made.policy)
-    return optimized
+    return torch.compile(model, backend=made, fullgraph=fullgraph, dynamic=dynamic, disable=disable)
 
 
 def rewrite(gm: GraphModule, example_inputs: list[Any], policy: Policy) -> Policy:

@@ -10,6 +10,7 @@ A *window* is the micro-batches whose gradients one optimizer step takes: `accum
 
 from __future__ import annotations
 
+import contextlib
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -22,8 +23,9 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from passes.errors import NotAModuleError, PolicyError
+from passes.errors import CaptureError, NotAModuleError, PolicyError
 
+from . import compiled
 from .scaler import LossScaler, not_finite, refuse_low_parameters, require_count, require_number, require_scale
 
 Reason = Literal["stepped", "accumulating", "overflow", "no_gradients"]
@@ -70,7 +72,7 @@ class TrainStep:
         optimizer: One or several, over distinct parameters.
         scaler: A LossScaler, which serves this TrainStep alone; a number for a static loss scale; None for no loss
             scaling; "auto" for `LossScaler(min_scale=1, max_scale=2**24, max_skips=20)` when the model was converted
-            to FP16, else none.
+            to FP16, else none; for a compiled model that is decided at its first call.
         accumulate_steps: Micro-batches in a window. The loss is divided by it.
         max_grad_norm: Clip the unscaled gradients of all optimizers to this norm, taken over all of them together.
             `float("inf")` measures the norm and clips nothing.
@@ -122,6 +124,9 @@ class TrainStep:
         self._low_dtype = _low_dtype(model)
         self.scaler = _scaler(scaler, self._low_dtype)
         self.scaler.name_parameters(model.named_parameters())
+        # A compiled model is converted at its first call; until then nobody knows to what.
+        self._undecided = isinstance(scaler, str) and self._low_dtype is None and compiled.is_compiled(model)
+        self._state: Mapping[str, Any] | None = None  # loaded before that call
         self._warned = False
 
         self._position = 0  # micro-batches of the open window seen so far
@@ -147,6 +152,8 @@ class TrainStep:
         self._open_window(scale)
         try:
             loss = self._forward(inputs, target)
+            if self._undecided:
+                self._decide()
             if loss.requires_grad:
                 self._window_scaler.scale(loss / self.accumulate_steps).backward()
         except BaseException:
@@ -189,7 +196,10 @@ class TrainStep:
                 f"the state was saved at micro-batch {position} of a window, and accumulate_steps is "
                 f"{self.accumulate_steps}: use the former accumulate_steps, or save at the end of a window"
             )
-        self.scaler.load_state_dict(state_dict["scaler"])
+        if self._undecided:
+            self._state = state_dict["scaler"]
+        else:
+            self.scaler.load_state_dict(state_dict["scaler"])
         self._use_scale(state_dict["given_scale"])
         self._position = position
 
@@ -210,6 +220,16 @@ class TrainStep:
                 'Leave scaler at "auto", or give a LossScaler.',
                 stacklevel=3,
             )
+
+    def _decide(self) -> None:
+        """Choose the scaler that "auto" means, now that the model was converted."""
+        self._undecided = False
+        self._low_dtype = _low_dtype(self.model)
+        self.scaler = _scaler("auto", self._low_dtype)
+        self.scaler.name_parameters(self.model.named_parameters())
+        if self._state:
+            self.scaler.load_state_dict(dict(self._state))
+        self._use_scale(self._given_scale)
 
     def _use_scale(self, scale: float | None) -> None:
         self._given_scale = scale
@@ -315,8 +335,11 @@ class TrainStep:
 
 def _low_dtype(model: nn.Module) -> torch.dtype | None:
     """Find the low dtype that `model`, or a part of it, was converted to."""
-    for module in model.modules():
-        policy = getattr(getattr(module, "plan", None), "policy", None)
+    plans = [getattr(module, "plan", None) for module in model.modules()]
+    with contextlib.suppress(CaptureError):
+        plans.append(compiled.plan_of(model))
+    for plan in plans:
+        policy = getattr(plan, "policy", None)
         dtype = getattr(policy, "dtype", None)
         if isinstance(dtype, torch.dtype) and getattr(policy, "level", None) != "O0":
             return dtype

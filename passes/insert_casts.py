@@ -135,15 +135,12 @@ def _replace(node: Node, change: Any) -> bool:
 def _restore_outputs(graph: Graph, assignment: Assignment) -> int:
     """Before: return y: bfloat16. After: return to(y, float32), which the model gave; one value, one cast."""
     output = graph.output_node()
-    values: Any = output.args[0]
     made: dict[Node, Node] = {}
-    for value in values:
-        if not isinstance(value, Node) or value in made:
-            continue
+    for value in output.all_input_nodes:
         held, original = assignment.dtypes.get(value), _floating(assignment.returned.get(value))
         if is_floating(held) and original is not None and recast(held, original) != held:
             made[value] = make_cast(graph, value, original, output, assignment)
-    output.args = (tuple(made.get(v, v) if isinstance(v, Node) else v for v in values),)
+    output.args = torch.fx.map_arg(output.args, lambda n: made.get(n, n))
     return len(made)
 
 

@@ -51,7 +51,7 @@ class _Placement:
         self.costs = Costs(graph, self.device)
         self.readers: dict[Node, list[tuple[Node, Place]]] = {}
         for node in graph.nodes:
-            for o in ops.operands(node) if node.op != "output" else _outputs(node):
+            for o in ops.operands(node):
                 self.readers.setdefault(o.node, []).append((node, (o.name, o.index)))
         self.needs = {n: self._needs(n) for n in graph.nodes}
         self.free = self._free()
@@ -144,7 +144,7 @@ class _Placement:
         casts = self.colours[node].casts if node in self.colours else {}
         if node.op == "output":
             returned = self.simulation.returned()
-            return {(o.name, o.index): returned[o.node] for o in _outputs(node)}
+            return {(o.name, o.index): returned[o.node] for o in ops.operands(node)}
         return {(o.name, o.index): casts.get((o.name, o.index), self.dtypes[o.node]) for o in ops.operands(node)}
 
     def _side(self, reader: Node, where: Place) -> Variable | None:
@@ -229,7 +229,3 @@ class _Placement:
             colouring.reason = (
                 f"cut: stored {word}, which moves the fewest bytes ({colouring.reason.partition(':')[0]})"
             )
-
-
-def _outputs(node: Node) -> list[ops.Operand]:
-    return [ops.Operand("output", i, v) for i, v in enumerate(node.args[0]) if isinstance(v, Node)]  # type: ignore[arg-type]

@@ -418,6 +418,43 @@ def test_both_sides_of_cond_agree() -> None:
     assert {(d.op, d.colour) for d in fxamp.plan_of(module).decisions if d.graph} >= {("linear", "bfloat16")}
 
 
+def test_loops_carry_what_they_carried() -> None:
+    from torch._higher_order_ops import scan, while_loop
+
+    def looped(self: Two, x: Tensor) -> Any:
+        return while_loop(lambda i, t: i < 3, lambda i, t: (i + 1, self.l(t)), (torch.tensor(0), x))[1]
+
+    def scanned(self: Two, x: Tensor) -> Any:
+        return scan(lambda carry, row: (self.l(carry) + row, self.m(row)), x[0], x)[1]
+
+    for f in (looped, scanned):
+        model, x = Two(f), example()
+        with torch.no_grad():
+            module = compiled(model)
+            got = module(x)
+            expected = model(x)
+        assert got.dtype == expected.dtype == F32
+        assert torch.allclose(got, expected, atol=0.05)
+        inside = {(d.op, d.colour) for d in fxamp.plan_of(module).decisions if d.graph}
+        assert ("linear", "bfloat16") in inside
+
+
+def test_a_body_called_twice_keeps_its_border() -> None:
+    @torch.compiler.nested_compile_region
+    def block(layer: nn.Module, x: Tensor) -> Any:
+        return torch.sin(layer(x))
+
+    def f(self: Two, x: Tensor) -> Any:
+        return block(self.l, block(self.l, x))
+
+    model, x = Two(f), example()
+    module = compiled(model)
+    with torch.autocast("cpu"):
+        expected = model(x)
+    assert torch.allclose(module(x), expected.float(), atol=0.02)
+    assert module(x).dtype == F32
+
+
 # Bad input.
 
 
@@ -442,6 +479,13 @@ def test_trainable_low_parameters_are_refused_and_frozen_ones_are_not() -> None:
 def test_a_wrapped_model_is_refused_with_the_right_order() -> None:
     with pytest.raises(fxamp.CaptureError, match="Convert the module inside it, then wrap"):
         fxamp.compile(nn.DataParallel(Two()))
+
+    class FullyShardedDataParallel(Two):  # as torch.distributed's, which not every build has
+        pass
+
+    for ask in (fxamp.compile, fxamp.convert):
+        with pytest.raises(fxamp.CaptureError, match=r"sharded already\. Convert or compile each block first"):
+            ask(FullyShardedDataParallel())
 
 
 def test_torchs_own_error_is_not_hidden() -> None:
@@ -500,3 +544,30 @@ def test_a_plan_is_decided_and_replayed_ahead_of_time() -> None:
         fxamp.convert(Two(), example(), plan=plan, capture="jit")
     with pytest.raises(fxamp.CaptureError, match="ahead of time"):
         fxamp.plan(Two(), example(), capture="jit")
+
+
+# Training.
+
+
+@pytest.mark.parametrize("way", ["compile", "in place"])
+def test_a_trainstep_chooses_its_scaler_at_the_first_call(way: str) -> None:
+    model, x = Two(), example()
+    module: Any = model
+    if way == "compile":
+        module = compiled(model, "O1,dtype=fp16")
+    else:
+        model.compile(backend="fxamp", options={"policy": "O1,dtype=fp16", "backend": "eager"})
+    step = fxamp.TrainStep(module, lambda out: out.square().mean(), torch.optim.SGD(model.parameters(), 0.1))
+    step.load_state_dict({"scaler": fxamp.LossScaler(init_scale=8.0).state_dict(), "position": 0, "given_scale": None})
+    results = [step(x) for _ in range(4)]
+    assert [r.scale for r in results] == [8.0] * 4
+    assert step.scaler.is_enabled()
+    assert all(r.stepped for r in results)
+    assert results[-1].loss < results[0].loss
+
+
+def test_a_trainstep_on_bf16_needs_no_scaler() -> None:
+    model = Two()
+    step = fxamp.TrainStep(compiled(model), torch.sum, torch.optim.SGD(model.parameters(), 0.1))
+    assert step(example()).scale == 1.0
+    assert not step.scaler.is_enabled()

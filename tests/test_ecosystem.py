@@ -1,0 +1,151 @@
+"""The tools that training code is written in: what works in them, and what does not yet, with its error."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import fxamp
+
+accelerate: Any = pytest.importorskip("accelerate")
+transformers: Any = pytest.importorskip("transformers")
+
+# The libraries' own, and Dynamo's.
+pytestmark = [pytest.mark.filterwarnings("ignore")]
+SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    accelerate.state.AcceleratorState._reset_state(True)
+    yield
+    accelerate.state.AcceleratorState._reset_state(True)
+
+
+def bert() -> Any:
+    torch.manual_seed(0)
+    config = transformers.BertConfig(vocab_size=50, **SIZES, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    return transformers.BertForSequenceClassification(config)
+
+
+def data() -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, 50, (8, 6), generator=generator)
+    return [{"input_ids": i, "labels": i[0] % 2} for i in ids]
+
+
+def arguments(folder: Path, **options: Any) -> Any:
+    return transformers.TrainingArguments(
+        str(folder), max_steps=2, per_device_train_batch_size=4, use_cpu=True, report_to=[], save_strategy="no",
+        disable_tqdm=True, seed=0, **options,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_trainer_on_a_model_compiled_in_place_trains_as_under_autocast(tmp_path: Path, bf16: bool) -> None:
+    reference, model = bert(), bert()
+    keys = list(model.state_dict())
+    transformers.Trainer(reference, arguments(tmp_path, bf16=True), train_dataset=data()).train()
+    accelerate.state.AcceleratorState._reset_state(True)
+    model.compile(backend="fxamp", options={"policy": "O1,dtype=bf16", "backend": "eager"})
+    transformers.Trainer(model, arguments(tmp_path, bf16=bf16), train_dataset=data()).train()
+    assert type(model) is transformers.BertForSequenceClassification
+    assert list(model.state_dict()) == keys
+    for ours, theirs, before in zip(model.parameters(), reference.parameters(), bert().parameters(), strict=True):
+        moved = (theirs - before).norm()
+        assert (ours - theirs).norm() <= 0.1 * moved + 1e-7
+    assert {d.colour for d in fxamp.plan_of(model).decisions} >= {"bfloat16"}
+
+
+def test_accelerate_prepares_a_compiled_model_and_its_precision_is_the_dtype() -> None:
+    accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
+    model = bert()
+    module = fxamp.compile(model, backend="eager")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    module, optimizer = accelerator.prepare(module, optimizer)
+    batch = torch.utils.data.default_collate(data())
+    losses = []
+    for _ in range(4):
+        loss = module(**batch).loss
+        assert loss.dtype == torch.float32
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    assert fxamp.plan_of(module).policy.dtype == torch.bfloat16
+    assert all(p.dtype == torch.float32 for p in model.parameters())
+
+
+def test_accelerates_own_list_of_backends_has_no_fxamp(tmp_path: Path) -> None:
+    # The day one of these works, the README can say so.
+    with pytest.raises(ValueError, match="'FXAMP' is not a valid DynamoBackend"):
+        accelerate.Accelerator(cpu=True, dynamo_backend="fxamp")
+    accelerate.state.AcceleratorState._reset_state(True)
+    with pytest.raises(ValueError, match="'FXAMP' is not a valid DynamoBackend"):
+        transformers.Trainer(bert(), arguments(tmp_path, torch_compile_backend="fxamp"), train_dataset=data())
+
+
+def test_gradient_checkpointing_of_transformers() -> None:
+    model, plain = bert(), bert()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    batch = torch.utils.data.default_collate(data())
+    module, reference = fxamp.compile(model.train(), backend="eager"), fxamp.compile(plain.train(), backend="eager")
+    ours, theirs = module(**batch).loss, reference(**batch).loss
+    assert torch.equal(ours, theirs)
+    ours.backward()
+    theirs.backward()
+    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad)
+    inside = [d for d in fxamp.plan_of(module).decisions if d.graph]
+    assert {d.colour for d in inside if d.op == "linear"} == {"bfloat16"}
+
+
+def test_reentrant_checkpointing_runs_too() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.l, self.m = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Any:
+            return self.m(checkpoint(self.l, x, use_reentrant=True))
+
+    model, x = Block(), torch.randn(3, 4, requires_grad=True)
+    fxamp.compile(model, backend="eager")(x).sum().backward()
+    gradient = model.l.weight.grad
+    assert gradient is not None
+    model.zero_grad()
+    with torch.autocast("cpu"):
+        model(x).float().sum().backward()
+    assert torch.allclose(gradient, model.l.weight.grad, rtol=2e-2, atol=1e-2)  # type: ignore[arg-type]
+
+
+def test_a_frozen_low_base_is_not_cast() -> None:
+    class LoRA(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.base = nn.Linear(8, 8).to(torch.bfloat16).requires_grad_(False)
+            self.a, self.b = nn.Linear(8, 2, bias=False), nn.Linear(2, 8, bias=False)
+
+        def forward(self, x: Tensor) -> Any:
+            return self.base(x.to(torch.bfloat16)) + self.b(self.a(x))
+
+    model = LoRA()
+    for capture in ("export", "jit"):
+        module = fxamp.convert(model, torch.randn(2, 8), policy="O1,dtype=bf16", capture=capture)
+        module(torch.randn(2, 8)).sum().backward()
+        [graph] = fxamp.graphs(module)
+        inserted = [n for n in graph.graph.nodes if n.meta.get("fxamp") == "cast"]
+        assert not [n for n in inserted if "base" in str(n.args[0].target)]
+        assert len([n for n in inserted if any(f"{w}_" in f"{n.args[0].target}_" for w in ("a.weight", "b.weight"))
+                    or "parameters_weight" in str(n.args[0].target)]) == 2  # fmt: skip
+        assert model.a.weight.grad is not None
+        assert model.a.weight.grad.dtype == torch.float32
+        assert model.base.weight.grad is None
