@@ -24,6 +24,7 @@ from passes.legalize import inline_regions
 from .call import CallSpec, Leaf, flatten_outputs
 from .dtype_reads import DtypeReads, drop_aliases
 from .frames import place_of
+from .functions import Functions
 from .preflight import untouched
 
 _PREFIX = "model."
@@ -135,9 +136,10 @@ def export(
     wrapper = _Flat(model, call, flat)
     wrapper.training = model.training
     tensors = _distinct([v for v in flat if isinstance(v, torch.Tensor)])
+    functions = Functions()
     with _quiet():
         try:
-            with DtypeReads():
+            with DtypeReads(), functions.kept():
                 program = torch.export.export(
                     wrapper, tensors, dynamic_shapes={"tensors": dims} if tensors else None, strict=False
                 )
@@ -147,6 +149,7 @@ def export(
                 raise refused from e
             raise
         gm = program.module(check_guards=False)
+    functions.restore(gm)
     vals = [n.meta.get("val") for n in gm.graph.nodes if n.op == "placeholder"]
     leaves, guards = _leaves(call, vals), _guards(program, vals)
     outs = gm.graph.output_node().args[0]

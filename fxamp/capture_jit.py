@@ -14,7 +14,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from passes import ops
-from passes._torch import enter_autocast, exit_autocast, source_name
+from passes._torch import enter_autocast, exit_autocast, pytree, source_name, without_transforms
 from passes.user_casts import kind_of_line
 from passes.values import Inference, dtypes_of, is_floating, retyped, source
 
@@ -68,7 +68,7 @@ def describe(gm: GraphModule, *, ambient: bool, inside: bool = False) -> None:
             regions = [r for r in regions if r[0] is not node.args[0]]
         elif regions and node.op.startswith("call"):
             node.meta["autocast_region"] = regions[-1][1]
-        value = node.meta.get("example_value", node.meta.get("val"))
+        value = pytree.tree_map(without_transforms, node.meta.get("example_value", node.meta.get("val")))
         if value is None:
             continue
         if ops.name(node) == "to" and is_floating(dtypes_of(value)):
@@ -119,6 +119,11 @@ def _describe_cast(node: Node, ambient: bool) -> None:
 def attribute_of(gm: GraphModule, path: str) -> Any:
     """Return what the target of a get_attr refers to."""
     return functools.reduce(getattr, path.split("."), gm)
+
+
+def is_attribute(placeholder: Node) -> bool:
+    """Say whether Dynamo took an input of a graph from a module, as it does buffers, and not from the call."""
+    return "._buffers[" in source_name(placeholder)
 
 
 def parameter_path(placeholder: Node) -> str:

@@ -91,7 +91,7 @@ def check_faithful(captured: Captured, args: tuple[Any, ...], kwargs: dict[str, 
     graph = GraphModule(_Holder(root), captured.graph)
     graph.__dict__.update({k: root.__dict__[k] for k in ("_modules", "_parameters", "_buffers", "training")})
     parameters = [p for p in model.parameters() if p.requires_grad]
-    written = _written_parameters(captured)
+    written = written_parameters(captured)
     with no_autocast():
         with preserved(model, written):
             try:
@@ -105,7 +105,7 @@ def check_faithful(captured: Captured, args: tuple[Any, ...], kwargs: dict[str, 
     _compare(type(model).__name__, captured.front_end, model, expected, got)
 
 
-def _written_parameters(captured: Captured) -> list[nn.Parameter]:
+def written_parameters(captured: Captured) -> list[nn.Parameter]:
     """Return the parameters that the model writes to as it runs, such as an embedding's with max_norm."""
     sets = Aliases(captured.graph).sets().values()
     targets = {str(n.target) for together in sets for n in together if n.op == "get_attr"}

@@ -6,6 +6,7 @@ Dynamo hands a backend flat graphs, and no model. The parameters among their inp
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,6 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from passes.errors import CaptureError
 from passes.plan import Decision, Plan
+from passes.policy import Policy
 
 from .capture_jit import parameter_path
 
@@ -32,6 +34,12 @@ class Converted:
 
 
 _BY_PARAMETER: Any = WeakIdKeyDictionary()
+_ASKED: weakref.WeakKeyDictionary[nn.Module, Policy] = weakref.WeakKeyDictionary()
+
+
+def announce(module: nn.Module, policy: Policy) -> None:
+    """Note what a compiled module asks for: several over one model may ask for different things."""
+    _ASKED[module] = policy
 
 
 def record(gm: GraphModule, plan: Plan, example_inputs: Iterable[Any]) -> None:
@@ -68,9 +76,16 @@ def entries(module: nn.Module) -> list[Converted]:
     for parameter in module.parameters():
         for entry in _BY_PARAMETER.get(parameter, ()):
             found[id(entry)] = entry
-    if not found:
+    asked = _ASKED.get(module)
+    out = [entry for entry in found.values() if asked is None or _carries_out(entry.plan.policy, asked)]
+    if not out:
         raise CaptureError(_nothing(module))
-    return list(found.values())
+    return out
+
+
+def _carries_out(policy: Policy, asked: Policy) -> bool:
+    """Say whether a policy is the one asked for: one model can be compiled for two."""
+    return policy == replace(asked, device=asked.device or policy.device, dtype=asked.dtype or policy.dtype)
 
 
 def is_compiled(module: nn.Module) -> bool:

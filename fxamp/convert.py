@@ -14,6 +14,7 @@ from torch.export import ExportedProgram
 
 from passes import compile_graph
 from passes.errors import CaptureError, NotAModuleError, NotFaithfulError, PlanError, PolicyError
+from passes.measured_costs import Timer
 from passes.plan import Plan
 from passes.policy import Policy
 
@@ -22,6 +23,7 @@ from .capture import Captured, as_inputs, refuse_non_models
 from .capture import capture as capture_model
 from .check import check_faithful, refuse_low_parameters
 from .dynamo import compile
+from .fastest import emit_measured, kept_notes
 from .module import ConvertedModule, skeleton
 from .preflight import untouched
 
@@ -90,7 +92,10 @@ def _ahead_of_time(
     if check and inputs is not None:
         with untouched(captured.model):
             check_faithful(captured, *inputs)
-    return emit(captured, resolve(policy, captured.model, inputs), replayed)
+    settled = resolve(policy, captured.model, inputs)
+    if settled.cost == "measured" and replayed is None:
+        return emit_measured(captured, settled, inputs, emit)
+    return emit(captured, settled, replayed)
 
 
 def _at_first_call(model: nn.Module, policy: Policy, replayed: Plan | None, dynamic_shapes: Any) -> Any:
@@ -100,13 +105,15 @@ def _at_first_call(model: nn.Module, policy: Policy, replayed: Plan | None, dyna
     return compile(model, policy=policy, backend="eager", dynamic=False if dynamic_shapes is None else None)
 
 
-def emit(captured: Captured, policy: Policy, replayed: Plan | None = None) -> ConvertedModule:
+def emit(
+    captured: Captured, policy: Policy, replayed: Plan | None = None, timer: Timer | None = None
+) -> ConvertedModule:
     """Compile a captured graph, in place, and put it over the model's own parameters."""
     root = skeleton(captured.model, captured.opaque, captured.constants)
     captured.graph.owning_module = None  # targets are resolved against the new root
     decided = compile_graph(
         captured.graph, policy, functools.partial(_attribute, root),
-        capture=captured.front_end, notes=tuple(captured.notes), plan=replayed,
+        capture=captured.front_end, notes=(*captured.notes, *kept_notes(replayed)), plan=replayed, timer=timer,
     )  # fmt: skip
     name, device = type(captured.model).__name__, policy.device or "cpu"
     return ConvertedModule(root, captured.graph, decided, captured.call, device, captured.only_mode, name)
@@ -163,8 +170,6 @@ def resolve(policy: Policy, model: nn.Module, inputs: tuple[tuple[Any, ...], dic
 
     The low dtype is the ambient autocast's, which is the device's default where there is none.
     """
-    if policy.cost == "measured":
-        raise PolicyError("cost='measured' is not supported yet: use cost='bytes', the default.")
     device = policy.device
     if device is None:
         leaves = [*model.parameters(), *model.buffers(), *torch.utils._pytree.tree_leaves(inputs or ())]

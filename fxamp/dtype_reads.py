@@ -5,6 +5,8 @@ sees the read of `y.dtype` and hands the exporter an op that has `y` as an opera
 
     x.to(y.dtype)                       ->  x.type_as(y)
     torch.zeros(n, dtype=y.dtype)       ->  y.new_zeros(n)
+    torch.arange(n, dtype=y.dtype)      ->  torch.arange(n, dtype=float32).type_as(y)
+    torch.softmax(x, 1, dtype=y.dtype)  ->  torch.softmax(x.type_as(y), 1)
 
 A read counts when the call follows it in the same expression, or when it was stored in the local variable that the
 call is given (`input_dtype = x.dtype; ...; x.to(input_dtype)`).
@@ -18,10 +20,12 @@ from __future__ import annotations
 
 import dis
 import functools
+from bisect import bisect_right
 from types import CodeType, FrameType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.fx import Graph
 
 from passes._torch import TorchFunctionMode
@@ -33,6 +37,9 @@ _ALIAS = torch.ops.aten.alias.default
 _READ = torch.Tensor.dtype.__get__  # type: ignore[attr-defined]
 _CASTS = frozenset(getattr(torch.Tensor, n) for n in ("to", "type_as", "type", *CAST_METHODS))
 _FACTORIES = {torch.zeros: "new_zeros", torch.ones: "new_ones", torch.full: "new_full", torch.empty: "new_empty"}
+_MADE = (torch.arange, torch.eye, torch.tensor, torch.zeros_like, torch.ones_like, torch.full_like, torch.empty_like)
+# What converts its first operand to the `dtype=` it is given before it computes.
+_CONVERTING = ("softmax", "log_softmax", "softmin", "sum", "nansum", "mean", "prod", "cumsum", "cumprod")
 
 
 class DtypeReads(TorchFunctionMode):
@@ -40,7 +47,8 @@ class DtypeReads(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._last: tuple[FrameType, torch.Tensor] | None = None  # a read with nothing but attribute reads since
+        # A read with nothing but attribute reads since, and where it was.
+        self._last: tuple[FrameType, int, torch.Tensor] | None = None
         self._stored: dict[tuple[FrameType, str], torch.Tensor] = {}
 
     def __exit__(self, *exc: Any) -> None:
@@ -75,6 +83,15 @@ class DtypeReads(TorchFunctionMode):
                 rest = {k: v for k, v in kwargs.items() if k != "dtype"}
                 if "size" in rest or args:
                     return getattr(reference, _FACTORIES[func])(*_as_size(func, args), **rest)
+        elif func in _MADE and isinstance(kwargs.get("dtype"), torch.dtype):
+            reference = self._reference(kwargs["dtype"])
+            if reference is not None:
+                return _ALIAS(func(*args, **kwargs)).type_as(reference)
+        elif args and getattr(func, "__name__", "") in _CONVERTING and isinstance(kwargs.get("dtype"), torch.dtype):
+            reference = self._reference(kwargs["dtype"])
+            if reference is not None:
+                kwargs = {k: v for k, v in kwargs.items() if k != "dtype"}
+                return func(_ALIAS(args[0]).type_as(reference), *args[1:], **kwargs)
         self._last = None
         return func(*args, **kwargs)
 
@@ -86,7 +103,7 @@ class DtypeReads(TorchFunctionMode):
         if following is not None and following.opname.startswith("STORE_") and isinstance(following.argval, str):
             self._stored[frame, following.argval] = tensor
         else:
-            self._last = (frame, tensor)
+            self._last = (frame, frame.f_lasti, tensor)
 
     def _reference(self, wanted: Any) -> torch.Tensor | None:
         """Return the tensor whose dtype was read for the call being made, if its dtype is the one wanted."""
@@ -96,8 +113,8 @@ class DtypeReads(TorchFunctionMode):
         if frame is None:
             return None
         last, self._last = self._last, None
-        if last is not None and last[0] is frame:
-            return last[1]
+        if last is not None and last[0] is frame and _one_expression(frame.f_code, last[1], frame.f_lasti):
+            return last[2]
         names = _loads_before_call(frame.f_code, frame.f_lasti)
         return next((self._stored[frame, n] for n in names if (frame, n) in self._stored), None)
 
@@ -118,10 +135,9 @@ def _is_literal(func: Any) -> bool:
     if func is not torch.Tensor.to:
         return func is not torch.Tensor.type_as
     frame = _user_frame()
-    found = _instructions(frame.f_code).get(frame.f_lasti) if frame is not None else None
-    if found is None:
+    if frame is None:
         return False
-    listing, at = found
+    listing, at = _instructions(frame.f_code, frame.f_lasti)
     before = [i for i in listing[max(0, at - 4) : at] if not i.opname.startswith("KW_NAMES")]
     return any(i.opname == "LOAD_ATTR" and isinstance(getattr(torch, str(i.argval), None), torch.dtype) for i in before)
 
@@ -134,30 +150,50 @@ def _as_size(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _user_frame() -> FrameType | None:
-    """Return the frame that made the call, past this mode and the exporter's own modes."""
-    return frames.caller(("user", "nn"))
+    """Return the frame that made the call, past this mode, the exporter's own, and functions that hand a dtype on."""
+    frame = frames.caller(("user", "nn"))
+    while frame is not None and _hands_on(frame.f_code):
+        frame = frame.f_back
+    return frame
+
+
+def _hands_on(code: CodeType) -> bool:
+    file = code.co_filename
+    return frames.kind(file) not in ("user", "nn") or (file == F.__file__ and code.co_name in _CONVERTING)
 
 
 @functools.lru_cache(maxsize=1024)
-def _instructions(code: CodeType) -> dict[int, tuple[list[dis.Instruction], int]]:
+def _listing(code: CodeType) -> tuple[list[dis.Instruction], list[int]]:
+    """Return the instructions of a code object, and their offsets."""
     skipped = ("CACHE", "EXTENDED_ARG", "NOP", "PRECALL", "RESUME")
     listing = [i for i in dis.get_instructions(code) if i.opname not in skipped]
-    return {i.offset: (listing, n) for n, i in enumerate(listing)}
+    return listing, [i.offset for i in listing]
+
+
+def _instructions(code: CodeType, offset: int) -> tuple[list[dis.Instruction], int]:
+    """Return the instructions of a code object, and which of them is at an offset, or in progress there."""
+    listing, offsets = _listing(code)
+    return listing, bisect_right(offsets, offset) - 1
 
 
 def _instruction_after(code: CodeType, offset: int) -> dis.Instruction | None:
-    found = _instructions(code).get(offset)
-    if found is None or found[1] + 1 >= len(found[0]):
-        return None
-    return found[0][found[1] + 1]
+    listing, at = _instructions(code, offset)
+    return listing[at + 1] if at + 1 < len(listing) else None
+
+
+def _one_expression(code: CodeType, read: int, call: int) -> bool:
+    """Say whether nothing between a read and a call uses the dtype up, as a comparison or an assignment does."""
+    listing, at = _instructions(code, read)
+    until = _instructions(code, call)[1]
+    return at < until and not any(i.opname.startswith(_USES_UP) for i in listing[at + 1 : until])
+
+
+_USES_UP = ("COMPARE", "CONTAINS", "IS_OP", "STORE", "POP_JUMP", "POP_TOP", "RETURN", "YIELD")
 
 
 def _loads_before_call(code: CodeType, offset: int) -> list[str]:
     """Return the local names loaded for a call, the nearest first, up to the previous call."""
-    found = _instructions(code).get(offset)
-    if found is None:
-        return []
-    listing, at = found
+    listing, at = _instructions(code, offset)
     names = []
     for instruction in reversed(listing[max(0, at - 12) : at]):
         if instruction.opname.startswith(("CALL", "STORE")):

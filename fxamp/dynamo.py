@@ -26,7 +26,7 @@ from passes.policy import Policy, nearest
 from passes.values import no_autocast
 
 from . import compiled
-from .capture_jit import ambient_dtype, attribute_of, describe, parameter_path
+from .capture_jit import ambient_dtype, attribute_of, describe, is_attribute, parameter_path
 from .check import refuse_low_parameters
 from .preflight import refuse_wrapped
 
@@ -107,6 +107,9 @@ def backend(
     return Backend(chosen, backend, mode, tuple(sorted((options or {}).items())))
 
 
+_backend = backend  # `compile` has an argument of that name
+
+
 def entry_point(
     gm: GraphModule, example_inputs: list[Any], *, mode: str | None = None, options: Mapping[str, Any] | None = None
 ) -> Callable[..., Any]:
@@ -158,8 +161,11 @@ def compile(
     if not isinstance(model, nn.Module):
         raise NotAModuleError(f"fxamp.compile takes a torch.nn.Module, not {type(model).__name__}.")
     refuse_wrapped(model)
-    made = globals()["backend"](policy, backend, mode=mode, options=options)
-    return torch.compile(model, backend=made, fullgraph=fullgraph, dynamic=dynamic, disable=disable)
+    made = _backend(policy, backend, mode=mode, options=options)
+    optimized: Any = torch.compile(model, backend=made, fullgraph=fullgraph, dynamic=dynamic, disable=disable)
+    if not disable:
+        compiled.announce(optimized, made.policy)
+    return optimized
 
 
 def rewrite(gm: GraphModule, example_inputs: list[Any], policy: Policy) -> Policy:
@@ -170,6 +176,9 @@ def rewrite(gm: GraphModule, example_inputs: list[Any], policy: Policy) -> Polic
     ambient = ambient_dtype(gm.graph, device)
     dtype = policy.dtype or ambient or torch.get_autocast_dtype(device)
     resolved = replace(policy, device=device, dtype=dtype)
+    for node, value in zip(gm.graph.nodes, example_inputs, strict=False):
+        node.meta["parameter"] = isinstance(value, nn.Parameter)
+        node.meta["buffer"] = not node.meta["parameter"] and is_attribute(node)
     with no_autocast():
         describe(gm, ambient=on or ambient is not None)
     plan = compile_graph(gm.graph, resolved, functools.partial(attribute_of, gm), capture="jit")

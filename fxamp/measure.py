@@ -99,15 +99,21 @@ def interleaved(
         rounds: how many rounds, or an iterable to run through, such as a progress bar.
         warmup: rounds at the beginning that are run but not counted.
     """
+    taken = laps(variants, range(rounds) if isinstance(rounds, int) else rounds)
+    return {name: _timing(seconds[warmup:]) for name, seconds in taken.items()}
+
+
+def laps(variants: Mapping[str, Callable[[], object]], rounds: Iterable[object]) -> dict[str, list[float]]:
+    """Return the seconds of each variant in each round, in which they take turns."""
     seconds: dict[str, list[float]] = {name: [] for name in variants}
-    for _ in range(rounds) if isinstance(rounds, int) else rounds:
+    for _ in rounds:
         for name, run in variants.items():
             _synchronize()
             start = time.perf_counter()
             run()
             _synchronize()
             seconds[name].append(time.perf_counter() - start)
-    return {name: _timing(taken[warmup:]) for name, taken in seconds.items()}
+    return seconds
 
 
 def _timing(seconds: list[float]) -> Timing:

@@ -19,6 +19,7 @@ from torch.fx.graph import CodeGen
 from passes.errors import CaptureError
 from passes.plan import Plan
 
+from .bindings import called_directly
 from .call import CallSpec
 from .serialize import graph_from_data, graph_to_data
 
@@ -83,7 +84,8 @@ class ConvertedModule(GraphModule):
 
     def recompile(self) -> Any:
         """Regenerate the code from the graph, keeping the original's call signature."""
-        code = super().recompile()
+        with called_directly(self.graph):
+            code = super().recompile()
         cls: Any = type(self)  # of this instance alone
         cls.graph_forward, cls.forward = cls.forward, ConvertedModule._forward
         return code

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -121,7 +122,7 @@ def refuse_constructs(front_end: str) -> Iterator[None]:
         plain = original.__func__ if isinstance(original, classmethod) else original
 
         def patched(*args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() == me and _by_model():
+            if threading.get_ident() == me and used_by_model():
                 name = construct if isinstance(construct, str) else construct(args[0])
                 raise NotFaithfulError(f"{name} at {frames.place()}: capture='{front_end}' {loss}. {INSTEAD}.")
             return plain(*args, **kwargs)
@@ -174,7 +175,7 @@ def _saved_tensors(_: Any) -> str:
     return _CHECKPOINT if inside else "torch.autograd.graph.saved_tensors_hooks"
 
 
-def _by_model() -> bool:
+def used_by_model() -> bool:
     """Say whether the construct is used on behalf of a model, rather than by torch's own machinery."""
     frame = frames.caller(("user", "nn", "torch"), 2)
     if frame is None:
@@ -191,7 +192,7 @@ def untouched(model: nn.Module) -> Iterator[list[str]]:
     """
     saved = []
     for path, module in model.named_modules():
-        tables = {id(v): (v, _copy(v)) for v in module.__dict__.values() if type(v) in (dict, list, set)}
+        tables = {id(v): (v, _copy(v)) for v in module.__dict__.values() if type(v) in _CONTAINERS}
         saved.append((path, module, dict(module.__dict__), tables))
     changed: list[str] = []
     try:
@@ -206,6 +207,9 @@ def untouched(model: nn.Module) -> Iterator[list[str]]:
                 _restore(container, content)
 
 
+_CONTAINERS = (dict, list, set, OrderedDict)  # the last holds hooks, which a forward may install at its first call
+
+
 def _copy(container: Any) -> Any:
     return dict(container) if isinstance(container, dict) else list(container)
 
@@ -217,8 +221,8 @@ def _changes(now: dict[str, Any], before: dict[str, Any], tables: dict[int, Any]
         old, new = before.get(name), now.get(name)
         if id(old) in tables:
             old = tables[id(old)][1]
-            new = _copy(new) if isinstance(new, (dict, list, set)) else new
-        if not _same(old, new) and not name.startswith("_tensor_constant"):  # fx's own
+            new = _copy(new) if type(new) in _CONTAINERS else new
+        if not _same(old, new) and not name.startswith("_tensor_constant") and not name.endswith("_hooks"):  # fx's own
             out.append(name)
     return out
 

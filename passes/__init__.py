@@ -16,15 +16,19 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch.fx import Graph, Node
 
 from . import ops
+from ._torch import FakeTensor
 from .assign_precision import Assignment, assign_precision
 from .bodies import Body, Border, all_graphs, bodies_of
 from .eliminate_casts import eliminate_casts
 from .errors import PlanError, VerificationError
+from .extremes import note_buffers
 from .insert_casts import insert_casts, is_inserted
 from .legalize import decompose_composites, drop_autocast_switches
+from .measured_costs import Timer
 from .plan import REMEDY, Decision, Plan
 from .policy import Policy, check_used
 from .replay import replay
@@ -43,6 +47,7 @@ def compile_graph(
     capture: str,
     notes: tuple[str, ...] = (),
     plan: Plan | None = None,
+    timer: Timer | None = None,
 ) -> Plan:
     """Run every pass over a graph, in order, in place; return what was decided.
 
@@ -53,13 +58,14 @@ def compile_graph(
         capture: the front end that made the graph, for the plan.
         notes: what capture has to say, for the plan.
         plan: what to carry out instead of deciding anew.
+        timer: measures calls, for cost="measured".
 
     Raises:
         PolicyError: the policy does not fit the graph.
         PlanError: the plan does not fit the graph.
         VerificationError: a pass went wrong; the graph is not to be used.
     """
-    compilation = _Compilation(policy, plan)
+    compilation = _Compilation(policy, plan, timer)
     with no_autocast():
         verify(graph)
         compilation.legalize(graph, attribute)
@@ -76,7 +82,7 @@ def compile_graph(
         policy,
         verified="symbolic" if compilation.symbolic else "fake",
         capture=capture,
-        notes=(*notes, *(f"composite kept whole: {name}" for name in sorted(compilation.kept))),
+        notes=(*notes, *(f"composite kept whole: {name}" for name in sorted(compilation.kept)), *compilation.unsized()),
         inserted_casts=compilation.inserted,
         casts=compilation.casts,
     )
@@ -85,8 +91,8 @@ def compile_graph(
 class _Compilation:
     """The passes over one graph and the bodies inside it, and what they decided."""
 
-    def __init__(self, policy: Policy, plan: Plan | None) -> None:
-        self.policy, self.plan = policy, plan
+    def __init__(self, policy: Policy, plan: Plan | None, timer: Timer | None) -> None:
+        self.policy, self.plan, self.timer = policy, plan, timer
         self.decisions: list[Decision] = []
         self.kept: set[str] = set()
         self.graphs = self.inserted = self.casts = 0
@@ -97,6 +103,7 @@ class _Compilation:
         if self.policy.level == "O0":
             return
         self.kept.update(_legalize(graph, self.policy))
+        note_buffers(graph, attribute)
         verify(graph)
         for body in itertools.chain.from_iterable(bodies_of(graph, attribute).values()):
             self.legalize(body.graph, body.attribute)
@@ -106,7 +113,7 @@ class _Compilation:
         policy, index = self.policy, self.graphs
         self.graphs += 1
         plan = self.plan and replace(self.plan, decisions=tuple(d for d in self.plan.decisions if d.graph == index))
-        assignment = assign_precision(graph, policy, original_dtypes(graph, attribute), plan, border)
+        assignment = assign_precision(graph, policy, original_dtypes(graph, attribute), plan, border, self.timer)
         if plan is not None:
             replay(graph, assignment, plan)
         self.decisions += _decisions(graph, assignment, index)
@@ -121,6 +128,11 @@ class _Compilation:
         annotate(graph, assignment)
         self.casts += sum(is_inserted(n) for n in graph.nodes)
         return assignment
+
+    def unsized(self) -> list[str]:
+        """Return the note on a graph without shapes."""
+        placed = self.symbolic and self.policy.level != "O0"
+        return ["captured without shapes: placed by unit costs, where every cast costs the same"] if placed else []
 
     def _enter(self, node: Node, body: Body, outside: Assignment) -> None:
         """Compile the body of a higher-order op between the dtypes that hold at its border."""
@@ -145,10 +157,27 @@ def _legalize(graph: Graph, policy: Policy) -> list[str]:
 
 
 def annotate(graph: Graph, assignment: Assignment) -> None:
-    """Bring `meta["val"]` up to date, so that `print_readable` shows the dtype of every value."""
+    """Bring `meta["val"]` up to date, so that `print_readable` shows the dtype of every value.
+
+    A cast of a fake tensor takes a hundred times as long as to look up one of the same sizes that was made before.
+    """
+    made: dict[Any, Any] = {}
     for node in graph.nodes:
-        if node.meta.get("val") is not None:
-            node.meta["val"] = retyped(node.meta["val"], assignment.dtypes.get(node))
+        value, dtype = node.meta.get("val"), assignment.dtypes.get(node)
+        if isinstance(value, FakeTensor) and isinstance(dtype, torch.dtype):
+            if value.dtype != dtype:
+                key = (value.fake_mode, dtype, *_layout(value))
+                made[key] = node.meta["val"] = made[key] if key in made else retyped(value, dtype)
+        elif value is not None:
+            node.meta["val"] = retyped(value, dtype)
+
+
+def _layout(value: torch.Tensor) -> list[Any]:
+    """Return all of a tensor but its numbers and its dtype; symbolic sizes as expressions, which can be compared."""
+    if value.layout is not torch.strided:
+        return [id(value)]
+    sizes = (*value.shape, *value.stride())
+    return [value.device, value.dim(), *(s if isinstance(s, int) else s.node.expr for s in sizes)]
 
 
 def _decisions(graph: Graph, assignment: Assignment, index: int) -> list[Decision]:

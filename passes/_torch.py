@@ -89,6 +89,19 @@ def inner_backend(backend: Any, mode: str | None, options: dict[str, Any]) -> An
     return torch._TorchCompileWrapper(backend, mode, options, None)
 
 
+def without_transforms(value: Any) -> Any:
+    """Return a fake tensor of a torch.func transform, such as vmap's, as a plain one of the sizes that it shows."""
+    if not isinstance(value, torch.Tensor) or not torch._C._functorch.is_functorch_wrapped_tensor(value):
+        return value
+    inside = value
+    while torch._C._functorch.is_functorch_wrapped_tensor(inside):
+        inside = torch._C._functorch.get_unwrapped(inside)
+    if not isinstance(inside, FakeTensor):
+        return value
+    with inside.fake_mode:
+        return torch.empty(value.shape, dtype=value.dtype, device=value.device)
+
+
 def source_name(placeholder: Node) -> str:
     """Return where Dynamo took an input of a graph from: `L['self']._modules['fc']._parameters['weight']`."""
     argument = placeholder.meta.get("grapharg")

@@ -96,32 +96,36 @@ def _in_place(name: str) -> bool:
 
 
 class Aliases:
-    """Sets of values that may share storage (union-find), and when each set is written."""
+    """Sets of values that may share storage (union-find), and when each set is written.
+
+    A view made after the last write to its storage is as good as a copy, and no member: nothing tells the two apart.
+    """
 
     def __init__(self, graph: Graph) -> None:
-        self._parent: dict[Node, Node] = {n: n for n in graph.nodes}
         self._order = {n: i for i, n in enumerate(graph.nodes)}
+        calls = [(i, node) for node, i in self._order.items() if _is_call(node)]
+        written = [(i, n) for i, node in calls for n in mutated_operands(node)]
+        unknown = [(i, n) for i, node in calls if is_opaque(node) for n in node.all_input_nodes]
+        writes = sorted(written + unknown, key=lambda w: w[0])
+        self._unite(graph, {})
+        storage = {n: self.find(n) for n in graph.nodes}
+        last = {storage[node]: when for when, node in writes}
+        self._unite(graph, {n: last.get(root, -1) for n, root in storage.items()})
+        self.mutated = {self.find(n) for _, n in written}  # representatives
+        self._writes: dict[Node, list[int]] = {}
+        for when, node in writes:
+            self._writes.setdefault(self.find(node), []).append(when)
+
+    def _unite(self, graph: Graph, last: dict[Node, int]) -> None:
+        """Make the sets, of the views made up to the last write to each value's storage; of all where none is given."""
+        self._parent: dict[Node, Node] = {n: n for n in graph.nodes}
         attributes: dict[Any, Node] = {}
-        written: list[Node] = []
-        opaque: list[tuple[int, Node]] = []
-        writes: list[tuple[int, Node]] = []
-        for when, node in enumerate(graph.nodes):
+        for node, when in self._order.items():
             if node.op == "get_attr":
                 self._union(attributes.setdefault(node.target, node), node)
-            if not node.op.startswith("call"):
-                continue
-            if may_alias(node):
+            if _is_call(node) and may_alias(node) and last.get(node, when) >= when:
                 for value in _shared(node):
                     self._union(value, node)
-            if is_opaque(node):
-                opaque += [(when, n) for n in node.all_input_nodes]
-            found = mutated_operands(node)
-            written += found
-            writes += [(when, n) for n in found]
-        self.mutated = {self.find(n) for n in written}  # representatives
-        self._writes: dict[Node, list[int]] = {}
-        for when, node in sorted(writes + opaque, key=lambda w: w[0]):
-            self._writes.setdefault(self.find(node), []).append(when)
 
     def find(self, node: Node) -> Node:
         """Return the representative of a value's alias set."""
@@ -154,7 +158,7 @@ class Aliases:
 def _shared(node: Node) -> list[Node]:
     """Return the operands whose storage an aliasing op may share: its first argument's, unless the schema says."""
     operands = list(ops.operands(node))
-    if is_opaque(node):
+    if is_opaque(node) or ops.name(node) == "set_":  # which takes over its source's storage
         return node.all_input_nodes
     if "out" in node.kwargs:
         return [o.node for o in operands if o.name == "out"]
@@ -167,16 +171,26 @@ def _shared(node: Node) -> list[Node]:
     return [o.node for o in operands if o.name == operands[0].name or ops.name(node) in _SEVERAL]
 
 
-def grad_modes(graph: Graph) -> dict[Node, bool | None]:
-    """Return the grad mode that each node runs in: True, False, or None for the caller's own."""
+def _is_call(node: Node) -> bool:
+    return node.op.startswith("call")
+
+
+def grad_modes(graph: Graph) -> dict[Node, tuple[bool | None, int]]:
+    """Return what a value must share with another to be the same in gradients.
+
+    The grad mode that each node runs in, which is True, False, or None for the caller's own; and the number of
+    switches into or out of a `torch.func` transform before it.
+    """
     mode: bool | None = None
+    transforms = 0
     asked: dict[Node, bool | None] = {}
-    out: dict[Node, bool | None] = {}
+    out: dict[Node, tuple[bool | None, int]] = {}
     for node in graph.nodes:
         if node.op == "call_function" and node.target is torch.is_grad_enabled:
             asked[node] = mode
         elif node.op == "call_function" and node.target is SET_GRAD:
             wanted: Any = node.args[0]
             mode = asked.get(wanted) if isinstance(wanted, Node) else bool(wanted)
-        out[node] = mode
+        transforms += "functorch" in (getattr(node.target, "__module__", None) or "")
+        out[node] = mode, transforms
     return out

@@ -18,11 +18,13 @@ import torch
 from torch.fx import Graph, Node
 
 from .bodies import Border
+from .errors import PolicyError
+from .measured_costs import Timer
 from .place import place
 from .plan import Plan
 from .policy import Policy
 from .simulate import Colouring, Simulation
-from .values import ANY, Aliases, Inference, SymbolicInference, module_types
+from .values import ANY, Aliases, Inference, SymbolicInference, is_floating, keys, module_types
 
 
 @dataclass
@@ -49,7 +51,12 @@ class Assignment:
 
 
 def assign_precision(
-    graph: Graph, policy: Policy, original: dict[Node, Any], plan: Plan | None = None, border: Border | None = None
+    graph: Graph,
+    policy: Policy,
+    original: dict[Node, Any],
+    plan: Plan | None = None,
+    border: Border | None = None,
+    timer: Timer | None = None,
 ) -> Assignment:
     """Colour every node that touches a floating value.
 
@@ -59,12 +66,20 @@ def assign_precision(
         original: the dtype of every value as captured.
         plan: colours of free values to take instead of choosing them.
         border: what the graph is given, and the graphs in it.
+        timer: measures calls; for a policy with cost="measured", unless its plan is replayed.
 
     Raises:
         PlanError: the plan stores a value low that a reader needs in FP32.
-        PolicyError: two overrides contradict each other; an op is banned or, with unknown_ops="error", unknown.
+        PolicyError: two overrides contradict each other; an op is banned or, with unknown_ops="error", unknown; costs
+            are to be measured where nothing can be run.
     """
     symbolic = any(n.op == "placeholder" and original[n] is ANY for n in graph.nodes)
+    measured = policy.cost == "measured"
+    if measured and policy.level != "O0" and plan is None and (symbolic or timer is None):
+        raise PolicyError(
+            "cost='measured' needs shapes to measure: give convert example inputs, and capture='export' or 'auto'; or "
+            "choose cost='bytes', the default."
+        )
     infer: Any = SymbolicInference() if symbolic else Inference()
     aliases = Aliases(graph)
     plain = Policy("O0" if policy.level == "O0" else "O1", dtype=policy.dtype, device=policy.device)
@@ -75,7 +90,28 @@ def assign_precision(
     while simulation.pin_conflicts():
         simulation.run()
     returned = simulation.returned()
-    if not symbolic and policy.level != "O0":
-        place(graph, policy, simulation, plan)
+    if policy.level != "O0":
+        place(graph, policy, simulation, plan, symbolic=symbolic, timer=timer if measured else None)
+    elif measured:
+        simulation.colours = {n: c for n in graph.nodes if (c := _as_it_is(n, original)) is not None}
+    if plan is not None:
+        _keep_reasons(graph, simulation, plan)
     autocast = {n: c.dtype for n, c in reference.colours.items()}
     return Assignment(simulation.colours, simulation.dtypes, original, autocast, returned, infer, symbolic)
+
+
+def _as_it_is(node: Node, original: dict[Node, Any]) -> Colouring | None:
+    """Return the decision at O0 where costs were measured: it may stand for an O2 that does not pay."""
+    dtypes = original[node] if isinstance(original[node], tuple) else (original[node],)
+    dtype = next((d for d in dtypes if is_floating(d) and not isinstance(d, tuple)), None)
+    if not node.op.startswith("call") or dtype is None:
+        return None
+    return Colouring(dtype, "keep", "as_written: nothing is rounded")
+
+
+def _keep_reasons(graph: Graph, simulation: Simulation, plan: Plan) -> None:
+    """Give every node the reason that a replayed plan has for it: what was measured then is not known here."""
+    reasons = {d.key: d.reason for d in plan.decisions}
+    for node, key in keys(graph).items():
+        if node in simulation.colours and key in reasons:
+            simulation.colours[node].reason = reasons[key]

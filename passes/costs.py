@@ -1,61 +1,113 @@
-"""What a placement costs, in bytes moved: the unit in which the cut compares casts with running an op in FP32.
+"""What a placement costs: the unit in which the cut compares casts with running an op in FP32.
 
-A launch counts as a number of bytes, from a small table per kind of device. A value of unknown size counts as one byte.
+ByteCosts      bytes moved, forward and backward, and a launch as so many bytes, by kind of device; the default
+UnitCosts      one for every cast, where no sizes are known
+MeasuredCosts  nanoseconds on the device at hand; in `measured_costs.py`
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 from torch.fx import Graph, Node
 
 from . import ops
 from .values import SET_GRAD
 
-# Bytes that move in the time of one launch; assumed, not measured: 5 us at 10 GB/s on a CPU core, 2 us at 500 GB/s
-# on a GPU.
+# Bytes that move in the time of one launch, and in a nanosecond; assumed, not measured: 5 us at 10 GB/s on a CPU core,
+# 2 us at 500 GB/s on a GPU.
 LAUNCH = {"cpu": 50_000, "cuda": 1_000_000}
+BYTES_PER_NANOSECOND = {"cpu": 10, "cuda": 500}
+
+
+class Run(NamedTuple):
+    """One op in one dtype: the node, the dtype, and what each of its operands (argument, index) then has."""
+
+    node: Node
+    dtype: torch.dtype
+    operands: Mapping[tuple[str, int], Any]
+
+
+class Costs(Protocol):
+    """Prices of one graph; all are asked for at once, so that what must be measured is known before.
+
+    Attributes:
+        least: what the cheapest placement does, for its reasons.
+    """
+
+    least: str
+
+    def price(self, runs: Sequence[Run], casts: Sequence[Node]) -> tuple[list[int], list[int]]:
+        """Return the cost of each run of an op, and of a cast of each value: forward, and backward where it flows."""
+
+
+class ByteCosts:
+    """Bytes moved by casts and by ops of one graph, forward and backward."""
+
+    least = "moves the fewest bytes"
+
+    def __init__(self, device: str, grad: frozenset[Node]) -> None:
+        self.launch = LAUNCH[device]
+        self.grad = grad
+
+    def price(self, runs: Sequence[Run], casts: Sequence[Node]) -> tuple[list[int], list[int]]:
+        """Return the bytes of each."""
+        return [self.run(r.node, r.dtype.itemsize) for r in runs], [self.cast(n) for n in casts]
+
+    def cast(self, node: Node) -> int:
+        """Return the cost of one cast of a value: read it, write it, and its gradient the other way."""
+        return (self.launch + 6 * numel(node.meta.get("val"))) * (2 if node in self.grad else 1)
+
+    def run(self, node: Node, size: int) -> int:
+        """Return the cost of running an op on elements of `size` bytes; a view moves nothing."""
+        if is_view(node):
+            return 0
+        moved = numel(node.meta.get("val")) + sum(numel(o.node.meta.get("val")) for o in ops.operands(node))
+        backward = 2 if node in self.grad and ops.name(node) not in _FREE_BACKWARD else 0
+        return size * moved * (1 + backward)
+
+
+class UnitCosts:
+    """One for every cast, nothing for an op: the fewest casts, where no sizes are known."""
+
+    least = "takes the fewest casts"
+
+    def price(self, runs: Sequence[Run], casts: Sequence[Node]) -> tuple[list[int], list[int]]:
+        """Return ones for the casts."""
+        return [0] * len(runs), [1] * len(casts)
+
+
+def number(size: Any) -> Any:
+    """Return what a symbolic number was for the example inputs, 4 where only data decides; anything else as it is."""
+    if isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return getattr(size.node, "hint", None) or 4
+    return size
 
 
 def numel(value: Any) -> int:
     """Return the number of floating elements of a value; symbolic sizes count as in the example inputs."""
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor):
         out = 1
         for size in value.shape:
-            out *= size if isinstance(size, int) else (getattr(size.node, "hint", None) or 4)
+            out *= number(size)
         return out if value.is_floating_point() else 0
     if isinstance(value, (tuple, list)):
         return sum(numel(v) for v in value)
     return 0
 
 
-class Costs:
-    """Bytes moved by casts and by ops of one graph, forward and backward."""
-
-    def __init__(self, graph: Graph, device: str) -> None:
-        self.launch = LAUNCH[device]
-        self.grad = requires_grad(graph)
-
-    def cast(self, node: Node) -> int:
-        """Return the cost of one cast of a value: read it, write it, and its gradient the other way."""
-        if "val" not in node.meta:
-            return 1
-        return (self.launch + 6 * numel(node.meta["val"])) * (2 if node in self.grad else 1)
-
-    def run(self, node: Node, size: int) -> int:
-        """Return the cost of running an op on elements of `size` bytes; a view moves nothing."""
-        if "val" not in node.meta or is_view(node):
-            return 0
-        moved = numel(node.meta["val"]) + sum(numel(o.node.meta.get("val")) for o in ops.operands(node))
-        backward = 2 if node in self.grad and ops.name(node) not in _FREE_BACKWARD else 0
-        return size * moved * (1 + backward)
-
-
 def is_view(node: Node) -> bool:
-    """Say whether an op only makes a new view of its operand."""
+    """Say whether an op only makes a new view of its operand, or most often does."""
+    return ops.name(node) in _VIEWS or makes_view(node)
+
+
+def makes_view(node: Node) -> bool:
+    """Say whether an op makes a view whatever it is given."""
     schema = ops.schema_of(node)
-    return ops.name(node) in _VIEWS or (schema is not None and any(r.alias_info is not None for r in schema.returns))
+    return ops.name(node) == "getitem" or (schema is not None and any(r.alias_info is not None for r in schema.returns))
 
 
 # The gradient of each operand is the gradient itself, or a view of it.
@@ -66,17 +118,20 @@ _VIEWS = frozenset(
 
 
 def requires_grad(graph: Graph) -> frozenset[Node]:
-    """Return the values that gradients flow through: made from a trainable parameter outside no_grad regions."""
+    """Return the values that gradients flow through: made from a trainable parameter outside no_grad regions.
+
+    Where nothing is known of an attribute, or of what is inside a module, it may be trainable.
+    """
     out: set[Node] = set()
     enabled = [True]
     for node in graph.nodes:
         if node.op == "call_function" and node.target is SET_GRAD:
             state = node.args[0]
             enabled = [*enabled[:-1]] if isinstance(state, Node) and len(enabled) > 1 else [*enabled, bool(state)]
-        elif node.op == "get_attr":
-            value = node.meta.get("val")
-            if getattr(value, "requires_grad", False):
+        elif not node.op.startswith("call"):
+            unknown = node.op == "get_attr" and "val" not in node.meta
+            if unknown or getattr(node.meta.get("val"), "requires_grad", False):
                 out.add(node)
-        elif node.op.startswith("call") and enabled[-1] and any(n in out for n in node.all_input_nodes):
+        elif enabled[-1] and (node.op == "call_module" or any(n in out for n in node.all_input_nodes)):
             out.add(node)
     return frozenset(out)

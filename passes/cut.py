@@ -1,4 +1,4 @@
-"""Which values are stored low, so that the fewest bytes move: a minimum cut, solved region by region.
+"""Which values are stored low, so that the fewest bytes move: a minimum cut, solved block by block.
 
 The source is the low side, the sink FP32; what is paid are the edges from the low side to the FP32 side. A node's
 terminal edges cost what running it in the other dtype costs; a tensor's net costs one cast, whoever and however many
@@ -8,12 +8,21 @@ read it in the other dtype:
     u FP32, some reader low:   reader -> b (inf), b -> u (cost of the downcast)
     "v low implies w low":     v -> w (inf)
 
+A deep network would be one deep cut, and the time of a cut grows faster than its size. But between two of its layers
+there is often one variable that all paths go through, such as the residual stream: there the problem falls into blocks
+(the biconnected components of the variables). A block is solved for each side of the variable that it hangs from, the
+two costs are added to that variable's own, and once its side is known so is the block's answer. That is exact, and
+linear in the number of blocks. Where a variable is read by every layer, an attention mask for one, they are one block.
+
 This file knows nothing of ops: it takes variables, terminals, nets and implications, and returns the low side. Of
-several minimum cuts it takes the one with the smallest FP32 side, so that plans are reproducible.
+several minimum cuts it takes the one with the smallest FP32 side, so that plans are reproducible: minimum cuts are
+closed under intersection, so there is one such, and its part in a block is the smallest there.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -21,6 +30,8 @@ import networkx as nx
 
 Variable = Hashable
 LOW, FP32 = "low", "fp32"  # terminals: readers and tensors whose side is fixed
+Cost = int | float  # a float is infinity: this side is ruled out
+INFINITY = float("inf")
 
 
 @dataclass(frozen=True)
@@ -49,66 +60,109 @@ class Problem:
         implies: pairs (v, w): v low implies w low. FP32 as w forbids v to be low; LOW as v forces w low.
     """
 
-    low: dict[Variable, int] = field(default_factory=dict)
-    fp32: dict[Variable, int] = field(default_factory=dict)
+    low: dict[Variable, Cost] = field(default_factory=dict)
+    fp32: dict[Variable, Cost] = field(default_factory=dict)
     nets: list[Net] = field(default_factory=list)
     implies: list[tuple[Variable, Variable]] = field(default_factory=list)
 
-    def add(self, variable: Variable, low: int, fp32: int) -> None:
+    def add(self, variable: Variable, low: Cost, fp32: Cost) -> None:
         """Add a free variable with its costs on both sides."""
         self.low[variable], self.fp32[variable] = low, fp32
 
-    def cost(self, low_side: Iterable[Variable]) -> float:
+    def cost(self, low_side: Iterable[Variable]) -> Cost:
         """Return the cost of a placement; infinite when it breaks an implication."""
         side = {LOW, *low_side}
-        total: float = sum(self.low[v] if v in side else self.fp32[v] for v in self.low)
-        for net in self.nets:
-            total += net.cost * any((r in side) != (net.tensor in side) for r in net.readers)
-        return float("inf") if any(v in side and w not in side for v, w in self.implies) else total
+        if any(v in side and w not in side for v, w in self.implies):
+            return INFINITY
+        total = sum(self.low[v] if v in side else self.fp32[v] for v in self.low)
+        return total + sum(
+            net.cost for net in self.nets if any((r in side) != (net.tensor in side) for r in net.readers)
+        )
 
 
 def solve(problem: Problem) -> set[Variable]:
-    """Return the variables on the low side of the cheapest placement."""
+    """Return the variables on the low side of the cheapest placement.
+
+    Raises:
+        networkx.NetworkXUnbounded: no placement keeps all implications.
+    """
+    own: dict[Variable, dict[Variable, Cost]] = {LOW: dict(problem.low), FP32: dict(problem.fp32)}
+    solved: list[tuple[Variable, dict[Variable, set[Variable]]]] = []
+    for block, top in blocks(problem):
+        for v in block.low:
+            block.add(v, own[LOW][v], own[FP32][v])
+        if top is None:
+            solved.append((FP32, {FP32: _solve_part(block)}))
+            continue
+        answers: dict[Variable, set[Variable]] = {}
+        for side, costs in own.items():
+            part = _with_top(block, top, side)
+            try:
+                answers[side] = _solve_part(part)
+                costs[top] += part.cost(answers[side])
+            except nx.NetworkXUnbounded:
+                costs[top] = INFINITY
+        solved.append((top, answers))
     low_side: set[Variable] = set()
-    for region in regions(problem):
-        low_side |= _solve_region(region)
+    for top, answers in reversed(solved):
+        low_side |= answers[LOW if top in low_side else FP32]
     return low_side
 
 
-def regions(problem: Problem) -> list[Problem]:
-    """Split a problem into parts that share no variable; fixed sides separate them."""
-    parent: dict[Variable, Variable] = {v: v for v in problem.low}
+def blocks(problem: Problem) -> list[tuple[Problem, Variable | None]]:
+    """Split a problem into parts that share at most one variable; fixed sides separate them.
 
-    def find(v: Variable) -> Variable:
-        while parent[v] != v:
-            parent[v] = parent[parent[v]]
-            v = parent[v]
-        return v
-
-    def union(group: Iterable[Variable]) -> None:
-        free = [v for v in group if v in parent]
-        for v in free[1:]:
-            parent[find(v)] = find(free[0])
-
+    Returns:
+        Each part with its top, the one variable of it that a later part has too, or None. What the top itself costs
+        is in the later part.
+    """
+    graph: nx.Graph[Variable] = nx.Graph()
+    graph.add_nodes_from(problem.low)
+    ties: list[Net | tuple[Variable, Variable]] = [*problem.nets, *problem.implies]
+    for tie in ties:
+        if len(free := _free(problem, tie)) > 1:
+            nx.add_cycle(graph, free)  # no block ends inside a cycle
+    components = [*nx.biconnected_component_edges(graph), *([(v, v)] for v in nx.isolates(graph))]
+    members = [list(dict.fromkeys(itertools.chain(*edges))) for edges in components]
+    left = Counter(itertools.chain(*members))
+    parts: list[tuple[Problem, Variable | None]] = []
+    home: dict[frozenset[Variable], Problem] = {}  # the part of an edge, and one that a variable is in
+    for edges, inside in zip(components, members, strict=True):
+        left.subtract(inside)
+        top = next((v for v in inside if left[v]), None)
+        part = Problem()
+        for v in inside:
+            home.setdefault(frozenset([v]), part)
+            if v is not top:
+                part.add(v, problem.low[v], problem.fp32[v])
+        home.update((frozenset(edge), part) for edge in edges if edge[0] != edge[1])
+        parts.append((part, top))
     for net in problem.nets:
-        union((net.tensor, *net.readers))
+        if free := _free(problem, net):
+            home[frozenset(free[:2])].nets.append(net)
     for pair in problem.implies:
-        union(pair)
-    parts: dict[Variable, Problem] = {}
-    for v in problem.low:
-        parts.setdefault(find(v), Problem()).add(v, problem.low[v], problem.fp32[v])
-    for net in problem.nets:
-        inside = next((v for v in (net.tensor, *net.readers) if v in parent), None)
-        if inside is not None:
-            parts[find(inside)].nets.append(net)
-    for pair in problem.implies:
-        inside = next((v for v in pair if v in parent), None)
-        if inside is not None:
-            parts[find(inside)].implies.append(pair)
-    return list(parts.values())
+        if free := _free(problem, pair):
+            home[frozenset(free[:2])].implies.append(pair)
+    return parts
 
 
-def _solve_region(problem: Problem) -> set[Variable]:
+def _free(problem: Problem, tie: Net | tuple[Variable, Variable]) -> list[Variable]:
+    """Return the variables of a net or an implication, each once."""
+    ends = (tie.tensor, *tie.readers) if isinstance(tie, Net) else tie
+    return [v for v in dict.fromkeys(ends) if v in problem.low]
+
+
+def _with_top(part: Problem, top: Variable, side: Variable) -> Problem:
+    """Return a part with its top on a side."""
+
+    def end(v: Variable) -> Variable:
+        return side if v == top else v
+
+    nets = [Net(end(n.tensor), tuple(map(end, n.readers)), n.cost) for n in part.nets]
+    return Problem(part.low, part.fp32, nets, [(end(v), end(w)) for v, w in part.implies])
+
+
+def _solve_part(problem: Problem) -> set[Variable]:
     graph: nx.DiGraph[Hashable] = nx.DiGraph()
     ends: Mapping[Variable, Hashable] = {LOW: "source", FP32: "sink"}
 
@@ -133,8 +187,6 @@ def _solve_region(problem: Problem) -> set[Variable]:
     for v, w in problem.implies:
         if v != FP32 and w != LOW:
             _infinite(graph, node(v), node(w))
-    if len(problem.low) == 0:
-        return set()
     residual = nx.algorithms.flow.boykov_kolmogorov(graph, "source", "sink")
     # The FP32 side is what can still reach the sink: of all minimum cuts the one with the fewest values in FP32.
     fp32_side = {"sink"}
@@ -154,8 +206,11 @@ def _infinite(graph: nx.DiGraph[Hashable], tail: Hashable, head: Hashable) -> No
     graph.edges[tail, head].pop("capacity", None)
 
 
-def _edge(graph: nx.DiGraph[Hashable], tail: Hashable, head: Hashable, capacity: int) -> None:
+def _edge(graph: nx.DiGraph[Hashable], tail: Hashable, head: Hashable, capacity: Cost) -> None:
     """Add a capacity; parallel edges add up. No capacity at all is infinity to networkx."""
+    if capacity == INFINITY:
+        _infinite(graph, tail, head)
+        return
     if capacity and not (graph.has_edge(tail, head) and "capacity" not in graph.edges[tail, head]):
         held = graph.edges[tail, head]["capacity"] if graph.has_edge(tail, head) else 0
         graph.add_edge(tail, head, capacity=held + capacity)

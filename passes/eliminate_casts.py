@@ -1,10 +1,15 @@
 """Pass 4: drop or share inserted casts that change no value.
 
-Three rules, each exact; user casts are never touched:
+Five rules, each exact, and all but `share` in backward too; user casts are never touched:
 
-    no_op       to(x: bf16, bf16)                      ->  x
-    round_trip  to(to(x: bf16, f32), bf16)             ->  x          (widening and back; never narrowing and back)
-    share       a = to(x, bf16); b = to(x, bf16)       ->  b = a      (same grad mode, no write in between)
+    no_op           to(x: bf16, bf16)                  ->  x
+    round_trip      to(to(x: bf16, f32), bf16)         ->  x          (widening and back; never narrowing and back)
+    share           a = to(x, bf16); b = to(x, bf16)   ->  b = a      (same grad mode, no write in between)
+    promote         add(to(x: bf16, f32), y: f32)      ->  add(x, y)  (the kernel promotes)
+    dtype_argument  sum(to(x: bf16, f32))              ->  sum(x, dtype=f32)
+
+Left out, for on a CPU they save no cast that runs: softmax and log_softmax with `dtype=` cast inside, the backward of
+prod casts in its place. The gradients of cumsum, cumprod, pow and atan2 would differ.
 """
 
 from __future__ import annotations
@@ -15,9 +20,11 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from . import ops
 from .aliases import Aliases, grad_modes, may_alias
 from .assign_precision import Assignment
 from .insert_casts import CAST, is_inserted
+from .rules import PROMOTING
 
 logger = logging.getLogger("fxamp")
 
@@ -37,6 +44,8 @@ def eliminate_casts(graph: Graph, assignment: Assignment, share: str = "always")
         "no_op": _no_op(graph, assignment),
         "round_trip": _round_trip(graph, assignment),
         "share": _share(graph, assignment, share),
+        "promote": _promote(graph, assignment),
+        "dtype_argument": _dtype_argument(graph, assignment),
     }
     logger.debug("eliminate_casts: %s", edits)
     return edits
@@ -81,7 +90,7 @@ def _share(graph: Graph, assignment: Assignment, mode: str) -> int:
     first: dict[Any, Node] = {}
     for cast in [n for n in graph.nodes if is_inserted(n) or n.target is CAST]:
         value: Any = cast.args[0]
-        is_weight = value.op == "get_attr"
+        is_weight = value.op == "get_attr" or bool(value.meta.get("parameter"))
         if not is_inserted(cast) and (aliases.is_mutated(cast) or assignment.dtypes[value] == cast.args[1]):
             continue  # written later, or no copy at all
         if mode == "weights" and not is_weight:
@@ -93,6 +102,53 @@ def _share(graph: Graph, assignment: Assignment, mode: str) -> int:
         if keep is not cast and is_inserted(cast):
             edits += _replace(graph, cast, keep)
     return edits
+
+
+_TAKES_DTYPE = frozenset(["sum", "nansum", "mean", "linalg_vector_norm"])
+
+
+def _promote(graph: Graph, assignment: Assignment) -> int:
+    """Before: add(to(x: bf16, f32), y: f32). After: add(x, y). A 0-dim y does not promote x, so that the cast stays."""
+    edits = 0
+    if assignment.symbolic:
+        return edits  # ranks decide what promotes
+    for cast, reader in _upcasts_read_once(graph, assignment, PROMOTING):
+        value: Any = cast.args[0]
+        seen = assignment.dtypes | {cast: assignment.dtypes[value]}
+        if assignment.infer(reader, seen.__getitem__) == assignment.dtypes[reader]:
+            edits += _replace(graph, cast, value)
+    return edits
+
+
+def _dtype_argument(graph: Graph, assignment: Assignment) -> int:
+    """Before: sum(to(x: bf16, f32)). After: sum(x, dtype=f32). An explicit dtype of the author's stays."""
+    edits = 0
+    for cast, reader in _upcasts_read_once(graph, assignment, _TAKES_DTYPE):
+        schema = ops.schema_of(reader)
+        takes = schema is not None and any(a.name == "dtype" and a.kwarg_only for a in schema.arguments)
+        if takes and ops.argument(reader, "dtype") is None:
+            reader.kwargs = {**reader.kwargs, "dtype": cast.args[1]}
+            edits += _replace(graph, cast, cast.args[0])  # type: ignore[arg-type]
+    return edits
+
+
+def _upcasts_read_once(graph: Graph, assignment: Assignment, names: frozenset[str]) -> list[tuple[Node, Node]]:
+    """Return (cast, reader) where one of these ops alone reads a widening cast, and could read what is cast itself.
+
+    It keeps what it reads for backward, so nothing may ever write to that. With several readers the sum of their
+    gradients would be rounded in another place.
+    """
+    aliases, modes = Aliases(graph), grad_modes(graph)
+    found = []
+    for cast in _inserted(graph):
+        value: Any = cast.args[0]
+        reader = next(iter(cast.users), cast)
+        once = len(cast.users) == 1 and sum(o.node is cast for o in ops.operands(reader)) == 1
+        widens = (assignment.dtypes[value], assignment.dtypes[cast]) in _WIDENS and cast.target is CAST
+        written = aliases.is_mutated(value) or aliases.is_mutated(reader)
+        if once and widens and not written and ops.name(reader) in names and modes[cast] == modes[reader]:
+            found.append((cast, reader))
+    return found
 
 
 def _inserted(graph: Graph) -> list[Node]:

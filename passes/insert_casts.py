@@ -21,6 +21,7 @@ from .simulate import Colouring
 from .values import ANY, ELIGIBLE, is_floating
 
 CAST = torch.ops.aten.to.dtype
+_ORIGIN = ("nn_module_stack", "stack_trace", "autocast_region")  # what a new node takes over from its reader
 
 
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:
@@ -55,6 +56,7 @@ def insert_casts(graph: Graph, assignment: Assignment) -> int:
     for node in list(graph.nodes):
         colouring = assignment.colours.get(node)
         if colouring is not None:
+            _clamp_operands(graph, node, colouring, assignment)
             edits += _cast_operands(graph, node, colouring, assignment)
             _rewrite_arguments(node, colouring)
     edits += _restore_outputs(graph, assignment)
@@ -83,6 +85,24 @@ def _cast_operands(graph: Graph, node: Node, colouring: Colouring, assignment: A
     return edits
 
 
+def _clamp_operands(graph: Graph, node: Node, colouring: Colouring, assignment: Assignment) -> None:
+    """Before: where(m, lowest, x). After: where(m, clamp(lowest, -65504, 65504), x), for x in float16."""
+    largest = torch.finfo(colouring.dtype).max if colouring.clamped else 0
+
+    def clamp(operand: ops.Operand) -> Node:
+        value = operand.node
+        if (operand.name, operand.index) not in colouring.clamped:
+            return value
+        with graph.inserting_before(node):
+            made = graph.call_function(torch.ops.aten.clamp.default, (value, -largest, largest))
+        made.meta = {k: v for k, v in node.meta.items() if k in _ORIGIN} | {"val": value.meta.get("val")}
+        assignment.dtypes[made], assignment.original[made] = assignment.dtypes[value], assignment.original[value]
+        return made
+
+    if colouring.clamped:
+        ops.map_operands(node, clamp)
+
+
 def _folds_by_grad(node: Node) -> bool:
     """Say whether matmul chooses its kernel by `requires_grad` of the weight."""
     first = next(ops.operands(node)).node.meta.get("val")
@@ -99,7 +119,7 @@ def make_cast(graph: Graph, value: Node, dtype: torch.dtype, reader: Node, assig
     held = assignment.dtypes[value]
     with graph.inserting_before(reader):
         made = graph.call_function(CAST if isinstance(held, torch.dtype) else cast_floating, (value, dtype))
-    made.meta = {k: reader.meta[k] for k in ("nn_module_stack", "stack_trace", "autocast_region") if k in reader.meta}
+    made.meta = {k: v for k, v in reader.meta.items() if k in _ORIGIN}
     made.meta["fxamp"] = "cast"
     if "val" in value.meta:
         made.meta["val"] = value.meta["val"]
@@ -118,10 +138,15 @@ def recast(held: Any, dtype: torch.dtype) -> Any:
 def _rewrite_arguments(node: Node, colouring: Colouring) -> None:
     """Before: x.to(float32), a relative cast; masked_fill(x, m, -3.4e38). After: in the dtype that the node runs in."""
     low = colouring.set_dtype
-    if low is not None and not _replace(node, lambda a: low if isinstance(a, torch.dtype) else a):
+    if low is not None and not _replace(node, lambda a: low if isinstance(a, torch.dtype) or _is_dtype(a) else a):
         node.op, node.target, node.args, node.kwargs = "call_function", CAST, (node.args[0], low), {}  # x.float()
     for old, new in colouring.literals:
         _replace(node, lambda a, old=old, new=new: new if isinstance(a, float) and a == old else a)
+
+
+def _is_dtype(arg: Any) -> bool:
+    """Say whether an argument is `x.dtype`, read when the graph runs."""
+    return isinstance(arg, Node) and ops.name(arg) == "getattr" and arg.args[1] == "dtype"
 
 
 def _replace(node: Node, change: Any) -> bool:

@@ -1,13 +1,15 @@
 """Python numbers that the low dtype cannot hold.
 
 A mask filled with `finfo(float32).min` becomes one filled with the low dtype's own; a node with any other number out of
-range stays FP32. FP32's minimum is out of range for BF16 too: rounding it gives -inf.
+range stays FP32. FP32's minimum is out of range for BF16 too: rounding it gives -inf. A number too small, such as an
+eps that FP16 rounds to zero, keeps its node FP32 from O2 on.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -15,12 +17,18 @@ from torch.fx import Node
 
 from . import ops
 
-_FP32_MAX = torch.finfo(torch.float32).max
+FP32_MAX = torch.finfo(torch.float32).max
+# Kernels that hold their eps in FP32, whatever their operands have.
+_NORMS = frozenset(
+    """layer_norm group_norm rms_norm batch_norm instance_norm native_layer_norm native_group_norm native_batch_norm
+    _fused_rms_norm _native_batch_norm_legit _native_batch_norm_legit_no_training
+    _native_batch_norm_legit_functional""".split()  # noqa: SIM905
+)
 
 
 def numbers(node: Node) -> Iterator[float]:
     """Yield the finite numbers among a call's arguments that meet a value: floats, and integers given as a Scalar."""
-    scalars = _scalar_arguments(node)
+    scalars = _scalar_arguments(node.target)
     names = ops.arg_names(node.target) if node.op == "call_function" else ()
     placed = [(names[i] if i < len(names) else "", a) for i, a in enumerate(node.args)]
     for name, arg in (*placed, *node.kwargs.items()):
@@ -32,38 +40,37 @@ def numbers(node: Node) -> Iterator[float]:
                 yield item
 
 
-def _scalar_arguments(node: Node) -> frozenset[str]:
-    if not isinstance(node.target, torch._ops.OpOverload):
+@functools.lru_cache(maxsize=4096)
+def _scalar_arguments(target: Any) -> frozenset[str]:
+    if not isinstance(target, torch._ops.OpOverload):
         return frozenset()
-    kinds = ("number", "Scalar", "Optional[number]")
-    return frozenset(a.name for a in node.target._schema.arguments if str(a.type) in kinds)
+    kinds = ("number", "Scalar", "Optional[number]", "Tensor")
+    return frozenset(a.name for a in target._schema.arguments if str(a.type) in kinds)
 
 
-def is_extreme(node: Node, low: torch.dtype) -> bool:
-    """Say whether a call has a number that the low dtype cannot hold."""
-    return any(abs(x) > torch.finfo(low).max for x in numbers(node))
+def is_extreme(number: float, low: torch.dtype) -> bool:
+    """Say whether a number is out of the low dtype's range."""
+    return abs(number) > torch.finfo(low).max
 
 
-def mend(node: Node, low: torch.dtype) -> tuple[tuple[float, float], ...] | None:
+def is_tiny(number: float, low: torch.dtype) -> bool:
+    """Say whether a number is nearer to zero than anything else that the low dtype can hold."""
+    info = torch.finfo(low)
+    return 0 < abs(number) < info.smallest_normal * info.eps
+
+
+def has_tiny(name: str, found: Iterable[float], low: torch.dtype) -> bool:
+    """Say whether an op meets a value with a number that the low dtype has no counterpart of."""
+    return name not in _NORMS and any(is_tiny(x, low) for x in found)
+
+
+def mend(found: Iterable[float], low: torch.dtype) -> tuple[tuple[float, float], ...] | None:
     """Return (old, new) for the numbers to replace so that all fit; None when one has no counterpart that does."""
     out = []
-    for x in numbers(node):
-        if abs(x) <= torch.finfo(low).max:
+    for x in found:
+        if not is_extreme(x, low):
             continue
-        if abs(x) != _FP32_MAX:
+        if abs(x) != FP32_MAX:
             return None
         out.append((x, math.copysign(torch.finfo(low).max, x)))
     return tuple(out)
-
-
-def replace_numbers(node: Node, pairs: tuple[tuple[float, float], ...]) -> None:
-    """Write the new numbers into a call."""
-    new = dict(pairs)
-
-    def replace(a: Any) -> Any:
-        if isinstance(a, (list, tuple)):
-            return type(a)(replace(x) for x in a)
-        return new.get(a, a) if isinstance(a, float) else a
-
-    node.args = tuple(replace(a) for a in node.args)
-    node.kwargs = {k: replace(a) for k, a in node.kwargs.items()}

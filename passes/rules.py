@@ -298,6 +298,8 @@ OUT: dict[tuple[str, ...], str] = {
      linalg_cholesky_ex linalg_inv_ex linalg_ldl_factor linalg_lu_factor linalg_solve_ex""",
     ("float", "int", "int"): """unique _unique2 unique_consecutive unique_dim linalg_ldl_factor_ex
      linalg_lu_factor_ex _lu_with_info""",
+    ("float", "float"): "var_mean std_mean aminmax linalg_qr qr linalg_eigh linalg_slogdet slogdet",
+    ("float", "float", "float"): "linalg_svd svd",
     ("float", "float", "int", "float"): "linalg_lstsq",
     ("float", "bool"): "native_dropout",
     ("first", "int", "int", "int"): "embedding_bag",
@@ -408,6 +410,10 @@ def rules() -> Iterator[Rule]:
     """Yield every row, those of custom ops last."""
     yield from RULES.values()
     yield from _custom.values()
+
+
+# Kernels that take operands of several floating dtypes and cast the narrower ones up as they read them.
+PROMOTING = frozenset(["add", "sub", "rsub", "mul", "div", "maximum", "minimum", "where", "cat", "stack"])
 
 
 def register_rule(op: Any, kind: str, **facts: Any) -> Rule:

@@ -7,7 +7,6 @@ author's casts and the level decide first.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,15 +14,21 @@ from torch.fx import Graph, Node
 
 from . import literals, ops
 from .bodies import Body, Border
+from .colouring import Colouring as Colouring
+from .colouring import Place as Place
 from .errors import PolicyError
-from .facts import facts_of, rounds_once
+from .extremes import Extremes
+from .islands import islands
+from .kernels import runs_in
+from .levels import by_level
 from .policy import Policy, module_override, op_override
-from .rules import BANNED, COMPOSITE, FOLLOW, FP32, KEEP, LOW, PROMOTE, RULES, Rule, lookup
-from .user_casts import Casts
+from .rules import BANNED, COMPOSITE, FOLLOW, FP32, KEEP, LOW, PROMOTE, Rule, lookup
+from .user_casts import Casts, observed
 from .values import (
     ANY,
     ELIGIBLE,
     Aliases,
+    dtype_reference,
     is_floating,
     may_alias,
     module_path,
@@ -34,42 +39,11 @@ from .values import (
 )
 from .values import LOW as LOW_DTYPES
 
-Place = tuple[str, int]  # an operand: argument name, index in a list argument
-
 # What asks for a shape, a dtype or nothing: no arithmetic, no colour.
 _ASKS = frozenset(
     """getitem getattr sym_size sym_stride sym_numel sym_storage_offset size stride dim numel shape is_floating_point
     is_complex element_size _assert_tensor_metadata device is_contiguous by_mode""".split()  # noqa: SIM905
 )
-_LOSSES = frozenset(n for n, r in RULES.items() if r.reason.startswith("loss"))
-# Ops that bring a value of any size back into range.
-_BOUNDS = frozenset(
-    """softmax _softmax _safe_softmax log_softmax sigmoid tanh erf sin cos hardsigmoid layer_norm
-    group_norm""".split()  # noqa: SIM905
-)
-
-
-@dataclass
-class Colouring:
-    """What was decided for one node.
-
-    Attributes:
-        dtype: what the node runs in.
-        kind: the kind of the rule, or "override", "region", "cast".
-        reason: "code: sentence".
-        casts: the operands that must be cast, and to what.
-        set_dtype: the new dtype argument of a relative user cast.
-        literals: Python numbers to replace, (old, new).
-        causes: the nodes whose decisions this one follows from.
-    """
-
-    dtype: torch.dtype
-    kind: str
-    reason: str
-    casts: dict[Place, torch.dtype] = field(default_factory=dict)
-    set_dtype: torch.dtype | None = None
-    literals: tuple[tuple[float, float], ...] = ()
-    causes: tuple[Node, ...] = ()
 
 
 class Simulation:
@@ -84,15 +58,18 @@ class Simulation:
         self.device = policy.device or "cpu"
         self.low: Any = policy.dtype
         self.casts = Casts(original)
-        self.pinned: set[Node] = set()  # representatives of alias sets that must stay FP32
+        # Representatives of alias sets that must stay FP32.
+        self.pinned = {aliases.find(v) for v in observed(graph) if original[v] in (torch.float32, ANY)}
         self.colours: dict[Node, Colouring] = {}
         self.dtypes: dict[Node, Any] = {}
         self.upcast: set[Node] = set()  # values the author has upcast, and moves of them
-        self.extreme: set[Node] = set()  # values made with a number that the low dtype cannot hold
+        self.aggressive = not autocast and policy.level in ("O2", "O3")
+        self.islands = islands(graph) if self.aggressive else frozenset()
 
     def run(self) -> None:
         """Colour all nodes, in order."""
-        self.colours, self.dtypes, self.upcast, self.extreme = {}, dict(self.original), set(), set()
+        self.colours, self.dtypes, self.upcast = {}, dict(self.original), set()
+        self.extremes, self._pinned_before = Extremes(self.graph, self.low), len(self.pinned)
         self.dtypes.update(self.border.inputs)
         if self.policy.level == "O0":
             return
@@ -108,7 +85,13 @@ class Simulation:
                 self._enter(node, self.border.bodies[node][0])
             elif floats or is_floating(self.original[node]):
                 self._visit(node, name, floats)
-            self._taint(node, name)
+            if not self.autocast:
+                self._learn(node, name)
+
+    @property
+    def extreme(self) -> set[Node]:
+        """Return the values that the low dtype cannot hold."""
+        return self.extremes.values
 
     def returned(self) -> dict[Node, Any]:
         """Return the dtype that each output of the graph must have."""
@@ -117,7 +100,6 @@ class Simulation:
 
     def pin_conflicts(self) -> bool:
         """Pin every mutated alias set whose members came out in different dtypes; say whether there was a new one."""
-        before = len(self.pinned)
         for root, members in self.aliases.sets().items():
             held = {self.dtypes.get(m) for m in members}
             if len({d for d in held if isinstance(d, torch.dtype) and d.is_floating_point}) > 1:
@@ -126,7 +108,7 @@ class Simulation:
             written = mutated_operands(node)
             if any(o.node in written and (o.name, o.index) in colouring.casts for o in ops.operands(node)):
                 self.pinned.update(self.aliases.find(w) for w in written)
-        return len(self.pinned) > before
+        return len(self.pinned) > self._pinned_before
 
     def _enter(self, node: Node, body: Body) -> None:
         """Run through the body of a higher-order op with the dtypes that its operands have here."""
@@ -148,10 +130,16 @@ class Simulation:
         if colouring is None:
             return
         self.dtypes[node] = self._out(node, colouring)
+        if not self.autocast and _has_unknown(self.dtypes[node]) and self._runs_low(floats, colouring):
+            colouring = self._keep(node, floats, KEEP, "keep: what it gives cannot be told without shapes")
+            self.dtypes[node] = self._out(node, colouring)
         if not self.autocast:
             colouring = self._fit_numbers(node, name, floats, colouring)
         self.colours[node] = colouring
         colouring.causes = tuple(o.node for o in floats if o.node in self.colours)
+
+    def _runs_low(self, floats: list[ops.Operand], colouring: Colouring) -> bool:
+        return any(colouring.casts.get((o.name, o.index), self.dtypes[o.node]) in LOW_DTYPES for o in floats)
 
     # What decides, in order.
 
@@ -163,6 +151,8 @@ class Simulation:
             return self._in_place(node, row, floats)
         if not self.autocast and self.aliases.find(node) in self.pinned:
             why = "mutated: its storage is written, and shared with FP32 values"
+            if not self.aliases.is_mutated(node):
+                why = "keep: the program reads its bits, or how many it has"
             return self._all_to(torch.float32, row, floats, kind, why)
         moves_written = may_alias(node) and self.aliases.is_mutated(node)
         if not self.autocast and not moves_written and (pinned := self._override(node, name, row, floats)):
@@ -176,12 +166,20 @@ class Simulation:
             return self._natural(row, floats, kind, "float64: left as it is")
         if self.autocast:
             return self._by_kind(node, name, row, kind, floats, low)
-        kind = self._by_level(node, name, row, kind, floats)
+        if node in self.islands:
+            return self._fp32(node, row, floats, "island: a norm written by hand is FP32 throughout")
+        if self.aggressive:
+            held = [o.node for o in floats]
+            by_rule, kind = kind, by_level(self.policy, node, row, kind, held, any(n in self.extreme for n in held))
+            if kind == LOW != by_rule and any(self.dtypes[n] is ANY for n in held):
+                kind = PROMOTE  # what has an unknown dtype may be complex, or an index
         if kind in (PROMOTE, FOLLOW) and not moves_written and self._lowers(row, floats):
             return self._all_to(low, row, floats, kind, f"{self.policy.level}_low: not sensitive, beside low operands")
         return self._by_kind(node, name, row, kind, floats, low)
 
     def _by_kind(self, node: Node, name: str, row: Rule, kind: str, floats: list[ops.Operand], low: Any) -> Colouring:
+        if kind == LOW and not self.autocast and not runs_in(node, low, self.device, self.dtypes.get):
+            return self._all_to(torch.float32, row, floats, KEEP, f"keep: no kernel for {low} on this {self.device}")
         if kind == LOW:
             return self._low(row, floats, low)
         if kind == FP32:
@@ -204,35 +202,17 @@ class Simulation:
             )
         if not known and self.policy.unknown_ops == "fp32":
             return self._all_to(torch.float32, row, floats, FP32, "unknown_op: FP32 by policy")
+        if kind == KEEP and (reference := dtype_reference(node)) is not None:
+            dtype = _first_float(self.dtypes[reference]) or torch.float32
+            return Colouring(dtype, FOLLOW, "follow: made with the dtype of its reference")
         kept = self._keep(node, floats, kind, "composite: kept whole" if kind == COMPOSITE else f"keep: {row.reason}")
         if known and kind == KEEP and not kept.casts:
             kept.reason = f"as_written: {row.reason}"
         return kept
 
-    def _by_level(self, node: Node, name: str, row: Rule, kind: str, floats: list[ops.Operand]) -> str:
-        """Return the kind as the level reads it: O2 runs low what is not sensitive, O3 what has a low kernel."""
-        if self.policy.level not in ("O2", "O3") or kind in (LOW, KEEP, BANNED, COMPOSITE):
-            return kind
-        if self.device in row.no_low:
-            return FP32
-        several = PROMOTE if kind == PROMOTE or len(floats) > 1 else FOLLOW
-        if self.policy.level == "O3":
-            return LOW if row.out[0] in ("float", "first") else several
-        if row.name in _LOSSES:  # FP32, but for one that only picks values out
-            return FOLLOW if facts_of(node, self.device, self.low).commutes_forward else FP32
-        if row.sensitive and not self._relieved(node, row):
-            return FP32
-        return several if kind == FP32 else kind
-
-    def _relieved(self, node: Node, row: Rule) -> bool:
-        """Say whether a sensitive op is harmless in low here: it rounds once, and low has the range it needs."""
-        if row.sensitive == "range" and self.low is not torch.bfloat16:
-            return False
-        return rounds_once(node, row.name, self.device, self.low)
-
     def _lowers(self, row: Rule, floats: list[ops.Operand]) -> bool:
         """Say whether an op with mixed operands runs low at O2: one is low, none is a number that low cannot hold."""
-        if self.policy.level not in ("O2", "O3") or row.out[0] in ("bool", "int", "complex"):
+        if not self.aggressive or row.out[0] in ("bool", "int", "complex"):
             return False
         held = {self.dtypes[o.node] for o in floats}
         mixed = any(d in LOW_DTYPES for d in held) and any(d not in LOW_DTYPES for d in held)
@@ -260,20 +240,31 @@ class Simulation:
             return self._all_to(torch.float32, row, floats, LOW, "user_cast: an operand is in the other low dtype")
         if not self.autocast and all(o.node in self.upcast for o in floats):
             return self._natural(row, floats, LOW, "user_cast: every operand was upcast by the author")
+        extremes = self.extremes
+        if (
+            self.aggressive
+            and all(o.node in extremes.fixed for o in floats)
+            and any(o.node in extremes.values for o in floats)
+        ):
+            return self._natural(row, floats, LOW, "position: made of integers and buffers alone")
         return self._all_to(low, row, floats, LOW, f"low: {row.reason}")
 
-    def _fp32(self, node: Node, row: Rule, floats: list[ops.Operand]) -> Colouring:
+    def _fp32(self, node: Node, row: Rule, floats: list[ops.Operand], why: str = "") -> Colouring:
         explicit = ops.argument(node, "dtype")
         if row.dtype_arg and isinstance(explicit, torch.dtype):
             return self._natural(row, floats, FP32, f"dtype_argument: {explicit}")
-        return self._all_to(torch.float32, row, floats, FP32, f"fp32: {row.reason}")
+        return self._all_to(torch.float32, row, floats, FP32, why or f"fp32: {row.reason}")
 
     def _in_place(self, node: Node, row: Rule, floats: list[ops.Operand]) -> Colouring | None:
         target = node.kwargs.get("out", node.args[0] if node.args else None)
         dtype = self.dtypes.get(target) if isinstance(target, Node) else None
+        strict = row.same_dtype or ops.name(node) == "setitem"  # index_put, where an index is a tensor
+        if dtype is ANY and strict:
+            why = "unknown_rank: captured without inputs, so its target's dtype is not known"
+            return self._keep(node, [o for o in floats if o.node is not target], PROMOTE, why)
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
             return None
-        sources = [o for o in floats if row.same_dtype and o.node is not target and self.dtypes[o.node] in ELIGIBLE]
+        sources = [o for o in floats if strict and o.node is not target and self.dtypes[o.node] in ELIGIBLE]
         casts = {(o.name, o.index): dtype for o in sources if self.dtypes[o.node] != dtype}
         return Colouring(dtype, PROMOTE, "in_place: its target's dtype", casts)
 
@@ -329,23 +320,38 @@ class Simulation:
             self.upcast.add(node)
         baked = self.casts.baked(node)
         changed = intent.dtype if baked is not None and baked != intent.dtype else None
+        value = next(ops.operands(node))
+        number = 0.0 if intent.literal else self.extremes.constants.get(value.node, 0.0)
+        if not self.autocast and intent.dtype in LOW_DTYPES and literals.is_extreme(number, intent.dtype):
+            if abs(number) != literals.FP32_MAX:
+                why = "literal: a number does not fit the low dtype"
+                return Colouring(torch.float32, "cast", why, set_dtype=torch.float32)
+            why = "literal: finfo(float32).min becomes the low dtype's own"
+            return Colouring(intent.dtype, "cast", why, set_dtype=changed, clamped=((value.name, value.index),))
         return Colouring(intent.dtype, "cast", intent.reason, set_dtype=changed)
 
     def _fit_numbers(self, node: Node, name: str, floats: list[ops.Operand], colouring: Colouring) -> Colouring:
         """Mend a number that the low dtype cannot hold, or keep the node FP32."""
         if colouring.dtype not in LOW_DTYPES or colouring.kind in (KEEP, "cast"):
             return colouring
-        mended = literals.mend(node, colouring.dtype)
-        if mended is None and mutated_operands(node):
-            self.pinned.add(self.aliases.find(mutated_operands(node)[0]))
-            return colouring
-        if mended is None:
+        low, numbers, constants = colouring.dtype, list(literals.numbers(node)), self.extremes.constants
+        held = {o: constants[o.node] for o in floats if o.node in constants}
+        lowest = [o for o in floats if colouring.kind == LOW and o.node in self.extremes.lowest]
+        clamped = [*lowest, *(o for o, x in held.items() if literals.is_extreme(x, low))]
+        mended = literals.mend([*numbers, *held.values()], low)
+        if mended is None or (self.aggressive and literals.has_tiny(name, numbers, low)):
+            if mutated_operands(node):
+                self.pinned.add(self.aliases.find(mutated_operands(node)[0]))
+                return colouring
             row = lookup(name, self.device, self.low)[0]
             why = "literal: a number does not fit the low dtype"
             colouring = self._all_to(torch.float32, row, floats, colouring.kind, why)
-            self.dtypes[node] = self._out(node, colouring)
-        elif mended:
-            colouring.literals = mended
+            if dtype_reference(node) is not None:
+                colouring.set_dtype = torch.float32
+            self.dtypes[node] = torch.float32 if colouring.set_dtype else self._out(node, colouring)
+        elif mended or clamped:
+            colouring.literals = tuple(pair for pair in mended if pair[0] in numbers)
+            colouring.clamped = tuple((o.name, o.index) for o in clamped)
             colouring.reason = "literal: finfo(float32).min becomes the low dtype's own"
         return colouring
 
@@ -382,17 +388,19 @@ class Simulation:
         except Exception:  # fake tensors cannot run this op at all
             return self.original[node]
 
-    def _taint(self, node: Node, name: str) -> None:
-        """Carry over what the operands are known to be: upcast by the author, or out of the low dtype's range."""
+    def _learn(self, node: Node, name: str) -> None:
+        """Carry over what the operands are known to be: upcast by the author, or nothing that low can hold."""
+        row = lookup(name, self.device, self.low)[0]
+        self.extremes.visit(node, name, row, self.dtypes)
         if not is_floating(self.dtypes[node]):
             return
         inputs = [o.node for o in ops.operands(node) if is_floating(self.dtypes[o.node])]
-        row = lookup(name, self.device, self.low)[0]
         if inputs and (row.commutes or name == "getitem") and all(i in self.upcast for i in inputs):
             self.upcast.add(node)
-        passes_on = row.out == ("float",) and name not in _BOUNDS and any(i in self.extreme for i in inputs)
-        if passes_on or literals.is_extreme(node, self.low):
-            self.extreme.add(node)
+
+
+def _has_unknown(dtypes: Any) -> bool:
+    return dtypes is ANY or (isinstance(dtypes, tuple) and any(map(_has_unknown, dtypes)))
 
 
 def _first_float(dtypes: Any) -> torch.dtype | None:

@@ -7,11 +7,12 @@ its reference: what `.to(input.dtype)` restores is low where the input has becom
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from . import ops
 from .values import is_floating, literal_dtype, module_path, source
@@ -34,6 +35,25 @@ class Intent:
     dtype: torch.dtype | None
     literal: bool
     reason: str
+
+
+def observed(graph: Graph) -> Iterator[Node]:
+    """Yield the values of which the program reads more than their numbers: their bits, or how many these are."""
+    for node in graph.nodes:
+        name, value = ops.name(node), node.args[0] if node.args else None
+        if name == "view":
+            seen = any(isinstance(a, torch.dtype) for a in (*node.args[1:], *node.kwargs.values()))
+        elif name == "getattr" and node.args[1] == "dtype":
+            seen = any(_uses_dtype(user) for user in node.users)
+        else:
+            seen = name == "element_size" or (name == "getattr" and node.args[1] in ("itemsize", "nbytes"))
+        if seen and isinstance(value, Node):
+            yield value
+
+
+def _uses_dtype(node: Node) -> bool:
+    """Say whether a call does anything with a dtype but make a value of it."""
+    return node.op != "output" and ops.name(node) != "to" and not isinstance(ops.argument(node, "dtype"), Node)
 
 
 class Casts:

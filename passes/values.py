@@ -234,16 +234,16 @@ def _key(node: Node, dtype_of: Callable[[Node], Any]) -> Any:
 def _fake(value: Any, dtype: torch.dtype | None) -> Any:
     """Return a fake value of concrete size, of another dtype where one is given; the fake mode is on."""
     if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-        return _hint(value)
+        return concrete_size(value)
     if not isinstance(value, torch.Tensor):
         return value
-    size, made = [_hint(s) for s in value.shape], dtype or value.dtype
+    size, made = [concrete_size(s) for s in value.shape], dtype or value.dtype
     if value.layout is not torch.strided:
         return torch.empty(size, dtype=made, device=value.device, layout=value.layout)
-    return torch.empty_strided(size, [_hint(s) for s in value.stride()], dtype=made, device=value.device)
+    return torch.empty_strided(size, [concrete_size(s) for s in value.stride()], dtype=made, device=value.device)
 
 
-def _hint(size: Any) -> Any:
+def concrete_size(size: Any) -> Any:
     """Return a concrete number for a symbolic one; every size that only data decides is taken as 4."""
     if isinstance(size, (int, float, bool)):
         return size
@@ -265,7 +265,7 @@ class SymbolicInference:
             return _item(dtype_of(node.args[0]), node.args[1])  # type: ignore[arg-type]
         if name in _NOT_TENSORS or node.target in _SWITCHES:
             return None
-        reference = _dtype_reference(node)
+        reference = dtype_reference(node)
         if reference is not None:
             return dtype_of(reference)
         given = [(o.name, dtype_of(o.node)) for o in ops.operands(node)]
@@ -301,7 +301,7 @@ def _item(held: Any, index: Any) -> Any:
     return held[index] if isinstance(index, (int, slice)) else ANY
 
 
-def _dtype_reference(node: Node) -> Node | None:
+def dtype_reference(node: Node) -> Node | None:
     """Return the tensor whose dtype a call takes: `x.to(y)`, `x.type_as(y)`, `zeros(2, dtype=y.dtype)`."""
     name = ops.name(node)
     if name not in ("to", "type_as"):

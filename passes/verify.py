@@ -64,7 +64,8 @@ def _dtypes(node: Node, held: dict[Node, Any], assignment: Assignment) -> Any:
     if node.target is cast_floating:
         value, dtype = node.args
         return recast(held[value], dtype)  # type: ignore[index, arg-type]
-    as_captured = all(held[n] == assignment.original.get(n) for n in node.all_input_nodes)
+    sources = [_owner(n) for n in node.all_input_nodes]
+    as_captured = all(held[n] == assignment.original.get(n) for n in sources)
     if as_captured and not _is_touched(node, assignment):
         return assignment.original.get(node)
     try:
@@ -77,6 +78,12 @@ def _dtypes(node: Node, held: dict[Node, Any], assignment: Assignment) -> Any:
             f"{_name(node)} rejects its operands {[str(held[n]) for n in node.all_input_nodes]}: {type(e).__name__}: "
             f"{e}. {_REPORT}"
         ) from e
+
+
+def _owner(node: Node) -> Node:
+    """Return x where the node is `x.dtype`, which is read when the graph runs; any other node itself."""
+    owner = node.args[0] if ops.name(node) == "getattr" else node
+    return owner if isinstance(owner, Node) else node
 
 
 def _refuse_mixed(node: Node, held: dict[Node, Any]) -> None:

@@ -1,9 +1,10 @@
 """Compare what rounding does to outputs and gradients: `torch.autocast`, and fxamp at O1, O2 and O3.
 
-    python reports/accuracy.py               # every model of the tests
+    python reports/accuracy.py               # every model of the tests, and those of casts.py
     python reports/accuracy.py gpt hf_bert
 
-The distance is the norm of the difference from the model in float64 over the norm of that, in eval mode, on a CPU.
+The models of `casts.py`, four layers of width 512 and a ResNet-50, get two examples of at most 64 tokens. The distance
+is the norm of the difference from the model in float64 over the norm of that, in eval mode, on a CPU.
 Writes `accuracy.md` and `accuracy.json` beside this file.
 """
 
@@ -26,20 +27,25 @@ from tqdm import tqdm
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
-from tests.harness import (  # noqa: E402  (the path comes first)
+from fxamp.capture import capture  # noqa: E402  (the path comes first)
+from reports import casts  # noqa: E402
+from tests.harness import (  # noqa: E402
     Subject,
     UnderAutocast,
-    converted,
+    compiled,
+    counts_of,
     distance,
     oracle,
     run,
     set_mode,
     subject,
-    training_counts,
 )
-from tests.models import BY_NAME, NO_FP16_ON_CPU  # noqa: E402
+from tests.models import BY_NAME, NO_FP16_ON_CPU, Zoo  # noqa: E402
 
 LOWS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+# Those of casts.py, in BF16 alone: FP16 takes a CPU minutes.
+LARGE = {"bert_4x512": "bert", "vit_4x512": "vit", "resnet50": "resnet", "gpt2_4x512": "gpt2"}
+EXAMPLES, TOKENS = 2, 64
 AUTOCAST, LEVELS = "torch.autocast", ("O1", "O2", "O3")
 
 
@@ -60,18 +66,28 @@ class Row:
 
 def measure(name: str, low: str) -> list[Row]:
     """Compare autocast and every level on one model, in one low dtype."""
-    found = subject(name)
+    found = _large(name) if name in LARGE else subject(name)
     set_mode(found, found.model, False)
     truth = oracle(found)
     rows, autocast_casts = [], 0
     for level in LEVELS:
-        module = converted(name, f"{level},dtype={low}")
-        autocast, ours = training_counts(name, f"{level},dtype={low}")
+        module = compiled(found, f"{level},dtype={low}")
+        autocast, ours = counts_of(found, module)
         autocast_casts = autocast.casts
         set_mode(found, module, False)
         rows.append(Row(name, low, level, *_distances(module, found, truth), ours.casts))
     reference = _distances(UnderAutocast(found.model, LOWS[low]), found, truth)
     return [Row(name, low, AUTOCAST, *reference, autocast_casts), *rows]
+
+
+def _large(name: str) -> Subject:
+    """Build one model of casts.py, with fewer inputs."""
+    torch.manual_seed(0)
+    model, inputs = casts.MODELS[LARGE[name]]()
+    few = {k: v[:EXAMPLES, :TOKENS] if v.dim() == 2 else v[:EXAMPLES] for k, v in inputs.items()}
+    inputs = {k: v.contiguous() for k, v in few.items()}
+    zoo = Zoo(name, lambda: model, lambda _: ((), inputs), lambda output: output.loss, "transformers")
+    return Subject(zoo, model, (), inputs, capture(model, (), inputs))
 
 
 def _distances(
@@ -93,10 +109,10 @@ def to_markdown(rows: Sequence[Row]) -> str:
         by_case.setdefault((row.model, row.low), {})[row.variant] = row
     parts = [
         "# Rounding error against float64\n\n"
-        f"Written by `reports/accuracy.py` on a CPU, torch {torch.__version__}: the models of the tests, small and\n"
-        "with random weights, in eval mode. Under `torch.autocast` is the relative distance from the model in\n"
-        "float64; under O1, O2 and O3 is the ratio of their distance to that one, so 1.00 is as near as autocast and\n"
-        "less is nearer. O3 rounds everything, and is here to show what that costs.\n"
+        f"Written by `reports/accuracy.py` on a CPU, torch {torch.__version__}: the models of the tests, small, and\n"
+        "those of `casts.py`, with random weights, in eval mode. Under `torch.autocast` is the relative distance from\n"
+        "the model in float64; under O1, O2 and O3 is the ratio of their distance to that one, so 1.00 is as near as\n"
+        "autocast and less is nearer. O3 rounds everything, and is here to show what that costs.\n"
     ]
     headers = ("model", "low", AUTOCAST, *LEVELS)
     for title, field in (("Outputs", "outputs"), ("Gradients", "gradients")):
@@ -125,16 +141,16 @@ def _table(rows: Sequence[Sequence[str]], headers: Sequence[str]) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure the models asked for, print the tables and write both files."""
     parser = argparse.ArgumentParser(description="Compare the rounding errors of torch.autocast and of fxamp's levels.")
-    parser.add_argument("model", nargs="*", metavar="MODEL", help=", ".join(BY_NAME))
+    parser.add_argument("model", nargs="*", metavar="MODEL", help=", ".join((*BY_NAME, *LARGE)))
     parser.add_argument("-o", "--output", type=Path, default=HERE, metavar="FOLDER", help="where to write")
     options = parser.parse_args(arguments)
-    if unknown := set(options.model) - set(BY_NAME):
-        parser.error(f"no model {', '.join(sorted(unknown))}: choose from {', '.join(BY_NAME)}")
+    if unknown := set(options.model) - {*BY_NAME, *LARGE}:
+        parser.error(f"no model {', '.join(sorted(unknown))}: choose from {', '.join((*BY_NAME, *LARGE))}")
     cases = [
         (name, low)
-        for name in options.model or BY_NAME
+        for name in options.model or (*BY_NAME, *LARGE)
         for low in LOWS
-        if low == "bf16" or name not in NO_FP16_ON_CPU  # autocast itself cannot run those
+        if low == "bf16" or name not in (*NO_FP16_ON_CPU, *LARGE)  # autocast itself cannot run the former
     ]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="FP16 gradients without a loss scale")  # nothing is trained here

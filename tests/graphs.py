@@ -177,6 +177,11 @@ def as_it_stands(gm: GraphModule) -> Assignment:
     return Assignment({}, dict(dtypes), dtypes, {}, returned, Inference(), False)
 
 
+def attribute(gm: GraphModule, path: str) -> Any:
+    """Resolve the target of a get_attr: a parameter or a buffer."""
+    return operator.attrgetter(path)(gm)
+
+
 def random_inputs(gm: GraphModule, seed: int = 0) -> list[Tensor]:
     """Return random tensors for the inputs of a graph."""
     generator = torch.Generator().manual_seed(seed)

@@ -57,7 +57,11 @@ def _subject(name: str, front_end: str) -> Subject:
 
 @functools.cache
 def _converted(name: str, policy: str, front_end: str) -> fxamp.ConvertedModule:
-    found = subject(name, front_end)
+    return compiled(subject(name, front_end), policy)
+
+
+def compiled(found: Subject, policy: str) -> fxamp.ConvertedModule:
+    """Return a subject converted under a policy."""
     own = replace(found.captured, graph=copy.deepcopy(found.captured.graph))
     return emit(own, resolve(Policy.parse(policy), found.model, as_inputs(found.args, found.kwargs)))
 
@@ -133,7 +137,11 @@ def distance(got: dict[str, Tensor], reference: dict[str, Tensor]) -> float:
 
 def training_counts(name: str, policy: str) -> tuple[StepCounts, StepCounts]:
     """Count a training step under autocast, the loss inside its region, and one of the converted model."""
-    found, module = subject(name), converted(name, policy)
+    return counts_of(subject(name), converted(name, policy))
+
+
+def counts_of(found: Subject, module: fxamp.ConvertedModule) -> tuple[StepCounts, StepCounts]:
+    """Do the same for a subject that has no name."""
     set_mode(found, module, True)
 
     def under_autocast() -> Tensor:

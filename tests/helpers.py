@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -116,3 +117,8 @@ def _same_object(a: Any, b: Any) -> bool:
     if isinstance(a, (list, set)):
         return bool(a == b)
     return a is b or bool(a == b)
+
+
+def named(value: Any) -> str:
+    """Return the same id for a parameter in every process: a function without its address."""
+    return getattr(value, "__name__", None) or re.sub(r" at 0x[0-9a-f]+", "", str(value))

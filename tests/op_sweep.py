@@ -73,6 +73,8 @@ def false_claims(function: Any, leaves: list[Any], tree: Any) -> tuple[str, set[
     except Exception:  # it takes no mixed operands
         return "", set()
     node, places = as_node(function, leaves, tree)
+    for place in node.all_input_nodes:  # only what is written later counts as shared
+        node.graph.call_function(torch.ops.aten.zero_.default, (place,))
     name, aliases, written = ops.name(node), Aliases(node.graph), mutated_operands(node)
     wrong = set()
     said = SymbolicInference()(node, {n: n.meta["val"].dtype for n in node.all_input_nodes}.__getitem__)

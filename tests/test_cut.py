@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import itertools
 import random
+from unittest import mock
 
+import networkx as nx
 import pytest
+from networkx.algorithms.flow import boykov_kolmogorov
 
-from passes.cut import FP32, LOW, Net, Problem, Variable, regions, solve
+from passes.cut import FP32, LOW, Net, Problem, Variable, blocks, solve
 
 
 def problem(seed: int, free: int) -> Problem:
@@ -32,12 +35,79 @@ def problem(seed: int, free: int) -> Problem:
     return made
 
 
+def chain(seed: int, layers: int) -> Problem:
+    """Make a random chain of layers, which have only the stream that runs through them in common."""
+    draw = random.Random(seed)
+    made = Problem()
+    made.add("x0", draw.randrange(20), draw.randrange(20))
+    for i in range(layers):
+        inner: list[Variable] = [f"{i}.{j}" for j in range(draw.randrange(1, 4))]
+        for name in (*inner, f"x{i + 1}"):
+            made.add(name, draw.randrange(20), draw.randrange(20))
+        ends: list[Variable] = [*inner, LOW, FP32, f"x{i + 1}"]
+        made.nets.append(Net(f"x{i}", (inner[0], f"x{i + 1}", *draw.sample(ends, 1)), draw.randrange(1, 15)))
+        made.nets += [
+            Net(name, tuple(draw.sample(ends, draw.randrange(1, 4))), draw.randrange(1, 15)) for name in inner
+        ]
+        if draw.random() < 0.3:
+            made.implies.append((draw.choice(inner), draw.choice([f"x{i}", f"x{i + 1}", FP32])))
+        if draw.random() < 0.1:
+            made.implies.append((LOW, draw.choice([f"x{i}", inner[0]])))
+    return made
+
+
+def brute_force(p: Problem) -> set[Variable]:
+    """Try every placement; of equally cheap ones the one with the most variables low."""
+    subsets = (set(itertools.compress(p.low, bits)) for bits in itertools.product([0, 1], repeat=len(p.low)))
+    return min(subsets, key=lambda low: (p.cost(low), -len(low)))
+
+
 @pytest.mark.parametrize("block", range(10))
 def test_the_cut_equals_brute_force(block: int) -> None:
     for seed in range(50 * block, 50 * block + 50):
         p = problem(seed, 1 + seed % 12)
-        subsets = (itertools.compress(p.low, bits) for bits in itertools.product([0, 1], repeat=len(p.low)))
-        assert p.cost(solve(p)) == min(p.cost(set(s)) for s in subsets), seed
+        assert solve(p) == brute_force(p), seed
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_a_chain_of_blocks_is_cut_as_brute_force_would(part: int) -> None:
+    split = 0
+    for seed in range(50 * part, 50 * part + 50):
+        p = chain(seed, 1 + seed % 3)
+        expected = brute_force(p)
+        if p.cost(expected) == float("inf"):
+            continue
+        split += len(blocks(p)) > 1
+        assert solve(p) == expected, seed
+    assert split > 20
+
+
+def test_an_implication_is_felt_through_the_blocks_between() -> None:
+    p = chain(0, 0)
+    p.nets = [Net(f"x{i}", (f"x{i + 1}",), 1) for i in range(50)]
+    for i in range(51):
+        p.add(f"x{i}", 0, 0)
+    p.implies = [*((f"x{i}", f"x{i + 1}") for i in range(50)), ("x50", FP32)]
+    assert solve(p) == set()
+    p.implies[-1] = (LOW, "x0")
+    assert len(solve(p)) == 51
+
+
+def test_a_placement_that_cannot_be_is_no_answer() -> None:
+    p = chain(0, 2)
+    p.implies += [(LOW, "x0"), ("x0", "x1"), ("x1", "x2"), ("x2", FP32)]
+    with pytest.raises(nx.NetworkXUnbounded):
+        solve(p)
+
+
+def test_the_time_of_a_chain_of_blocks_grows_with_its_length() -> None:
+    cuts = []
+    for layers in (20, 40):
+        with mock.patch("networkx.algorithms.flow.boykov_kolmogorov", wraps=boykov_kolmogorov) as cut:
+            solve(chain(1, layers))
+        cuts.append([len(call.args[0]) for call in cut.call_args_list])
+    assert max(map(max, cuts)) < 30
+    assert len(cuts[1]) < 2.5 * len(cuts[0])
 
 
 def paint(p: Problem) -> set[Variable]:
@@ -88,8 +158,11 @@ def test_of_equal_cuts_the_one_with_the_smallest_fp32_side_is_taken() -> None:
     assert solve(p) == {"v"}
 
 
-def test_fixed_sides_separate_regions() -> None:
-    p = Problem(nets=[Net("a", ("b", LOW), 1), Net(FP32, ("b", "c"), 1), Net("d", (FP32,), 1)])
-    for v in "abcd":
+def test_fixed_sides_and_shared_variables_separate_blocks() -> None:
+    p = Problem(nets=[Net("a", ("b", LOW), 1), Net(FP32, ("b", "c"), 1), Net("d", (FP32,), 1), Net("c", ("e", "f"), 1)])
+    for v in "abcdef":
         p.add(v, 0, 0)
-    assert sorted(sorted(r.low) for r in regions(p)) == [["a", "b", "c"], ["d"]]  # type: ignore[type-var]
+    found = {"".join(sorted(map(str, (*part.low, *([] if top is None else [top]))))): top for part, top in blocks(p)}
+    assert found.keys() == {"ab", "bc", "cef", "d"}
+    assert len([top for top in found.values() if top is None]) == 2  # one for each of the two that share nothing
+    assert {top for top in found.values() if top is not None} == {"b", "c"}

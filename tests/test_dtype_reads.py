@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+import fxamp
 from fxamp.capture import capture
 from tests.helpers import Two, assert_is_eager, example, o0
 
@@ -47,6 +49,20 @@ def of_integers(self: Any, x: Tensor) -> Tensor:
     return self.l(x) * torch.arange(6).to(x.dtype)
 
 
+def of_a_range(self: Any, x: Tensor) -> Tensor:
+    return self.l(x) * torch.arange(6, dtype=x.dtype)
+
+
+def of_a_softmax(self: Any, x: Tensor) -> Tensor:
+    y = self.l(x)
+    return F.softmax(y, dim=1, dtype=y.dtype)
+
+
+def of_a_sum(self: Any, x: Tensor) -> Tensor:
+    y = self.l(x)
+    return y + (y > 0).sum(-1, keepdim=True, dtype=y.dtype)
+
+
 RELATIVE = {
     in_the_call: "type_as",
     in_a_variable: "type_as",
@@ -54,6 +70,9 @@ RELATIVE = {
     by_other: "type_as",
     of_a_weight: "type_as",
     of_integers: "type_as",
+    of_a_range: "type_as",
+    of_a_softmax: "type_as",
+    of_a_sum: "type_as",
     zeros: "new_zeros",
     full: "new_full",
 }
@@ -133,3 +152,25 @@ def test_a_dtype_read_for_something_else_makes_nothing_relative() -> None:
 
     graph = capture(Two(forward), (example(),)).graph
     assert not [n for n in graph.nodes if n.op == "call_function" and n.target is torch.ops.aten.type_as.default]
+
+
+def test_a_dtype_that_was_compared_is_not_that_of_the_next_cast() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        y = self.l(x)
+        if y.dtype != torch.float32:
+            y = y * 2
+        return y.to(torch.float32)
+
+    graph = capture(Two(forward), (example(),)).graph
+    assert not [n for n in graph.nodes if n.target is torch.ops.aten.type_as.default]
+
+
+def test_a_softmax_follows_the_dtype_that_was_read_for_it() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        y = self.l(x)
+        return self.m(F.softmax(y, dim=1, dtype=y.dtype))
+
+    model, x = Two(forward), example()
+    got = fxamp.convert(model, (x,), policy="O1,dtype=bf16")(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(got, model(x).float())

@@ -455,6 +455,41 @@ def test_a_body_called_twice_keeps_its_border() -> None:
     assert module(x).dtype == F32
 
 
+def test_transforms_of_torch_func() -> None:
+    def mapped(self: Two, x: Tensor) -> Any:
+        return torch.vmap(lambda row: self.m(self.l(row)))(x) + self.m(x)
+
+    def differentiated(self: Two, x: Tensor) -> Any:
+        return torch.func.grad(lambda t: self.m(torch.tanh(self.l(t))).sum())(x) * self.m(x)
+
+    for f in (mapped, differentiated):
+        model, x = Two(f), example()
+        module = compiled(model)
+        got, expected = module(x), model(x)
+        assert torch.allclose(got, expected, atol=0.05)
+        assert not torch.equal(got, expected)
+        assert {d.colour for d in fxamp.plan_of(module).decisions if d.op == "linear"} == {"bfloat16"}
+        got.sum().backward()
+        assert model.m.weight.grad is not None
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+def test_flex_attention_is_kept_whole() -> None:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    def f(self: Two, x: Tensor) -> Any:
+        q, k = self.l(x).view(1, 1, 4, 6), self.m(x).view(1, 1, 4, 6)
+        return flex_attention(q, k, k, score_mod=lambda score, b, h, i, j: score + (i - j)).view(4, 6)
+
+    model, x = Two(f), example()
+    with torch.no_grad():
+        module = compiled(model)
+        assert torch.allclose(module(x), model(x), atol=0.05)
+    kept = {d.op: (d.colour, d.code) for d in fxamp.plan_of(module).decisions}
+    assert kept["higher_order::flex_attention"] == ("float32", "keep")
+    assert kept["linear"][0] == "bfloat16"
+
+
 # Bad input.
 
 

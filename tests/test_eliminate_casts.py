@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+
 import pytest
 import torch
 from torch.fx import GraphModule
 
+from fxamp.measure import step_counts
 from passes.eliminate_casts import eliminate_casts
-from tests.graphs import as_it_stands, assert_rewrites, assert_unchanged, parse
+from tests.graphs import as_it_stands, assert_rewrites, assert_unchanged, parse, random_inputs, render
 
 
 def eliminate(gm: GraphModule, share: str = "always") -> dict[str, int]:
     return eliminate_casts(gm.graph, as_it_stands(gm), share)
 
 
-def fired(no_op: int = 0, round_trip: int = 0, share: int = 0) -> dict[str, int]:
-    return {"no_op": no_op, "round_trip": round_trip, "share": share}
+def fired(**rules: int) -> dict[str, int]:
+    return dict.fromkeys(["no_op", "round_trip", "share", "promote", "dtype_argument"], 0) | rules
 
 
 # no_op
@@ -339,6 +343,153 @@ def test_casts_round_a_region_without_gradients_are_shared() -> None:
         return relu, abs_1, neg
         """,
         edits=fired(share=1),
+    )
+
+
+# promote
+
+WIDENED = """
+    x: bf16[2, 3]
+    y: f32[2, 3]
+    wide: f32[2, 3] = cast(x, f32)
+    sum_1: f32[2, 3] = add.Tensor(wide, y)
+    return sum_1
+"""
+
+
+@pytest.mark.parametrize(
+    ("call", "narrow"),
+    [
+        ("add.Tensor(wide, y)", "add.Tensor(x, y)"),
+        ("add.Tensor(y, wide)", "add.Tensor(y, x)"),
+        ("sub.Tensor(wide, y)", "sub.Tensor(x, y)"),
+        ("rsub.Tensor(wide, y)", "rsub.Tensor(x, y)"),
+        ("mul.Tensor(wide, y)", "mul.Tensor(x, y)"),
+        ("div.Tensor(y, wide)", "div.Tensor(y, x)"),
+        ("maximum(wide, y)", "maximum(x, y)"),
+        ("minimum(wide, y)", "minimum(x, y)"),
+        ("where.self(m, wide, y)", "where.self(m, x, y)"),
+        ("cat([wide, y], 0)", "cat([x, y], 0)"),
+        ("stack([y, wide], 0)", "stack([y, x], 0)"),
+        ("add.Tensor(wide, row)", "add.Tensor(x, row)"),
+    ],
+)
+@pytest.mark.parametrize("low", ["bf16", "f16"])
+def test_a_kernel_that_promotes_needs_no_upcast(call: str, narrow: str, low: str) -> None:
+    before = f"""
+        x: {low}[2, 3]
+        y: f32[2, 3]
+        row: f32[1, 3]
+        m: bool[2, 3]
+        wide: f32[2, 3] = cast(x, f32)
+        out: f32[2, 3] = {call}
+        return out
+        """
+    gm = parse(before)
+    original = copy.deepcopy(gm)
+    assert eliminate(gm) == fired(promote=1)
+    assert next(line for line in render(gm.graph).splitlines() if line.startswith("out")).endswith(f"= {narrow}")
+    assert_same_with_gradients(original, gm)
+    assert eliminate(gm) == fired()
+
+
+def assert_same_with_gradients(before: GraphModule, after: GraphModule) -> None:
+    """Check outputs and the gradients of all floating inputs bit for bit, and that fewer casts run in forward."""
+    before.recompile()
+    after.recompile()
+    results = []
+    for gm in (before, after):
+        inputs = [x.requires_grad_(x.is_floating_point()) for x in random_inputs(gm)]
+        (out,) = gm(*inputs)
+        weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
+        read = [x for x in inputs if x.requires_grad]
+        gradients = torch.autograd.grad((out * weight).sum(), read, allow_unused=True)
+        results.append([out, *(g for g in gradients if g is not None)])
+    for a, b in zip(*results, strict=True):
+        assert a.dtype == b.dtype
+        assert torch.equal(a, b)
+    casts = [step_counts(functools.partial(_loss, gm)).casts for gm in (before, after)]
+    assert casts[0] == casts[1] + 1
+
+
+def _loss(gm: GraphModule) -> torch.Tensor:
+    (out,) = gm(*(x.requires_grad_(x.is_floating_point()) for x in random_inputs(gm)))
+    loss: torch.Tensor = out.sum()
+    return loss
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (("cast(x, f32)", "to.dtype(x, f32)"), "the author's cast"),
+        (("y: f32[2, 3]", "y: f32[]"), "a scalar does not promote"),
+        (("y: f32[2, 3]", "y: bf16[2, 3]"), "nothing promotes"),
+        (("add.Tensor(wide, y)", "add.Tensor(wide, wide)"), "read twice"),
+        (("add.Tensor(wide, y)", "lerp.Scalar(y, wide, 0.5)"), "the kernel rejects mixed operands"),
+        (("add.Tensor(wide, y)", "atan2(wide, y)"), "the gradient would differ"),
+        (("return sum_1", "return sum_1, wide"), "read by another"),
+        (("    wide", "    first: bf16[2, 3] = mul_.Tensor(x, 2)\n    wide"), "written before"),
+        (("    return", "    last: bf16[2, 3] = mul_.Tensor(x, 2)\n    return"), "written later"),
+        (("    sum_1", "    last: bf16[2, 3] = mul_.Tensor(x, 2)\n    sum_1"), "written in between"),
+        (("    sum_1", "    mode = grad_enabled()\n    off = set_grad(False)\n    sum_1"), "another grad mode"),
+        (("    return", "    last: f32[2, 3] = relu_(sum_1)\n    return"), "the result is written"),
+    ],
+    ids=lambda v: v if isinstance(v, str) else "",
+)
+def test_an_upcast_that_does_more_than_promote_stays(change: tuple[str, str], why: str) -> None:
+    text = WIDENED.replace(*change)
+    assert text != WIDENED
+    assert_unchanged(eliminate, text)
+
+
+# dtype_argument
+
+
+@pytest.mark.parametrize(
+    ("call", "narrow"),
+    [
+        ("sum(wide)", "sum(x, dtype=f32)"),
+        ("sum.dim_IntList(wide, [1], True)", "sum.dim_IntList(x, [1], True, dtype=f32)"),
+        ("nansum(wide)", "nansum(x, dtype=f32)"),
+        ("mean(wide)", "mean(x, dtype=f32)"),
+        ("mean.dim(wide, [0])", "mean.dim(x, [0], dtype=f32)"),
+        ("linalg_vector_norm(wide, 2, [1])", "linalg_vector_norm(x, 2, [1], dtype=f32)"),
+    ],
+)
+@pytest.mark.parametrize("low", ["bf16", "f16"])
+def test_a_reduction_takes_the_dtype_instead_of_a_cast(call: str, narrow: str, low: str) -> None:
+    gm = parse(f"x: {low}[2, 3]\nwide: f32[2, 3] = cast(x, f32)\nout: f32[2] = {call}\nreturn out")
+    original = copy.deepcopy(gm)
+    assert eliminate(gm) == fired(dtype_argument=1)
+    assert render(gm.graph).splitlines()[-2].endswith(f"= {narrow}")
+    assert_same_with_gradients(original, gm)
+
+
+@pytest.mark.parametrize(
+    ("call", "type_"),
+    [
+        ("sum(wide, dtype=f64)", "f64[]"),  # the author's own
+        ("softmax.int(wide, 1)", "f32[2, 3]"),  # casts inside
+        ("cumsum(wide, 1)", "f32[2, 3]"),  # its gradient would be summed in low
+        ("prod(wide)", "f32[]"),  # casts in backward instead
+        ("amax(wide, [1])", "f32[2]"),  # has no such argument
+    ],
+)
+def test_another_reduction_keeps_its_cast(call: str, type_: str) -> None:
+    text = f"x: bf16[2, 3]\nwide: f32[2, 3] = cast(x, f32)\nout: {type_} = {call}\nreturn out"
+    assert_unchanged(eliminate, text)
+
+
+def test_a_cast_that_two_reductions_read_stays() -> None:
+    assert_unchanged(
+        eliminate,
+        """
+        x: bf16[2, 3]
+        wide: f32[2, 3] = cast(x, f32)
+        sum_1: f32[] = sum(wide)
+        mean: f32[] = mean(wide)
+        return sum_1, mean
+        """,
     )
 
 

@@ -60,8 +60,8 @@ def test_an_op_that_computes_in_fp32_and_rounds_once_is_fp32_internal(key: str) 
 @pytest.mark.parametrize("key", keys(NOT_FP32_INTERNAL))
 def test_an_op_whose_low_kernel_is_not_its_fp32_kernel_is_not_fp32_internal(key: str) -> None:
     assert "fp32_internal" not in MEASURED[key]["bfloat16"]
-    # Not only in the file: a counterexample is found again.
-    assert not measure_facts._fp32_internal(CASES[key], "cpu", torch.bfloat16, False)
+    # Not only in the file: a counterexample is found again, though some are rare.
+    assert not all(measure_facts._fp32_internal(CASES[key], "cpu", torch.bfloat16, False) for _ in range(10))
 
 
 ROUNDS_ONCE = """layer_norm group_norm softmax log_softmax gelu cumsum logsumexp[dim=last] rms_norm pow[exponent=2]

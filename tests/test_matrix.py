@@ -18,8 +18,6 @@ pytestmark = [
     # FP16 gradients are looked at here, not trained on.
     pytest.mark.filterwarnings("ignore:FP16 gradients without a loss scale"),
 ]
-# O3 rounds a norm written by hand, too, but for its first op, of what the author has upcast.
-OVERFLOWS = {("hf_llama", "fp16", "O3")}
 CAPTURES = [*((name, "export") for name in BY_NAME), *((name, "fx") for name in test_o0.FX)]
 
 every_capture = pytest.mark.parametrize(("name", "front_end"), CAPTURES)
@@ -66,11 +64,8 @@ def test_a_training_step_never_casts_more_than_autocast(name: str, level: str, l
 @both_dtypes
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_forward_and_backward_run_and_stay_finite(
-    name: str, front_end: str, training: bool, low: str, level: str, request: pytest.FixtureRequest
+    name: str, front_end: str, training: bool, low: str, level: str
 ) -> None:
-    if (name, low, level) in OVERFLOWS:
-        reason = "the reciprocal root of a norm is steep near zero: its gradient leaves FP16's range"
-        request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
     test_o1.needs_kernels(name, low)
     found, module = subject(name, front_end), converted(name, f"{level},dtype={low}", front_end)
     set_mode(found, module, training)

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fxamp.measure import interleaved, step_counts
+from fxamp.measure import interleaved, laps, step_counts
 from passes.errors import FxampError
 
 
@@ -95,6 +95,16 @@ def test_rounds_may_be_an_iterable() -> None:
 
     assert len(seen) == 5
     assert set(timings) == {"a"}
+
+
+def test_every_round_is_told_apart() -> None:
+    calls: list[str] = []
+
+    seconds = laps({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, range(3))
+
+    assert calls == ["a", "b"] * 3
+    assert {name: len(taken) for name, taken in seconds.items()} == {"a": 3, "b": 3}
+    assert laps({"a": calls.clear}, []) == {"a": []}
 
 
 def test_too_few_rounds_are_refused() -> None:

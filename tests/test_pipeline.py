@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
+import random
 import time
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
-from passes import compile_graph
+from passes import compile_graph, ops
+from passes.assign_precision import Assignment, assign_precision
+from passes.eliminate_casts import eliminate_casts
+from passes.insert_casts import insert_casts, is_inserted, make_cast
 from passes.plan import Plan
 from passes.policy import Policy
-from tests.graphs import random_graph, random_inputs, residual_chain, run, storages
+from passes.values import LOW, no_autocast, original_dtypes
+from tests.graphs import attribute, random_graph, random_inputs, residual_chain, run, storages
 
 SEEDS = range(60)
 
@@ -32,7 +39,9 @@ def drawn(seed: int) -> GraphModule:
 def compiled(gm: GraphModule, level: str) -> tuple[GraphModule, Plan]:
     """Return a compiled copy of a graph and its plan."""
     new = copy.deepcopy(gm)
-    plan = compile_graph(new.graph, Policy(level, dtype=torch.bfloat16, device="cpu"), new.get_parameter, capture="fx")
+    plan = compile_graph(
+        new.graph, Policy(level, dtype=torch.bfloat16, device="cpu"), functools.partial(attribute, new), capture="fx"
+    )
     new.recompile()
     return new, plan
 
@@ -84,6 +93,75 @@ def test_o2_and_o3_run_keep_dtypes_and_write_what_eager_writes(seed: int, level:
     assert all(o.isfinite().all() for o in got_outputs)
 
 
+def inserted(gm: GraphModule, policy: Policy, seed: int) -> tuple[GraphModule, Assignment]:
+    """Return a copy of a graph with its casts in, and more at random that change no value; and the dtypes."""
+    new, rng = copy.deepcopy(gm), random.Random(seed)
+    with no_autocast():
+        assignment = assign_precision(new.graph, policy, original_dtypes(new.graph, functools.partial(attribute, new)))
+        insert_casts(new.graph, assignment)
+    for node in [n for n in new.graph.nodes if n.op == "call_function" and not is_inserted(n)]:
+        low = [o for o in ops.operands(node) if assignment.dtypes[o.node] in LOW and rng.random() < 0.5]
+        for o in low:
+            promotes = ops.name(node) in ("add", "mul", "sub", "cat") and assignment.dtypes[node] == torch.float32
+            kinds = [(torch.float32,)] if promotes else [(assignment.dtypes[o.node],), (torch.float32, torch.bfloat16)]
+            made = o.node
+            for dtype in rng.choice(kinds):
+                made = make_cast(new.graph, made, dtype, node, assignment)
+            ops.map_operands(node, functools.partial(_replaced, {o: made}))
+    new.recompile()
+    return new, assignment
+
+
+def _replaced(new: dict[ops.Operand, Node], operand: ops.Operand) -> Node:
+    return new.get(operand, operand.node)
+
+
+def test_eliminating_casts_changes_no_output_gradient_write_or_alias() -> None:
+    """All rules but that which shares, for it rounds the sum of its readers' gradients."""
+    fired = dict.fromkeys(["no_op", "round_trip", "share", "promote", "dtype_argument"], 0)
+    for seed, level in zip(SEEDS, itertools.cycle(("O1", "O2", "O3")), strict=False):
+        before, assignment = inserted(drawn(seed), Policy(level, dtype=torch.bfloat16, device="cpu"), seed)
+        after = copy.deepcopy(before)
+        twin = dict(zip(before.graph.nodes, after.graph.nodes, strict=True))
+        dtypes = {twin[n]: d for n, d in assignment.dtypes.items()}
+        edits = eliminate_casts(after.graph, replace(assignment, dtypes=dtypes), "never")
+        after.recompile()
+        expected, got = run(before), run(after)
+        where = f"seed {seed} at {level}: {edits}"
+        assert same(expected[0], got[0]), where
+        assert same(expected[1], got[1]), where
+        assert same(list(before.buffers()), list(after.buffers())), where
+        assert list(storages([*expected[0], *expected[1]])) == list(storages([*got[0], *got[1]])), where
+        assert [g is None for g in expected[2]] == [g is None for g in got[2]], where
+        for a, b in zip(expected[2], got[2], strict=True):
+            assert a is None or b is None or (a.dtype == b.dtype and torch.equal(a, b)), where
+        fired = {rule: fired[rule] + n for rule, n in edits.items()}
+    assert min(fired["no_op"], fired["round_trip"], 100 * fired["promote"]) > 100, fired
+
+
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("seed", SEEDS[1::4])
+def test_o2_is_finite_where_fp32_is_and_within_four_times_autocasts_distance(seed: int, low: torch.dtype) -> None:
+    original = drawn(seed)
+    new = copy.deepcopy(original)
+    compile_graph(new.graph, Policy("O2", dtype=low, device="cpu"), functools.partial(attribute, new), capture="fx")
+    new.recompile()
+    exact = copy.deepcopy(original).double()
+    truth = _draw(exact, [x.double() for x in random_inputs(original)])
+    got = _draw(new, random_inputs(original))
+    with torch.autocast("cpu", low):
+        reference = _draw(original, random_inputs(original))
+    for exactly, ours, theirs in zip(truth, got, reference, strict=True):
+        assert torch.equal(ours.isfinite(), exactly.isfinite())
+        near = (theirs.double() - exactly).norm() + torch.finfo(low).eps * exactly.norm()
+        assert (ours.double() - exactly).norm() <= 4 * near
+
+
+def _draw(gm: GraphModule, inputs: list[Tensor]) -> list[Tensor]:
+    torch.manual_seed(0)  # of dropout
+    return [o.detach() for o in gm(*inputs)]
+
+
 def test_compiling_is_the_same_under_ambient_autocast() -> None:
     original = drawn(1)
     plain, plan = compiled(original, "O1")
@@ -105,7 +183,9 @@ def _seconds_per_node(nodes: int) -> float:
     gm = residual_chain(nodes)
     count = len(gm.graph.nodes)
     start = time.process_time()
-    compile_graph(gm.graph, Policy("O1", dtype=torch.bfloat16, device="cpu"), gm.get_parameter, capture="fx")
+    compile_graph(
+        gm.graph, Policy("O1", dtype=torch.bfloat16, device="cpu"), functools.partial(attribute, gm), capture="fx"
+    )
     return (time.process_time() - start) / count
 
 

@@ -223,3 +223,63 @@ def test_under_cudas_lists_there_are_far_fewer_casts_than_one_at_every_operand(
     graph = converted(name, f"{level},dtype=fp16,device=cuda").graph
     made = sum(is_inserted(n) and n.args[0].op != "get_attr" for n in graph.nodes)
     assert 0 < made <= bound * naive_casts(name)
+
+
+# Without shapes.
+
+
+class Symbolic(nn.Module):
+    """A model whose captured graph knows no sizes: a loss over a view, a gathered parameter, and unknown inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.table = nn.Linear(8, 8), nn.Parameter(torch.randn(50, 8))
+
+    def forward(self, x: Tensor, index: Tensor, other: Tensor) -> Any:
+        y = self.first(x)
+        loss = F.cross_entropy(y.view(-1, 4), torch.zeros(8, dtype=torch.long))
+        return loss, y, self.first(self.table[index]), y.abs() + other, other.abs()
+
+
+INDEX = torch.randint(0, 50, (4,), generator=torch.Generator().manual_seed(0))
+
+
+def symbolic(policy: str = "O1") -> fxamp.ConvertedModule:
+    return fxamp.convert(Symbolic(), policy=policy, capture="fx")
+
+
+def test_without_shapes_the_fewest_casts_are_taken_and_the_plan_says_so() -> None:
+    module = symbolic()
+    assert [c for c in casts(module) if c.startswith("linear ")] == ["linear -> float32"]
+    view = decided(module, "view")[0]
+    assert (view.colour, view.reason) == ("float32", "cut: stored FP32, which takes the fewest casts (follow)")
+    plan = fxamp.plan_of(module)
+    assert plan.notes == ("captured without shapes: placed by unit costs, where every cast costs the same",)
+    assert fxamp.plan_of(symbolic("O0")).notes == ()
+
+
+def test_without_shapes_a_parameter_is_taken_for_trainable_and_cast_after_the_gather() -> None:
+    assert "getitem -> bfloat16" in casts(symbolic())
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_what_has_an_unknown_dtype_is_never_touched(level: str) -> None:
+    module = symbolic(level)
+    assert [d.reason for d in decided(module, "abs") if d.key.endswith("#1")] == ["follow: its operand's dtype"]
+    whole = torch.arange(32).view(4, 8)
+    assert torch.equal(module(X, INDEX, whole)[4], whole)
+    assert module(X, INDEX, X.double())[4].dtype == torch.float64
+
+
+def test_without_shapes_the_forward_is_still_that_of_autocast() -> None:
+    model, module = Symbolic(), symbolic()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = model(X, INDEX, X)
+    for got, wanted in zip(module(X, INDEX, X), expected, strict=True):
+        assert torch.equal(got, wanted.float())
+
+
+def test_without_shapes_a_plan_is_replayed() -> None:
+    plan = fxamp.plan_of(symbolic("O2"))
+    assert fxamp.plan_of(fxamp.convert(Symbolic(), plan=plan, capture="fx")) == plan

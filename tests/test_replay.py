@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from dataclasses import replace
 
 import pytest
@@ -13,7 +14,7 @@ from passes import compile_graph
 from passes.errors import PlanError
 from passes.plan import Plan
 from passes.policy import Policy
-from tests.graphs import parse, random_graph
+from tests.graphs import attribute, parse, random_graph
 
 TEXT = """
     x: f32[2, 4]
@@ -43,9 +44,12 @@ def test_a_saved_plan_replays_to_the_same_graph(seed: int) -> None:
     original = random_graph(seed)
     first, second = copy.deepcopy(original), copy.deepcopy(original)
     policy = Policy("O2", dtype=torch.bfloat16, device="cpu")
-    plan = compile_graph(first.graph, policy, first.get_parameter, capture="fx")
+    plan = compile_graph(first.graph, policy, functools.partial(attribute, first), capture="fx")
     loaded = Plan.from_json(plan.to_json())
-    assert compile_graph(second.graph, loaded.policy, second.get_parameter, capture="fx", plan=loaded) == plan
+    assert (
+        compile_graph(second.graph, loaded.policy, functools.partial(attribute, second), capture="fx", plan=loaded)
+        == plan
+    )
     first.recompile()
     second.recompile()
     assert first.code == second.code

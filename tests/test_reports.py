@@ -109,12 +109,18 @@ def test_a_chain_is_what_export_makes_of_its_blocks() -> None:
 
 def test_the_committed_accuracy_report_has_every_model() -> None:
     rows = _committed("accuracy.json")["rows"]
-    assert {row["model"] for row in rows} == set(BY_NAME)
+    assert {row["model"] for row in rows} == {*BY_NAME, *accuracy.LARGE}
     assert REPORTS.joinpath("accuracy.md").read_text() == accuracy.to_markdown([accuracy.Row(**row) for row in rows])
 
 
-@pytest.mark.parametrize("model", BY_NAME)
-def test_the_committed_gradients_are_nearly_as_good_as_autocasts(model: str) -> None:
+# What O2 stores low between the layers of these costs more than half of autocast's error.
+FARTHER = ("hf_t5", "bert_4x512")
+
+
+@pytest.mark.parametrize("model", [*BY_NAME, *accuracy.LARGE])
+def test_the_committed_gradients_are_nearly_as_good_as_autocasts(model: str, request: pytest.FixtureRequest) -> None:
+    if model in FARTHER:
+        request.applymarker(pytest.mark.xfail(reason="O2 is more than 1.5 times as far as autocast", strict=True))
     made = [row for row in _committed("accuracy.json")["rows"] if row["model"] == model]
     rows = {(row["low"], row["variant"]): row["gradients"] for row in made}
     for low in {low for low, _ in rows}:

@@ -461,10 +461,17 @@ def modules() -> dict[str, tuple[nn.Module, tuple[Any, ...]]]:
     for n, x in by_rank.items():
         sizes: dict[str, tuple[Any, ...]]
         sizes = {"Conv": (4, 4, 3), "ConvTranspose": (4, 4, 3), "BatchNorm": (4,), "InstanceNorm": (4,)}
-        sizes |= {"AvgPool": (2,), "MaxPool": (2,), "LPPool": (2, 2), "AdaptiveAvgPool": (2,),
-        "AdaptiveMaxPool": (2,), "Dropout": ()}
-        sizes |= {f"{pad}Pad": (1,) for pad in ("Reflection", "Replication", "Zero",
-        "Circular")} | {"ConstantPad": (1, 0.5)}
+        sizes |= {
+            "AvgPool": (2,),
+            "MaxPool": (2,),
+            "LPPool": (2, 2),
+            "AdaptiveAvgPool": (2,),
+            "AdaptiveMaxPool": (2,),
+            "Dropout": (),
+        }
+        sizes |= {f"{pad}Pad": (1,) for pad in ("Reflection", "Replication", "Zero", "Circular")} | {
+            "ConstantPad": (1, 0.5)
+        }
         for name, args in sizes.items():
             cls = getattr(nn, f"{name}{n}d", None)
             if cls is not None:

@@ -1,0 +1,83 @@
+"""Measured costs on disk: nanoseconds of every call that was ever timed on this machine.
+
+One JSON file for each device, number of threads and torch version, in the user's cache directory (`XDG_CACHE_HOME`,
+else `~/.cache`). Timing anew is always possible, so a file that cannot be read or written costs a warning.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import warnings
+from pathlib import Path
+
+import torch
+
+from passes.plan import write_text
+
+FORMAT_VERSION = 1
+
+
+def machine(device: str) -> str:
+    """Return all that a time depends on beside the call: the device, its threads, torch and how exact FP32 is."""
+    if device == "cuda":
+        where = torch.cuda.get_device_name()
+    else:
+        where = f"{_cpu_name()}, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
+    precision = torch.get_float32_matmul_precision()
+    return f"{device}: {where}; torch {torch.__version__}; float32 matmul precision {precision}"
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:  # not Linux
+        lines = []
+    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return named[0] if named else platform.processor() or platform.machine()
+
+
+def path(device: str) -> Path:
+    """Return the file of this machine."""
+    root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    digest = hashlib.sha256(machine(device).encode()).hexdigest()[:16]
+    return Path(root) / "fxamp" / f"costs-{device}-{digest}.json"
+
+
+def load(device: str) -> dict[str, int]:
+    """Return the nanoseconds of each call known, by its key."""
+    file = path(device)
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        if found["version"] != FORMAT_VERSION or found["machine"] != machine(device):
+            return {}
+        return {str(key): int(nanoseconds) for key, nanoseconds in found["nanoseconds"].items()}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        _warn(f"cannot read the measured costs in {file} ({_why(error)}): they are measured anew")
+        return {}
+
+
+def save(device: str, nanoseconds: dict[str, int]) -> None:
+    """Add costs to the file, all of them or none; what another process wrote meanwhile is kept."""
+    file = path(device)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of what cannot be read, the user was warned
+            merged = load(device) | nanoseconds
+        data = {"version": FORMAT_VERSION, "machine": machine(device), "nanoseconds": merged}
+        write_text(file, json.dumps(data, indent=1, sort_keys=True) + "\n")
+    except OSError as error:
+        _warn(f"cannot keep the measured costs in {file} ({_why(error)}): the next conversion measures them again")
+
+
+def _why(error: Exception) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or f"{type(error).__name__}: {error}"
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, stacklevel=4)

@@ -1,0 +1,167 @@
+"""The last word on `cost="measured"`: whole forward and backward passes of what the cut chose and what it must beat.
+
+Costs of single ops add up to the time of a step only nearly. So the O2 graph is run beside the FP32 graph and O1, in
+turn, on the example inputs. Where it is slower beyond noise the faster of the two is the answer, and the plan says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+from passes._torch import pytree
+from passes.errors import PolicyError
+from passes.plan import Plan
+from passes.policy import Policy
+from passes.values import no_autocast
+
+from .capture import Captured
+from .check import preserved, written_parameters
+from .measure import laps
+from .module import ConvertedModule
+from .preflight import untouched
+from .timing import OpTimer, training_alone
+
+logger = logging.getLogger("fxamp")
+
+CODE = "not_worth_casts"
+SECONDS = 3.0  # for all variants together
+ROUNDS = (5, 100)  # at least and at most
+NOISE = 1.01  # a step of O2 that takes so much longer than one of the others is as fast
+
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def _runnable(policy: Policy, model: nn.Module, inputs: Inputs | None) -> Inputs:
+    """Return the example inputs; raise PolicyError where nothing can be run."""
+    instead = "or choose cost='bytes', the default"
+    if inputs is None:
+        raise PolicyError(
+            f"cost='measured' runs the model's ops: give example inputs, fxamp.convert(model, args, kwargs), {instead}."
+        )
+    if policy.device == "cuda" and not torch.cuda.is_available():
+        raise PolicyError(
+            f"cost='measured' runs ops on 'cuda', which this machine does not have: convert where it is, {instead}."
+        )
+    leaves = pytree.tree_leaves((list(model.parameters()), list(model.buffers()), inputs))
+    homes = sorted({t.device.type for t in leaves if isinstance(t, Tensor)})
+    if homes and policy.device not in homes:
+        raise PolicyError(
+            f"cost='measured' runs the model on '{policy.device}', and it is on '{homes[0]}': move model and inputs "
+            f"there before converting, {instead}."
+        )
+    return inputs
+
+
+def emit_measured(
+    captured: Captured, policy: Policy, inputs: Inputs | None, emit: Callable[..., ConvertedModule]
+) -> ConvertedModule:
+    """Compile with measured costs. At O2 return the faster of FP32 and O1 where the result is slower than that.
+
+    Args:
+        captured: a captured graph; at O2 it is not changed.
+        policy: with device and dtype filled in.
+        inputs: example arguments.
+        emit: compiles a captured graph under a policy; takes a plan to replay, and a timer.
+
+    Raises:
+        PolicyError: nothing can be run.
+    """
+    example = _runnable(policy, captured.model, inputs)
+    timer = OpTimer(str(policy.device))
+    if policy.level != "O2":
+        return emit(captured, policy, timer=timer)
+    chosen = emit(_copy(captured), policy, timer=timer)
+    rivals: dict[str, ConvertedModule] = {}
+    with contextlib.suppress(PolicyError):  # an override of an op that only O2 makes
+        rivals["O1"] = emit(_copy(captured), replace(policy, level="O1"), timer=timer)
+    if not any(colour == "low" for _, colour in (*policy.modules, *policy.ops)):  # which FP32 would not obey
+        rivals["FP32"] = emit(_copy(captured), replace(policy, level="O0", modules=(), ops=()))
+    if not rivals:
+        return chosen
+    seconds = _race({"O2": chosen, **rivals}, captured, example)
+    best = min(rivals, key=seconds.__getitem__)
+    if seconds["O2"] <= NOISE * seconds[best]:
+        return chosen
+    module = rivals[best]
+    module.plan = _explained(module.plan, chosen.plan, best)
+    return module
+
+
+def _copy(captured: Captured) -> Captured:
+    """Return a copy to compile: graphs are changed in place, also those inside higher-order ops."""
+    constants = {k: copy.deepcopy(v) if isinstance(v, GraphModule) else v for k, v in captured.constants.items()}
+    return replace(captured, graph=copy.deepcopy(captured.graph), constants=constants)
+
+
+def _race(modules: Mapping[str, ConvertedModule], captured: Captured, inputs: Inputs) -> dict[str, float]:
+    """Return the least seconds of a step of each module, which take turns; the model is as it was afterwards."""
+    model = captured.model
+    with untouched(model), preserved(model, written_parameters(captured)), no_autocast(), training_alone():
+        steps = {name: _step(module, inputs) for name, module in modules.items()}
+        seconds = {name: min(taken) for name, taken in laps(steps, _rounds()).items()}
+    logger.info("seconds of a step: %s", {name: round(least, 6) for name, least in seconds.items()})
+    return seconds
+
+
+def kept_notes(replayed: Plan | None) -> list[str]:
+    """Return the notes of a replayed plan that still hold: why it is not the O2 that was asked for."""
+    return [note for note in replayed.notes if note.startswith(CODE)] if replayed is not None else []
+
+
+def _explained(plan: Plan, instead_of: Plan, name: str) -> Plan:
+    """Return a plan that says why it is not the one asked for: in a note, and at every decision that differs."""
+    colours = {(d.graph, d.key): d.colour for d in instead_of.decisions}
+    reason = f"{CODE}: a step of O2 takes longer than one of {name}, its casts included"
+    decisions = tuple(
+        d if colours.get((d.graph, d.key)) == d.colour else replace(d, reason=reason) for d in plan.decisions
+    )
+    note = (
+        f"{CODE}: with {instead_of.policy} a forward and backward on the example inputs took longer than with {name}, "
+        f"which this is"
+    )
+    return replace(plan, decisions=decisions, notes=(*plan.notes, note))
+
+
+def _step(module: ConvertedModule, inputs: Inputs) -> Callable[[], object]:
+    """Return a function that runs a forward and backward of the graph; no gradient is kept."""
+    args, kwargs = pytree.tree_map(_own, inputs)
+    flat = module.call_spec.bind(args, kwargs)
+    leaves = [*module.parameters(), *pytree.tree_leaves(flat)]
+    sources = [t for t in leaves if isinstance(t, Tensor) and t.requires_grad]
+
+    def step() -> None:
+        outputs = pytree.tree_leaves(module.graph_forward(*flat))
+        made = [t for t in outputs if isinstance(t, Tensor) and t.requires_grad]
+        made = [t for t in made if t.dim() == 0] or made  # a scalar is the loss
+        if made and sources:
+            torch.autograd.grad(made, sources, [torch.ones_like(t) for t in made], allow_unused=True)
+
+    try:
+        step()
+    except RuntimeError:  # a model for inference alone: it writes over what its own backward needs
+        return lambda: module.graph_forward(*flat)
+    return step
+
+
+def _own(value: Any) -> Any:
+    """Copy an input: a model may write to it."""
+    return value.detach().clone().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
+
+
+def _rounds() -> Iterator[int]:
+    """Count rounds until the time is over."""
+    end = time.perf_counter() + SECONDS
+    for i in range(ROUNDS[1]):
+        if i >= ROUNDS[0] and time.perf_counter() > end:
+            return
+        yield i

@@ -1,0 +1,128 @@
+"""Keep a model's own `torch.autograd.Function`s whole while it is exported.
+
+The exporter would inline `forward` and lose `backward`. So while a model is exported, each call of `apply` is a call of
+an operator that is made for it; afterwards the operators become calls again:
+
+    TimesHundred.apply(x, 2)  ->  ops.fxamp_export.TimesHundred_0(x)  ->  call(TimesHundred, x, 2)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.utils.checkpoint
+from torch.fx import GraphModule, Node
+
+from passes._torch import pytree
+
+from .preflight import used_by_model
+
+_APPLY = vars(torch.autograd.Function)["apply"].__func__
+_NAMESPACE = "fxamp_export"
+_TYPES = {torch.Tensor: "Tensor", torch.SymInt: "SymInt"}
+
+
+def call(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """Call an autograd function, as a node of a graph."""
+    return function.apply(*args)
+
+
+class _Lost(Exception):  # noqa: N818 - a signal inside this file, not an error
+    """The call cannot be an operator."""
+
+
+class _Operator:
+    """One call of an autograd function, as an operator over its tensors that returns a list of tensors."""
+
+    def __init__(self, library: Any, name: str, apply: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        self.apply, self.args, self.single = apply, args, False
+        self.given = [i for i, a in enumerate(args) if isinstance(a, (torch.Tensor, torch.SymInt))]
+        if len(self.given) < len([v for v in pytree.tree_leaves(args) if isinstance(v, (torch.Tensor, torch.SymInt))]):
+            raise _Lost  # some are inside containers
+        kinds = [next(word for kind, word in _TYPES.items() if isinstance(args[i], kind)) for i in self.given]
+        schema = ", ".join(f"{kind} a{i}" for kind, i in zip(kinds, self.given, strict=True))
+        library.define(f"{name}({schema}) -> Tensor[]")
+        torch.library.register_fake(f"{_NAMESPACE}::{name}", self._run, lib=library)
+        self.target: Any = getattr(getattr(torch.ops, _NAMESPACE), name).default
+
+    def __call__(self) -> Any:
+        """Call the operator in the place of the function."""
+        made = self.target(*(self.args[i] for i in self.given))
+        return made[0] if self.single else tuple(made)
+
+    def _run(self, *tensors: Any) -> list[torch.Tensor]:
+        versions = [t._version for t in tensors if isinstance(t, torch.Tensor)]
+        made = self.apply(*self.with_operands(tensors))
+        if versions != [t._version for t in tensors if isinstance(t, torch.Tensor)]:
+            raise _Lost  # an operator that does not say so may write to nothing
+        self.single = isinstance(made, torch.Tensor)
+        outputs = [made] if self.single else list(made)
+        if not all(isinstance(t, torch.Tensor) for t in outputs):
+            raise _Lost
+        return outputs
+
+    def with_operands(self, operands: Any) -> tuple[Any, ...]:
+        """Return the arguments of the call with other operands."""
+        args = list(self.args)
+        for i, operand in zip(self.given, operands, strict=True):
+            args[i] = operand
+        return tuple(args)
+
+
+class Functions:
+    """The autograd functions that are called while one model is exported."""
+
+    def __init__(self) -> None:
+        self._library = torch.library.Library(_NAMESPACE, "FRAGMENT")
+        self._called: dict[Any, tuple[type, _Operator]] = {}
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """Let operators stand for the functions that the model calls."""
+        me, otherwise = threading.get_ident(), vars(torch.autograd.Function)["apply"].__func__
+
+        def apply(cls: Any, *args: Any) -> Any:
+            if threading.get_ident() == me and cls.__module__ != torch.utils.checkpoint.__name__ and used_by_model():
+                name = f"{cls.__name__}_{id(self)}_{len(self._called)}"
+                with contextlib.suppress(_Lost):
+                    made = _Operator(self._library, name, functools.partial(_APPLY, cls), args)
+                    self._called[made.target] = (cls, made)
+                    return made()
+            return otherwise(cls, *args)
+
+        with mock.patch.object(torch.autograd.Function, "apply", classmethod(apply)):
+            yield
+
+    def restore(self, gm: GraphModule) -> None:
+        """Let calls take the place of the operators, in every graph of a module, and free those."""
+        for module in gm.modules():
+            if isinstance(module, GraphModule):
+                for node in list(module.graph.nodes):
+                    if node.target in self._called:
+                        _restore(module, node, *self._called[node.target])
+                module.recompile()
+        self._library._destroy()
+
+
+def _restore(gm: GraphModule, node: Node, cls: type, made: _Operator) -> None:
+    name = cls.__name__
+    while getattr(gm, name, cls) is not cls:
+        name += "_"
+    setattr(gm, name, cls)
+    with gm.graph.inserting_before(node):
+        function = gm.graph.create_node("get_attr", name)
+        new = gm.graph.call_function(call, (function, *made.with_operands(node.args)))
+    new.meta = dict(node.meta)
+    if made.single:
+        new.meta["val"] = node.meta["val"][0]
+        for item in list(node.users):
+            item.replace_all_uses_with(new)
+            gm.graph.erase_node(item)
+    node.replace_all_uses_with(new)
+    gm.graph.erase_node(node)

@@ -1,0 +1,112 @@
+"""Time single ops on the device at hand, forward and backward, for `cost="measured"`.
+
+What else runs on a machine only ever adds to a time, so the least one counts. It is looked for in several sweeps over
+all calls, each time until it has come up again and again: on a quiet machine at once, on a busy one after a while. A
+time that did not settle serves this conversion and is not kept; what did is read from `cost_cache` the next time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from passes._torch import pytree
+from passes.measured_costs import Call, Filler
+
+from . import cost_cache
+from .check import same_random_state
+
+SWEEPS = 3
+PATIENCE = 0.06  # seconds that a call is timed for in one sweep, if its least time does not come up again
+SETTLED = 5  # samples near the least one end a sweep
+ENOUGH = 3  # of them in all sweeps make a time that is kept
+
+
+class OpTimer:
+    """Gives the nanoseconds of calls on a device; those that it was asked before come from the cache."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+
+    def __call__(self, calls: Sequence[Call]) -> dict[Call, int]:
+        """Return the nanoseconds of each call, one that cannot run left out; shows its progress."""
+        known = cost_cache.load(self.device)
+        missing = [call for call in calls if call.key not in known]
+        if missing:
+            samples = self._measure(missing)
+            known |= {key: min(taken) for key, taken in samples.items()}
+            cost_cache.save(self.device, {key: min(taken) for key, taken in samples.items() if _near(taken) >= ENOUGH})
+        return {call: known[call.key] for call in calls if call.key in known}
+
+    def _measure(self, calls: Sequence[Call]) -> dict[str, list[int]]:
+        """Return the nanoseconds of each call, as often as it was timed."""
+        samples: dict[str, list[int]] = {call.key: [] for call in calls}
+        with training_alone(), tqdm(total=SWEEPS * len(calls), desc="measuring ops", unit="op") as progress:
+            for call in list(calls) * SWEEPS:
+                progress.update()
+                if call.key not in samples:
+                    continue
+                try:
+                    samples[call.key] += self._time(self._prepare(call))
+                except Exception:  # whatever a kernel raises on a dtype that it lacks: this op is not measured
+                    del samples[call.key]
+        return samples
+
+    def _time(self, run: Callable[[], object]) -> list[int]:
+        """Return the nanoseconds of one call, forward and backward, several times."""
+        run()
+        taken: list[int] = []
+        end = time.perf_counter() + PATIENCE
+        while len(taken) < 2 or (_near(taken) < SETTLED and time.perf_counter() < end):
+            self._synchronize()
+            start = time.perf_counter_ns()
+            run()
+            self._synchronize()
+            taken.append(time.perf_counter_ns() - start)
+        return taken
+
+    def _prepare(self, call: Call) -> Callable[[], object]:
+        """Return a function that makes the call and runs its backward."""
+        args, kwargs = pytree.tree_map(
+            lambda leaf: self._filled(leaf) if isinstance(leaf, Filler) else leaf, (list(call.args), dict(call.kwargs))
+        )
+        inputs = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.requires_grad]
+
+        def outputs() -> list[Tensor]:
+            leaves = pytree.tree_leaves(call.function(*args, **kwargs))
+            return [t for t in leaves if isinstance(t, Tensor) and t.requires_grad]
+
+        gradients = [torch.ones_like(t) for t in outputs()]
+        if not gradients:
+            return outputs
+        return lambda: torch.autograd.grad(outputs(), inputs, gradients, allow_unused=True)
+
+    def _filled(self, filler: Filler) -> Tensor:
+        """Return a tensor: ones, or zeros where it may be an index."""
+        size = 1 + sum((n - 1) * step for n, step in zip(filler.shape, filler.stride, strict=True))
+        index = not filler.dtype.is_floating_point and filler.dtype is not torch.bool
+        storage = torch.full((max(size, 1),), 0 if index else 1, dtype=filler.dtype, device=self.device)
+        return storage.as_strided(filler.shape, filler.stride).requires_grad_(filler.requires_grad)
+
+    def _synchronize(self) -> None:
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+
+
+def _near(taken: Sequence[int]) -> int:
+    """Return how many samples are within a tenth of the least one."""
+    return sum(t <= 1.1 * min(taken) for t in taken) if taken else 0
+
+
+@contextlib.contextmanager
+def training_alone() -> Iterator[None]:
+    """Run with gradients, without warnings, and leave the random states as they were."""
+    with warnings.catch_warnings(), same_random_state(), torch.inference_mode(False), torch.enable_grad():
+        warnings.simplefilter("ignore")
+        yield

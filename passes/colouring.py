@@ -1,0 +1,35 @@
+"""What is decided for one node, as the passes hand it on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch.fx import Node
+
+Place = tuple[str, int]  # an operand: argument name, index in a list argument
+
+
+@dataclass
+class Colouring:
+    """What was decided for one node.
+
+    Attributes:
+        dtype: what the node runs in.
+        kind: the kind of the rule, or "override", "region", "cast".
+        reason: "code: sentence".
+        casts: the operands that must be cast, and to what.
+        set_dtype: the new dtype argument of a relative user cast.
+        literals: Python numbers to replace, (old, new).
+        clamped: operands to bring into the low dtype's range first.
+        causes: the nodes whose decisions this one follows from.
+    """
+
+    dtype: torch.dtype
+    kind: str
+    reason: str
+    casts: dict[Place, torch.dtype] = field(default_factory=dict)
+    set_dtype: torch.dtype | None = None
+    literals: tuple[tuple[float, float], ...] = ()
+    clamped: tuple[Place, ...] = ()
+    causes: tuple[Node, ...] = ()

@@ -1,0 +1,139 @@
+"""Which values the low dtype cannot hold: out of its range, too small for it, or positions.
+
+A position is a float made of integers: BF16 has 256 of them before two are equal, FP16 has 2048. What is made of one
+stays FP32 until an op bounds it: a sine, a softmax, a norm, a division that brings it into [-1, 1]. A matrix product
+with a learned weight rounds it, as under autocast.
+
+Before: angles = arange(n).float()[:, None] * inv_freq; angles.cos()
+After:  the same, angles FP32; cos is free
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Graph, Node
+
+from . import ops
+from ._torch import FakeTensor
+from .literals import FP32_MAX, has_tiny, is_extreme, numbers
+from .rules import Rule
+from .values import ANY, LOW, is_floating
+
+# Ops that bring a value of any size back into range.
+_BOUNDS = frozenset(
+    """softmax _softmax _safe_softmax log_softmax sigmoid tanh erf sin cos hardsigmoid layer_norm group_norm rms_norm
+    batch_norm instance_norm""".split()  # noqa: SIM905
+)
+# What counts, whatever it is made of.
+_COUNTS = frozenset(["arange", "range", "cumsum"])
+_CONVERTS = frozenset(["to", "type_as", "add", "sub", "rsub", "mul", "div", "pow", "outer"])
+_ONE: tuple[tuple[str, ...], ...] = (("float",), ("first",))  # what comes out is one floating tensor
+_MOVES = frozenset(["getitem", "to", "type_as", "detach_"])
+_FILLS = frozenset(["full", "new_full", "full_like", "scalar_tensor", "tensor"])
+
+
+def note_buffers(graph: Graph, attribute: Callable[[str], Any]) -> None:
+    """Leave in `meta` which values are buffers or constants, and the number that one of no dimension holds.
+
+    A fill value is mostly a literal, and sometimes such a tensor. `attribute` resolves the target of a get_attr.
+    """
+    for node in graph.nodes:
+        value = attribute(str(node.target)) if node.op == "get_attr" else None
+        if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+            node.meta["buffer"] = True
+            known = not isinstance(value, FakeTensor) and not value.is_meta
+            if known and value.dim() == 0 and value.is_floating_point():
+                node.meta["constant"] = float(value)
+
+
+class Extremes:
+    """What is known of the values of one graph, learned node by node.
+
+    Attributes:
+        values: what must be read in FP32.
+        lowest: of these, what only `finfo(float32).min` takes out of range.
+        fixed: made of buffers, constants and integers alone.
+        constants: tensors of no dimension that hold a known number.
+    """
+
+    def __init__(self, graph: Graph, low: torch.dtype) -> None:
+        self.low = low
+        self.values: set[Node] = set()
+        self.lowest: set[Node] = set()
+        self.fixed: set[Node] = set()
+        self.constants: dict[Node, float] = {}
+        self._tiny: set[Node] = set()  # of the values, those that only moves pass on: x + eps, and not 1 / (x + eps)
+        self._largest: dict[Node, float] = {}  # what a range of numbers goes to
+        for node in graph.nodes:
+            if node.meta.get("buffer"):
+                self.fixed.add(node)
+            if "constant" in node.meta:
+                self._is_constant(node, node.meta["constant"])
+
+    def _is_constant(self, node: Node, number: float) -> None:
+        self.constants[node] = number
+        if is_extreme(number, self.low):
+            self.values.add(node)
+            if abs(number) == FP32_MAX:
+                self.lowest.add(node)
+
+    def visit(self, node: Node, name: str, row: Rule, dtypes: dict[Node, Any]) -> None:
+        """Learn what a call makes, from what it reads."""
+        operands = [o.node for o in ops.operands(node)]
+        moves = bool(operands) and (row.commutes != "" or name in _MOVES)
+        found = list(numbers(node))
+        if all(n in self.fixed or not (is_floating(dtypes[n]) or dtypes[n] is ANY) for n in operands):
+            self.fixed.add(node)
+        if name == "arange" and not operands and found:
+            self._largest[node] = max(map(abs, found))
+        elif moves and operands[0] in self._largest:
+            self._largest[node] = self._largest[operands[0]]
+        if not is_floating(dtypes[node]) or dtypes[node] in LOW:
+            return  # what is low is past saving
+        if moves and operands[0] in self.constants:
+            self._is_constant(node, self.constants[operands[0]])
+        elif name in _FILLS and len(found) == 1 and (_is_scalar(node) or "val" not in node.meta):
+            self._is_constant(node, found[0])
+        elif has_tiny(name, found, self.low) or (moves and any(n in self._tiny for n in operands)):
+            self._tiny.add(node)
+            self.values.add(node)
+        elif not self._is_scaled(name, operands, found):
+            self._range(node, found, operands if (moves or row.out in _ONE) and name not in _BOUNDS else [])
+            if self._is_position(node, name, operands, dtypes):
+                self.values.add(node)
+
+    def _range(self, node: Node, found: list[float], passed: list[Node]) -> None:
+        """Learn what numbers out of range make, and what is made of such values in turn, where it is passed on."""
+        extreme = [x for x in found if is_extreme(x, self.low)]
+        read = [n for n in passed if n in self.values and n not in self._tiny]
+        if extreme or read:
+            self.values.add(node)
+            if all(abs(x) == FP32_MAX for x in extreme) and all(n in self.lowest for n in read):
+                self.lowest.add(node)
+
+    def _is_scaled(self, name: str, operands: list[Node], found: list[float]) -> bool:
+        """Say whether a range of numbers is brought into [-1, 1]."""
+        largest = self._largest.get(operands[0]) if len(operands) == len(found) == 1 else None
+        if largest is None or name not in ("div", "mul"):
+            return False
+        return largest <= abs(found[0]) if name == "div" else largest * abs(found[0]) <= 1
+
+    def _is_position(self, node: Node, name: str, operands: list[Node], dtypes: dict[Node, Any]) -> bool:
+        """Say whether a float is made of integers, or counts; numbers beside an activation in low are neither."""
+        if name in _COUNTS:
+            return True
+        whole = any(_is_whole(dtypes[n]) and not _is_scalar(n) for n in operands)
+        return whole and name in _CONVERTS and not any(dtypes[n] in LOW for n in operands)
+
+
+def _is_whole(dtype: Any) -> bool:
+    return isinstance(dtype, torch.dtype) and not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
+
+
+def _is_scalar(node: Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and value.dim() == 0

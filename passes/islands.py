@@ -1,0 +1,117 @@
+"""From O2 on: norms and softmaxes written by hand, each as one FP32 island with low ends.
+
+An island is a value divided by a statistic of itself. It begins behind what numerator and denominator have in common,
+it ends with the quotient, and all between is FP32: a sum of squares leaves FP16's range, and a rounded mean
+does not centre.
+
+Before: y = x * rsqrt(mean(pow(x, 2)) + eps); mul(weight, y)
+After:  the same over to(x, f32), in FP32; mul(to(weight, bf16), to(y, bf16))
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+
+from torch.fx import Graph, Node
+
+from . import ops
+from .rules import rule
+
+_ARITHMETIC = frozenset(
+    """add sub rsub mul div pow square sqrt rsqrt reciprocal abs neg exp exp2 log log2 clamp clamp_min clamp_max maximum
+    where masked_fill to""".split()  # noqa: SIM905
+)
+_REDUCTIONS = frozenset(
+    """mean sum var std var_mean std_mean norm linalg_norm linalg_vector_norm amax max logsumexp""".split()  # noqa: SIM905
+)
+_LONGEST = 64  # nodes; no norm has as many, and a search that finds none stops
+
+
+def islands(graph: Graph) -> frozenset[Node]:
+    """Return the nodes that an island keeps in FP32."""
+    order = {n: i for i, n in enumerate(graph.nodes)}
+    found: set[Node] = set()
+    for node in graph.nodes:
+        for value, divisor in _quotients(node):
+            found |= _island(order, node, value, divisor)
+    return frozenset(found)
+
+
+def _quotients(node: Node) -> Iterator[tuple[Node, Node]]:
+    """Yield (value, divisor) for each way to read a call as a quotient: x / y, x * (1 / y), x - log(y)."""
+    name = ops.name(node)
+    if name not in ("div", "mul", "sub"):
+        return
+    first, second = (*node.args, None, None)[:2]
+    if not isinstance(first, Node) or not isinstance(second, Node):
+        return
+    if name == "div" or _inverts(second, name):
+        yield first, second
+    if name == "mul" and _inverts(first, name):
+        yield second, first
+
+
+def _inverts(node: Node, name: str) -> bool:
+    """Say whether a value is one over something; for a difference, whether it is a logarithm."""
+    while _is_move(node) or ops.name(node) == "to" or (ops.name(node) == "mul" and len(node.all_input_nodes) == 1):
+        node = node.args[0]  # type: ignore[assignment]
+    if name == "sub":
+        return ops.name(node) in ("log", "log2", "logsumexp")
+    exponent = node.args[1] if ops.name(node) == "pow" else 0
+    if ops.name(node) == "div":
+        return not isinstance(node.args[0], Node)
+    return ops.name(node) in ("rsqrt", "reciprocal") or (isinstance(exponent, (int, float)) and exponent < 0)
+
+
+def _is_move(node: Node) -> bool:
+    row = rule(ops.name(node))
+    return bool(node.args) and isinstance(node.args[0], Node) and row is not None and row.commutes != "" and (
+        row.name not in _ARITHMETIC | _REDUCTIONS
+    )  # fmt: skip
+
+
+def _island(order: dict[Node, int], end: Node, value: Node, divisor: Node) -> set[Node]:
+    """Return the nodes from what value and divisor have in common to the quotient; none when it is no norm."""
+    sides: dict[Node, set[Node]] = {value: {value}}
+    sides.setdefault(divisor, set()).add(divisor)
+    latest = [(-order[n], n) for n in sides]
+    heapq.heapify(latest)
+    common: list[Node] = []
+    visited: list[Node] = []
+    while latest and len(visited) < _LONGEST:
+        node = heapq.heappop(latest)[1]
+        if len(sides[node]) == 2 and _size(node) == _size(value):  # else a statistic that both read
+            common.append(node)
+        elif ops.name(node) in _ARITHMETIC | _REDUCTIONS or _is_move(node) or ops.name(node) == "getitem":
+            visited.append(node)
+            for operand in node.all_input_nodes:
+                if operand not in sides:
+                    heapq.heappush(latest, (-order[operand], operand))
+                sides.setdefault(operand, set()).update(sides[node])
+    inside = set(common)
+    for node in reversed(visited):
+        if any(n in inside for n in node.all_input_nodes):
+            inside.add(node)
+    inside -= set(common)
+    statistics = [n for n in inside if ops.name(n) in _REDUCTIONS and divisor in sides[n]]
+    if not statistics:
+        return set()
+    for node in common:
+        inside |= _before(order, node)
+    return inside | {end}
+
+
+def _before(order: dict[Node, int], node: Node) -> set[Node]:
+    """Return what belongs to an island before the value that it divides: an exponential, and what centres."""
+    inside: set[Node] = set()
+    if ops.name(node) in ("exp", "exp2") and isinstance(node.args[0], Node):
+        inside, node = {node}, node.args[0]
+    if ops.name(node) == "sub" and all(isinstance(a, Node) for a in node.args[:2]):
+        inside |= _island(order, node, *node.args[:2])  # type: ignore[arg-type]
+    return inside
+
+
+def _size(node: Node) -> tuple[int, ...] | None:
+    shape = getattr(node.meta.get("val"), "shape", None)
+    return tuple(shape) if shape is not None else None

@@ -1,0 +1,62 @@
+"""Whether a device has a kernel for an op in low, where that is not known beforehand: it is tried, once.
+
+Recurrent layers in FP16 need a CPU that has FP16 arithmetic, and what a user's own op takes only its author knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from . import ops
+from .values import ELIGIBLE, concrete_size
+
+_NOT_EVERYWHERE = frozenset(["lstm", "rnn_tanh", "rnn_relu", "gru", "quantized_gru"])
+_tried: dict[Any, bool] = {}
+
+
+def runs_in(node: Node, dtype: torch.dtype, device: str, dtype_of: Callable[[Node], Any]) -> bool:
+    """Say whether an op runs with its floating operands in this dtype; True where that cannot be tried.
+
+    It is run on zeros of the sizes that it has in the graph. An op that does not run in the dtypes of the original
+    either says nothing.
+    """
+    name = ops.name(node)
+    if name not in _NOT_EVERYWHERE and "::" not in name:
+        return True
+    if device == "cuda" and not torch.cuda.is_available():
+        return True
+    key = (name, dtype, device)
+    if key not in _tried:
+        low = _runs(node, lambda n: dtype if dtype_of(n) in ELIGIBLE else None)
+        _tried[key] = low or not _runs(node, lambda n: None)
+    return _tried[key]
+
+
+def _runs(node: Node, dtype_of: Callable[[Node], torch.dtype | None]) -> bool:
+    def zeros(arg: Node) -> Any:
+        return torch.utils._pytree.tree_map(lambda v: _zeros(v, dtype_of(arg)), arg.meta.get("val"))
+
+    target: Any = node.target
+    try:
+        with torch.no_grad():
+            args, kwargs = torch.fx.map_arg((node.args, dict(node.kwargs)), zeros)
+            if node.op == "call_method":
+                getattr(args[0], target)(*args[1:], **kwargs)
+            else:
+                target(*args, **kwargs)
+    except Exception:  # whatever a kernel raises that does not take the dtype
+        return False
+    return True
+
+
+def _zeros(value: Any, dtype: torch.dtype | None) -> Any:
+    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return concrete_size(value)
+    if not isinstance(value, torch.Tensor):
+        return value
+    sizes = [concrete_size(s) for s in value.shape]
+    return torch.zeros(sizes, dtype=dtype or value.dtype, device=value.device)

@@ -1,0 +1,48 @@
+"""How the levels beyond autocast read a rule: O2 runs low what is not sensitive, O3 what has a low kernel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from .facts import facts_of, rounds_once
+from .policy import Policy
+from .rules import BANNED, COMPOSITE, FOLLOW, FP32, KEEP, LOW, PROMOTE, RULES, Rule
+
+_LOSSES = frozenset(n for n, r in RULES.items() if r.reason.startswith("loss"))
+
+
+def by_level(policy: Policy, node: Node, row: Rule, kind: str, floats: list[Node], extreme: bool) -> str:
+    """Return the kind of a node at O2 or O3.
+
+    Args:
+        policy: with dtype and device filled in.
+        node: the call.
+        row: its rule.
+        kind: the kind that the rule has on the device.
+        floats: its floating operands.
+        extreme: one of them holds what the low dtype cannot.
+    """
+    device = policy.device or "cpu"
+    low: Any = policy.dtype
+    if kind in (LOW, KEEP, BANNED, COMPOSITE):
+        return kind
+    if device in row.no_low:
+        return FP32
+    several = PROMOTE if kind == PROMOTE or len(floats) > 1 else FOLLOW
+    if policy.level == "O3" and not extreme:
+        return LOW if row.out[0] in ("float", "first") and not row.commutes else several
+    if row.name in _LOSSES:  # FP32, but for one that only picks values out
+        return FOLLOW if facts_of(node, device, low).commutes_forward else FP32
+    if row.sensitive and not _is_relieved(node, row, device, low):
+        return FP32
+    return several if kind == FP32 else kind
+
+
+def _is_relieved(node: Node, row: Rule, device: str, low: Any) -> bool:
+    """Say whether a sensitive op is harmless in low here: it rounds once, and low has the range it needs."""
+    if row.sensitive == "range" and low is not torch.bfloat16:
+        return False
+    return rounds_once(node, row.name, device, low)

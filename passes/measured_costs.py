@@ -1,0 +1,146 @@
+"""What a placement costs in nanoseconds: the calls that the cut has to compare, timed on the device at hand.
+
+The timer belongs to the caller: it is given every distinct call at once, and returns the nanoseconds of each. A call
+is an op with its literal arguments, and shapes, strides and dtypes of its tensors, so that equal layers are timed once.
+
+Before: linear(x: f32[4, 8], w), low or FP32?    Asked: linear(bfloat16[4, 8], ...), linear(float32[4, 8], ...)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+from torch.fx.node import map_arg
+
+from . import ops
+from .costs import BYTES_PER_NANOSECOND, ByteCosts, Run, makes_view, number
+
+
+@dataclass(frozen=True)
+class Filler:
+    """A tensor to run an op on; strides are part of what its time depends on."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    def __str__(self) -> str:
+        """Write it short: `float32[4, 8]/[8, 1]`, with a `'` where gradients flow."""
+        name = str(self.dtype).removeprefix("torch.")
+        return f"{name}{list(self.shape)}/{list(self.stride)}{chr(39) * self.requires_grad}"
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call to be timed, forward and backward.
+
+    Attributes:
+        key: all that its time depends on, apart from the machine, as text; equal keys are equal calls.
+        function: what is called.
+        args: its arguments, with a Filler for every tensor.
+        kwargs: those by name.
+    """
+
+    key: str
+    function: Callable[..., Any] = field(compare=False)
+    args: Any = field(compare=False)
+    kwargs: Any = field(compare=False)
+
+
+# Gives the nanoseconds of each call, forward and backward together; leaves out those that cannot run.
+Timer = Callable[[Sequence[Call]], Mapping[Call, int]]
+
+
+ACCURACY = 0.05  # of a measured time; within it low, which saves memory, counts as the faster
+ROUND_TRIPS = 4  # of a cast, for one alone would be lost in the time that a backward takes to start
+
+
+class MeasuredCosts:
+    """Nanoseconds on the device at hand. What cannot be measured is estimated from its bytes."""
+
+    least = "takes the least time"
+
+    def __init__(self, device: str, low: torch.dtype, grad: frozenset[Node], timer: Timer) -> None:
+        self.low, self.grad, self.timer = low, grad, timer
+        self.bytes, self.speed = ByteCosts(device, grad), BYTES_PER_NANOSECOND[device]
+
+    def price(self, runs: Sequence[Run], casts: Sequence[Node]) -> tuple[list[int], list[int]]:
+        """Time every distinct call once and return the nanoseconds of each."""
+        run_calls = [None if makes_view(r.node) else self._run(r) for r in runs]
+        cast_calls = [self._cast(n) for n in casts]
+        taken = self.timer(list(dict.fromkeys(c for c in (*run_calls, *cast_calls) if c is not None)))
+        unknown = {r.node for r, c in zip(runs, run_calls, strict=True) if c not in taken}  # in one dtype, so in both
+        return (
+            [
+                self._of_run(r, taken.get(c) if c and r.node not in unknown else None)
+                for r, c in zip(runs, run_calls, strict=True)
+            ],
+            [self._of_cast(n, taken.get(c) if c else None) for n, c in zip(casts, cast_calls, strict=True)],
+        )
+
+    def _of_run(self, run: Run, taken: int | None) -> int:
+        if taken is None:
+            return self.bytes.run(run.node, run.dtype.itemsize) // self.speed
+        return int(taken * (1 - ACCURACY)) if run.dtype == self.low else taken
+
+    def _of_cast(self, value: Node, taken: int | None) -> int:
+        return self.bytes.cast(value) // self.speed if taken is None else taken // (2 * ROUND_TRIPS)
+
+    def _run(self, run: Run) -> Call | None:
+        """Return the call of a node with its operands in the dtypes given; None when an argument is not known."""
+        operands = list(ops.operands(run.node))
+        if run.node.op == "call_module" or any(o.node.meta.get("val") is None for o in operands):
+            return None
+        fillers = iter(
+            [
+                self._filler(o.node.meta["val"], run.operands.get((o.name, o.index)), o.node in self.grad)
+                for o in operands
+            ]
+        )
+        args, kwargs = map_arg((run.node.args, dict(run.node.kwargs)), lambda _: next(fillers))
+        return _call(run.node.target, args, kwargs)
+
+    def _cast(self, node: Node) -> Call | None:
+        value = node.meta.get("val")
+        if not isinstance(value, Tensor):
+            return None
+        return _call(round_trips, (self._filler(value, torch.float32, node in self.grad), self.low), {})
+
+    def _filler(self, value: Any, dtype: Any, grad: bool) -> Any:
+        """Return a Filler for a tensor, also inside a container, and the number that a symbolic one was."""
+        if isinstance(value, (list, tuple)):
+            return [self._filler(v, None, grad) for v in value]
+        if isinstance(value, Tensor):
+            made = dtype if isinstance(dtype, torch.dtype) else value.dtype
+            shape, stride = tuple(map(number, value.shape)), tuple(map(number, value.stride()))
+            return Filler(shape, stride, made, grad and made.is_floating_point)
+        return number(value)
+
+
+def round_trips(value: Tensor, low: torch.dtype) -> Tensor:
+    """Cast a value down and up again, several times."""
+    for _ in range(ROUND_TRIPS):
+        value = value.to(low).to(value.dtype)
+    return value
+
+
+def _call(target: Any, args: Any, kwargs: Any) -> Call:
+    if isinstance(target, str):
+        name, function = f"Tensor.{target}", getattr(Tensor, target)
+    else:
+        name = str(target) if isinstance(target, torch._ops.OpOverload) else getattr(target, "__qualname__", "?")
+        function = target
+    given = [*map(_text, args), *(f"{k}={_text(v)}" for k, v in kwargs.items())]
+    return Call(f"{name}({', '.join(given)})", function, args, kwargs)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_text, value))}]"
+    return str(value)

@@ -1,0 +1,583 @@
+"""Convert many `transformers` architectures and compare each with `torch.autocast`, by both front ends.
+
+    python reports/coverage.py                              # every architecture of architectures.py
+    python reports/coverage.py --only BertForMaskedLM
+
+Each runs in a process of its own, with a time limit. Low is BF16, the level O1, the device a CPU. Writes `coverage.md`
+and `coverage.json` beside this file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import functools
+import io
+import json
+import logging
+import multiprocessing
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+from tabulate import tabulate
+from torch import Tensor, nn
+from torch.fx import GraphModule, Interpreter, Node
+from torch.overrides import TorchFunctionMode
+from tqdm import tqdm
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+
+import fxamp  # noqa: E402  (the path comes first)
+from fxamp.measure import _Counter, step_counts  # noqa: E402
+from passes import ops  # noqa: E402
+from passes._torch import pytree  # noqa: E402
+from passes.plan import DEVIATIONS  # noqa: E402
+from passes.values import keys  # noqa: E402
+from reports.architectures import BY_NAME, Inputs  # noqa: E402
+from tests.harness import UnderAutocast, distance, floats  # noqa: E402
+
+POLICY, LOW = "O1,dtype=bf16", torch.bfloat16
+EXPORT, BACKEND = "export", "backend"
+BATCHES = (2, 3)
+SECONDS = 240
+
+
+@dataclass(frozen=True)
+class Row:
+    """What became of one architecture by one front end.
+
+    `captured` is whether torch does it without fxamp, which is tried where fxamp fails, for fxamp captures by the same
+    means; `problem` is why the first thing that failed did. Numbers
+    are None where they could not be had. `outputs` and `gradients` are ratios of distances from float64 to those of
+    autocast; `deviation` is the code of the first node that differs from autocast in eval, found at `where`.
+    """
+
+    architecture: str
+    family: str
+    front_end: str
+    captured: bool = False
+    converted: bool = False
+    runs: bool = False
+    verified: str = ""
+    graphs: int = 0
+    equal: bool | None = None
+    deviation: str = ""
+    where: str = ""
+    outputs: float | None = None
+    gradients: float | None = None
+    casts: int | None = None
+    autocast_casts: int | None = None
+    problem: str = ""
+    seconds: float = 0.0
+
+
+# What the converted models are compared with.
+
+
+class Double(TorchFunctionMode):
+    """Makes float64 of every float32 that a model asks for, so that an oracle in float64 is one throughout."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.float:
+            return args[0].double()
+        wider: Callable[[Any], Any] = lambda v: torch.float64 if v is torch.float32 else v  # noqa: E731
+        args, kwargs = pytree.tree_map(wider, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Outputs in eval mode and gradients in train mode."""
+
+    outputs: list[Tensor]
+    gradients: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What autocast gives, what float64 gives, and the casts of a training step under autocast.
+
+    `problem` says why autocast, or float64, cannot run the model.
+    """
+
+    autocast: Measured | None = None
+    truth: Measured | None = None
+    casts: int | None = None
+    problem: str = ""
+
+
+def reference(model: nn.Module, inputs: Inputs) -> Reference:
+    """Measure what the converted models are compared with."""
+    found = Reference()
+    under = UnderAutocast(model, LOW)
+    try:
+        casts = step_counts(lambda: _loss_under_autocast(model.train(), inputs)).casts
+        found = replace(found, autocast=_measure(under, model, inputs), casts=casts)
+    except Exception as e:
+        return replace(found, problem=f"torch.autocast: {_line(e)}")
+    finally:
+        model.zero_grad(set_to_none=True)
+    try:
+        return replace(found, truth=_in_double(model, inputs))
+    except Exception as e:
+        return replace(found, problem=f"float64: {_line(e)}")
+
+
+def _in_double(model: nn.Module, inputs: Inputs) -> Measured:
+    double: Any = copy.deepcopy(model).double()
+    if hasattr(double, "set_experts_implementation"):
+        double.set_experts_implementation("eager")  # grouped matrix products have no float64 kernel
+    torch.set_default_dtype(torch.float64)
+    try:
+        with Double():
+            return _measure(double, double, _floats_to(inputs, torch.float64))
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def _floats_to(inputs: Inputs, dtype: torch.dtype) -> Inputs:
+    return {k: v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in inputs.items()}
+
+
+def _loss_under_autocast(model: nn.Module, inputs: Inputs) -> Tensor:
+    with torch.autocast("cpu", dtype=LOW):
+        return loss_of(model(**inputs))
+
+
+def _measure(module: nn.Module, model: nn.Module, inputs: Inputs) -> Measured:
+    """Run a module that shares the parameters of a model, in eval and in train mode."""
+    _set_mode(module, model, False)
+    outputs = [t.detach() for t in floats(module(**inputs))]
+    _set_mode(module, model, True)
+    model.zero_grad(set_to_none=True)
+    with _same_buffers(model):
+        loss_of(module(**inputs)).backward()
+    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return Measured(outputs, gradients)
+
+
+def _set_mode(module: nn.Module, model: nn.Module, training: bool) -> None:
+    model.train(training)
+    module.train(training)
+
+
+@contextlib.contextmanager
+def _same_buffers(model: nn.Module) -> Iterator[None]:
+    before = {n: b.clone() for n, b in model.named_buffers()}
+    yield
+    with torch.no_grad():
+        for n, b in model.named_buffers():
+            b.copy_(before[n])
+
+
+def loss_of(output: Any) -> Tensor:
+    """Return the model's own loss; without one, the mean squares of its outputs together."""
+    if getattr(output, "loss", None) is not None:
+        loss: Tensor = output.loss
+        return loss
+    return torch.stack([t.float().square().mean() for t in floats(output) if t.requires_grad]).sum()
+
+
+# The front ends.
+
+
+def by_export(name: str) -> Row:
+    """Convert one architecture ahead of time."""
+    row = Row(name, BY_NAME[name].family, EXPORT)
+    model, inputs = BY_NAME[name]()
+    convert = functools.partial(fxamp.convert, model, (), inputs, capture="export", dynamic_shapes=_dynamic(inputs))
+    try:
+        model.train()
+        module = evaluated = convert(policy=POLICY)
+        if module.only_mode is not None:  # the model computes differently in eval mode
+            model.eval()
+            evaluated = convert(policy=POLICY)
+    except Exception as e:
+        model, inputs = BY_NAME[name]()
+        return _refused(row, e, lambda: _torch_export(model.train(), inputs))
+    parts = 1 if evaluated is module else 2
+    row = replace(row, captured=True, converted=True, verified=evaluated.plan.verified, graphs=parts)
+    both = _ByMode(module, evaluated)
+    row = _compared(row, both, model, inputs, lambda: step_counts(lambda: loss_of(both(**inputs))).casts)
+    if row.equal is not False:
+        return row
+    model.eval()
+    plain = convert(policy="O0,dtype=bf16", check=False).eval()
+    expected, got = _Record(plain), _Record(evaluated.eval())
+    flat = evaluated.call_spec.bind((), inputs)
+    with torch.no_grad():
+        with torch.autocast("cpu", dtype=LOW), contextlib.suppress(_Stopped):
+            expected.run(*flat, enable_io_processing=False)
+        got.run(*flat, enable_io_processing=False)
+    return _explained(row, [(0, expected, got)], evaluated.plan)
+
+
+def _torch_export(model: nn.Module, inputs: Inputs) -> None:
+    """Let torch export the model with dynamic sizes or, failing that, with static ones."""
+    with contextlib.redirect_stderr(io.StringIO()):
+        try:
+            torch.export.export(model, (), inputs, dynamic_shapes=_dynamic(inputs))
+        except Exception:
+            torch.export.export(model, (), inputs)
+
+
+def _dynamic(inputs: Inputs) -> dict[str, Any]:
+    """Return dynamic shapes: every dimension, but of images the batch; torch takes minutes over those of windows."""
+    return {k: _auto(v) if isinstance(v, Tensor) else None for k, v in inputs.items()}
+
+
+def _auto(tensor: Tensor) -> dict[int, Any]:
+    return dict.fromkeys(range(tensor.dim() if tensor.dim() < 4 else 1), torch.export.Dim.AUTO)
+
+
+class _ByMode(nn.Module):
+    """Two conversions of one model, each for its mode; the same one where it serves both."""
+
+    def __init__(self, in_training: nn.Module, in_eval: nn.Module) -> None:
+        super().__init__()
+        self.in_training, self.in_eval = in_training, in_eval
+
+    def forward(self, **inputs: Any) -> Any:
+        return (self.in_training if self.training else self.in_eval)(**inputs)
+
+
+class _Backend:
+    """`fxamp.backend` with graphs run as they are, as "eager" does; a call can be counted, or recorded."""
+
+    def __init__(self) -> None:
+        self.graphs = 0
+        self.counter: _Counter | None = None
+        self.records: list[tuple[int, _Record, _Record]] | None = None
+
+    def __call__(self, gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        index, plain = self.graphs, copy.deepcopy(gm)
+        self.graphs += 1
+
+        def inner(converted: GraphModule, _: list[Any]) -> Callable[..., Any]:
+            return functools.partial(self._call, index, plain, converted)
+
+        return fxamp.backend(policy=POLICY, backend=inner)(gm, example_inputs)
+
+    def _call(self, index: int, plain: GraphModule, converted: GraphModule, *args: Any) -> Any:
+        if self.records is not None:
+            expected, got = _Record(plain), _Record(converted)
+            self.records.append((index, expected, got))
+            with torch.autocast("cpu", dtype=LOW), contextlib.suppress(_Stopped):
+                expected.run(*args, enable_io_processing=False)
+            return got.run(*args, enable_io_processing=False)
+        with self.counter or contextlib.nullcontext():
+            return converted(*args)
+
+
+def by_backend(name: str) -> Row:
+    """Convert one architecture just in time, for two batch sizes in train and in eval mode."""
+    row = Row(name, BY_NAME[name].family, BACKEND)
+    model, inputs = BY_NAME[name]()
+    backend = _Backend()
+    module: Any = torch.compile(model, backend=backend)
+    try:
+        _train_and_eval(module, name)
+        plan = fxamp.plan_of(module)
+    except Exception as e:
+        torch._dynamo.reset()
+        plain: Any = torch.compile(BY_NAME[name]()[0], backend="eager")
+        return _refused(row, e, lambda: _train_and_eval(plain, name))
+    row = replace(row, captured=True, converted=True, verified=plan.verified, graphs=backend.graphs)
+    row = _compared(row, module, model, inputs, lambda: _casts_of_compiled(module, backend, inputs))
+    if row.equal is not False:
+        return row
+    backend.records = []
+    module(**inputs)
+    return _explained(row, backend.records, plan)
+
+
+def _train_and_eval(module: nn.Module, name: str) -> None:
+    for training in (True, False):
+        module.train(training)
+        for size in BATCHES:
+            loss = loss_of(module(**BY_NAME[name].batch(size)))
+            if training:
+                loss.backward()
+
+
+def _casts_of_compiled(module: nn.Module, backend: _Backend, inputs: Inputs) -> int:
+    """Count the casts of a training step inside the graphs: under a dispatch mode torch would not run those at all."""
+    counter = backend.counter = _Counter()
+    try:
+        loss = loss_of(module(**inputs))
+    finally:
+        backend.counter = None
+    with counter:
+        loss.backward()
+    return counter.casts
+
+
+# The comparison.
+
+
+def _compared(row: Row, module: nn.Module, model: nn.Module, inputs: Inputs, casts: Callable[[], int]) -> Row:
+    """Fill in what running a converted module shows."""
+    found = reference(model, inputs)
+    row = replace(row, autocast_casts=found.casts, problem=found.problem)
+    try:
+        got = _measure(module, model, inputs)
+        _set_mode(module, model, True)
+        row = replace(row, runs=True, casts=casts())
+        model.zero_grad(set_to_none=True)
+        _set_mode(module, model, False)
+    except Exception as e:
+        return replace(row, runs=False, problem=_line(e))
+    if found.autocast is None:
+        return row
+    pairs = list(zip(found.autocast.outputs, got.outputs, strict=True))
+    row = replace(row, equal=all(torch.equal(a.float(), b.float()) for a, b in pairs))
+    if found.truth is None:
+        return row
+    return replace(
+        row,
+        outputs=_ratio(_named(got.outputs), _named(found.autocast.outputs), _named(found.truth.outputs)),
+        gradients=_ratio(got.gradients, found.autocast.gradients, found.truth.gradients),
+    )
+
+
+def _named(tensors: list[Tensor]) -> dict[str, Tensor]:
+    return {str(i): t for i, t in enumerate(tensors)}
+
+
+def _ratio(got: dict[str, Tensor], autocast: dict[str, Tensor], truth: dict[str, Tensor]) -> float | None:
+    """Return how far from the truth the one is, in units of how far the other is; 1 where both are equal."""
+    ours, theirs = distance(got, truth), distance(autocast, truth)
+    if ours == theirs:
+        return 1.0
+    return ours / theirs if theirs else None
+
+
+class _Stopped(Exception):  # noqa: N818 - a signal inside this file, not an error
+    pass
+
+
+class _Record(Interpreter):
+    """Keeps what every node gave, assertions apart; where one raises, the rest is left out."""
+
+    def __init__(self, module: GraphModule) -> None:
+        super().__init__(module)
+        self.made: dict[str, Any] = {}
+        self.stopped: Node | None = None
+
+    def run_node(self, n: Node) -> Any:
+        if ops.name(n).startswith("_assert"):
+            return None
+        try:
+            made = self.made[n.name] = super().run_node(n)
+        except Exception as e:
+            self.stopped = n
+            raise _Stopped from e
+        if isinstance(made, Tensor):
+            if torch._C._functorch.is_functorch_wrapped_tensor(made):
+                del self.made[n.name]  # a level of vmap, which cannot be looked into from outside
+            else:
+                self.made[n.name] = made.detach().clone()  # as it was before anything writes to it
+        return made
+
+
+def _explained(row: Row, runs: list[tuple[int, _Record, _Record]], plan: fxamp.Plan) -> Row:
+    """Fill in the first node whose value differs from what autocast gives the unrounded graph, and its decision."""
+    for index, expected, got in runs:
+        names = keys(expected.module.graph)  # type: ignore[arg-type]
+        for node in expected.module.graph.nodes:  # type: ignore[union-attr]
+            a, b = expected.made.get(node.name), got.made.get(node.name)
+            # What is only stored low early is no difference yet: every reader rounds it.
+            differs = isinstance(a, Tensor) and isinstance(b, Tensor) and not torch.equal(a.to(b.dtype), b)
+            if node not in names or "empty" in ops.name(node) or not (differs or node is expected.stopped):
+                continue
+            found = [d for d in plan.decisions if d.key == names[node] and d.graph == index]
+            return replace(row, deviation=found[0].code if found else "", where=names[node])
+    return row
+
+
+def _refused(row: Row, error: Exception, plain: Callable[[], object]) -> Row:
+    """Fill in why fxamp failed, and whether torch without fxamp does."""
+    try:
+        plain()
+    except Exception as e:
+        return replace(row, problem=f"torch: {_line(e)}")
+    return replace(row, captured=True, problem=_line(error))
+
+
+def _line(error: BaseException) -> str:
+    """Return an error as one line."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}"[:300]
+
+
+# The run.
+
+FRONT_ENDS: dict[str, Callable[[str], Row]] = {EXPORT: by_export, BACKEND: by_backend}
+
+
+def _work(name: str, front_end: str, out: Connection) -> None:
+    """Run one architecture by one front end and send the row; whatever happens is a row."""
+    start = time.perf_counter()
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    try:
+        row = FRONT_ENDS[front_end](name)
+    except BaseException as e:
+        row = Row(name, BY_NAME[name].family, front_end, problem=f"this script: {_line(e)}")
+    out.send(replace(row, seconds=round(time.perf_counter() - start, 1)))
+
+
+def run_all(cases: Sequence[tuple[str, str]], processes: int) -> list[Row]:
+    """Run every case in a process of its own, some at a time; return the rows in the order of the cases."""
+    context = multiprocessing.get_context("fork")  # torch and transformers are loaded once, here
+    waiting, rows = list(cases), dict[tuple[str, str], Row]()
+    running: dict[Any, tuple[tuple[str, str], Any, float]] = {}
+    with tqdm(total=len(cases), desc="architectures", unit="run") as progress:
+        while waiting or running:
+            while waiting and len(running) < processes:
+                receiver, sender = context.Pipe(duplex=False)
+                process = context.Process(target=_work, args=(*waiting[0], sender))
+                process.start()
+                sender.close()
+                running[receiver] = (waiting.pop(0), process, time.monotonic())
+            ready = wait(list(running), timeout=1)
+            late = [r for r, (_, _, start) in running.items() if time.monotonic() - start > SECONDS]
+            for receiver in {*ready, *late}:
+                case, process, _ = running.pop(receiver)
+                rows[case] = _received(receiver, case, receiver in ready)
+                process.kill()
+                process.join()
+                progress.update()
+                progress.set_postfix_str(case[0])
+    return [rows[case] for case in cases]
+
+
+def _received(receiver: Any, case: tuple[str, str], ready: bool) -> Row:
+    try:
+        row: Row = receiver.recv() if ready else Row(*_head(case), problem=f"took longer than {SECONDS} s")
+    except EOFError:
+        row = Row(*_head(case), problem="its process died")
+    return row
+
+
+def _head(case: tuple[str, str]) -> tuple[str, str, str]:
+    return case[0], BY_NAME[case[0]].family, case[1]
+
+
+def to_markdown(rows: Sequence[Row]) -> str:
+    """Return the report: totals, a table for each front end, deviations, and what was not captured."""
+    import transformers
+
+    parts = [
+        "# Coverage: `transformers` architectures\n\n"
+        f"Written by `reports/coverage.py` on a CPU, torch {torch.__version__}, transformers\n"
+        f"{transformers.__version__}: small random configs, policy `{POLICY}`, one step and one evaluation each.\n"
+        "`export` is `fxamp.convert` ahead of time; `backend` is `torch.compile` with `fxamp.backend`, its graphs run\n"
+        f"as they are, for batches of {BATCHES[0]} and {BATCHES[1]}, in train and in eval mode.\n",
+        _totals(rows),
+    ]
+    for front_end in FRONT_ENDS:
+        mine = [r for r in rows if r.front_end == front_end]
+        if mine:
+            parts.append(f"## By `{front_end}`\n\n{_table(mine)}\n")
+    parts.append(
+        "torch: whether torch captures it without fxamp. Equal: outputs in eval mode are those of `torch.autocast`\n"
+        "bit for bit, else the code of the first node that differs. Outputs (eval) and gradients (train, all\n"
+        "parameters) are distances from float64, as ratios to autocast's: less than 1 is nearer. Casts are those\n"
+        "executed in a training step; of code between graphs, they are in autocast's only. Graphs: two by `export`\n"
+        "where a model computes differently in eval mode.\n"
+    )
+    different = [(r.architecture, r.front_end, r.deviation or "none", f"`{r.where}`") for r in rows if r.equal is False]
+    if different:
+        headers = ("architecture", "front end", "code", "first node that differs")
+        parts.append(f"## Outputs that differ from autocast's\n\n{tabulate(different, headers, 'pipe')}\n")
+    problems = [f"- {r.architecture}, {r.front_end}: {r.problem}" for r in rows if r.problem]
+    if problems:
+        parts.append("## Refused, not captured, or not compared\n\n" + "\n".join(problems) + "\n")
+    return "\n".join(parts)
+
+
+def _totals(rows: Sequence[Row]) -> str:
+    table = []
+    for front_end in FRONT_ENDS:
+        mine = [r for r in rows if r.front_end == front_end]
+        captured, compared = [r for r in mine if r.captured], [r for r in mine if r.equal is not None]
+        equal = sum(bool(r.equal) for r in compared)
+        coded = sum(r.deviation in DEVIATIONS for r in compared if not r.equal)
+        table.append((
+            front_end, len(mine), len(captured), f"{sum(r.runs for r in captured)} of {len(captured)}",
+            f"{equal} of {len(compared)}", f"{coded} of {len(compared) - equal}",
+        ))  # fmt: skip
+    headers = (
+        "front end", "architectures", "torch captures", "of those, fxamp converts and runs", "equal to autocast",
+        "the others, with a code",
+    )  # fmt: skip
+    return tabulate(table, headers, "pipe", disable_numparse=True) + "\n"
+
+
+def _table(rows: Sequence[Row]) -> str:
+    headers = (
+        "architecture", "family", "torch", "converted", "verified", "graphs", "equal", "outputs", "gradients", "casts",
+        "autocast's",
+    )  # fmt: skip
+    table = [
+        (
+            r.architecture, r.family, _yes(r.captured), _yes(r.converted and r.runs), r.verified, r.graphs or "",
+            "" if r.equal is None else "yes" if r.equal else r.deviation or "no", _number(r.outputs),
+            _number(r.gradients), _known(r.casts), _known(r.autocast_casts),
+        )
+        for r in rows
+    ]  # fmt: skip
+    aligned = ("left", "left", "left", "left", "left", "right", "left", *["right"] * 4)
+    return tabulate(table, headers, "pipe", disable_numparse=True, colalign=aligned)
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "no"
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
+def _known(value: int | None) -> str:
+    return "" if value is None else str(value)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Convert the architectures asked for, print the tables and write both files."""
+    parser = argparse.ArgumentParser(description="Convert many architectures and compare each with torch.autocast.")
+    parser.add_argument("--only", action="append", metavar="NAME", choices=list(BY_NAME), help="this one; may repeat")
+    parser.add_argument("--front-end", choices=list(FRONT_ENDS), help="this front end only")
+    parser.add_argument("--processes", type=int, default=2, help="how many at a time (default: %(default)s)")
+    parser.add_argument("-o", "--output", type=Path, default=HERE, metavar="FOLDER", help="where to write")
+    options = parser.parse_args(arguments)
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    for name in options.only or BY_NAME:
+        getattr(transformers, name)  # loaded once, here, and not in every process
+    fronts = [options.front_end] if options.front_end else list(FRONT_ENDS)
+    rows = run_all([(name, front) for name in options.only or BY_NAME for front in fronts], options.processes)
+    text = to_markdown(rows)
+    sys.stdout.write(text)
+    options.output.joinpath("coverage.md").write_text(text)
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    data = {**versions, "policy": POLICY, "rows": [asdict(row) for row in rows]}
+    options.output.joinpath("coverage.json").write_text(json.dumps(data, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)  # how a sum is shared out decides how it rounds
+    torch.backends.mha.set_fastpath_enabled(False)  # fused inference kernels of eager round differently
+    main()

@@ -1,0 +1,198 @@
+"""One model through every front end, and what a converted model has to equal: itself, torch.autocast, float64."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxamp
+from fxamp.capture import as_inputs, capture
+from fxamp.convert import emit, resolve
+from passes._torch import pytree
+from tests.helpers import assert_same, run
+
+FRONT_ENDS = ("fx", "export", "jit")
+BF16, FP16, F32 = torch.bfloat16, torch.float16, torch.float32
+# Dynamo itself uses what torch deprecates, and reads `.grad` of what a graph made; FP16 is for numerics here.
+WARNINGS = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:torch"),
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:FP16 gradients without a loss scale"),
+]
+
+
+@pytest.fixture
+def fresh() -> Iterator[None]:
+    """Forget what Dynamo compiled, and turn off the kernels that eager attention uses in eval mode alone."""
+    torch._dynamo.reset()
+    fused = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    yield
+    torch.backends.mha.set_fastpath_enabled(fused)
+
+
+def convert(
+    model: nn.Module,
+    args: Any = None,
+    front_end: str = "export",
+    policy: str = "O1",
+    *,
+    check: bool = True,
+    dynamic_shapes: Any = None,
+) -> Any:
+    """Return the converted model: ahead of time by `fx` or `export`, or one that is captured when it is called.
+
+    Sizes are fixed unless the test is about others: exporting takes half the time.
+    """
+    if front_end == "jit":
+        return fxamp.compile(model, policy=policy, backend="eager")
+    options: Any = {"dynamic_shapes": dynamic_shapes} if front_end == "export" else {}
+    return fxamp.convert(model, args, policy=policy, capture=front_end, check=check, **options)
+
+
+def decided(module: nn.Module, op: str) -> list[str]:
+    """Return the colours of an op, in order."""
+    return [d.colour for d in fxamp.plan_of(module).decisions if d.op == op]
+
+
+def colours(module: nn.Module) -> dict[str, str]:
+    """Return the colour of each node by its key."""
+    return {d.key: d.colour for d in fxamp.plan_of(module).decisions}
+
+
+def tensors(value: Any) -> list[Tensor]:
+    return [t for t in pytree.tree_leaves(value) if isinstance(t, Tensor)]
+
+
+def own(args: Any) -> Any:
+    """Return a copy of inputs, for a model that may write to them; what is one tensor twice stays one."""
+    return copy.deepcopy(args)
+
+
+def aliases(args: Any, output: Any) -> list[list[int]]:
+    """Say which inputs and outputs share memory: for each output, the values before it that it overlaps."""
+    values = [*tensors(args), *tensors(output)]
+    place = [t.untyped_storage().data_ptr() for t in values]
+    return [[j for j in range(i) if place[j] == place[i]] for i in range(len(tensors(args)), len(values))]
+
+
+def assert_eager(module: nn.Module, model: nn.Module, args: tuple[Any, ...], *, shared: bool = True) -> None:
+    """Check a model that nothing was rounded in: outputs, gradients, buffers, random state, inputs, shared memory."""
+    mine, theirs = own(args), own(args)
+    ours, eager = run(module, model, mine, {}), run(model, model, theirs, {})
+    for a, b in zip(ours, eager, strict=True):
+        assert_same(a, b)
+    assert_same(mine, theirs)
+    if shared:
+        assert aliases(mine, ours[0]) == aliases(theirs, eager[0])
+
+
+def under_autocast(model: nn.Module, args: tuple[Any, ...], dtype: torch.dtype = BF16) -> Any:
+    torch.manual_seed(0)
+    with torch.no_grad(), torch.autocast("cpu", dtype=dtype):
+        return model(*own(args))
+
+
+def in_float64(model: nn.Module, args: tuple[Any, ...]) -> Any:
+    up: Callable[[Any], Any] = lambda t: t.double() if isinstance(t, Tensor) and t.dtype == F32 else t  # noqa: E731
+    torch.manual_seed(0)
+    with torch.no_grad():
+        return copy.deepcopy(model).double()(*pytree.tree_map(up, own(args)))
+
+
+def error(got: Any, exact: Any) -> float:
+    """Return the relative distance of all floating outputs together; inf for one that is not finite alone."""
+    both = zip(tensors(got), tensors(exact), strict=True)
+    pairs = [(_wide(a), _wide(b)) for a, b in both if b.is_floating_point() or b.is_complex()]
+    difference = sum(torch.where(a == b, 0, a - b).abs().square().sum().item() for a, b in pairs)
+    scale = sum(b[b.isfinite()].abs().square().sum().item() for _, b in pairs)
+    return float((difference / max(scale, 1e-30)) ** 0.5) if difference == difference else float("inf")
+
+
+def _wide(t: Tensor) -> Tensor:
+    return t.to(torch.complex128 if t.is_complex() else torch.float64)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model that does one thing, and what comes of it.
+
+    Attributes:
+        build: makes the model.
+        inputs: makes its inputs.
+        refused: by front end, what the refusal says.
+        legs: the front ends to try; what another test file covers is not tried again.
+    """
+
+    build: Callable[[], nn.Module]
+    inputs: Callable[[], tuple[Any, ...]]
+    refused: dict[str, str] = field(default_factory=dict)
+    legs: tuple[str, ...] = FRONT_ENDS
+
+
+def check(case: Case, front_end: str, dtype: torch.dtype = BF16) -> None:
+    """Check that nothing changes at O0, and at O1 nothing but what autocast rounds; or that it is refused by name."""
+    torch.manual_seed(0)
+    model, args = case.build(), case.inputs()
+    if front_end in case.refused:
+        with pytest.raises(fxamp.CaptureError, match=case.refused[front_end]) as raised:
+            convert(model, args, front_end, "O0")
+        assert "fxamp.compile(model)" in str(raised.value) or "fxamp.convert(model, args)" in str(raised.value)
+        return
+    exact, rounded = at_levels(model, args, front_end, "O0", f"O1,dtype={'fp16' if dtype == FP16 else 'bf16'}")
+    assert_eager(exact(), model, args)
+    assert_as_autocast(rounded(), model, args, dtype)
+
+
+def at_levels(model: nn.Module, args: Any, front_end: str, *policies: str) -> list[Callable[[], Any]]:
+    """Return for each policy what converts the model, which ahead of time is captured once for all of them."""
+    if front_end == "jit":
+
+        def compiled(policy: str) -> Any:
+            torch._dynamo.reset()
+            return convert(model, args, front_end, policy)
+
+        return [partial(compiled, policy) for policy in policies]
+    captured = capture(model, args, front_end=front_end, dynamic_shapes=None)
+
+    def emitted(policy: str) -> Any:
+        own_graph = replace(captured, graph=copy.deepcopy(captured.graph))
+        return emit(own_graph, resolve(fxamp.Policy.parse(policy), model, as_inputs(args, None)))
+
+    return [partial(emitted, policy) for policy in policies]
+
+
+def assert_as_autocast(module: nn.Module, model: nn.Module, args: tuple[Any, ...], dtype: torch.dtype = BF16) -> None:
+    """Check O1: what autocast gives, or what is no further from float64; with the dtypes that the model gives."""
+    buffers = [(b, b.clone()) for b in model.buffers()]
+
+    def restored(output: Any) -> Any:
+        with torch.no_grad():
+            for b, value in buffers:
+                b.copy_(value)
+        return output
+
+    torch.manual_seed(0)
+    with torch.no_grad():
+        got = restored(module(*own(args)))
+        plain = restored(model(*own(args)))
+    assert [t.dtype for t in tensors(got)] == [t.dtype for t in tensors(plain)]
+    try:
+        expected = restored(under_autocast(model, args, dtype))
+    except RuntimeError:  # what autocast cannot run
+        expected = None
+    if expected is not None and all(
+        torch.equal(_wide(a), _wide(b)) for a, b in zip(tensors(got), tensors(expected), strict=True)
+    ):
+        return
+    exact = restored(in_float64(model, args))
+    allowed = error(expected, exact) if expected is not None else torch.finfo(dtype).eps * 4
+    assert error(got, exact) <= allowed

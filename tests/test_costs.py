@@ -1,0 +1,190 @@
+"""What the cut is told that things cost: bytes, one for each cast, or what a timer found."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch.fx import Node
+
+from passes import compile_graph
+from passes.costs import LAUNCH, ByteCosts, Run, UnitCosts, requires_grad
+from passes.errors import PolicyError
+from passes.measured_costs import ROUND_TRIPS, Call, Filler, MeasuredCosts, round_trips
+from passes.plan import Plan
+from passes.policy import Policy
+from tests.graphs import parse
+from tests.helpers import named
+
+LOW = torch.bfloat16
+TEXT = """
+    x: f32[2, 4]
+    w: f32[4, 4] = param
+    linear: f32[2, 4] = linear(x, w)
+    relu: f32[2, 4] = relu(linear)
+    view: f32[8] = view(relu, [8])
+    return view
+"""
+MEASURED = Policy("O2", dtype=LOW, device="cpu", cost="measured")
+
+
+def nodes(text: str = TEXT) -> dict[str, Node]:
+    graph = parse(text).graph
+    return {n.name: n for n in graph.nodes}
+
+
+def runs(node: Node) -> list[Run]:
+    """Return a node in low and in FP32, its operands alike."""
+    places = [(a.name, 0) for a in node.target._schema.arguments]  # type: ignore[union-attr]
+    return [Run(node, dtype, dict.fromkeys(places, dtype)) for dtype in (LOW, torch.float32)]
+
+
+def test_a_cast_costs_a_launch_and_its_bytes_and_the_same_again_where_gradients_flow() -> None:
+    found = nodes()
+    costs = ByteCosts("cpu", requires_grad(found["x"].graph))
+    assert costs.cast(found["x"]) == LAUNCH["cpu"] + 8 * 6
+    assert costs.cast(found["relu"]) == 2 * (LAUNCH["cpu"] + 8 * 6)
+
+
+def test_an_op_costs_the_bytes_that_it_reads_and_writes_and_a_view_nothing() -> None:
+    found = nodes()
+    costs = ByteCosts("cpu", requires_grad(found["x"].graph))
+    prices, _ = costs.price([*runs(found["relu"]), *runs(found["view"])], [])
+    assert prices == [3 * 16 * 2, 3 * 16 * 4, 0, 0]
+
+
+def test_without_sizes_every_cast_costs_one() -> None:
+    found = nodes()
+    assert UnitCosts().price(runs(found["relu"]), [found["x"], found["w"]]) == ([0, 0], [1, 1])
+
+
+def test_gradients_flow_from_parameters_and_from_what_nothing_is_known_of() -> None:
+    found = nodes()
+    assert {n.name for n in requires_grad(found["x"].graph)} == {"w", "linear", "relu", "view"}
+    del found["w"].meta["val"]
+    assert found["w"] in requires_grad(found["x"].graph)
+    found["w"].meta["val"] = torch.zeros(4, 4)
+    assert requires_grad(found["x"].graph) == frozenset()
+
+
+class Times:
+    """A timer that knows the nanoseconds of ops by the beginning of their keys, and remembers what it was asked."""
+
+    def __init__(self, **by_name: int) -> None:
+        self.by_name = by_name
+        self.asked: list[str] = []
+
+    def __call__(self, calls: Sequence[Call]) -> dict[Call, int]:
+        self.asked += [call.key for call in calls]
+        found = {c: next((t for n, t in self.by_name.items() if c.key.startswith(n)), None) for c in calls}
+        return {call: taken for call, taken in found.items() if taken is not None}
+
+
+def price(times: Times, text: str = TEXT, name: str = "relu", casts: Sequence[str] = ()) -> tuple[list[int], list[int]]:
+    found = nodes(text)
+    costs = MeasuredCosts("cpu", LOW, requires_grad(found["x"].graph), times)
+    return costs.price(runs(found[name]), [found[c] for c in casts])
+
+
+def test_an_op_is_timed_in_both_dtypes_with_all_that_its_time_depends_on() -> None:
+    times = Times(**{"aten.linear.default(bfloat16": 500, "aten.linear.default(float32": 700})
+    assert price(times, name="linear")[0] == [475, 700]  # low may take 5 % longer before it counts as slower
+    assert times.asked == [
+        "aten.linear.default(bfloat16[2, 4]/[4, 1], bfloat16[4, 4]/[4, 1]')",  # gradients flow to the weight alone
+        "aten.linear.default(float32[2, 4]/[4, 1], float32[4, 4]/[4, 1]')",
+    ]
+
+
+def test_a_cast_costs_its_share_of_several_round_trips() -> None:
+    times = Times(round_trips=2 * ROUND_TRIPS * 30)
+    assert price(times, casts=["x", "linear"])[1] == [30, 30]
+    assert [key for key in times.asked if key.startswith("round")] == [
+        "round_trips(float32[2, 4]/[4, 1], torch.bfloat16)",
+        "round_trips(float32[2, 4]/[4, 1]', torch.bfloat16)",
+    ]
+    assert round_trips(torch.ones(2) / 3, LOW).tolist() == [0.333984375] * 2
+
+
+def test_equal_calls_are_timed_once() -> None:
+    times = Times(round_trips=80)
+    price(times, casts=["linear", "relu"])
+    assert len(times.asked) == len(set(times.asked)) == 3
+
+
+def test_what_runs_in_one_dtype_only_is_estimated_in_both() -> None:
+    found = nodes()
+    estimated, _ = ByteCosts("cpu", requires_grad(found["x"].graph)).price(runs(found["relu"]), [])
+    assert price(Times(**{"aten.relu.default(bfloat16": 100_000}))[0] == [cost // 10 for cost in estimated]
+
+
+def test_a_view_is_not_timed() -> None:
+    times = Times(aten=9)
+    assert price(times, name="view")[0] == [0, 0]
+    assert times.asked == []
+
+
+def test_a_filler_says_what_it_is() -> None:
+    assert str(Filler((2,), (1,), torch.float16, True)) == "float16[2]/[1]'"
+
+
+def compiled(times: Times | None, policy: Policy = MEASURED, text: str = TEXT, plan: Plan | None = None) -> Plan:
+    gm = parse(text)
+    return compile_graph(gm.graph, policy, gm.get_parameter, capture="export", plan=plan, timer=times)
+
+
+SLOW = {"aten.linear.default(bfloat16": 1000, "aten.linear.default(float32": 1500, "aten.relu": 10}
+
+
+def test_a_matrix_product_that_does_not_pay_for_its_casts_stays_fp32() -> None:
+    cheap, dear = compiled(Times(**SLOW, round_trips=8)), compiled(Times(**SLOW, round_trips=80_000))
+    assert [d.colour for d in cheap.decisions] == ["bfloat16"] * 3
+    assert [d.colour for d in dear.decisions] == ["float32"] * 3
+    assert [d.code for d in dear.decisions] == ["not_worth_casts", "cut", "cut"]
+    assert dear.casts == 0
+    assert "which takes the least time" in dear.decisions[1].reason
+
+
+def test_a_weights_cast_has_its_price_too() -> None:
+    weight = {"round_trips(float32[4, 4]": 80_000}
+    assert compiled(Times(**SLOW, **weight, round_trips=8)).decisions[0].colour == "float32"
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [Policy("O1", dtype=LOW, device="cpu", cost="measured"), Policy("O2", dtype=LOW, device="cpu")],
+    ids=named,
+)
+def test_a_matrix_product_is_low_at_o1_and_without_measured_costs(policy: Policy) -> None:
+    assert compiled(Times(**SLOW, round_trips=80_000), policy).decisions[0].colour == "bfloat16"
+
+
+def test_a_matrix_product_that_the_user_pins_is_never_free() -> None:
+    pinned = Policy("O2", dtype=LOW, device="cpu", cost="measured", ops={"linear": "low"})
+    assert compiled(Times(**SLOW, round_trips=80_000), pinned).decisions[0].colour == "bfloat16"
+
+
+@pytest.mark.parametrize("trip", [8, 80_000])
+def test_a_plan_is_replayed_without_a_timer(trip: int) -> None:
+    plan = compiled(Times(**SLOW, round_trips=trip))
+    assert compiled(None, plan.policy, plan=Plan.from_json(plan.to_json())) == plan
+
+
+def test_o0_lists_every_node_as_it_is_where_costs_were_to_be_measured() -> None:
+    policy = Policy("O0", dtype=LOW, device="cpu", cost="measured")
+    plan = compiled(None, policy)
+    assert [(d.op, d.colour, d.code) for d in plan.decisions] == [
+        (op, "float32", "as_written") for op in ("linear", "relu", "view")
+    ]
+    assert compiled(None, policy, plan=plan) == plan
+    assert compiled(None, Policy("O0", dtype=LOW, device="cpu")).decisions == ()
+
+
+def test_costs_cannot_be_measured_without_a_timer_or_shapes() -> None:
+    with pytest.raises(PolicyError, match="cost='measured' needs shapes to measure: give convert example inputs"):
+        compiled(None)
+    gm = parse(TEXT)
+    for node in gm.graph.nodes:
+        node.meta.pop("val", None)
+    with pytest.raises(PolicyError, match="needs shapes"):
+        compile_graph(gm.graph, MEASURED, gm.get_parameter, capture="fx", timer=Times())

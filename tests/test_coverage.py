@@ -1,0 +1,102 @@
+"""`reports/coverage.py` measures an architecture by either front end, and gives a row whatever happens."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from passes.plan import DEVIATIONS
+from reports import architectures, coverage
+from reports.architectures import Architecture
+
+# The script ignores warnings, of torch's own above all.
+pytestmark = pytest.mark.filterwarnings("ignore")
+FAMILIES = 9
+
+
+class Small(nn.Module):
+    """Stands for an architecture of `transformers`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.second = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x).float()
+        return y @ y.t()  # in float32, as the author says; autocast rounds
+
+
+class Branching(Small):
+    """Cannot be captured ahead of time, and is broken into two graphs just in time."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        return self.second(y if y.sum() > 0 else -y)
+
+
+class Failing(Small):
+    def forward(self, x: Tensor) -> Tensor:
+        raise RuntimeError("no such thing")
+
+
+@pytest.fixture(autouse=True)
+def small_architectures(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+    for model in (Small, Branching, Failing):
+        found = Architecture(model.__name__, "text encoder", model, lambda batch: {"x": torch.randn(batch, 4)})
+        monkeypatch.setitem(architectures.BY_NAME, model.__name__, found)
+
+
+def test_the_list_has_all_families() -> None:
+    names = [a.name for a in architectures.ARCHITECTURES]
+    assert len(names) == len(set(names)) >= 66
+    assert len({a.family for a in architectures.ARCHITECTURES}) == FAMILIES
+
+
+def test_inputs_are_the_same_at_every_call() -> None:
+    found = architectures.BY_NAME["BertForMaskedLM"]
+    first, second = found.batch(2), found.batch(2)
+    assert all(torch.equal(first[k], second[k]) for k in first)
+
+
+@pytest.mark.parametrize("front_end", coverage.FRONT_ENDS)
+def test_an_architecture_is_measured(front_end: str) -> None:
+    row = coverage.FRONT_ENDS[front_end]("Small")
+    assert row.captured
+    assert row.converted
+    assert row.runs
+    assert row.verified == "fake"
+    assert row.outputs is not None
+    assert row.gradients is not None
+    assert row.casts is not None
+    assert row.autocast_casts is not None
+    assert not row.equal
+    assert row.deviation in DEVIATIONS
+    assert row.where == "/matmul#0"
+
+
+def test_a_branch_on_data_is_refused_by_export_and_two_graphs_by_the_backend() -> None:
+    refused, kept = coverage.by_export("Branching"), coverage.by_backend("Branching")
+    assert not refused.captured
+    assert refused.problem.startswith("torch: ")
+    assert kept.runs
+    assert kept.graphs > 1
+
+
+@pytest.mark.parametrize("front_end", coverage.FRONT_ENDS)
+def test_a_model_that_fails_is_a_row(front_end: str) -> None:
+    row = coverage.FRONT_ENDS[front_end]("Failing")
+    assert not row.captured
+    assert "no such thing" in row.problem
+
+
+def test_the_report_has_totals_and_reasons() -> None:
+    rows = [
+        coverage.Row("A", "vision", "export", captured=True, converted=True, runs=True, equal=True),
+        coverage.Row("B", "vision", "export", problem="torch: it cannot"),
+    ]
+    text = coverage.to_markdown(rows)
+    assert "1 of 1" in text
+    assert "- B, export: torch: it cannot" in text

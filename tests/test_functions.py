@@ -1,0 +1,143 @@
+"""A model's own autograd functions stay whole in an exported graph, with their backward, or are refused."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fxamp
+from fxamp.functions import call
+from tests.helpers import Two, assert_is_eager, example, o0
+
+
+class TimesHundred(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        return x * factor
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        return g * 100, None
+
+
+class Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return -g
+
+
+class ProductAndSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t(), x.sum(-1, keepdim=True)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor, h: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        assert x.dtype == weight.dtype == g.dtype == torch.float32
+        return 3 * (g @ weight) + h, g.t() @ x
+
+
+class AddOne(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.mark_dirty(x)
+        return x.add_(1)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g
+
+
+class OfAList(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: list[Tensor]) -> Tensor:
+        return x[0] * 2
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        return None
+
+
+def one_output(self: Any, x: Tensor) -> Tensor:
+    return self.m(TimesHundred.apply(self.l(x), 0.5))  # type: ignore[no-untyped-call]
+
+
+def a_view(self: Any, x: Tensor) -> Tensor:
+    return self.m(Reversed.apply(self.l(x)))  # type: ignore[no-untyped-call]
+
+
+def several_outputs(self: Any, x: Tensor) -> Tensor:
+    product, total = ProductAndSum.apply(self.l(x), self.m.weight)  # type: ignore[no-untyped-call]
+    return product * total
+
+
+def called_twice(self: Any, x: Tensor) -> Tensor:
+    return TimesHundred.apply(self.m(TimesHundred.apply(self.l(x), 0.5)), 2.0)  # type: ignore[no-untyped-call]
+
+
+def without_gradient(self: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        y = TimesHundred.apply(x, 0.5)  # type: ignore[no-untyped-call]
+    return self.m(self.l(y))
+
+
+KEPT = [one_output, a_view, several_outputs, called_twice, without_gradient]
+
+
+@pytest.mark.parametrize("forward", KEPT)
+def test_a_function_keeps_its_backward(forward: Callable[..., Tensor]) -> None:
+    model = Two(forward)
+    converted = o0(model)
+    assert_is_eager(converted, model)
+    assert any(n.target is call for n in converted.graph.nodes)
+
+
+def test_at_o1_a_function_sees_the_original_dtypes_and_the_plan_says_so() -> None:
+    model, x = Two(several_outputs), example()
+    converted = fxamp.convert(model, (x,), policy="O1,dtype=bf16", capture="export")
+    converted(x).sum().backward()
+    (kept,) = [d for d in converted.plan.decisions if d.code == "keep"]
+    assert kept.colour == "float32"
+
+
+def test_other_batch_sizes_are_taken() -> None:
+    model = Two(one_output)
+    x = torch.cat([example(), example()])
+    assert torch.equal(o0(model)(x), model(x))
+
+
+def test_the_converted_module_can_be_copied_and_saved() -> None:
+    model, x, file = Two(one_output), example(), io.BytesIO()
+    converted = o0(model)
+    torch.save(converted, file)
+    file.seek(0)
+    for module in (copy.deepcopy(converted), torch.load(file, weights_only=False)):
+        assert torch.equal(module(x), model(x))
+
+
+def test_a_function_that_writes_to_its_input_is_refused() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return self.m(AddOne.apply(self.l(x)))  # type: ignore[no-untyped-call]
+
+    with pytest.raises(fxamp.CaptureError, match=r"'AddOne'.*backward"):
+        o0(Two(forward))
+
+
+def test_a_function_that_takes_its_tensors_in_a_list_is_refused() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return self.m(OfAList.apply([self.l(x)]))  # type: ignore[no-untyped-call]
+
+    with pytest.raises(fxamp.CaptureError, match=r"'OfAList'.*backward"):
+        o0(Two(forward))

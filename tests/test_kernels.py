@@ -1,0 +1,80 @@
+"""An op that the device cannot run in low is kept FP32, and the report says so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxamp
+from passes import kernels, rules
+from tests.helpers import Two, example
+
+FP32_ONLY = "fxamp_kernels::fp32_only"
+ANY_FLOAT = "fxamp_kernels::any_float"
+
+
+@torch.library.custom_op(FP32_ONLY, mutates_args=())
+def fp32_only(x: Tensor) -> Tensor:
+    if x.dtype != torch.float32:
+        raise RuntimeError(f"not implemented for {x.dtype}")
+    return x * 2
+
+
+@torch.library.custom_op(ANY_FLOAT, mutates_args=())
+def any_float(x: Tensor) -> Tensor:
+    return x * 2
+
+
+for op in (fp32_only, any_float):
+    op.register_fake(torch.empty_like)
+
+
+@pytest.fixture(autouse=True)
+def _rules(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rules, "_custom", dict(rules._custom))
+    monkeypatch.setattr(kernels, "_tried", {})
+    for name in (FP32_ONLY, ANY_FLOAT):
+        fxamp.register_rule(name, "low")
+
+
+@pytest.mark.parametrize("capture", ["export", "jit"])
+def test_a_custom_op_that_fails_in_low_is_kept(capture: str) -> None:
+    def f(self: Two, x: Tensor) -> Any:
+        return self.m(any_float(fp32_only(self.l(x))))
+
+    torch._dynamo.reset()
+    model, x = Two(f), example()
+    with torch.no_grad():
+        module = fxamp.convert(model, x, capture=capture)
+        assert torch.allclose(module(x), model(x), atol=0.05)
+    decided = {d.op: d for d in fxamp.plan_of(module).decisions}
+    assert decided[FP32_ONLY].colour == "float32"
+    assert decided[FP32_ONLY].reason == "keep: no kernel for torch.bfloat16 on this cpu"
+    assert decided[FP32_ONLY] in fxamp.plan_of(module).deviations
+    assert decided[ANY_FLOAT].colour == "bfloat16"
+
+
+@pytest.mark.filterwarnings("ignore:FP16 gradients")
+def test_an_lstm_in_fp16_runs_wherever_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Tagger(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm, self.head = nn.LSTM(6, 5, batch_first=True), nn.Linear(5, 3)
+
+        def forward(self, x: Tensor) -> Any:
+            return self.head(self.lstm(x)[0])
+
+    model, x = Tagger(), torch.randn(2, 4, 6)
+    module = fxamp.convert(model, x, policy="O1,dtype=fp16", capture="export")
+    module(x).sum().backward()
+    assert torch.allclose(module(x), model(x), atol=0.02)
+    [lstm] = [d for d in fxamp.plan_of(module).decisions if d.op == "lstm"]
+    try:
+        torch.nn.LSTM(2, 2).half()(torch.zeros(1, 1, 2).half())
+    except RuntimeError:
+        assert (lstm.colour, lstm.code) == ("float32", "keep")
+    else:
+        assert lstm.colour == "float16"

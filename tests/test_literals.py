@@ -1,0 +1,274 @@
+"""Numbers that the low dtype cannot hold, in every spelling of a mask, and those too small for it."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fxamp
+from fxamp.capture import Captured, capture
+from fxamp.convert import emit, resolve
+from passes import literals
+from passes.policy import Policy
+from tests.graphs import parse
+
+pytestmark = pytest.mark.filterwarnings("ignore:FP16 gradients")
+LOWEST = torch.finfo(torch.float32).min
+X = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
+MASK = torch.ones(8, 8).triu(1).bool()
+MASK[5] = True  # a row of which nothing is left
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def attention(scores: Tensor, mask: Tensor) -> Tensor:
+    found: Tensor = F.scaled_dot_product_attention(scores[None], scores[None], scores[None], attn_mask=mask)[0]
+    return found
+
+
+def written(scores: Tensor, mask: Tensor, fill: float) -> Tensor:
+    scores = scores * 1
+    scores[mask] = fill
+    return scores
+
+
+SPELLINGS: dict[str, Callable[[Any, Tensor, Tensor, float], Tensor]] = {
+    "masked_fill": lambda m, s, mask, v: s.masked_fill(mask, v),
+    "masked_fill_": lambda m, s, mask, v: (s * 1).masked_fill_(mask, v),
+    "masked_fill by a buffer": lambda m, s, mask, v: s.masked_fill(mask, m.fill),
+    "masked_fill by a constant": lambda m, s, mask, v: s.masked_fill(mask, torch.tensor(v)),
+    "where": lambda m, s, mask, v: torch.where(mask, v, s),
+    "where of a buffer": lambda m, s, mask, v: torch.where(mask, m.fill, s),
+    "where of a constant": lambda m, s, mask, v: torch.where(mask, torch.tensor(v), s),
+    "where of a typed constant": lambda m, s, mask, v: torch.where(mask, torch.tensor(v, dtype=s.dtype), s),
+    "where of full": lambda m, s, mask, v: torch.where(mask, torch.full([], v, dtype=s.dtype), s),
+    "where of full_like": lambda m, s, mask, v: torch.where(mask, torch.full_like(s, v), s),
+    "where of new_full": lambda m, s, mask, v: torch.where(mask, s.new_full((8, 8), v), s),
+    "setitem": lambda m, s, mask, v: written(s, mask, v),
+    "added full": lambda m, s, mask, v: s + torch.full((8, 8), v).triu(1),
+    "added masked_fill": lambda m, s, mask, v: s + torch.zeros(8, 8).masked_fill(mask, v),
+    "added masked_fill of zeros_like": lambda m, s, mask, v: s + torch.zeros_like(s).masked_fill(mask, v),
+    "added product": lambda m, s, mask, v: s + (1.0 - (~mask).to(s.dtype)) * v,
+    "pad": lambda m, s, mask, v: F.pad(s, (1, 0), value=v),
+    "clamp": lambda m, s, mask, v: s.clamp(min=v),
+    "sum": lambda m, s, mask, v: torch.where(mask, s + v, s),
+}
+MASKS: dict[str, Callable[[Tensor, float], Tensor]] = {
+    "masked_fill": lambda mask, v: torch.zeros(8, 8).masked_fill(mask, v),
+    "where of full": lambda mask, v: torch.where(mask, torch.full((8, 8), v), 0.0),
+    "expanded": lambda mask, v: torch.zeros(8, 8).masked_fill(mask, v)[None, None].expand(1, 1, 8, 8)[0],
+}
+
+
+class Masked(nn.Module):
+    """A layer, a mask, a softmax, a layer."""
+
+    mask: Tensor
+    fill: Tensor
+
+    def __init__(self, masked: Callable[[Any, Tensor, Tensor, float], Tensor], fill: float) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.masked, self.value = masked, fill
+        self.first = nn.Linear(8, 8)
+        self.register_buffer("mask", MASK.clone())
+        self.register_buffer("fill", torch.tensor(fill))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.softmax(self.masked(self, self.first(x), self.mask, self.value), -1)
+
+
+@functools.cache
+def captured(spelling: str, fill: float, front_end: str) -> tuple[nn.Module, Captured]:
+    model = Masked(SPELLINGS[spelling], fill)
+    return model, capture(model, (X,), {}, front_end=front_end)
+
+
+def converted(found: tuple[nn.Module, Captured], policy: str) -> fxamp.ConvertedModule:
+    model, graph = found[0], replace(found[1], graph=copy.deepcopy(found[1].graph))
+    return emit(graph, resolve(Policy.parse(policy), model, ((X,), {})))
+
+
+POLICIES = {
+    "export": ["O1", "O2", "O1,dtype=fp16", "O2,dtype=fp16"],
+    "fx": ["O1,dtype=fp16", "O2,dtype=fp16"],
+}
+
+
+@pytest.mark.parametrize("fill", [LOWEST, -1e9, float("-inf")])
+@pytest.mark.parametrize("spelling", SPELLINGS)
+@pytest.mark.parametrize(("front_end", "policy"), [(f, p) for f, policies in POLICIES.items() for p in policies])
+def test_a_mask_gives_what_it_gives_in_fp32(front_end: str, policy: str, spelling: str, fill: float) -> None:
+    found = captured(spelling, fill, front_end)
+    model, module = found[0], converted(found, policy)
+    expected, got = model(X), module(X)
+    torch.testing.assert_close(got, expected, rtol=0.02, atol=0.01, equal_nan=True)
+    model.zero_grad()
+    got.square().sum().backward()
+    if torch.isfinite(expected).all():
+        assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
+
+
+@pytest.mark.parametrize("policy", ["O1", "O1,dtype=fp16"])
+@pytest.mark.parametrize("spelling", ["masked_fill", "added product"])
+def test_a_mask_of_a_number_that_fits_is_as_under_autocast(spelling: str, policy: str) -> None:
+    found = captured(spelling, -1e4, "export")
+    module = converted(found, policy)
+    with torch.autocast("cpu", fxamp.plan_of(module).policy.dtype):
+        assert torch.equal(module(X), found[0](X).float())
+    assert "literal" not in {d.code for d in fxamp.plan_of(module).decisions}
+
+
+@pytest.mark.parametrize("low", DTYPES)
+@pytest.mark.parametrize("mask", MASKS)
+def test_a_lowest_number_is_the_low_dtypes_own_in_the_mask_of_an_attention(mask: str, low: str) -> None:
+    class Attention(nn.Module):
+        def __init__(self, lowest: float) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.lowest = nn.Linear(8, 8), lowest
+
+        def forward(self, x: Tensor) -> Tensor:
+            return attention(self.first(x), MASKS[mask](MASK, self.lowest))
+
+    module = fxamp.convert(Attention(LOWEST), (X,), policy=f"O1,dtype={low}")
+    with torch.no_grad(), torch.autocast("cpu", DTYPES[low]):
+        expected = Attention(torch.finfo(DTYPES[low]).min)(X)
+    assert torch.equal(module(X), expected.float())
+    assert [d.code for d in fxamp.plan_of(module).decisions if d.op == "scaled_dot_product_attention"] == ["literal"]
+
+
+def test_a_mask_of_other_numbers_is_as_under_autocast() -> None:
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.first = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return attention(self.first(x), torch.zeros(8, 8).masked_fill(MASK, float("-inf")))
+
+    model = Attention()
+    module = fxamp.convert(model, (X,), policy="O1,dtype=fp16")
+    with torch.autocast("cpu", torch.float16):
+        assert torch.equal(module(X), model(X).float())
+
+
+@pytest.mark.parametrize(
+    ("spelling", "fill", "policy", "colour"),
+    [
+        ("masked_fill", LOWEST, "O1", "bfloat16"),
+        ("masked_fill", LOWEST, "O1,dtype=fp16", "float16"),
+        ("masked_fill by a constant", LOWEST, "O1,dtype=fp16", "float16"),
+        ("masked_fill by a buffer", LOWEST, "O1,dtype=fp16", "float16"),
+        ("masked_fill", -1e9, "O1,dtype=fp16", "float32"),
+        ("masked_fill_", -1e9, "O1,dtype=fp16", "float32"),
+        ("masked_fill by a buffer", -1e9, "O1,dtype=fp16", "float32"),
+    ],
+)
+def test_what_has_a_counterpart_stays_low_and_anything_else_is_fp32(
+    spelling: str, fill: float, policy: str, colour: str
+) -> None:
+    module = converted(captured(spelling, fill, "export"), policy)
+    decisions = [d for d in fxamp.plan_of(module).decisions if d.op.startswith("masked_fill")]
+    assert [d.colour for d in decisions] == [colour]
+
+
+def test_a_buffer_is_read_when_the_graph_runs() -> None:
+    found = captured("where of a buffer", LOWEST, "export")
+    module = converted(found, "O1")
+    model = found[0]
+    assert isinstance(model, Masked)
+    try:
+        model.fill.fill_(0.0)
+        torch.testing.assert_close(module(X), model(X), rtol=0.02, atol=0.01)
+    finally:
+        model.fill.fill_(LOWEST)
+
+
+# Numbers too small.
+
+
+@pytest.mark.parametrize(
+    ("number", "low", "expected"),
+    [
+        (1e-8, torch.float16, True),
+        (-1e-8, torch.float16, True),
+        (2.0**-24, torch.float16, False),  # the smallest subnormal
+        (1e-7, torch.float16, False),
+        (0.0, torch.float16, False),
+        (1e-12, torch.bfloat16, False),
+        (1e-45, torch.bfloat16, True),
+    ],
+)
+def test_a_number_is_tiny_when_nothing_in_the_low_dtype_is_as_small(
+    number: float, low: torch.dtype, expected: bool
+) -> None:
+    assert literals.is_tiny(number, low) is expected
+
+
+EPSILONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "rsqrt": lambda x: torch.rsqrt(x.relu() + 1e-8),
+    "log": lambda x: torch.log(x.relu() + 1e-8),
+    "log of clamp": lambda x: torch.log(x.clamp(min=1e-9)),
+    "quotient": lambda x: 1 / (x.relu() + 1e-10),
+    "quotient of a view": lambda x: torch.ones(8, 1) / (x.relu() + 1e-10).t().contiguous(),
+    "maximum": lambda x: x.abs() / x.abs().amax(-1, keepdim=True).clamp_min(1e-12),
+}
+
+
+class Small(nn.Module):
+    """A layer that gives zeros, and what an eps protects."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.function = nn.Linear(8, 8), function
+        nn.init.zeros_(self.first.weight)
+        nn.init.zeros_(self.first.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self.first(x))
+
+
+@pytest.mark.parametrize(("name", "level"), [*((name, "O2") for name in EPSILONS), ("log", "O3"), ("rsqrt", "O3")])
+def test_a_tiny_eps_keeps_its_node_fp32_and_what_it_protects_finite(name: str, level: str) -> None:
+    model = Small(EPSILONS[name])
+    for front_end in ("export", "fx"):
+        module = fxamp.convert(model, (X,), policy=f"{level},dtype=fp16", capture=front_end)
+        torch.testing.assert_close(module(X), model(X), rtol=2e-3, atol=0)
+
+
+def test_a_tiny_eps_that_bf16_holds_changes_nothing() -> None:
+    module = fxamp.convert(Small(EPSILONS["log"]), (X,), policy="O2")
+    assert {d.colour for d in fxamp.plan_of(module).decisions} == {"bfloat16"}
+
+
+def test_at_o1_a_tiny_eps_is_rounded_as_under_autocast() -> None:
+    module = fxamp.convert(Small(EPSILONS["log"]), (X,), policy="O1,dtype=fp16")
+    assert {d.op: d.colour for d in fxamp.plan_of(module).decisions}["add"] == "float16"
+
+
+def test_the_eps_of_a_norm_is_held_in_fp32_by_its_kernel() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8, eps=1e-12), nn.Linear(8, 8))
+    module = fxamp.convert(model, (X,), policy="O2,dtype=fp16")
+    assert {d.op: d.colour for d in fxamp.plan_of(module).decisions}["layer_norm"] == "float16"
+
+
+def test_integers_given_as_scalars_count_and_shapes_do_not() -> None:
+    gm = parse(
+        """
+        x: f32[2, 3]
+        big: f32[2, 3] = add.Tensor(x, 100000)
+        seen: f32[1, 6] = view(x, [1, 6])
+        last: f32[2, 3] = div.Tensor(big, 1e-9)
+        return seen, last
+        """
+    )
+    assert [list(literals.numbers(n)) for n in gm.graph.nodes if n.op == "call_function"] == [[100000], [], [1e-9]]
