@@ -188,24 +188,15 @@ def _text_encoders() -> Iterator[Architecture]:
         "DebertaV2ForMaskedLM", family, _language, **_TEXT, relative_attention=True, pos_att_type=["c2p", "p2c"],
         position_buckets=8,
     )  # fmt: skip
-    yield _plain("MPNetForMaskedLM", family, _language, **_TEXT)
     yield _plain("FNetForMaskedLM", family, _unpadded, **_TEXT)
-    yield _plain("ConvBertForMaskedLM", family, _language, **_TEXT, embedding_size=32)
     yield _plain("ModernBertForMaskedLM", family, _language, **_TEXT, cls_token_id=1, sep_token_id=2)
     yield _plain("RoFormerForMaskedLM", family, _language, **_TEXT, embedding_size=16)
     yield _plain(
         "FunnelForMaskedLM", family, _language, **_WORDS, d_model=32, n_head=4, d_head=8, d_inner=72,
         block_sizes=[1, 1], num_decoder_layers=1,
     )  # fmt: skip
-    yield _plain(
-        "MobileBertForMaskedLM", family, _language, **_TEXT, embedding_size=16, true_hidden_size=16,
-        intra_bottleneck_size=16,
-    )  # fmt: skip
     yield _plain("LongformerForMaskedLM", family, _language, **_TEXT, attention_window=[4, 4])
     yield _plain("BigBirdForMaskedLM", family, _language, **_TEXT, attention_type="original_full")
-    yield _plain("CanineForSequenceClassification", family, _classes, **_TEXT, num_hash_functions=2,
-                 num_hash_buckets=32, local_transformer_stride=8, upsampling_kernel_size=4)  # fmt: skip
-    yield _plain("EsmForMaskedLM", family, _language, **_TEXT, mask_token_id=3, position_embedding_type="rotary")
     yield _plain("XLMWithLMHeadModel", family, _language, n_words=VOCABULARY, emb_dim=32, n_layers=2, n_heads=4)
     yield _plain("IBertForMaskedLM", family, _language, **_TEXT)
 
@@ -219,7 +210,6 @@ def _text_decoders() -> Iterator[Architecture]:
     gpt = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "use_cache": False}
     yield _plain("GPT2LMHeadModel", family, _language, **_WORDS, **gpt)
     yield _plain("GPTJForCausalLM", family, _language, **_WORDS, **gpt, rotary_dim=4)
-    yield _plain("CTRLLMHeadModel", family, _language, **_WORDS, **gpt, dff=72)
     yield _plain(
         "GPTNeoForCausalLM", family, _language, **_WORDS, hidden_size=32, num_layers=2, num_heads=4,
         attention_types=[[["global", "local"], 1]], window_size=4, max_position_embeddings=64, use_cache=False,
@@ -230,16 +220,12 @@ def _text_decoders() -> Iterator[Architecture]:
         ffn_dim=72, max_position_embeddings=64, word_embed_proj_dim=32, use_cache=False,
     )  # fmt: skip
     yield _plain("BloomForCausalLM", family, _language, **_WORDS, hidden_size=32, n_layer=2, n_head=4, use_cache=False)
-    yield _plain("MptForCausalLM", family, _language, **_WORDS, d_model=32, n_layers=2, n_heads=4, max_seq_len=64,
-                 use_cache=False)  # fmt: skip
     yield _plain("FalconForCausalLM", family, _language, **_TEXT, use_cache=False)
-    yield _plain("BioGptForCausalLM", family, _language, **_TEXT, use_cache=False)
     for name in ("Llama", "Qwen2", "Olmo2", "Cohere", "Phi"):
         yield _plain(f"{name}ForCausalLM", family, _language, **_GROUPED)
     for name in ("Qwen3", "Gemma2"):
         yield _plain(f"{name}ForCausalLM", family, _language, **_HEADS8)
     yield _plain("Gemma3ForCausalLM", family, _language, **_HEADS8, sliding_window=4)
-    yield _plain("DiffLlamaForCausalLM", family, _language, **_GROUPED)
     yield _plain("XLNetLMHeadModel", family, _language, vocab_size=VOCABULARY, d_model=32, n_layer=2, n_head=4,
                  d_inner=72, use_mems_eval=False)  # fmt: skip
 
@@ -249,7 +235,6 @@ def _mixtures() -> Iterator[Architecture]:
     yield _plain("MixtralForCausalLM", family, _language, **_EXPERTS, num_local_experts=4)
     yield _plain("Qwen2MoeForCausalLM", family, _language, **_EXPERTS, **_MOE_INTERMEDIATE,
                  shared_expert_intermediate_size=24)  # fmt: skip
-    yield _plain("GraniteMoeForCausalLM", family, _language, **_EXPERTS, num_local_experts=4)
     yield _plain("PhimoeForCausalLM", family, _language, **_EXPERTS, num_local_experts=4)
     yield _plain(
         "DeepseekV3ForCausalLM", family, _language, **{**_EXPERTS, "num_key_value_heads": 4}, moe_intermediate_size=24,
@@ -275,8 +260,6 @@ def _state_spaces() -> Iterator[Architecture]:
         attn_layer_period=2, attn_layer_offset=1, expert_layer_period=2, expert_layer_offset=1,
         use_mamba_kernels=False,
     )  # fmt: skip
-    yield _plain("BambaForCausalLM", family, _few, **_GROUPED, attn_layer_indices=[1], mamba_n_heads=8,
-                 mamba_d_head=8, mamba_d_state=8, mamba_chunk_size=8)  # fmt: skip
     yield _plain("Lfm2ForCausalLM", family, _few, **_GROUPED, layer_types=["conv", "full_attention"])
 
 
@@ -285,7 +268,6 @@ def _encoder_decoders() -> Iterator[Architecture]:
     yield _plain("T5ForConditionalGeneration", family, _translation, **_T5)
     for name in ("Bart", "Pegasus", "M2M100"):
         yield _plain(f"{name}ForConditionalGeneration", family, _translation, **_SEQ2SEQ)
-    yield _plain("MarianMTModel", family, _translation, **_SEQ2SEQ)
     yield _plain("LEDForConditionalGeneration", family, _translation, **{k: v for k, v in _SEQ2SEQ.items()
                  if k != "max_position_embeddings"}, attention_window=4, max_encoder_position_embeddings=64,
                  max_decoder_position_embeddings=64)  # fmt: skip
@@ -300,30 +282,19 @@ def _vision() -> Iterator[Architecture]:
     family = "vision"
     for name in ("ViT", "Dinov2"):
         yield _plain(f"{name}ForImageClassification", family, _images, **_VISION)
-    yield _plain("BeitForImageClassification", family, _images, **_VISION, use_relative_position_bias=True)
     yield _plain("ViTMAEForPreTraining", family, lambda b: {**_pixels(b), "noise": torch.rand(b, 16)}, **_VISION,
                  decoder_hidden_size=16, decoder_num_hidden_layers=1, decoder_num_attention_heads=2,
                  decoder_intermediate_size=32)  # fmt: skip
     yield _plain("SwinForImageClassification", family, _images, **_SWIN)
-    yield _plain("Swinv2ForImageClassification", family, _images, **_SWIN)
     yield _plain("ConvNextV2ForImageClassification", family, _images, **_STAGES4)
     yield _plain("ResNetForImageClassification", family, _images, **_STAGES4, embedding_size=8, layer_type="basic")
-    yield _plain("RegNetForImageClassification", family, _images, **_STAGES4, embedding_size=8, groups_width=8)
-    yield _plain("BitForImageClassification", family, _images, **_STAGES4, embedding_size=8, num_groups=2)
-    yield _plain("MobileNetV2ForImageClassification", family, _images, num_labels=LABELS, depth_multiplier=0.25)
     yield _plain("EfficientNetForImageClassification", family, _images, num_labels=LABELS, width_coefficient=0.25,
                  depth_coefficient=0.3, hidden_dim=320)  # fmt: skip
     yield _plain("MobileViTForImageClassification", family, _sized(64), num_labels=LABELS, image_size=64,
                  hidden_sizes=[16, 24, 32], neck_hidden_sizes=[8, 8, 12, 16, 24, 24, 32])  # fmt: skip
-    yield _plain("PoolFormerForImageClassification", family, _images, **_STAGES4)
-    yield _plain("PvtForImageClassification", family, _images, **_STAGES4, image_size=PIXELS,
-                 num_attention_heads=[1, 2, 2, 4])  # fmt: skip
     yield _plain("LevitForImageClassification", family, _sized(64), image_size=64, hidden_sizes=[16, 24, 32],
                  num_attention_heads=[2, 3, 4], depths=[1, 1, 1], key_dim=[8, 8, 8], num_labels=LABELS,
                  mlp_ratio=[2, 2, 2], attention_ratio=[2, 2, 2])  # fmt: skip
-    yield _plain("FocalNetForImageClassification", family, _images, image_size=PIXELS, patch_size=2, embed_dim=8,
-                 depths=[1, 1], hidden_sizes=[8, 16], focal_levels=[1, 1], focal_windows=[3, 3],
-                 num_labels=LABELS)  # fmt: skip
     yield _plain("SegformerForSemanticSegmentation", family, _segmented, **_STAGES4,
                  num_attention_heads=[1, 2, 2, 4], decoder_hidden_size=16)  # fmt: skip
     yield _plain("DPTForDepthEstimation", family, lambda b: _pixels(b), **_VISION, backbone_out_indices=[0, 1],
@@ -332,9 +303,6 @@ def _vision() -> Iterator[Architecture]:
     yield _plain("YolosForObjectDetection", family, lambda b: _pixels(b), **{**_VISION, "image_size": [32, 32]},
                  num_detection_tokens=5)  # fmt: skip
     yield _plain("VideoMAEForVideoClassification", family, _video, **_VISION, num_frames=4, tubelet_size=2)
-    yield _plain("ImageGPTForImageClassification", family,
-                 lambda b: {"input_ids": _ids(b, 16), "labels": torch.arange(b) % LABELS},
-                 vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=16, num_labels=LABELS)  # fmt: skip
 
 
 def _audio() -> Iterator[Architecture]:
@@ -362,11 +330,7 @@ def _audio() -> Iterator[Architecture]:
 def _multimodal() -> Iterator[Architecture]:
     family = "multimodal"
     yield _plain("CLIPModel", family, _captions, **_TOWERS)
-    yield _plain("ChineseCLIPModel", family, _captions, **_TOWERS)
     yield _plain("SiglipModel", family, _captions, text_config=_TEXT, vision_config=_VISION)
-    yield _plain("BlipForConditionalGeneration", family,
-                 lambda b: {**_language(b), **_pixels(b)}, text_config={**_TEXT, "encoder_hidden_size": 32},
-                 vision_config=_VISION, image_text_hidden_size=32)  # fmt: skip
     yield _plain("ViltForImagesAndTextClassification", family, _two_images, **{**_TEXT, **_VISION}, num_images=1,
                  modality_type_vocab_size=3)  # fmt: skip
     yield _plain("GitForCausalLM", family, lambda b: {**_language(b), **_pixels(b)}, **_TEXT, vision_config=_VISION,
@@ -378,8 +342,6 @@ def _multimodal() -> Iterator[Architecture]:
     )  # fmt: skip
     yield _plain("LayoutLMv3ForSequenceClassification", family, _document, **_TEXT, input_size=PIXELS, patch_size=8,
                  coordinate_size=6, shape_size=4, max_2d_position_embeddings=100)  # fmt: skip
-    yield _plain("LayoutLMForMaskedLM", family, lambda b: {**_language(b), "bbox": _boxes(b)}, **_TEXT,
-                 max_2d_position_embeddings=100)  # fmt: skip
     yield _plain("VisualBertForPreTraining", family, _visual, **_TEXT, visual_embedding_dim=16)
     yield _plain("LxmertModel", family,
                  lambda b: {**_padded(b), "visual_feats": torch.randn(b, 5, 16), "visual_pos": torch.rand(b, 5, 4)},
@@ -419,8 +381,6 @@ def _time_series() -> Iterator[Architecture]:
     yield _plain("PatchTSTForPrediction", family, _series, num_input_channels=3, context_length=32, patch_length=8,
                  patch_stride=8, d_model=32, num_hidden_layers=2, num_attention_heads=4, ffn_dim=72,
                  prediction_length=8, loss="mse")  # fmt: skip
-    yield _plain("PatchTSMixerForPrediction", family, _series, num_input_channels=3, context_length=32, patch_length=8,
-                 patch_stride=8, d_model=16, num_layers=2, prediction_length=8, loss="mse")  # fmt: skip
 
 
 ARCHITECTURES: tuple[Architecture, ...] = (
