@@ -66,10 +66,9 @@ class Backend:
             given = {"policy": self.policy, "backend": self.backend, "mode": mode or self.mode}
             return backend(**{**given, **_split(options)[0]}, options=_split(options)[1])(gm, example_inputs)
         policy = rewrite(gm, example_inputs, self.policy)
-        devices = {policy.device or "cpu"}
         with no_autocast():
             run = inner_backend(self.backend, self.mode, dict(self.options))(gm, example_inputs)
-        return without_autocast(run, devices)
+        return without_autocast(run, policy.device or "cpu")
 
 
 def backend(
@@ -197,14 +196,12 @@ def _device(example_inputs: list[Any]) -> str:
     return found.device.type if found is not None and found.device.type != "meta" else "cpu"
 
 
-def without_autocast(run: Callable[..., Any], devices: set[str]) -> Callable[..., Any]:
+def without_autocast(run: Callable[..., Any], device: str) -> Callable[..., Any]:
     """Return what calls a compiled graph with ambient autocast off: its casts are in it."""
 
     @functools.wraps(run, updated=())
     def call(*args: Any) -> Any:
-        if not any(torch.is_autocast_enabled(d) for d in devices):
-            return run(*args)
-        with no_autocast(sorted(devices)):
+        with no_autocast([device]):
             return run(*args)
 
     return call

@@ -97,7 +97,11 @@ class Functions:
             return otherwise(cls, *args)
 
         with mock.patch.object(torch.autograd.Function, "apply", classmethod(apply)):
-            yield
+            try:
+                yield
+            except BaseException:
+                self._library._destroy()
+                raise
 
     def restore(self, gm: GraphModule) -> None:
         """Let calls take the place of the operators, in every graph of a module, and free those."""

@@ -12,7 +12,7 @@ import torch
 from torch.fx import Node
 
 from . import ops
-from .values import ELIGIBLE, concrete_size
+from .values import ELIGIBLE, concrete
 
 _NOT_EVERYWHERE = frozenset(["lstm", "rnn_tanh", "rnn_relu", "gru", "quantized_gru"])
 _tried: dict[Any, bool] = {}
@@ -21,8 +21,8 @@ _tried: dict[Any, bool] = {}
 def runs_in(node: Node, dtype: torch.dtype, device: str, dtype_of: Callable[[Node], Any]) -> bool:
     """Say whether an op runs with its floating operands in this dtype; True where that cannot be tried.
 
-    It is run on zeros of the sizes that it has in the graph. An op that does not run in the dtypes of the original
-    either says nothing.
+    It is run on zeros of the sizes that it has in the graph, and draws no random numbers that a training would miss. An
+    op that does not run in the dtypes of the original either says nothing.
     """
     name = ops.name(node)
     if name not in _NOT_EVERYWHERE and "::" not in name:
@@ -42,7 +42,7 @@ def _runs(node: Node, dtype_of: Callable[[Node], torch.dtype | None]) -> bool:
 
     target: Any = node.target
     try:
-        with torch.no_grad():
+        with torch.random.fork_rng(), torch.no_grad():
             args, kwargs = torch.fx.map_arg((node.args, dict(node.kwargs)), zeros)
             if node.op == "call_method":
                 getattr(args[0], target)(*args[1:], **kwargs)
@@ -54,9 +54,5 @@ def _runs(node: Node, dtype_of: Callable[[Node], torch.dtype | None]) -> bool:
 
 
 def _zeros(value: Any, dtype: torch.dtype | None) -> Any:
-    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-        return concrete_size(value)
-    if not isinstance(value, torch.Tensor):
-        return value
-    sizes = [concrete_size(s) for s in value.shape]
-    return torch.zeros(sizes, dtype=dtype or value.dtype, device=value.device)
+    made = concrete(value, dtype)
+    return made.zero_() if isinstance(made, torch.Tensor) else made

@@ -196,7 +196,7 @@ class Inference:
             wanted = pytree.tree_leaves(dtype_of(arg), is_leaf=lambda d: d is None)
             if len(wanted) != len(leaves):
                 wanted = [None] * len(leaves)
-            return pytree.tree_unflatten([_fake(v, d) for v, d in zip(leaves, wanted, strict=True)], spec)
+            return pytree.tree_unflatten([concrete(v, d) for v, d in zip(leaves, wanted, strict=True)], spec)
 
         target: Any = node.target
         with quiet_fakes(), self._mode, torch.no_grad():
@@ -231,8 +231,8 @@ def _key(node: Node, dtype_of: Callable[[Node], Any]) -> Any:
     return key
 
 
-def _fake(value: Any, dtype: torch.dtype | None) -> Any:
-    """Return a fake value of concrete size, of another dtype where one is given; the fake mode is on."""
+def concrete(value: Any, dtype: torch.dtype | None) -> Any:
+    """Return a value of concrete size like a fake one, of another dtype where one is given; fake in a fake mode."""
     if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         return concrete_size(value)
     if not isinstance(value, torch.Tensor):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import pickle
 import shutil
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,32 +14,15 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fxamp
-from passes._torch import pytree
+from tests.front_ends import WARNINGS, fresh, tensors
 from tests.helpers import Two, example
 from tests.models import ZOO, Zoo
 
-# Dynamo and Inductor themselves use what torch deprecates, and read `.grad` of what a graph made.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:The .grad attribute"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning:torch"),
-    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
-]
+pytestmark = [*WARNINGS, pytest.mark.usefixtures("fresh")]
+__all__ = ["fresh"]
 BF16, F32 = torch.bfloat16, torch.float32
 # Dynamo leaves recurrent layers to Python, so nothing of this one is captured.
 CAPTURED = [z for z in ZOO if z.name != "lstm_tagger"]
-
-
-@pytest.fixture(autouse=True)
-def _fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    fused = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    yield
-    torch.backends.mha.set_fastpath_enabled(fused)
-
-
-def tensors(output: Any) -> list[Tensor]:
-    return [t for t in pytree.tree_leaves(output) if isinstance(t, Tensor)]
 
 
 def equal(a: Any, b: Any) -> bool:

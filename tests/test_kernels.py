@@ -78,3 +78,21 @@ def test_an_lstm_in_fp16_runs_wherever_it_can(monkeypatch: pytest.MonkeyPatch) -
         assert (lstm.colour, lstm.code) == ("float32", "keep")
     else:
         assert lstm.colour == "float16"
+
+
+def test_to_try_an_op_draws_no_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    @torch.library.custom_op("fxamp_kernels::noise", mutates_args=())
+    def noise(x: Tensor) -> Tensor:
+        return x + torch.rand_like(x)
+
+    noise.register_fake(torch.empty_like)
+    fxamp.register_rule("fxamp_kernels::noise", "low")
+
+    def f(self: Two, x: Tensor) -> Any:
+        return noise(self.l(x))
+
+    model, x = Two(f), example()
+    before = torch.get_rng_state()
+    fxamp.plan(model, x, capture="export")
+    assert torch.equal(torch.get_rng_state(), before)
+    assert ("fxamp_kernels::noise", torch.bfloat16, "cpu") in kernels._tried
