@@ -18,6 +18,8 @@ from passes._torch import enter_autocast, exit_autocast, pytree, source_name, wi
 from passes.user_casts import kind_of_line
 from passes.values import Inference, dtypes_of, is_floating, retyped, source
 
+from .relative import make_relative
+
 _ROOT = re.compile(r"^[LG]\['\w+'\]\.?")
 _ATOM = re.compile(r"\['([^']*)'\]|\[(\d+)\]|\.([A-Za-z]\w*)")  # not `_modules`, `_parameters`
 _CASTS_AFTER = ("to", "getitem", "type_as")
@@ -47,12 +49,13 @@ def _whole_region(graph: Graph) -> tuple[Node, Node] | None:
     return calls[0], left
 
 
-def describe(gm: GraphModule, *, ambient: bool, inside: bool = False) -> None:
+def describe(gm: GraphModule, *, ambient: bool, low: bool = True, inside: bool = False) -> None:
     """Leave on every node what the passes read: `val`, the module path, the autocast region, what a cast means.
 
     Args:
-        gm: changed in place; its ops are not.
+        gm: changed in place; of its ops, only casts to the dtype of a tensor.
         ambient: autocast was on while Dynamo traced, so the example values have its dtypes.
+        low: what autocast made low may be so in the converted graph.
         inside: this is the body of a higher-order op.
     """
     infer, held = Inference(), dict[Node, Any]()
@@ -60,7 +63,7 @@ def describe(gm: GraphModule, *, ambient: bool, inside: bool = False) -> None:
     for node in gm.graph.nodes:
         _describe_origin(node)
         if node.op == "get_attr" and isinstance(body := attribute_of(gm, str(node.target)), GraphModule):
-            describe(body, ambient=ambient, inside=True)
+            describe(body, ambient=ambient, low=low, inside=True)
         if node.target is enter_autocast:
             kind, dtype, enabled, _ = node.args
             regions.append((node, (str(kind), bool(enabled), dtype)))
@@ -72,13 +75,14 @@ def describe(gm: GraphModule, *, ambient: bool, inside: bool = False) -> None:
         if value is None:
             continue
         if ops.name(node) == "to" and is_floating(dtypes_of(value)):
-            _describe_cast(node, ambient)
+            _describe_cast(node, ambient, low)
         if ambient and node.op.startswith("call"):
             value = retyped(value, _inferred(node, value, infer, held))
         elif ambient and inside and node.op == "placeholder":
             value = retyped(value, _without_low(dtypes_of(value)))
         node.meta["val"] = value
         held[node] = dtypes_of(value)
+    make_relative(gm.graph)
 
 
 def _inferred(node: Node, value: Any, infer: Inference, held: dict[Node, Any]) -> Any:
@@ -104,16 +108,23 @@ def _describe_origin(node: Node) -> None:
         node.meta["nn_module_stack"] = {k: (_ROOT.sub("", path), kind) for k, (path, kind) in stack.items()}
 
 
-def _describe_cast(node: Node, ambient: bool) -> None:
+def _describe_cast(node: Node, ambient: bool, low: bool) -> None:
     """Say whether the author wrote the dtype of a cast or read it off a tensor: Dynamo bakes both.
 
-    What was read under autocast is a dtype of autocast's making; it becomes the one that the model itself has there.
+    What was read under autocast is a dtype of autocast's making; it becomes the one that the model itself has there,
+    and what autocast had is left as `meta["read"]`.
     """
     name = str(node.target) if node.op == "call_method" else ""
     kind = "literal" if name in ops.CAST_METHODS else kind_of_line(source(node))
     node.meta["cast"] = kind
-    if ambient and kind != "literal":
-        node.args = tuple(torch.float32 if a in (torch.float16, torch.bfloat16) else a for a in node.args)
+    if not ambient or kind == "literal":
+        return
+    given = (*node.args, *node.kwargs.values())
+    made = next((a for a in given if a in (torch.float16, torch.bfloat16)), None)
+    if made is not None:
+        node.args, node.kwargs = pytree.tree_map(lambda a: torch.float32 if a is made else a, (node.args, node.kwargs))
+        if low:
+            node.meta["read"] = made
 
 
 def attribute_of(gm: GraphModule, path: str) -> Any:

@@ -19,7 +19,7 @@ from torch.fx.graph import CodeGen
 from passes.errors import CaptureError
 from passes.plan import Plan
 
-from .bindings import called_directly
+from .bindings import called_directly, read_directly
 from .call import CallSpec
 from .serialize import graph_from_data, graph_to_data
 
@@ -84,7 +84,7 @@ class ConvertedModule(GraphModule):
 
     def recompile(self) -> Any:
         """Regenerate the code from the graph, keeping the original's call signature."""
-        with called_directly(self.graph):
+        with called_directly(self.graph), read_directly(self.graph):
             code = super().recompile()
         cls: Any = type(self)  # of this instance alone
         cls.graph_forward, cls.forward = cls.forward, ConvertedModule._forward
@@ -113,6 +113,14 @@ class ConvertedModule(GraphModule):
         if not self._scaling_checked and self.training and not torch.compiler.is_compiling():
             self._watch_scaling(out)
         return self.call_spec.pack(out)
+
+    def tensor_at(self, path: tuple[str, ...], name: str) -> Any:
+        """Return a parameter, or what else the graph reads, of the submodule at a path: what getattr gives, sooner."""
+        owner: nn.Module = self
+        for part in path:
+            owner = owner._modules[part]  # type: ignore[assignment]
+        found = owner._parameters.get(name)
+        return getattr(owner, name) if found is None else found
 
     def _refuse_flags(self, captured: dict[str, bool]) -> None:
         """Raise CaptureError when a module is in another mode than the one the graph was captured in."""

@@ -90,6 +90,8 @@ class Casts:
             return Intent(baked, True, "cast: the author wrote this dtype")
         restored = self._restores(node, dtypes)
         reason = "user_cast: relative" if kind == "relative" else "user_cast: undecided, taken as relative"
+        if restored is None and "read" in node.meta:  # captured under autocast, by which the reference was low
+            return Intent(node.meta["read"], False, f"{reason}, low under the ambient autocast")
         return Intent(restored or held, False, reason)
 
     def _reference(self, node: Node) -> Node | None:

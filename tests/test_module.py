@@ -124,6 +124,32 @@ def test_attributes_of_the_original_say_where_they_are(converted: Any) -> None:
         converted.generate(3)
 
 
+def test_its_code_reads_parameters_without_asking_getattr(
+    converted: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    original = nn.Module.__getattr__
+
+    def counted(self: nn.Module, name: str) -> Any:
+        asked.append(name)
+        return original(self, name)
+
+    converted(example())
+    monkeypatch.setattr(nn.Module, "__getattr__", counted)
+    converted(example())
+    assert not {"weight", "bias", "l", "m"} & set(asked)
+
+
+def test_a_parametrization_registered_after_conversion_counts(converted: Any) -> None:
+    class Zero(nn.Module):
+        def forward(self, w: Tensor) -> Tensor:
+            return w * 0
+
+    nn.utils.parametrize.register_parametrization(converted.l, "weight", Zero())
+    one, other = converted.eval()(example()), converted(2 * example())
+    assert torch.equal(one, other)  # the input no longer counts
+
+
 def test_hooks_on_it_get_what_the_user_gave(converted: nn.Module) -> None:
     x = example()
     got: list[Any] = []
