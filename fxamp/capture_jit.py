@@ -16,7 +16,7 @@ from torch.fx import Graph, GraphModule, Node
 from passes import ops
 from passes._torch import enter_autocast, exit_autocast, pytree, source_name, without_transforms
 from passes.user_casts import kind_of_line
-from passes.values import Inference, dtypes_of, is_floating, retyped, source
+from passes.values import ELIGIBLE, LOW, Inference, dtypes_of, is_floating, literal_dtype, retyped, source
 
 from .relative import make_relative
 
@@ -49,13 +49,13 @@ def _whole_region(graph: Graph) -> tuple[Node, Node] | None:
     return calls[0], left
 
 
-def describe(gm: GraphModule, *, ambient: bool, low: bool = True, inside: bool = False) -> None:
+def describe(gm: GraphModule, *, ambient: bool, level: str, inside: bool = False) -> None:
     """Leave on every node what the passes read: `val`, the module path, the autocast region, what a cast means.
 
     Args:
         gm: changed in place; of its ops, only casts to the dtype of a tensor.
         ambient: autocast was on while Dynamo traced, so the example values have its dtypes.
-        low: what autocast made low may be so in the converted graph.
+        level: that of the policy: which dtypes that autocast gave hold in the converted graph too.
         inside: this is the body of a higher-order op.
     """
     infer, held = Inference(), dict[Node, Any]()
@@ -63,7 +63,7 @@ def describe(gm: GraphModule, *, ambient: bool, low: bool = True, inside: bool =
     for node in gm.graph.nodes:
         _describe_origin(node)
         if node.op == "get_attr" and isinstance(body := attribute_of(gm, str(node.target)), GraphModule):
-            describe(body, ambient=ambient, low=low, inside=True)
+            describe(body, ambient=ambient, level=level, inside=True)
         if node.target is enter_autocast:
             kind, dtype, enabled, _ = node.args
             regions.append((node, (str(kind), bool(enabled), dtype)))
@@ -75,7 +75,7 @@ def describe(gm: GraphModule, *, ambient: bool, low: bool = True, inside: bool =
         if value is None:
             continue
         if ops.name(node) == "to" and is_floating(dtypes_of(value)):
-            _describe_cast(node, ambient, low)
+            _describe_cast(node, ambient, level)
         if ambient and node.op.startswith("call"):
             value = retyped(value, _inferred(node, value, infer, held))
         elif ambient and inside and node.op == "placeholder":
@@ -98,7 +98,7 @@ def _inferred(node: Node, value: Any, infer: Inference, held: dict[Node, Any]) -
 def _without_low(dtypes: Any) -> Any:
     if isinstance(dtypes, tuple):
         return tuple(_without_low(d) for d in dtypes)
-    return torch.float32 if dtypes in (torch.float16, torch.bfloat16) else dtypes
+    return torch.float32 if dtypes in LOW else dtypes
 
 
 def _describe_origin(node: Node) -> None:
@@ -108,23 +108,22 @@ def _describe_origin(node: Node) -> None:
         node.meta["nn_module_stack"] = {k: (_ROOT.sub("", path), kind) for k, (path, kind) in stack.items()}
 
 
-def _describe_cast(node: Node, ambient: bool, low: bool) -> None:
+def _describe_cast(node: Node, ambient: bool, level: str) -> None:
     """Say whether the author wrote the dtype of a cast or read it off a tensor: Dynamo bakes both.
 
-    What was read under autocast is a dtype of autocast's making; it becomes the one that the model itself has there,
-    and what autocast had is left as `meta["read"]`.
+    What was read under autocast is a dtype of autocast's making; it becomes the one that the model itself has there.
+    `meta["read"]` is what was read, if the tensor has that dtype at this level: at O1 any, beyond only a low one.
     """
     name = str(node.target) if node.op == "call_method" else ""
     kind = "literal" if name in ops.CAST_METHODS else kind_of_line(source(node))
     node.meta["cast"] = kind
     if not ambient or kind == "literal":
         return
-    given = (*node.args, *node.kwargs.values())
-    made = next((a for a in given if a in (torch.float16, torch.bfloat16)), None)
-    if made is not None:
-        node.args, node.kwargs = pytree.tree_map(lambda a: torch.float32 if a is made else a, (node.args, node.kwargs))
-        if low:
-            node.meta["read"] = made
+    read = literal_dtype(node)
+    if read in LOW:
+        node.args, node.kwargs = pytree.tree_map(lambda a: torch.float32 if a is read else a, (node.args, node.kwargs))
+    if read in {"O0": (), "O1": ELIGIBLE}.get(level, LOW):
+        node.meta["read"] = read
 
 
 def attribute_of(gm: GraphModule, path: str) -> Any:

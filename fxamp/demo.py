@@ -226,9 +226,7 @@ def _compare(task: Task, digits: Digits, seeds: int) -> list[Row]:
 
 def _trainee(variant: str, model: nn.Module, task: Task, example: Tensor) -> Trainee:
     # Fused, so that little but the model is timed.
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=task.learning_rate, weight_decay=task.weight_decay, fused=True
-    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=task.learning_rate, weight_decay=task.weight_decay, fused=True)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, task.learning_rate, total_steps=task.steps)
     if variant in (O1, O2):
         converted = convert(model, (example,), policy=variant.removeprefix("fxamp "))

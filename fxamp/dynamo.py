@@ -179,7 +179,7 @@ def rewrite(gm: GraphModule, example_inputs: list[Any], policy: Policy) -> Polic
         node.meta["parameter"] = isinstance(value, nn.Parameter)
         node.meta["buffer"] = not node.meta["parameter"] and is_attribute(node)
     with no_autocast():
-        describe(gm, ambient=on or ambient is not None, low=policy.level != "O0")
+        describe(gm, ambient=on or ambient is not None, level=policy.level)
     plan = compile_graph(gm.graph, resolved, functools.partial(attribute_of, gm), capture="jit")
     for node in gm.graph.nodes:
         if "val" in node.meta:

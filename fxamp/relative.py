@@ -88,10 +88,11 @@ def _reads(tree: ast.AST, above: tuple[ast.AST, ...]) -> Iterator[tuple[ast.AST,
 def _climb(parents: tuple[ast.AST, ...]) -> tuple[str, ...]:
     """Return the names of the operations up to the one that has the variable itself as an operand; else ("?",)."""
     *above, read = parents
-    assert isinstance(read, ast.Attribute) and isinstance(read.value, ast.Name)
+    assert isinstance(read, ast.Attribute)
+    assert isinstance(read.value, ast.Name)
     names: list[str] = []
     for node in reversed(above):
-        if isinstance(node, (ast.keyword, ast.Slice, ast.Tuple)):
+        if isinstance(node, (ast.keyword, ast.Attribute)):  # a method's; an attribute in the graph has a node more
             continue
         name, operands = _operation(node)
         if any(isinstance(o, ast.Name) and o.id == read.value.id for o in operands):
@@ -107,7 +108,7 @@ def _operation(node: ast.AST) -> tuple[str, list[ast.expr]]:
     if isinstance(node, ast.BinOp):
         return _OPERATORS.get(type(node.op), ""), [node.left, node.right]
     if isinstance(node, ast.AugAssign):
-        return _OPERATORS.get(type(node.op), ""), [node.target, node.value]
+        return f"{_OPERATORS.get(type(node.op), '')}_", [node.target, node.value]
     if isinstance(node, ast.Subscript):
         return "getitem", []
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):

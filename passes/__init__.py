@@ -181,7 +181,7 @@ def _layout(value: torch.Tensor) -> list[Any]:
 
 
 def _decisions(graph: Graph, assignment: Assignment, index: int) -> list[Decision]:
-    names = keys(graph)
+    names = keys(graph.nodes)
     return [_decision(node, names, assignment, index) for node in graph.nodes if node in assignment.colours]
 
 

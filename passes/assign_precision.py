@@ -112,6 +112,6 @@ def _as_it_is(node: Node, original: dict[Node, Any]) -> Colouring | None:
 def _keep_reasons(graph: Graph, simulation: Simulation, plan: Plan) -> None:
     """Give every node the reason that a replayed plan has for it: what was measured then is not known here."""
     reasons = {d.key: d.reason for d in plan.decisions}
-    for node, key in keys(graph).items():
+    for node, key in keys(graph.nodes).items():
         if node in simulation.colours and key in reasons:
             simulation.colours[node].reason = reasons[key]

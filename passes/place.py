@@ -117,7 +117,7 @@ class _Placement:
 
     def _planned(self, problem: Problem, plan: Plan) -> set[Variable]:
         """Return the low side as a plan has it; what is tied to a value goes with it."""
-        colours, names = {d.key: d.colour for d in plan.decisions}, keys(self.graph)
+        colours, names = {d.key: d.colour for d in plan.decisions}, keys(self.graph.nodes)
         low = str(self.low).removeprefix("torch.")
         low_side: set[Variable] = set()
         for node in self.free:

@@ -20,7 +20,7 @@ def replay(graph: Graph, assignment: Assignment, plan: Plan) -> None:
     Raises:
         PlanError: a decision has no node, a node has no decision, or a colour differs; names the first.
     """
-    names = keys(graph)
+    names = keys(graph.nodes)
     ours = {names[n]: n for n in graph.nodes if n in assignment.colours}
     theirs = {d.key: d for d in plan.decisions}
     missing = [k for k in theirs if k not in ours]

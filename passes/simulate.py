@@ -313,7 +313,9 @@ class Simulation:
         return not (operand.name in row.uncast and dtype in LOW_DTYPES)
 
     def _user_cast(self, node: Node) -> Colouring | None:
-        intent = self.casts.read(node, self.dtypes)
+        forced = module_override(self.policy, self.stacks.get(node, ())) if self.policy.modules else None
+        observed = None if forced is not None and forced.colour == "fp32" else node.meta.get("read")
+        intent = self.casts.read(node, self.dtypes, observed)
         if intent.dtype is None or not intent.dtype.is_floating_point:
             return None
         if intent.literal and intent.dtype == torch.float32:

@@ -66,8 +66,8 @@ class Casts:
         """Return the dtype that capture wrote into the node, None when it reads it at run time."""
         return literal_dtype(node)
 
-    def read(self, node: Node, dtypes: dict[Node, Any]) -> Intent:
-        """Return what a cast means, given the dtypes of the values before it."""
+    def read(self, node: Node, dtypes: dict[Node, Any], observed: torch.dtype | None = None) -> Intent:
+        """Return what a cast means, given the dtypes of the values before it, and the one capture saw it read."""
         value: Any = node.args[0]
         held = dtypes.get(value)
         baked = self.baked(node)
@@ -88,11 +88,10 @@ class Casts:
         changes = self.original[value] != baked or baked != torch.float32  # no cast to be restored by
         if kind == "literal" or (changes and kind != "relative"):
             return Intent(baked, True, "cast: the author wrote this dtype")
-        restored = self._restores(node, dtypes)
         reason = "user_cast: relative" if kind == "relative" else "user_cast: undecided, taken as relative"
-        if restored is None and "read" in node.meta:  # captured under autocast, by which the reference was low
-            return Intent(node.meta["read"], False, f"{reason}, low under the ambient autocast")
-        return Intent(restored or held, False, reason)
+        if observed is not None:
+            return Intent(observed, False, f"{reason}, as read under the ambient autocast")
+        return Intent(self._restores(node, dtypes) or held, False, reason)
 
     def _reference(self, node: Node) -> Node | None:
         """Return the tensor whose dtype the cast takes, where the graph still has it."""
@@ -127,7 +126,7 @@ class Casts:
                     first: Any = n.args[0] if n.args else None
                     upcasts = literal_dtype(n) == torch.float32 and self._kind(n) != "relative"
                     found = dtypes.get(first)
-                    if upcasts and isinstance(found, torch.dtype):
+                    if upcasts and isinstance(found, torch.dtype) and found.is_floating_point:
                         return found
                     nearer.append(n)
             front = nearer

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -78,11 +78,11 @@ def source(node: Node) -> str:
     return ""
 
 
-def keys(graph: Graph) -> dict[Node, str]:
-    """Return a key for every call node that no unrelated edit of the model changes: module path, op, ordinal there."""
+def keys(nodes: Iterable[Node]) -> dict[Node, str]:
+    """Return a key for every call, which no unrelated edit of the model changes: module path, op, ordinal there."""
     count: dict[str, int] = {}
     out = {}
-    for node in graph.nodes:
+    for node in nodes:
         if node.op.startswith("call"):
             stem = f"{module_path(node)}/{ops.name(node)}"
             out[node] = f"{stem}#{count.get(stem, 0)}"

@@ -41,7 +41,7 @@ from fxamp.measure import _Counter, step_counts  # noqa: E402
 from passes import ops  # noqa: E402
 from passes._torch import pytree  # noqa: E402
 from passes.plan import DEVIATIONS  # noqa: E402
-from passes.values import keys  # noqa: E402
+from passes.values import keys, source  # noqa: E402
 from reports.architectures import BY_NAME, Inputs  # noqa: E402
 from tests.harness import UnderAutocast, distance, floats  # noqa: E402
 
@@ -49,6 +49,7 @@ POLICY, LOW = "O1,dtype=bf16", torch.bfloat16
 EXPORT, BACKEND = "export", "backend"
 BATCHES = (2, 3)
 SECONDS = 240
+OUTSIDE = "outside"  # no node of a graph differs: what does runs between graphs, without autocast
 
 
 @dataclass(frozen=True)
@@ -56,9 +57,10 @@ class Row:
     """What became of one architecture by one front end.
 
     `captured` is whether torch does it without fxamp, which is tried where fxamp fails, for fxamp captures by the same
-    means; `problem` is why the first thing that failed did. Numbers
-    are None where they could not be had. `outputs` and `gradients` are ratios of distances from float64 to those of
-    autocast; `deviation` is the code of the first node that differs from autocast in eval, found at `where`.
+    means; `problem` is why the first thing that failed did. Numbers are None where they could not be had. `outputs`
+    and `gradients` are ratios of distances from float64 to those of autocast. `equal` is for a call as it is, `ambient`
+    for one under `torch.autocast`, as trainers make it; `deviation` is the code of the first node that differs from
+    autocast in eval, found at `where`.
     """
 
     architecture: str
@@ -70,6 +72,7 @@ class Row:
     verified: str = ""
     graphs: int = 0
     equal: bool | None = None
+    ambient: bool | None = None
     deviation: str = ""
     where: str = ""
     outputs: float | None = None
@@ -156,9 +159,12 @@ def _loss_under_autocast(model: nn.Module, inputs: Inputs) -> Tensor:
 def _measure(module: nn.Module, model: nn.Module, inputs: Inputs) -> Measured:
     """Run a module that shares the parameters of a model, in eval and in train mode."""
     _set_mode(module, model, False)
-    outputs = [t.detach() for t in floats(module(**inputs))]
+    torch.manual_seed(0)  # some draw numbers, in eval mode too
+    with torch.no_grad():
+        outputs = floats(module(**inputs))
     _set_mode(module, model, True)
     model.zero_grad(set_to_none=True)
+    torch.manual_seed(0)
     with _same_buffers(model):
         loss_of(module(**inputs)).backward()
     gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
@@ -257,30 +263,28 @@ class _Backend:
     def __init__(self) -> None:
         self.graphs = 0
         self.counter: _Counter | None = None
-        self.records: list[tuple[int, _Record, _Record]] | None = None
+        self.records: list[tuple[int, _Record]] | None = None
 
     def __call__(self, gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-        index, plain = self.graphs, copy.deepcopy(gm)
+        index, author = self.graphs, {node.name for node in gm.graph.nodes}
         self.graphs += 1
 
         def inner(converted: GraphModule, _: list[Any]) -> Callable[..., Any]:
-            return functools.partial(self._call, index, plain, converted)
+            return functools.partial(self._call, converted, index, author)
 
         return fxamp.backend(policy=POLICY, backend=inner)(gm, example_inputs)
 
-    def _call(self, index: int, plain: GraphModule, converted: GraphModule, *args: Any) -> Any:
+    def _call(self, converted: GraphModule, index: int, author: set[str], *args: Any) -> Any:
         if self.records is not None:
-            expected, got = _Record(plain), _Record(converted)
-            self.records.append((index, expected, got))
-            with torch.autocast("cpu", dtype=LOW), contextlib.suppress(_Stopped):
-                expected.run(*args, enable_io_processing=False)
-            return got.run(*args, enable_io_processing=False)
+            record = _Record(converted, author)
+            self.records.append((index, record))
+            return record.run(*args, enable_io_processing=False)
         with self.counter or contextlib.nullcontext():
             return converted(*args)
 
 
 def by_backend(name: str) -> Row:
-    """Convert one architecture just in time, for two batch sizes in train and in eval mode."""
+    """Convert one architecture just in time, for two batch sizes in train and in eval mode; then measure it afresh."""
     row = Row(name, BY_NAME[name].family, BACKEND)
     model, inputs = BY_NAME[name]()
     backend = _Backend()
@@ -292,13 +296,57 @@ def by_backend(name: str) -> Row:
         torch._dynamo.reset()
         plain: Any = torch.compile(BY_NAME[name]()[0], backend="eager")
         return _refused(row, e, lambda: _train_and_eval(plain, name))
-    row = replace(row, captured=True, converted=True, verified=plan.verified, graphs=backend.graphs)
+    row = replace(row, captured=True, converted=True, verified=plan.verified)
+    model, inputs = BY_NAME[name]()
+    torch._dynamo.reset()  # or the graphs and the limits of the run before would count
+    backend = _Backend()
+    module = torch.compile(model, backend=backend)
+    module.eval()
+    with torch.no_grad():
+        module(**inputs)
+    row = replace(row, graphs=backend.graphs)
     row = _compared(row, module, model, inputs, lambda: _casts_of_compiled(module, backend, inputs))
-    if row.equal is not False:
-        return row
+    row = replace(row, ambient=_equal_under_autocast(model, inputs) if row.equal is not None else None)
+    return row if row.equal is not False else _explained(row, *_recorded(model, inputs))
+
+
+def _equal_under_autocast(model: nn.Module, inputs: Inputs) -> bool:
+    """Say whether a compiled model that is called under autocast gives in eval mode what autocast alone gives."""
+    model.eval()
+    torch._dynamo.reset()
+    outputs = []
+    for module in (model, torch.compile(model, backend=_Backend())):
+        torch.manual_seed(0)
+        with torch.no_grad(), torch.autocast("cpu", dtype=LOW):
+            outputs.append(floats(module(**inputs)))
+    return all(torch.equal(a.float(), b.float()) for a, b in zip(*outputs, strict=True))
+
+
+def _recorded(model: nn.Module, inputs: Inputs) -> tuple[list[tuple[int, _Record, _Record]], fxamp.Plan]:
+    """Record what the graphs captured under autocast make there, and what ours make, in eval mode."""
+    expected: list[_Record] = []
+
+    def under_autocast(gm: GraphModule, _: list[Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            expected.append(_Record(gm))
+            return expected[-1].run(*args, enable_io_processing=False)
+
+        return call
+
+    backend = _Backend()
     backend.records = []
-    module(**inputs)
-    return _explained(row, backend.records, plan)
+    model.eval()
+    with torch.no_grad():
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        with torch.autocast("cpu", dtype=LOW):
+            torch.compile(model, backend=under_autocast)(**inputs)
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        compiled: Any = torch.compile(model, backend=backend)
+        compiled(**inputs)
+    calls = zip(expected, backend.records, strict=False)
+    return [(index, theirs, ours) for theirs, (index, ours) in calls], fxamp.plan_of(compiled)
 
 
 def _train_and_eval(module: nn.Module, name: str) -> None:
@@ -367,42 +415,57 @@ class _Stopped(Exception):  # noqa: N818 - a signal inside this file, not an err
 
 
 class _Record(Interpreter):
-    """Keeps what every node gave, assertions apart; where one raises, the rest is left out."""
+    """Keeps what every node of the author's gave, assertions apart; where one raises, the rest is left out.
 
-    def __init__(self, module: GraphModule) -> None:
+    What holds nothing yet, as `new_empty` and parts of it do, is not kept.
+    """
+
+    def __init__(self, module: GraphModule, author: set[str] | None = None) -> None:
         super().__init__(module)
         self.made: dict[str, Any] = {}
         self.stopped: Node | None = None
+        mine = [n for n in module.graph.nodes if author is None or n.name in author]
+        self.names = keys(mine)
+        self._unwritten: set[Node] = set()
 
     def run_node(self, n: Node) -> Any:
         if ops.name(n).startswith("_assert"):
             return None
         try:
-            made = self.made[n.name] = super().run_node(n)
+            made = super().run_node(n)
         except Exception as e:
             self.stopped = n
             raise _Stopped from e
-        if isinstance(made, Tensor):
-            if torch._C._functorch.is_functorch_wrapped_tensor(made):
-                del self.made[n.name]  # a level of vmap, which cannot be looked into from outside
-            else:
-                self.made[n.name] = made.detach().clone()  # as it was before anything writes to it
+        if "empty" in ops.name(n) or (ops.name(n) in _PARTS and n.args[0] in self._unwritten):
+            self._unwritten.add(n)
+        elif isinstance(made, Tensor) and not torch._C._functorch.is_functorch_wrapped_tensor(made):
+            self.made[n.name] = made.detach().clone()  # as it was before anything writes to it
         return made
+
+
+_PARTS = ("getitem", "slice", "select", "narrow")
 
 
 def _explained(row: Row, runs: list[tuple[int, _Record, _Record]], plan: fxamp.Plan) -> Row:
     """Fill in the first node whose value differs from what autocast gives the unrounded graph, and its decision."""
     for index, expected, got in runs:
-        names = keys(expected.module.graph)  # type: ignore[arg-type]
-        for node in expected.module.graph.nodes:  # type: ignore[union-attr]
+        names = {n.name: key for n, key in (expected.names | got.names).items()}  # where both have a node, ours
+        unequal: dict[Node, bool] = {}  # by node, whether more differs than how it is stored
+        for node in expected.names:
             a, b = expected.made.get(node.name), got.made.get(node.name)
-            # What is only stored low early is no difference yet: every reader rounds it.
-            differs = isinstance(a, Tensor) and isinstance(b, Tensor) and not torch.equal(a.to(b.dtype), b)
-            if node not in names or "empty" in ops.name(node) or not (differs or node is expected.stopped):
+            if isinstance(a, Tensor) and isinstance(b, Tensor) and not torch.equal(a.double(), b.double()):
+                # What is only stored low early is no difference as long as every reader rounds it.
+                unequal[node] = not torch.equal(a.to(b.dtype), b)
+            if not unequal.get(node) and node is not expected.stopped:
                 continue
-            found = [d for d in plan.decisions if d.key == names[node] and d.graph == index]
-            return replace(row, deviation=found[0].code if found else "", where=names[node])
-    return row
+            first = node
+            while before := [n for n in first.all_input_nodes if n in unequal and n is not first]:
+                first = before[0]
+            key, line = names[first.name], source(first)
+            found = [d for d in plan.decisions if d.key == key and d.graph == index]
+            found = found or [d for d in plan.decisions if (d.op, d.source) == (ops.name(first), line)]
+            return replace(row, deviation=found[0].code if found else "", where=key)
+    return replace(row, deviation=OUTSIDE, where="what Dynamo leaves to Python") if row.graphs > 1 else row
 
 
 def _refused(row: Row, error: Exception, plain: Callable[[], object]) -> Row:
@@ -492,10 +555,12 @@ def to_markdown(rows: Sequence[Row]) -> str:
             parts.append(f"## By `{front_end}`\n\n{_table(mine)}\n")
     parts.append(
         "torch: whether torch captures it without fxamp. Equal: outputs in eval mode are those of `torch.autocast`\n"
-        "bit for bit, else the code of the first node that differs. Outputs (eval) and gradients (train, all\n"
-        "parameters) are distances from float64, as ratios to autocast's: less than 1 is nearer. Casts are those\n"
-        "executed in a training step; of code between graphs, they are in autocast's only. Graphs: two by `export`\n"
-        "where a model computes differently in eval mode.\n"
+        "bit for bit, else the code of the first node that differs, or `outside` where that is in what Dynamo leaves\n"
+        "to Python. Under autocast: the same, for a model that is called under `torch.autocast`, as trainers do.\n"
+        "Outputs (eval) and gradients (train, all parameters) are distances from float64, as ratios to autocast's:\n"
+        "less than 1 is nearer. Casts are those executed in a training step; of code between graphs, they are in\n"
+        "autocast's only. Graphs: by `export`, two where a model computes differently in eval mode; by `backend`,\n"
+        "those of a first call in eval mode.\n"
     )
     different = [(r.architecture, r.front_end, r.deviation or "none", f"`{r.where}`") for r in rows if r.equal is False]
     if different:
@@ -514,31 +579,34 @@ def _totals(rows: Sequence[Row]) -> str:
         captured, compared = [r for r in mine if r.captured], [r for r in mine if r.equal is not None]
         equal = sum(bool(r.equal) for r in compared)
         coded = sum(r.deviation in DEVIATIONS for r in compared if not r.equal)
+        under = [r for r in mine if r.ambient is not None]
         table.append((
             front_end, len(mine), len(captured), f"{sum(r.runs for r in captured)} of {len(captured)}",
             f"{equal} of {len(compared)}", f"{coded} of {len(compared) - equal}",
+            f"{sum(bool(r.ambient) for r in under)} of {len(under)}" if under else "",
         ))  # fmt: skip
     headers = (
         "front end", "architectures", "torch captures", "of those, fxamp converts and runs", "equal to autocast",
-        "the others, with a code",
+        "the others, with a code", "equal, called under autocast",
     )  # fmt: skip
     return tabulate(table, headers, "pipe", disable_numparse=True) + "\n"
 
 
 def _table(rows: Sequence[Row]) -> str:
     headers = (
-        "architecture", "family", "torch", "converted", "verified", "graphs", "equal", "outputs", "gradients", "casts",
-        "autocast's",
+        "architecture", "family", "torch", "converted", "verified", "graphs", "equal", "under autocast", "outputs",
+        "gradients", "casts", "autocast's",
     )  # fmt: skip
     table = [
         (
             r.architecture, r.family, _yes(r.captured), _yes(r.converted and r.runs), r.verified, r.graphs or "",
-            "" if r.equal is None else "yes" if r.equal else r.deviation or "no", _number(r.outputs),
-            _number(r.gradients), _known(r.casts), _known(r.autocast_casts),
+            "" if r.equal is None else "yes" if r.equal else r.deviation or "no",
+            "" if r.ambient is None else _yes(r.ambient), _number(r.outputs), _number(r.gradients),
+            _known(r.casts), _known(r.autocast_casts),
         )
         for r in rows
     ]  # fmt: skip
-    aligned = ("left", "left", "left", "left", "left", "right", "left", *["right"] * 4)
+    aligned = ("left", "left", "left", "left", "left", "right", "left", "left", *["right"] * 4)
     return tabulate(table, headers, "pipe", disable_numparse=True, colalign=aligned)
 
 

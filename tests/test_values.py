@@ -569,7 +569,7 @@ def test_keys_do_not_change_with_unrelated_edits() -> None:
     def of(extra: bool) -> list[str]:
         gm = torch.export.export(Block(extra), (torch.randn(2, 4),)).module(check_guards=False)
         assert isinstance(gm, torch.fx.GraphModule)
-        return list(keys(gm.graph).values())
+        return list(keys(gm.graph.nodes).values())
 
     plain, extended = of(False), of(True)
     assert plain == ["first/linear#0", "second/linear#0", "/relu#0", "/relu#1", "/add#0"]

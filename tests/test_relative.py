@@ -1,0 +1,175 @@
+"""Just in time, a cast to the dtype of a tensor follows that tensor, where its line says which one it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fxamp
+from fxamp.relative import _paths
+from passes import ops
+from tests.helpers import example
+
+F32, BF16 = torch.float32, torch.bfloat16
+
+
+class Model(nn.Module):
+    """Two layers and a forward of one's own."""
+
+    def __init__(self, forward: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.l, self.m = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.scale = nn.Parameter(torch.linspace(0.7, 1.3, 6))
+        self.run = forward
+
+    def forward(self, x: Tensor) -> Any:
+        return self.run(self, x)
+
+
+def sum_in_one_line(self: Model, x: Tensor) -> Tensor:
+    y = self.l(x)
+    return F.softplus(y + self.scale.to(y.dtype)[None])
+
+
+def quotient_inside_a_product(self: Model, x: Tensor) -> Tensor:
+    q = self.l(x)
+    k = self.m(x)
+    return torch.matmul(q, (k / self.scale.to(dtype=q.dtype)).t())
+
+
+def updated_in_place(self: Model, x: Tensor) -> Tensor:
+    y = self.l(x) * 3
+    y += self.scale.to(dtype=y.dtype)
+    return F.softplus(y)
+
+
+def dtype_argument(self: Model, x: Tensor) -> Tensor:
+    y = self.l(x)
+    return F.softmax(y, dim=1, dtype=y.dtype)
+
+
+SEEN = [sum_in_one_line, quotient_inside_a_product, updated_in_place, dtype_argument]
+
+
+def read_of_a_parameter(self: Model, x: Tensor) -> Tensor:
+    return restored(self.l(x), self.scale)
+
+
+def restored(y: Tensor, scale: Tensor) -> Tensor:
+    ready = scale.to(y.dtype)
+    return F.softplus(y + ready)
+
+
+def through_a_variable(self: Model, x: Tensor) -> Tensor:
+    y = self.l(x)
+    dtype = y.dtype
+    ready = self.scale.to(dtype)
+    return F.softplus(y + ready)
+
+
+UNSEEN = [read_of_a_parameter, through_a_variable]
+
+
+def run(forward: Any, policy: str, *, ambient: bool) -> tuple[Tensor, Tensor, fxamp.Plan]:
+    """Return what autocast gives, what the compiled model gives, and its plan."""
+    torch._dynamo.reset()
+    model = Model(forward)
+    with torch.autocast("cpu"):
+        expected = model(example())
+    module: Any = torch.compile(model, backend=fxamp.backend(policy, "eager"))
+    with torch.autocast("cpu", enabled=ambient):
+        got = module(example())
+    return expected, got, fxamp.plan_of(module)
+
+
+@pytest.mark.parametrize("ambient", [False, True], ids=["", "ambient autocast"])
+@pytest.mark.parametrize("forward", SEEN)
+def test_o1_is_autocast_bit_for_bit(forward: Any, ambient: bool) -> None:
+    expected, got, _ = run(forward, "O1", ambient=ambient)
+    assert expected.dtype == BF16
+    assert torch.equal(expected.float(), got)
+
+
+@pytest.mark.parametrize("forward", UNSEEN)
+def test_what_the_line_does_not_say_is_known_under_ambient_autocast(forward: Any) -> None:
+    expected, got, _ = run(forward, "O1", ambient=True)
+    assert torch.equal(expected.float(), got)
+    expected, got, plan = run(forward, "O1", ambient=False)
+    assert not torch.equal(expected.float(), got)
+    assert "user_cast" in {d.code for d in plan.decisions if d.op == "to"}  # a deviation, with its code
+
+
+@pytest.mark.parametrize("ambient", [False, True], ids=["", "ambient autocast"])
+@pytest.mark.parametrize("forward", [*SEEN, *UNSEEN])
+def test_o0_is_eager_bit_for_bit(forward: Any, ambient: bool) -> None:
+    _, got, _ = run(forward, "O0", ambient=ambient)
+    assert torch.equal(got, Model(forward)(example()))
+
+
+def test_a_module_that_the_policy_keeps_fp32_is_not_lowered_by_a_read() -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Model(lambda self, x: restored(self.l(x), self.scale))
+
+        def forward(self, x: Tensor) -> Any:
+            return self.inner(x)
+
+    torch._dynamo.reset()
+    outer = Outer()
+    module: Any = torch.compile(outer, backend=fxamp.backend("O1,modules.inner=fp32", "eager"))
+    with torch.autocast("cpu"):
+        got = module(example())
+    assert torch.equal(got, outer(example()))
+
+
+def test_the_dtype_that_a_cast_restores_is_a_floating_one() -> None:
+    def forward(self: Model, x: Tensor) -> Tensor:
+        angles = torch.arange(6)[None].float().cos()
+        ready = angles.to(x.dtype)
+        return self.l(x) * ready
+
+    _, _, plan = run(forward, "O1", ambient=False)
+    codes = [(d.code, d.colour) for d in plan.decisions if d.op == "to"]
+    assert codes == [("cast", "float32"), ("user_cast", "float32")]
+
+
+@pytest.mark.parametrize(
+    ("line", "path"),
+    [
+        ("y = a + b.to(a.dtype)", ("add",)),
+        ("y = a @ b.to(a.dtype)[..., None]", ("getitem", "matmul")),
+        ("return torch.bmm(q, k.transpose(-1, -2) / scale.to(dtype=q.dtype))", ("div", "bmm")),
+        ("score += c2p / scale.to(dtype=c2p.dtype)", ("div",)),
+        ("y += b.to(dtype=y.dtype)", ("add_",)),
+        ("y = torch.matmul(q, (k / scale.to(q.dtype)).t())", ("div", "t", "matmul")),
+        ("y = torch.stack([a, b.to(a.dtype)])", ("?",)),
+        ("y = torch.softmax(x, 1, dtype=x.dtype)", ()),
+        ("y = b.to(a.dtype)", ("?",)),
+        ("y = f(b.to(a.dtype) if a is None else a)", ("?",)),
+        ("y = b.to(self.weight.dtype) * self.weight", None),
+        ("y = torch.matmul(a,", None),
+        ("y = a + b.float()", None),
+    ],
+)
+def test_the_way_from_a_read_to_the_tensor_itself(line: str, path: tuple[str, ...] | None) -> None:
+    assert _paths(line) == (frozenset() if path is None else {path})
+
+
+def test_reads_of_two_tensors_in_a_line_are_left_alone() -> None:
+    assert len(_paths("y = (a + b.to(a.dtype)) * (c / b.to(c.dtype))")) == 2
+
+    def forward(self: Model, x: Tensor) -> Tensor:
+        y, z = self.l(x), x.exp()
+        return (y + self.scale.to(y.dtype)) * (z / self.scale.to(z.dtype))
+
+    torch._dynamo.reset()
+    module: Any = torch.compile(Model(forward), backend=fxamp.backend("O1", "eager"))
+    module(example())
+    (graph,) = fxamp.graphs(module)
+    assert "type_as" not in {ops.name(n) for n in graph.graph.nodes}
