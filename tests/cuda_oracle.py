@@ -85,10 +85,10 @@ def compare(name: str) -> dict[str, Any]:
             oracle.run(*inputs, enable_io_processing=False)
         finally:
             torch.set_autocast_enabled("cuda", False)
-    ours = {key: n for n, key in keys(module.graph).items() if n.meta.get("fxamp") != "cast"}
+    ours = {key: n for n, key in keys(module.graph.nodes).items() if n.meta.get("fxamp") != "cast"}
     decisions = {d.key: d for d in module.plan.decisions}
     rows = []
-    for node, key in keys(plain.graph).items():
+    for node, key in keys(plain.graph.nodes).items():
         expected = oracle.dtypes.get(node.name)
         if expected is not None and expected.is_floating_point:
             decision, got = decisions.get(key), str(ours[key].meta["val"].dtype)[6:]

@@ -54,7 +54,7 @@ def first_difference(name: str, low: str) -> str:
         with torch.autocast("cpu", dtype=DTYPES[low]):
             expected.run(*flat, enable_io_processing=False)
         got.run(*flat, enable_io_processing=False)
-    names = keys(plain.graph)
+    names = keys(plain.graph.nodes)
     for node in plain.graph.nodes:
         a, b = expected.made.get(node.name), got.made.get(node.name)
         if isinstance(a, Tensor) and isinstance(b, Tensor) and node in names and not torch.equal(a.float(), b.float()):
