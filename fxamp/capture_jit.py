@@ -19,9 +19,11 @@ from passes.user_casts import kind_of_line
 from passes.values import ELIGIBLE, LOW, Inference, dtypes_of, is_floating, literal_dtype, retyped, source
 
 from .relative import make_relative
+from .scope import Scope
 
 _ROOT = re.compile(r"^[LG]\['\w+'\]\.?")
 _ATOM = re.compile(r"\['([^']*)'\]|\[(\d+)\]|\.([A-Za-z]\w*)")  # not `_modules`, `_parameters`
+_SPELLS_LOW = re.compile(r"(b?float16|half|fp16|bf16)\b")
 _CASTS_AFTER = ("to", "getitem", "type_as")
 
 
@@ -49,21 +51,22 @@ def _whole_region(graph: Graph) -> tuple[Node, Node] | None:
     return calls[0], left
 
 
-def describe(gm: GraphModule, *, ambient: bool, level: str, inside: bool = False) -> None:
+def describe(gm: GraphModule, *, ambient: bool, level: str, scope: Scope | None = None, inside: bool = False) -> None:
     """Leave on every node what the passes read: `val`, the module path, the autocast region, what a cast means.
 
     Args:
         gm: changed in place; of its ops, only casts to the dtype of a tensor.
         ambient: autocast was on while Dynamo traced, so the example values have its dtypes.
         level: that of the policy: which dtypes that autocast gave hold in the converted graph too.
+        scope: where the graph lies in the compiled module, where that is known.
         inside: this is the body of a higher-order op.
     """
     infer, held = Inference(), dict[Node, Any]()
     regions: list[tuple[Node, tuple[str, bool, Any]]] = []
     for node in gm.graph.nodes:
-        _describe_origin(node)
+        _describe_origin(node, scope)
         if node.op == "get_attr" and isinstance(body := attribute_of(gm, str(node.target)), GraphModule):
-            describe(body, ambient=ambient, level=level, inside=True)
+            describe(body, ambient=ambient, level=level, scope=scope, inside=True)
         if node.target is enter_autocast:
             kind, dtype, enabled, _ = node.args
             regions.append((node, (str(kind), bool(enabled), dtype)))
@@ -76,6 +79,10 @@ def describe(gm: GraphModule, *, ambient: bool, level: str, inside: bool = False
             continue
         if ops.name(node) == "to" and is_floating(dtypes_of(value)):
             _describe_cast(node, ambient, level)
+        elif ambient and node.op.startswith("call") and literal_dtype(node) in LOW:
+            for made in _without_read(node, level):
+                made.meta["val"] = retyped(made.args[0].meta["val"], torch.float32)  # type: ignore[union-attr]
+                held[made] = torch.float32
         if ambient and node.op.startswith("call"):
             value = retyped(value, _inferred(node, value, infer, held))
         elif ambient and inside and node.op == "placeholder":
@@ -101,10 +108,11 @@ def _without_low(dtypes: Any) -> Any:
     return torch.float32 if dtypes in LOW else dtypes
 
 
-def _describe_origin(node: Node) -> None:
+def _describe_origin(node: Node, scope: Scope | None) -> None:
     """Bring module paths into the form `blocks.0.attn`, the root being ""."""
-    stack = node.meta.get("nn_module_stack")
-    if stack:
+    if scope is not None:
+        node.meta["nn_module_stack"] = scope.stack(node)
+    elif stack := node.meta.get("nn_module_stack"):
         node.meta["nn_module_stack"] = {k: (_ROOT.sub("", path), kind) for k, (path, kind) in stack.items()}
 
 
@@ -114,16 +122,38 @@ def _describe_cast(node: Node, ambient: bool, level: str) -> None:
     What was read under autocast is a dtype of autocast's making; it becomes the one that the model itself has there.
     `meta["read"]` is what was read, if the tensor has that dtype at this level: at O1 any, beyond only a low one.
     """
-    name = str(node.target) if node.op == "call_method" else ""
-    kind = "literal" if name in ops.CAST_METHODS else kind_of_line(source(node))
-    node.meta["cast"] = kind
-    if not ambient or kind == "literal":
-        return
     read = literal_dtype(node)
-    if read in LOW:
+    if ambient and read in LOW and not _SPELLS_LOW.search(source(node)):
+        node.meta["cast"] = "relative"
         node.args, node.kwargs = pytree.tree_map(lambda a: torch.float32 if a is read else a, (node.args, node.kwargs))
-    if read in {"O0": (), "O1": ELIGIBLE}.get(level, LOW):
+    else:
+        name = str(node.target) if node.op == "call_method" else ""
+        node.meta["cast"] = "literal" if name in ops.CAST_METHODS else kind_of_line(source(node))
+    if ambient and node.meta["cast"] != "literal" and read in {"O0": (), "O1": ELIGIBLE}.get(level, LOW):
         node.meta["read"] = read
+
+
+def _without_read(node: Node, level: str) -> list[Node]:
+    """Mend a dtype argument that autocast made low, by a cast of the operand; return that cast, if there is one.
+
+    Before: softmax(x, 1, dtype=bfloat16), where the author wrote dtype=y.dtype
+    After:  softmax(to(x, float32), 1), where the cast is to what was read
+    """
+    read = literal_dtype(node)
+    if _SPELLS_LOW.search(source(node)) or (ops.name(node) not in ops.CONVERTS_FIRST and level != "O0"):
+        return []
+    value = node.args[0] if node.args else None
+    casts = ops.name(node) in ops.CONVERTS_FIRST and isinstance(value, Node)
+    settled = None if casts else torch.float32
+    node.args, node.kwargs = pytree.tree_map(lambda a: settled if a is read else a, (node.args, node.kwargs))
+    if not casts or not isinstance(value, Node):
+        return []
+    with node.graph.inserting_before(node):
+        cast = node.graph.call_method("to", (value, read))
+    cast.meta = {k: node.meta[k] for k in ("nn_module_stack", "stack_trace", "autocast_region") if k in node.meta}
+    _describe_cast(cast, True, level)
+    node.args = (cast, *node.args[1:])
+    return [cast]
 
 
 def attribute_of(gm: GraphModule, path: str) -> Any:

@@ -5,9 +5,10 @@ Dynamo hands a backend flat graphs, and no model. The parameters among their inp
 
 from __future__ import annotations
 
+import itertools
 import os
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,21 +17,32 @@ from torch import nn
 from torch.fx import Graph, GraphModule
 from torch.utils.weak import WeakIdKeyDictionary
 
-from passes.errors import CaptureError
+from passes.errors import CaptureError, PolicyError
 from passes.plan import Decision, Plan
-from passes.policy import Policy
+from passes.policy import Policy, module_override
 
 from .capture_jit import parameter_path
+from .scope import Scope
+from .scope import scope as current_scope
 
 
 @dataclass(frozen=True)
 class Converted:
-    """One converted graph, what was decided, and the paths of its parameters in the module captured, by identity."""
+    """One converted graph, what was decided, and the parameters that it reads.
+
+    Attributes:
+        graph: a copy: inner backends change what they are given.
+        plan: what was decided, with module paths from the root where that is known.
+        paths: of the parameters, by identity: from the root, else from the module captured.
+        places: which inputs of the graph they are.
+        broke: where and why Dynamo ended the graph early, "" when it did not.
+    """
 
     graph: GraphModule
     plan: Plan
     paths: dict[int, str]
-    broke: str  # where and why Dynamo ended the graph early, "" when it did not
+    places: tuple[int, ...]
+    broke: str
 
 
 _BY_PARAMETER: Any = WeakIdKeyDictionary()
@@ -42,19 +54,55 @@ def announce(module: nn.Module, policy: Policy) -> None:
     _ASKED[module] = policy
 
 
-def record(gm: GraphModule, plan: Plan, example_inputs: Iterable[Any]) -> None:
+def record(gm: GraphModule, plan: Plan, example_inputs: Sequence[Any], scope: Scope | None) -> Converted:
     """Keep a converted graph for as long as the parameters that it reads."""
-    placeholders = (n for n in gm.graph.nodes if n.op == "placeholder")
-    parameters = [
-        (t, parameter_path(n))
-        for n, t in zip(placeholders, example_inputs, strict=False)
-        if isinstance(t, nn.Parameter)
-    ]
-    copied = Graph()  # inner backends change what they are given
+    placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    places = tuple(i for i, value in enumerate(example_inputs) if isinstance(value, nn.Parameter))
+    known = scope.parameters if scope is not None else {}
+    paths = [known.get(id(example_inputs[i])) or parameter_path(placeholders[i]) for i in places]
+    copied = Graph()
     copied.output(copied.graph_copy(gm.graph, {}))
-    entry = Converted(GraphModule(gm, copied), plan, {id(t): path for t, path in parameters}, _break_of(gm))
-    for parameter, _ in parameters:
-        _BY_PARAMETER.setdefault(parameter, []).append(entry)
+    entry = Converted(GraphModule(gm, copied), plan, {}, places, _break_of(gm))
+    return _keep(entry, example_inputs, paths)
+
+
+def _keep(entry: Converted, inputs: Sequence[Any], paths: Iterable[str]) -> Converted:
+    parameters = [inputs[i] for i in entry.places]
+    kept = replace(entry, paths={id(p): path for p, path in zip(parameters, paths, strict=True)})
+    for parameter in parameters:
+        _BY_PARAMETER.setdefault(parameter, []).append(kept)
+    return kept
+
+
+def reused(entry: Converted, inputs: Sequence[Any]) -> None:
+    """Keep a graph for the parameters of a later call too: Dynamo runs it for any module of the same code.
+
+    Raises:
+        PolicyError: the policy asks for other colours in that module, by its path.
+    """
+    if any(e.graph is entry.graph for e in _BY_PARAMETER.get(inputs[entry.places[0]], ())):
+        return
+    before = list(entry.paths.values())
+    found = current_scope()
+    known = found.parameters if found is not None else {}
+    after = [known.get(id(inputs[i]), path) for i, path in zip(entry.places, before, strict=True)]
+    ends = zip(reversed(before[0]), reversed(after[0]), strict=False)
+    same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], ends))
+    old, new = (paths[0][: len(paths[0]) - same] for paths in (before, after))
+    moved = [_moved(d, new, 0, old) for d in entry.plan.decisions]
+    for here, there in zip(entry.plan.decisions, moved, strict=True):
+        _refuse_another_colour(entry.plan.policy, here.module_path, there.module_path)
+    _keep(replace(entry, plan=replace(entry.plan, decisions=tuple(moved))), inputs, after)
+
+
+def _refuse_another_colour(policy: Policy, path: str, other: str) -> None:
+    """Raise PolicyError where a policy tells two modules apart that run the same graph."""
+    here, there = (module_override(policy, [(p, ())]) for p in (path, other))
+    if (here and here.colour) != (there and there.colour):
+        raise PolicyError(
+            f"'{path}' and '{other}' run the same graph, for Dynamo captures code once, and {here or there} is for one "
+            "of them alone. Convert ahead of time, or override both, or by type or op."
+        )
 
 
 def _break_of(gm: GraphModule) -> str:
@@ -159,11 +207,13 @@ def _prefix(captured: dict[int, str], paths: dict[int, str]) -> str:
     return max(set(found), key=found.count, default="")
 
 
-def _moved(decision: Decision, prefix: str, first: int) -> Decision:
-    return replace(
-        decision,
-        graph=decision.graph + first,
-        key=prefix + decision.key if decision.module_path else f"{prefix.removesuffix('.')}{decision.key}",
-        module_path=f"{prefix}{decision.module_path}".removesuffix("."),
-        causes=tuple(prefix + c if not c.startswith("/") else prefix.removesuffix(".") + c for c in decision.causes),
-    )
+def _moved(decision: Decision, prefix: str, first: int, before: str = "") -> Decision:
+    """Return a decision on a graph that lies elsewhere: at a path that begins otherwise, with a greater number."""
+    key, *causes = (_at(key, prefix, before) for key in (decision.key, *decision.causes))
+    path = f"{prefix}{decision.module_path.removeprefix(before)}".removesuffix(".")
+    return replace(decision, graph=decision.graph + first, key=key, module_path=path, causes=tuple(causes))
+
+
+def _at(key: str, prefix: str, before: str) -> str:
+    path, _, rest = key.partition("/")
+    return f"{prefix}{path.removeprefix(before)}".removesuffix(".") + f"/{rest}"

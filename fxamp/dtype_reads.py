@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch.fx import Graph
 
 from passes._torch import TorchFunctionMode
-from passes.ops import CAST_METHODS
+from passes.ops import CAST_METHODS, CONVERTS_FIRST
 
 from . import frames
 
@@ -38,8 +38,6 @@ _READ = torch.Tensor.dtype.__get__  # type: ignore[attr-defined]
 _CASTS = frozenset(getattr(torch.Tensor, n) for n in ("to", "type_as", "type", *CAST_METHODS))
 _FACTORIES = {torch.zeros: "new_zeros", torch.ones: "new_ones", torch.full: "new_full", torch.empty: "new_empty"}
 _MADE = (torch.arange, torch.eye, torch.tensor, torch.zeros_like, torch.ones_like, torch.full_like, torch.empty_like)
-# What converts its first operand to the `dtype=` it is given before it computes.
-_CONVERTING = ("softmax", "log_softmax", "softmin", "sum", "nansum", "mean", "prod", "cumsum", "cumprod")
 
 
 class DtypeReads(TorchFunctionMode):
@@ -87,7 +85,7 @@ class DtypeReads(TorchFunctionMode):
             reference = self._reference(kwargs["dtype"])
             if reference is not None:
                 return _ALIAS(func(*args, **kwargs)).type_as(reference)
-        elif args and getattr(func, "__name__", "") in _CONVERTING and isinstance(kwargs.get("dtype"), torch.dtype):
+        elif args and getattr(func, "__name__", "") in CONVERTS_FIRST and isinstance(kwargs.get("dtype"), torch.dtype):
             reference = self._reference(kwargs["dtype"])
             if reference is not None:
                 kwargs = {k: v for k, v in kwargs.items() if k != "dtype"}
@@ -159,7 +157,7 @@ def _user_frame() -> FrameType | None:
 
 def _hands_on(code: CodeType) -> bool:
     file = code.co_filename
-    return frames.kind(file) not in ("user", "nn") or (file == F.__file__ and code.co_name in _CONVERTING)
+    return frames.kind(file) not in ("user", "nn") or (file == F.__file__ and code.co_name in CONVERTS_FIRST)
 
 
 @functools.lru_cache(maxsize=1024)

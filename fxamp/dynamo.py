@@ -11,7 +11,8 @@ graph with casts in it: no context managers, so its caches go on working.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,13 +23,14 @@ from torch.fx import GraphModule
 from passes import compile_graph
 from passes._torch import inner_backend
 from passes.errors import NotAModuleError, PolicyError
-from passes.policy import Policy, nearest
+from passes.policy import Policy, check_used, nearest, type_names
 from passes.values import no_autocast
 
 from . import compiled
 from .capture_jit import ambient_dtype, attribute_of, describe, is_attribute, parameter_path
 from .check import refuse_low_parameters
 from .preflight import refuse_wrapped
+from .scope import scope
 
 Inner = str | Callable[..., Any]
 _OURS = ("policy", "backend", "mode")
@@ -65,10 +67,10 @@ class Backend:
         if mode or options:
             given = {"policy": self.policy, "backend": self.backend, "mode": mode or self.mode}
             return backend(**{**given, **_split(options)[0]}, options=_split(options)[1])(gm, example_inputs)
-        policy = rewrite(gm, example_inputs, self.policy)
+        converted = rewrite(gm, example_inputs, self.policy)
         with no_autocast():
             run = inner_backend(self.backend, self.mode, dict(self.options))(gm, example_inputs)
-        return without_autocast(run, policy.device or "cpu")
+        return at_call(run, converted, example_inputs)
 
 
 def backend(
@@ -161,14 +163,15 @@ def compile(
         raise NotAModuleError(f"fxamp.compile takes a torch.nn.Module, not {type(model).__name__}.")
     refuse_wrapped(model)
     made = _backend(policy, backend, mode=mode, options=options)
+    refuse_unmatched(made.policy, model)
     optimized: Any = torch.compile(model, backend=made, fullgraph=fullgraph, dynamic=dynamic, disable=disable)
     if not disable:
         compiled.announce(optimized, made.policy)
     return optimized
 
 
-def rewrite(gm: GraphModule, example_inputs: list[Any], policy: Policy) -> Policy:
-    """Convert one of Dynamo's graphs, in place; return the policy with device and dtype filled in."""
+def rewrite(gm: GraphModule, example_inputs: list[Any], policy: Policy) -> compiled.Converted:
+    """Convert one of Dynamo's graphs, in place; return what was decided, for a policy with device and dtype."""
     refuse_low_parameters((parameter_path(n), v) for n, v in zip(gm.graph.nodes, example_inputs, strict=False))
     device = policy.device or _device(example_inputs)
     on = torch.is_autocast_enabled(device)
@@ -178,15 +181,17 @@ def rewrite(gm: GraphModule, example_inputs: list[Any], policy: Policy) -> Polic
     for node, value in zip(gm.graph.nodes, example_inputs, strict=False):
         node.meta["parameter"] = isinstance(value, nn.Parameter)
         node.meta["buffer"] = not node.meta["parameter"] and is_attribute(node)
+    found = scope()
+    if found is not None:
+        refuse_unmatched(policy, found.root)
     with no_autocast():
-        describe(gm, ambient=on or ambient is not None, level=policy.level)
+        describe(gm, scope=found, ambient=on or ambient is not None, level=policy.level)
     plan = compile_graph(gm.graph, resolved, functools.partial(attribute_of, gm), capture="jit")
     for node in gm.graph.nodes:
         if "val" in node.meta:
             node.meta["example_value"] = node.meta["val"]
     gm.recompile()
-    compiled.record(gm, plan, example_inputs)
-    return resolved
+    return compiled.record(gm, plan, example_inputs, found)
 
 
 def _device(example_inputs: list[Any]) -> str:
@@ -196,11 +201,27 @@ def _device(example_inputs: list[Any]) -> str:
     return found.device.type if found is not None and found.device.type != "meta" else "cpu"
 
 
-def without_autocast(run: Callable[..., Any], device: str) -> Callable[..., Any]:
-    """Return what calls a compiled graph with ambient autocast off: its casts are in it."""
+def refuse_unmatched(policy: Policy, model: nn.Module) -> None:
+    """Raise PolicyError for an override by module that matches none of a model."""
+    if policy.modules:
+        types = {path: type_names(type(m)) for path, m in model.named_modules(remove_duplicate=False)}
+        check_used(replace(policy, ops=()), [[(path, names)] for path, names in types.items()], ())
+
+
+def at_call(
+    run: Callable[..., Any], converted: compiled.Converted, example_inputs: Sequence[Any]
+) -> Callable[..., Any]:
+    """Return what calls a compiled graph with ambient autocast off, for its casts are in it, and notes for whom."""
+    device = converted.plan.policy.device or "cpu"
+    first = converted.places[0] if converted.places else 0
+    last = weakref.ref(example_inputs[first]) if converted.places else None
 
     @functools.wraps(run, updated=())
     def call(*args: Any) -> Any:
+        nonlocal last
+        if last is not None and args[first] is not last():
+            compiled.reused(converted, args)
+            last = weakref.ref(args[first])
         with no_autocast([device]):
             return run(*args)
 

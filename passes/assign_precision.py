@@ -18,12 +18,13 @@ import torch
 from torch.fx import Graph, Node
 
 from .bodies import Border
+from .colouring import Colouring
 from .errors import PolicyError
 from .measured_costs import Timer
 from .place import place
 from .plan import Plan
 from .policy import Policy
-from .simulate import Colouring, Simulation
+from .simulate import Simulation
 from .values import ANY, Aliases, Inference, SymbolicInference, is_floating, keys, module_types
 
 

@@ -16,8 +16,8 @@ from torch.fx.node import map_aggregate
 from . import ops
 from ._torch import pytree
 from .assign_precision import Assignment
+from .colouring import Colouring
 from .legalize import loosen_assertions
-from .simulate import Colouring
 from .values import ANY, ELIGIBLE, is_floating
 
 CAST = torch.ops.aten.to.dtype

@@ -61,6 +61,9 @@ CAST_METHODS: dict[str, torch.dtype] = {
     "bool": torch.bool, "cfloat": torch.complex64, "cdouble": torch.complex128, "chalf": torch.complex32,
 }  # fmt: skip
 
+# What converts its first operand to the `dtype=` it is given before it computes.
+CONVERTS_FIRST = ("softmax", "log_softmax", "softmin", "sum", "nansum", "mean", "prod", "cumsum", "cumprod")
+
 # Methods of a tensor, and its attributes (`getattr(x, "T")` in a symbolic graph).
 _METHODS = {"to": " ".join((*CAST_METHODS, "type", "cpu", "cuda", "xpu")), "dim": "ndimension", "numel": "nelement"}
 _ATTRIBUTES = {

@@ -11,8 +11,8 @@ from torch import nn
 from torch.fx import GraphModule
 
 from passes.assign_precision import Assignment
+from passes.colouring import Colouring
 from passes.insert_casts import cast_floating, cast_weight, insert_casts
-from passes.simulate import Colouring
 from passes.values import ANY
 from tests.graphs import Builder, as_it_stands, normal, parse, random_inputs, render
 

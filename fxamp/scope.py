@@ -1,0 +1,74 @@
+"""Which module a graph of Dynamo's belongs to, and where that lies in the module that was compiled.
+
+Dynamo names what a graph reads after local variables, and captures a model that breaks into several graphs in pieces:
+`L['self'].fc` may be `encoder.layers.3.fc`, and after a break the same layer is `L['___stack0']`. The calls under way
+while Dynamo captures, and the identity of modules and parameters, say where they are.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import Node
+
+_CALLS = (nn.Module._call_impl.__code__, nn.Module._wrapped_call_impl.__code__)
+
+
+@dataclass(frozen=True)
+class Scope:
+    """The module that was compiled, and the one in it whose forward is being captured.
+
+    Attributes:
+        root: the compiled module.
+        modules: paths in it, by identity as Dynamo writes it.
+        parameters: paths of parameters, by identity.
+        inside: what the code being captured stands in: path and type, from the root to the innermost.
+    """
+
+    root: nn.Module
+    modules: dict[str, str]
+    parameters: dict[int, str]
+    inside: tuple[tuple[str, type], ...]
+
+    def stack(self, node: Node) -> dict[str, tuple[str, Any]]:
+        """Return the modules that a node was made in, in the form of `nn_module_stack`."""
+        out: dict[str, tuple[str, Any]] = {path: (path, kind) for path, kind in self.inside}
+        for key, (_, kind) in node.meta.get("nn_module_stack", {}).items():
+            path = self.modules.get(key.partition("@")[0])  # "@1" for a second call
+            if path is not None:
+                out[path] = (path, kind)
+        return out
+
+
+def scope() -> Scope | None:
+    """Return the scope of the graph being captured; None where what was compiled is no module."""
+    running = _running()
+    if not running:
+        return None
+    root, innermost = running[-1], running[0]
+    modules = {str(id(m)): path for path, m in root.named_modules()}
+    parts = [p for p in modules.get(str(id(innermost)), "").split(".") if p]
+    paths = [".".join(parts[:i]) for i in range(len(parts) + 1)]
+    inside = tuple((path, type(root.get_submodule(path))) for path in paths)
+    return Scope(root, modules, {id(p): path for path, p in root.named_parameters()}, inside)
+
+
+def _running() -> list[nn.Module]:
+    """Return the modules whose call is under way, innermost first, up to the one that was compiled; else none."""
+    found: list[nn.Module] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code in _CALLS:
+            module = frame.f_locals["self"]
+            if isinstance(module, torch._dynamo.OptimizedModule):
+                return [*found, module._orig_mod]
+            found.append(module)
+            if module._compiled_call_impl is not None:
+                return found
+        frame = frame.f_back
+    return []

@@ -1,0 +1,72 @@
+"""Give every free value the side of the cut that it is on, and every operand the cast that it now needs.
+
+Before: t = view(logits: bf16), t: f32, casts logits; loss(t)
+After:  t: bf16, casts nothing; loss(t) casts t
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from . import ops
+from .colouring import Colouring, Place
+from .costs import Costs
+from .cut import Variable
+from .rules import LOW
+from .simulate import Simulation
+from .uses import Uses
+from .values import ELIGIBLE
+
+
+def apply_cut(low_side: set[Variable], simulation: Simulation, uses: Uses, costs: Costs) -> int:
+    """Rewrite dtypes, casts and reasons of the simulation; return how many values were moved.
+
+    Args:
+        low_side: the free nodes that are stored low.
+        simulation: what was decided so far, changed in place.
+        uses: what each reader needs.
+        costs: what the cut was chosen by, for the reasons.
+    """
+    before, low = dict(simulation.dtypes), simulation.low
+    for node in uses.free:
+        simulation.dtypes[node] = _stored(before[node], low if node in low_side else torch.float32)
+    for node in simulation.graph.nodes:
+        if node not in simulation.colours:
+            continue
+        colouring, side = simulation.colours[node], low if node in low_side else torch.float32
+        colouring.casts = _casts(node, colouring, side, simulation, uses)
+        if simulation.dtypes[node] != before[node] and node in uses.free:
+            colouring.reason = _reason(colouring, "low" if node in low_side else "FP32", costs)
+            colouring.dtype = side
+    return sum(simulation.dtypes[node] != before[node] for node in uses.free)
+
+
+def _stored(dtype: Any, side: torch.dtype) -> Any:
+    """Return a value's dtype on a side; of a tuple only what autocast casts moves."""
+    return tuple(side if d in ELIGIBLE else d for d in dtype) if isinstance(dtype, tuple) else side
+
+
+def _casts(
+    node: Node, colouring: Colouring, side: torch.dtype, simulation: Simulation, uses: Uses
+) -> dict[Place, torch.dtype]:
+    """Return the casts of a node whose operands are stored as the cut has it."""
+    casts: dict[Place, torch.dtype] = {}
+    for o in [] if uses.upcasts(node) else ops.operands(node):  # the author's own cast is cast enough
+        where, held = (o.name, o.index), simulation.dtypes[o.node]
+        if held not in ELIGIBLE:
+            if where in colouring.casts:
+                casts[where] = colouring.casts[where]
+            continue
+        needed = side if uses.follows(node, where) else uses.needs[node][where]
+        if needed != held:
+            casts[where] = needed
+    return casts
+
+
+def _reason(colouring: Colouring, word: str, costs: Costs) -> str:
+    if colouring.kind == LOW:
+        return "not_worth_casts: on this device it takes longer in low, its casts included"
+    return f"cut: stored {word}, which {costs.least} ({colouring.reason.partition(':')[0]})"

@@ -1,0 +1,80 @@
+"""What decides on a node, in order: the author, the policy, an autocast region, the level, at last the rule.
+
+The author comes first with casts, writes and reads of bits, then the policy with its overrides. Under autocast neither
+is asked but for casts and writes, which torch obeys too.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Node
+
+from . import ops
+from .colouring import Colouring
+from .kinds import by_kind, fp32, in_place, user_cast
+from .levels import by_level
+from .operand_casts import all_to, keep, natural
+from .policy import module_override, op_override
+from .rules import FOLLOW, LOW, PROMOTE, Rule, lookup
+from .state import State
+from .values import ANY, may_alias, mutated_operands
+from .values import LOW as LOW_DTYPES
+
+
+def decide(state: State, node: Node, name: str, floats: list[ops.Operand]) -> Colouring | None:
+    """Return what a node runs in, and why; None for one that has no say in it."""
+    row, kind = lookup(name, state.device, state.low)
+    if name in ("to", "type_as"):
+        return user_cast(state, node)
+    if mutated_operands(node) and (name.endswith("_") or "out" in node.kwargs or name == "setitem"):
+        return in_place(state, node, row, floats)
+    if not state.autocast and state.aliases.find(node) in state.pinned:
+        why = "mutated: its storage is written, and shared with FP32 values"
+        if not state.aliases.is_mutated(node):
+            why = "keep: the program reads its bits, or how many it has"
+        return all_to(state, torch.float32, row, floats, kind, why)
+    moves_written = may_alias(node) and state.aliases.is_mutated(node)
+    if not state.autocast and not moves_written and (pinned := _override(state, node, name, row, floats)):
+        return pinned
+    low, region = state.low, node.meta.get("autocast_region")
+    if region is not None and region[0] == state.device:
+        if not region[1]:
+            return natural(state, row, floats, "region", "autocast_region: the model disables autocast here")
+        low = region[2] or low
+    if any(state.dtypes[o.node] == torch.float64 for o in floats):
+        return natural(state, row, floats, kind, "float64: left as it is")
+    if state.autocast:
+        return by_kind(state, node, name, row, kind, floats, low)
+    if node in state.islands:
+        return fp32(state, node, row, floats, "island: a norm written by hand is FP32 throughout")
+    if state.aggressive:
+        held = [o.node for o in floats]
+        extreme = any(n in state.extremes.values for n in held)
+        by_rule, kind = kind, by_level(state.policy, node, row, kind, held, extreme)
+        if kind == LOW != by_rule and any(state.dtypes[n] is ANY for n in held):
+            kind = PROMOTE  # what has an unknown dtype may be complex, or an index
+    if kind in (PROMOTE, FOLLOW) and not moves_written and _lowers(state, row, floats):
+        why = f"{state.policy.level}_low: not sensitive, beside low operands"
+        return all_to(state, low, row, floats, kind, why)
+    return by_kind(state, node, name, row, kind, floats, low)
+
+
+def _override(state: State, node: Node, name: str, row: Rule, floats: list[ops.Operand]) -> Colouring | None:
+    """Return what the policy says of the module that a node was made in, or else of its op."""
+    found = module_override(state.policy, state.stacks.get(node, ())) if state.policy.modules else None
+    found = found or (op_override(state.policy, name) if state.policy.ops else None)
+    if found is None:
+        return None
+    reason = f"override: {found}"
+    if found.colour == "keep":
+        return keep(state, node, floats, "override", reason)
+    return all_to(state, state.low if found.colour == "low" else torch.float32, row, floats, "override", reason)
+
+
+def _lowers(state: State, row: Rule, floats: list[ops.Operand]) -> bool:
+    """Say whether an op with mixed operands runs low at O2: one is low, none is a number that low cannot hold."""
+    if not state.aggressive or row.out[0] in ("bool", "int", "complex"):
+        return False
+    held = {state.dtypes[o.node] for o in floats}
+    mixed = any(d in LOW_DTYPES for d in held) and any(d not in LOW_DTYPES for d in held)
+    return mixed and ANY not in held and not any(o.node in state.extremes.values for o in floats)

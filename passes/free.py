@@ -1,0 +1,88 @@
+"""Which values may be stored in either dtype.
+
+At O1 a node is free when rounding may move across it in forward, and in backward where gradients flow, or when it is
+FP32 only because autocast casts a low operand up for a kernel that computes in FP32 anyway. At O2 every node is free
+that is not sensitive, and with measured costs a matrix product too: one that does not pay for its casts stays FP32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from . import ops
+from .aliases import may_alias
+from .colouring import Colouring
+from .facts import facts_of
+from .rules import FOLLOW, FP32, LOW, PROMOTE, lookup
+from .simulate import Simulation
+from .values import ANY, is_floating, literal_dtype
+
+
+def free_nodes(simulation: Simulation, grad: frozenset[Node]) -> dict[Node, None]:
+    """Return the free nodes of a graph in order, items of what is free among them.
+
+    Args:
+        simulation: what was decided so far.
+        grad: the values that gradients flow through.
+    """
+    free: dict[Node, None] = {}
+    for node in simulation.graph.nodes:
+        item = ops.name(node) == "getitem" and node.args[0] in free and is_floating(simulation.dtypes[node])
+        if item or (node in simulation.colours and _is_free(simulation, node, grad)):
+            free[node] = None
+    return free
+
+
+def _is_free(simulation: Simulation, node: Node, grad: frozenset[Node]) -> bool:
+    colouring, name, low, dtypes = simulation.colours[node], ops.name(node), simulation.low, simulation.dtypes
+    row, _ = lookup(name, simulation.device, low)
+    if colouring.kind not in (PROMOTE, FOLLOW, FP32) and not _is_free_product(simulation, colouring):
+        return False
+    if name.endswith("_") or node.meta.get("autocast_region"):
+        return False
+    if colouring.literals or literal_dtype(node) is not None or colouring.dtype not in (low, torch.float32):
+        return False
+    if simulation.aliases.is_mutated(node) or not is_floating(dtypes[node]):
+        return False
+    floats = [o for o in ops.operands(node) if is_floating(dtypes[o.node])]
+    if not all(map(_is_known, [dtypes[node], *(dtypes[o.node] for o in ops.operands(node))])):
+        return False
+    if not floats or any(simulation.aliases.is_mutated(o.node) and may_alias(node) for o in floats):
+        return False
+    held = [dtypes[o.node] for o in floats]
+    if any(d not in (low, torch.float32) for d in held if not isinstance(d, tuple)):
+        return False
+    if simulation.policy.level in ("O2", "O3"):
+        primary, extreme = floats[0], simulation.extremes.values
+        return (
+            colouring.kind != FP32
+            and row.out[0] in ("float", "first")
+            and primary.name not in row.uncast
+            and node not in extreme
+            and not any(o.node in extreme for o in floats)
+            and not any(o.node in simulation.upcast for o in floats)
+            and _code(colouring) not in ("override", "literal", "mutated", "keep", "float64", "dtype_argument")
+        )
+    if colouring.kind == FP32:  # only by autocast's list, over low values, in a kernel that computes in FP32
+        known = facts_of(node, simulation.device, low)
+        return all(d == low for d in held) and known.fp32_internal and known.status == "measured"
+    # Rounding moves across moves of values, whatever the device.
+    return not colouring.casts and (row.commutes == "both" or (row.commutes == "forward" and node not in grad))
+
+
+def _is_free_product(simulation: Simulation, colouring: Colouring) -> bool:
+    """Say whether a matrix product may stay FP32: at O2, where it was measured what its casts cost."""
+    measured = simulation.policy.level == "O2" and simulation.policy.cost == "measured"
+    return measured and colouring.kind == LOW and _code(colouring) == "low"
+
+
+def _code(colouring: Colouring) -> str:
+    return colouring.reason.partition(":")[0]
+
+
+def _is_known(dtype: Any) -> bool:
+    """Say whether nothing about a dtype is unknown; a list of unknown length is one of which it is known."""
+    return all(map(_is_known, dtype)) if isinstance(dtype, tuple) else dtype is not ANY

@@ -1,0 +1,124 @@
+"""What each kind of rule means for a node, and what a user cast does: what it runs in, and what is cast to that."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from . import literals, ops
+from .colouring import Colouring
+from .errors import PolicyError
+from .kernels import runs_in
+from .operand_casts import all_to, castable, keep, natural
+from .policy import module_override
+from .rules import BANNED, COMPOSITE, FOLLOW, FP32, KEEP, LOW, PROMOTE, Rule
+from .state import State, first_float
+from .values import ANY, ELIGIBLE, dtype_reference, module_path, source
+from .values import LOW as LOW_DTYPES
+
+
+def by_kind(
+    state: State, node: Node, name: str, row: Rule, kind: str, floats: list[ops.Operand], low: Any
+) -> Colouring:
+    """Colour a node as the kind of its rule has it.
+
+    Raises:
+        PolicyError: autocast bans the op on this device; it has no rule, and the policy wants one.
+    """
+    if kind == LOW and not state.autocast and not runs_in(node, low, state.device, state.dtypes.get):
+        return all_to(state, torch.float32, row, floats, KEEP, f"keep: no kernel for {low} on this {state.device}")
+    if kind == LOW:
+        return _low(state, row, floats, low)
+    if kind == FP32:
+        return fp32(state, node, row, floats)
+    if kind == PROMOTE:
+        return natural(state, row, floats, kind, "promote: widest operand")
+    if kind == FOLLOW or state.autocast:
+        return natural(state, row, floats, kind, "follow: its operand's dtype")
+    if kind == BANNED:
+        raise PolicyError(
+            f"{name} ({source(node) or node.name}, module '{module_path(node)}') is unsafe in low precision, and "
+            f"autocast bans it on {state.device}: use binary_cross_entropy_with_logits on the logits, or allow it "
+            f"with Policy(ops={{'{name}': 'fp32'}})."
+        )
+    known = row.reason != "unknown op"
+    if not known and state.policy.unknown_ops == "error":
+        raise PolicyError(
+            f"{name} ({source(node) or node.name}, module '{module_path(node)}') has no rule: register one with "
+            "fxamp.register_rule, or choose Policy(unknown_ops='keep')."
+        )
+    if not known and state.policy.unknown_ops == "fp32":
+        return all_to(state, torch.float32, row, floats, FP32, "unknown_op: FP32 by policy")
+    if kind == KEEP and (reference := dtype_reference(node)) is not None:
+        dtype = first_float(state.dtypes[reference]) or torch.float32
+        return Colouring(dtype, FOLLOW, "follow: made with the dtype of its reference")
+    kept = keep(state, node, floats, kind, "composite: kept whole" if kind == COMPOSITE else f"keep: {row.reason}")
+    if known and kind == KEEP and not kept.casts:
+        kept.reason = f"as_written: {row.reason}"
+    return kept
+
+
+def _low(state: State, row: Rule, floats: list[ops.Operand], low: Any) -> Colouring:
+    """Colour what the rule runs low, unless its operands have been upcast, or hold what low cannot."""
+    cast = [o for o in floats if castable(state, o, row, low)]
+    if not cast:
+        return natural(state, row, floats, LOW, "no_operand: nothing that is cast")
+    if not state.autocast and any(state.dtypes[o.node] in LOW_DTYPES and state.dtypes[o.node] != low for o in cast):
+        return all_to(state, torch.float32, row, floats, LOW, "user_cast: an operand is in the other low dtype")
+    if not state.autocast and all(o.node in state.upcast for o in floats):
+        return natural(state, row, floats, LOW, "user_cast: every operand was upcast by the author")
+    extremes = state.extremes
+    if (
+        state.aggressive
+        and all(o.node in extremes.fixed for o in floats)
+        and any(o.node in extremes.values for o in floats)
+    ):
+        return natural(state, row, floats, LOW, "position: made of integers and buffers alone")
+    return all_to(state, low, row, floats, LOW, f"low: {row.reason}")
+
+
+def fp32(state: State, node: Node, row: Rule, floats: list[ops.Operand], why: str = "") -> Colouring:
+    """Colour what runs FP32, unless it is told its dtype."""
+    explicit = ops.argument(node, "dtype")
+    if row.dtype_arg and isinstance(explicit, torch.dtype):
+        return natural(state, row, floats, FP32, f"dtype_argument: {explicit}")
+    return all_to(state, torch.float32, row, floats, FP32, why or f"fp32: {row.reason}")
+
+
+def in_place(state: State, node: Node, row: Rule, floats: list[ops.Operand]) -> Colouring | None:
+    """Colour what writes to a tensor: its target's dtype decides."""
+    target = node.kwargs.get("out", node.args[0] if node.args else None)
+    dtype = state.dtypes.get(target) if isinstance(target, Node) else None
+    strict = row.same_dtype or ops.name(node) == "setitem"  # index_put, where an index is a tensor
+    if dtype is ANY and strict:
+        why = "unknown_rank: captured without inputs, so its target's dtype is not known"
+        return keep(state, node, [o for o in floats if o.node is not target], PROMOTE, why)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        return None
+    sources = [o for o in floats if strict and o.node is not target and state.dtypes[o.node] in ELIGIBLE]
+    casts = {(o.name, o.index): dtype for o in sources if state.dtypes[o.node] != dtype}
+    return Colouring(dtype, PROMOTE, "in_place: its target's dtype", casts)
+
+
+def user_cast(state: State, node: Node) -> Colouring | None:
+    """Colour a cast that the author wrote; one to another dtype than a floating one has no colour."""
+    forced = module_override(state.policy, state.stacks.get(node, ())) if state.policy.modules else None
+    observed = None if forced is not None and forced.colour == "fp32" else node.meta.get("read")
+    intent = state.casts.read(node, state.dtypes, observed)
+    if intent.dtype is None or not intent.dtype.is_floating_point:
+        return None
+    if intent.literal and intent.dtype == torch.float32:
+        state.upcast.add(node)
+    baked = state.casts.baked(node)
+    changed = intent.dtype if baked is not None and baked != intent.dtype else None
+    value = next(ops.operands(node))
+    number = 0.0 if intent.literal else state.extremes.constants.get(value.node, 0.0)
+    if not state.autocast and intent.dtype in LOW_DTYPES and literals.is_extreme(number, intent.dtype):
+        if abs(number) != literals.FP32_MAX:
+            why = "literal: a number does not fit the low dtype"
+            return Colouring(torch.float32, "cast", why, set_dtype=torch.float32)
+        why = "literal: finfo(float32).min becomes the low dtype's own"
+        return Colouring(intent.dtype, "cast", why, set_dtype=changed, clamped=((value.name, value.index),))
+    return Colouring(intent.dtype, "cast", intent.reason, set_dtype=changed)

@@ -1,0 +1,69 @@
+"""Which operands of a node are cast: all to one dtype, only those that its kernel rejects mixed, or back as they were.
+
+Before: add(a: bf16, b: f32)
+After:  all_to(bf16): b is cast; natural: none; keep, where a was f32: a is cast
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from . import ops
+from .colouring import Colouring, Place
+from .rules import PROMOTE, Rule
+from .state import State, first_float
+from .values import ANY, ELIGIBLE, LOW
+
+
+def all_to(state: State, dtype: Any, row: Rule, floats: list[ops.Operand], kind: str, reason: str) -> Colouring:
+    """Cast every castable operand that has another dtype."""
+    casts = {}
+    for o in floats:
+        held = state.dtypes[o.node]
+        if castable(state, o, row, dtype) and held != dtype and (held is not ANY or dtype in LOW):
+            casts[o.name, o.index] = dtype
+    return Colouring(dtype, kind, reason, casts)
+
+
+def castable(state: State, operand: ops.Operand, row: Rule, dtype: Any) -> bool:
+    """Say whether a rule lets an operand be cast to a dtype."""
+    held = state.dtypes[operand.node]
+    if held is not ANY and held not in ELIGIBLE:
+        return False
+    if row.casts and operand.name not in row.casts:
+        return False
+    return not (operand.name in row.uncast and dtype in LOW)
+
+
+def natural(state: State, row: Rule, floats: list[ops.Operand], kind: str, reason: str) -> Colouring:
+    """Leave the operands as they are, unless the kernel rejects mixed ones: then all go to the widest."""
+    held = [state.dtypes[o.node] for o in floats if isinstance(state.dtypes[o.node], torch.dtype)]
+    widest = functools.reduce(torch.promote_types, held) if held else torch.float32
+    mixed = len(set(held)) > 1
+    if mixed and row.same_dtype and row.out[0] != "first":
+        return all_to(state, widest, row, floats, kind, "widest: the kernel rejects mixed operands")
+    unknown = any(state.dtypes[o.node] is ANY for o in floats) and any(d in LOW for d in held)
+    ranks_known = all("val" in o.node.meta for o in floats)
+    if kind == PROMOTE and not ranks_known and (mixed or unknown):
+        return all_to(state, torch.float32, row, floats, kind, "unknown_rank: captured without inputs")
+    return Colouring(widest, kind, reason)
+
+
+def keep(state: State, node: Node, floats: list[ops.Operand], kind: str, reason: str) -> Colouring:
+    """Cast the operands back to the dtypes that they had when the graph was captured."""
+    casts: dict[Place, torch.dtype] = {}
+    before = []
+    for o in floats:
+        original, held = state.original[o.node], state.dtypes[o.node]
+        if original is ANY and held in LOW:
+            original = torch.float32
+        if isinstance(original, torch.dtype):
+            before.append(original)
+            if isinstance(held, torch.dtype) and held != original:
+                casts[o.name, o.index] = original
+    dtype = first_float(state.original[node]) or next(iter(before), torch.float32)
+    return Colouring(dtype, kind, reason, casts)

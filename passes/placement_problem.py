@@ -1,0 +1,92 @@
+"""The placement of free values as a problem for the cut: what must go together, and what each net costs.
+
+A net is a tensor and its readers: it takes one cast, whoever and however many read it in the other dtype. At O1 an FP32
+value may be stored low only where every use rounds it to this dtype; from O2 on the costs alone decide.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Node
+
+from . import ops
+from .colouring import Place
+from .costs import Costs, Run
+from .cut import FP32, LOW, Net, Problem, Variable
+from .rules import PROMOTING
+from .simulate import Simulation
+from .uses import Uses
+
+
+def unpriced_problem(simulation: Simulation, uses: Uses) -> Problem:
+    """Return a problem with the free nodes as its variables, and all that binds them."""
+    problem = Problem()
+    for node in uses.free:
+        problem.add(node, 0, 0)
+        _imply(problem, node, simulation, uses)
+    for node in uses.free:
+        for reader, _ in uses.readers[node]:  # an item has the dtype of what it is an item of, a tuple or a tensor
+            if ops.name(reader) == "getitem" and reader in uses.free:
+                problem.implies += [(node, reader), (reader, node)]
+    return problem
+
+
+def _imply(problem: Problem, node: Node, simulation: Simulation, uses: Uses) -> None:
+    """At O1: an FP32 value may be stored low only where every use rounds it to this dtype."""
+    colours, dtypes, low = simulation.colours, simulation.dtypes, simulation.low
+    if simulation.policy.level in ("O2", "O3") or isinstance(dtypes[node], tuple):
+        return
+    if node in colours and colours[node].kind == "fp32":
+        problem.implies += [(node, o.node if o.node in uses.free else LOW) for o in ops.operands(node)]
+    if dtypes[node] == low:
+        return
+    for reader, where in uses.readers[node]:
+        follows = reader in uses.free and dtypes[reader] != low
+        if follows and (ops.name(reader) == "getitem" or colours[reader].kind != "fp32"):
+            problem.implies.append((node, reader))
+        elif uses.needs[reader].get(where) != low:
+            problem.implies.append((node, FP32))
+
+
+def price(problem: Problem, simulation: Simulation, uses: Uses, costs: Costs, grad: frozenset[Node]) -> None:
+    """Fill in what everything costs: each free node on both sides, and a net for each value that may need a cast."""
+    sides = [_run(node, dtype, uses) for node in uses.free for dtype in (simulation.low, torch.float32)]
+    nets = {n: ends for n in simulation.graph.nodes if (ends := _net(n, simulation, uses)) is not None}
+    runs, casts = costs.price(sides, list(nets))
+    for node, low, fp32 in zip(uses.free, runs[::2], runs[1::2], strict=True):
+        problem.add(node, low, fp32)
+    for (node, (tensor, *readers)), cost in zip(nets.items(), casts, strict=True):
+        promoted = tensor == LOW and _is_promoted(node, uses, grad)
+        problem.nets.append(Net(tensor, tuple(readers), cost // 2 if promoted else cost))
+
+
+def _run(node: Node, dtype: torch.dtype, uses: Uses) -> Run:
+    places = [(o.name, o.index) for o in ops.operands(node)]
+    return Run(node, dtype, {p: dtype if uses.follows(node, p) else uses.needs[node][p] for p in places})
+
+
+def _net(node: Node, simulation: Simulation, uses: Uses) -> tuple[Variable, ...] | None:
+    """Return who makes a tensor and who reads it, where that is not all fixed."""
+    held = simulation.dtypes.get(node)
+    if held not in (simulation.low, torch.float32):
+        return None
+    tensor: Variable = node if node in uses.free else LOW if held == simulation.low else FP32
+    read = [_side(reader, where, simulation, uses) for reader, where in uses.readers[node]]
+    sides = [s for s in read if s is not None]
+    return (tensor, *dict.fromkeys(sides)) if any(s in uses.free for s in [tensor, *sides]) else None
+
+
+def _side(reader: Node, where: Place, simulation: Simulation, uses: Uses) -> Variable | None:
+    """Return the variable, or the fixed side, that a reader needs its operand on; None when it does not matter."""
+    if uses.follows(reader, where):
+        return reader
+    if reader not in simulation.colours and reader.op != "output":
+        return None  # it asks for a size, or asserts what the exporter saw
+    needed = uses.needs[reader].get(where)
+    return LOW if needed == simulation.low else FP32 if needed == torch.float32 else None
+
+
+def _is_promoted(node: Node, uses: Uses, grad: frozenset[Node]) -> bool:
+    """Say whether the one reader of a value casts it up by itself, so that only its gradient takes a cast."""
+    read = uses.readers[node]
+    return len(read) == 1 and ops.name(read[0][0]) in PROMOTING and node in grad

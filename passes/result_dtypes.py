@@ -1,0 +1,48 @@
+"""What comes out of a node that was coloured: its op is run on fake tensors, with its operands cast."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from . import ops
+from .colouring import Colouring
+from .rules import COMPOSITE, KEEP
+from .state import State, first_float
+from .values import ELIGIBLE
+
+
+def result_dtypes(state: State, node: Node, colouring: Colouring) -> Any:
+    """Return the output's dtypes; where nothing was cast, the node runs in the dtype torch's promotion gives."""
+    name = ops.name(node)
+    if colouring.kind == "cast":
+        return colouring.dtype
+    kept = colouring.kind in (KEEP, COMPOSITE) and not state.autocast
+    if kept or node.op == "call_module" or name.startswith("higher_order::"):
+        return state.original[node]
+    casts = colouring.casts
+    wanted = {o.node: casts[o.name, o.index] for o in ops.operands(node) if (o.name, o.index) in casts}
+    try:
+        made = state.infer(node, lambda n: wanted.get(n, state.dtypes[n]))
+    except Exception:  # whatever a kernel raises on mixed operands: they are unified
+        return _unified(state, node, colouring)
+    if not colouring.casts and not name.endswith("_"):
+        colouring.dtype = first_float(made) or colouring.dtype
+    return made
+
+
+def _unified(state: State, node: Node, colouring: Colouring) -> Any:
+    """Cast all floating operands to the widest when the op rejects the dtypes it would get."""
+    floats = [o for o in ops.operands(node) if state.dtypes[o.node] in ELIGIBLE]
+    if not floats:
+        return state.original[node]
+    widest = functools.reduce(torch.promote_types, [state.dtypes[o.node] for o in floats])
+    colouring.casts = {(o.name, o.index): widest for o in floats if state.dtypes[o.node] != widest}
+    colouring.dtype, colouring.reason = widest, "widest: the kernel rejects mixed operands"
+    try:
+        return state.infer(node, lambda n: widest if state.dtypes[n] in ELIGIBLE else state.dtypes[n])
+    except Exception:  # fake tensors cannot run this op at all
+        return state.original[node]

@@ -1,0 +1,60 @@
+"""What a simulation knows when it comes to a node: what it was given, and what the nodes before have taught it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from .bodies import Border
+from .colouring import Colouring
+from .extremes import Extremes
+from .islands import islands
+from .policy import Policy
+from .user_casts import Casts, observed
+from .values import ANY, Aliases
+
+
+class State:
+    """The state of one run over a graph, which deciding reads and only now and then changes.
+
+    Attributes:
+        autocast: decide as torch's dispatcher does under autocast, and nothing else.
+        stacks: the modules that each node was made in.
+        border: what holds at the edges of the graph.
+        aggressive: the level goes beyond autocast.
+        pinned: representatives of alias sets that must stay FP32; what one run learns of them, the next one knows.
+        colours: the decisions so far.
+        dtypes: the dtype of every value; that of the original where the run has not come yet.
+        upcast: values the author has upcast, and moves of them.
+        extremes: values that the low dtype cannot hold.
+    """
+
+    def __init__(
+        self, policy: Policy, graph: Graph, original: dict[Node, Any], infer: Any, aliases: Aliases,
+        *, autocast: bool = False, stacks: dict[Node, Any] | None = None, border: Border | None = None,
+    ) -> None:  # fmt: skip
+        self.policy, self.graph, self.original, self.infer, self.aliases = policy, graph, original, infer, aliases
+        self.autocast, self.stacks, self.border = autocast, stacks or {}, border or Border()
+        self.device = policy.device or "cpu"
+        self.low: Any = policy.dtype
+        self.casts = Casts(original)
+        self.pinned = {aliases.find(v) for v in observed(graph) if original[v] in (torch.float32, ANY)}
+        self.aggressive = not autocast and policy.level in ("O2", "O3")
+        self.islands = islands(graph) if self.aggressive else frozenset()
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget all but what is pinned."""
+        self.colours: dict[Node, Colouring] = {}
+        self.dtypes: dict[Node, Any] = {**self.original, **self.border.inputs}
+        self.upcast: set[Node] = set()
+        self.extremes = Extremes(self.graph, self.low)
+
+
+def first_float(dtypes: Any) -> torch.dtype | None:
+    """Return a value's dtype where that is floating; of a container, that of the first such item."""
+    if isinstance(dtypes, tuple):
+        return next((d for d in map(first_float, dtypes) if d is not None), None)
+    return dtypes if isinstance(dtypes, torch.dtype) and dtypes.is_floating_point else None

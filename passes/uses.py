@@ -1,0 +1,58 @@
+"""Who reads each value of a graph, at which operand, and in which dtype it must find it there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from . import ops
+from .colouring import Place
+from .rules import lookup
+from .simulate import Simulation
+from .values import ELIGIBLE
+
+
+class Uses:
+    """The uses of all values of one graph, as the simulation left them.
+
+    Attributes:
+        free: the nodes whose dtype is open.
+        readers: of each value, who reads it, and at which operand.
+        needs: the dtype that each operand of a node must have for the node as it is now.
+    """
+
+    def __init__(self, simulation: Simulation, free: Mapping[Node, None]) -> None:
+        self.simulation, self.free = simulation, free
+        self.needs = {n: self._needs(n) for n in simulation.graph.nodes}
+        self.readers: dict[Node, list[tuple[Node, Place]]] = {n: [] for n in simulation.graph.nodes}
+        for node in simulation.graph.nodes:
+            for o in ops.operands(node):
+                self.readers[o.node].append((node, (o.name, o.index)))
+
+    def follows(self, reader: Node, where: Place) -> bool:
+        """Say whether an operand must have the dtype of its reader, whichever that will be."""
+        if reader not in self.free:
+            return False
+        row = lookup(ops.name(reader), self.simulation.device, self.simulation.low)[0]
+        return where[0] not in row.uncast and (not row.casts or where[0] in row.casts)
+
+    def upcasts(self, node: Node) -> bool:
+        """Say whether the author casts a value up here."""
+        colouring = self.simulation.colours.get(node)
+        if colouring is None or colouring.kind != "cast" or colouring.dtype != torch.float32:
+            return False
+        value: Any = node.args[0]
+        return self.simulation.dtypes[value] in ELIGIBLE
+
+    def _needs(self, node: Node) -> dict[Place, torch.dtype]:
+        simulation, places = self.simulation, {(o.name, o.index): o.node for o in ops.operands(node)}
+        if simulation.policy.level in ("O2", "O3") and self.upcasts(node):
+            return dict.fromkeys(places, torch.float32)  # nothing to do where it is FP32
+        if node.op == "output":
+            returned = simulation.returned()
+            return {p: returned[n] for p, n in places.items()}
+        casts = simulation.colours[node].casts if node in simulation.colours else {}
+        return {p: casts.get(p, simulation.dtypes[n]) for p, n in places.items()}

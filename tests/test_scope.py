@@ -1,0 +1,111 @@
+"""A graph of Dynamo's is told by the module that was compiled: paths, overrides, and models that share code."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxamp
+from tests.front_ends import WARNINGS, fresh
+from tests.helpers import example
+
+pytestmark = [*WARNINGS, pytest.mark.usefixtures("fresh")]
+__all__ = ["fresh"]
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.out = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.fc(x)
+        return self.out(y if y.sum() > 0 else -y)  # where Dynamo breaks off
+
+
+class Nested(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.encoder, self.head = Encoder(), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.head(self.encoder(x))
+
+
+def _in_place(model: Nested, policy: str) -> Any:
+    model.compile(backend="fxamp", options={"policy": policy, "backend": "eager"})
+    return model
+
+
+WAYS: dict[str, Any] = {
+    "fxamp.compile": lambda model, policy: fxamp.compile(model, policy=policy, backend="eager"),
+    "backend": lambda model, policy: torch.compile(model, backend=fxamp.backend(policy, "eager")),
+    "in place": _in_place,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_paths_count_from_the_compiled_module_wherever_it_breaks(way: str) -> None:
+    module = WAYS[way](Nested(), "O1,modules.encoder.fc=fp32")
+    module(example())
+    colours = {d.module_path: d.colour for d in fxamp.plan_of(module).decisions if d.op == "linear"}
+    assert colours == {"encoder.fc": "float32", "encoder.out": "bfloat16", "head": "bfloat16"}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_module_override_that_matches_nothing_is_an_error(way: str) -> None:
+    with pytest.raises(Exception, match=r"modules.encoder.fx=fp32 matches no module .* 'encoder.fc'") as caught:
+        WAYS[way](Nested(), "O1,modules.encoder.fx=fp32")(example())
+    chain = [caught.value, caught.value.__cause__, caught.value.__context__]
+    assert any(isinstance(e, fxamp.PolicyError) for e in chain)
+
+
+@pytest.mark.parametrize("way", ["fxamp.compile", "backend"])
+def test_a_second_model_of_the_same_code_has_its_plan_too(way: str) -> None:
+    first, second = (WAYS[way](Nested(), "O1") for _ in range(2))
+    first(example())
+    second(example())
+    assert fxamp.plan_of(first).decisions == fxamp.plan_of(second).decisions
+    assert len(fxamp.graphs(first)) == len(fxamp.graphs(second))
+    second.head.weight.data.zero_()
+    assert torch.equal(second(example()), second.head.bias.bfloat16().float().expand(4, 6))
+
+
+class Twins(nn.Module):
+    """Dynamo captures the forward of the first encoder, and runs that graph for the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)  # by which both take the same branch
+        self.encoder, self.decoder = Encoder(), Encoder()
+
+    def forward(self, x: Tensor) -> Any:
+        return self.decoder(self.encoder(x))
+
+
+@pytest.mark.parametrize("which", ["encoder", "decoder"])
+def test_an_override_by_path_is_refused_where_two_modules_share_a_graph(which: str) -> None:
+    module = WAYS["fxamp.compile"](Twins(), f"O1,modules.{which}.out=fp32")
+    with pytest.raises(fxamp.PolicyError, match=f"modules.{which}.out=fp32 is for one of them alone"):
+        module(example())
+
+
+@pytest.mark.parametrize("which", ["encoder", "decoder"])
+def test_an_override_by_path_holds_where_each_module_has_a_graph(which: str) -> None:
+    module = WAYS["fxamp.compile"](Twins(), f"O1,modules.{which}.fc=fp32")
+    module(example())
+    colours = {d.module_path: d.colour for d in fxamp.plan_of(module).decisions if d.op == "linear"}
+    assert {path for path, colour in colours.items() if colour == "float32"} == {f"{which}.fc"}
+
+
+@pytest.mark.parametrize("override", ["modules.*.fc=fp32", "modules.torch.nn.Linear=fp32", "ops.linear=fp32"])
+def test_an_override_of_both_is_not(override: str) -> None:
+    module = WAYS["fxamp.compile"](Twins(), f"O1,{override}")
+    module(example())
+    colours = {d.module_path: d.colour for d in fxamp.plan_of(module).decisions if d.op == "linear"}
+    assert colours["encoder.fc"] == colours["decoder.fc"] == "float32"
+    assert colours["encoder.out"] == colours["decoder.out"]
