@@ -31,6 +31,7 @@ from .capture_jit import ambient_dtype, attribute_of, describe, is_attribute, pa
 from .check import refuse_low_parameters
 from .preflight import refuse_wrapped
 from .scope import scope
+from .underflow import UnderflowWatch
 
 Inner = str | Callable[..., Any]
 _OURS = ("policy", "backend", "mode")
@@ -211,10 +212,11 @@ def refuse_unmatched(policy: Policy, model: nn.Module) -> None:
 def at_call(
     run: Callable[..., Any], converted: compiled.Converted, example_inputs: Sequence[Any]
 ) -> Callable[..., Any]:
-    """Return what calls a compiled graph with ambient autocast off, for its casts are in it, and notes for whom."""
+    """Return what calls a compiled graph with ambient autocast off, for its casts are in it; it notes for which model."""
     device = converted.plan.policy.device or "cpu"
     first = converted.places[0] if converted.places else 0
     last = weakref.ref(example_inputs[first]) if converted.places else None
+    watch = UnderflowWatch(converted.plan)
 
     @functools.wraps(run, updated=())
     def call(*args: Any) -> Any:
@@ -223,6 +225,9 @@ def at_call(
             compiled.reused(converted, args)
             last = weakref.ref(args[first])
         with no_autocast([device]):
-            return run(*args)
+            outputs = run(*args)
+        if not watch.done:
+            watch(outputs)
+        return outputs
 
     return call

@@ -7,8 +7,6 @@ and nothing else: training it trains the original, `state_dict` keys are the sam
 from __future__ import annotations
 
 import copy
-import gc
-import warnings
 from typing import Any
 
 import torch
@@ -22,6 +20,7 @@ from passes.plan import Plan
 from .bindings import called_directly, read_directly
 from .call import CallSpec
 from .serialize import graph_from_data, graph_to_data
+from .underflow import UnderflowWatch
 
 _CONSTANTS = "_fxamp"  # child module for lifted constants and sub-graphs; never in the state_dict
 _TREE = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set", "training")
@@ -80,7 +79,7 @@ class ConvertedModule(GraphModule):
         self.only_mode = only_mode
         self.original = original
         self._guards = call_spec.guard_function()
-        self._scaling_checked = plan.policy.dtype is not torch.float16 or plan.policy.level == "O0"
+        self._watch = UnderflowWatch(plan)
 
     def recompile(self) -> Any:
         """Regenerate the code from the graph, keeping the original's call signature."""
@@ -110,8 +109,8 @@ class ConvertedModule(GraphModule):
                 torch.set_grad_enabled(grad)
             if torch.is_autocast_enabled(self.device_type) is not autocast:
                 torch.set_autocast_enabled(self.device_type, autocast)
-        if not self._scaling_checked and self.training and not torch.compiler.is_compiling():
-            self._watch_scaling(out)
+        if self.training:
+            self._watch(out)
         return self.call_spec.pack(out)
 
     def tensor_at(self, path: tuple[str, ...], name: str) -> Any:
@@ -132,25 +131,6 @@ class ConvertedModule(GraphModule):
                     f"({'; '.join(self.plan.notes)}). Convert it again in the mode wanted; both "
                     "conversions share the parameters."
                 )
-
-    def _watch_scaling(self, outputs: tuple[Any, ...]) -> None:
-        """Warn once when FP16 gradients flow back and no GradScaler has scaled a loss."""
-
-        def check(grad: torch.Tensor) -> None:
-            if self._scaling_checked:
-                return
-            self._scaling_checked = True
-            if not any(issubclass(type(o), torch.amp.GradScaler) and o._scale is not None for o in gc.get_objects()):
-                warnings.warn(
-                    "FP16 gradients without a loss scale underflow silently: scale the loss with fxamp.LossScaler or "
-                    "torch.amp.GradScaler, or train with fxamp.TrainStep, which does.",
-                    stacklevel=2,
-                )
-
-        for out in outputs:
-            if isinstance(out, torch.Tensor) and out.requires_grad and not out.is_leaf:
-                out.register_hook(check)
-                return
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import shutil
 from typing import Any
@@ -292,6 +293,23 @@ def test_a_custom_backward_is_kept() -> None:
         loss = reference(example()).sum()
     loss.backward()
     assert torch.allclose(model.l.weight.grad, 100 * reference.l.weight.grad, rtol=1e-2)  # type: ignore[arg-type, operator]
+
+
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+def test_fp16_training_without_a_scaler_warns_once(inner: str) -> None:
+    gc.collect()  # scalers of other tests
+    module = compiled(Two(), "O1,dtype=fp16", inner)
+    with pytest.warns(UserWarning, match="loss scale underflow") as caught:
+        for _ in range(2):
+            module(example()).sum().backward()
+    assert len([w for w in caught if "loss scale" in str(w.message)]) == 1
+
+
+@pytest.mark.filterwarnings("error:FP16 gradients")
+def test_no_warning_when_a_scaler_has_scaled_or_in_bf16() -> None:
+    compiled(Two(), "O1,dtype=bf16")(example()).sum().backward()
+    scaler = fxamp.LossScaler("cpu")
+    scaler.scale(compiled(Two(), "O1,dtype=fp16")(example()).sum()).backward()
 
 
 # Ambient autocast chooses the dtype and nothing else.

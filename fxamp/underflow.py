@@ -1,0 +1,38 @@
+"""Warn of FP16 gradients that no one has scaled: small ones become zeros, and nothing fails."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Iterable
+
+import torch
+
+from passes.plan import Plan
+
+
+class UnderflowWatch:
+    """Warns once, when gradients flow back through FP16 and no GradScaler has scaled a loss."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.done = plan.policy.dtype is not torch.float16 or plan.policy.level == "O0"
+
+    def __call__(self, outputs: Iterable[object]) -> None:
+        """Watch the outputs of one call of a graph."""
+        if self.done or torch.compiler.is_compiling():
+            return
+        for out in outputs:
+            if isinstance(out, torch.Tensor) and out.requires_grad and not out.is_leaf:
+                out.register_hook(self._check)
+                return
+
+    def _check(self, _: torch.Tensor) -> None:
+        if self.done:
+            return
+        self.done = True
+        if not any(issubclass(type(o), torch.amp.GradScaler) and o._scale is not None for o in gc.get_objects()):
+            warnings.warn(
+                "FP16 gradients without a loss scale underflow silently: scale the loss with fxamp.LossScaler or "
+                "torch.amp.GradScaler, or train with fxamp.TrainStep, which does.",
+                stacklevel=2,
+            )
