@@ -212,7 +212,7 @@ def refuse_unmatched(policy: Policy, model: nn.Module) -> None:
 def at_call(
     run: Callable[..., Any], converted: compiled.Converted, example_inputs: Sequence[Any]
 ) -> Callable[..., Any]:
-    """Return what calls a compiled graph with ambient autocast off, for its casts are in it; it notes for which model."""
+    """Return what calls a compiled graph, with ambient autocast off, and notes which models it is called for."""
     device = converted.plan.policy.device or "cpu"
     first = converted.places[0] if converted.places else 0
     last = weakref.ref(example_inputs[first]) if converted.places else None
