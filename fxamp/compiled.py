@@ -46,6 +46,7 @@ class Converted:
 
 
 _BY_PARAMETER: Any = WeakIdKeyDictionary()
+_BY_ROOT: weakref.WeakKeyDictionary[nn.Module, list[Converted]] = weakref.WeakKeyDictionary()
 _ASKED: weakref.WeakKeyDictionary[nn.Module, Policy] = weakref.WeakKeyDictionary()
 
 
@@ -55,15 +56,17 @@ def announce(module: nn.Module, policy: Policy) -> None:
 
 
 def record(gm: GraphModule, plan: Plan, example_inputs: Sequence[Any], scope: Scope | None) -> Converted:
-    """Keep a converted graph for as long as the parameters that it reads."""
+    """Keep a converted graph for as long as the compiled module, or the parameters that it reads."""
     placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
     places = tuple(i for i, value in enumerate(example_inputs) if isinstance(value, nn.Parameter))
     known = scope.parameters if scope is not None else {}
     paths = [known.get(id(example_inputs[i])) or parameter_path(placeholders[i]) for i in places]
     copied = Graph()
     copied.output(copied.graph_copy(gm.graph, {}))
-    entry = Converted(GraphModule(gm, copied), plan, {}, places, _break_of(gm))
-    return _keep(entry, example_inputs, paths)
+    entry = _keep(Converted(GraphModule(gm, copied), plan, {}, places, _break_of(gm)), example_inputs, paths)
+    if scope is not None:
+        _BY_ROOT.setdefault(scope.root, []).append(entry)
+    return entry
 
 
 def _keep(entry: Converted, inputs: Sequence[Any], paths: Iterable[str]) -> Converted:
@@ -120,7 +123,8 @@ def entries(module: nn.Module) -> list[Converted]:
     Raises:
         CaptureError: nothing was.
     """
-    found: dict[int, Converted] = {}
+    root = module._orig_mod if isinstance(module, torch._dynamo.OptimizedModule) else module
+    found = {id(entry): entry for entry in _BY_ROOT.get(root, ())}
     for parameter in module.parameters():
         for entry in _BY_PARAMETER.get(parameter, ()):
             found[id(entry)] = entry

@@ -109,3 +109,24 @@ def test_an_override_of_both_is_not(override: str) -> None:
     colours = {d.module_path: d.colour for d in fxamp.plan_of(module).decisions if d.op == "linear"}
     assert colours["encoder.fc"] == colours["decoder.fc"] == "float32"
     assert colours["encoder.out"] == colours["decoder.out"]
+
+
+def test_graphs_come_in_the_order_of_capture_and_without_parameters_too() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.last, self.first = nn.Linear(6, 6), nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.first(x)
+            y = y.exp() if y.sum() > 0 else y.cos()
+            y = y.tanh() if y.sum() > 0 else y.sin()
+            return self.last(y)
+
+    module = WAYS["backend"](Model(), "O1")
+    module(example())
+    found = fxamp.plan_of(module).decisions
+    assert [d.module_path for d in found if d.op == "linear"] == ["first", "last"]
+    assert {d.op for d in found if not d.module_path} > {"sum", "gt"}
+    assert len(fxamp.graphs(module)) == max(d.graph for d in found) + 1 == 3
