@@ -32,8 +32,7 @@ _FUNCTIONS = {
         sum.dim_IntList t.default tanh.default transpose.int unbind.int unsqueeze.default where.self
     """,
     torch._C._nn: """
-        adaptive_avg_pool2d.default gelu.default linear.default nll_loss_nd.default
-        scaled_dot_product_attention.default silu.default
+        adaptive_avg_pool2d.default gelu.default linear.default scaled_dot_product_attention.default silu.default
     """,
     torch.Tensor: "contiguous.default expand.default to.dtype type_as.default view.default",
 }

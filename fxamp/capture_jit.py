@@ -23,7 +23,8 @@ from .scope import Scope
 
 _ROOT = re.compile(r"^[LG]\['\w+'\]\.?")
 _ATOM = re.compile(r"\['([^']*)'\]|\[(\d+)\]|\.([A-Za-z]\w*)")  # not `_modules`, `_parameters`
-_SPELLS_LOW = re.compile(r"(b?float16|half|fp16|bf16)\b")
+# Of a line: a low dtype that is spelled out, or that is the module's own, as `self.weight.dtype` is.
+_AUTHORS = re.compile(r"(b?float16|half|fp16|bf16)\b|(\.to\(|dtype=)\s*(dtype=)?self\.")
 _CASTS_AFTER = ("to", "getitem", "type_as")
 
 
@@ -63,7 +64,7 @@ def describe(gm: GraphModule, *, ambient: bool, level: str, scope: Scope | None 
     """
     infer, held = Inference(), dict[Node, Any]()
     regions: list[tuple[Node, tuple[str, bool, Any]]] = []
-    for node in gm.graph.nodes:
+    for node in list(gm.graph.nodes):
         _describe_origin(node, scope)
         if node.op == "get_attr" and isinstance(body := attribute_of(gm, str(node.target)), GraphModule):
             describe(body, ambient=ambient, level=level, scope=scope, inside=True)
@@ -79,10 +80,11 @@ def describe(gm: GraphModule, *, ambient: bool, level: str, scope: Scope | None 
             continue
         if ops.name(node) == "to" and is_floating(dtypes_of(value)):
             _describe_cast(node, ambient, level)
-        elif ambient and node.op.startswith("call") and literal_dtype(node) in LOW:
-            for made in _without_read(node, level):
-                made.meta["val"] = retyped(made.args[0].meta["val"], torch.float32)  # type: ignore[union-attr]
-                held[made] = torch.float32
+        elif ambient and node.op.startswith("call") and _is_read(node):
+            cast = _without_read(node)
+            origin: Any = cast.args[0]
+            cast.meta["val"], held[cast] = retyped(origin.meta.get("val", value), torch.float32), torch.float32
+            _describe_cast(cast, ambient, level)
         if ambient and node.op.startswith("call"):
             value = retyped(value, _inferred(node, value, infer, held))
         elif ambient and inside and node.op == "placeholder":
@@ -123,7 +125,7 @@ def _describe_cast(node: Node, ambient: bool, level: str) -> None:
     `meta["read"]` is what was read, if the tensor has that dtype at this level: at O1 any, beyond only a low one.
     """
     read = literal_dtype(node)
-    if ambient and read in LOW and not _SPELLS_LOW.search(source(node)):
+    if ambient and _is_read(node):
         node.meta["cast"] = "relative"
         node.args, node.kwargs = pytree.tree_map(lambda a: torch.float32 if a is read else a, (node.args, node.kwargs))
     else:
@@ -133,27 +135,30 @@ def _describe_cast(node: Node, ambient: bool, level: str) -> None:
         node.meta["read"] = read
 
 
-def _without_read(node: Node, level: str) -> list[Node]:
-    """Mend a dtype argument that autocast made low, by a cast of the operand; return that cast, if there is one.
+def _is_read(node: Node) -> bool:
+    """Say whether a dtype that is low under autocast was read there, and neither written out nor the module's own."""
+    return literal_dtype(node) in LOW and not _AUTHORS.search(source(node))
 
-    Before: softmax(x, 1, dtype=bfloat16), where the author wrote dtype=y.dtype
-    After:  softmax(to(x, float32), 1), where the cast is to what was read
+
+def _without_read(node: Node) -> Node:
+    """Take a dtype that autocast made low from an op, and return the cast that does the same.
+
+    Before: softmax(x, 1, dtype=bfloat16)        After: softmax(to(x, bfloat16), 1)
+    Before: zeros(2, dtype=bfloat16)             After: to(zeros(2, dtype=float32), bfloat16)
     """
-    read = literal_dtype(node)
-    if _SPELLS_LOW.search(source(node)) or (ops.name(node) not in ops.CONVERTS_FIRST and level != "O0"):
-        return []
-    value = node.args[0] if node.args else None
-    casts = ops.name(node) in ops.CONVERTS_FIRST and isinstance(value, Node)
-    settled = None if casts else torch.float32
+    read, graph, value = literal_dtype(node), node.graph, node.args[0] if node.args else None
+    floating = isinstance(value, Node) and is_floating(dtypes_of(value.meta.get("val")))
+    first = floating and ops.name(node) in ops.CONVERTS_FIRST
+    settled = None if first else torch.float32
     node.args, node.kwargs = pytree.tree_map(lambda a: settled if a is read else a, (node.args, node.kwargs))
-    if not casts or not isinstance(value, Node):
-        return []
-    with node.graph.inserting_before(node):
-        cast = node.graph.call_method("to", (value, read))
+    with graph.inserting_before(node) if first else graph.inserting_after(node):
+        cast = graph.call_method("to", (value if first else node, read))
+    if first:
+        node.args = (cast, *node.args[1:])
+    else:
+        node.replace_all_uses_with(cast, delete_user_cb=lambda user: user is not cast)
     cast.meta = {k: node.meta[k] for k in ("nn_module_stack", "stack_trace", "autocast_region") if k in node.meta}
-    _describe_cast(cast, True, level)
-    node.args = (cast, *node.args[1:])
-    return [cast]
+    return cast
 
 
 def attribute_of(gm: GraphModule, path: str) -> Any:

@@ -10,6 +10,7 @@ graph with casts in it: no context managers, so its caches go on working.
 
 from __future__ import annotations
 
+import difflib
 import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +21,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from passes import compile_graph
+from passes import compile_graph, ops
 from passes._torch import inner_backend
 from passes.errors import NotAModuleError, PolicyError
 from passes.policy import Policy, check_used, nearest, type_names
@@ -35,6 +36,7 @@ from .underflow import UnderflowWatch
 
 Inner = str | Callable[..., Any]
 _OURS = ("policy", "backend", "mode")
+_RECOMPUTED = ("higher_order::tag_activation_checkpoint", "higher_order::wrap_activation_checkpoint")
 
 
 @dataclass(frozen=True)
@@ -70,8 +72,14 @@ class Backend:
             return backend(**{**given, **_split(options)[0]}, options=_split(options)[1])(gm, example_inputs)
         converted = rewrite(gm, example_inputs, self.policy)
         with no_autocast():
-            run = inner_backend(self.backend, self.mode, dict(self.options))(gm, example_inputs)
+            run = inner_backend(_inner(self.backend, gm), self.mode, dict(self.options))(gm, example_inputs)
         return at_call(run, converted, example_inputs)
+
+
+def _inner(backend: Inner, gm: GraphModule) -> Inner:
+    """Return the inner backend for a graph: "eager" would recompute a checkpointed dropout with another mask."""
+    names = {ops.name(n) for part in gm.modules() if isinstance(part, GraphModule) for n in part.graph.nodes}
+    return "aot_eager" if backend == "eager" and not names.isdisjoint(_RECOMPUTED) else backend
 
 
 def backend(
@@ -120,6 +128,9 @@ def entry_point(
     Of the options, "policy", "backend" and "mode" are fxamp's; the rest goes to the inner backend.
     """
     ours, rest = _split(options)
+    for key in rest:
+        if meant := difflib.get_close_matches(key, _OURS, n=1, cutoff=0.75):
+            raise PolicyError(f"there is no option {key!r}; the nearest name is {meant[0]!r}.")
     return backend(**{"mode": mode, **ours}, options=rest)(gm, example_inputs)
 
 

@@ -89,6 +89,11 @@ class ConvertedModule(GraphModule):
         cls.graph_forward, cls.forward = cls.forward, ConvertedModule._forward
         return code
 
+    @property
+    def code(self) -> str:
+        """The code of the graph, which runs by itself; a call takes the same by fewer detours (`bindings.py`)."""
+        return self.graph.python_code("self").src
+
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.only_mode is not None:
             self._refuse_flags(self.only_mode)

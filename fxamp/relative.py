@@ -5,7 +5,8 @@
     softmax(x, 1, dtype=x.dtype)             ->  the operand itself
 
 A tensor can be told where its name is an operand in the same expression: of the call that casts, or of an operation
-that the result goes into. The graph must then have the same operations, in the same line, one by one.
+that the result goes into. The graph must then have the same operations, in the same line, one by one, and the line no
+second cast.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ from __future__ import annotations
 import ast
 import functools
 from collections.abc import Iterator
+from typing import Any
 
 from torch.fx import Graph, Node
 
 from passes import ops
-from passes.values import dtypes_of, is_floating, source
+from passes.values import dtypes_of, is_floating, literal_dtype, source
 
 _OPERATORS: dict[type[ast.operator], str] = {
     ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "div", ast.MatMult: "matmul", ast.Pow: "pow"
@@ -32,17 +34,15 @@ def make_relative(graph: Graph) -> None:
     seen: set[Node] = set()
     for node in graph.nodes:
         seen.add(node)
-        if not node.op.startswith("call") or not _is_tensor(node):
+        found = _path(source(node).partition(": ")[2]) if node.op.startswith("call") and _is_tensor(node) else None
+        if found is None or ops.name(node) != ops.canonical(found[0]):
             continue
-        paths = _paths(source(node).partition(": ")[2])
-        if len(paths) != 1:
+        reference: Any = node.args[0] if not found[1] else _operand(node, found[1])
+        if reference not in seen or dtypes_of(reference.meta.get("val")) != literal_dtype(node):
             continue
-        (path,) = paths
-        if ops.name(node) == "to" and path:
-            reference = _operand(node, path)
-            if reference in seen:
-                node.op, node.target, node.args, node.kwargs = "call_method", "type_as", (node.args[0], reference), {}
-        elif ops.name(node) != "to" and not path and "dtype" in node.kwargs:
+        if ops.name(node) == "to":
+            node.op, node.target, node.args, node.kwargs = "call_method", "type_as", (node.args[0], reference), {}
+        elif not found[1]:
             node.kwargs = {k: v for k, v in node.kwargs.items() if k != "dtype"}
 
 
@@ -65,42 +65,47 @@ def _operand(cast: Node, path: tuple[str, ...]) -> Node | None:
 
 
 @functools.lru_cache(maxsize=4096)
-def _paths(line: str) -> frozenset[tuple[str, ...]]:
-    """Return, for each call in a line that is given `x.dtype`, the operations from it to the one that x is in."""
-    if ".dtype" not in line:
-        return frozenset()
+def _path(line: str) -> tuple[str, tuple[str, ...]] | None:
+    """Return the call that is given `x.dtype`, and the operations from it to the one that x itself is an operand of.
+
+    None for a line with another cast or another such read, which could not be told apart in the graph.
+    """
+    if line.count(".dtype") != 1:
+        return None
     try:
         tree = ast.parse(line)
     except SyntaxError:  # a line of a longer statement
-        return frozenset()
-    return frozenset(_climb(parents) for parents in _reads(tree, ()))
-
-
-def _reads(tree: ast.AST, above: tuple[ast.AST, ...]) -> Iterator[tuple[ast.AST, ...]]:
-    """Yield every read of a variable's dtype, after what it stands in from the outermost on."""
-    here = (*above, tree)
-    if isinstance(tree, ast.Attribute) and tree.attr == "dtype" and isinstance(tree.value, ast.Name):
-        yield here
-    for child in ast.iter_child_nodes(tree):
-        yield from _reads(child, here)
-
-
-def _climb(parents: tuple[ast.AST, ...]) -> tuple[str, ...]:
-    """Return the names of the operations up to the one that has the variable itself as an operand; else ("?",)."""
-    *above, read = parents
-    assert isinstance(read, ast.Attribute)
-    assert isinstance(read.value, ast.Name)
+        return None
+    casts = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and _casts(n)]
+    reads = list(_reads(tree, ()))
+    if len(casts) != 1 or len(reads) != 1 or casts[0] not in reads[0][1]:
+        return None
+    variable, parents = reads[0]
     names: list[str] = []
-    for node in reversed(above):
+    for node in reversed(parents[: parents.index(casts[0]) + 1]):
         if isinstance(node, (ast.keyword, ast.Attribute)):  # a method's; an attribute in the graph has a node more
             continue
         name, operands = _operation(node)
-        if any(isinstance(o, ast.Name) and o.id == read.value.id for o in operands):
-            return tuple([*names, name][1:])
+        names.append(name)
+        if any(isinstance(o, ast.Name) and o.id == variable for o in operands):
+            return names[0], tuple(names[1:])
         if not name:
             break
-        names.append(name)
-    return ("?",)
+    return None
+
+
+def _reads(tree: ast.AST, above: tuple[ast.AST, ...]) -> Iterator[tuple[str, tuple[ast.AST, ...]]]:
+    """Yield every variable whose dtype is read, and what that stands in from the outermost on."""
+    if isinstance(tree, ast.Attribute) and tree.attr == "dtype" and isinstance(tree.value, ast.Name):
+        yield tree.value.id, above
+    for child in ast.iter_child_nodes(tree):
+        yield from _reads(child, (*above, tree))
+
+
+def _casts(call: ast.Call) -> bool:
+    """Say whether a call may convert a tensor."""
+    named = call.func.attr if isinstance(call.func, ast.Attribute) else ""
+    return named in ("to", "type", "type_as", *ops.CAST_METHODS) or any(k.arg in ("dtype", None) for k in call.keywords)
 
 
 def _operation(node: ast.AST) -> tuple[str, list[ast.expr]]:

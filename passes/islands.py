@@ -55,7 +55,7 @@ def _quotients(node: Node) -> Iterator[tuple[Node, Node]]:
 def _inverts(node: Node, name: str) -> bool:
     """Say whether a value is one over something; for a difference, whether it is a logarithm."""
     while _is_move(node) or ops.name(node) == "to" or (ops.name(node) == "mul" and len(node.all_input_nodes) == 1):
-        node = node.args[0]  # type: ignore[assignment]
+        node = node.all_input_nodes[0]  # the number may come first
     if name == "sub":
         return ops.name(node) in ("log", "log2", "logsumexp")
     exponent = node.args[1] if ops.name(node) == "pow" else 0

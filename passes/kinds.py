@@ -33,6 +33,9 @@ def by_kind(
         return _low(state, row, floats, low)
     if kind == FP32:
         return fp32(state, node, row, floats)
+    lacks = state.device in row.no_low and any(state.dtypes[o.node] in LOW_DTYPES for o in floats)
+    if kind in (PROMOTE, FOLLOW) and lacks and not state.autocast:  # which fails there
+        return all_to(state, torch.float32, row, floats, KEEP, f"keep: no kernel for {low} on this {state.device}")
     if kind == PROMOTE:
         return natural(state, row, floats, kind, "promote: widest operand")
     if kind == FOLLOW or state.autocast:

@@ -15,7 +15,7 @@ import torch
 from torch.fx import Graph, Node
 
 from . import ops
-from .values import is_floating, literal_dtype, module_path, source
+from .values import LOW, is_floating, literal_dtype, module_path, source
 
 _RELATIVE = re.compile(r"\.dtype\b|type_as\(|\.to\((?:other|like)\b")
 _LITERAL = re.compile(r"\.(float|half|bfloat16|double|type)\(|torch\.(float|half|bfloat16|double|float(16|32|64))\b")
@@ -86,7 +86,7 @@ class Casts:
             return Intent(baked, True, "cast: the author wrote this dtype")
         kind = self._kind(node)
         changes = self.original[value] != baked or baked != torch.float32  # no cast to be restored by
-        if kind == "literal" or (changes and kind != "relative"):
+        if kind == "literal" or baked in LOW or (changes and kind != "relative"):  # what was captured is FP32
             return Intent(baked, True, "cast: the author wrote this dtype")
         reason = "user_cast: relative" if kind == "relative" else "user_cast: undecided, taken as relative"
         if observed is not None:

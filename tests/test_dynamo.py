@@ -314,6 +314,23 @@ def test_no_warning_when_a_scaler_has_scaled_or_in_bf16() -> None:
     scaler.scale(compiled(Two(), "O1,dtype=fp16")(example()).sum()).backward()
 
 
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+def test_a_checkpointed_dropout_is_recomputed_with_its_mask(inner: str) -> None:
+    def f(self: Two, x: Tensor) -> Any:
+        return checkpoint(lambda t: F.dropout(self.l(t), 0.5), x, use_reentrant=False)
+
+    model = Two(f)
+    kept = compiled(model, "O0", inner)(example())
+    kept.sum().backward()
+    assert torch.equal(model.l.bias.grad, 2.0 * (kept != 0).sum(0))  # type: ignore[arg-type]
+
+
+def test_a_misspelt_option_is_named() -> None:
+    module = torch.compile(Two(), backend="fxamp", options={"polcy": "O1"})
+    with pytest.raises(Exception, match="no option 'polcy'; the nearest name is 'policy'"):
+        module(example())
+
+
 # Ambient autocast chooses the dtype and nothing else.
 
 

@@ -306,3 +306,17 @@ def test_gradients_through_an_island_are_near_float64(norm: Callable[[Tensor], T
     truth = gradients(double := Block(norm).double(), double, x.double())
     got = gradients(fxamp.convert(model, (x,), policy="O2,dtype=fp16"), model, x)
     assert (got - truth).norm() <= 0.004 * truth.norm()
+
+
+def test_a_number_may_come_first_in_a_product() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.l = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return 0.5 * self.l(x) * x * (2 * torch.rsqrt(x.square().mean(-1, keepdim=True)))
+
+    model, x = Model(), torch.randn(4, 8)
+    converted = fxamp.convert(model, policy="O2,dtype=bf16", capture="fx")
+    assert torch.allclose(converted(x), model(x), rtol=0.05, atol=0.05)

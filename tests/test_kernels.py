@@ -96,3 +96,24 @@ def test_to_try_an_op_draws_no_random_numbers(monkeypatch: pytest.MonkeyPatch) -
     fxamp.plan(model, x, capture="export")
     assert torch.equal(torch.get_rng_state(), before)
     assert ("fxamp_kernels::noise", torch.bfloat16, "cpu") in kernels._tried
+
+
+@pytest.mark.parametrize("capture", ["fx", "export", "jit"])
+def test_an_op_of_torchs_without_a_low_kernel_is_kept(capture: str) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.l = nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.l(x)
+            return torch.complex(y, y).abs()  # which autocast would give BF16
+
+    model, x = Model(), torch.randn(4, 6)
+    converted = fxamp.convert(model, (x,), policy="O1,dtype=bf16", capture=capture)
+    got = converted(x)
+    with torch.autocast("cpu"):
+        y = model.l(x).float()
+    assert torch.equal(got, torch.complex(y, y).abs())
+    assert {d.code for d in fxamp.plan_of(converted).decisions if d.op == "complex"} == {"keep"}

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import threading
 import warnings
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -148,6 +150,15 @@ def test_a_parametrization_registered_after_conversion_counts(converted: Any) ->
     nn.utils.parametrize.register_parametrization(converted.l, "weight", Zero())
     one, other = converted.eval()(example()), converted(2 * example())
     assert torch.equal(one, other)  # the input no longer counts
+
+
+def test_its_code_runs_without_fxamp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    converted = fxamp.convert(Two(), (example(),), policy="O1,dtype=bf16", capture="export")
+    converted.to_folder(tmp_path / "written", "Written")
+    monkeypatch.syspath_prepend(tmp_path)
+    written = importlib.import_module("written").Written()
+    assert torch.equal(written(example())[0], converted(example()))
+    assert "fxamp" not in converted.code
 
 
 def test_hooks_on_it_get_what_the_user_gave(converted: nn.Module) -> None:
