@@ -196,7 +196,8 @@ def _coverage(module: nn.Module, found: list[Converted]) -> list[str]:
     left = f"; outside: {', '.join(outside[:5])}{' and more' if len(outside) > 5 else ''}" if outside else ""
     return [
         f"{len(found)} graphs of {ops} floating-point ops hold {len(named) - len(outside)} of {len(named)} parameters "
-        f"({share:.0%} of their elements){left}; what runs between graphs runs as it is",
+        f"({share:.0%} of their elements){left}; what runs between graphs runs as it "
+        "is, on values in the model's own dtypes",
         *dict.fromkeys(f"graph break at {entry.broke}" for entry in found if entry.broke),
     ]
 
