@@ -17,6 +17,7 @@ from torch import nn
 from torch.fx import Graph, GraphModule
 from torch.utils.weak import WeakIdKeyDictionary
 
+from passes._torch import FakeTensor
 from passes.errors import CaptureError, PolicyError
 from passes.plan import Decision, Plan
 from passes.policy import Policy, module_override
@@ -63,17 +64,19 @@ def record(gm: GraphModule, plan: Plan, example_inputs: Sequence[Any], scope: Sc
     paths = [known.get(id(example_inputs[i])) or parameter_path(placeholders[i]) for i in places]
     copied = Graph()
     copied.output(copied.graph_copy(gm.graph, {}))
-    entry = _keep(Converted(GraphModule(gm, copied), plan, {}, places, _break_of(gm)), example_inputs, paths)
-    if scope is not None:
-        _BY_ROOT.setdefault(scope.root, []).append(entry)
-    return entry
+    entry = Converted(GraphModule(gm, copied), plan, {}, places, _break_of(gm))
+    if any(isinstance(example_inputs[i], FakeTensor) for i in places):
+        return entry  # one of the parts that torch makes of a graph for DistributedDataParallel; kept at its first call
+    return _keep(entry, example_inputs, paths, scope)
 
 
-def _keep(entry: Converted, inputs: Sequence[Any], paths: Iterable[str]) -> Converted:
+def _keep(entry: Converted, inputs: Sequence[Any], paths: Iterable[str], scope: Scope | None) -> Converted:
     parameters = [inputs[i] for i in entry.places]
     kept = replace(entry, paths={id(p): path for p, path in zip(parameters, paths, strict=True)})
     for parameter in parameters:
         _BY_PARAMETER.setdefault(parameter, []).append(kept)
+    if scope is not None:
+        _BY_ROOT.setdefault(scope.root, []).append(kept)
     return kept
 
 
@@ -85,9 +88,12 @@ def reused(entry: Converted, inputs: Sequence[Any]) -> None:
     """
     if any(e.graph is entry.graph for e in _BY_PARAMETER.get(inputs[entry.places[0]], ())):
         return
-    before = list(entry.paths.values())
     found = current_scope()
     known = found.parameters if found is not None else {}
+    if not entry.paths:
+        _keep(entry, inputs, [known.get(id(inputs[i]), "") for i in entry.places], found)
+        return
+    before = list(entry.paths.values())
     after = [known.get(id(inputs[i]), path) for i, path in zip(entry.places, before, strict=True)]
     ends = zip(reversed(before[0]), reversed(after[0]), strict=False)
     same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], ends))
@@ -95,7 +101,7 @@ def reused(entry: Converted, inputs: Sequence[Any]) -> None:
     moved = [_moved(d, new, 0, old) for d in entry.plan.decisions]
     for here, there in zip(entry.plan.decisions, moved, strict=True):
         _refuse_another_colour(entry.plan.policy, here.module_path, there.module_path)
-    _keep(replace(entry, plan=replace(entry.plan, decisions=tuple(moved))), inputs, after)
+    _keep(replace(entry, plan=replace(entry.plan, decisions=tuple(moved))), inputs, after, found)
 
 
 def _refuse_another_colour(policy: Policy, path: str, other: str) -> None:
@@ -125,7 +131,7 @@ def entries(module: nn.Module) -> list[Converted]:
     """
     root = module._orig_mod if isinstance(module, torch._dynamo.OptimizedModule) else module
     found = {id(entry): entry for entry in _BY_ROOT.get(root, ())}
-    for parameter in module.parameters():
+    for parameter in () if found else module.parameters():  # of a module inside the one that was compiled
         for entry in _BY_PARAMETER.get(parameter, ()):
             found[id(entry)] = entry
     asked = _ASKED.get(module)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
 _CALLS = (nn.Module._call_impl.__code__, nn.Module._wrapped_call_impl.__code__)
 
@@ -61,14 +61,17 @@ def scope() -> Scope | None:
 def _running() -> list[nn.Module]:
     """Return the modules whose call is under way, innermost first, up to the one that was compiled; else none."""
     found: list[nn.Module] = []
+    parts: list[nn.Module] = []  # compiled graphs: mostly what torch has made of one, rarely what a user has
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_code in _CALLS:
-            module = frame.f_locals["self"]
-            if isinstance(module, torch._dynamo.OptimizedModule):
-                return [*found, module._orig_mod]
+        module = frame.f_locals["self"] if frame.f_code in _CALLS else None
+        compiled = module._orig_mod if isinstance(module, torch._dynamo.OptimizedModule) else None
+        if module is not None and compiled is None and not isinstance(module, GraphModule):
             found.append(module)
-            if module._compiled_call_impl is not None:
-                return found
+            compiled = module if module._compiled_call_impl is not None else None
+        if isinstance(compiled, GraphModule):
+            parts.append(compiled)
+        elif compiled is not None:
+            return [*found, compiled]
         frame = frame.f_back
-    return []
+    return parts[:1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -130,3 +131,33 @@ def test_graphs_come_in_the_order_of_capture_and_without_parameters_too() -> Non
     assert [d.module_path for d in found if d.op == "linear"] == ["first", "last"]
     assert {d.op for d in found if not d.module_path} > {"sum", "gt"}
     assert len(fxamp.graphs(module)) == max(d.graph for d in found) + 1 == 3
+
+
+def test_the_parts_that_torch_makes_for_distributed_data_parallel(tmp_path: Path) -> None:
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(*(nn.Linear(512, 512) for _ in range(3)))  # a megabyte each, and so a bucket
+
+        def forward(self, x: Tensor) -> Any:
+            return self.net(x)
+
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model, x = Wide(), torch.randn(2, 512)
+        parallel = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=1)
+        module = WAYS["backend"](parallel, "O1,modules.module.net.1=fp32")
+        got = module(x)
+        got.sum().backward()
+        found = fxamp.plan_of(module).decisions
+    finally:
+        torch.distributed.destroy_process_group()
+    assert [d.graph for d in found] == [0, 1, 2]
+    assert [d.module_path for d in found] == [f"module.net.{i}" for i in range(3)]
+    assert [d.colour for d in found] == ["bfloat16", "float32", "bfloat16"]
+    first, second, third = model.net
+    with torch.autocast("cpu"):
+        low = first(x)
+    middle = second(low.float())
+    with torch.autocast("cpu"):
+        assert torch.equal(got, third(middle).float())
