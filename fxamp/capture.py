@@ -25,7 +25,7 @@ from .call import CallSpec, example_call, signature_of
 from .check import preserved, rejected, same_random_state
 from .modes import follows_mode, merge
 from .module import ConvertedModule
-from .preflight import refuse_constructs, refuse_modules, untouched
+from .preflight import refuse_assigned_buffers, refuse_constructs, refuse_modules, untouched
 
 logger = logging.getLogger("fxamp")
 FRONT_ENDS = ("auto", "fx", "export", "jit")  # the last is `dynamo`
@@ -130,6 +130,7 @@ def _by_export(model: nn.Module, call: CallSpec, flat: list[Any], dynamic_shapes
         except Exception as e:
             _refuse_inputs(model, call, flat)
             raise NotFaithfulError(capture_export.explain(model, e)) from e
+        refuse_assigned_buffers(changed, "export")
         graph, constants = capture_export.normalise(gm, model)
         return Captured(graph, spec, "export", {}, constants, _side_effects(changed))
 
@@ -146,7 +147,9 @@ def _by_fx(model: nn.Module, call: CallSpec, flat: list[Any]) -> Callable[[], Ca
 
 
 def _side_effects(changed: list[str]) -> list[str]:
-    return [f"forward() sets '{name}', which the converted module does not" for name in sorted(changed)]
+    """Return a note for each attribute that forward() changes; a buffer that the graph does not write is refused."""
+    names = sorted(name for name in changed if "_buffers" not in name.split("."))
+    return [f"forward() sets '{name}', which the converted module does not" for name in names]
 
 
 def _refuse_inputs(model: nn.Module, call: CallSpec, flat: list[Any]) -> None:

@@ -18,13 +18,16 @@ from unittest import mock
 import torch
 from torch import nn
 from torch.fx import Graph, Node, Proxy, Tracer
+from torch.fx.proxy import Attribute
 
 from passes import rnn
 from passes._torch import TorchFunctionMode, pytree
 from passes.errors import INSTEAD, CaptureError, FxampError, NotFaithfulError
+from passes.values import source
 
 from . import frames
 from .call import CallSpec, flatten_outputs
+from .in_place import IN_PLACE
 
 # Modules of torch.nn whose forward is one functional call (or a few) that tracing records as it is.
 _TRACEABLE = (
@@ -60,10 +63,13 @@ _LOST_METHODS = frozenset(
 
 
 class _Value(Proxy):
-    """A traced value that also records `x[i] = y`, and refuses what a Proxy loses without a word."""
+    """A traced value that also records `x[i] = y` and `x += y`, and refuses what a Proxy loses without a word."""
 
     def __setitem__(self, key: Any, value: Any) -> None:
         self.tracer.create_proxy("call_function", operator.setitem, (self, key, value), {})
+
+    def __getattr__(self, name: str) -> _Attribute:
+        return _Attribute(self, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in ("data", "grad", "requires_grad"):
@@ -83,6 +89,23 @@ class _Value(Proxy):
                 f"take the wrong branch. {_INPUTS}."
             )
         return type(self)
+
+
+class _Attribute(Attribute, _Value):
+    """An attribute of a traced value, such as `x.T`, or a method of it that is about to be called."""
+
+    __getattr__ = _Value.__getattr__
+
+
+def _recording(function: Callable[[Any, Any], Any]) -> Callable[[_Value, Any], Any]:
+    def record(self: _Value, other: Any) -> Any:
+        return self.tracer.create_proxy("call_function", function, (self, other), {})
+
+    return record
+
+
+for _function in IN_PLACE:  # without them `x += y` is `x = x + y` to Python, and other names of x keep what it was
+    setattr(_Value, f"__{_function.__name__}__", _recording(_function))
 
 
 _INPUTS = "Give example inputs and capture='export' (fxamp.convert(model, args))"
@@ -221,6 +244,7 @@ def trace(
     path, and lifted constants by name.
     """
     outputs: list[Any] = []
+    buffers = _buffers(model)
 
     def run(model: nn.Module) -> Any:
         def placeholder(name: str) -> Any:
@@ -233,6 +257,7 @@ def trace(
             values = call.unflatten([placeholder(leaf.name) if leaf.tensor else v for leaf, v in leaves])
         args, kwargs = call.arguments(values)
         kept, *outputs[:] = flatten_outputs(model.forward(*args, **kwargs))
+        _refuse_assigned(model, buffers)
         return tuple(kept)
 
     tracer = _Tracer(run)
@@ -253,6 +278,29 @@ def trace(
     out_constants, out_spec = outputs
     call = replace(call, out_spec=out_spec, out_constants=out_constants)
     return graph, call, tracer.leaves, _lift_constants(graph, model)
+
+
+def _buffers(model: nn.Module) -> dict[str, Any]:
+    """Return what the buffers are, by path; None for one that is not made yet."""
+    return {f"{path}.{n}".lstrip("."): b for path, m in model.named_modules() for n, b in m._buffers.items()}
+
+
+def _refuse_assigned(model: nn.Module, before: dict[str, Any]) -> None:
+    """Raise NotFaithfulError where forward() assigned to a buffer something else than the buffer, written in place."""
+    for path, now in _buffers(model).items():
+        if now is not before.get(path) and not (isinstance(now, Proxy) and _is_written(now.node, path, before)):
+            where = source(now.node) if isinstance(now, Proxy) else ""
+            raise NotFaithfulError(
+                f"forward() assigns the buffer '{path}'{f' at {where}' if where else ''}: the graph would not. "
+                f"{INSTEAD}, or write to it in place ('copy_')."
+            )
+
+
+def _is_written(node: Node, path: str, buffers: dict[str, Any]) -> bool:
+    """Say whether a value is the buffer at this path, after `buffer += y` and the like."""
+    while node.op == "call_function" and node.target in IN_PLACE:
+        node = node.args[0]  # type: ignore[assignment]
+    return node.op == "get_attr" and path in buffers and buffers.get(str(node.target)) is buffers[path]
 
 
 def _lift_constants(graph: Graph, model: nn.Module) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -16,7 +16,9 @@ from passes.errors import INSTEAD, CaptureError, NotFaithfulError, PolicyError
 from passes.values import LOW, Aliases, no_autocast
 
 from .call import CallSpec
+from .in_place import called_by_name
 from .module import skeleton
+from .preflight import untouched
 
 if TYPE_CHECKING:
     from .capture import Captured
@@ -81,27 +83,27 @@ def rejected(model: nn.Module, call: CallSpec, flat: Sequence[Any], error: Excep
 
 
 def check_faithful(captured: Captured, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Compare outputs bit for bit and gradients within 1e-6.
+    """Compare outputs, and what is written to inputs and buffers, bit for bit, and gradients within 1e-6.
 
     Raises:
         CaptureError: the model rejects the inputs, or the captured graph computes something else.
     """
     model = captured.model
     root = skeleton(model, captured.opaque, captured.constants)
-    graph = GraphModule(_Holder(root), captured.graph)
+    with called_by_name(captured.graph):
+        graph = GraphModule(_Holder(root), captured.graph)
     graph.__dict__.update({k: root.__dict__[k] for k in ("_modules", "_parameters", "_buffers", "training")})
-    parameters = [p for p in model.parameters() if p.requires_grad]
     written = written_parameters(captured)
     with no_autocast():
-        with preserved(model, written):
+        with untouched(model), preserved(model, written):
             try:
-                expected = _run(lambda a, k: model(*a, **k), args, kwargs, parameters)
+                expected = _run(lambda a, k: model(*a, **k), args, kwargs, model)
             except Exception as e:
                 values = captured.call.by_name(args, kwargs)
                 flat = pytree.tree_leaves([values[name] for name in captured.call.given])
                 raise rejected(model, captured.call, flat, e) from e
         with preserved(model, written):
-            got = _run(lambda a, k: captured.call.pack(graph(*captured.call.bind(a, k))), args, kwargs, parameters)
+            got = _run(lambda a, k: captured.call.pack(graph(*captured.call.bind(a, k))), args, kwargs, model)
     _compare(type(model).__name__, captured.front_end, model, expected, got)
 
 
@@ -120,13 +122,22 @@ class _Holder(nn.Module):
         self.__dict__.update({k: root.__dict__[k] for k in ("_modules", "_parameters", "_buffers", "training")})
 
 
-Run = tuple[list[Any], list[Any] | None]
+class _Run(NamedTuple):
+    """What one call gives: output leaves, gradients of a weighted sum of the floating ones, and what it leaves behind.
+
+    The gradients are None where the model's own backward fails.
+    """
+
+    outputs: list[Any]
+    gradients: list[Any] | None
+    state: dict[str, torch.Tensor]
 
 
-def _run(call: Any, args: tuple[Any, ...], kwargs: dict[str, Any], parameters: list[Any]) -> Run:
-    """Return the output leaves and the gradients of a weighted sum of the floating ones."""
+def _run(call: Any, args: tuple[Any, ...], kwargs: dict[str, Any], model: nn.Module) -> _Run:
+    """Call once, on copies of the inputs."""
     args, kwargs = pytree.tree_map(_fresh, (args, kwargs))
-    inputs = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.requires_grad]
+    given = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+    inputs, parameters = [t for t in given if t.requires_grad], [p for p in model.parameters() if p.requires_grad]
     leaves = pytree.tree_leaves(call(args, kwargs))
     floats = [o for o in leaves if isinstance(o, torch.Tensor) and o.is_floating_point() and o.requires_grad]
     gradients: list[Any] | None = [None] * (len(parameters) + len(inputs))
@@ -139,7 +150,9 @@ def _run(call: Any, args: tuple[Any, ...], kwargs: dict[str, Any], parameters: l
             gradients = list(torch.autograd.grad(floats, [*parameters, *inputs], weights, allow_unused=True))
         except RuntimeError:  # a model for inference alone: it writes over what its own backward needs
             gradients = None
-    return [o.detach().clone() if isinstance(o, torch.Tensor) else o for o in leaves], gradients
+    state = {f"input {i}": t for i, t in enumerate(given)} | {f"buffer '{n}'": b for n, b in model.named_buffers()}
+    copies = [o.detach().clone() if isinstance(o, torch.Tensor) else o for o in leaves]
+    return _Run(copies, gradients, {name: t.detach().clone() for name, t in state.items()})
 
 
 def _fresh(value: Any) -> Any:
@@ -149,11 +162,11 @@ def _fresh(value: Any) -> Any:
     return value
 
 
-def _compare(name: str, front_end: str, model: nn.Module, expected: Run, got: Run) -> None:
+def _compare(name: str, front_end: str, model: nn.Module, expected: _Run, got: _Run) -> None:
     way_out = f"The graph captured with '{front_end}' does not compute what {name} computes"
-    if len(expected[0]) != len(got[0]):
-        raise NotFaithfulError(f"{way_out}: {len(got[0])} outputs instead of {len(expected[0])}. {INSTEAD}.")
-    for i, (a, b) in enumerate(zip(expected[0], got[0], strict=True)):
+    if len(expected.outputs) != len(got.outputs):
+        raise NotFaithfulError(f"{way_out}: {len(got.outputs)} outputs instead of {len(expected.outputs)}. {INSTEAD}.")
+    for i, (a, b) in enumerate(zip(expected.outputs, got.outputs, strict=True)):
         if isinstance(a, torch.Tensor) and not (isinstance(b, torch.Tensor) and _same(a, b)):
             difference = (
                 (a.double() - b.double()).abs().max().item()
@@ -164,10 +177,17 @@ def _compare(name: str, front_end: str, model: nn.Module, expected: Run, got: Ru
                 f"{way_out}: output {i} differs by {difference}. Something in it is lost by capture (a side effect, a "
                 f"random draw, a branch). {INSTEAD}, or pass check=False if it draws from a generator of its own."
             )
-    if expected[1] is None or got[1] is None:
+    for where, value in expected.state.items():
+        if where not in got.state or not _same(value, got.state[where]):
+            raise NotFaithfulError(f"{way_out}: it leaves something else in {where}. {INSTEAD}.")
+    _compare_gradients(way_out, model, expected.gradients, got.gradients)
+
+
+def _compare_gradients(way_out: str, model: nn.Module, expected: list[Any] | None, got: list[Any] | None) -> None:
+    if expected is None or got is None:
         return
     named = [n for n, p in model.named_parameters() if p.requires_grad]
-    for i, (a, b) in enumerate(zip(expected[1], got[1], strict=True)):
+    for i, (a, b) in enumerate(zip(expected, got, strict=True)):
         where = f"parameter '{named[i]}'" if i < len(named) else f"input {i - len(named)}"
         if (a is None) != (b is None):
             change = "lost" if b is None else "new"
@@ -177,8 +197,10 @@ def _compare(name: str, front_end: str, model: nn.Module, expected: Run, got: Ru
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if a.dtype != b.dtype or a.shape != b.shape:
+    if a.dtype != b.dtype or a.shape != b.shape or a.layout != b.layout:
         return False
+    if a.layout is not torch.strided:
+        a, b = a.to_dense(), b.to_dense()
     return torch.equal(a, b) or bool(
         torch.equal(torch.nan_to_num(a), torch.nan_to_num(b)) and torch.equal(a.isnan(), b.isnan())
     )

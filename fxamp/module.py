@@ -19,6 +19,7 @@ from passes.plan import Plan
 
 from .bindings import called_directly, read_directly
 from .call import CallSpec
+from .in_place import called_by_name
 from .serialize import graph_from_data, graph_to_data
 from .underflow import UnderflowWatch
 
@@ -83,7 +84,7 @@ class ConvertedModule(GraphModule):
 
     def recompile(self) -> Any:
         """Regenerate the code from the graph, keeping the original's call signature."""
-        with called_directly(self.graph), read_directly(self.graph):
+        with called_directly(self.graph), called_by_name(self.graph), read_directly(self.graph):
             code = super().recompile()
         cls: Any = type(self)  # of this instance alone
         cls.graph_forward, cls.forward = cls.forward, ConvertedModule._forward

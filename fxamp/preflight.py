@@ -188,7 +188,8 @@ def used_by_model() -> bool:
 def untouched(model: nn.Module) -> Iterator[list[str]]:
     """Restore every module's attributes, parameters, buffers, children and plain containers, whatever happens inside.
 
-    Yields a list that holds afterwards, as "path.name", the attributes that got other values, torch's classes apart.
+    Yields a list that holds afterwards, as "path.name", the attributes that got other values, torch's classes apart;
+    a buffer is "path._buffers.name".
     """
     saved = []
     for path, module in model.named_modules():
@@ -222,16 +223,33 @@ def _changes(now: dict[str, Any], before: dict[str, Any], tables: dict[int, Any]
         if id(old) in tables:
             old = tables[id(old)][1]
             new = _copy(new) if type(new) in _CONTAINERS else new
-        if not _same(old, new) and not name.startswith("_tensor_constant") and not name.endswith("_hooks"):  # fx's own
-            out.append(name)
+        if _same(old, new) or name.startswith("_tensor_constant") or name.endswith("_hooks"):  # fx's own
+            continue
+        out += [f"{name}.{n}" for n in _differing(old, new)] if name == "_buffers" else [name]
     return out
+
+
+def _differing(before: Any, now: Any) -> list[str]:
+    return [n for n in sorted(before.keys() | now.keys()) if before.get(n) is not now.get(n)]
+
+
+def refuse_assigned_buffers(changed: list[str], front_end: str) -> None:
+    """Raise NotFaithfulError when an attribute that forward() changed is a buffer: the graph would not assign it."""
+    names = [name.replace("_buffers.", "") for name in changed if "_buffers" in name.split(".")]
+    if names:
+        raise NotFaithfulError(
+            f"forward() assigns the buffer '{names[0]}': capture='{front_end}' would lose it. {INSTEAD}, or write to "
+            "the buffer in place ('copy_')."
+        )
 
 
 def _same(a: Any, b: Any) -> bool:
     """Say whether two attribute values are the same: tensors and objects by identity, plain values by equality."""
     (left, spec), (right, other) = pytree.tree_flatten(a), pytree.tree_flatten(b)
     plain = (bool, int, float, str, bytes, type(None))
-    return spec == other and all(x is y or (isinstance(x, plain) and x == y) for x, y in zip(left, right, strict=True))
+    return spec == other and all(
+        x is y or (isinstance(x, plain) and isinstance(y, plain) and x == y) for x, y in zip(left, right, strict=True)
+    )
 
 
 def _restore(container: Any, content: Any) -> None:

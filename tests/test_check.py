@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import fxamp
 from fxamp.capture import capture
 from fxamp.check import check_faithful
+from passes.errors import NotFaithfulError
 from tests.helpers import FRONT_ENDS, Two, assert_untouched, example, fingerprint, o0
 
 
@@ -123,6 +124,34 @@ def test_a_parameter_that_forward_writes_is_restored(front_end: str) -> None:
     assert_untouched(model, before)
     converted(torch.tensor([[0, 2], [4, 4]]))
     assert model[0].weight[0].norm().item() <= 0.11  # type: ignore[index]
+
+
+class Counter(Two):
+    """Writes to its input and to a buffer, and returns neither."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count: Tensor
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.l(x)
+        self.count.add_(1)
+        x.mul_(2)
+        return y
+
+
+@pytest.mark.parametrize("front_end", FRONT_ENDS)
+@pytest.mark.parametrize(("lost", "said"), [("add_", r"in buffer 'count'"), ("mul_", "in input 0")])
+def test_a_write_that_the_graph_lacks_is_found(front_end: str, lost: str, said: str) -> None:
+    captured = capture(Counter(), (example(),), front_end=front_end)
+    check_faithful(captured, (example(),), {})
+    for node in list(captured.graph.nodes):
+        if str(node.target).removeprefix("aten.").startswith(lost):
+            node.replace_all_uses_with(node.args[0])
+            captured.graph.erase_node(node)
+    with pytest.raises(NotFaithfulError, match=f"leaves something else {said}"):
+        check_faithful(captured, (example(),), {})
 
 
 def test_nan_and_integer_outputs_compare_equal() -> None:

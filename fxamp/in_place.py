@@ -1,0 +1,49 @@
+"""The operators of Python that write: `x += y` and its like, as functions in a graph.
+
+`operator.iadd` writes to a tensor, and gives a new number where a traced value turns out to be one. The code that fx
+generates for it gives the new number its old name too, which other nodes still read.
+
+Before: x += 1;  iadd = x
+After:  iadd = fxamp_in_place_iadd(x, 1)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch.fx import Graph, Node
+
+# Not `@=`, which a tensor does not have: to Python `x @= y` is `x = x @ y` there.
+IN_PLACE = (
+    operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv, operator.imod, operator.ipow,
+    operator.iand, operator.ior, operator.ixor, operator.ilshift, operator.irshift,
+)  # fmt: skip
+
+
+def _called(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """Return a function that does the same and whose calls fx writes as calls."""
+
+    def call(a: Any, b: Any) -> Any:
+        return function(a, b)
+
+    call.__name__ = call.__qualname__ = function.__name__
+    return call
+
+
+_CALLED = {function: _called(function) for function in IN_PLACE}
+
+
+@contextlib.contextmanager
+def called_by_name(graph: Graph) -> Iterator[None]:
+    """Let the code that is generated inside leave the operands their names; the graph is as it was afterwards."""
+    found: list[tuple[Node, Any]] = [(n, n.target) for n in graph.nodes if n.target in _CALLED]
+    for node, function in found:
+        node.target = _CALLED[function]
+    try:
+        yield
+    finally:
+        for node, function in found:
+            node.target = function
