@@ -25,7 +25,8 @@ from .call import CallSpec, example_call, signature_of
 from .check import preserved, rejected, same_random_state
 from .modes import follows_mode, merge
 from .module import ConvertedModule
-from .preflight import refuse_assigned_buffers, refuse_constructs, refuse_modules, untouched
+from .preflight import refuse_assigned, refuse_constructs, refuse_modules, untouched
+from .tensors import held, kept
 
 logger = logging.getLogger("fxamp")
 FRONT_ENDS = ("auto", "fx", "export", "jit")  # the last is `dynamo`
@@ -123,15 +124,16 @@ def _by_export(model: nn.Module, call: CallSpec, flat: list[Any], dynamic_shapes
 
     def run() -> Captured:
         try:
-            with refuse_constructs("export"), untouched(model):
+            with kept(held(model).values()), refuse_constructs("export"), untouched(model):
                 gm, spec, changed = capture_export.export(model, call, flat, dims)
         except FxampError:
             raise
         except Exception as e:
             _refuse_inputs(model, call, flat)
             raise NotFaithfulError(capture_export.explain(model, e)) from e
-        refuse_assigned_buffers(changed, "export")
         graph, constants = capture_export.normalise(gm, model)
+        lifted = {id(c) for c in constants.values()}
+        refuse_assigned(changed, [name for name, t in held(model).items() if id(t) in lifted], "export")
         return Captured(graph, spec, "export", {}, constants, _side_effects(changed))
 
     return run
@@ -139,7 +141,7 @@ def _by_export(model: nn.Module, call: CallSpec, flat: list[Any], dynamic_shapes
 
 def _by_fx(model: nn.Module, call: CallSpec, flat: list[Any]) -> Callable[[], Captured]:
     def run() -> Captured:
-        with refuse_constructs("fx"), untouched(model) as changed:
+        with kept(held(model).values()), refuse_constructs("fx"), untouched(model) as changed:
             graph, spec, leaves, constants = capture_fx.trace(model, call, flat)
         return Captured(graph, spec, "fx", leaves, constants, _side_effects(changed))
 
@@ -147,9 +149,7 @@ def _by_fx(model: nn.Module, call: CallSpec, flat: list[Any]) -> Callable[[], Ca
 
 
 def _side_effects(changed: list[str]) -> list[str]:
-    """Return a note for each attribute that forward() changes; a buffer that the graph does not write is refused."""
-    names = sorted(name for name in changed if "_buffers" not in name.split("."))
-    return [f"forward() sets '{name}', which the converted module does not" for name in names]
+    return [f"forward() sets '{name}', which the converted module does not" for name in sorted(changed)]
 
 
 def _refuse_inputs(model: nn.Module, call: CallSpec, flat: list[Any]) -> None:

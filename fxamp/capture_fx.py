@@ -21,13 +21,14 @@ from torch.fx import Graph, Node, Proxy, Tracer
 from torch.fx.proxy import Attribute
 
 from passes import rnn
-from passes._torch import TorchFunctionMode, pytree
+from passes._torch import TorchDispatchMode, TorchFunctionMode, pytree
 from passes.errors import INSTEAD, CaptureError, FxampError, NotFaithfulError
-from passes.values import source
+from passes.values import mutated_operands, source
 
 from . import frames
 from .call import CallSpec, flatten_outputs
 from .in_place import IN_PLACE
+from .tensors import held
 
 # Modules of torch.nn whose forward is one functional call (or a few) that tracing records as it is.
 _TRACEABLE = (
@@ -143,6 +144,41 @@ class _Constants(TorchFunctionMode):
             yield
 
 
+class _Writes(TorchDispatchMode):
+    """Refuse a write to a tensor that tracing did not make: it would be carried out now, and never by the graph."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        tensors = {**dict(model.named_parameters()), **held(model)}
+        self.names = {_storage(t): name for name, t in tensors.items()}
+        self.made: dict[int, torch.Tensor] = {}  # kept alive, so that no storage takes the place of another
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+        written = [given.get(a.name) for a in func._schema.arguments if a.alias_info and a.alias_info.is_write]
+        for tensor in _tensors(written):
+            if _storage(tensor) not in self.made:
+                name = self.names.get(_storage(tensor))
+                what = f"'{name}'" if name else "a tensor of the program's"
+                raise NotFaithfulError(
+                    f"forward() writes to {what} at {frames.place()}: symbolic tracing, which sees what is read of "
+                    f"parameters and buffers alone, would do it now and never again. {INSTEAD}."
+                )
+        before = {_storage(t) for t in _tensors((args, kwargs))}
+        output = func(*args, **kwargs)
+        self.made |= {_storage(t): t for t in _tensors(output) if _storage(t) not in before}
+        return output
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [t for t in pytree.tree_leaves(tree) if isinstance(t, torch.Tensor) and t.layout is torch.strided]
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
+
+
 class _Tracer(Tracer):
     """Trace through torch.nn, keep what cannot be traced through as leaves, refuse what would be lost."""
 
@@ -244,7 +280,7 @@ def trace(
     path, and lifted constants by name.
     """
     outputs: list[Any] = []
-    buffers = _buffers(model)
+    before = _slots(model)
 
     def run(model: nn.Module) -> Any:
         def placeholder(name: str) -> Any:
@@ -257,7 +293,7 @@ def trace(
             values = call.unflatten([placeholder(leaf.name) if leaf.tensor else v for leaf, v in leaves])
         args, kwargs = call.arguments(values)
         kept, *outputs[:] = flatten_outputs(model.forward(*args, **kwargs))
-        _refuse_assigned(model, buffers)
+        _refuse_assigned(model, before, tracer.graph)
         return tuple(kept)
 
     tracer = _Tracer(run)
@@ -265,7 +301,7 @@ def trace(
         raise CaptureError(f"{type(model).__name__} is itself an opaque module for symbolic tracing. {_INPUTS}.")
     constants = _Constants(tracer)
     try:
-        with constants, constants.of_traced_sizes():
+        with constants, constants.of_traced_sizes(), _Writes(model):
             graph = tracer.trace(model)
     except FxampError:
         raise
@@ -277,40 +313,57 @@ def trace(
     graph.output_node().type = None  # fx took it from `run`
     out_constants, out_spec = outputs
     call = replace(call, out_spec=out_spec, out_constants=out_constants)
-    return graph, call, tracer.leaves, _lift_constants(graph, model)
+    return graph, call, tracer.leaves, _lift_constants(graph, model, tracer)
 
 
-def _buffers(model: nn.Module) -> dict[str, Any]:
-    """Return what the buffers are, by path; None for one that is not made yet."""
-    return {f"{path}.{n}".lstrip("."): b for path, m in model.named_modules() for n, b in m._buffers.items()}
+def _slots(model: nn.Module) -> dict[str, tuple[dict[str, Any], str, Any]]:
+    """Return by path the table, the name in it and the value of every buffer, and of tensors in plain attributes."""
+    out: dict[str, tuple[dict[str, Any], str, Any]] = {}
+    for path, module in model.named_modules():
+        for table in (module.__dict__, module._buffers):
+            for name, value in table.items():
+                if table is module._buffers or isinstance(value, (torch.Tensor, Proxy)):
+                    out[f"{path}.{name}".lstrip(".")] = table, name, value
+    return out
 
 
-def _refuse_assigned(model: nn.Module, before: dict[str, Any]) -> None:
-    """Raise NotFaithfulError where forward() assigned to a buffer something else than the buffer, written in place."""
-    for path, now in _buffers(model).items():
-        if now is not before.get(path) and not (isinstance(now, Proxy) and _is_written(now.node, path, before)):
-            where = source(now.node) if isinstance(now, Proxy) else ""
+def _refuse_assigned(model: nn.Module, before: dict[str, Any], graph: Graph) -> None:
+    """Raise NotFaithfulError where forward() assigned a buffer, or a tensor that it reads, and not by `x += y`."""
+    now, read = _slots(model), {str(n.target) for n in graph.nodes if n.op == "get_attr"}
+    buffers = {f"{path}.{n}".lstrip(".") for path, m in model.named_modules() for n in m._buffers}
+    for path in sorted(now.keys() | before.keys()):
+        table, name, value = now.get(path, ({}, "", None))
+        old = before.get(path)
+        if old is not None and value is old[2]:
+            continue
+        if old is not None and isinstance(value, Proxy) and _is_written(value.node, old[2], before):
+            table[name] = old[2]
+        elif (old is not None and path in read) or path in buffers:
+            where = f" at {source(value.node)}" if isinstance(value, Proxy) else ""
             raise NotFaithfulError(
-                f"forward() assigns the buffer '{path}'{f' at {where}' if where else ''}: the graph would not. "
-                f"{INSTEAD}, or write to it in place ('copy_')."
+                f"forward() assigns '{path}'{where}, which the graph would not. {INSTEAD}, or write to it in place "
+                "('copy_')."
             )
 
 
-def _is_written(node: Node, path: str, buffers: dict[str, Any]) -> bool:
-    """Say whether a value is the buffer at this path, after `buffer += y` and the like."""
-    while node.op == "call_function" and node.target in IN_PLACE:
+def _is_written(node: Node, tensor: Any, slots: dict[str, Any]) -> bool:
+    """Say whether a value is this tensor, after `tensor += y` and the like."""
+    while node.args and node.args[0] in mutated_operands(node):
         node = node.args[0]  # type: ignore[assignment]
-    return node.op == "get_attr" and path in buffers and buffers.get(str(node.target)) is buffers[path]
+    found = slots.get(str(node.target)) if node.op == "get_attr" else None
+    return found is not None and found[2] is tensor
 
 
-def _lift_constants(graph: Graph, model: nn.Module) -> dict[str, Any]:
+def _lift_constants(graph: Graph, model: nn.Module, tracer: Tracer) -> dict[str, Any]:
     """Return the tensors that are neither parameter nor buffer, by names of their own; point the graph at those."""
     own = {n for n, _ in model.named_parameters(remove_duplicate=False)}
     own |= {n for n, _ in model.named_buffers(remove_duplicate=False)}
+    tensors = {path: tensor for tensor, path in tracer.tensor_attrs.items()}  # also those forward() has assigned anew
     lifted = {}
     for node in graph.nodes:
         if node.op == "get_attr" and node.target not in own:
             name = str(node.target).replace(".", "_")
-            lifted[name] = operator.attrgetter(str(node.target))(model)
+            found = tensors.get(str(node.target))
+            lifted[name] = operator.attrgetter(str(node.target))(model) if found is None else found
             node.target = f"_fxamp.{name}"
     return lifted

@@ -17,8 +17,9 @@ from passes.values import LOW, Aliases, no_autocast
 
 from .call import CallSpec
 from .in_place import called_by_name
-from .module import skeleton
+from .module import constant_target, skeleton
 from .preflight import untouched
+from .tensors import held, kept, same
 
 if TYPE_CHECKING:
     from .capture import Captured
@@ -54,18 +55,14 @@ def same_random_state() -> Iterator[None]:
 
 @contextlib.contextmanager
 def preserved(model: nn.Module, written: Sequence[torch.Tensor] = ()) -> Iterator[None]:
-    """Restore buffers, random states and the parameters that a graph is known to write; gradients are never written."""
-    saved = [(t, t.detach().clone()) for t in (*model.buffers(), *written)]
+    """Restore random states, the model's tensors and those that a graph is known to write; gradients never are."""
     fastpath = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)  # a fused kernel in eager eval rounds differently
     try:
-        with same_random_state():
+        with same_random_state(), kept([*held(model).values(), *written]):
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fastpath)
-        with torch.no_grad():
-            for tensor, value in saved:
-                tensor.copy_(value)
 
 
 def rejected(model: nn.Module, call: CallSpec, flat: Sequence[Any], error: Exception) -> CaptureError:
@@ -83,7 +80,7 @@ def rejected(model: nn.Module, call: CallSpec, flat: Sequence[Any], error: Excep
 
 
 def check_faithful(captured: Captured, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Compare outputs, and what is written to inputs and buffers, bit for bit, and gradients within 1e-6.
+    """Compare outputs, and what is left in inputs and in the model's tensors, bit for bit, and gradients within 1e-6.
 
     Raises:
         CaptureError: the model rejects the inputs, or the captured graph computes something else.
@@ -93,25 +90,27 @@ def check_faithful(captured: Captured, args: tuple[Any, ...], kwargs: dict[str, 
     with called_by_name(captured.graph):
         graph = GraphModule(_Holder(root), captured.graph)
     graph.__dict__.update({k: root.__dict__[k] for k in ("_modules", "_parameters", "_buffers", "training")})
-    written = written_parameters(captured)
+    written, tensors = written_parameters(captured), held(model)
     with no_autocast():
         with untouched(model), preserved(model, written):
             try:
-                expected = _run(lambda a, k: model(*a, **k), args, kwargs, model)
+                expected = _run(lambda a, k: model(*a, **k), args, kwargs, model, tensors)
             except Exception as e:
                 values = captured.call.by_name(args, kwargs)
                 flat = pytree.tree_leaves([values[name] for name in captured.call.given])
                 raise rejected(model, captured.call, flat, e) from e
         with preserved(model, written):
-            got = _run(lambda a, k: captured.call.pack(graph(*captured.call.bind(a, k))), args, kwargs, model)
+            got = _run(lambda a, k: captured.call.pack(graph(*captured.call.bind(a, k))), args, kwargs, model, tensors)
     _compare(type(model).__name__, captured.front_end, model, expected, got)
 
 
-def written_parameters(captured: Captured) -> list[nn.Parameter]:
-    """Return the parameters that the model writes to as it runs, such as an embedding's with max_norm."""
+def written_parameters(captured: Captured) -> list[torch.Tensor]:
+    """Return the parameters, and lifted constants, that a graph writes to, such as an embedding's with max_norm."""
     sets = Aliases(captured.graph).sets().values()
     targets = {str(n.target) for together in sets for n in together if n.op == "get_attr"}
-    return [p for name, p in captured.model.named_parameters(remove_duplicate=False) if name in targets]
+    constants = {constant_target(name): value for name, value in captured.constants.items()}
+    named = dict(captured.model.named_parameters(remove_duplicate=False)) | constants
+    return [t for name, t in named.items() if name in targets and isinstance(t, torch.Tensor)]
 
 
 class _Holder(nn.Module):
@@ -133,7 +132,9 @@ class _Run(NamedTuple):
     state: dict[str, torch.Tensor]
 
 
-def _run(call: Any, args: tuple[Any, ...], kwargs: dict[str, Any], model: nn.Module) -> _Run:
+def _run(
+    call: Any, args: tuple[Any, ...], kwargs: dict[str, Any], model: nn.Module, tensors: dict[str, torch.Tensor]
+) -> _Run:
     """Call once, on copies of the inputs."""
     args, kwargs = pytree.tree_map(_fresh, (args, kwargs))
     given = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
@@ -150,7 +151,7 @@ def _run(call: Any, args: tuple[Any, ...], kwargs: dict[str, Any], model: nn.Mod
             gradients = list(torch.autograd.grad(floats, [*parameters, *inputs], weights, allow_unused=True))
         except RuntimeError:  # a model for inference alone: it writes over what its own backward needs
             gradients = None
-    state = {f"input {i}": t for i, t in enumerate(given)} | {f"buffer '{n}'": b for n, b in model.named_buffers()}
+    state = {f"input {i}": t for i, t in enumerate(given)} | {f"'{name}'": t for name, t in tensors.items()}
     copies = [o.detach().clone() if isinstance(o, torch.Tensor) else o for o in leaves]
     return _Run(copies, gradients, {name: t.detach().clone() for name, t in state.items()})
 
@@ -167,7 +168,7 @@ def _compare(name: str, front_end: str, model: nn.Module, expected: _Run, got: _
     if len(expected.outputs) != len(got.outputs):
         raise NotFaithfulError(f"{way_out}: {len(got.outputs)} outputs instead of {len(expected.outputs)}. {INSTEAD}.")
     for i, (a, b) in enumerate(zip(expected.outputs, got.outputs, strict=True)):
-        if isinstance(a, torch.Tensor) and not (isinstance(b, torch.Tensor) and _same(a, b)):
+        if isinstance(a, torch.Tensor) and not (isinstance(b, torch.Tensor) and same(a, b)):
             difference = (
                 (a.double() - b.double()).abs().max().item()
                 if isinstance(b, torch.Tensor) and a.shape == b.shape and a.numel()
@@ -178,7 +179,7 @@ def _compare(name: str, front_end: str, model: nn.Module, expected: _Run, got: _
                 f"random draw, a branch). {INSTEAD}, or pass check=False if it draws from a generator of its own."
             )
     for where, value in expected.state.items():
-        if where not in got.state or not _same(value, got.state[where]):
+        if where not in got.state or not same(value, got.state[where]):
             raise NotFaithfulError(f"{way_out}: it leaves something else in {where}. {INSTEAD}.")
     _compare_gradients(way_out, model, expected.gradients, got.gradients)
 
@@ -196,19 +197,9 @@ def _compare_gradients(way_out: str, model: nn.Module, expected: list[Any] | Non
             raise NotFaithfulError(f"{way_out}: the gradient of {where} differs. {INSTEAD}.")
 
 
-def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if a.dtype != b.dtype or a.shape != b.shape or a.layout != b.layout:
-        return False
-    if a.layout is not torch.strided:
-        a, b = a.to_dense(), b.to_dense()
-    return torch.equal(a, b) or bool(
-        torch.equal(torch.nan_to_num(a), torch.nan_to_num(b)) and torch.equal(a.isnan(), b.isnan())
-    )
-
-
 def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
     if a.is_sparse or b.is_sparse:
         a, b = a.to_dense(), b.to_dense()
     scale = a.double().norm().clamp_min(1e-30)
     difference = (a.double() - b.double()).norm() / scale
-    return bool(difference <= GRADIENT_TOLERANCE) or _same(a, b)
+    return bool(difference <= GRADIENT_TOLERANCE) or same(a, b)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 from unittest import mock
 
@@ -233,14 +233,15 @@ def _differing(before: Any, now: Any) -> list[str]:
     return [n for n in sorted(before.keys() | now.keys()) if before.get(n) is not now.get(n)]
 
 
-def refuse_assigned_buffers(changed: list[str], front_end: str) -> None:
-    """Raise NotFaithfulError when an attribute that forward() changed is a buffer: the graph would not assign it."""
-    names = [name.replace("_buffers.", "") for name in changed if "_buffers" in name.split(".")]
-    if names:
-        raise NotFaithfulError(
-            f"forward() assigns the buffer '{names[0]}': capture='{front_end}' would lose it. {INSTEAD}, or write to "
-            "the buffer in place ('copy_')."
-        )
+def refuse_assigned(changed: list[str], read: Collection[str], front_end: str) -> None:
+    """Raise NotFaithfulError when forward() assigned a buffer, or an attribute whose tensor the graph reads."""
+    for name in changed:
+        plain = name.replace("_buffers.", "")
+        if plain != name or name in read:
+            raise NotFaithfulError(
+                f"forward() assigns '{plain}', which the graph captured with '{front_end}' would not. {INSTEAD}, or "
+                "write to it in place ('copy_')."
+            )
 
 
 def _same(a: Any, b: Any) -> bool:

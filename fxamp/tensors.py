@@ -1,0 +1,52 @@
+"""The tensors that a model holds beside its parameters, wherever it holds them: found, compared, kept as they are."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import nn
+
+from passes._torch import pytree
+
+_OWN = frozenset(nn.Module().__dict__)  # torch's tables of parameters, buffers, children and hooks
+
+
+def held(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return by name the buffers, and the tensors in plain attributes and in lists, tuples and dicts there."""
+    out = dict(model.named_buffers())
+    parameters = {id(p) for p in model.parameters()}
+    seen = parameters | {id(t) for t in out.values()}
+    for path, module in model.named_modules():
+        for name, value in module.__dict__.items():
+            leaves = () if name in _OWN else pytree.tree_flatten_with_path(value)[0]
+            for keys, leaf in leaves:
+                if isinstance(leaf, torch.Tensor) and id(leaf) not in seen:
+                    seen.add(id(leaf))
+                    out[f"{path}.{name}".lstrip(".") + pytree.keystr(keys)] = leaf
+    return out
+
+
+@contextlib.contextmanager
+def kept(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Restore the contents of tensors, whatever happens inside; what nothing wrote is not written here either."""
+    saved = [(t, t.detach().clone()) for t in tensors if t.device.type != "meta"]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, value in saved:
+                if not same(tensor, value):
+                    tensor.copy_(value)
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Say whether two tensors are the same bit for bit, NaN where NaN is."""
+    if a.dtype != b.dtype or a.shape != b.shape or a.layout != b.layout:
+        return False
+    if a.layout is not torch.strided:
+        a, b = a.to_dense(), b.to_dense()
+    return torch.equal(a, b) or bool(
+        torch.equal(torch.nan_to_num(a), torch.nan_to_num(b)) and torch.equal(a.isnan(), b.isnan())
+    )
