@@ -26,6 +26,11 @@ def by_mode(training: bool, train: Any, evaluation: Any) -> Any:
     return train if training else evaluation
 
 
+def count_(counter: torch.Tensor, training: bool) -> torch.Tensor:
+    """Add one in training, in place; else write nothing, as adding zero would to autograd and to torch.func."""
+    return counter.add_(1) if training else counter
+
+
 def merge(train: Graph, evaluation: Graph, constants: dict[str, Any], others: dict[str, Any]) -> Graph:
     """Make every literal of the train graph that differs in eval follow its owner's flag, in place; return that graph.
 
@@ -85,7 +90,7 @@ class _Merge:
                 pairs.append((node, right[j]))
                 j += 1
             elif _is_batch_counter(node):
-                node.update_arg(1, self._flag(module_path(node)))
+                self._count_in_training(node)
             elif node.target in _DROPOUTS:
                 node.args, node.kwargs = _dropout(node, self._flag(module_path(node))), {}
                 self.only_train.add(node)
@@ -94,6 +99,14 @@ class _Merge:
         if j < len(right):
             raise _refusal(None, right[j])
         return pairs
+
+    def _count_in_training(self, node: Node) -> None:
+        """Put `count_` in the place of batch norm's own `add_`."""
+        with self.train.inserting_before(node):
+            counted = self.train.call_function(count_, (node.args[0], self._flag(module_path(node))))
+        counted.meta = dict(node.meta)
+        node.replace_all_uses_with(counted)
+        self.train.erase_node(node)
 
     def _follow(self, node: Node, a: Any, b: Any) -> Any:
         """Return the train graph's argument `a`, made to become `b` in eval mode."""

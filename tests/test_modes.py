@@ -114,6 +114,19 @@ def test_batches_are_counted_in_training_only(front_end: str) -> None:
 
 
 @both
+@pytest.mark.parametrize("policy", ["O0", "O1", "O2"])
+def test_nothing_is_written_in_eval_mode(front_end: str, policy: str) -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6))
+    converted = fxamp.convert(model, (example(),), policy=policy, capture=front_end).eval()
+    versions = {name: buffer._version for name, buffer in model.named_buffers()}
+    converted(example())
+    gradient = torch.func.grad(lambda x: converted(x).sum())(example())
+    assert {name: buffer._version for name, buffer in model.named_buffers()} == versions
+    expected = torch.func.grad(lambda x: model.eval()(x).sum())(example())
+    assert (gradient - expected).norm() <= (0 if policy == "O0" else 0.02) * expected.norm()
+
+
+@both
 @pytest.mark.parametrize("forward", [functional, guarded_dropout, attention, scaled, constant])
 def test_a_literal_that_depends_on_the_mode_follows_it(front_end: str, forward: Callable[..., Any]) -> None:
     if forward is constant and front_end == "export":
