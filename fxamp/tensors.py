@@ -31,7 +31,7 @@ def held(model: nn.Module) -> dict[str, torch.Tensor]:
 @contextlib.contextmanager
 def kept(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
     """Restore the contents of tensors, whatever happens inside; what nothing wrote is not written here either."""
-    saved = [(t, t.detach().clone()) for t in tensors if t.device.type != "meta"]
+    saved = [(t, t.detach().clone()) for t in tensors if not t.is_meta]
     try:
         yield
     finally:
@@ -42,9 +42,11 @@ def kept(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Say whether two tensors are the same bit for bit, NaN where NaN is."""
-    if a.dtype != b.dtype or a.shape != b.shape or a.layout != b.layout:
+    """Say whether two tensors are the same bit for bit, NaN where NaN is; on the meta device there are no bits."""
+    if a.dtype != b.dtype or a.shape != b.shape or a.layout != b.layout or a.is_meta != b.is_meta:
         return False
+    if a.is_meta:
+        return True
     if a.layout is not torch.strided:
         a, b = a.to_dense(), b.to_dense()
     return torch.equal(a, b) or bool(

@@ -182,3 +182,18 @@ def test_a_model_whose_own_backward_fails_is_converted_for_inference() -> None:
 
 def test_sparse_gradients_are_compared() -> None:
     o0(nn.Sequential(nn.Embedding(5, 6, sparse=True)), (torch.tensor([0, 3, 3]),))
+
+
+@pytest.mark.parametrize("front_end", FRONT_ENDS)
+def test_on_the_meta_device_shapes_are_compared_and_the_plan_says_so(front_end: str) -> None:
+    with torch.device("meta"):
+        model, x = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)), torch.empty(4, 6)
+    converted = o0(model, (x,), None, front_end)
+    assert converted(x).is_meta
+    assert [note for note in converted.plan.notes if "meta device" in note]
+    captured = capture(model, (x,), front_end=front_end)
+    output: Any = captured.graph.output_node()
+    with captured.graph.inserting_before(output):
+        output.args = ((captured.graph.call_function(torch.mean, output.args[0]),),)
+    with pytest.raises(NotFaithfulError, match="output 0 differs by shape"):
+        check_faithful(captured, (x,), {})
