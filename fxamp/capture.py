@@ -25,7 +25,7 @@ from .call import CallSpec, example_call, signature_of
 from .check import preserved, rejected, same_random_state
 from .modes import follows_mode, merge
 from .module import ConvertedModule
-from .preflight import refuse_assigned, refuse_constructs, refuse_modules, untouched
+from .preflight import grad_mode_reads, refuse_assigned, refuse_constructs, refuse_modules, untouched
 from .tensors import held, kept
 
 logger = logging.getLogger("fxamp")
@@ -37,6 +37,7 @@ class Captured:
     """A captured model: a flat graph, and what its get_attr and call_module targets refer to beside the model.
 
     `only_mode` is None for a graph that serves both modes, else the training flag that each module had, by path.
+    `only_grad` is the grad mode that the graph was captured in, by training flag, where the model asks for that.
     """
 
     graph: Graph
@@ -46,6 +47,7 @@ class Captured:
     constants: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     only_mode: dict[str, bool] | None = None
+    only_grad: dict[bool, bool] = field(default_factory=dict)
     model: nn.Module = field(default_factory=nn.Module)
 
 
@@ -124,7 +126,7 @@ def _by_export(model: nn.Module, call: CallSpec, flat: list[Any], dynamic_shapes
 
     def run() -> Captured:
         try:
-            with kept(held(model).values()), refuse_constructs("export"), untouched(model):
+            with kept(held(model).values()), refuse_constructs("export"), untouched(model), grad_mode_reads() as asked:
                 gm, spec, changed = capture_export.export(model, call, flat, dims)
         except FxampError:
             raise
@@ -134,22 +136,35 @@ def _by_export(model: nn.Module, call: CallSpec, flat: list[Any], dynamic_shapes
         graph, constants = capture_export.normalise(gm, model)
         lifted = {id(c) for c in constants.values()}
         refuse_assigned(changed, [name for name, t in held(model).items() if id(t) in lifted], "export")
-        return Captured(graph, spec, "export", {}, constants, _side_effects(changed))
+        notes = _side_effects(changed) + _grad_mode_notes(asked)
+        return Captured(graph, spec, "export", {}, constants, notes, only_grad=_only_grad(model, asked))
 
     return run
 
 
 def _by_fx(model: nn.Module, call: CallSpec, flat: list[Any]) -> Callable[[], Captured]:
     def run() -> Captured:
-        with kept(held(model).values()), refuse_constructs("fx"), untouched(model) as changed:
+        with (
+            kept(held(model).values()), refuse_constructs("fx"), untouched(model) as changed, grad_mode_reads() as asked
+        ):  # fmt: skip
             graph, spec, leaves, constants = capture_fx.trace(model, call, flat)
-        return Captured(graph, spec, "fx", leaves, constants, _side_effects(changed))
+        notes = _side_effects(changed) + _grad_mode_notes(asked)
+        return Captured(graph, spec, "fx", leaves, constants, notes, only_grad=_only_grad(model, asked))
 
     return run
 
 
 def _side_effects(changed: list[str]) -> list[str]:
     return [f"forward() sets '{name}', which the converted module does not" for name in sorted(changed)]
+
+
+def _grad_mode_notes(asked: list[str]) -> list[str]:
+    return [f"the grad mode is read at {place}" for place in dict.fromkeys(asked)]
+
+
+def _only_grad(model: nn.Module, asked: list[str]) -> dict[bool, bool]:
+    """Return the grad mode that a capture holds for, where the model asks for it: each answer may have its branch."""
+    return {model.training: torch.is_grad_enabled()} if asked else {}
 
 
 def _refuse_inputs(model: nn.Module, call: CallSpec, flat: list[Any]) -> None:
@@ -197,7 +212,8 @@ def _both_modes(model: nn.Module, run: Callable[[], Captured]) -> Captured:
         single.only_mode = {path: m.training for path, m in model.named_modules()}
         single.notes.append(f"captured for the training flags it has: {e}")
         return single
-    return replace(train, graph=graph, call=call, notes=sorted({*train.notes, *evaluation.notes}))
+    notes, only_grad = sorted({*train.notes, *evaluation.notes}), {**train.only_grad, **evaluation.only_grad}
+    return replace(train, graph=graph, call=call, notes=notes, only_grad=only_grad)
 
 
 def _joined(train: CallSpec, evaluation: CallSpec) -> CallSpec:

@@ -116,7 +116,8 @@ def emit(
         capture=captured.front_end, notes=(*captured.notes, *kept_notes(replayed)), plan=replayed, timer=timer,
     )  # fmt: skip
     name, device = type(captured.model).__name__, policy.device or "cpu"
-    return ConvertedModule(root, captured.graph, decided, captured.call, device, captured.only_mode, name)
+    modes = captured.only_mode, name, captured.only_grad
+    return ConvertedModule(root, captured.graph, decided, captured.call, device, *modes)
 
 
 def plan(

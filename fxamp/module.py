@@ -58,6 +58,7 @@ class ConvertedModule(GraphModule):
         call_spec: how arguments bind to the graph.
         device_type: whose autocast is disabled round the graph.
         only_mode: None for a graph that serves both training modes, else the flags that it was captured with, by path.
+        only_grad: the grad mode that the graph holds for, by training flag, where the model asks for the grad mode.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class ConvertedModule(GraphModule):
         device_type: str = "cpu",
         only_mode: dict[str, bool] | None = None,
         original: str = "the original model",
+        only_grad: dict[bool, bool] | None = None,
     ) -> None:
         graph.set_codegen(Containers(call_spec))
         super().__init__(root, graph, class_name="ConvertedModule")
@@ -79,6 +81,7 @@ class ConvertedModule(GraphModule):
         self.device_type = device_type
         self.only_mode = only_mode
         self.original = original
+        self.only_grad = only_grad or {}
         self._guards = call_spec.guard_function()
         self._watch = UnderflowWatch(plan)
 
@@ -98,6 +101,8 @@ class ConvertedModule(GraphModule):
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.only_mode is not None:
             self._refuse_flags(self.only_mode)
+        if self.only_grad:
+            self._refuse_grad_mode(self.only_grad)
         flat = self.call_spec.bind(args, kwargs)
         if self._guards is not None:
             holds = self._guards(*flat)
@@ -138,6 +143,16 @@ class ConvertedModule(GraphModule):
                     "conversions share the parameters."
                 )
 
+    def _refuse_grad_mode(self, captured: dict[bool, bool]) -> None:
+        """Raise CaptureError in another grad mode than the one the graph was captured in."""
+        mode = captured.get(self.training)
+        if mode not in (None, torch.is_grad_enabled()):
+            raise CaptureError(
+                f"{self.original} was captured while torch.is_grad_enabled() was {mode}, which it asks for; its graph "
+                f"holds for that alone ({'; '.join(self.plan.notes)}). Convert it again in the grad mode wanted, which "
+                "shares the parameters, or use fxamp.compile(model)."
+            )
+
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
@@ -161,7 +176,7 @@ class ConvertedModule(GraphModule):
 
     def __reduce__(self) -> Any:
         tree = {key: self.__dict__[key] for key in _TREE}
-        state = (self.plan.to_json(), self.call_spec, self.device_type, self.only_mode, self.original)
+        state = (self.plan.to_json(), self.call_spec, self.device_type, self.only_mode, self.original, self.only_grad)
         return _load, (tree, graph_to_data(self.graph), state)
 
     def __copy__(self) -> ConvertedModule:
@@ -171,7 +186,8 @@ class ConvertedModule(GraphModule):
         return self._rebuild(tree, graph_from_data(graph_to_data(self.graph)))
 
     def _rebuild(self, tree: nn.Module, graph: Graph) -> ConvertedModule:
-        return ConvertedModule(tree, graph, self.plan, self.call_spec, self.device_type, self.only_mode, self.original)
+        state = self.device_type, self.only_mode, self.original, self.only_grad
+        return ConvertedModule(tree, graph, self.plan, self.call_spec, *state)
 
 
 def _load(tree: dict[str, Any], graph: list[Any], state: tuple[Any, ...]) -> ConvertedModule:

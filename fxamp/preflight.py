@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
@@ -182,6 +183,29 @@ def used_by_model() -> bool:
         return False
     file = frame.f_code.co_filename
     return frames.kind(file) != "torch" or file in (torch.utils.checkpoint.__file__, torch.autograd.graph.__file__)
+
+
+@contextlib.contextmanager
+def grad_mode_reads() -> Iterator[list[str]]:
+    """Yield a list of the lines where the program asks for the grad mode of its caller, whose answer capture bakes.
+
+    One asked in a region of its own gets what it always will.
+    """
+    me, ambient, ask = threading.get_ident(), torch.is_grad_enabled(), torch.is_grad_enabled
+    places: list[str] = []
+
+    def asked() -> bool:
+        mode = ask()
+        if (
+            threading.get_ident() == me
+            and mode is ambient
+            and frames.kind(sys._getframe(1).f_code.co_filename) == "user"
+        ):
+            places.append(frames.place())
+        return mode
+
+    with mock.patch.object(torch, "is_grad_enabled", asked):
+        yield places
 
 
 @contextlib.contextmanager

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -222,3 +224,52 @@ def test_capture_in_eval_mode_gives_the_same_as_in_train_mode() -> None:
     expected = train(example())
     torch.manual_seed(0)
     assert_same(evaluation.train()(example()), expected)
+
+
+# The grad mode.
+
+
+def by_grad_mode(self: Any, x: Tensor) -> Tensor:
+    return self.l(x) if torch.is_grad_enabled() else self.m(x)  # the line
+
+
+def by_grad_mode_in_training(self: Any, x: Tensor) -> Tensor:
+    return self.l(x) if self.training and torch.is_grad_enabled() else self.m(self.l(x))
+
+
+def by_its_own_grad_mode(self: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        return self.l(x) if torch.is_grad_enabled() else self.m(x)
+
+
+@both
+def test_a_branch_on_the_grad_mode_holds_for_that_mode_alone(front_end: str) -> None:
+    model = Two(by_grad_mode)
+    converted = o0(model, front_end=front_end)
+    assert_is_eager(converted, model)
+    with torch.no_grad():
+        inference = o0(model, front_end=front_end)
+        assert_same(inference(example()), model(example()))
+        for again in (converted, copy.deepcopy(converted), copy.copy(converted), pickle.loads(pickle.dumps(converted))):
+            with pytest.raises(fxamp.CaptureError, match=r"is_grad_enabled\(\) was True.*# the line.*fxamp\.compile"):
+                again(example())
+    with pytest.raises(fxamp.CaptureError, match=r"is_grad_enabled\(\) was False"):
+        inference.eval()(example())
+
+
+def test_what_asks_for_the_grad_mode_in_training_alone_is_free_in_eval_mode() -> None:
+    model = Two(by_grad_mode_in_training)
+    model.eval()
+    converted = o0(model)
+    with torch.no_grad():
+        assert_same(converted(example()), model(example()))
+    assert_same(converted(example()), model(example()))
+
+
+def test_a_grad_mode_of_the_models_own_and_reads_of_torchs_bind_nothing() -> None:
+    for model in (Two(by_its_own_grad_mode), nn.TransformerEncoderLayer(6, 2, 6, 0.0, batch_first=True)):
+        x = example()[None]
+        converted = o0(model, (x,), check=False)
+        assert not converted.only_grad
+        with torch.no_grad():
+            converted(x)
