@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Iterable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -19,6 +21,7 @@ from .call import CallSpec
 from .in_place import called_by_name
 from .module import constant_target, skeleton
 from .preflight import untouched
+from .small_sizes import all_same, guards_of_small_sizes
 from .tensors import held, kept, same
 
 if TYPE_CHECKING:
@@ -99,11 +102,34 @@ def check_faithful(captured: Captured, args: tuple[Any, ...], kwargs: dict[str, 
                 values = captured.call.by_name(args, kwargs)
                 flat = pytree.tree_leaves([values[name] for name in captured.call.given])
                 raise rejected(model, captured.call, flat, e) from e
+        run: Callable[..., Any] = lambda a, k: captured.call.pack(graph(*captured.call.bind(a, k)))  # noqa: E731
         with preserved(model, written):
-            got = _run(lambda a, k: captured.call.pack(graph(*captured.call.bind(a, k))), args, kwargs, model, tensors)
-    _compare(type(model).__name__, captured.front_end, model, expected, got)
+            got = _run(run, args, kwargs, model, tensors)
+        _compare(type(model).__name__, captured.front_end, model, expected, got)
+        guards = guards_of_small_sizes(
+            captured.call, captured.call.bind(args, kwargs), lambda cut: _differs(captured, run, cut, written)
+        )
+    captured.call = replace(captured.call, guards=(*captured.call.guards, *guards))
     if any(isinstance(o, torch.Tensor) and o.is_meta for o in expected.outputs):
         captured.notes.append("checked without values: tensors on the meta device have a shape and a dtype alone")
+
+
+def _differs(captured: Captured, graph: Callable[..., Any], cut: list[Any], written: list[torch.Tensor]) -> bool:
+    """Say whether the graph gives something else than the model where both take the inputs."""
+    left = iter(cut)
+    flat = [next(left) if leaf.tensor else leaf.constant for leaf in captured.call.leaves]
+    args, kwargs = captured.call.arguments(captured.call.unflatten(flat))
+    made = []
+    model: Callable[..., Any] = lambda a, k: captured.model(*a, **k)  # noqa: E731
+    for run in (model, graph):
+        with untouched(captured.model), preserved(captured.model, written), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the small sizes
+            try:
+                leaves = pytree.tree_leaves(run(*pytree.tree_map(_fresh, (tuple(args), kwargs))))
+            except Exception:  # whatever a model has against such inputs
+                return False
+            made.append([o.detach().clone() if isinstance(o, torch.Tensor) else o for o in leaves])
+    return not all_same(*made)
 
 
 def written_parameters(captured: Captured) -> list[torch.Tensor]:

@@ -49,10 +49,11 @@ def frozen(converted: ConvertedModule) -> Iterator[ConvertedModule]:
         cast.op, cast.target, cast.args = "get_attr", f"{_HOME}.{cast.name}", ()
     graph.set_codegen(Containers(converted.call_spec))
     converted._modules[_HOME] = held
+    converted.uncopied = "its weights are frozen: copy or save it outside the fxamp.frozen region"
     try:
         with torch.no_grad():
             converted.graph = graph
         yield converted
     finally:
-        converted.graph = live
+        converted.graph, converted.uncopied = live, ""
         del converted._modules[_HOME]

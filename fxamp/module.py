@@ -58,6 +58,7 @@ class ConvertedModule(GraphModule):
         call_spec: how arguments bind to the graph.
         device_type: whose autocast is disabled round the graph.
         only_mode: None for a graph that serves both training modes, else the flags that it was captured with, by path.
+        uncopied: why it cannot be copied now, "" when it can.
         only_grad: the grad mode that the graph holds for, by training flag, where the model asks for the grad mode.
     """
 
@@ -81,6 +82,7 @@ class ConvertedModule(GraphModule):
         self.device_type = device_type
         self.only_mode = only_mode
         self.original = original
+        self.uncopied = ""
         self.only_grad = only_grad or {}
         self._guards = call_spec.guard_function()
         self._watch = UnderflowWatch(plan)
@@ -165,6 +167,7 @@ class ConvertedModule(GraphModule):
             ) from None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ConvertedModule:
+        self._refuse_copies()
         tree = nn.Module()
         for key in _TREE:
             tree.__dict__[key] = copy.deepcopy(self.__dict__[key], memo)
@@ -175,15 +178,21 @@ class ConvertedModule(GraphModule):
         return new
 
     def __reduce__(self) -> Any:
+        self._refuse_copies()
         tree = {key: self.__dict__[key] for key in _TREE}
         state = (self.plan.to_json(), self.call_spec, self.device_type, self.only_mode, self.original, self.only_grad)
         return _load, (tree, graph_to_data(self.graph), state)
 
     def __copy__(self) -> ConvertedModule:
+        self._refuse_copies()
         tree = nn.Module()
         for key in _TREE:
             tree.__dict__[key] = copy.copy(self.__dict__[key])
         return self._rebuild(tree, graph_from_data(graph_to_data(self.graph)))
+
+    def _refuse_copies(self) -> None:
+        if self.uncopied:
+            raise CaptureError(f"this module cannot be copied: {self.uncopied}.")
 
     def _rebuild(self, tree: nn.Module, graph: Graph) -> ConvertedModule:
         state = self.device_type, self.only_mode, self.original, self.only_grad

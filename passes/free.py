@@ -16,6 +16,7 @@ from . import ops
 from .aliases import may_alias
 from .colouring import Colouring
 from .facts import facts_of
+from .literals import numbers
 from .rules import FOLLOW, FP32, LOW, PROMOTE, lookup
 from .simulate import Simulation
 from .values import ANY, is_floating, literal_dtype
@@ -69,8 +70,11 @@ def _is_free(simulation: Simulation, node: Node, grad: frozenset[Node]) -> bool:
     if colouring.kind == FP32:  # only by autocast's list, over low values, in a kernel that computes in FP32
         known = facts_of(node, simulation.device, low)
         return all(d == low for d in held) and known.fp32_internal and known.status == "measured"
-    # Rounding moves across moves of values, whatever the device.
-    return not colouring.casts and (row.commutes == "both" or (row.commutes == "forward" and node not in grad))
+    # Rounding moves across moves of values, whatever the device, but not of a number that is rounded with them.
+    moves = row.commutes == "both" or (row.commutes == "forward" and node not in grad)
+    scalar = dtypes[node] == low and torch.float32 in held  # which promotion lets pass
+    exact = all(torch.tensor(x, dtype=low).item() == x for x in numbers(node))
+    return moves and not colouring.casts and not scalar and exact
 
 
 def _is_free_product(simulation: Simulation, colouring: Colouring) -> bool:

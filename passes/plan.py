@@ -110,6 +110,8 @@ class Plan:
             raise PlanError(f"{name}:{error.lineno}: not JSON, or cut short ({error.msg}); {REMEDY}") from error
         if not isinstance(data, dict) or not isinstance(data.get("version"), int):
             raise PlanError(f'{name}: JSON, but not a plan (no "version"); {REMEDY}')
+        if data["version"] < 1:
+            raise PlanError(f"{name}: there is no plan format {data['version']}; {REMEDY}")
         if data["version"] > FORMAT_VERSION:
             raise PlanError(
                 f"{name}: plan format {data['version']} is newer than {FORMAT_VERSION}, the newest this fxamp reads; "

@@ -72,12 +72,21 @@ def _dtypes(node: Node, held: dict[Node, Any], assignment: Assignment) -> Any:
         _refuse_mixed(node, held)
         return assignment.infer(node, held.__getitem__)
     except Exception as e:
-        if as_captured:
-            return assignment.dtypes.get(node)  # fake tensors cannot run it, and nothing about it was changed
+        if as_captured or not _runs_as_captured(node, assignment):
+            return assignment.dtypes.get(node)  # fake tensors cannot run it, whatever was changed
         raise VerificationError(
             f"{_name(node)} rejects its operands {[str(held[n]) for n in node.all_input_nodes]}: {type(e).__name__}: "
             f"{e}. {_REPORT}"
         ) from e
+
+
+def _runs_as_captured(node: Node, assignment: Assignment) -> bool:
+    """Say whether a fake kernel takes the dtypes of the original: of an empty batch, for one, some take none."""
+    try:
+        assignment.infer(node, lambda n: assignment.original.get(n, assignment.dtypes.get(n)))
+    except Exception:  # whatever a fake kernel raises
+        return False
+    return True
 
 
 def _owner(node: Node) -> Node:

@@ -625,3 +625,16 @@ def test_a_trainstep_on_bf16_needs_no_scaler() -> None:
     step = fxamp.TrainStep(compiled(model), torch.sum, torch.optim.SGD(model.parameters(), 0.1))
     assert step(example()).scale == 1.0
     assert not step.scaler.is_enabled()
+
+
+def test_an_empty_batch_that_fake_kernels_cannot_run() -> None:
+    class Upsampled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 8, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.interpolate(self.conv(x), scale_factor=2)
+
+    module, empty = compiled(Upsampled()), torch.randn(0, 3, 12, 12)
+    assert module(empty).shape == (0, 8, 20, 20)

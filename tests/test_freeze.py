@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -57,3 +61,11 @@ def test_an_error_inside_leaves_the_module_as_it_was(module: fxamp.ConvertedModu
 def test_only_a_converted_module_can_be_frozen() -> None:
     with pytest.raises(fxamp.NotAModuleError, match=r"fxamp\.convert"), fxamp.frozen(LeNet5()):  # type: ignore[arg-type]
         pass
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_it_is_not_copied_with_its_frozen_weights(copied: Any) -> None:
+    converted = fxamp.convert(nn.Linear(4, 4), (torch.randn(2, 4),))
+    with fxamp.frozen(converted), pytest.raises(fxamp.CaptureError, match="copy or save it outside"):
+        copied(converted)
+    copied(converted)

@@ -110,6 +110,7 @@ def test_newer_version_is_refused(plan: Plan) -> None:
         ({"casts": True}, "'casts' is True, expected int"),
         ({"notes": [1]}, "'notes' holds something other than text"),
         ({"colour": "low"}, "'colour' is not a field of this format"),
+        ({"version": 0}, "no plan format 0"),
         ({"version": "1"}, "not a plan"),
     ],
 )

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from reports import accuracy, casts, scaling
+from passes.plan import DEVIATIONS
+from reports import accuracy, architectures, casts, coverage, scaling
 from tests.models import BY_NAME
 
 REPORTS = Path(__file__).resolve().parent.parent / "reports"
@@ -126,6 +127,18 @@ def test_the_committed_gradients_are_nearly_as_good_as_autocasts(model: str, req
     for low in {low for low, _ in rows}:
         assert rows[low, "O1"] <= 1.1 * rows[low, "torch.autocast"]
         assert rows[low, "O2"] <= 1.5 * rows[low, "torch.autocast"]
+
+
+@pytest.mark.parametrize("front_end", coverage.FRONT_ENDS)
+def test_the_committed_coverage_is_whole(front_end: str) -> None:
+    everything = [coverage.Row(**row) for row in _committed("coverage.json")["rows"]]
+    assert REPORTS.joinpath("coverage.md").read_text() == coverage.to_markdown(everything)
+    rows = [row for row in everything if row.front_end == front_end]
+    assert {row.architecture for row in rows} == {a.name for a in architectures.ARCHITECTURES}
+    assert all(row.converted and row.runs for row in rows if row.captured)
+    compared = [row for row in rows if row.equal is not None]
+    assert sum(row.equal or False for row in compared) >= 0.9 * len(compared)
+    assert {row.deviation for row in compared if not row.equal} <= {*DEVIATIONS, coverage.OUTSIDE}
 
 
 @pytest.mark.parametrize("model", AT_MOST)
