@@ -117,3 +117,24 @@ def test_an_op_of_torchs_without_a_low_kernel_is_kept(capture: str) -> None:
         y = model.l(x).float()
     assert torch.equal(got, torch.complex(y, y).abs())
     assert {d.code for d in fxamp.plan_of(converted).decisions if d.op == "complex"} == {"keep"}
+
+
+@pytest.mark.parametrize("capture", ["fx", "export", "jit"])
+def test_a_graph_over_two_devices(capture: str) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.here, self.there = nn.Linear(4, 4), nn.Linear(4, 4, device="meta")
+
+        def forward(self, x: Tensor) -> Any:
+            y = self.here(x)
+            return y, self.there(y.to("meta"))
+
+    model, x = Model(), torch.randn(2, 4)
+    converted = fxamp.convert(model, (x,), policy="O1,dtype=bf16", capture=capture)
+    here, there = converted(x)
+    with torch.autocast("cpu"):
+        assert torch.equal(here, model.here(x).float())
+    assert (there.device.type, there.dtype) == ("meta", torch.float32)
+    assert [d.colour for d in fxamp.plan_of(converted).decisions if d.op == "linear"] == ["bfloat16", "bfloat16"]

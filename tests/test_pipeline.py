@@ -191,4 +191,5 @@ def _seconds_per_node(nodes: int) -> float:
 
 def test_time_to_compile_grows_linearly_with_the_graph() -> None:
     _seconds_per_node(100)  # fills the caches
-    assert _seconds_per_node(4000) < 2 * _seconds_per_node(1000)
+    small, large = (min(_seconds_per_node(nodes) for _ in range(2)) for nodes in (1000, 4000))  # other runs disturb
+    assert large < 2 * small
