@@ -1,6 +1,7 @@
-"""Which graphs were converted for which model, found again by the parameters that they read.
+"""Which graphs were converted for which model, found again by the module that was compiled, or by their parameters.
 
-Dynamo hands a backend flat graphs, and no model. The parameters among their inputs are the model's own.
+Dynamo hands a backend flat graphs, and no model. The parameters among their inputs are the model's own, and where one
+graph serves another model of the same code too, that shows at its first call.
 """
 
 from __future__ import annotations
@@ -202,8 +203,8 @@ def _coverage(module: nn.Module, found: list[Converted]) -> list[str]:
     left = f"; outside: {', '.join(outside[:5])}{' and more' if len(outside) > 5 else ''}" if outside else ""
     return [
         f"{len(found)} graphs of {ops} floating-point ops hold {len(named) - len(outside)} of {len(named)} parameters "
-        f"({share:.0%} of their elements){left}; what runs between graphs runs as it "
-        "is, on values in the model's own dtypes",
+        f"({share:.0%} of their elements){left}; what runs between graphs "
+        "runs as it is, on values in the model's own dtypes",
         *dict.fromkeys(f"graph break at {entry.broke}" for entry in found if entry.broke),
     ]
 
