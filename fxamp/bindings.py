@@ -6,7 +6,7 @@ once for each name. Only the generated code is concerned: the graph keeps its ov
 
 Before: weight = getattr(self.blocks, "0").fc.weight
         linear = torch.ops.aten.linear.default(x, weight)
-After:  weight = self.tensor_at(("blocks", "0", "fc"), "weight")
+After:  weight = self._modules["blocks"]._modules["0"]._modules["fc"]._parameters.get("weight")
         linear = torch._C._nn.linear(x, weight)
 """
 
@@ -70,9 +70,16 @@ def called_directly(graph: Graph) -> Iterator[None]:
 def read_directly(graph: Graph) -> contextlib.AbstractContextManager[None]:
     """Let the code that is generated inside read tensors by `tensor_at` of the module that it is a method of."""
     paths = {n.name: str(n.target).split(".") for n in graph.nodes if n.op == "get_attr"}
-    read = {n: f"{n} = self.tensor_at({tuple(path)!r}, {last!r})" for n, (*path, last) in paths.items()}
+    read = {n: f"{n} = {_read(path, last)}" for n, (*path, last) in paths.items()}
 
     def write(body: list[str]) -> list[str]:
         return [read.get(line.partition(" = ")[0], line) for line in body]
 
     return graph.on_generate_code(lambda before: lambda body: write(before(body) if before else body))
+
+
+def _read(path: list[str], name: str) -> str:
+    """Write what reads a parameter where it is kept, or else asks for it: it may be parametrized, or no parameter."""
+    kept = "".join(f"._modules[{part!r}]" for part in path)
+    found = f"_found := self{kept}._parameters.get({name!r})"
+    return f"self.tensor_at({tuple(path)!r}, {name!r}) if ({found}) is None else _found"

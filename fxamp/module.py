@@ -93,6 +93,7 @@ class ConvertedModule(GraphModule):
             code = super().recompile()
         cls: Any = type(self)  # of this instance alone
         cls.graph_forward, cls.forward = cls.forward, ConvertedModule._forward
+        cls.__call__ = nn.Module.__call__  # fx's own catches errors, to print lines of the code to stderr
         return code
 
     @property
