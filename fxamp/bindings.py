@@ -68,18 +68,18 @@ def called_directly(graph: Graph) -> Iterator[None]:
 
 
 def read_directly(graph: Graph) -> contextlib.AbstractContextManager[None]:
-    """Let the code that is generated inside read tensors by `tensor_at` of the module that it is a method of."""
+    """Let the code that is generated inside read parameters where modules keep them.
+
+    What is not there is asked for: it is parametrized, or no parameter.
+    """
     paths = {n.name: str(n.target).split(".") for n in graph.nodes if n.op == "get_attr"}
-    read = {n: f"{n} = {_read(path, last)}" for n, (*path, last) in paths.items()}
+    kept = {n: "".join(f"._modules[{part!r}]" for part in path) for n, (*path, _) in paths.items()}
 
-    def write(body: list[str]) -> list[str]:
-        return [read.get(line.partition(" = ")[0], line) for line in body]
+    def write(line: str) -> str:
+        name, _, asked = line.partition(" = ")
+        if name not in paths:
+            return line
+        found = f"_found := self{kept[name]}._parameters.get({paths[name][-1]!r})"
+        return f"{name} = {asked} if ({found}) is None else _found"
 
-    return graph.on_generate_code(lambda before: lambda body: write(before(body) if before else body))
-
-
-def _read(path: list[str], name: str) -> str:
-    """Write what reads a parameter where it is kept, or else asks for it: it may be parametrized, or no parameter."""
-    kept = "".join(f"._modules[{part!r}]" for part in path)
-    found = f"_found := self{kept}._parameters.get({name!r})"
-    return f"self.tensor_at({tuple(path)!r}, {name!r}) if ({found}) is None else _found"
+    return graph.on_generate_code(lambda before: lambda body: list(map(write, before(body) if before else body)))

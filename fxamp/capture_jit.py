@@ -16,7 +16,7 @@ from torch.fx import Graph, GraphModule, Node
 from passes import ops
 from passes._torch import enter_autocast, exit_autocast, pytree, source_name, without_transforms
 from passes.user_casts import kind_of_line
-from passes.values import ELIGIBLE, LOW, Inference, dtypes_of, is_floating, literal_dtype, retyped, source
+from passes.values import ELIGIBLE, LOW, Inference, dtypes_of, is_floating, literal_dtype, origin, retyped, source
 
 from .relative import make_relative
 from .scope import Scope
@@ -82,8 +82,8 @@ def describe(gm: GraphModule, *, ambient: bool, level: str, scope: Scope | None 
             _describe_cast(node, ambient, level)
         elif ambient and node.op.startswith("call") and _is_read(node):
             cast = _without_read(node)
-            origin: Any = cast.args[0]
-            cast.meta["val"], held[cast] = retyped(origin.meta.get("val", value), torch.float32), torch.float32
+            before: Any = cast.args[0]
+            cast.meta["val"], held[cast] = retyped(before.meta.get("val", value), torch.float32), torch.float32
             _describe_cast(cast, ambient, level)
         if ambient and node.op.startswith("call"):
             value = retyped(value, _inferred(node, value, infer, held))
@@ -157,7 +157,7 @@ def _without_read(node: Node) -> Node:
         node.args = (cast, *node.args[1:])
     else:
         node.replace_all_uses_with(cast, delete_user_cb=lambda user: user is not cast)
-    cast.meta = {k: node.meta[k] for k in ("nn_module_stack", "stack_trace", "autocast_region") if k in node.meta}
+    cast.meta = origin(node)
     return cast
 
 

@@ -76,8 +76,9 @@ def _keep(entry: Converted, inputs: Sequence[Any], paths: Iterable[str], scope: 
     kept = replace(entry, paths={id(p): path for p, path in zip(parameters, paths, strict=True)})
     for parameter in parameters:
         _BY_PARAMETER.setdefault(parameter, []).append(kept)
-    if scope is not None:
-        _BY_ROOT.setdefault(scope.root, []).append(kept)
+    of_root = _BY_ROOT.setdefault(scope.root, []) if scope is not None else []
+    if not any(e.graph is kept.graph and e.plan == kept.plan for e in of_root):  # swapped parameters come every call
+        of_root.append(kept)
     return kept
 
 

@@ -127,14 +127,6 @@ class ConvertedModule(GraphModule):
             self._watch(out)
         return self.call_spec.pack(out)
 
-    def tensor_at(self, path: tuple[str, ...], name: str) -> Any:
-        """Return a parameter, or what else the graph reads, of the submodule at a path: what getattr gives, sooner."""
-        owner: nn.Module = self
-        for part in path:
-            owner = owner._modules[part]  # type: ignore[assignment]
-        found = owner._parameters.get(name)
-        return getattr(owner, name) if found is None else found
-
     def _refuse_flags(self, captured: dict[str, bool]) -> None:
         """Raise CaptureError when a module is in another mode than the one the graph was captured in."""
         for path, flag in captured.items():

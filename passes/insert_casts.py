@@ -18,10 +18,9 @@ from ._torch import pytree
 from .assign_precision import Assignment
 from .colouring import Colouring
 from .legalize import loosen_assertions
-from .values import ANY, ELIGIBLE, is_floating
+from .values import ANY, ELIGIBLE, is_floating, origin
 
 CAST = torch.ops.aten.to.dtype
-_ORIGIN = ("nn_module_stack", "stack_trace", "autocast_region")  # what a new node takes over from its reader
 
 
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:
@@ -95,7 +94,7 @@ def _clamp_operands(graph: Graph, node: Node, colouring: Colouring, assignment: 
             return value
         with graph.inserting_before(node):
             made = graph.call_function(torch.ops.aten.clamp.default, (value, -largest, largest))
-        made.meta = {k: v for k, v in node.meta.items() if k in _ORIGIN} | {"val": value.meta.get("val")}
+        made.meta = origin(node) | {"val": value.meta.get("val")}
         assignment.dtypes[made], assignment.original[made] = assignment.dtypes[value], assignment.original[value]
         return made
 
@@ -119,7 +118,7 @@ def make_cast(graph: Graph, value: Node, dtype: torch.dtype, reader: Node, assig
     held = assignment.dtypes[value]
     with graph.inserting_before(reader):
         made = graph.call_function(CAST if isinstance(held, torch.dtype) else cast_floating, (value, dtype))
-    made.meta = {k: v for k, v in reader.meta.items() if k in _ORIGIN}
+    made.meta = origin(reader)
     made.meta["fxamp"] = "cast"
     if "val" in value.meta:
         made.meta["val"] = value.meta["val"]

@@ -19,12 +19,12 @@ from . import ops
 from ._torch import FakeTensor, enter_autocast, exit_autocast, quiet_fakes
 from .aliases import SET_GRAD
 from .rules import COMPOSITE, lookup
+from .values import ORIGIN, origin
 
 logger = logging.getLogger("fxamp")
 
 _GRAD, _AUTOCAST = "wrap_with_set_grad_enabled", "wrap_with_autocast"
 _CONSTANTS = "_fxamp."  # where the front ends put what a graph refers to beside the model
-_ORIGIN = ("nn_module_stack", "stack_trace", "autocast_region")  # what a node hands on to those that take its place
 
 
 def inline_regions(graph: Graph, constants: dict[str, Any]) -> int:
@@ -144,10 +144,7 @@ def decompose_composites(graph: Graph, device: str) -> tuple[int, list[str]]:
         with graph.inserting_before(node):
             new, result = _copy_body(graph, body, node.all_input_nodes)
         for made in new:
-            for key in _ORIGIN:
-                made.meta.pop(key, None)
-                if key in node.meta:
-                    made.meta[key] = node.meta[key]
+            made.meta = {k: v for k, v in made.meta.items() if k not in ORIGIN} | origin(node)
         _replace(graph, node, result)
         found += [n for n in reversed(new) if _is_composite(n, device)]
         edits += 1

@@ -16,6 +16,7 @@ from torch.fx import Graph, Node
 
 from . import ops
 from ._torch import FakeTensor
+from .values import origin
 
 aten = torch.ops.aten
 _NONE, _MEAN, _SUM = 0, 1, 2
@@ -48,7 +49,7 @@ def _split(graph: Graph, node: Node) -> None:
     def call(op: Any, *args: Any, **kwargs: Any) -> Node:
         with graph.inserting_before(node):
             made = graph.call_function(op, args, kwargs)
-        made.meta = {k: node.meta[k] for k in ("nn_module_stack", "stack_trace", "autocast_region") if k in node.meta}
+        made.meta = origin(node)
         with logits.meta["val"].fake_mode, torch.no_grad():
             made.meta["val"] = op(*torch.fx.map_arg(args, _value), **torch.fx.map_arg(kwargs, _value))
         return made

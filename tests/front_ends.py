@@ -16,7 +16,7 @@ import fxamp
 from fxamp.capture import as_inputs, capture
 from fxamp.convert import emit, resolve
 from passes._torch import pytree
-from tests.helpers import assert_same, run
+from tests.helpers import assert_same, example, run
 
 FRONT_ENDS = ("fx", "export", "jit")
 BF16, FP16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -37,6 +37,11 @@ def fresh() -> Iterator[None]:
     torch.backends.mha.set_fastpath_enabled(False)
     yield
     torch.backends.mha.set_fastpath_enabled(fused)
+
+
+def one() -> tuple[Tensor]:
+    """Return the arguments of a model of one input."""
+    return (example(),)
 
 
 def convert(

@@ -23,6 +23,7 @@ from tests.front_ends import (
     convert,
     decided,
     fresh,
+    one,
     under_autocast,
 )
 from tests.helpers import Two, assert_same, assert_untouched, example, fingerprint
@@ -31,10 +32,6 @@ pytestmark = [*WARNINGS, pytest.mark.usefixtures("fresh")]
 __all__ = ["fresh"]
 each_front_end = pytest.mark.parametrize("front_end", FRONT_ENDS)
 both_low = pytest.mark.parametrize(("name", "low"), [("bf16", BF16), ("fp16", FP16)], ids=["bf16", "fp16"])
-
-
-def one() -> tuple[Tensor]:
-    return (example(),)
 
 
 def casts(module: nn.Module) -> list[Any]:

@@ -31,6 +31,7 @@ from tests.front_ends import (
     decided,
     error,
     fresh,
+    one,
     tensors,
     under_autocast,
 )
@@ -40,10 +41,6 @@ from tests.test_preflight import HOOKS, TABLE
 pytestmark = [*WARNINGS, pytest.mark.usefixtures("fresh")]
 __all__ = ["fresh"]
 each_front_end = pytest.mark.parametrize("front_end", FRONT_ENDS)
-
-
-def one() -> tuple[Tensor]:
-    return (example(),)
 
 
 def casts(module: nn.Module) -> list[Any]:

@@ -161,3 +161,13 @@ def test_the_parts_that_torch_makes_for_distributed_data_parallel(tmp_path: Path
     middle = second(low.float())
     with torch.autocast("cpu"):
         assert torch.equal(got, third(middle).float())
+
+
+def test_parameters_that_are_swapped_at_every_call_leave_one_graph() -> None:
+    module = WAYS["backend"](Nested(), "O1")
+    module(example())
+    count = len(fxamp.graphs(module))
+    for _ in range(3):
+        swapped: dict[str, Tensor] = {name: nn.Parameter(p.detach().clone()) for name, p in module.named_parameters()}
+        torch.func.functional_call(module, swapped, (example(),))
+    assert len(fxamp.graphs(module)) == count

@@ -26,6 +26,7 @@ from tests.front_ends import (
     convert,
     decided,
     fresh,
+    one,
     tensors,
     under_autocast,
 )
@@ -33,10 +34,6 @@ from tests.helpers import Two, assert_same, example
 
 pytestmark = [*WARNINGS, pytest.mark.usefixtures("fresh")]
 __all__ = ["fresh"]
-
-
-def one() -> tuple[Tensor]:
-    return (example(),)
 
 
 def two() -> tuple[Tensor, Tensor]:
