@@ -125,7 +125,7 @@ def _differs(captured: Captured, graph: Callable[..., Any], cut: list[Any], writ
         with untouched(captured.model), preserved(captured.model, written), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of the small sizes
             try:
-                leaves = pytree.tree_leaves(run(*pytree.tree_map(_fresh, (tuple(args), kwargs))))
+                leaves = pytree.tree_leaves(run(*pytree.tree_map(fresh, (tuple(args), kwargs))))
             except Exception:  # whatever a model has against such inputs
                 return False
             made.append([o.detach().clone() if isinstance(o, torch.Tensor) else o for o in leaves])
@@ -164,7 +164,7 @@ def _run(
     call: Any, args: tuple[Any, ...], kwargs: dict[str, Any], model: nn.Module, tensors: dict[str, torch.Tensor]
 ) -> _Run:
     """Call once, on copies of the inputs."""
-    args, kwargs = pytree.tree_map(_fresh, (args, kwargs))
+    args, kwargs = pytree.tree_map(fresh, (args, kwargs))
     given = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
     inputs, parameters = [t for t in given if t.requires_grad], [p for p in model.parameters() if p.requires_grad]
     leaves = pytree.tree_leaves(call(args, kwargs))
@@ -184,7 +184,7 @@ def _run(
     return _Run(copies, gradients, {name: t.detach().clone() for name, t in state.items()})
 
 
-def _fresh(value: Any) -> Any:
+def fresh(value: Any) -> Any:
     """Copy an input, so that a model that writes to it does so once for each run."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone().requires_grad_(value.requires_grad)

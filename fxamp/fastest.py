@@ -25,7 +25,7 @@ from passes.policy import Policy
 from passes.values import no_autocast
 
 from .capture import Captured
-from .check import preserved, written_parameters
+from .check import fresh, preserved, written_parameters
 from .measure import laps
 from .module import ConvertedModule
 from .preflight import untouched
@@ -134,7 +134,7 @@ def _explained(plan: Plan, instead_of: Plan, name: str) -> Plan:
 
 def _step(module: ConvertedModule, inputs: Inputs) -> Callable[[], object]:
     """Return a function that runs a forward and backward of the graph; no gradient is kept."""
-    args, kwargs = pytree.tree_map(_own, inputs)
+    args, kwargs = pytree.tree_map(fresh, inputs)
     flat = module.call_spec.bind(args, kwargs)
     leaves = [*module.parameters(), *pytree.tree_leaves(flat)]
     sources = [t for t in leaves if isinstance(t, Tensor) and t.requires_grad]
@@ -151,11 +151,6 @@ def _step(module: ConvertedModule, inputs: Inputs) -> Callable[[], object]:
     except RuntimeError:  # a model for inference alone: it writes over what its own backward needs
         return lambda: module.graph_forward(*flat)
     return step
-
-
-def _own(value: Any) -> Any:
-    """Copy an input: a model may write to it."""
-    return value.detach().clone().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
 
 
 def _rounds() -> Iterator[int]:
