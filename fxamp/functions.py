@@ -9,7 +9,6 @@ an operator that is made for it; afterwards the operators become calls again:
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -23,7 +22,7 @@ from passes._torch import pytree
 
 from .preflight import used_by_model
 
-_APPLY = vars(torch.autograd.Function)["apply"].__func__
+_APPLY: Any = vars(torch.autograd.Function)["apply"]  # a descriptor of Python or, from torch 2.15 on, of C
 _NAMESPACE = "fxamp_export"
 _TYPES = {torch.Tensor: "Tensor", torch.SymInt: "SymInt"}
 
@@ -85,16 +84,16 @@ class Functions:
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
         """Let operators stand for the functions that the model calls."""
-        me, otherwise = threading.get_ident(), vars(torch.autograd.Function)["apply"].__func__
+        me, otherwise = threading.get_ident(), vars(torch.autograd.Function)["apply"]
 
         def apply(cls: Any, *args: Any) -> Any:
             if threading.get_ident() == me and cls.__module__ != torch.utils.checkpoint.__name__ and used_by_model():
                 name = f"{cls.__name__}_{id(self)}_{len(self._called)}"
                 with contextlib.suppress(_Lost):
-                    made = _Operator(self._library, name, functools.partial(_APPLY, cls), args)
+                    made = _Operator(self._library, name, _APPLY.__get__(None, cls), args)
                     self._called[made.target] = (cls, made)
                     return made()
-            return otherwise(cls, *args)
+            return otherwise.__get__(None, cls)(*args)
 
         with mock.patch.object(torch.autograd.Function, "apply", classmethod(apply)):
             try:

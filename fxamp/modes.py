@@ -26,8 +26,20 @@ def by_mode(training: bool, train: Any, evaluation: Any) -> Any:
     return train if training else evaluation
 
 
-def count_(counter: torch.Tensor, training: bool) -> torch.Tensor:
-    """Add one in training, in place; else write nothing, as adding zero would to autograd and to torch.func."""
+def count_(counter: torch.Tensor, training: bool, values: int = 2) -> torch.Tensor:
+    """Add one in training, in place; else write nothing, as adding zero would to autograd and to torch.func.
+
+    Args:
+        counter: how many batches there were.
+        training: whether this one counts.
+        values: how many values each channel has in it.
+
+    Raises:
+        ValueError: one value has no variance, and would leave NaN among the running statistics; from
+            `torch.nn.functional.batch_norm`, which the exporter looks into without keeping what it checks.
+    """
+    if training and values == 1:
+        raise ValueError("Expected more than 1 value per channel when training: this batch is of size 1")
     return counter.add_(1) if training else counter
 
 
@@ -103,10 +115,21 @@ class _Merge:
     def _count_in_training(self, node: Node) -> None:
         """Put `count_` in the place of batch norm's own `add_`."""
         with self.train.inserting_before(node):
-            counted = self.train.call_function(count_, (node.args[0], self._flag(module_path(node))))
+            values = self._values_per_channel(module_path(node))
+            counted = self.train.call_function(count_, (node.args[0], self._flag(module_path(node)), *values))
         counted.meta = dict(node.meta)
         node.replace_all_uses_with(counted)
         self.train.erase_node(node)
+
+    def _values_per_channel(self, norm: str) -> list[Node]:
+        """Return the number of values that a batch norm averages, where only the size of the batch can tell."""
+        norms = self.train.find_nodes(op="call_function", target=torch.ops.aten.batch_norm.default)
+        x = next((n.args[0] for n in norms if module_path(n) == norm), None)
+        if not isinstance(x, Node) or any(size != 1 for size in x.meta["val"].shape[2:]):
+            return []
+        size = self.train.call_function(torch.ops.aten.sym_size.int, (x, 0))
+        size.meta["val"] = x.meta["val"].shape[0]
+        return [size]
 
     def _follow(self, node: Node, a: Any, b: Any) -> Any:
         """Return the train graph's argument `a`, made to become `b` in eval mode."""

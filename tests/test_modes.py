@@ -116,6 +116,17 @@ def test_batches_are_counted_in_training_only(front_end: str) -> None:
 
 
 @both
+def test_a_batch_of_one_has_no_variance_to_normalise_by(front_end: str) -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))
+    converted = o0(model, front_end=front_end)
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    with pytest.raises(ValueError, match="Expected more than 1 value per channel when training"):
+        converted(example()[:1])
+    assert all(before[name].equal(buffer) for name, buffer in model.named_buffers() if "tracked" not in name)
+    assert converted.eval()(example()[:1]).equal(model.eval()(example()[:1]))
+
+
+@both
 @pytest.mark.parametrize("policy", ["O0", "O1", "O2"])
 def test_nothing_is_written_in_eval_mode(front_end: str, policy: str) -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6))
