@@ -141,7 +141,22 @@ class _Constants(TorchFunctionMode):
         with contextlib.ExitStack() as stack:
             for factory, name in _FACTORIES.items():
                 stack.enter_context(mock.patch.object(torch, name, recording(factory)))
+            for info in (torch.finfo, torch.iinfo):
+                stack.enter_context(mock.patch.object(torch, info.__name__, _of_a_dtype(info)))
             yield
+
+
+def _of_a_dtype(info: Any) -> Any:
+    """Return `torch.finfo` or `torch.iinfo` without what torch 2.15 makes of a traced dtype: numbers out of nowhere."""
+
+    def limits(*args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(a, Proxy) for a in (*args, *kwargs.values())):
+            raise CaptureError(
+                f"torch.{info.__name__} of a traced dtype at {frames.place()}: symbolic tracing knows none. {_INPUTS}."
+            )
+        return info(*args, **kwargs)
+
+    return limits
 
 
 class _Writes(TorchDispatchMode):

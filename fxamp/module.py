@@ -7,6 +7,7 @@ and nothing else: training it trains the original, `state_dict` keys are the sam
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import torch
@@ -158,6 +159,21 @@ class ConvertedModule(GraphModule):
                 f"forward of {original}, not its other attributes and methods: read '{name}' from the original, "
                 "which shares its parameters."
             ) from None
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Move the parameters, as every `nn.Module` does; warn when that takes FP32 from them."""
+        before = {name: p.dtype for name, p in self.named_parameters()}
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, p in self.named_parameters():
+            if p.dtype not in (before[name], torch.float32):
+                warnings.warn(
+                    f"'{name}' of a converted {self.original} was {before[name]} and is {p.dtype} now, and so is what "
+                    "shares it. The graph casts parameters itself, from the dtype they had when it was made, and "
+                    "training needs them in FP32. Leave that call out, or make it before fxamp.convert.",
+                    stacklevel=3,
+                )
+                break
+        return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ConvertedModule:
         self._refuse_copies()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
+import types
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
@@ -120,17 +121,17 @@ def refuse_constructs(front_end: str) -> Iterator[None]:
 
     def refusing(owner: Any, attribute: str, construct: str | Callable[[Any], str], loss: str) -> Any:
         original = vars(owner)[attribute]
-        plain = original.__func__ if isinstance(original, classmethod) else original
+        of_class = isinstance(original, (classmethod, types.ClassMethodDescriptorType))
 
         def patched(*args: Any, **kwargs: Any) -> Any:
             if threading.get_ident() == me and used_by_model():
                 name = construct if isinstance(construct, str) else construct(args[0])
                 raise NotFaithfulError(f"{name} at {frames.place()}: capture='{front_end}' {loss}. {INSTEAD}.")
-            return plain(*args, **kwargs)
+            if of_class:
+                return original.__get__(None, args[0])(*args[1:], **kwargs)
+            return original(*args, **kwargs)
 
-        return mock.patch.object(
-            owner, attribute, classmethod(patched) if isinstance(original, classmethod) else patched
-        )
+        return mock.patch.object(owner, attribute, classmethod(patched) if of_class else patched)
 
     inlined, region = "would inline it and lose its", "would drop the region"
     checkpointing = torch.utils.checkpoint

@@ -8,6 +8,7 @@ did), the dispatcher's own list of autocast rules, the exporter's guards, and au
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import warnings
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 from torch._jit_internal import boolean_dispatched as boolean_dispatched
+from torch._library.custom_ops import _maybe_get_opdef
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.amp.autocast_mode import _enter_autocast as enter_autocast
@@ -34,6 +36,20 @@ def autocast_registrations(device: str) -> frozenset[str]:
     """
     key = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}[device]
     return frozenset(torch._C._dispatch_get_registrations_for_dispatch_key(key))
+
+
+def registered_autocast_dtype(name: str, device: str) -> torch.dtype | None:
+    """Return what `torch.library.register_autocast` was told of an op, or None: its kernel comes by other means."""
+    namespace, _, op = name.partition("::")
+    overload = getattr(getattr(torch.ops, namespace), op).default
+    definition: Any = _maybe_get_opdef(overload)
+    if definition is None:
+        key = getattr(torch._C.DispatchKey, "Autocast" + ("CPU" if device == "cpu" else "CUDA"))
+        kernel = overload.py_kernels.get(key)
+        return inspect.getclosurevars(kernel).nonlocals.get("cast_inputs") if kernel else None
+    if hasattr(definition, "_autocast_dtype"):
+        return definition._autocast_dtype.get(device)  # type: ignore[no-any-return]
+    return getattr(definition, f"_autocast_{device}_dtype", None)  # so before torch 2.13
 
 
 def guards_of(program: ExportedProgram) -> list[str]:
@@ -60,23 +76,6 @@ def quiet_fakes() -> Iterator[None]:
             yield
     finally:
         log.setLevel(level)
-
-
-__all__ = [
-    "GUARD_NAMES",
-    "FakeTensor",
-    "FakeTensorMode",
-    "TorchDispatchMode",
-    "TorchFunctionMode",
-    "autocast_registrations",
-    "boolean_dispatched",
-    "enter_autocast",
-    "example_sizes",
-    "exit_autocast",
-    "guards_of",
-    "pytree",
-    "quiet_fakes",
-]
 
 
 def inner_backend(backend: Any, mode: str | None, options: dict[str, Any]) -> Any:
@@ -107,3 +106,24 @@ def source_name(placeholder: Node) -> str:
     argument = placeholder.meta.get("grapharg")
     name = getattr(getattr(argument, "source", None), "name", "")
     return str(name() if callable(name) else name)  # a method in older releases
+
+
+__all__ = [
+    "GUARD_NAMES",
+    "FakeTensor",
+    "FakeTensorMode",
+    "TorchDispatchMode",
+    "TorchFunctionMode",
+    "autocast_registrations",
+    "boolean_dispatched",
+    "enter_autocast",
+    "example_sizes",
+    "exit_autocast",
+    "guards_of",
+    "inner_backend",
+    "pytree",
+    "quiet_fakes",
+    "registered_autocast_dtype",
+    "source_name",
+    "without_transforms",
+]

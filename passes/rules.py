@@ -10,14 +10,13 @@ listed op inside counts as what it does in effect; where that depends on shapes 
 from __future__ import annotations
 
 import difflib
-import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 
-from ._torch import autocast_registrations
+from ._torch import autocast_registrations, registered_autocast_dtype
 from .errors import PolicyError
 
 LOW, FP32, PROMOTE, FOLLOW, KEEP = "low", "fp32", "promote", "follow", "keep"
@@ -44,7 +43,8 @@ class Rule:
             overloads of one and of several outputs has the longer tuple.
         commutes: Rounding may move across the op bit for bit: "" (no), "forward", or "both" (in backward too).
         no_low: Devices on which the op lacks a low kernel.
-        since: The torch version that put the op on a list, where versions differ.
+        since: The torch version that brought the op or put it on a list, where versions differ.
+        until: The torch version that took it away.
     """
 
     name: str
@@ -61,6 +61,7 @@ class Rule:
     commutes: str = ""
     no_low: tuple[str, ...] = ()
     since: str = ""
+    until: str = ""
 
     def kind(self, device: str) -> str:
         """Return the kind on a device; what is not a CPU goes by the list of CUDA, as torch's other devices do."""
@@ -146,6 +147,7 @@ KINDS: tuple[tuple[str, str, str, str], ...] = (
      linalg_householder_product linalg_inv linalg_inv_ex linalg_lstsq linalg_matrix_rank linalg_qr linalg_solve
      linalg_svd linalg_svdvals linalg_tensorinv linalg_tensorsolve lu_solve orgqr ormqr pinverse qr svd
      triangular_solve _lu_with_info"""),
+    (FP32, FP32, "linear algebra: no low kernel; on CUDA's list too", "linalg_matrix_sqrth"),
     (FP32, KEEP, "Fourier transform: no low kernel on a CPU, partly one on CUDA", """fft_fft fft_fft2 fft_fftn
      fft_hfft fft_ifft fft_ifft2 fft_ifftn fft_ihfft fft_irfft fft_irfft2 fft_irfftn fft_rfft fft_rfft2
      fft_rfftn"""),
@@ -340,7 +342,8 @@ NO_LOW: dict[tuple[str, ...], str] = {
      linalg_svd linalg_svdvals linalg_tensorinv linalg_tensorsolve lu_solve orgqr ormqr pinverse qr svd
      triangular_solve _lu_with_info det logdet slogdet linalg_det linalg_slogdet linalg_lu linalg_lu_factor
      linalg_lu_factor_ex linalg_lu_solve linalg_ldl_factor linalg_ldl_factor_ex linalg_ldl_solve linalg_solve_ex
-     linalg_solve_triangular quantile nanquantile ctc_loss cdist pdist polar complex view_as_complex""",
+     linalg_solve_triangular linalg_matrix_sqrth quantile nanquantile ctc_loss cdist pdist polar complex
+     view_as_complex""",
     ("cpu",): """fft_fft fft_fft2 fft_fftn fft_hfft fft_hfft2 fft_hfftn fft_ifft fft_ifft2 fft_ifftn fft_ihfft
      fft_ihfft2 fft_ihfftn fft_irfft fft_irfft2 fft_irfftn fft_rfft fft_rfft2 fft_rfftn stft avg_pool3d
      multi_margin_loss multilabel_margin_loss multilabel_margin_loss_forward _upsample_bilinear2d_aa
@@ -348,7 +351,8 @@ NO_LOW: dict[tuple[str, ...], str] = {
      histogramdd""",
 }
 
-SINCE: dict[str, str] = {"2.12": "rms_norm"}
+SINCE: dict[str, str] = {"2.12": "rms_norm", "2.13": "linear_cross_entropy", "2.14": "linalg_matrix_sqrth"}
+UNTIL: dict[str, str] = {"2.14": "cholesky qr"}
 
 
 def _by_name(table: Mapping[Any, str]) -> dict[str, Any]:
@@ -358,7 +362,8 @@ def _by_name(table: Mapping[Any, str]) -> dict[str, Any]:
 
 def _build() -> dict[str, Rule]:
     sensitive, uncast, out = _by_name(SENSITIVE), _by_name(UNCAST), _by_name(OUT)
-    commutes, no_low, since, widest = _by_name(COMMUTES), _by_name(NO_LOW), _by_name(SINCE), _by_name(WIDEST)
+    commutes, no_low, widest = _by_name(COMMUTES), _by_name(NO_LOW), _by_name(WIDEST)
+    since, until = _by_name(SINCE), _by_name(UNTIL)
     same_dtype, dtype_arg = set(SAME_DTYPE.split()), set(DTYPE_ARG.split())
     return {
         name: Rule(
@@ -375,6 +380,7 @@ def _build() -> dict[str, Rule]:
             commutes=commutes.get(name, ""),
             no_low=no_low.get(name, ()),
             since=since.get(name, ""),
+            until=until.get(name, ""),
         )
         for cpu, cuda, reason, names in KINDS
         for name in names.split()
@@ -482,7 +488,7 @@ def _from_register_autocast(name: str, device: str, low: torch.dtype | None) -> 
     """Return the rule that `torch.library.register_autocast` gave a custom op, or None."""
     if name not in autocast_registrations("cpu" if device == "cpu" else "cuda"):
         return None
-    dtype = _registered_dtype(name, device)
+    dtype = registered_autocast_dtype(name, device)
     if dtype is None:
         return Rule(name, KEEP, KEEP, "it has an autocast kernel of its own, which cannot be read")
     reason = f"torch.library.register_autocast: {dtype}"
@@ -491,15 +497,3 @@ def _from_register_autocast(name: str, device: str, low: torch.dtype | None) -> 
     if dtype in (torch.float16, torch.bfloat16) and low in (None, dtype):
         return Rule(name, LOW, LOW, reason)
     return Rule(name, KEEP, KEEP, f"{reason}, which this conversion does not use")
-
-
-def _registered_dtype(name: str, device: str) -> torch.dtype | None:
-    """Return the dtype given to `torch.library.register_autocast`, or None: a kernel registered by other means."""
-    namespace, _, op = name.partition("::")
-    overload = getattr(getattr(torch.ops, namespace), op).default
-    definition = torch._library.custom_ops._maybe_get_opdef(overload)
-    if definition is not None:
-        return definition._autocast_dtype.get(device)
-    key = getattr(torch._C.DispatchKey, "Autocast" + ("CPU" if device == "cpu" else "CUDA"))
-    kernel = overload.py_kernels.get(key)
-    return inspect.getclosurevars(kernel).nonlocals.get("cast_inputs") if kernel else None

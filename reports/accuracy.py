@@ -102,14 +102,14 @@ def _named(tensors: list[Tensor]) -> dict[str, Tensor]:
     return {str(i): t for i, t in enumerate(tensors)}
 
 
-def to_markdown(rows: Sequence[Row]) -> str:
+def to_markdown(rows: Sequence[Row], torch_version: str) -> str:
     """Return the report: autocast's distances, and the levels' as ratios to them."""
     by_case: dict[tuple[str, str], dict[str, Row]] = {}
     for row in rows:
         by_case.setdefault((row.model, row.low), {})[row.variant] = row
     parts = [
         "# Rounding error against float64\n\n"
-        f"Written by `reports/accuracy.py` on a CPU, torch {torch.__version__}: the models of the tests, small, and\n"
+        f"Written by `reports/accuracy.py` on a CPU, torch {torch_version}: the models of the tests, small, and\n"
         "those of `casts.py`, with random weights, in eval mode. Under `torch.autocast` is the relative distance from\n"
         "the model in float64; under O1, O2 and O3 is the ratio of their distance to that one, so 1.00 is as near as\n"
         "autocast and less is nearer. O3 rounds everything, and is here to show what that costs.\n"
@@ -155,7 +155,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="FP16 gradients without a loss scale")  # nothing is trained here
         rows = [row for name, low in tqdm(cases, desc="models", unit="model") for row in measure(name, low)]
-    text = to_markdown(rows)
+    text = to_markdown(rows, torch.__version__)
     sys.stdout.write(text)
     options.output.joinpath("accuracy.md").write_text(text)
     data = {"torch": torch.__version__, "rows": [asdict(row) for row in rows]}

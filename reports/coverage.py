@@ -20,7 +20,7 @@ import multiprocessing
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -537,14 +537,12 @@ def _head(case: tuple[str, str]) -> tuple[str, str, str]:
     return case[0], BY_NAME[case[0]].family, case[1]
 
 
-def to_markdown(rows: Sequence[Row]) -> str:
+def to_markdown(rows: Sequence[Row], versions: Mapping[str, str]) -> str:
     """Return the report: totals, a table for each front end, deviations, and what was not captured."""
-    import transformers
-
     parts = [
         "# Coverage: `transformers` architectures\n\n"
-        f"Written by `reports/coverage.py` on a CPU, torch {torch.__version__}, transformers\n"
-        f"{transformers.__version__}: small random configs, policy `{POLICY}`, one step and one evaluation each.\n"
+        f"Written by `reports/coverage.py` on a CPU, torch {versions['torch']}, transformers\n"
+        f"{versions['transformers']}: small random configs, policy `{POLICY}`, one step and one evaluation each.\n"
         "`export` is `fxamp.convert` ahead of time; `backend` is `torch.compile` with `fxamp.backend`, its graphs run\n"
         f"as they are, for batches of {BATCHES[0]} and {BATCHES[1]}, in train and in eval mode.\n",
         _totals(rows),
@@ -637,10 +635,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         getattr(transformers, name)  # loaded once, here, and not in every process
     fronts = [options.front_end] if options.front_end else list(FRONT_ENDS)
     rows = run_all([(name, front) for name in options.only or BY_NAME for front in fronts], options.processes)
-    text = to_markdown(rows)
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    text = to_markdown(rows, versions)
     sys.stdout.write(text)
     options.output.joinpath("coverage.md").write_text(text)
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
     data = {**versions, "policy": POLICY, "rows": [asdict(row) for row in rows]}
     options.output.joinpath("coverage.json").write_text(json.dumps(data, indent=1) + "\n")
 

@@ -12,8 +12,13 @@ from torch import Tensor, nn
 
 import fxamp
 from passes._torch import pytree
+from passes.rules import RULES
 
 FRONT_ENDS = ("fx", "export")
+# Rows of ops that this release of torch does not have, or not on a list.
+OTHER_RELEASES = {
+    r.name for r in RULES.values() if torch.__version__ < (r.since or "0") or torch.__version__ >= (r.until or "9")
+}
 
 
 class Two(nn.Module):

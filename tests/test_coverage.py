@@ -97,6 +97,6 @@ def test_the_report_has_totals_and_reasons() -> None:
         coverage.Row("A", "vision", "export", captured=True, converted=True, runs=True, equal=True),
         coverage.Row("B", "vision", "export", problem="torch: it cannot"),
     ]
-    text = coverage.to_markdown(rows)
+    text = coverage.to_markdown(rows, {"torch": "2.13.0", "transformers": "5.0.0"})
     assert "1 of 1" in text
     assert "- B, export: torch: it cannot" in text

@@ -77,7 +77,7 @@ def many_outputs(self: Any, x: Tensor) -> Any:
     ordered, order = torch.sort(y, 1)
     a, b = y.chunk(2, 1)
     first, second = y.unbind(0)[0], y.unbind(0)[1]
-    smallest, largest = torch.aminmax(y)
+    smallest, largest = torch.aminmax(y.detach())  # without a derivative before torch 2.13
     kth, where = y.kthvalue(2, 1)
     statistics = mean, rstd, variance, average, smallest, largest
     return self.m(normed), statistics, ordered, order, a @ b.mT, first, second, kth, where

@@ -140,11 +140,14 @@ def test_in_place_keeps_class_and_keys() -> None:
     assert [d.colour for d in fxamp.plan_of(model).decisions] == ["bfloat16", "bfloat16"]
 
 
-def test_in_place_on_a_class_of_torch_nn_captures_nothing_and_it_is_said() -> None:
+def test_in_place_on_a_class_of_torch_nn_is_captured_or_it_is_said() -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.ReLU())
     model.compile(backend="fxamp", options={"backend": "eager"})
     model(example())
     for ask in (fxamp.graphs, fxamp.plan_of, fxamp.report):
+        if torch.__version__ >= "2.14":
+            assert ask(model)
+            continue
         with pytest.raises(fxamp.FxampError, match=r"Sequential, captures nothing. Use compiled = torch\.compile"):
             ask(model)
     module = fxamp.compile(model, backend="eager")

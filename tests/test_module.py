@@ -108,7 +108,8 @@ def test_training_it_with_an_optimizer_built_before_trains_the_model(model: Net,
 def test_moving_it_moves_the_model(model: Net, front_end: str) -> None:
     converted = o0(model, front_end=front_end)
     parameter = model.l.weight
-    converted.to(torch.float64)
+    with pytest.warns(UserWarning, match=r"'l\.weight'.* is torch.float64 now"):
+        converted.to(torch.float64)
     assert model.l.weight is parameter
     assert parameter.dtype == torch.float64
     assert model.norm.running_mean is converted.norm.running_mean
@@ -119,6 +120,16 @@ def test_moving_it_moves_the_model(model: Net, front_end: str) -> None:
     converted.load_state_dict(state, assign=True)
     assert model.m.weight is converted.m.weight
     assert model.m.weight[0, 0].item() == 2
+
+
+def test_parameters_that_lose_fp32_are_named(model: Net, converted: Any, recwarn: pytest.WarningsRecorder) -> None:
+    converted.to("cpu").to(torch.float32).train().share_memory()
+    assert not recwarn.list
+    with pytest.warns(UserWarning, match=r"'l\.weight' of a converted Net was torch.float32 and is torch.float16 now"):
+        converted.half()
+    assert model.l.weight.dtype == torch.float16
+    converted.float()
+    assert not recwarn.list
 
 
 def test_attributes_of_the_original_say_where_they_are(converted: Any) -> None:

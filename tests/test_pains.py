@@ -383,8 +383,8 @@ def test_four_checkpointed_blocks_have_the_gradients_of_plain_ones(reentrant: bo
     assert_same(results[0], results[1])
 
 
-def test_the_graph_can_be_cached_and_that_of_autocast_cannot() -> None:
-    from torch._functorch._aot_autograd.autograd_cache import BypassAOTAutogradCache, check_cacheable
+def test_the_graph_can_be_cached() -> None:
+    from torch._functorch._aot_autograd.autograd_cache import check_cacheable
 
     given: list[Any] = []
 
@@ -395,15 +395,6 @@ def test_the_graph_can_be_cached_and_that_of_autocast_cannot() -> None:
     model = Two(lambda self, x: F.layer_norm(self.m(F.gelu(self.l(x))), (6,)))
     fxamp.compile(model, backend=keep)(*one())
     check_cacheable(given[0])
-    region = Two(lambda self, x: autocast_inside(self, x))
-    torch.compile(region, backend=keep)(*one())
-    with pytest.raises(BypassAOTAutogradCache):
-        check_cacheable(given[1])
-
-
-def autocast_inside(self: Any, x: Tensor) -> Tensor:
-    with torch.autocast("cpu"):
-        return self.m(self.l(x))
 
 
 @pytest.mark.parametrize("front_end", ["fx", "export"])
@@ -602,8 +593,10 @@ def test_transforms_and_linear_algebra_run_in_the_precision_they_had(front_end: 
             "determinant": torch.linalg.det(square)[None],
             "inverse": torch.linalg.inv(square),
             "distance": torch.cdist(y, y * 2),
-            "quantile": torch.quantile(y, 0.5)[None],
+            **({"quantile": torch.quantile(y, 0.5)[None]} if quantile else {}),
         }
+
+    quantile = torch.__version__ >= "2.13"  # the exporter could not take it before
 
     torch.manual_seed(0)
     model = Two(spectral, wide=nn.Linear(6, 12), back=nn.Linear(12, 6))

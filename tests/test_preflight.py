@@ -255,7 +255,7 @@ TABLE: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Any, ...]], s
     "mask given": (partial(Two, optional_mask), pair, None, None),
     "isinstance": (partial(Two, is_tensor), one, r"isinstance\(\) of a traced value at", None),
     "x.to(x.dtype)": (partial(Two, relative_cast), one, None, None),
-    "torch.finfo(x.dtype)": (partial(Two, finfo_min), one, "torch.finfo", None),
+    "torch.finfo(x.dtype)": (partial(Two, finfo_min), one, "torch.finfo of a traced dtype at .*test_preflight", None),
     "if x.dtype == float16": (partial(Two, dtype_branch), one, "control flow", None),
     ".float()": (partial(Two, literal_cast), one, None, None),
     "data-dependent if": (partial(Two, data_dependent), one, "control flow", "data-dependent"),

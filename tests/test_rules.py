@@ -24,6 +24,7 @@ from passes import ops, rules
 from passes._torch import FakeTensorMode, autocast_registrations, pytree
 from passes.errors import PolicyError
 from passes.rules import BANNED, COMPOSITE, FOLLOW, FP32, KEEP, KIND_NAMES, LOW, PROMOTE, RULES, Rule
+from tests.helpers import OTHER_RELEASES
 
 aten = torch.ops.aten
 ELIGIBLE = (torch.float32, torch.bfloat16, torch.float16)
@@ -54,7 +55,7 @@ def test_every_op_on_torchs_list_has_a_row_that_says_so(device: str) -> None:
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_every_low_or_fp32_row_is_on_torchs_list_or_calls_only_what_is(device: str) -> None:
     rows = {n for n, r in RULES.items() if r.kind(device) in (LOW, FP32, BANNED) or device in r.widest}
-    named = listed(device) | ONLY_IN_CUDA_BUILDS | {r.name for r in RULES.values() if r.since}
+    named = listed(device) | ONLY_IN_CUDA_BUILDS | OTHER_RELEASES
     unlisted = {n for n in rows if n not in named and RULES[n].kind(device) != PROMOTE}
     assert unlisted == set(IN_EFFECT[device].split()) | ({"mkldnn_rnn_layer"} & unlisted)
 
@@ -78,7 +79,8 @@ def test_facts_are_of_ops_that_have_a_row() -> None:
 
 def test_a_row_is_an_aten_op_or_a_function_of_torch() -> None:
     spaces = (torch, torch.nn.functional, torch.functional)
-    assert not {n for n in RULES if not hasattr(aten, n) and not any(hasattr(s, n) for s in spaces)}
+    here = RULES.keys() - OTHER_RELEASES
+    assert not {n for n in here if not hasattr(aten, n) and not any(hasattr(s, n) for s in spaces)}
 
 
 def arguments(name: str) -> set[str]:
@@ -330,6 +332,8 @@ def plain(x: Tensor) -> Tensor:
 
 # Nothing to compare: what they return is not defined, and for the first one differs in the last bit from run to run.
 UNDEFINED = {"linalg_lstsq", "empty_like", "new_empty", "new_empty_strided", "empty", "empty_strided", "empty_permuted"}
+if torch.__version__ < "2.13":
+    UNDEFINED.add("addmv")  # it took operands of several dtypes, and rounded as its kernel liked
 
 
 def disagreements(kind_of: Callable[[Rule], str], names: Callable[[Rule], bool]) -> dict[str, list[str]]:
@@ -358,7 +362,8 @@ def test_each_row_does_on_a_cpu_what_autocast_does_bit_for_bit() -> None:
     wrong = {name: calls for name, calls in found.items() if calls}
     assert not wrong, json.dumps(wrong, indent=1)
     # Rows that nothing above calls: of CUDA alone, without floating operands, or without a tensor for a result.
-    assert {n for n, calls in found.items() if not calls} == set(NOT_CALLED.split())
+    since = {"native_group_norm"} if torch.__version__ < "2.13" else set()  # called by torch's samples since then
+    assert {n for n, calls in found.items() if not calls} - OTHER_RELEASES - since == set(NOT_CALLED.split())
 
 
 NOT_CALLED = """

@@ -161,7 +161,7 @@ def test_inference_takes_dtypes_from_the_caller_and_not_from_the_graph() -> None
 
 
 def test_inference_raises_what_the_op_raises_and_logs_nothing(capfd: pytest.CaptureFixture[str]) -> None:
-    node = call(aten.bmm.default, x(F32, 1, 2, 2), x(F32, 1, 2, 2))
+    node = call(aten.dot.default, x(F32, 2), x(F32, 2))
     first, second = node.all_input_nodes
     with pytest.raises(RuntimeError, match="expected"):
         Inference()(node, {first: BF16, second: F32}.__getitem__)
