@@ -251,7 +251,8 @@ SENSITIVE: dict[str, str] = {
      erfinv logit softplus std std_mean upsample_nearest1d upsample_nearest2d upsample_nearest3d
      upsample_linear1d upsample_bilinear2d upsample_bicubic2d upsample_trilinear3d _upsample_nearest_exact1d
      _upsample_nearest_exact2d _upsample_nearest_exact3d _upsample_bilinear2d_aa _upsample_bicubic2d_aa
-     grid_sampler grid_sampler_2d grid_sampler_3d quantile nanquantile fake_quantize_per_tensor_affine""",
+     grid_sampler grid_sampler_2d grid_sampler_3d quantile nanquantile fake_quantize_per_tensor_affine
+     linalg_matrix_sqrth""",
 }
 
 # Mixed float dtypes raise in the kernel, so the operands must agree before it.

@@ -150,7 +150,7 @@ def test_in_place_on_a_class_of_torch_nn_is_captured_or_it_is_said() -> None:
             continue
         with pytest.raises(fxamp.FxampError, match=r"Sequential, captures nothing. Use compiled = torch\.compile"):
             ask(model)
-    module = fxamp.compile(model, backend="eager")
+    module = fxamp.compile(nn.Sequential(nn.Linear(6, 6), nn.ReLU()), backend="eager")
     module(example())
     assert count(module) == 1
 
