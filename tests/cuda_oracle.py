@@ -58,13 +58,13 @@ class Oracle(Interpreter):
         args, kwargs = pytree.tree_map(moved, (args, kwargs))
         try:
             return n.target(*args, **kwargs)  # type: ignore[operator]
-        except Exception:  # no device guard for this op in a build without CUDA: the table's dtype
+        except Exception:  # no device guard for this op in a build without CUDA, or no device: the table's dtype
             self.unrun.append(ops.name(n))
-            val = n.meta["val"]
             kind = lookup(ops.name(n), "cuda")[1]
             first = next(a.dtype for a in args if isinstance(a, Tensor))
             dtype = {LOW: LOW_DTYPE, FP32: torch.float32}.get(kind, first)
-            return self.fake(torch.empty(_sizes(val.shape), dtype=dtype, device="meta"))
+            like: Any = lambda v: self.fake(torch.empty(_sizes(v.shape), dtype=dtype, device="meta"))  # noqa: E731
+            return pytree.tree_map_only(Tensor, like, n.meta["val"])
 
 
 def _sizes(shape: Any) -> list[int]:

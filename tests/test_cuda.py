@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from passes.plan import DEVIATIONS
-from passes.rules import FOLLOW, lookup
+from passes.rules import FOLLOW, LOW, lookup
 from tests.models import BY_NAME
 
 SOME = ("lenet5", "gpt", "graph_conv", "hf_bert")
-# What fake CUDA tensors cannot run in a build of torch without CUDA, and what the rule table says of it instead.
-UNRUN = {"batch_norm": FOLLOW}
+# What fake CUDA tensors cannot run without a device (the latter in a build for CUDA), and what the rule table says.
+UNRUN = {"batch_norm": FOLLOW, "lstm": LOW}
 
 
 def _check(names: Sequence[str]) -> None:
