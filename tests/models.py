@@ -304,7 +304,7 @@ def _cross_entropy(output: Any) -> Tensor:
 def _mse(output: Tensor) -> Tensor:
     """Give the mean squared error against a fixed wave."""
     target = torch.sin(torch.arange(output.numel(), device=output.device)).view(output.shape)
-    return F.mse_loss(output, target)
+    return F.mse_loss(output, target.to(torch.promote_types(output.dtype, target.dtype)))
 
 
 def _seeded(build: Callable[[], nn.Module]) -> nn.Module:
