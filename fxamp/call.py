@@ -15,7 +15,7 @@ from passes.errors import CaptureError
 
 _REGISTER = "register it once with torch.export.register_dataclass (or torch.utils._pytree.register_pytree_node)"
 _TORCH_VALUES = (torch.dtype, torch.device, torch.layout, torch.Size, torch.memory_format)
-_CONSTANTS = (bool, int, float, complex, str, bytes, type(None), type, *_TORCH_VALUES)
+CONSTANTS = (bool, int, float, complex, str, bytes, type(None), type, *_TORCH_VALUES)
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Leaf:
     def check(self, value: Any) -> None:
         """Raise CaptureError when a later call's value is not what the capture covers."""
         if not self.tensor:
-            if not _same(value, self.constant):
+            if not same_constant(value, self.constant):
                 raise CaptureError(
                     f"input '{self.name}' was captured as {self.constant!r} and is baked into the graph; this call "
                     f"gives {value!r}. Convert again with this value."
@@ -97,7 +97,7 @@ class CallSpec:
         values = self.by_name(args, kwargs)
         for name in list(values):
             if name not in self.given:
-                if name in self.defaults and _same(values[name], self.defaults[name]):
+                if name in self.defaults and same_constant(values[name], self.defaults[name]):
                     del values[name]
                     continue
                 raise CaptureError(
@@ -255,7 +255,7 @@ def leaf_names(call: CallSpec, count: int) -> list[str]:
 
 def refuse_unknown_container(value: Any, what: str) -> None:
     """Raise CaptureError for an object with tensors inside that no one has said how to take apart."""
-    if isinstance(value, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool, *_CONSTANTS)):
+    if isinstance(value, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool, *CONSTANTS)):
         return
     inside = vars(value).values() if hasattr(value, "__dict__") else ()
     holds = any(isinstance(v, (torch.Tensor, torch.fx.Proxy)) for v in pytree.tree_leaves(list(inside)))
@@ -275,9 +275,9 @@ def flatten_outputs(output: Any) -> tuple[list[Any], tuple[tuple[int, Any], ...]
     return kept, tuple((i, o) for i, o in enumerate(flat) if not isinstance(o, traced)), spec
 
 
-def _same(a: Any, b: Any) -> bool:
+def same_constant(a: Any, b: Any) -> bool:
     """Say whether two constants are the same; anything but a plain value by identity."""
-    return a is b or (type(a) is type(b) and isinstance(a, _CONSTANTS) and bool(a == b))
+    return a is b or (type(a) is type(b) and isinstance(a, CONSTANTS) and bool(a == b))
 
 
 def _ordered(value: Any, spec: Any) -> Any:

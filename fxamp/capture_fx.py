@@ -81,13 +81,17 @@ class _Value(Proxy):
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        """Be asked by isinstance(), which no traced value can answer."""
-        frame = sys._getframe(1)
-        file, line = frame.f_code.co_filename, frame.f_lineno
-        if frames.kind(file) == "user" and "isinstance(" in linecache.getline(file, line):
+        """Be asked by isinstance() and torch.is_tensor(), which no traced value can answer."""
+        frame: Any = sys._getframe(1)
+        by_torch = frame.f_code is torch.is_tensor.__code__
+        frame = frame.f_back if by_torch else frame
+        file = frame.f_code.co_filename
+        line = linecache.getline(file, frame.f_lineno)  # "" where there is no source: what else would ask there?
+        if frames.kind(file) == "user" and (by_torch or not line or "isinstance(" in line):
+            asked = "torch.is_tensor()" if by_torch else "isinstance()"
             raise CaptureError(
-                f"isinstance() of a traced value at {frames.place()}: symbolic tracing has no tensor there and would "
-                f"take the wrong branch. {_INPUTS}."
+                f"{asked} of a traced value at {frames.place()}: symbolic tracing has no tensor there and would take "
+                f"the wrong branch. {_INPUTS}."
             )
         return type(self)
 
@@ -380,5 +384,11 @@ def _lift_constants(graph: Graph, model: nn.Module, tracer: Tracer) -> dict[str,
             name = str(node.target).replace(".", "_")
             found = tensors.get(str(node.target))
             lifted[name] = operator.attrgetter(str(node.target))(model) if found is None else found
+            if getattr(lifted[name], "grad_fn", None) is not None:
+                reader = source(next(iter(node.users)))
+                raise CaptureError(
+                    f"forward() computes with parameters that it did not read as attributes, as a loop over "
+                    f"self.parameters() does ({reader}): symbolic tracing would keep what they are now. {_INPUTS}."
+                )
             node.target = f"_fxamp.{name}"
     return lifted

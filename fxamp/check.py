@@ -17,7 +17,7 @@ from passes._torch import pytree
 from passes.errors import INSTEAD, CaptureError, NotFaithfulError, PolicyError
 from passes.values import LOW, Aliases, no_autocast
 
-from .call import CallSpec
+from .call import CONSTANTS, CallSpec, same_constant
 from .in_place import called_by_name
 from .module import constant_target, skeleton
 from .preflight import untouched
@@ -196,6 +196,8 @@ def _compare(name: str, front_end: str, model: nn.Module, expected: _Run, got: _
     if len(expected.outputs) != len(got.outputs):
         raise NotFaithfulError(f"{way_out}: {len(got.outputs)} outputs instead of {len(expected.outputs)}. {INSTEAD}.")
     for i, (a, b) in enumerate(zip(expected.outputs, got.outputs, strict=True)):
+        if isinstance(a, CONSTANTS) and not same_constant(a, b) and a == a:
+            raise NotFaithfulError(f"{way_out}: output {i} is {b!r} instead of {a!r}. {INSTEAD}.")
         if isinstance(a, torch.Tensor) and not (isinstance(b, torch.Tensor) and same(a, b)):
             difference = (
                 (a.double() - b.double()).abs().max().item()
@@ -213,8 +215,10 @@ def _compare(name: str, front_end: str, model: nn.Module, expected: _Run, got: _
 
 
 def _compare_gradients(way_out: str, model: nn.Module, expected: list[Any] | None, got: list[Any] | None) -> None:
-    if expected is None or got is None:
+    if expected is None:
         return
+    if got is None:
+        raise NotFaithfulError(f"{way_out}: its backward raises, and that of the model does not. {INSTEAD}.")
     named = [n for n, p in model.named_parameters() if p.requires_grad]
     for i, (a, b) in enumerate(zip(expected, got, strict=True)):
         where = f"parameter '{named[i]}'" if i < len(named) else f"input {i - len(named)}"

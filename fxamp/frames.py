@@ -25,13 +25,15 @@ _OURS = (_folder(__file__), _folder(passes.__file__))
 _PLUMBING = tuple(
     os.path.realpath(m.__file__ or "") for m in (contextlib, functools, unittest.mock, torch.utils._contextlib)
 )
+# What generated code calls its file. "<stdin>", "<string>" and "<ipython-input-1>" are the user's.
+_GENERATED = ("<eval_with_key>", "<frozen ", "<__array_function__")
 
 
 @functools.lru_cache(maxsize=4096)
 def kind(file: str) -> str:
     """Say whose a source file is: "user", "nn" (torch.nn, which runs on a model's behalf), "torch", or "plumbing"."""
     real = os.path.realpath(file)
-    if real in _PLUMBING or real.startswith(_OURS) or file.startswith("<"):
+    if real in _PLUMBING or real.startswith(_OURS) or file.startswith(_GENERATED):
         return "plumbing"
     if real.startswith(_TORCH):
         return "nn" if real.startswith(_NN) else "torch"
@@ -66,4 +68,5 @@ def place_of(error: BaseException) -> str:
 
 
 def _show(file: str, line: int) -> str:
-    return f"{file}:{line} ({linecache.getline(file, line).strip()})"
+    code = linecache.getline(file, line).strip()
+    return f"{file}:{line} ({code})" if code else f"{file}:{line}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import sys
 import threading
 import types
@@ -15,7 +16,7 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 
-from passes._torch import pytree
+from passes._torch import global_module_hooks, pytree
 from passes.errors import INSTEAD, CaptureError, NotFaithfulError
 
 from . import frames
@@ -46,12 +47,14 @@ _METHODS = {
 
 def refuse_modules(model: nn.Module, front_end: str) -> None:
     """Raise CaptureError for a wrapper, a hook or an override that a captured graph would not honour."""
+    for hook in global_module_hooks():
+        _refuse_hook("torch.nn.modules.module", "hook of all modules", label(hook), front_end)
     for path, module in model.named_modules(remove_duplicate=False):
         where = f"module '{path or '(root)'}' ({type(module).__name__})"
         _refuse_wrapper(module, where)
         for attribute, kind in _HOOKS.items():
             for hook in getattr(module, attribute).values():
-                _refuse_hook(where, kind, getattr(hook, "__qualname__", type(hook).__name__), front_end)
+                _refuse_hook(where, kind, label(hook), front_end)
         if not _from_library(module) and any(getattr(module, attribute) for attribute in _STATE_HOOKS):
             raise NotFaithfulError(f"{where} has a state-dict hook; the converted module would not run it. {INSTEAD}.")
         for method, instead in _METHODS.items():
@@ -59,6 +62,11 @@ def refuse_modules(model: nn.Module, front_end: str) -> None:
                 raise NotFaithfulError(
                     f"{where} overrides {method}(), which the converted module would not call. {INSTEAD}, or {instead}."
                 )
+
+
+def label(hook: Any) -> str:
+    """Return what a hook is called in an error."""
+    return str(getattr(hook, "__qualname__", type(hook).__name__))
 
 
 def _from_library(module: nn.Module) -> bool:
@@ -120,7 +128,7 @@ def refuse_constructs(front_end: str) -> Iterator[None]:
     me = threading.get_ident()  # other threads go on using what they like
 
     def refusing(owner: Any, attribute: str, construct: str | Callable[[Any], str], loss: str) -> Any:
-        original = vars(owner)[attribute]
+        original = inspect.getattr_static(owner, attribute)
         of_class = isinstance(original, (classmethod, types.ClassMethodDescriptorType))
 
         def patched(*args: Any, **kwargs: Any) -> Any:
@@ -146,6 +154,7 @@ def refuse_constructs(front_end: str) -> Iterator[None]:
         ),
         refusing(torch.inference_mode, "__enter__", "a torch.inference_mode region", region),
         refusing(torch.Tensor, "register_hook", "Tensor.register_hook", "would drop the hook"),
+        refusing(torch.Tensor, "set_", "Tensor.set_", "has no storage to replace"),
     ]
     if front_end == "fx":
         patches += [
@@ -177,13 +186,22 @@ def _saved_tensors(_: Any) -> str:
     return _CHECKPOINT if inside else "torch.autograd.graph.saved_tensors_hooks"
 
 
+# Files of torch that do for a model what it asks of them.
+_ON_BEHALF = (
+    torch.utils.checkpoint.__file__,
+    torch.autograd.graph.__file__,
+    torch.cpu.amp.autocast_mode.__file__,
+    torch.cuda.amp.autocast_mode.__file__,
+)
+
+
 def used_by_model() -> bool:
     """Say whether the construct is used on behalf of a model, rather than by torch's own machinery."""
     frame = frames.caller(("user", "nn", "torch"), 2)
     if frame is None:
         return False
     file = frame.f_code.co_filename
-    return frames.kind(file) != "torch" or file in (torch.utils.checkpoint.__file__, torch.autograd.graph.__file__)
+    return frames.kind(file) != "torch" or file in _ON_BEHALF
 
 
 @contextlib.contextmanager

@@ -28,6 +28,13 @@ from torch.overrides import TorchFunctionMode as TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
+_GLOBAL_HOOKS = (
+    "_global_forward_pre_hooks",
+    "_global_forward_hooks",
+    "_global_backward_pre_hooks",
+    "_global_backward_hooks",
+)
+
 
 def autocast_registrations(device: str) -> frozenset[str]:
     """Names (`namespace::op` or `namespace::op.overload`) with an autocast kernel for `device` ("cpu", "cuda").
@@ -50,6 +57,11 @@ def registered_autocast_dtype(name: str, device: str) -> torch.dtype | None:
     if hasattr(definition, "_autocast_dtype"):
         return definition._autocast_dtype.get(device)  # type: ignore[no-any-return]
     return getattr(definition, f"_autocast_{device}_dtype", None)  # so before torch 2.13
+
+
+def global_module_hooks() -> list[Any]:
+    """Return the hooks that run for every module, which `torch.nn.modules.module.register_module_*_hook` gives."""
+    return [hook for name in _GLOBAL_HOOKS for hook in getattr(torch.nn.modules.module, name).values()]
 
 
 def guards_of(program: ExportedProgram) -> list[str]:
@@ -119,6 +131,7 @@ __all__ = [
     "enter_autocast",
     "example_sizes",
     "exit_autocast",
+    "global_module_hooks",
     "guards_of",
     "inner_backend",
     "pytree",

@@ -197,3 +197,17 @@ def test_on_the_meta_device_shapes_are_compared_and_the_plan_says_so(front_end: 
         output.args = ((captured.graph.call_function(torch.mean, output.args[0]),),)
     with pytest.raises(NotFaithfulError, match="output 0 differs by shape"):
         check_faithful(captured, (x,), {})
+
+
+def test_a_graph_whose_backward_fails_is_refused() -> None:
+    def noisy(self: Any, x: Tensor) -> Tensor:
+        y = self.l(x)
+        return self.m(y) + torch.randint_like(y, 5)  # which the exporter gives a gradient that it has no formula for
+
+    with pytest.raises(NotFaithfulError, match="its backward raises, and that of the model does not"):
+        o0(Two(noisy))
+
+
+def test_an_output_that_is_no_tensor_is_compared() -> None:
+    with pytest.raises(NotFaithfulError, match=r"output 1 is 'Proxy.*' instead of 'torch.float32'"):
+        o0(Two(lambda self, x: (self.l(x), f"{x.dtype}")), front_end="fx")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import warnings
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fxamp
+from passes.errors import NotFaithfulError
 from tests.helpers import FRONT_ENDS, Two, assert_is_eager, assert_untouched, example, fingerprint, o0
 
 
@@ -103,6 +105,15 @@ def functional_dropout(self: Any, x: Tensor) -> Tensor:
 def optional_mask(self: Any, x: Tensor, mask: Tensor | None = None) -> Tensor:
     y = self.l(x)
     return y if mask is None else y * mask
+
+
+def torch_is_tensor(self: Any, x: Any) -> Tensor:
+    return self.l(x) if torch.is_tensor(x) else self.l(x) * 2
+
+
+def set_storage(self: Any, x: Tensor) -> Tensor:
+    self.k.running_mean.set_(self.l(x).detach())
+    return self.m(self.k.running_mean)
 
 
 def is_tensor(self: Any, x: Any) -> Tensor:
@@ -254,6 +265,10 @@ TABLE: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Any, ...]], s
     "mask=None": (partial(Two, optional_mask), one, None, None),
     "mask given": (partial(Two, optional_mask), pair, None, None),
     "isinstance": (partial(Two, is_tensor), one, r"isinstance\(\) of a traced value at", None),
+    "torch.is_tensor": (partial(Two, torch_is_tensor), one, r"is_tensor\(\) of a traced value at", None),
+    "Tensor.set_": (
+        lambda: Two(set_storage, k=nn.BatchNorm1d(6)), one, "Tensor.set_ at", r"Tensor.set_ at .*no storage",
+    ),
     "x.to(x.dtype)": (partial(Two, relative_cast), one, None, None),
     "torch.finfo(x.dtype)": (partial(Two, finfo_min), one, "torch.finfo of a traced dtype at .*test_preflight", None),
     "if x.dtype == float16": (partial(Two, dtype_branch), one, "control flow", None),
@@ -301,6 +316,51 @@ def test_a_construct_is_kept_or_refused_by_name(construct: str, front_end: str) 
         converted.train(training)
         with fused_attention_off():
             assert_is_eager(converted, model, *args)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # that it is deprecated
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_old_spelling_of_an_autocast_region_is_no_way_round(device: str) -> None:
+    def region(self: Any, x: Tensor) -> Tensor:
+        with getattr(torch, device).amp.autocast(enabled=False):
+            return self.m(self.l(x).float())
+
+    with pytest.raises(fxamp.CaptureError, match=r"a torch.autocast region at .*test_preflight"):
+        o0(Two(region), front_end="fx")
+
+
+def test_code_without_a_file_is_the_users() -> None:
+    code = """def forward(self, x):
+    with torch.no_grad():
+        y = self.l(x)
+    return self.m(y) if isinstance(y, torch.Tensor) else y"""
+    for name in ("<stdin>", "<string>", "<ipython-input-1-0>", "<command-1>"):
+        for without, what in (("with", "isinstance()"), ("isinstance", "a torch.no_grad region")):
+            kept = code.replace("    with torch.no_grad():\n        y", "    y") if without == "with" else code
+            made: dict[str, Any] = {"torch": torch}
+            exec(compile(kept, name, "exec"), made)
+            with pytest.raises(fxamp.CaptureError, match=f"{re.escape(what)}.* at {name}:"):
+                o0(Two(made["forward"]), front_end="fx")
+
+
+def test_parameters_that_forward_iterates_over_are_not_baked() -> None:
+    def decayed(self: Any, x: Tensor) -> Tensor:
+        return self.l(x).sum() + sum(p.square().sum() for p in self.parameters())
+
+    with pytest.raises(fxamp.CaptureError, match=r"self.parameters\(\).*test_preflight.py:\d+.*capture='export'"):
+        o0(Two(decayed), front_end="fx")
+    model = Two(decayed)
+    assert_is_eager(o0(model), model)
+
+
+@pytest.mark.parametrize("front_end", FRONT_ENDS)
+def test_a_hook_of_all_modules_is_refused(front_end: str) -> None:
+    handle = nn.modules.module.register_module_full_backward_hook(lambda *_: None)
+    try:
+        with pytest.raises(NotFaithfulError, match="hook of all modules"):
+            o0(Two(lambda self, x: self.l(x)), front_end=front_end)
+    finally:
+        handle.remove()
 
 
 class fused_attention_off:  # noqa: N801 - a context manager
