@@ -17,7 +17,7 @@ from torch.export import Dim, ExportedProgram
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.graph import CodeGen
 
-from passes._torch import guards_of
+from passes._torch import guards_of, pytree, without_transforms
 from passes.errors import INSTEAD, CaptureError, FxampError
 from passes.legalize import inline_regions
 
@@ -250,6 +250,8 @@ def normalise(gm: GraphModule, model: nn.Module) -> tuple[Graph, dict[str, Any]]
     inline_regions(graph, constants)
     drop_aliases(graph)
     for node in graph.nodes:
+        if "val" in node.meta:
+            node.meta["val"] = pytree.tree_map(without_transforms, node.meta["val"])
         stack = node.meta.get("nn_module_stack")
         if stack:
             node.meta["nn_module_stack"] = {

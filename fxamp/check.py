@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -11,15 +12,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule
 
+from passes import ops
 from passes._torch import pytree
-from passes.errors import INSTEAD, CaptureError, NotFaithfulError, PolicyError
-from passes.values import LOW, Aliases, no_autocast
+from passes.errors import INSTEAD, CaptureError, FxampError, NotFaithfulError, PolicyError, VerificationError
+from passes.values import LOW, Aliases, module_path, no_autocast, source
 
 from .call import CONSTANTS, CallSpec, same_constant
 from .in_place import called_by_name
-from .module import constant_target, skeleton
+from .module import ConvertedModule, constant_target, skeleton
 from .preflight import untouched
 from .small_sizes import all_same, guards_of_small_sizes
 from .tensors import held, kept, same
@@ -112,6 +114,39 @@ def check_faithful(captured: Captured, args: tuple[Any, ...], kwargs: dict[str, 
     captured.call = replace(captured.call, guards=(*captured.call.guards, *guards))
     if any(isinstance(o, torch.Tensor) and o.is_meta for o in expected.outputs):
         captured.notes.append("checked without values: tensors on the meta device have a shape and a dtype alone")
+
+
+def check_runs(module: ConvertedModule, captured: Captured, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Run a converted module once on the example inputs, where they are on the device that it was made for.
+
+    Raises:
+        VerificationError: an op of it raises, which its fake kernel let pass; names the node and the way out.
+    """
+    model = captured.model
+    leaves = [*pytree.tree_leaves((args, kwargs)), *model.parameters()]
+    if {t.device.type for t in leaves if isinstance(t, torch.Tensor)} - {module.device_type}:
+        return
+    with untouched(model), preserved(model, written_parameters(captured)):
+        try:
+            module(*pytree.tree_map(fresh, args), **pytree.tree_map(fresh, kwargs))
+        except FxampError:
+            raise
+        except Exception as e:
+            raise VerificationError(
+                f"{type(model).__name__} runs, and converted it does not: {_failed(module.graph, e)}: "
+                f"{type(e).__name__}: {e}. Keep that op or its module in FP32 (ops.NAME=fp32, modules.PATH=fp32), or "
+                "pass check=False to convert for a device that has a kernel for it."
+            ) from e
+
+
+def _failed(graph: Graph, error: Exception) -> str:
+    """Return what is known of the node that was run when an error came up."""
+    lines = [f.line or "" for f in traceback.extract_tb(error.__traceback__) if f.filename.startswith("<eval_with_key")]
+    name = lines[-1].partition(" = ")[0].strip() if lines else ""
+    node = next((n for n in graph.nodes if n.name == name), None)
+    if node is None:
+        return "an op of it"
+    return f"{ops.name(node)} in module '{module_path(node)}' ({source(node) or 'no source line'})"
 
 
 def _differs(captured: Captured, graph: Callable[..., Any], cut: list[Any], written: list[torch.Tensor]) -> bool:

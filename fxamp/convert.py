@@ -21,7 +21,7 @@ from passes.policy import Policy
 from . import compiled
 from .capture import Captured, as_inputs, refuse_non_models
 from .capture import capture as capture_model
-from .check import check_faithful, refuse_low_parameters
+from .check import check_faithful, check_runs, refuse_low_parameters
 from .dynamo import compile
 from .fastest import emit_measured, kept_notes
 from .module import ConvertedModule, skeleton
@@ -95,7 +95,10 @@ def _ahead_of_time(
     settled = resolve(policy, captured.model, inputs)
     if settled.cost == "measured" and replayed is None:
         return emit_measured(captured, settled, inputs, emit)
-    return emit(captured, settled, replayed)
+    module = emit(captured, settled, replayed)
+    if check and inputs is not None:
+        check_runs(module, captured, *inputs)
+    return module
 
 
 def _at_first_call(model: nn.Module, policy: Policy, replayed: Plan | None, dynamic_shapes: Any) -> Any:

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxamp
 from fxamp.capture import capture
 from fxamp.check import check_faithful
 from passes.errors import NotFaithfulError
-from tests.helpers import FRONT_ENDS, Two, assert_untouched, example, fingerprint, o0
+from tests.helpers import FRONT_ENDS, Two, assert_is_eager, assert_untouched, example, fingerprint, o0
 
 
 def python_random(self: Any, x: Tensor) -> Tensor:
@@ -211,3 +212,20 @@ def test_a_graph_whose_backward_fails_is_refused() -> None:
 def test_an_output_that_is_no_tensor_is_compared() -> None:
     with pytest.raises(NotFaithfulError, match=r"output 1 is 'Proxy.*' instead of 'torch.float32'"):
         o0(Two(lambda self, x: (self.l(x), f"{x.dtype}")), front_end="fx")
+
+
+def test_an_op_that_only_its_fake_kernel_runs_is_found_at_conversion_and_named() -> None:
+    def sloped(self: Any, x: Tensor) -> Tensor:
+        return F.rrelu(self.l(x), training=True)  # which autocast cannot run in FP16 on a CPU either
+
+    with pytest.raises(fxamp.VerificationError, match=r"converted it does not: rrelu in module ''.*ops\.NAME=fp32"):
+        fxamp.convert(Two(sloped), (example(),), policy="O1,dtype=fp16")
+    fxamp.convert(Two(sloped), (example(),), policy="O1,dtype=fp16,ops.rrelu=fp32")
+    fxamp.convert(Two(sloped), (example(),), policy="O1,dtype=fp16", check=False)
+
+
+def test_a_transform_inside_forward_is_captured() -> None:
+    model = Two(lambda self, x: self.m(torch.vmap(self.l)(x)))
+    assert_is_eager(o0(model), model)
+    converted = fxamp.convert(model, (example(),))
+    assert (converted(example()) - model(example())).norm() <= 0.02 * model(example()).norm()
