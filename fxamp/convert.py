@@ -53,7 +53,8 @@ def convert(
             with example inputs, else fx, and jit where that one would lose something of the model, which is logged.
         dynamic_shapes: "auto" (every dimension), None (none), or as `torch.export.export` takes them.
         plan: a Plan, or the path of one, to replay; its policy is the policy.
-        check: compare the captured graph, before any rounding, with the model on the example inputs.
+        check: compare the captured graph, before any rounding, with the model on the example inputs, and run the
+            converted one once.
 
     Returns:
         A ConvertedModule, called like the model; what `fxamp.compile` returns where the model is captured at its first
@@ -63,7 +64,7 @@ def convert(
         CaptureError: the model cannot be captured faithfully.
         PolicyError: the policy is wrong, or does not fit the model.
         PlanError: the plan cannot be read, or does not fit the model.
-        VerificationError: a rewritten graph does not do what its plan says.
+        VerificationError: a rewritten graph does not do what its plan says, or an op of it has no kernel here.
     """
     if plan is not None and policy is not None:
         raise PolicyError("a plan has its own policy: give convert a plan or a policy, not both.")
