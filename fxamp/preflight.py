@@ -154,7 +154,6 @@ def refuse_constructs(front_end: str) -> Iterator[None]:
         ),
         refusing(torch.inference_mode, "__enter__", "a torch.inference_mode region", region),
         refusing(torch.Tensor, "register_hook", "Tensor.register_hook", "would drop the hook"),
-        refusing(torch.Tensor, "set_", "Tensor.set_", "has no storage to replace"),
     ]
     if front_end == "fx":
         patches += [

@@ -30,15 +30,24 @@ def held(model: nn.Module) -> dict[str, torch.Tensor]:
 
 @contextlib.contextmanager
 def kept(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Restore the contents of tensors, whatever happens inside; what nothing wrote is not written here either."""
-    saved = [(t, t.detach().clone()) for t in tensors if not t.is_meta]
+    """Restore tensors, whatever happens inside: their contents, and their storage where `set_` gave another.
+
+    What nothing wrote is not written here either.
+    """
+    saved = [(t, t.detach(), t.detach().clone()) for t in tensors if not t.is_meta]
     try:
         yield
     finally:
         with torch.no_grad():
-            for tensor, value in saved:
+            for tensor, alias, value in saved:
+                if tensor.shape != alias.shape or not _share(tensor, alias):
+                    tensor.data = alias
                 if not same(tensor, value):
                     tensor.copy_(value)
+
+
+def _share(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.layout is not torch.strided or a.data_ptr() == b.data_ptr()
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
