@@ -110,6 +110,9 @@ def user_cast(state: State, node: Node) -> Colouring | None:
     forced = module_override(state.policy, state.stacks.get(node, ())) if state.policy.modules else None
     observed = None if forced is not None and forced.colour == "fp32" else node.meta.get("read")
     intent = state.casts.read(node, state.dtypes, observed)
+    if intent.dtype is None and not intent.literal and state.dtypes[node] is ANY and not state.autocast:
+        why = "keep: it takes the dtype of what is not known, or the device"
+        return keep(state, node, list(ops.operands(node))[:1], KEEP, why)
     if intent.dtype is None or not intent.dtype.is_floating_point:
         return None
     if intent.literal and intent.dtype == torch.float32:

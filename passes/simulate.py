@@ -12,6 +12,7 @@ import torch
 from torch.fx import Node
 
 from . import ops
+from .aliases import is_opaque
 from .bodies import Body, Border
 from .colouring import Colouring
 from .decide import decide
@@ -62,7 +63,10 @@ class Simulation(State):
         """Pin every mutated alias set whose members came out in different dtypes; say whether there was a new one."""
         for root, members in self.aliases.sets().items():
             held = {self.dtypes.get(m) for m in members}
-            if len({d for d in held if isinstance(d, torch.dtype) and d.is_floating_point}) > 1:
+            # Without shapes `y.to(x.dtype)` has any dtype, that of y at run time too: then it is y, if y has it still.
+            unknown = any(self.dtypes.get(m) is ANY and not is_opaque(m) for m in members)
+            floats = {d for d in held if isinstance(d, torch.dtype) and d.is_floating_point}
+            if len(floats) > 1 or (unknown and floats & {*LOW}):
                 self.pinned.add(root)
         for node, colouring in self.colours.items():
             written = mutated_operands(node)

@@ -15,7 +15,7 @@ import torch
 from torch.fx import Graph, Node
 
 from . import ops
-from .values import LOW, is_floating, literal_dtype, module_path, source
+from .values import ANY, LOW, is_floating, literal_dtype, module_path, source
 
 _RELATIVE = re.compile(r"\.dtype\b|type_as\(|\.to\((?:other|like)\b")
 _LITERAL = re.compile(r"\.(float|half|bfloat16|double|type)\(|torch\.(float|half|bfloat16|double|float(16|32|64))\b")
@@ -102,8 +102,10 @@ class Casts:
         for arg in (*node.args[1:], *node.kwargs.values()):
             if isinstance(arg, Node) and ops.name(arg) == "getattr" and arg.args[1] == "dtype":
                 return arg.args[0] if isinstance(arg.args[0], Node) else None
-            if isinstance(arg, Node) and node.op == "call_method" and is_floating(self.original.get(arg)):
-                return arg
+            if isinstance(arg, Node) and node.op == "call_method":
+                held = self.original.get(arg)
+                if held is ANY or is_floating(held):
+                    return arg
         return None
 
     def _kind(self, node: Node) -> str:

@@ -30,7 +30,7 @@ from tests.front_ends import (
     tensors,
     under_autocast,
 )
-from tests.helpers import Two, assert_same, example
+from tests.helpers import Two, assert_same, example, run
 
 pytestmark = [*WARNINGS, pytest.mark.usefixtures("fresh")]
 __all__ = ["fresh"]
@@ -337,6 +337,27 @@ def test_a_cast_that_does_nothing_shares_memory_as_before(front_end: str) -> Non
     model = Two(write)
     _, got = o1(model, one(), front_end)
     torch.testing.assert_close(got, plain(model, one()), rtol=0.02, atol=0.02)
+
+
+RELATIVE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "to(x.dtype)": lambda y, x: y.to(x.dtype), "to(dtype=)": lambda y, x: y.to(dtype=x.dtype, device=x.device),
+    "to(x)": lambda y, x: y.to(x), "type(x.dtype)": lambda y, x: y.type(x.dtype),
+    "type_as(x)": lambda y, x: y.type_as(x),
+}  # fmt: skip
+
+
+@each_front_end
+@pytest.mark.parametrize("spelling", RELATIVE)
+def test_a_relative_cast_that_does_nothing_shares_memory_as_before(spelling: str, front_end: str) -> None:
+    def write(self: Any, x: Tensor) -> Any:
+        y = self.l(x)
+        RELATIVE[spelling](y, x).mul_(2)
+        return self.m(y)
+
+    model = Two(write)
+    for made in at_levels(model, one(), front_end, "O1", "O3"):
+        for got, eager in zip(run(made(), model, one(), {})[:2], run(model, model, one(), {})[:2], strict=True):
+            torch.testing.assert_close(got, eager, rtol=0.02, atol=0.02)
 
 
 @each_front_end
