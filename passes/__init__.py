@@ -27,7 +27,7 @@ from .eliminate_casts import eliminate_casts
 from .errors import PlanError, VerificationError
 from .extremes import note_buffers
 from .insert_casts import insert_casts, is_inserted
-from .legalize import decompose_composites, drop_autocast_switches
+from .legalize import decompose_composites, drop_autocast_switches, index_fields
 from .measured_costs import Timer
 from .plan import REMEDY, Decision, Plan
 from .policy import Policy, check_used
@@ -151,6 +151,7 @@ class _Compilation:
 def _legalize(graph: Graph, policy: Policy) -> list[str]:
     """Run the first pass over one graph; return the names of what could not be legalized."""
     drop_autocast_switches(graph)
+    index_fields(graph)
     if policy.level == "O2" and "cross_entropy_loss" not in dict(policy.ops):
         split_losses(graph)
     return sorted(set(decompose_composites(graph, policy.device or "cpu")[1]))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -122,6 +123,22 @@ def _replace(graph: Graph, node: Node, result: Any) -> None:
             item.replace_all_uses_with(result[item.args[1]])
             graph.erase_node(item)
     graph.erase_node(node)
+
+
+def index_fields(graph: Graph) -> int:
+    """Read the fields of what an op returns by index, as unpacking does, in place; return how many were named.
+
+    Before: getattr(max(x, 1), "values")    After: getitem(max(x, 1), 0)
+    """
+    edits = 0
+    for node in graph.nodes:
+        made = node.args[0] if node.op == "call_function" and node.target is getattr else None
+        schema = ops.schema_of(made) if isinstance(made, Node) and made.op.startswith("call") else None
+        fields = [r.name for r in schema.returns] if schema is not None else []
+        if len(fields) > 1 and node.args[1] in fields:
+            node.target, node.args = operator.getitem, (made, fields.index(node.args[1]))
+            edits += 1
+    return edits
 
 
 def decompose_composites(graph: Graph, device: str) -> tuple[int, list[str]]:

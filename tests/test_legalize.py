@@ -10,13 +10,19 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.fx import GraphModule
+from torch.fx import GraphModule, symbolic_trace
 from torch.fx.graph import CodeGen
 
 import fxamp
 from passes import legalize, ops
 from passes._torch import enter_autocast, exit_autocast, pytree
-from passes.legalize import decompose_composites, drop_autocast_switches, inline_regions, loosen_assertions
+from passes.legalize import (
+    decompose_composites,
+    drop_autocast_switches,
+    index_fields,
+    inline_regions,
+    loosen_assertions,
+)
 from tests.graphs import Builder, render
 
 BF16 = torch.bfloat16
@@ -478,6 +484,13 @@ def test_a_users_cast_after_a_lowered_layer_runs() -> None:
     module = fxamp.convert(model, (example(),), policy="O1,dtype=bf16")
     with torch.autocast("cpu", BF16):
         assert torch.equal(module(example()), model(example()))
+
+
+def test_a_field_is_read_by_index_and_an_attribute_of_a_tensor_is_not() -> None:
+    graph = symbolic_trace(lambda x: (x.sort(1).indices, x.shape, torch.sort(x)[0].T)).graph
+    assert index_fields(graph) == 1
+    assert index_fields(graph) == 0
+    assert [n.args[1] for n in graph.nodes if n.target in (operator.getitem, getattr)] == [0, 1, "shape", "T"]
 
 
 def test_a_graph_without_regions_or_composites_is_left_alone() -> None:

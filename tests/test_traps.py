@@ -360,6 +360,21 @@ def test_a_relative_cast_that_does_nothing_shares_memory_as_before(spelling: str
             torch.testing.assert_close(got, eager, rtol=0.02, atol=0.02)
 
 
+FIELDS: dict[str, Callable[[Tensor], Any]] = {
+    "max": lambda y: y.max(1).values, "min": lambda y: torch.min(y, 1).values, "sort": lambda y: y.sort(1).values,
+    "median": lambda y: y.median(1).values, "mode": lambda y: y.mode(1).values, "cummax": lambda y: y.cummax(1).values,
+    "cummin": lambda y: torch.cummin(y, dim=1).values, "topk": lambda y: y.topk(2).values,
+    "kthvalue": lambda y: y.kthvalue(2, 1).values, "aminmax": lambda y: y.aminmax(dim=1).max,
+    "indices": lambda y: torch.max(y, 1).indices, "svd": lambda y: torch.linalg.svd(y).S,
+}  # fmt: skip
+
+
+@each_front_end
+@pytest.mark.parametrize("op", FIELDS)
+def test_a_field_of_what_an_op_returns_has_the_dtype_of_the_model(op: str, front_end: str) -> None:
+    check(Case(partial(Two, lambda self, x: FIELDS[op](self.l(x))), one), front_end)
+
+
 @each_front_end
 def test_a_dtype_that_decides_something_is_that_of_the_model(front_end: str) -> None:
     def observe(self: Any, x: Tensor) -> Any:
