@@ -7,8 +7,6 @@ that is not sensitive, and with measured costs a matrix product too: one that do
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch.fx import Node
 
@@ -19,7 +17,7 @@ from .facts import facts_of
 from .literals import numbers
 from .rules import FOLLOW, FP32, LOW, PROMOTE, lookup
 from .simulate import Simulation
-from .values import ANY, is_floating, literal_dtype
+from .values import is_floating, is_known, literal_dtype
 
 
 def free_nodes(simulation: Simulation, grad: frozenset[Node]) -> dict[Node, None]:
@@ -49,7 +47,7 @@ def _is_free(simulation: Simulation, node: Node, grad: frozenset[Node]) -> bool:
     if simulation.aliases.is_mutated(node) or not is_floating(dtypes[node]):
         return False
     floats = [o for o in ops.operands(node) if is_floating(dtypes[o.node])]
-    if not all(map(_is_known, [dtypes[node], *(dtypes[o.node] for o in ops.operands(node))])):
+    if not all(map(is_known, [dtypes[node], *(dtypes[o.node] for o in ops.operands(node))])):
         return False
     if not floats or any(simulation.aliases.is_mutated(o.node) and may_alias(node) for o in floats):
         return False
@@ -85,8 +83,3 @@ def _is_free_product(simulation: Simulation, colouring: Colouring) -> bool:
 
 def _code(colouring: Colouring) -> str:
     return colouring.reason.partition(":")[0]
-
-
-def _is_known(dtype: Any) -> bool:
-    """Say whether nothing about a dtype is unknown; a list of unknown length is one of which it is known."""
-    return all(map(_is_known, dtype)) if isinstance(dtype, tuple) else dtype is not ANY

@@ -164,6 +164,8 @@ def _restore_outputs(graph: Graph, assignment: Assignment) -> int:
         held, original = assignment.dtypes.get(value), _floating(assignment.returned.get(value))
         if is_floating(held) and original is not None and recast(held, original) != held:
             made[value] = make_cast(graph, value, original, output, assignment)
+            if assignment.symbolic:  # what was made of an input that nothing is known of may be complex
+                made[value].target = cast_floating
     output.args = torch.fx.map_arg(output.args, lambda n: made.get(n, n))
     return len(made)
 

@@ -21,7 +21,7 @@ from .operand_casts import keep
 from .result_dtypes import result_dtypes
 from .rules import KEEP, lookup
 from .state import State, first_float
-from .values import ANY, LOW, Aliases, is_floating, module_types, mutated_operands, original_dtypes
+from .values import ANY, LOW, Aliases, is_floating, is_known, module_types, mutated_operands, original_dtypes
 
 # What asks for a shape, a dtype or nothing: no arithmetic, no colour.
 _ASKS = frozenset(
@@ -95,7 +95,7 @@ class Simulation(State):
         if colouring is None:
             return
         self.dtypes[node] = result_dtypes(self, node, colouring)
-        if not self.autocast and _has_unknown(self.dtypes[node]) and self._runs_low(floats, colouring):
+        if not self.autocast and not is_known(self.dtypes[node]) and self._runs_low(floats, colouring):
             colouring = keep(self, node, floats, KEEP, "keep: what it gives cannot be told without shapes")
             self.dtypes[node] = result_dtypes(self, node, colouring)
         if not self.autocast:
@@ -115,7 +115,3 @@ class Simulation(State):
         inputs = [o.node for o in ops.operands(node) if is_floating(self.dtypes[o.node])]
         if inputs and (row.commutes or name == "getitem") and all(i in self.upcast for i in inputs):
             self.upcast.add(node)
-
-
-def _has_unknown(dtypes: Any) -> bool:
-    return dtypes is ANY or (isinstance(dtypes, tuple) and any(map(_has_unknown, dtypes)))

@@ -29,14 +29,18 @@ LOW = (torch.float16, torch.bfloat16)
 ELIGIBLE = (torch.float32, *LOW)  # what autocast casts: floating point, and not float64
 
 
-class _Any:
-    """The dtype of a value that nothing is known of: an input of a model captured without inputs."""
+class _Unknown:
+    """A dtype of which not all is known."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
 
     def __repr__(self) -> str:
-        return "any"
+        return self.name
 
 
-ANY = _Any()
+ANY = _Unknown("any")  # of a value that nothing is known of: an input of a model captured without inputs
+COMPLEX = _Unknown("complex")  # complex, of 32 to 128 bits: made of such values
 
 
 # Where a node comes from.
@@ -145,6 +149,16 @@ def is_floating(dtype: Any) -> bool:
     if isinstance(dtype, tuple):
         return any(is_floating(d) for d in dtype)
     return isinstance(dtype, torch.dtype) and dtype.is_floating_point
+
+
+def is_known(dtype: Any) -> bool:
+    """Say whether nothing about a dtype is unknown; a list of unknown length is one of which it is known."""
+    return all(map(is_known, dtype)) if isinstance(dtype, tuple) else not isinstance(dtype, _Unknown)
+
+
+def is_complex(dtype: Any) -> bool:
+    """Say whether this is a complex dtype."""
+    return dtype is COMPLEX or (isinstance(dtype, torch.dtype) and dtype.is_complex)
 
 
 def literal_dtype(node: Node) -> torch.dtype | None:
@@ -344,12 +358,12 @@ def _made(node: Node, row: Rule, given: list[tuple[str, Any]]) -> Any:
     if inspect.isfunction(node.target) and len(row.out) > 1:
         return ANY  # other outputs than ATen's, as its flags have it
     if any(isinstance(a, complex) for a in (*node.args, *node.kwargs.values())):
-        return ANY
+        given = [*given, ("", COMPLEX)]
     ran, index = _ran(row, given), ANY if row.name in _OTHER_INTEGERS else torch.int64
     if ops.argument(node, "out_int32", False) is not False:
         index = torch.int32
-    kinds = {"float": ran, "first": _first(row, given), "bool": torch.bool, "int": index, "complex": ANY}
-    kinds["float"] = ANY if row.cpu == KEEP and ran is not ANY and not is_floating(ran) else ran
+    kinds = {"float": ran, "first": _first(row, given), "bool": torch.bool, "int": index, "complex": COMPLEX}
+    kinds["float"] = ANY if row.cpu == KEEP and isinstance(ran, torch.dtype) and not is_floating(ran) else ran
     if returns == ["List[Tensor]"]:
         return (kinds[row.out[0]],)
     if node.target is rnn.lstm:  # output, (h_n, c_n)
@@ -363,7 +377,16 @@ def _made(node: Node, row: Rule, given: list[tuple[str, Any]]) -> Any:
 # Ops whose outputs depend on the values of flags, or on the number of operands.
 _DEPENDS = (
     "atleast_1d", "atleast_2d", "atleast_3d", "float_power", "histogramdd", "unique", "unique_consecutive",
-    "unique_dim",
+    "unique_dim", "stft",
+)  # fmt: skip
+
+# Ops with real outputs of complex operands.
+_REAL = (
+    "abs", "angle", "cdist", "cosine_similarity", "dist", "fft_hfft", "fft_hfft2", "fft_hfftn", "fft_irfft",
+    "fft_irfft2", "fft_irfftn", "frobenius_norm", "imag", "istft", "l1_loss", "linalg_cond", "linalg_eigh",
+    "linalg_eigvalsh", "linalg_lstsq", "linalg_matrix_norm", "linalg_norm", "linalg_slogdet", "linalg_svd",
+    "linalg_svdvals", "linalg_vector_norm", "norm", "nuclear_norm", "pairwise_distance", "pdist", "real", "slogdet",
+    "std", "std_mean", "svd", "triplet_margin_loss", "var", "var_mean", "view_as_real",
 )  # fmt: skip
 
 # Ops whose integer outputs are not int64, or which have others for some arguments.
@@ -377,7 +400,9 @@ def _ran(row: Rule, given: list[tuple[str, Any]]) -> Any:
     """Return the dtype that an op runs in: that of its floating operands, if they agree and nothing else decides."""
     kinds = {d for d in _leaves([d for _, d in given]) if d is not None}
     floats = {d for d in kinds if is_floating(d)}
-    if any(isinstance(d, torch.dtype) and d.is_complex for d in kinds) or len(floats) > 1:
+    if any(map(is_complex, kinds)):
+        return ANY if row.name in _REAL else COMPLEX
+    if len(floats) > 1:
         return ANY
     if len(floats) == 1:
         return ANY if ANY in kinds and not row.same_dtype else floats.pop()
@@ -387,7 +412,7 @@ def _ran(row: Rule, given: list[tuple[str, Any]]) -> Any:
 def _first(row: Rule, given: list[tuple[str, Any]]) -> Any:
     """Return the dtype of the operand that decides alone: a table, else the first."""
     held = dict(given).get("weight") if row.name in ("embedding", "embedding_bag") else given[0][1]
-    return held if isinstance(held, torch.dtype) else ANY
+    return held if isinstance(held, (torch.dtype, _Unknown)) else ANY
 
 
 def _only(dtypes: list[Any]) -> Any:

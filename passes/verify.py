@@ -12,7 +12,7 @@ from .assign_precision import Assignment
 from .errors import VerificationError
 from .insert_casts import cast_floating, is_inserted, recast
 from .rules import rule
-from .values import ANY, ELIGIBLE, module_path, source
+from .values import ANY, COMPLEX, ELIGIBLE, is_complex, module_path, source
 
 _REPORT = "This is a bug in fxamp; please report it."
 
@@ -32,8 +32,15 @@ def verify(graph: Graph, assignment: Assignment | None = None) -> None:
     for node in graph.nodes:
         held[node] = _dtypes(node, held, assignment)
         expected = assignment.dtypes.get(node)
-        if node.op.startswith("call") and expected is not ANY and held[node] is not ANY and held[node] != expected:
+        if node.op.startswith("call") and not _agree(held[node], expected):
             raise VerificationError(f"{_name(node)} gives {held[node]}, its plan says {expected}. {_REPORT}")
+
+
+def _agree(held: Any, expected: Any) -> bool:
+    """Say whether two dtypes are one, as far as they are known."""
+    if COMPLEX in (held, expected) and is_complex(held) and is_complex(expected):
+        return True
+    return ANY in (held, expected) or held == expected
 
 
 def _verify_structure(graph: Graph) -> None:

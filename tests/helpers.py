@@ -57,6 +57,7 @@ def run(module: nn.Module, model: nn.Module, args: Any, kwargs: Any) -> tuple[An
     output = module(*args, **kwargs)
     leaves = [t for t in pytree.tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
     parameters = [p for p in model.parameters() if p.requires_grad]
+    leaves = [torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in leaves]
     total = sum((t.float() * torch.linspace(0.5, 1.5, t.numel()).view(t.shape)).sum() for t in leaves)
     gradients = list(torch.autograd.grad(total, parameters, allow_unused=True)) if isinstance(total, Tensor) else []
     buffers = [b.clone() for b, _ in kept]

@@ -6,6 +6,7 @@ torch's test suite changes global settings when it is imported: `python -m tests
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 import warnings
@@ -19,20 +20,29 @@ from torch.fx import Graph, Node
 from passes import ops
 from passes._torch import pytree
 from passes.rules import RULES
-from passes.values import ANY, Aliases, SymbolicInference, dtypes_of, mutated_operands
+from passes.values import ANY, COMPLEX, Aliases, SymbolicInference, dtypes_of, is_complex, mutated_operands
 
 SAMPLES = 2  # of each op
 SKIPPED = {"histogramdd"}  # it returns its bins, which nobody writes to
 
 
+def samples(info: Any, dtype: torch.dtype) -> list[Any]:
+    """Return the first of an op's samples, none where it has no kernel for the dtype."""
+    if dtype not in info.supported_dtypes("cpu"):
+        return []
+    return list(itertools.islice(info.sample_inputs("cpu", dtype), SAMPLES))
+
+
 def cases(info: Any) -> Iterator[tuple[list[Any], Any]]:
-    """Yield (leaves, tree) of an op's samples: in FP32, then with the first or all others of the floats low."""
-    for sample, _ in zip(info.sample_inputs("cpu", torch.float32), range(SAMPLES), strict=False):
+    """Yield (leaves, tree) of an op's samples: in FP32, with the first or all others of the floats low, complex."""
+    for sample in samples(info, torch.float32):
         leaves, tree = pytree.tree_flatten(((sample.input, *sample.args), sample.kwargs))
         floats = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.dtype is torch.float32]
         yield leaves, tree
         for low in (floats[:1], floats[1:]) if len(floats) > 1 else ():
             yield [leaf.detach().bfloat16() if i in low else leaf for i, leaf in enumerate(leaves)], tree
+    for sample in samples(info, torch.complex64):
+        yield pytree.tree_flatten(((sample.input, *sample.args), sample.kwargs))
 
 
 def as_node(function: Any, leaves: list[Any], tree: Any) -> tuple[Node, list[Any]]:
@@ -54,7 +64,7 @@ def storages(value: Any) -> set[int]:
 
 def holds(said: Any, true: Any) -> bool:
     """Say whether what was said of dtypes is true: `any` always is, a tuple of one stands for a list."""
-    if said is ANY:
+    if said is ANY or (said is COMPLEX and is_complex(true)):
         return True
     if isinstance(said, tuple) and isinstance(true, tuple):
         said = said * len(true) if len(said) == 1 else said

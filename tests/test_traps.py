@@ -116,6 +116,16 @@ def complex_rotation(self: Any, x: Tensor) -> Any:
     return self.m(torch.view_as_real(q * turn).flatten(1)), q.detach()
 
 
+def complex_output(self: Any, x: Tensor) -> Any:
+    z = torch.complex(self.l(x), self.m(x))
+    w = torch.fft.fft(self.l(x)) + torch.view_as_complex(self.m(x).reshape(-1, 3, 2)).sum()
+    return z @ z.mH, w @ w.t(), z * 2j, self.m((w @ w.mH).real[:, :1] + w.abs()), torch.stack([z, w]).mean(0), z.imag
+
+
+def complex_input(self: Any, x: Tensor) -> Any:
+    return x @ x.mH, x.T @ x, self.m(self.l(x.real) * x.imag)
+
+
 def decisions_on_fp32_values(self: Any, x: Tensor) -> Any:
     z = x / 3
     values, indices = z.topk(2)
@@ -261,6 +271,8 @@ TRAPS = {
     "integers and booleans": Case(partial(Two, integers_and_booleans), one),
     "float64": Case(partial(Two, wide_branch), one),
     "complex": Case(partial(Two, complex_rotation), one),
+    "complex output": Case(partial(Two, complex_output), one),
+    "complex input": Case(partial(Two, complex_input), lambda: (torch.complex(*two()),)),
     "decisions on FP32 values": Case(partial(Two, decisions_on_fp32_values), one),
     "dropout": Case(partial(Two, dropped), one, legs=JIT),
     "in place": Case(partial(Two, in_place), one),

@@ -24,6 +24,7 @@ from passes import rnn
 from passes._torch import pytree
 from passes.values import (
     ANY,
+    COMPLEX,
     Aliases,
     Inference,
     SymbolicInference,
@@ -220,7 +221,7 @@ def symbolic(target: Any, *args: Any, **kwargs: Any) -> Any:
     graph, dtypes = Graph(), dict[Node, Any]()
 
     def operand(arg: Any) -> Any:
-        if isinstance(arg, torch.dtype) or arg is ANY:
+        if isinstance(arg, torch.dtype) or arg in (ANY, COMPLEX):
             node = graph.placeholder("x")
             dtypes[node] = arg
             return node
@@ -250,7 +251,12 @@ class Literal:
         (torch.add, (F32, F32), F32),
         (torch.add, (F32, 1.0), F32),
         (torch.add, (F32, I64), F32),
-        (torch.add, (F32, 1j), ANY),  # complex
+        (torch.add, (F32, 1j), COMPLEX),
+        (torch.matmul, (COMPLEX, torch.complex64), COMPLEX),
+        (torch.mul, (COMPLEX, ANY), COMPLEX),
+        ("mH", (COMPLEX,), COMPLEX),
+        (torch.eq, (F32, 1j), torch.bool),
+        (torch.abs, (COMPLEX,), ANY),  # of which it is half as wide
         (torch.add, (BF16, F32), ANY),  # bfloat16 if the second has no dimension
         (torch.add, (F32, ANY), ANY),
         (torch.add, (I64, I64), ANY),  # of which the ranks decide
@@ -294,8 +300,8 @@ class Literal:
         (torch.bucketize, (F32, F32), I64),
         (torch.float_power, (F32, 2), ANY),
         (torch.unique, (F32,), ANY),
-        (torch.fft.fft, (F32,), ANY),
-        (torch.view_as_complex, (F32,), ANY),
+        (torch.fft.fft, (F32,), COMPLEX),
+        (torch.view_as_complex, (F32,), COMPLEX),
         (torch.zeros, (2,), ANY),
         (torch.equal, (F32, F32), None),
         ("size", (F32, 0), None),
