@@ -51,6 +51,8 @@ def _is_free(simulation: Simulation, node: Node, grad: frozenset[Node]) -> bool:
         return False
     if not floats or any(simulation.aliases.is_mutated(o.node) and may_alias(node) for o in floats):
         return False
+    if any(o.name in row.uncast and dtypes[o.node] == low for o in floats):  # it takes low weights beside low alone
+        return False
     held = [dtypes[o.node] for o in floats]
     if any(d not in (low, torch.float32) for d in held if not isinstance(d, tuple)):
         return False

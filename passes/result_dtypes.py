@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,9 +11,9 @@ from torch.fx import Node
 
 from . import ops
 from .colouring import Colouring
-from .rules import COMPOSITE, KEEP
+from .rules import COMPOSITE, KEEP, rule
 from .state import State, first_float
-from .values import ELIGIBLE
+from .values import ELIGIBLE, LOW
 
 
 def result_dtypes(state: State, node: Node, colouring: Colouring) -> Any:
@@ -26,6 +27,7 @@ def result_dtypes(state: State, node: Node, colouring: Colouring) -> Any:
     casts = colouring.casts
     wanted = {o.node: casts[o.name, o.index] for o in ops.operands(node) if (o.name, o.index) in casts}
     try:
+        refuse_mixed(node, lambda n: wanted.get(n, state.dtypes[n]))
         made = state.infer(node, lambda n: wanted.get(n, state.dtypes[n]))
     except Exception:  # whatever a kernel raises on mixed operands: they are unified
         return _unified(state, node, colouring)
@@ -46,3 +48,21 @@ def _unified(state: State, node: Node, colouring: Colouring) -> Any:
         return state.infer(node, lambda n: widest if state.dtypes[n] in ELIGIBLE else state.dtypes[n])
     except Exception:  # fake tensors cannot run this op at all
         return state.original[node]
+
+
+def refuse_mixed(node: Node, dtype_of: Callable[[Node], Any]) -> None:
+    """Raise TypeError where a kernel rejects the float dtypes of its operands, for not every fake kernel does.
+
+    That of a norm takes weights of its input's dtype, or all of them FP32 beside a low input.
+    """
+    row = rule(ops.name(node))
+    if row is None:
+        return
+    held = [(o.name in row.uncast, dtype_of(o.node)) for o in ops.operands(node)]
+    first = {d for affine, d in held if not affine and d in ELIGIBLE}
+    affine = {d for affine, d in held if affine and d in ELIGIBLE}
+    if row.same_dtype and len(first | affine) > 1:
+        raise TypeError("the kernel takes operands of one floating dtype")
+    fits = not affine or affine == first or (affine == {torch.float32} and first <= {*LOW})
+    if "bias" in row.uncast and not fits:
+        raise TypeError("the kernel takes weights of its input's dtype, or FP32 ones beside a low input")

@@ -11,8 +11,8 @@ from . import ops
 from .assign_precision import Assignment
 from .errors import VerificationError
 from .insert_casts import cast_floating, is_inserted, recast
-from .rules import rule
-from .values import ANY, COMPLEX, ELIGIBLE, is_complex, module_path, source
+from .result_dtypes import refuse_mixed
+from .values import ANY, COMPLEX, is_complex, module_path, source
 
 _REPORT = "This is a bug in fxamp; please report it."
 
@@ -76,7 +76,7 @@ def _dtypes(node: Node, held: dict[Node, Any], assignment: Assignment) -> Any:
     if as_captured and not _is_touched(node, assignment):
         return assignment.original.get(node)
     try:
-        _refuse_mixed(node, held)
+        refuse_mixed(node, held.__getitem__)
         return assignment.infer(node, held.__getitem__)
     except Exception as e:
         if as_captured or not _runs_as_captured(node, assignment):
@@ -100,15 +100,6 @@ def _owner(node: Node) -> Node:
     """Return x where the node is `x.dtype`, which is read when the graph runs; any other node itself."""
     owner = node.args[0] if ops.name(node) == "getattr" else node
     return owner if isinstance(owner, Node) else node
-
-
-def _refuse_mixed(node: Node, held: dict[Node, Any]) -> None:
-    """Raise TypeError where a kernel rejects operands of several float dtypes, for not every fake kernel does."""
-    row = rule(ops.name(node))
-    if row is not None and row.same_dtype:
-        floats = {held[o.node] for o in ops.operands(node) if o.name not in row.uncast and held[o.node] in ELIGIBLE}
-        if len(floats) > 1:
-            raise TypeError("the kernel takes operands of one floating dtype")
 
 
 def _is_touched(node: Node, assignment: Assignment) -> bool:

@@ -302,3 +302,68 @@ def test_an_op_without_a_rule_is_treated_as_the_policy_says(choice: str, front_e
         decision = next(d for d in fxamp.plan_of(module).decisions if "unlisted" in d.op)
         assert decision.colour == "float32"
         assert decision.code == {"keep": "keep", "fp32": "unknown_op"}[choice]
+
+
+# Kernels that take some dtypes beside some others, which fake ones do not tell.
+
+
+def layer_norm_of_fp32(self: Any, x: Tensor) -> Any:
+    return F.layer_norm(x, (6,), self.l(x)[0]), F.layer_norm(x, (6,), self.m(x)[0], self.m.bias)
+
+
+def group_norm_of_fp32(self: Any, x: Tensor) -> Any:
+    return F.group_norm(x, 2, self.l(x)[0])
+
+
+def batch_norm_of_fp32(self: Any, x: Tensor) -> Any:
+    return F.batch_norm(x, x.mean(0), x.var(0), self.l(x)[0], self.l(x)[1])
+
+
+def instance_norm_of_fp32(self: Any, x: Tensor) -> Any:
+    return F.instance_norm(x[None], None, None, self.l(x)[0, :4], self.l(x)[1, :4])
+
+
+def norms_with_weights_of_two_dtypes(self: Any, x: Tensor) -> Any:
+    y, weight = self.l(x), self.m(x)[0]
+    mean, var = x.mean(0), x.var(0)
+    batch = F.batch_norm(y, mean, var, weight, self.m.bias) + F.batch_norm(y, mean, var, self.m.bias, weight)
+    return F.layer_norm(y, (6,), weight, self.m.bias) + F.layer_norm(y, (6,), self.m.bias, weight) + batch
+
+
+def norms_as_autocast_runs_them(self: Any, x: Tensor) -> Any:
+    y, weight, bias = self.l(x), self.m(x)[0], self.m(x)[1]
+    return F.layer_norm(y, (6,), weight, bias) + F.group_norm(y, 2, self.m.bias, self.l.bias)
+
+
+NORMS = (layer_norm_of_fp32, group_norm_of_fp32, batch_norm_of_fp32, instance_norm_of_fp32,
+         norms_with_weights_of_two_dtypes, norms_as_autocast_runs_them)  # fmt: skip
+
+
+@both_low
+@each_front_end
+@pytest.mark.parametrize("norm", NORMS, ids=lambda f: f.__name__)
+def test_a_norm_whose_weights_are_computed(norm: Any, front_end: str, name: str, low: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model, (x,) = Two(norm), one()
+    levels = ("O0", *(f"{level},dtype={name}" for level in ("O1", "O2", "O3")))
+    exact, rounded, *further = at_levels(model, (x,), front_end, *levels)
+    assert_eager(exact(), model, (x,))
+    assert_as_autocast(rounded(), model, (x,), low)
+    for module in further:
+        with torch.no_grad():
+            torch.testing.assert_close(module()(x), model(x), atol=0.1, rtol=0.05)
+
+
+@both_low
+@each_front_end
+def test_bags_whose_weights_are_computed(front_end: str, name: str, low: torch.dtype) -> None:
+    def bags(self: Any, x: Tensor) -> Any:
+        return self.e(torch.arange(24).view(4, 6) % 10, per_sample_weights=self.l(x))
+
+    torch.manual_seed(0)
+    model, args = Two(bags, e=nn.EmbeddingBag(10, 6, mode="sum")), one()
+    levels = ("O0", *(f"{level},dtype={name}" for level in ("O1", "O2", "O3")))
+    exact, *rounded = at_levels(model, args, front_end, *levels)
+    assert_eager(exact(), model, args)
+    for module in rounded:
+        assert_as_autocast(module(), model, args, low)
