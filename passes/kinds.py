@@ -68,7 +68,8 @@ def _low(state: State, row: Rule, floats: list[ops.Operand], low: Any) -> Colour
     cast = [o for o in floats if castable(state, o, row, low)]
     if not cast:
         return natural(state, row, floats, LOW, "no_operand: nothing that is cast")
-    if not state.autocast and any(state.dtypes[o.node] in LOW_DTYPES and state.dtypes[o.node] != low for o in cast):
+    asked = state.autocast or low != state.low  # by a region, which takes what it is given
+    if not asked and any(state.dtypes[o.node] in LOW_DTYPES and state.dtypes[o.node] != low for o in cast):
         return all_to(state, torch.float32, row, floats, LOW, "user_cast: an operand is in the other low dtype")
     if not state.autocast and all(o.node in state.upcast for o in floats):
         return natural(state, row, floats, LOW, "user_cast: every operand was upcast by the author")

@@ -72,7 +72,9 @@ def _dtypes(node: Node, held: dict[Node, Any], assignment: Assignment) -> Any:
         value, dtype = node.args
         return recast(held[value], dtype)  # type: ignore[index, arg-type]
     sources = [_owner(n) for n in node.all_input_nodes]
-    as_captured = all(held[n] == assignment.original.get(n) for n in sources)
+    # What stood in an autocast region was cast by it, and is no more once it has a colour.
+    region = node in assignment.colours and "autocast_region" in node.meta
+    as_captured = not region and all(held[n] == assignment.original.get(n) for n in sources)
     if as_captured and not _is_touched(node, assignment):
         return assignment.original.get(node)
     try:

@@ -367,3 +367,30 @@ def test_bags_whose_weights_are_computed(front_end: str, name: str, low: torch.d
     assert_eager(exact(), model, args)
     for module in rounded:
         assert_as_autocast(module(), model, args, low)
+
+
+@both_low
+@pytest.mark.parametrize("front_end", ["export", "jit"])
+def test_a_region_of_the_other_low_dtype_reads_what_is_low(front_end: str, name: str, low: torch.dtype) -> None:
+    other = BF16 if low == FP16 else FP16
+
+    def forward(self: Any, x: Tensor) -> Any:
+        y = self.l(x)
+        with torch.autocast("cpu", dtype=other):
+            inside = self.m(y)
+            both = self.l(inside + y)
+        return inside, both, torch.cat([inside, y])
+
+    torch.manual_seed(0)
+    model, args = Two(forward), one()
+    levels = ("O0", *(f"{level},dtype={name}" for level in ("O1", "O2", "O3", "O1,modules.m=fp32")))
+    exact, *rounded = at_levels(model, args, front_end, *levels)
+    assert_eager(exact(), model, args)
+    for make in rounded:
+        module = make()
+        with torch.no_grad():
+            got, wanted = module(*args), model(*args)
+        assert [t.dtype for t in got] == [other, other, F32]
+        torch.testing.assert_close([t.float() for t in got], [t.float() for t in wanted], atol=0.05, rtol=0.05)
+        if ".m=" not in str(fxamp.plan_of(module).policy):
+            assert decided(module, "linear") == [str(d).removeprefix("torch.") for d in (low, other, other)]
