@@ -56,6 +56,13 @@ def may_alias(node: Node) -> bool:
     return schema is not None and any(r.alias_info is not None for r in schema.returns)
 
 
+def out_operands(node: Node) -> list[Node]:
+    """Return the operands that a call is given to write its results to: `out=`, or what a schema has in its place."""
+    overload = isinstance(node.target, torch._ops.OpOverload)
+    names = {"out", *(a.name for s in _schemas(node.target) if overload for a in s.arguments if a.is_out)}
+    return [o.node for o in ops.operands(node) if o.name in names]
+
+
 def mutated_operands(node: Node) -> list[Node]:
     """Return the operands that a node is known to write to."""
     written = _written(node)

@@ -17,7 +17,7 @@ from .operand_casts import all_to, keep, natural
 from .policy import module_override, op_override
 from .rules import FOLLOW, LOW, PROMOTE, Rule, lookup
 from .state import State
-from .values import ANY, may_alias, mutated_operands
+from .values import ANY, may_alias, mutated_operands, out_operands
 from .values import LOW as LOW_DTYPES
 
 
@@ -26,7 +26,7 @@ def decide(state: State, node: Node, name: str, floats: list[ops.Operand]) -> Co
     row, kind = lookup(name, state.device, state.low)
     if name in ("to", "type_as"):
         return user_cast(state, node)
-    if mutated_operands(node) and (name.endswith("_") or "out" in node.kwargs or name == "setitem"):
+    if mutated_operands(node) and (name.endswith("_") or out_operands(node) or name == "setitem"):
         return in_place(state, node, row, floats)
     if not state.autocast and state.aliases.find(node) in state.pinned:
         why = "mutated: its storage is written, and shared with FP32 values"

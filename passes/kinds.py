@@ -15,7 +15,7 @@ from .operand_casts import all_to, castable, keep, natural
 from .policy import module_override
 from .rules import BANNED, COMPOSITE, FOLLOW, FP32, KEEP, LOW, PROMOTE, Rule
 from .state import State, first_float
-from .values import ANY, ELIGIBLE, dtype_reference, module_path, source
+from .values import ANY, ELIGIBLE, dtype_reference, is_floating, module_path, out_operands, source
 from .values import LOW as LOW_DTYPES
 
 
@@ -93,15 +93,17 @@ def fp32(state: State, node: Node, row: Rule, floats: list[ops.Operand], why: st
 
 def in_place(state: State, node: Node, row: Rule, floats: list[ops.Operand]) -> Colouring | None:
     """Colour what writes to a tensor: its target's dtype decides."""
-    target = node.kwargs.get("out", node.args[0] if node.args else None)
-    dtype = state.dtypes.get(target) if isinstance(target, Node) else None
+    outs, first = out_operands(node), node.args[0] if node.args else None
+    targets = outs or [t for t in (first if isinstance(first, (list, tuple)) else [first]) if isinstance(t, Node)]
+    dtype = next((d for t in targets if is_floating(d := state.dtypes[t]) or d is ANY), None)
     strict = row.same_dtype or ops.name(node) == "setitem"  # index_put, where an index is a tensor
+    strict |= bool(outs) and not row.casts_out
     if dtype is ANY and strict:
         why = "unknown_rank: captured without inputs, so its target's dtype is not known"
-        return keep(state, node, [o for o in floats if o.node is not target], PROMOTE, why)
+        return keep(state, node, [o for o in floats if o.node not in targets], PROMOTE, why)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         return None
-    sources = [o for o in floats if strict and o.node is not target and state.dtypes[o.node] in ELIGIBLE]
+    sources = [o for o in floats if strict and o.node not in targets and state.dtypes[o.node] in ELIGIBLE]
     casts = {(o.name, o.index): dtype for o in sources if state.dtypes[o.node] != dtype}
     return Colouring(dtype, PROMOTE, "in_place: its target's dtype", casts)
 

@@ -37,6 +37,7 @@ class Rule:
         uncast: Arguments that are never cast to low: statistics, affine parameters, tables.
         same_dtype: The kernel rejects operands of different float dtypes, so all of them go to one.
         widest: Devices on which "promote" means the widest dtype of all operands, a 0-dim one among them.
+        casts_out: The kernel casts what it computes to the dtype of an `out=`; others reject one of another dtype.
         dtype_arg: The op has a `dtype=` argument; an explicit one wins over the rule.
         out: What each output is when the operands are floats: "float" (the dtype the op ran in), "first" (that of
             the first floating operand, whatever the others have), "bool", "int", "complex". An op with
@@ -56,6 +57,7 @@ class Rule:
     uncast: tuple[str, ...] = ()
     same_dtype: bool = False
     widest: tuple[str, ...] = ()
+    casts_out: bool = False
     dtype_arg: bool = False
     out: tuple[str, ...] = ("float",)
     commutes: str = ""
@@ -281,6 +283,14 @@ DTYPE_ARG = """softmax softmin log_softmax _safe_softmax sum nansum mean nanmean
      tensor as_tensor scalar_tensor tril_indices triu_indices hann_window hamming_window blackman_window
      bartlett_window kaiser_window fft_fftfreq fft_rfftfreq from_file"""
 
+# Kernels that cast what they compute to the dtype of an `out=`: pointwise ones, and sums.
+CASTS_OUT = """acos acosh add addcdiv addcmul addr angle asin asinh atan atan2 atanh cat column_stack copysign cos cosh
+     cumprod cumsum deg2rad digamma div dstack erf erfc erfinv exp exp2 expm1 floor_divide fmax fmin fmod hstack hypot
+     i0 igamma igammac kron ldexp lgamma log log10 log1p log2 logaddexp logaddexp2 logit logsumexp maximum mean minimum
+     mul mvlgamma nanmean nansum nextafter outer polygamma pow rad2deg reciprocal remainder rsqrt sigmoid sin sinc sinh
+     special_entr special_i0e special_i1 special_i1e special_ndtr special_polygamma special_xlog1py sqrt square stack
+     sub sum tan tanh vstack xlogy"""
+
 UNCAST: dict[tuple[str, ...], str] = {
     ("weight", "bias", "running_mean", "running_var"): """batch_norm instance_norm native_batch_norm
      _native_batch_norm_legit _native_batch_norm_legit_no_training _native_batch_norm_legit_functional
@@ -365,7 +375,7 @@ def _build() -> dict[str, Rule]:
     sensitive, uncast, out = _by_name(SENSITIVE), _by_name(UNCAST), _by_name(OUT)
     commutes, no_low, widest = _by_name(COMMUTES), _by_name(NO_LOW), _by_name(WIDEST)
     since, until = _by_name(SINCE), _by_name(UNTIL)
-    same_dtype, dtype_arg = set(SAME_DTYPE.split()), set(DTYPE_ARG.split())
+    same_dtype, dtype_arg, casts_out = (set(names.split()) for names in (SAME_DTYPE, DTYPE_ARG, CASTS_OUT))
     return {
         name: Rule(
             name,
@@ -376,6 +386,7 @@ def _build() -> dict[str, Rule]:
             uncast=uncast.get(name, ()),
             same_dtype=name in same_dtype,
             widest=widest.get(name, ()),
+            casts_out=name in casts_out,
             dtype_arg=name in dtype_arg,
             out=out.get(name, ("float",)),
             commutes=commutes.get(name, ""),

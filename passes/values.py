@@ -22,6 +22,7 @@ from .aliases import Aliases as Aliases
 from .aliases import grad_modes as grad_modes
 from .aliases import may_alias as may_alias
 from .aliases import mutated_operands as mutated_operands
+from .aliases import out_operands as out_operands
 from .policy import type_names
 from .rules import COMPOSITE, KEEP, Rule, rule
 
@@ -296,6 +297,9 @@ class SymbolicInference:
         literal, row = literal_dtype(node), rule(name)
         if literal is not None:
             return literal
+        first: Any = node.args[0] if node.args else None
+        if name.startswith("_foreach_") and name.endswith("_") and isinstance(first, (list, tuple)):
+            return tuple(map(dtype_of, first))
         if node.op == "call_module" or row is None or isinstance(ops.argument(node, "dtype"), Node):
             return ANY
         if all(d is None for _, d in given):

@@ -394,3 +394,71 @@ def test_a_region_of_the_other_low_dtype_reads_what_is_low(front_end: str, name:
         torch.testing.assert_close([t.float() for t in got], [t.float() for t in wanted], atol=0.05, rtol=0.05)
         if ".m=" not in str(fxamp.plan_of(module).policy):
             assert decided(module, "linear") == [str(d).removeprefix("torch.") for d in (low, other, other)]
+
+
+# Writes to a tensor that is given.
+
+
+def out_of_a_selection(self: Any, x: Tensor) -> Any:
+    y = self.l(x).detach()
+    largest, first = torch.empty(4), torch.empty(4, dtype=torch.long)
+    torch.max(y, 1, out=(largest, first))
+    ordered, order = torch.empty(4, 6), torch.empty(4, 6, dtype=torch.long)
+    torch.sort(y, 1, out=(ordered, order))
+    two, which = torch.empty(4, 2), torch.empty(4, 2, dtype=torch.long)
+    torch.topk(y, 2, out=(two, which))
+    second, place = torch.empty(4), torch.empty(4, dtype=torch.long)
+    torch.kthvalue(y, 2, out=(second, place))
+    return largest, first, ordered, order, two, which, second, place
+
+
+def out_of_a_move(self: Any, x: Tensor) -> Any:
+    y = self.l(x).detach()
+    a, b, c, d = torch.empty(2, 6), torch.empty(2, 6), torch.empty(4, 6), torch.empty(4)
+    torch.index_select(y, 0, torch.tensor([1, 2]), out=a)
+    torch.gather(y, 0, torch.zeros(2, 6, dtype=torch.long), out=b)
+    torch.clamp(y, 0.0, 1.0, out=c)
+    torch.linalg.svdvals(y, out=d)
+    return a, b, c, d
+
+
+def out_of_what_is_cast(self: Any, x: Tensor) -> Any:
+    y = self.l(x).detach()
+    a, b, c, d = torch.empty(8, 6), torch.empty(4, 6), torch.empty(6), torch.empty(4, 6)
+    torch.cat([y, y], out=a)
+    torch.exp(y, out=b)
+    torch.sum(y, 0, out=c)
+    torch.add(y, y, alpha=3, out=d)
+    return a, b, c, d
+
+
+@both_low
+@each_front_end
+@pytest.mark.parametrize("writes", [out_of_a_selection, out_of_a_move, out_of_what_is_cast], ids=lambda f: f.__name__)
+def test_out_of_another_dtype_than_the_operand(writes: Any, front_end: str, name: str, low: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model, args = Two(writes), one()
+    levels = [f"{level},dtype={name}" for level in ("O0", "O1", "O2", "O3")]
+    exact, rounded, *further = at_levels(model, args, front_end, *levels)
+    assert_eager(exact(), model, args)
+    module = rounded()
+    if writes is out_of_what_is_cast:
+        assert_same(module(*args), under_autocast(model, args, low))
+    for got in (module(*args), *(make()(*args) for make in further)):
+        torch.testing.assert_close(got, model(*args), atol=0.05, rtol=0.05)
+
+
+@both_low
+@each_front_end
+def test_lists_that_are_written(front_end: str, name: str, low: torch.dtype) -> None:
+    def forward(self: Any, x: Tensor) -> Any:
+        y, z = self.l(x).detach(), x.clone()
+        torch._foreach_add_([y, z], 1.0)
+        return y, z
+
+    model, args = Two(forward), one()
+    levels = [f"{level},dtype={name}" for level in ("O0", "O1", "O2", "O3")]
+    exact, *rounded = at_levels(model, args, front_end, *levels)
+    assert_eager(exact(), model, args)
+    for make in rounded:
+        assert_as_autocast(make(), model, args, low)
