@@ -95,13 +95,20 @@ class Simulation(State):
         if colouring is None:
             return
         self.dtypes[node] = result_dtypes(self, node, colouring)
-        if not self.autocast and not is_known(self.dtypes[node]) and self._runs_low(floats, colouring):
-            colouring = keep(self, node, floats, KEEP, "keep: what it gives cannot be told without shapes")
+        why = self._refused(node) if not self.autocast and self._runs_low(floats, colouring) else ""
+        if why:
+            colouring = keep(self, node, floats, KEEP, f"keep: {why}")
             self.dtypes[node] = result_dtypes(self, node, colouring)
         if not self.autocast:
             colouring = fit_numbers(self, node, name, floats, colouring)
         self.colours[node] = colouring
         colouring.causes = tuple(o.node for o in floats if o.node in self.colours)
+
+    def _refused(self, node: Node) -> str:
+        """Return why a node that reads low values has to be as it was, "" if it need not."""
+        if not is_known(self.dtypes[node]):
+            return "what it gives cannot be told without shapes"
+        return "complex numbers are not rounded" if self.dtypes[node] == torch.complex32 != self.original[node] else ""
 
     def _runs_low(self, floats: list[ops.Operand], colouring: Colouring) -> bool:
         return any(colouring.casts.get((o.name, o.index), self.dtypes[o.node]) in LOW for o in floats)

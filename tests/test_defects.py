@@ -462,3 +462,19 @@ def test_lists_that_are_written(front_end: str, name: str, low: torch.dtype) -> 
     assert_eager(exact(), model, args)
     for make in rounded:
         assert_as_autocast(make(), model, args, low)
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support")  # autocast makes such
+@both_low
+@each_front_end
+def test_complex_numbers_made_of_low_ones(front_end: str, name: str, low: torch.dtype) -> None:
+    def forward(self: Any, x: Tensor) -> Any:
+        return (1j * self.l(x)).imag, (1j * self.m(x) + 2).abs()
+
+    torch.manual_seed(0)
+    model, args = Two(forward), one()
+    levels = [f"{level},dtype={name}" for level in ("O0", "O1", "O2", "O3")]
+    exact, *rounded = at_levels(model, args, front_end, *levels)
+    assert_eager(exact(), model, args)
+    for make in rounded:
+        assert_as_autocast(make(), model, args, low)
