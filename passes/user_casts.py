@@ -37,8 +37,12 @@ class Intent:
     reason: str
 
 
+# Random fills that draw other numbers for another dtype, and not the same ones rounded.
+_DRAWS_ANEW = ("normal_", "random_")
+
+
 def observed(graph: Graph) -> Iterator[Node]:
-    """Yield the values of which the program reads more than their numbers: their bits, or how many these are."""
+    """Yield the values of which the program uses more than their numbers: their bits, or how many these are."""
     for node in graph.nodes:
         name, value = ops.name(node), node.args[0] if node.args else None
         if name == "view":
@@ -46,7 +50,9 @@ def observed(graph: Graph) -> Iterator[Node]:
         elif name == "getattr" and node.args[1] == "dtype":
             seen = any(_uses_dtype(user) for user in node.users)
         else:
-            seen = name == "element_size" or (name == "getattr" and node.args[1] in ("itemsize", "nbytes"))
+            seen = name in ("element_size", *_DRAWS_ANEW) or (
+                name == "getattr" and node.args[1] in ("itemsize", "nbytes")
+            )
         if seen and isinstance(value, Node):
             yield value
 

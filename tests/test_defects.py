@@ -478,3 +478,24 @@ def test_complex_numbers_made_of_low_ones(front_end: str, name: str, low: torch.
     assert_eager(exact(), model, args)
     for make in rounded:
         assert_as_autocast(make(), model, args, low)
+
+
+@each_front_end
+@pytest.mark.parametrize("policy", ["O1", "O2", "O3", "O1,dtype=fp16"])
+def test_random_fills_draw_what_the_model_drew(front_end: str, policy: str) -> None:
+    def noise(self: Any, x: Tensor) -> Any:
+        y = self.l(x)
+        made = torch.empty_like(y).normal_(), y.new_empty(4, 6).random_(), y.new_empty(4, 6).uniform_()
+        return (*made, y.new_empty(4, 6).log_normal_(), y.new_empty(4, 6).cauchy_(), y.new_empty(4, 6).bernoulli_(0.5))
+
+    model, args = Two(noise), one()
+    exact, rounded = at_levels(model, args, front_end, "O0", policy)
+    assert_eager(exact(), model, args)
+    module = rounded()
+    torch.manual_seed(0)
+    got, state = module(*args), torch.get_rng_state()
+    torch.manual_seed(0)
+    wanted = model(*args)
+    assert torch.equal(state, torch.get_rng_state())
+    assert_same(got[:2], wanted[:2])
+    torch.testing.assert_close(got, wanted, rtol=0.01, atol=0.01)
