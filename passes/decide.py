@@ -11,6 +11,7 @@ from torch.fx import Node
 
 from . import ops
 from .colouring import Colouring
+from .extremes import converts
 from .kinds import by_kind, fp32, in_place, user_cast
 from .levels import by_level
 from .operand_casts import all_to, keep, natural
@@ -49,7 +50,7 @@ def decide(state: State, node: Node, name: str, floats: list[ops.Operand]) -> Co
         return fp32(state, node, row, floats, "island: a norm written by hand is FP32 throughout")
     if state.aggressive:
         held = [o.node for o in floats]
-        extreme = any(n in state.extremes.values for n in held)
+        extreme = any(n in state.extremes.values for n in held) or converts(node, name, state.dtypes)
         by_rule, kind = kind, by_level(state.policy, node, row, kind, held, extreme)
         if kind == LOW != by_rule and any(state.dtypes[n] is ANY for n in held):
             kind = PROMOTE  # what has an unknown dtype may be complex, or an index

@@ -103,7 +103,7 @@ class Extremes:
             self.values.add(node)
         elif not self._is_scaled(name, operands, found):
             self._range(node, found, operands if (moves or row.out in _ONE) and name not in _BOUNDS else [])
-            if self._is_position(node, name, operands, dtypes):
+            if name in _COUNTS or converts(node, name, dtypes):
                 self.values.add(node)
 
     def _range(self, node: Node, found: list[float], passed: list[Node]) -> None:
@@ -122,12 +122,12 @@ class Extremes:
             return False
         return largest <= abs(found[0]) if name == "div" else largest * abs(found[0]) <= 1
 
-    def _is_position(self, node: Node, name: str, operands: list[Node], dtypes: dict[Node, Any]) -> bool:
-        """Say whether a float is made of integers, or counts; numbers beside an activation in low are neither."""
-        if name in _COUNTS:
-            return True
-        whole = any(_is_whole(dtypes[n]) and not _is_scalar(n) for n in operands)
-        return whole and name in _CONVERTS and not any(dtypes[n] in LOW for n in operands)
+
+def converts(node: Node, name: str, dtypes: dict[Node, Any]) -> bool:
+    """Say whether a float is made of integers; numbers beside an activation in low are no positions."""
+    operands = [o.node for o in ops.operands(node)]
+    whole = any(_is_whole(dtypes[n]) and not _is_scalar(n) for n in operands)
+    return whole and name in _CONVERTS and not any(dtypes[n] in LOW for n in operands)
 
 
 def _is_whole(dtype: Any) -> bool:

@@ -499,3 +499,18 @@ def test_random_fills_draw_what_the_model_drew(front_end: str, policy: str) -> N
     assert torch.equal(state, torch.get_rng_state())
     assert_same(got[:2], wanted[:2])
     torch.testing.assert_close(got, wanted, rtol=0.01, atol=0.01)
+
+
+@each_front_end
+@pytest.mark.parametrize("policy", ["O1", "O2", "O3", "O3,dtype=fp16"])
+def test_integers_times_frequencies_are_positions(front_end: str, policy: str) -> None:
+    def rotary(self: Any, x: Tensor) -> Any:
+        angles = (torch.arange(4)[:, None] + 3000) * torch.tensor([1.0, 0.5, 0.25])
+        return self.l(x)[:, :3] * angles.sin()
+
+    torch.manual_seed(0)
+    model, args = Two(rotary), one()
+    exact, rounded = at_levels(model, args, front_end, "O0", policy)
+    assert_eager(exact(), model, args)
+    with torch.no_grad():
+        torch.testing.assert_close(rounded()(*args), model(*args), rtol=0.02, atol=0.02)
