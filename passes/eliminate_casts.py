@@ -23,7 +23,7 @@ from torch.fx import Graph, Node
 from . import ops
 from .aliases import Aliases, grad_modes, may_alias
 from .assign_precision import Assignment
-from .insert_casts import CAST, is_inserted
+from .insert_casts import CAST, cast_floating, is_inserted
 from .rules import PROMOTING
 
 logger = logging.getLogger("fxamp")
@@ -97,7 +97,10 @@ def _share(graph: Graph, assignment: Assignment, mode: str) -> int:
             continue
         # A front end may read one attribute twice.
         same = value.target if is_weight else value
-        key = (is_weight, same, cast.target, cast.args[1], modes[cast], aliases.epoch(value, cast))
+        one = cast.target is cast_floating and isinstance(
+            assignment.dtypes[value], torch.dtype
+        )  # float: a cast like any
+        key = (is_weight, same, CAST if one else cast.target, cast.args[1], modes[cast], aliases.epoch(value, cast))
         keep = first.setdefault(key, cast)
         if keep is not cast and is_inserted(cast):
             edits += _replace(graph, cast, keep)
