@@ -171,8 +171,21 @@ def literal_dtype(node: Node) -> torch.dtype | None:
     if isinstance(given, torch.dtype):
         return given
     if ops.name(node) == "to":
-        return next((a for a in node.args if isinstance(a, torch.dtype)), None)
+        return next((d for a in (*node.args, *node.kwargs.values()) if (d := _as_dtype(a)) is not None), None)
     return None
+
+
+# The types of `x.type("torch.DoubleTensor")`, whatever device one names.
+_LEGACY = {
+    f"{n}Tensor": getattr(torch, f"{n}Tensor").dtype
+    for n in ("Float", "Double", "Half", "BFloat16", "Long", "Int", "Short", "Char", "Byte", "Bool")
+}
+
+
+def _as_dtype(arg: Any) -> torch.dtype | None:
+    return (
+        _LEGACY.get(arg.rpartition(".")[2]) if isinstance(arg, str) else arg if isinstance(arg, torch.dtype) else None
+    )
 
 
 @contextlib.contextmanager

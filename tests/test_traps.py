@@ -52,6 +52,11 @@ def casts_of_every_spelling(self: Any, x: Tensor) -> Any:
     return y.half(), y.bfloat16().float(), y.double(), y.to(torch.float16).to(F32), y.type(torch.float64), y.to(x)
 
 
+def casts_to_named_types(self: Any, x: Tensor) -> Any:
+    y = self.l(x)
+    return y.type("torch.DoubleTensor"), self.m(y.type(dtype="torch.FloatTensor")), y.type("torch.LongTensor")
+
+
 def a_cast_that_is_returned_and_read(self: Any, x: Tensor) -> Any:
     low = self.l(x).to(BF16)
     return low, self.m(low.float())
@@ -261,6 +266,7 @@ REGION = {"fx": "region at"}
 LAYERS = {"c": lambda: nn.Conv2d(2, 6, 1)}
 TRAPS = {
     "casts of every spelling": Case(partial(Two, casts_of_every_spelling), one),
+    "casts to named types": Case(partial(Two, casts_to_named_types), one),
     "a cast that is returned and read": Case(partial(Two, a_cast_that_is_returned_and_read), one),
     "moves that are no casts": Case(partial(Two, moves_that_are_no_casts), one),
     "relative casts": Case(partial(Two, relative_casts), one),

@@ -281,7 +281,8 @@ class Literal:
         ("to", (F32, Literal(BF16)), BF16),
         ("to", (F32, "cpu"), ANY),
         ("to", (F32, BF16), BF16),  # another tensor
-        ("type", (F32, "torch.HalfTensor"), ANY),
+        ("type", (F32, "torch.HalfTensor"), F16),
+        ("type", (F32, "torch.cuda.DoubleTensor"), F64),
         ("type_as", (F32, BF16), BF16),
         ("type_as", (F32, ANY), ANY),
         ("sum", (BF16,), BF16),
