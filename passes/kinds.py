@@ -103,7 +103,9 @@ def in_place(state: State, node: Node, row: Rule, floats: list[ops.Operand]) -> 
         return keep(state, node, [o for o in floats if o.node not in targets], PROMOTE, why)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         return None
-    sources = [o for o in floats if strict and o.node not in targets and state.dtypes[o.node] in ELIGIBLE]
+    # What nothing is known of is FP32, or cast where it turns out to be: it may be an index.
+    cast = (ANY, *ELIGIBLE) if dtype in LOW_DTYPES else ELIGIBLE
+    sources = [o for o in floats if strict and o.node not in targets and state.dtypes[o.node] in cast]
     casts = {(o.name, o.index): dtype for o in sources if state.dtypes[o.node] != dtype}
     return Colouring(dtype, PROMOTE, "in_place: its target's dtype", casts)
 

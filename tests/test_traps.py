@@ -32,7 +32,9 @@ from tests.front_ends import (
 )
 from tests.helpers import Two, assert_same, example, run
 
-pytestmark = [*WARNINGS, pytest.mark.usefixtures("fresh")]
+pytestmark = [
+    *WARNINGS, pytest.mark.usefixtures("fresh"), pytest.mark.filterwarnings(r"ignore:index_reduce\(\) is in beta")
+]  # fmt: skip
 __all__ = ["fresh"]
 
 
@@ -162,6 +164,34 @@ def in_place(self: Any, x: Tensor) -> Any:
     return self.m(z)
 
 
+WRITES: tuple[Callable[[Tensor, Tensor, Tensor], Any], ...] = (
+    lambda y, x, at: y.__setitem__(x > 0, x[x > 0]),
+    lambda y, x, at: y.__setitem__(at, x[:2]),
+    lambda y, x, at: y.__setitem__((slice(None), at), x[:, :2]),
+    lambda y, x, at: y.index_add_(0, at, x[:2]),
+    lambda y, x, at: y.view(-1).index_copy_(0, at, x[0, :2]),
+    lambda y, x, at: y.index_put_((at,), x[:2], accumulate=True),
+    lambda y, x, at: y.index_reduce_(0, at, x[:2], "amax"),
+    lambda y, x, at: y.scatter_(0, at.repeat(2)[:, None].expand(4, 6), x),
+    lambda y, x, at: y.scatter_add_(0, at.repeat(2)[:, None].expand(4, 6), x),
+    lambda y, x, at: y.scatter_reduce_(0, at.repeat(2)[:, None].expand(4, 6), x, "amin"),
+    lambda y, x, at: y.masked_scatter_(x > 0, x),
+    lambda y, x, at: y.put_(at, x[0, :2]),
+    lambda y, x, at: y.lerp_(x, 0.3),
+    lambda y, x, at: y.addmm_(x, x.t() @ x),
+    lambda y, x, at: y.addbmm_(x[None], (x.t() @ x)[None]),
+)
+
+
+def sources_of_another_dtype(self: Any, x: Tensor, at: Tensor) -> Any:
+    out = []
+    for write in WRITES:
+        y = self.l(x)
+        write(y, x, at)
+        out.append(self.m(y))
+    return out
+
+
 def write_through_a_view(self: Any, x: Tensor) -> Any:
     y = self.l(x)
     y[:, :3].mul_(2)
@@ -282,6 +312,7 @@ TRAPS = {
     "decisions on FP32 values": Case(partial(Two, decisions_on_fp32_values), one),
     "dropout": Case(partial(Two, dropped), one, legs=JIT),
     "in place": Case(partial(Two, in_place), one),
+    "sources of another dtype": Case(partial(Two, sources_of_another_dtype), lambda: (example(), torch.tensor([2, 0]))),
     "write through a view": Case(partial(Two, write_through_a_view), one),
     "write between two uses": Case(partial(Two, write_between_two_uses), one),
     "write to an input": Case(partial(Two, write_to_an_input), one),
