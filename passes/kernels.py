@@ -1,6 +1,7 @@
 """Whether a device has a kernel for an op in low, where that is not known beforehand: it is tried, once.
 
-Recurrent layers in FP16 need a CPU that has FP16 arithmetic, and what a user's own op takes only its author knows.
+Recurrent layers in FP16 need a CPU that has FP16 arithmetic, a kernel may lack one of the two low dtypes for some of
+an op's arguments, and what a user's own op takes only its author knows.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch.fx import Node
 from . import ops
 from .values import ELIGIBLE, concrete
 
-_NOT_EVERYWHERE = frozenset(["lstm", "rnn_tanh", "rnn_relu", "gru", "quantized_gru"])
+_NOT_EVERYWHERE = frozenset(["lstm", "rnn_tanh", "rnn_relu", "gru", "quantized_gru", "rrelu"])
 _tried: dict[Any, bool] = {}
 
 
@@ -29,16 +30,17 @@ def runs_in(node: Node, dtype: torch.dtype, device: str, dtype_of: Callable[[Nod
         return True
     if device == "cuda" and not torch.cuda.is_available():
         return True
-    key = (name, dtype, device)
+    key = (name, dtype, device, ops.argument(node, "training"))
     if key not in _tried:
-        low = _runs(node, lambda n: dtype if dtype_of(n) in ELIGIBLE else None)
-        _tried[key] = low or not _runs(node, lambda n: None)
+        low = _runs(node, device, lambda n: dtype if dtype_of(n) in ELIGIBLE else None)
+        _tried[key] = low or not _runs(node, device, lambda n: None)
     return _tried[key]
 
 
-def _runs(node: Node, dtype_of: Callable[[Node], torch.dtype | None]) -> bool:
+def _runs(node: Node, device: str, dtype_of: Callable[[Node], torch.dtype | None]) -> bool:
     def zeros(arg: Node) -> Any:
-        return torch.utils._pytree.tree_map(lambda v: _zeros(v, dtype_of(arg)), arg.meta.get("val"))
+        value = arg.meta["val"] if "val" in arg.meta else torch.empty(1, device=device)  # captured without inputs
+        return torch.utils._pytree.tree_map(lambda v: _zeros(v, dtype_of(arg)), value)
 
     target: Any = node.target
     try:

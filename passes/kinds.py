@@ -33,8 +33,8 @@ def by_kind(
         return _low(state, row, floats, low)
     if kind == FP32:
         return fp32(state, node, row, floats)
-    lacks = state.device in row.no_low and any(state.dtypes[o.node] in LOW_DTYPES for o in floats)
-    if kind in (PROMOTE, FOLLOW) and lacks and not state.autocast:  # which fails there
+    reads_low = not state.autocast and any(state.dtypes[o.node] in LOW_DTYPES for o in floats)
+    if kind in (PROMOTE, FOLLOW) and reads_low and _lacks(state, node, row, low):  # autocast fails there
         return all_to(state, torch.float32, row, floats, KEEP, f"keep: no kernel for {low} on this {state.device}")
     if kind == PROMOTE:
         return natural(state, row, floats, kind, "promote: widest operand")
@@ -61,6 +61,10 @@ def by_kind(
     if known and kind == KEEP and not kept.casts:
         kept.reason = f"as_written: {row.reason}"
     return kept
+
+
+def _lacks(state: State, node: Node, row: Rule, low: Any) -> bool:
+    return state.device in row.no_low or not runs_in(node, low, state.device, state.dtypes.get)
 
 
 def _low(state: State, row: Rule, floats: list[ops.Operand], low: Any) -> Colouring:

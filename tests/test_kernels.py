@@ -95,7 +95,31 @@ def test_to_try_an_op_draws_no_random_numbers(monkeypatch: pytest.MonkeyPatch) -
     before = torch.get_rng_state()
     fxamp.plan(model, x, capture="export")
     assert torch.equal(torch.get_rng_state(), before)
-    assert ("fxamp_kernels::noise", torch.bfloat16, "cpu") in kernels._tried
+    assert ("fxamp_kernels::noise", torch.bfloat16, "cpu", None) in kernels._tried
+
+
+@pytest.mark.filterwarnings("ignore:FP16 gradients")
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+@pytest.mark.parametrize("capture", ["fx", "export", "jit"])
+def test_an_op_that_one_low_dtype_lacks_in_training_alone(capture: str, level: str) -> None:
+    def f(self: Two, x: Tensor) -> Any:
+        y = self.l(x)
+        return nn.functional.rrelu(y, training=True), nn.functional.rrelu(y)
+
+    torch._dynamo.reset()
+    model, x = Two(f), example()
+    module = fxamp.convert(model, x, policy=f"{level},dtype=fp16", capture=capture)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        got = module(x)
+        torch.manual_seed(0)
+        torch.testing.assert_close(got, model(x), atol=0.01, rtol=0.01)
+    try:
+        torch.rrelu(torch.zeros(1).half(), training=True)
+    except NotImplementedError:
+        noisy, plain = [d.colour for d in fxamp.plan_of(module).decisions if d.op == "rrelu"]
+        assert noisy == "float32"
+        assert plain == "float16" or level == "O2"  # which places it where it is read
 
 
 @pytest.mark.parametrize("capture", ["fx", "export", "jit"])
