@@ -480,6 +480,7 @@ def test_complex_numbers_made_of_low_ones(front_end: str, name: str, low: torch.
         assert_as_autocast(make(), model, args, low)
 
 
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="uniform_ in low draws other numbers there, in autocast too")
 @each_front_end
 @pytest.mark.parametrize("policy", ["O1", "O2", "O3", "O1,dtype=fp16"])
 def test_random_fills_draw_what_the_model_drew(front_end: str, policy: str) -> None:

@@ -416,6 +416,8 @@ FIELDS: dict[str, Callable[[Tensor], Any]] = {
     "kthvalue": lambda y: y.kthvalue(2, 1).values, "aminmax": lambda y: y.aminmax(dim=1).max,
     "indices": lambda y: torch.max(y, 1).indices, "svd": lambda y: torch.linalg.svd(y).S,
 }  # fmt: skip
+if torch.__version__ < "2.13":
+    del FIELDS["aminmax"]  # it had no derivative
 
 
 @each_front_end
