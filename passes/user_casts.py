@@ -38,7 +38,7 @@ class Intent:
 
 
 # Random fills that draw other numbers for another dtype, and not the same ones rounded.
-_DRAWS_ANEW = ("normal_", "random_")
+_DRAWS_ANEW = ("normal_", "random_") if torch.__version__ >= "2.13" else ("normal_", "random_", "uniform_")
 
 
 def observed(graph: Graph) -> Iterator[Node]:

@@ -70,6 +70,9 @@ def test_indices_are_not_cast(front_end: str) -> None:
             assert held is None or held.is_floating_point()
 
 
+AMINMAX_HAS_A_DERIVATIVE = torch.__version__ >= "2.13"
+
+
 def many_outputs(self: Any, x: Tensor) -> Any:
     y = self.l(x)
     normed, mean, rstd = torch.native_layer_norm(y, [6], None, None, 1e-5)
@@ -77,7 +80,7 @@ def many_outputs(self: Any, x: Tensor) -> Any:
     ordered, order = torch.sort(y, 1)
     a, b = y.chunk(2, 1)
     first, second = y.unbind(0)[0], y.unbind(0)[1]
-    smallest, largest = torch.aminmax(y.detach())  # without a derivative before torch 2.13
+    smallest, largest = torch.aminmax(y if AMINMAX_HAS_A_DERIVATIVE else y.detach())
     kth, where = y.kthvalue(2, 1)
     statistics = mean, rstd, variance, average, smallest, largest
     return self.m(normed), statistics, ordered, order, a @ b.mT, first, second, kth, where
@@ -339,6 +342,16 @@ NORMS = (layer_norm_of_fp32, group_norm_of_fp32, batch_norm_of_fp32, instance_no
          norms_with_weights_of_two_dtypes, norms_as_autocast_runs_them)  # fmt: skip
 
 
+def assert_at_all_levels(model: nn.Module, args: Any, front_end: str, name: str, low: torch.dtype) -> None:
+    """Compare O0 with eager, and every other level with torch.autocast."""
+    exact, *rounded = at_levels(
+        model, args, front_end, *(f"{level},dtype={name}" for level in ("O0", "O1", "O2", "O3"))
+    )
+    assert_eager(exact(), model, args)
+    for make in rounded:
+        assert_as_autocast(make(), model, args, low)
+
+
 @both_low
 @each_front_end
 @pytest.mark.parametrize("norm", NORMS, ids=lambda f: f.__name__)
@@ -362,11 +375,7 @@ def test_bags_whose_weights_are_computed(front_end: str, name: str, low: torch.d
 
     torch.manual_seed(0)
     model, args = Two(bags, e=nn.EmbeddingBag(10, 6, mode="sum")), one()
-    levels = ("O0", *(f"{level},dtype={name}" for level in ("O1", "O2", "O3")))
-    exact, *rounded = at_levels(model, args, front_end, *levels)
-    assert_eager(exact(), model, args)
-    for module in rounded:
-        assert_as_autocast(module(), model, args, low)
+    assert_at_all_levels(model, args, front_end, name, low)
 
 
 @both_low
@@ -457,11 +466,7 @@ def test_lists_that_are_written(front_end: str, name: str, low: torch.dtype) -> 
         return y, z
 
     model, args = Two(forward), one()
-    levels = [f"{level},dtype={name}" for level in ("O0", "O1", "O2", "O3")]
-    exact, *rounded = at_levels(model, args, front_end, *levels)
-    assert_eager(exact(), model, args)
-    for make in rounded:
-        assert_as_autocast(make(), model, args, low)
+    assert_at_all_levels(model, args, front_end, name, low)
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support")  # autocast makes such
@@ -473,14 +478,9 @@ def test_complex_numbers_made_of_low_ones(front_end: str, name: str, low: torch.
 
     torch.manual_seed(0)
     model, args = Two(forward), one()
-    levels = [f"{level},dtype={name}" for level in ("O0", "O1", "O2", "O3")]
-    exact, *rounded = at_levels(model, args, front_end, *levels)
-    assert_eager(exact(), model, args)
-    for make in rounded:
-        assert_as_autocast(make(), model, args, low)
+    assert_at_all_levels(model, args, front_end, name, low)
 
 
-@pytest.mark.skipif(torch.__version__ < "2.13", reason="uniform_ in low draws other numbers there, in autocast too")
 @each_front_end
 @pytest.mark.parametrize("policy", ["O1", "O2", "O3", "O1,dtype=fp16"])
 def test_random_fills_draw_what_the_model_drew(front_end: str, policy: str) -> None:
