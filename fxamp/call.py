@@ -246,6 +246,14 @@ def example_call(call: CallSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return replace(call, leaves=leaves), flat
 
 
+def both(one: CallSpec, other: CallSpec) -> CallSpec:
+    """Return the first of two specifications of one call, with what the second asks of the inputs."""
+    leaves = tuple(
+        replace(a, static=tuple(sorted({*a.static, *b.static}))) for a, b in zip(one.leaves, other.leaves, strict=True)
+    )
+    return replace(one, leaves=leaves, guards=tuple(dict.fromkeys((*one.guards, *other.guards))))
+
+
 def leaf_names(call: CallSpec, count: int) -> list[str]:
     """Name the leaves of the example inputs after their arguments ("batch['ids']")."""
     numbered = pytree.tree_unflatten(list(range(count)), call.in_spec)

@@ -13,7 +13,6 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import nn
@@ -27,6 +26,7 @@ from passes.values import mutated_operands, source
 
 from . import frames
 from .call import CallSpec, flatten_outputs
+from .capture.patches import replaced, traced_here_alone
 from .in_place import IN_PLACE
 from .tensors import held
 
@@ -143,10 +143,10 @@ class _Constants(TorchFunctionMode):
             return call
 
         with contextlib.ExitStack() as stack:
-            for factory, name in _FACTORIES.items():
-                stack.enter_context(mock.patch.object(torch, name, recording(factory)))
-            for info in (torch.finfo, torch.iinfo):
-                stack.enter_context(mock.patch.object(torch, info.__name__, _of_a_dtype(info)))
+            for name in _FACTORIES.values():
+                stack.enter_context(replaced(torch, name, recording))
+            for name in ("finfo", "iinfo"):
+                stack.enter_context(replaced(torch, name, _of_a_dtype))
             yield
 
 
@@ -311,7 +311,8 @@ def trace(
             leaves = zip(call.leaves, flat, strict=True)
             values = call.unflatten([placeholder(leaf.name) if leaf.tensor else v for leaf, v in leaves])
         args, kwargs = call.arguments(values)
-        kept, *outputs[:] = flatten_outputs(model.forward(*args, **kwargs))
+        with traced_here_alone():
+            kept, *outputs[:] = flatten_outputs(model.forward(*args, **kwargs))
         _refuse_assigned(model, before, tracer.graph)
         return tuple(kept)
 

@@ -15,7 +15,6 @@ from torch.fx import Graph, GraphModule, Node
 
 from passes import ops
 from passes._torch import enter_autocast, exit_autocast, pytree, source_name, without_transforms
-from passes.user_casts import kind_of_line
 from passes.values import ELIGIBLE, LOW, Inference, dtypes_of, is_floating, literal_dtype, origin, retyped, source
 
 from .relative import make_relative
@@ -25,7 +24,16 @@ _ROOT = re.compile(r"^[LG]\['\w+'\]\.?")
 _ATOM = re.compile(r"\['([^']*)'\]|\[(\d+)\]|\.([A-Za-z]\w*)")  # not `_modules`, `_parameters`
 # Of a line: a low dtype that is spelled out, or that is the module's own, as `self.weight.dtype` is.
 _AUTHORS = re.compile(r"(b?float16|half|fp16|bf16)\b|(\.to\(|dtype=)\s*(dtype=)?self\.")
+_RELATIVE = re.compile(r"\.dtype\b|type_as\(|\.to\((?:other|like)\b")
+_LITERAL = re.compile(r"\.(float|half|bfloat16|double|type)\(|torch\.(float|half|bfloat16|double|float(16|32|64))\b")
 _CASTS_AFTER = ("to", "getitem", "type_as")
+
+
+def kind_of_line(line: str) -> str:
+    """Return what a line of source says of the cast in it: "literal", "relative" or "undecided"."""
+    if _RELATIVE.search(line):
+        return "relative"
+    return "literal" if _LITERAL.search(line) else "undecided"
 
 
 def ambient_dtype(graph: Graph, device: str) -> torch.dtype | None:

@@ -16,18 +16,19 @@ from torch.fx import Graph, GraphModule
 
 from passes import ops
 from passes._torch import pytree
-from passes.errors import INSTEAD, CaptureError, FxampError, NotFaithfulError, PolicyError, VerificationError
+from passes.errors import INSTEAD, FxampError, NotFaithfulError, PolicyError, RejectedError, VerificationError
 from passes.values import LOW, Aliases, module_path, no_autocast, source
 
 from .call import CONSTANTS, CallSpec, same_constant
 from .in_place import called_by_name
 from .module import ConvertedModule, constant_target, skeleton
 from .preflight import untouched
-from .small_sizes import all_same, guards_of_small_sizes
+from .small_sizes import guards_of_small_sizes
 from .tensors import held, kept, same
 
 if TYPE_CHECKING:
-    from .capture import Captured
+    from .capture.captured import Captured
+    from .capture.export import Autocast
 
 GRADIENT_TOLERANCE = 1e-6  # the exporter may reorder a sum of gradients
 
@@ -70,7 +71,7 @@ def preserved(model: nn.Module, written: Sequence[torch.Tensor] = ()) -> Iterato
         torch.backends.mha.set_fastpath_enabled(fastpath)
 
 
-def rejected(model: nn.Module, call: CallSpec, flat: Sequence[Any], error: Exception) -> CaptureError:
+def rejected(model: nn.Module, call: CallSpec, flat: Sequence[Any], error: Exception) -> RejectedError:
     """Return the error for example inputs that the model itself rejects; name those in a dtype no parameter has."""
     kinds = {p.dtype for p in model.parameters() if p.is_floating_point()}
     floats = [
@@ -78,7 +79,7 @@ def rejected(model: nn.Module, call: CallSpec, flat: Sequence[Any], error: Excep
     ]
     odd = [f"'{name}' is {dtype}" for name, dtype in floats if kinds and dtype not in kinds]
     hint = f" Of the inputs, {', '.join(odd)}, and no parameter is; give it in the parameters' dtype." if odd else ""
-    return CaptureError(
+    return RejectedError(
         f"{type(model).__name__} rejects the example inputs: {type(error).__name__}: {error}.{hint} Pass inputs that "
         "model(*args, **kwargs) accepts."
     )
@@ -87,33 +88,71 @@ def rejected(model: nn.Module, call: CallSpec, flat: Sequence[Any], error: Excep
 def check_faithful(captured: Captured, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Compare outputs, and what is left in inputs and in the model's tensors, bit for bit, and gradients within 1e-6.
 
+    The model runs once, and its graph once, nothing rounded, in the state that the model is in.
+
     Raises:
         CaptureError: the model rejects the inputs, or the captured graph computes something else.
     """
-    model = captured.model
-    root = skeleton(model, captured.opaque, captured.constants)
-    with called_by_name(captured.graph):
-        graph = GraphModule(_Holder(root), captured.graph)
-    graph.__dict__.update({k: root.__dict__[k] for k in ("_modules", "_parameters", "_buffers", "training")})
-    written, tensors = written_parameters(captured), held(model)
+    if not captured.plain:
+        return
+    found = captured.unrounded
+    model, run = found.model, _caller(found)
+    written, tensors = written_parameters(found), held(model)
     with no_autocast():
         with untouched(model), preserved(model, written):
             try:
                 expected = _run(lambda a, k: model(*a, **k), args, kwargs, model, tensors)
             except Exception as e:
-                values = captured.call.by_name(args, kwargs)
-                flat = pytree.tree_leaves([values[name] for name in captured.call.given])
-                raise rejected(model, captured.call, flat, e) from e
-        run: Callable[..., Any] = lambda a, k: captured.call.pack(graph(*captured.call.bind(a, k)))  # noqa: E731
+                values = found.call.by_name(args, kwargs)
+                flat = pytree.tree_leaves([values[name] for name in found.call.given])
+                raise rejected(model, found.call, flat, e) from e
+        bound: Callable[..., Any] = lambda a, k: found.call.pack(run(*found.call.bind(a, k)))  # noqa: E731
         with preserved(model, written):
-            got = _run(run, args, kwargs, model, tensors)
-        _compare(type(model).__name__, captured.front_end, model, expected, got)
-        guards = guards_of_small_sizes(
-            captured.call, captured.call.bind(args, kwargs), lambda cut: _differs(captured, run, cut, written)
-        )
-    captured.call = replace(captured.call, guards=(*captured.call.guards, *guards))
+            got = _run(bound, args, kwargs, model, tensors)
+        _compare(type(model).__name__, found.front_end, model, expected, got)
     if any(isinstance(o, torch.Tensor) and o.is_meta for o in expected.outputs):
         captured.notes.append("checked without values: tensors on the meta device have a shape and a dtype alone")
+
+
+def runs_under(autocast: Autocast, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Say whether a model that rejects its inputs takes them under autocast."""
+    try:
+        with untouched(model), preserved(model), torch.autocast(autocast.device, autocast.dtype, cache_enabled=False):
+            model(*pytree.tree_map(fresh, args), **pytree.tree_map(fresh, kwargs))
+    except Exception:  # whatever it raises, it does not run
+        return False
+    return True
+
+
+def guard_small_sizes(captured: Captured, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Guard the sizes 1 and 0 where a model branches on them; it is tried on fake tensors, in the state it is in."""
+    found = captured.unrounded
+    if not captured.plain:
+        return
+    run, call = _caller(found), found.call
+
+    def of_model(tensors: list[Any]) -> Any:
+        left = iter(tensors)
+        flat = [next(left) if leaf.tensor else leaf.constant for leaf in call.leaves]
+        given, named = call.arguments(call.unflatten(flat))
+        with untouched(found.model):
+            return found.model(*given, **named)
+
+    # Fake mode leaves a counter that meets no fake tensor a real one.
+    with no_autocast(), preserved(found.model, written_parameters(found)), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the small sizes
+        tensors = call.bind(args, kwargs)
+        guards = guards_of_small_sizes(captured.call, tensors, of_model, lambda flat: run(*flat))
+    captured.call = replace(captured.call, guards=(*captured.call.guards, *guards))
+
+
+def _caller(captured: Captured) -> Callable[..., Any]:
+    """Return what runs a captured graph on flat tensors, over the model's own parameters."""
+    root = skeleton(captured.model, captured.opaque, captured.constants)
+    with called_by_name(captured.graph):
+        graph = GraphModule(_Holder(root), captured.graph)
+    graph.__dict__.update({k: root.__dict__[k] for k in ("_modules", "_parameters", "_buffers", "training")})
+    return graph
 
 
 def check_runs(module: ConvertedModule, captured: Captured, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -147,24 +186,6 @@ def _failed(graph: Graph, error: Exception) -> str:
     if node is None:
         return "an op of it"
     return f"{ops.name(node)} in module '{module_path(node)}' ({source(node) or 'no source line'})"
-
-
-def _differs(captured: Captured, graph: Callable[..., Any], cut: list[Any], written: list[torch.Tensor]) -> bool:
-    """Say whether the graph gives something else than the model where both take the inputs."""
-    left = iter(cut)
-    flat = [next(left) if leaf.tensor else leaf.constant for leaf in captured.call.leaves]
-    args, kwargs = captured.call.arguments(captured.call.unflatten(flat))
-    made = []
-    model: Callable[..., Any] = lambda a, k: captured.model(*a, **k)  # noqa: E731
-    for run in (model, graph):
-        with untouched(captured.model), preserved(captured.model, written), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of the small sizes
-            try:
-                leaves = pytree.tree_leaves(run(*pytree.tree_map(fresh, (tuple(args), kwargs))))
-            except Exception:  # whatever a model has against such inputs
-                return False
-            made.append([o.detach().clone() if isinstance(o, torch.Tensor) else o for o in leaves])
-    return not all_same(*made)
 
 
 def written_parameters(captured: Captured) -> list[torch.Tensor]:

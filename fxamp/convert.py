@@ -6,25 +6,31 @@ import functools
 import logging
 import os
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.export import ExportedProgram
 
 from passes import compile_graph
-from passes.errors import CaptureError, NotAModuleError, NotFaithfulError, PlanError, PolicyError
+from passes.errors import CaptureError, NotAModuleError, NotFaithfulError, PlanError, PolicyError, RejectedError
 from passes.measured_costs import Timer
-from passes.plan import Plan
+from passes.plan import REMEDY, Plan, joined
 from passes.policy import Policy
+from passes.values import LOW
 
 from . import compiled
-from .capture import Captured, as_inputs, refuse_non_models
-from .capture import capture as capture_model
-from .check import check_faithful, check_runs, refuse_low_parameters
+from .capture.captured import Captures, as_inputs
+from .capture.export import Autocast
+from .capture.front_ends import ALONE
+from .capture.patches import capturing
+from .capture.states import capture as capture_model
+from .capture.states import constants_of, in_state_of, module_of, refuse_non_models
+from .check import check_faithful, check_runs, guard_small_sizes, refuse_low_parameters, runs_under
 from .dynamo import compile
 from .fastest import emit_measured, kept_notes
-from .module import ConvertedModule, skeleton
+from .functions import as_under_autocast
+from .module import ConvertedModule, Variant, skeleton
 from .preflight import untouched
 
 logger = logging.getLogger("fxamp")
@@ -87,19 +93,62 @@ def _ahead_of_time(
     model: nn.Module, args: Any, kwargs: Any, policy: Policy, front_end: str, dynamic_shapes: Any,
     replayed: Plan | None, check: bool,
 ) -> ConvertedModule:  # fmt: skip
-    captured = capture_model(model, args, kwargs, front_end=front_end, dynamic_shapes=dynamic_shapes)
-    refuse_low_parameters(captured.model.named_parameters())
-    inputs = as_inputs(args, kwargs)
-    if check and inputs is not None:
-        with untouched(captured.model):
-            check_faithful(captured, *inputs)
-    settled = resolve(policy, captured.model, inputs)
-    if settled.cost == "measured" and replayed is None:
-        return emit_measured(captured, settled, inputs, emit)
-    module = emit(captured, settled, replayed)
-    if check and inputs is not None:
-        check_runs(module, captured, *inputs)
-    return module
+    with capturing():  # conversions take turns
+        module, inputs = module_of(model), as_inputs(args, kwargs)
+        settled = resolve(policy, module, inputs)
+        autocast = autocast_for(settled, module, inputs)
+        captures = capture_model(
+            model, args, kwargs, front_end=front_end, dynamic_shapes=dynamic_shapes, autocast=autocast
+        )
+        present = captures.graphs[0]
+        refuse_low_parameters(present.model.named_parameters())
+        if settled.level == "O0":
+            _refuse_without_plain(captures)
+        if check and inputs is not None:
+            with untouched(present.model):
+                _check_faithful(captures, autocast, *inputs)
+                for captured in captures.graphs:
+                    with in_state_of(captured):
+                        guard_small_sizes(captured, *inputs)
+        if settled.cost == "measured" and replayed is None:
+            return emit_measured(captures, settled, inputs, emit)
+        converted = emit(captures, settled, replayed)
+        if check and inputs is not None:
+            check_runs(converted, present, *inputs)
+        return converted
+
+
+def _check_faithful(
+    captures: Captures, autocast: Autocast | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Compare the present graph with the model; leave that out for a model that runs under autocast alone."""
+    try:
+        check_faithful(captures.graphs[0], args, kwargs)
+    except RejectedError as e:
+        if autocast is None or not runs_under(autocast, captures.graphs[0].model, args, kwargs):
+            raise
+        for captured in captures.graphs:
+            captured.plain = False
+            captured.notes.append(ALONE.format(str(e).splitlines()[0]))
+
+
+def autocast_for(policy: Policy, model: nn.Module, inputs: Any) -> Autocast | None:
+    """Return the autocast to capture under for a policy with device and dtype: that of the device that the model is on.
+
+    None where nothing is rounded.
+    """
+    if policy.level == "O0" or policy.dtype is None:
+        return None
+    device = device_of(model, inputs)
+    if device not in ("cpu", "cuda") or policy.dtype not in LOW:
+        return None
+    return Autocast(device, policy.dtype, str(policy.device))
+
+
+def _refuse_without_plain(captures: Captures) -> None:
+    for captured in captures.graphs:
+        if not captured.plain:
+            raise CaptureError(f"O0 is the model without autocast, which it does not run without: {captured.notes[-1]}")
 
 
 def _at_first_call(model: nn.Module, policy: Policy, replayed: Plan | None, dynamic_shapes: Any) -> Any:
@@ -110,18 +159,37 @@ def _at_first_call(model: nn.Module, policy: Policy, replayed: Plan | None, dyna
 
 
 def emit(
-    captured: Captured, policy: Policy, replayed: Plan | None = None, timer: Timer | None = None
+    captures: Captures, policy: Policy, replayed: Plan | None = None, timer: Timer | None = None
 ) -> ConvertedModule:
-    """Compile a captured graph, in place, and put it over the model's own parameters."""
-    root = skeleton(captured.model, captured.opaque, captured.constants)
-    captured.graph.owning_module = None  # targets are resolved against the new root
-    decided = compile_graph(
-        captured.graph, policy, functools.partial(_attribute, root),
-        capture=captured.front_end, notes=(*captured.notes, *kept_notes(replayed)), plan=replayed, timer=timer,
-    )  # fmt: skip
-    name, device = type(captured.model).__name__, policy.device or "cpu"
-    modes = captured.only_mode, name, captured.only_grad
-    return ConvertedModule(root, captured.graph, decided, captured.call, device, *modes)
+    """Compile captured graphs, in place, and put them over the model's own parameters."""
+    found = [c.unrounded if policy.level == "O0" else c for c in captures.graphs]
+    states = [c.state for c in captures.graphs]
+    if replayed is not None and len(found) != max(len(replayed.states), 1):
+        raise PlanError(
+            f"the plan decides on {max(len(replayed.states), 1)} state(s) of its model, and this model has "
+            f"{len(found)}: {'; '.join(map(str, states))}. {REMEDY}"
+        )
+    model, named = found[0].model, constants_of(found)
+    root = skeleton(model, {path: m for c in found for path, m in c.opaque.items()}, named)
+    notes = [f"not captured for {state}: {why.splitlines()[0]}" for state, why in captures.missing]
+    plans = []
+    for at, captured in enumerate(found):
+        captured.graph.owning_module = None  # targets are resolved against the new root
+        if policy.level == "O1":
+            as_under_autocast(captured.graph, str(policy.device), cast(torch.dtype, policy.dtype))
+        plans.append(
+            compile_graph(
+                captured.graph, policy, functools.partial(_attribute, root), capture=captured.front_end,
+                notes=(*captured.notes, *notes, *kept_notes(replayed)), timer=timer,
+                plan=None if replayed is None else replayed.part(at),
+                own=None if replayed is None else replayed.own(at),
+            )
+        )  # fmt: skip
+    variants = [Variant(s, c.graph, c.call) for s, c in zip(states, found, strict=True)]
+    decided = joined(plans, [str(s) for s in states])
+    return ConvertedModule(
+        root, variants, decided, policy.device or "cpu", type(model).__name__, captures.missing
+    )
 
 
 def plan(
@@ -156,7 +224,8 @@ def graphs(module: nn.Module) -> list[torch.fx.GraphModule]:
         CaptureError: nothing was converted for the module, or nothing yet.
     """
     if isinstance(module, ConvertedModule):
-        return [module]
+        several = len(module.variants) > 1
+        return [module.only(at) for at in range(len(module.variants))] if several else [module]
     return [entry.graph for entry in compiled.entries(_module(module))]
 
 
@@ -175,10 +244,13 @@ def resolve(policy: Policy, model: nn.Module, inputs: tuple[tuple[Any, ...], dic
 
     The low dtype is the ambient autocast's, which is the device's default where there is none.
     """
-    device = policy.device
-    if device is None:
-        leaves = [*model.parameters(), *model.buffers(), *torch.utils._pytree.tree_leaves(inputs or ())]
-        found = next((t.device.type for t in leaves if isinstance(t, torch.Tensor)), "cpu")
-        device = "cpu" if found == "meta" else found
+    device = policy.device or device_of(model, inputs)
     dtype = policy.dtype or torch.get_autocast_dtype(device)
     return replace(policy, device=device, dtype=dtype)
+
+
+def device_of(model: nn.Module, inputs: tuple[tuple[Any, ...], dict[str, Any]] | None) -> str:
+    """Return the kind of device of the parameters, else of the inputs, else the CPU."""
+    leaves = [*model.parameters(), *model.buffers(), *torch.utils._pytree.tree_leaves(inputs or ())]
+    found = next((t.device.type for t in leaves if isinstance(t, torch.Tensor)), "cpu")
+    return "cpu" if found == "meta" else found

@@ -7,7 +7,6 @@ turn, on the example inputs. Where it is slower beyond noise the faster of the t
 from __future__ import annotations
 
 import contextlib
-import copy
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -16,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx import GraphModule
 
 from passes._torch import pytree
 from passes.errors import PolicyError
@@ -24,7 +22,8 @@ from passes.plan import Plan
 from passes.policy import Policy
 from passes.values import no_autocast
 
-from .capture import Captured
+from .capture.captured import Captured, Captures
+from .capture.states import copied
 from .check import fresh, preserved, written_parameters
 from .measure import laps
 from .module import ConvertedModule
@@ -63,29 +62,31 @@ def _runnable(policy: Policy, model: nn.Module, inputs: Inputs | None) -> Inputs
 
 
 def emit_measured(
-    captured: Captured, policy: Policy, inputs: Inputs | None, emit: Callable[..., ConvertedModule]
+    captures: Captures, policy: Policy, inputs: Inputs | None, emit: Callable[..., ConvertedModule]
 ) -> ConvertedModule:
     """Compile with measured costs. At O2 return the faster of FP32 and O1 where the result is slower than that.
 
     Args:
-        captured: a captured graph; at O2 it is not changed.
+        captures: captured graphs; at O2 they are not changed.
         policy: with device and dtype filled in.
         inputs: example arguments.
-        emit: compiles a captured graph under a policy; takes a plan to replay, and a timer.
+        emit: compiles captured graphs under a policy; takes a plan to replay, and a timer.
 
     Raises:
         PolicyError: nothing can be run.
     """
+    captured = captures.graphs[0]
     example = _runnable(policy, captured.model, inputs)
     timer = OpTimer(str(policy.device))
     if policy.level != "O2":
-        return emit(captured, policy, timer=timer)
-    chosen = emit(_copy(captured), policy, timer=timer)
+        return emit(captures, policy, timer=timer)
+    chosen = emit(copied(captures), policy, timer=timer)
     rivals: dict[str, ConvertedModule] = {}
     with contextlib.suppress(PolicyError):  # an override of an op that only O2 makes
-        rivals["O1"] = emit(_copy(captured), replace(policy, level="O1"), timer=timer)
-    if not any(colour == "low" for _, colour in (*policy.modules, *policy.ops)):  # which FP32 would not obey
-        rivals["FP32"] = emit(_copy(captured), replace(policy, level="O0", modules=(), ops=()))
+        rivals["O1"] = emit(copied(captures), replace(policy, level="O1"), timer=timer)
+    forced_low = any(colour == "low" for _, colour in (*policy.modules, *policy.ops))  # which FP32 would not obey
+    if not forced_low and all(c.plain for c in captures.graphs):
+        rivals["FP32"] = emit(copied(captures), replace(policy, level="O0", modules=(), ops=()))
     if not rivals:
         return chosen
     seconds = _race({"O2": chosen, **rivals}, captured, example)
@@ -95,12 +96,6 @@ def emit_measured(
     module = rivals[best]
     module.plan = _explained(module.plan, chosen.plan, best)
     return module
-
-
-def _copy(captured: Captured) -> Captured:
-    """Return a copy to compile: graphs are changed in place, also those inside higher-order ops."""
-    constants = {k: copy.deepcopy(v) if isinstance(v, GraphModule) else v for k, v in captured.constants.items()}
-    return replace(captured, graph=copy.deepcopy(captured.graph), constants=constants)
 
 
 def _race(modules: Mapping[str, ConvertedModule], captured: Captured, inputs: Inputs) -> dict[str, float]:

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.fx import Graph
 
 from passes.errors import CaptureError, NotAModuleError
 from passes.insert_casts import is_inserted
 
-from .module import Containers, ConvertedModule
+from .module import ConvertedModule
 from .serialize import graph_from_data, graph_to_data
 
 _HOME = "_fxamp_frozen"
@@ -41,19 +42,33 @@ def frozen(converted: ConvertedModule) -> Iterator[ConvertedModule]:
         raise NotAModuleError(f"fxamp.frozen takes what fxamp.convert returned, not {type(converted).__name__}.")
     if _HOME in converted._modules:
         raise CaptureError("this module is frozen already: leave the outer fxamp.frozen region first.")
-    live = converted.graph
-    graph, held = graph_from_data(graph_to_data(live)), nn.Module()
-    for cast in [n for n in graph.nodes if is_inserted(n) and n.args[0].op == "get_attr"]:
-        weight: Any = functools.reduce(getattr, cast.args[0].target.split("."), converted)
-        held.register_buffer(cast.name, weight.detach().to(cast.args[1]), persistent=False)
-        cast.op, cast.target, cast.args = "get_attr", f"{_HOME}.{cast.name}", ()
-    graph.set_codegen(Containers(converted.call_spec))
+    live, held = [variant.graph for variant in converted.variants], nn.Module()
+    graphs = [_with_cast_weights(converted, graph, held) for graph in live]
     converted._modules[_HOME] = held
     converted.uncopied = "its weights are frozen: copy or save it outside the fxamp.frozen region"
     try:
         with torch.no_grad():
-            converted.graph = graph
+            _put(converted, graphs)
         yield converted
     finally:
-        converted.graph, converted.uncopied = live, ""
+        _put(converted, live)
+        converted.uncopied = ""
         del converted._modules[_HOME]
+
+
+def _put(converted: ConvertedModule, graphs: Sequence[Graph]) -> None:
+    for at, graph in enumerate(graphs):
+        converted.put(at, graph)
+
+
+def _with_cast_weights(converted: ConvertedModule, live: Graph, held: nn.Module) -> Graph:
+    """Return a copy of a graph that reads cast weights, which are put into `held`; those that are there once."""
+    graph = graph_from_data(graph_to_data(live))
+    for cast in [n for n in graph.nodes if is_inserted(n) and n.args[0].op == "get_attr"]:
+        path, dtype = str(cast.args[0].target), cast.args[1]
+        name = f"{path}_{dtype}".replace(".", "_")
+        if name not in held._buffers:
+            weight: Any = functools.reduce(getattr, path.split("."), converted)
+            held.register_buffer(name, weight.detach().to(dtype), persistent=False)
+        cast.op, cast.target, cast.args = "get_attr", f"{_HOME}.{name}", ()
+    return graph

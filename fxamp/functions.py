@@ -9,17 +9,16 @@ an operator that is made for it; afterwards the operators become calls again:
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.utils.checkpoint
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from passes._torch import pytree
 
+from .capture.patches import replaced
 from .preflight import used_by_model
 
 _APPLY: Any = vars(torch.autograd.Function)["apply"]  # a descriptor of Python or, from torch 2.15 on, of C
@@ -30,6 +29,25 @@ _TYPES = {torch.Tensor: "Tensor", torch.SymInt: "SymInt"}
 def call(function: type[torch.autograd.Function], *args: Any) -> Any:
     """Call an autograd function, as a node of a graph."""
     return function.apply(*args)
+
+
+def call_under_autocast(
+    function: type[torch.autograd.Function], device: str, dtype: torch.dtype, *args: Any
+) -> Any:
+    """Call an autograd function as `torch.autocast` would: what it computes inside is its author's to say."""
+    with torch.autocast(device, dtype):
+        return function.apply(*args)
+
+
+def as_under_autocast(graph: Graph, device: str, dtype: torch.dtype) -> None:
+    """Let autograd functions run under autocast, in place, where capture saw what they give there.
+
+    Before: call(TimesHundred, x, 2)    After: call_under_autocast(TimesHundred, "cpu", bfloat16, x, 2)
+    """
+    for node in graph.nodes:
+        if node.target is call and "autocast" in node.meta:
+            node.target, node.args = call_under_autocast, (node.args[0], device, dtype, *node.args[1:])
+            node.meta["as_autocast"] = True
 
 
 class _Lost(Exception):  # noqa: N818 - a signal inside this file, not an error
@@ -84,23 +102,29 @@ class Functions:
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
         """Let operators stand for the functions that the model calls."""
-        me, otherwise = threading.get_ident(), vars(torch.autograd.Function)["apply"]
 
-        def apply(cls: Any, *args: Any) -> Any:
-            if threading.get_ident() == me and cls.__module__ != torch.utils.checkpoint.__name__ and used_by_model():
-                name = f"{cls.__name__}_{id(self)}_{len(self._called)}"
-                with contextlib.suppress(_Lost):
-                    made = _Operator(self._library, name, _APPLY.__get__(None, cls), args)
-                    self._called[made.target] = (cls, made)
-                    return made()
-            return otherwise.__get__(None, cls)(*args)
+        def make(otherwise: Callable[..., Any]) -> Callable[..., Any]:
+            def apply(cls: Any, *args: Any) -> Any:
+                if cls.__module__ != torch.utils.checkpoint.__name__ and used_by_model():
+                    name = f"{cls.__name__}_{id(self)}_{len(self._called)}"
+                    with contextlib.suppress(_Lost):
+                        made = _Operator(self._library, name, _APPLY.__get__(None, cls), args)
+                        self._called[made.target] = (cls, made)
+                        return made()
+                return otherwise(cls, *args)
 
-        with mock.patch.object(torch.autograd.Function, "apply", classmethod(apply)):
+            return apply
+
+        with replaced(torch.autograd.Function, "apply", make):
             try:
                 yield
             except BaseException:
-                self._library._destroy()
+                self.free()
                 raise
+
+    def free(self) -> None:
+        """Take the operators out of torch's registry."""
+        self._library._destroy()
 
     def restore(self, gm: GraphModule) -> None:
         """Let calls take the place of the operators, in every graph of a module, and free those."""
@@ -110,7 +134,7 @@ class Functions:
                     if node.target in self._called:
                         _restore(module, node, *self._called[node.target])
                 module.recompile()
-        self._library._destroy()
+        self.free()
 
 
 def _restore(gm: GraphModule, node: Node, cls: type, made: _Operator) -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from passes.plan import Plan
 
 from .bindings import called_directly, read_directly
 from .call import CallSpec
+from .capture.captured import State
 from .in_place import called_by_name
 from .serialize import graph_from_data, graph_to_data
 from .underflow import UnderflowWatch
@@ -51,74 +54,157 @@ class Containers(CodeGen):
         return self.call_spec.pack(outputs)
 
 
+@dataclass(frozen=True)
+class Variant:
+    """One graph of a converted module.
+
+    Attributes:
+        state: the states of the model that it holds for.
+        graph: the rewritten graph.
+        call_spec: how arguments bind to it.
+    """
+
+    state: State
+    graph: Graph
+    call_spec: CallSpec
+
+
 class ConvertedModule(GraphModule):
     """A model in mixed precision: a `torch.fx.GraphModule` that is called like the original.
 
+    Where the model computes something else in training and in evaluation, or with and without gradients, it has a graph
+    for each, chosen at the call; `.graph` and `.code` are those of the state that it is in.
+
     Attributes:
-        plan: what was decided, node by node.
-        call_spec: how arguments bind to the graph.
+        plan: what was decided, node by node, for all graphs.
+        variants: the graphs.
+        missing: states that could not be captured, and why.
         device_type: whose autocast is disabled round the graph.
-        only_mode: None for a graph that serves both training modes, else the flags that it was captured with, by path.
+        original: the name of the model's class.
         uncopied: why it cannot be copied now, "" when it can.
-        only_grad: the grad mode that the graph holds for, by training flag, where the model asks for the grad mode.
     """
+
+    # Of each graph: the grad mode it holds for, and the modules with their flags; None for one graph for every state.
+    _by_state: list[tuple[bool | None, tuple[tuple[nn.Module, bool], ...]]] | None
 
     def __init__(
         self,
         root: nn.Module,
-        graph: Graph,
+        variants: Sequence[Variant],
         plan: Plan,
-        call_spec: CallSpec,
         device_type: str = "cpu",
-        only_mode: dict[str, bool] | None = None,
         original: str = "the original model",
-        only_grad: dict[bool, bool] | None = None,
+        missing: Sequence[tuple[State, str]] = (),
     ) -> None:
-        graph.set_codegen(Containers(call_spec))
-        super().__init__(root, graph, class_name="ConvertedModule")
+        # `torch.fx.GraphModule` knows one graph; these say which, already while it is made.
+        self.__dict__.update(variants=list(variants), _functions={}, _guards=[], _by_state=None, _chosen=0)
+        super().__init__(root, variants[0].graph, class_name="ConvertedModule")
         for key in _TREE:
             self.__dict__[key] = root.__dict__[key]
+        for at in range(1, len(variants)):
+            self.put(at, variants[at].graph)
         self.plan = plan
-        self.call_spec = call_spec
         self.device_type = device_type
-        self.only_mode = only_mode
         self.original = original
+        self.missing = tuple(missing)
         self.uncopied = ""
-        self.only_grad = only_grad or {}
-        self._guards = call_spec.guard_function()
         self._watch = UnderflowWatch(plan)
+        self._chosen: int | None = None
+        self._guards = [variant.call_spec.guard_function() for variant in self.variants]
+        if any(v.state.flags is not None or v.state.grad is not None for v in self.variants):
+            self._by_state = [(v.state.grad, self._flags(v.state)) for v in self.variants]
+
+    def _flags(self, state: State) -> tuple[tuple[nn.Module, bool], ...]:
+        return tuple((self.get_submodule(path), flag) for path, flag in (state.flags or {}).items())
+
+    @property
+    def _graph(self) -> Graph:
+        """The graph of the present state, which is what `torch.fx.GraphModule` knows of."""
+        graph: Graph = self.variants[self._current()].graph
+        return graph
+
+    @_graph.setter
+    def _graph(self, graph: Graph) -> None:
+        at = self._current()
+        self.variants[at] = replace(self.variants[at], graph=graph)
+
+    @property
+    def call_spec(self) -> CallSpec:
+        """How arguments bind to the graph of the present state."""
+        spec: CallSpec = self.variants[self._current()].call_spec
+        return spec
+
+    @call_spec.setter
+    def call_spec(self, spec: CallSpec) -> None:
+        at = self._current()
+        self.variants[at] = replace(self.variants[at], call_spec=spec)
+        self._guards[at] = spec.guard_function()
+
+    def put(self, at: int, graph: Graph) -> None:
+        """Put a graph in the place of one of the graphs, whatever state the module is in."""
+        before, self._chosen = self._chosen, at
+        try:
+            self.graph = graph
+        finally:
+            self._chosen = before
 
     def recompile(self) -> Any:
-        """Regenerate the code from the graph, keeping the original's call signature."""
-        with called_directly(self.graph), called_by_name(self.graph), read_directly(self.graph):
+        """Regenerate the code from the graph of the present state, keeping the original's call signature."""
+        graph, at = self.graph, self._current()
+        graph.set_codegen(Containers(self.variants[at].call_spec))
+        with called_directly(graph), called_by_name(graph), read_directly(graph):
             code = super().recompile()
         cls: Any = type(self)  # of this instance alone
-        cls.graph_forward, cls.forward = cls.forward, ConvertedModule._forward
+        self._functions[at], cls.forward = cls.forward, ConvertedModule._forward
         cls.__call__ = nn.Module.__call__  # fx's own catches errors, to print lines of the code to stderr
         return code
+
+    def graph_forward(self, *flat: Any) -> Any:
+        """Run the graph of the present state on flat inputs; returns flat outputs."""
+        return self._functions[self._current()](self, *flat)
 
     @property
     def code(self) -> str:
         """The code of the graph, which runs by itself; a call takes the same by fewer detours (`bindings.py`)."""
         return self.graph.python_code("self").src
 
+    def only(self, at: int) -> ConvertedModule:
+        """Return a module of one of the graphs alone, which shares all but the choice."""
+        variant = self.variants[at]
+        return ConvertedModule(self, [variant], self.plan.part(at), self.device_type, self.original)
+
+    def _current(self) -> int:
+        """Return which graph holds for the present state; the first where none does."""
+        found = self._holding() if self._chosen is None else self._chosen
+        return 0 if found is None else found
+
+    def _holding(self) -> int | None:
+        if self._by_state is None:
+            return 0
+        grad = torch.is_grad_enabled()
+        for at, (asked, flags) in enumerate(self._by_state):
+            if (asked is None or asked is grad) and all(module.training is flag for module, flag in flags):
+                return at
+        return None
+
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self.only_mode is not None:
-            self._refuse_flags(self.only_mode)
-        if self.only_grad:
-            self._refuse_grad_mode(self.only_grad)
-        flat = self.call_spec.bind(args, kwargs)
-        if self._guards is not None:
-            holds = self._guards(*flat)
+        at = 0 if self._by_state is None else self._holding()
+        if at is None:
+            raise self._refusal()
+        flat = self.variants[at].call_spec.bind(args, kwargs)
+        guards = self._guards[at]
+        if guards is not None:
+            holds = guards(*flat)
             if False in holds:
-                self.call_spec.refuse_sizes(holds, flat)
+                self.variants[at].call_spec.refuse_sizes(holds, flat)
         grad, autocast = torch.is_grad_enabled(), torch.is_autocast_enabled(self.device_type)
+        function = self._functions[at]
         try:
             if autocast:
                 with torch.autocast(self.device_type, enabled=False):
-                    out = self.graph_forward(*flat)
+                    out = function(self, *flat)
             else:
-                out = self.graph_forward(*flat)
+                out = function(self, *flat)
         finally:  # an error inside a grad-mode or autocast region of the graph
             if torch.is_grad_enabled() is not grad:
                 torch.set_grad_enabled(grad)
@@ -126,28 +212,29 @@ class ConvertedModule(GraphModule):
                 torch.set_autocast_enabled(self.device_type, autocast)
         if self.training:
             self._watch(out)
-        return self.call_spec.pack(out)
+        return self.variants[at].call_spec.pack(out)
 
-    def _refuse_flags(self, captured: dict[str, bool]) -> None:
-        """Raise CaptureError when a module is in another mode than the one the graph was captured in."""
-        for path, flag in captured.items():
-            if self.get_submodule(path).training is not flag:
-                here = f"'{path}'" if path else "it"
-                raise CaptureError(
-                    f"{self.original} was captured while {here} had training={flag}; its graph holds for that alone "
-                    f"({'; '.join(self.plan.notes)}). Convert it again in the mode wanted; both "
-                    "conversions share the parameters."
-                )
-
-    def _refuse_grad_mode(self, captured: dict[bool, bool]) -> None:
-        """Raise CaptureError in another grad mode than the one the graph was captured in."""
-        mode = captured.get(self.training)
-        if mode not in (None, torch.is_grad_enabled()):
-            raise CaptureError(
-                f"{self.original} was captured while torch.is_grad_enabled() was {mode}, which it asks for; its graph "
-                f"holds for that alone ({'; '.join(self.plan.notes)}). Convert it again in the grad mode wanted, which "
-                "shares the parameters, or use fxamp.compile(model)."
+    def _refusal(self) -> CaptureError:
+        """Return the error for a state that no graph holds for."""
+        now, grad = {path: m.training for path, m in self.named_modules()}, torch.is_grad_enabled()
+        why = next((why for state, why in self.missing if _allows(state, now, grad)), "")
+        if why:
+            return CaptureError(
+                f"{self.original} could not be captured in the state that it is in now, {State(now, grad)}: {why} Call "
+                "it in another state, or use fxamp.compile(model), which captures at the first call."
             )
+        held = "; ".join(dict.fromkeys(str(v.state) for v in self.variants))
+        odd = next((path for path, flag in now.items() if flag is not self.training), None)
+        here = f"'{odd}' has training={now[odd]}" if odd is not None else f"it has training={self.training}"
+        return CaptureError(
+            f"{self.original} computes something else in each state, and was captured for: {held}. Now {here}, "
+            f"gradients {'on' if grad else 'off'}, which none of these is{self._fixed()}. Convert it again in the "
+            "state wanted; both conversions share the parameters."
+        )
+
+    def _fixed(self) -> str:
+        """Return why there is one state alone, where the plan says it."""
+        return next((f" ({note})" for note in self.plan.notes if "was fixed when it was exported" in note), "")
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -180,7 +267,7 @@ class ConvertedModule(GraphModule):
         tree = nn.Module()
         for key in _TREE:
             tree.__dict__[key] = copy.deepcopy(self.__dict__[key], memo)
-        new = self._rebuild(tree, graph_from_data(graph_to_data(self.graph)))
+        new = self._rebuild(tree)
         memo[id(self)] = new
         for key in _HOOKS:
             new.__dict__[key] = copy.deepcopy(self.__dict__[key], memo)
@@ -189,30 +276,35 @@ class ConvertedModule(GraphModule):
     def __reduce__(self) -> Any:
         self._refuse_copies()
         tree = {key: self.__dict__[key] for key in _TREE}
-        state = (self.plan.to_json(), self.call_spec, self.device_type, self.only_mode, self.original, self.only_grad)
-        return _load, (tree, graph_to_data(self.graph), state)
+        graphs = [(v.state, graph_to_data(v.graph), v.call_spec) for v in self.variants]
+        return _load, (tree, graphs, (self.plan.to_json(), self.device_type, self.original, self.missing))
 
     def __copy__(self) -> ConvertedModule:
         self._refuse_copies()
         tree = nn.Module()
         for key in _TREE:
             tree.__dict__[key] = copy.copy(self.__dict__[key])
-        return self._rebuild(tree, graph_from_data(graph_to_data(self.graph)))
+        return self._rebuild(tree)
 
     def _refuse_copies(self) -> None:
         if self.uncopied:
             raise CaptureError(f"this module cannot be copied: {self.uncopied}.")
 
-    def _rebuild(self, tree: nn.Module, graph: Graph) -> ConvertedModule:
-        state = self.device_type, self.only_mode, self.original, self.only_grad
-        return ConvertedModule(tree, graph, self.plan, self.call_spec, *state)
+    def _rebuild(self, tree: nn.Module) -> ConvertedModule:
+        variants = [replace(v, graph=graph_from_data(graph_to_data(v.graph))) for v in self.variants]
+        return ConvertedModule(tree, variants, self.plan, self.device_type, self.original, self.missing)
 
 
-def _load(tree: dict[str, Any], graph: list[Any], state: tuple[Any, ...]) -> ConvertedModule:
+def _allows(state: State, flags: Mapping[str, bool], grad: bool) -> bool:
+    return state.grad in (None, grad) and (state.flags is None or state.flags == flags)
+
+
+def _load(tree: dict[str, Any], graphs: list[Any], rest: tuple[Any, ...]) -> ConvertedModule:
     root = nn.Module()
     root.__dict__.update(tree)
-    plan, *rest = state
-    return ConvertedModule(root, graph_from_data(graph), Plan.from_json(plan), *rest)
+    plan, device_type, original, missing = rest
+    variants = [Variant(state, graph_from_data(graph), spec) for state, graph, spec in graphs]
+    return ConvertedModule(root, variants, Plan.from_json(plan), device_type, original, missing)
 
 
 def skeleton(model: nn.Module, opaque: dict[str, nn.Module], constants: dict[str, Any]) -> nn.Module:

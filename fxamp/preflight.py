@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
-import sys
-import threading
-import types
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.utils.checkpoint
@@ -20,6 +15,7 @@ from passes._torch import global_module_hooks, pytree
 from passes.errors import INSTEAD, CaptureError, NotFaithfulError
 
 from . import frames
+from .capture.patches import replaced
 
 _HOOKS = {
     "_forward_hooks": "forward hook",
@@ -125,21 +121,18 @@ def _refuse_hook(where: str, kind: str, label: str, front_end: str) -> None:
 @contextlib.contextmanager
 def refuse_constructs(front_end: str) -> Iterator[None]:
     """Raise CaptureError when the model, while being captured, uses what this front end drops or inlines."""
-    me = threading.get_ident()  # other threads go on using what they like
 
     def refusing(owner: Any, attribute: str, construct: str | Callable[[Any], str], loss: str) -> Any:
-        original = inspect.getattr_static(owner, attribute)
-        of_class = isinstance(original, (classmethod, types.ClassMethodDescriptorType))
+        def make(original: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                if used_by_model():
+                    name = construct if isinstance(construct, str) else construct(args[0])
+                    raise NotFaithfulError(f"{name} at {frames.place()}: capture='{front_end}' {loss}. {INSTEAD}.")
+                return original(*args, **kwargs)
 
-        def patched(*args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() == me and used_by_model():
-                name = construct if isinstance(construct, str) else construct(args[0])
-                raise NotFaithfulError(f"{name} at {frames.place()}: capture='{front_end}' {loss}. {INSTEAD}.")
-            if of_class:
-                return original.__get__(None, args[0])(*args[1:], **kwargs)
-            return original(*args, **kwargs)
+            return call
 
-        return mock.patch.object(owner, attribute, classmethod(patched) if of_class else patched)
+        return replaced(owner, attribute, make)
 
     inlined, region = "would inline it and lose its", "would drop the region"
     checkpointing = torch.utils.checkpoint
@@ -209,20 +202,20 @@ def grad_mode_reads() -> Iterator[list[str]]:
 
     One asked in a region of its own gets what it always will.
     """
-    me, ambient, ask = threading.get_ident(), torch.is_grad_enabled(), torch.is_grad_enabled
+    ambient = torch.is_grad_enabled()
     places: list[str] = []
 
-    def asked() -> bool:
-        mode = ask()
-        if (
-            threading.get_ident() == me
-            and mode is ambient
-            and frames.kind(sys._getframe(1).f_code.co_filename) == "user"
-        ):
-            places.append(frames.place())
-        return mode
+    def make(ask: Callable[..., Any]) -> Callable[..., Any]:
+        def asked() -> bool:
+            mode: bool = ask()
+            asker = frames.caller(("user", "nn", "torch"))
+            if mode is ambient and asker is not None and frames.kind(asker.f_code.co_filename) == "user":
+                places.append(frames.place())
+            return mode
 
-    with mock.patch.object(torch, "is_grad_enabled", asked):
+        return asked
+
+    with replaced(torch, "is_grad_enabled", make):
         yield places
 
 

@@ -1,45 +1,105 @@
 """Guard the sizes 1 and 0 where a model computes something else for them.
 
 The exporter takes every dynamic size for at least 2, and leaves no trace of a branch that this decides, such as
-`if x.shape[1] > 1`. So the graph is tried against the model on the example inputs cut down to those sizes.
+`if x.shape[1] > 1`. So the model and its graph are run on fake tensors, which have sizes and no values: what they call
+on the example's sizes and on those sizes must differ in the same way, which is mostly not at all. No kernel runs on
+inputs that nobody gave. What cannot be run on fake tensors, for its data decides, is guarded without being tried.
 """
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from passes._torch import FakeTensorMode, TorchDispatchMode, pytree, quiet_fakes, undecided_by_fakes
 
 from .call import CallSpec
-from .tensors import same
 
 _EQUAL = re.compile(r"args\[(\d+)\]\.size\(\)\[(\d+)\] == args\[(\d+)\]\.size\(\)\[(\d+)\]")
+_PLAIN = (bool, int, float, complex, torch.dtype)
+_SCALARS = ("number", "float", "bool", "Scalar", "ScalarType", "Tensor")  # arguments whose plain values are no sizes
 Dimension = tuple[int, int]  # which tensor, which of its dimensions
+Run = Callable[[list[Any]], Any]  # of flat tensors
 
 
-def guards_of_small_sizes(call: CallSpec, tensors: Sequence[Any], differs: Callable[[list[Any]], bool]) -> list[str]:
+class _Calls(TorchDispatchMode):
+    """Count the kernels that are called, with the numbers they are given; views, which move nothing, are left out."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count: Counter[Any] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        arguments = func._schema.arguments
+        if not _is_view(func):
+            given = [*zip((a.type for a in arguments), args, strict=False)]
+            given += [(a.type, (kwargs or {})[a.name]) for a in arguments if a.name in (kwargs or {})]
+            numbers = [(type(v), v) for kind, v in given if _of_scalars(kind) and isinstance(v, _PLAIN)]
+            self.count[(str(func), *numbers)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _of_scalars(kind: Any) -> bool:
+    return str(kind).removeprefix("Optional[").removesuffix("]") in _SCALARS
+
+
+def _is_view(func: Any) -> bool:
+    returned = func._schema.returns
+    only_views = bool(returned) and all(r.alias_info is not None and not r.alias_info.is_write for r in returned)
+    return only_views or func._schema.name in ("aten::lift_fresh", "aten::lift_fresh_copy", "aten::detach")
+
+
+def guards_of_small_sizes(call: CallSpec, tensors: Sequence[torch.Tensor], model: Run, graph: Run) -> list[str]:
     """Return the guards that a graph needs, beside those it has.
 
     Args:
         call: of the graph.
         tensors: the example's.
-        differs: says whether the graph gives something else than the model for tensors such as these.
+        model: calls the model.
+        graph: calls the graph.
     """
     if call.in_spec is None:
         return []
-    holds, out = call.guard_function(), []
+    holds, out, usual = call.guard_function(), [], None
     for dimensions in _dimensions(call):
         if any(tensors[i].shape[d] < 2 for i, d in dimensions):
             continue
         for size in (1, 0):
-            cut = [_cut(t, {d for i, d in dimensions if i == at}, size) for at, t in enumerate(tensors)]
-            if _hold(holds, cut) and differs(cut):
+            cut = {at: {d for i, d in dimensions if i == at} for at, _ in dimensions}
+            if not _hold(holds, [_meta(t, cut.get(i, set()), size) for i, t in enumerate(tensors)]):
+                continue
+            try:
+                usual = usual if usual is not None else _difference(tensors, {}, 0, model, graph)
+                differs = _difference(tensors, cut, size, model, graph) != usual
+            except Exception as e:  # whatever a model has against such inputs, it has
+                differs = undecided_by_fakes(e)
+            if differs:
                 tensor, dimension = dimensions[0]
                 out.append(f"args[{tensor}].size()[{dimension}] >= {size + 1}")
                 break
     return out
+
+
+def _difference(tensors: Sequence[torch.Tensor], cut: dict[int, set[int]], size: int, model: Run, graph: Run) -> Any:
+    """Return the calls that one of model and graph makes and the other does not, and whether the results look alike."""
+    made = []
+    for run in (model, graph):
+        mode, calls = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()), _Calls()
+        fakes = [mode.from_tensor(t.detach(), static_shapes=True) for t in tensors]
+        with quiet_fakes(), mode:
+            given = [_cut(t, cut.get(i, set()), size) for i, t in enumerate(fakes)]
+            given = [g.requires_grad_(t.requires_grad) for g, t in zip(given, tensors, strict=True)]
+            with calls:
+                output = run(given)
+        shapes = [(o.shape, o.dtype) for o in pytree.tree_leaves(output) if isinstance(o, torch.Tensor)]
+        made.append((calls.count, shapes))
+    (ours, shapes), (theirs, others) = made
+    return ours - theirs, theirs - ours, shapes == others
 
 
 def _hold(guards: Callable[..., list[bool]] | None, tensors: list[Any]) -> bool:
@@ -66,15 +126,11 @@ def _dimensions(call: CallSpec) -> Iterator[list[Dimension]]:
     return iter(groups.values())
 
 
-def _cut(tensor: Any, dimensions: set[int], size: int) -> Any:
+def _meta(tensor: torch.Tensor, dimensions: set[int], size: int) -> torch.Tensor:
+    return torch.empty([size if d in dimensions else n for d, n in enumerate(tensor.shape)], device="meta")
+
+
+def _cut(tensor: torch.Tensor, dimensions: set[int], size: int) -> torch.Tensor:
     for dimension in dimensions:
         tensor = tensor.narrow(dimension, 0, size)
-    return tensor.detach().clone() if isinstance(tensor, torch.Tensor) else tensor
-
-
-def all_same(expected: Sequence[Any], got: Sequence[Any]) -> bool:
-    """Say whether two calls gave the same leaves, bit for bit."""
-    return len(expected) == len(got) and all(
-        same(a, b) if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) else type(a) is type(b)
-        for a, b in zip(expected, got, strict=True)
-    )
+    return tensor.clone() if dimensions else tensor

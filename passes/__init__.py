@@ -28,6 +28,7 @@ from .errors import PlanError, VerificationError
 from .extremes import note_buffers
 from .insert_casts import insert_casts, is_inserted
 from .legalize import decompose_composites, drop_autocast_switches, index_fields
+from .legalize.reads import apply_reads
 from .measured_costs import Timer
 from .plan import REMEDY, Decision, Plan
 from .policy import Policy, check_used
@@ -47,6 +48,7 @@ def compile_graph(
     capture: str,
     notes: tuple[str, ...] = (),
     plan: Plan | None = None,
+    own: frozenset[tuple[int, str]] | None = None,
     timer: Timer | None = None,
 ) -> Plan:
     """Run every pass over a graph, in order, in place; return what was decided.
@@ -58,6 +60,7 @@ def compile_graph(
         capture: the front end that made the graph, for the plan.
         notes: what capture has to say, for the plan.
         plan: what to carry out instead of deciding anew.
+        own: which of its decisions, by graph and key, this graph must have; None for all.
         timer: measures calls, for cost="measured".
 
     Raises:
@@ -65,7 +68,7 @@ def compile_graph(
         PlanError: the plan does not fit the graph.
         VerificationError: a pass went wrong; the graph is not to be used.
     """
-    compilation = _Compilation(policy, plan, timer)
+    compilation = _Compilation(policy, plan, own, timer)
     with no_autocast():
         verify(graph)
         compilation.legalize(graph, attribute)
@@ -82,7 +85,10 @@ def compile_graph(
         policy,
         verified="symbolic" if compilation.symbolic else "fake",
         capture=capture,
-        notes=(*notes, *(f"composite kept whole: {name}" for name in sorted(compilation.kept)), *compilation.unsized()),
+        notes=(
+            *notes, *(f"composite kept whole: {name}" for name in sorted(compilation.kept)), *compilation.unsized(),
+            *dict.fromkeys(f"defect of a rule: {text}" for text in compilation.disagreements),
+        ),
         inserted_casts=compilation.inserted,
         casts=compilation.casts,
     )
@@ -91,10 +97,13 @@ def compile_graph(
 class _Compilation:
     """The passes over one graph and the bodies inside it, and what they decided."""
 
-    def __init__(self, policy: Policy, plan: Plan | None, timer: Timer | None) -> None:
-        self.policy, self.plan, self.timer = policy, plan, timer
+    def __init__(
+        self, policy: Policy, plan: Plan | None, own: frozenset[tuple[int, str]] | None, timer: Timer | None
+    ) -> None:
+        self.policy, self.plan, self.own, self.timer = policy, plan, own, timer
         self.decisions: list[Decision] = []
         self.kept: set[str] = set()
+        self.disagreements: list[str] = []
         self.graphs = self.inserted = self.casts = 0
         self.symbolic = False
 
@@ -102,6 +111,7 @@ class _Compilation:
         """Run the first pass over a graph and over those inside it."""
         if self.policy.level == "O0":
             return
+        apply_reads(graph, exact=self.policy.level == "O1")
         self.kept.update(_legalize(graph, self.policy))
         note_buffers(graph, attribute)
         verify(graph)
@@ -115,8 +125,10 @@ class _Compilation:
         plan = self.plan and replace(self.plan, decisions=tuple(d for d in self.plan.decisions if d.graph == index))
         assignment = assign_precision(graph, policy, original_dtypes(graph, attribute), plan, border, self.timer)
         if plan is not None:
-            replay(graph, assignment, plan)
+            own = None if self.own is None else frozenset(key for at, key in self.own if at == index)
+            replay(graph, assignment, plan, own)
         self.decisions += _decisions(graph, assignment, index)
+        self.disagreements += assignment.disagreements
         self.symbolic |= assignment.symbolic
         self.inserted += insert_casts(graph, assignment)
         for node, inside in border.bodies.items():

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch._jit_internal import boolean_dispatched as boolean_dispatched
 from torch._library.custom_ops import _maybe_get_opdef
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.amp.autocast_mode import _enter_autocast as enter_autocast
@@ -24,6 +25,7 @@ from torch.amp.autocast_mode import _exit_autocast as exit_autocast
 from torch.export import ExportedProgram
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP as GUARD_NAMES
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.overrides import TorchFunctionMode as TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
@@ -74,6 +76,18 @@ def example_sizes(size: torch.SymInt | torch.SymFloat | torch.SymBool) -> dict[A
     env = size.node.shape_env
     known = getattr(env, "backed_var_to_val", None)
     return dict(env.var_to_val if known is None else known)  # the older name
+
+
+def undecided_by_fakes(error: Exception) -> bool:
+    """Say whether this is what fake tensors raise where only data decides, and not what a program has to say."""
+    kinds = (
+        fake_tensor.DataDependentOutputException,
+        fake_tensor.DynamicOutputShapeException,
+        fake_tensor.UnsupportedFakeTensorException,
+        fake_tensor.UnsupportedOperatorException,
+        GuardOnDataDependentSymNode,
+    )
+    return isinstance(error, kinds)
 
 
 @contextlib.contextmanager
@@ -138,5 +152,6 @@ __all__ = [
     "quiet_fakes",
     "registered_autocast_dtype",
     "source_name",
+    "undecided_by_fakes",
     "without_transforms",
 ]

@@ -11,7 +11,7 @@ After:  linear: bfloat16, "low: matrix product"; softmax: bfloat16, "follow: its
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,7 +25,17 @@ from .place import place
 from .plan import Plan
 from .policy import Policy
 from .simulate import Simulation
-from .values import ANY, Aliases, Inference, SymbolicInference, is_floating, keys, module_types
+from .values import (
+    ANY,
+    Aliases,
+    Inference,
+    SymbolicInference,
+    is_floating,
+    is_known,
+    keys,
+    module_types,
+    source,
+)
 
 
 @dataclass
@@ -40,6 +50,7 @@ class Assignment:
         returned: the dtype that each output of the graph must have.
         infer: gives a node's output dtypes from those of its operands.
         symbolic: dtypes were inferred without shapes.
+        disagreements: where `torch.autocast` was seen to give other dtypes than the rules say it does.
     """
 
     colours: dict[Node, Colouring]
@@ -49,6 +60,7 @@ class Assignment:
     returned: dict[Node, Any]
     infer: Callable[[Node, Callable[[Node], Any]], Any]
     symbolic: bool
+    disagreements: list[str] = field(default_factory=list)
 
 
 def assign_precision(
@@ -98,7 +110,25 @@ def assign_precision(
     if plan is not None:
         _keep_reasons(graph, simulation, plan)
     autocast = {n: c.dtype for n, c in reference.colours.items()}
-    return Assignment(simulation.colours, simulation.dtypes, original, autocast, returned, infer, symbolic)
+    seen = _disagreements(graph, reference) if policy.level != "O0" else []
+    return Assignment(simulation.colours, simulation.dtypes, original, autocast, returned, infer, symbolic, seen)
+
+
+def _disagreements(graph: Graph, reference: Simulation) -> list[str]:
+    """Compare what the rules say of autocast with what a capture under it gave, value by value.
+
+    A node counts where the rules are right about its operands, so that one wrong rule is said once.
+    """
+    out, wrong, names = [], set[Node](), keys(graph.nodes)
+    for node in graph.nodes:
+        seen, ours = node.meta.get("autocast"), reference.dtypes.get(node)
+        compared = node.op.startswith("call") and is_floating(seen) and is_known(ours)
+        if not compared or seen == ours:
+            continue
+        if wrong.isdisjoint(node.all_input_nodes):
+            out.append(f"torch.autocast gives {seen} at {names[node]}, the rules say {ours}: {source(node)}")
+        wrong.add(node)
+    return out
 
 
 def _as_it_is(node: Node, original: dict[Node, Any]) -> Colouring | None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import Node
 
+AS_AUTOCAST = "as_autocast"  # a kind, and the key of a node's meta: it runs under autocast, whatever is inside
 Place = tuple[str, int]  # an operand: argument name, index in a list argument
 
 
@@ -16,7 +17,7 @@ class Colouring:
 
     Attributes:
         dtype: what the node runs in.
-        kind: the kind of the rule, or "override", "region", "cast".
+        kind: the kind of the rule, or "override", "region", "cast", "as_autocast".
         reason: "code: sentence".
         casts: the operands that must be cast, and to what.
         set_dtype: the new dtype argument of a relative user cast.

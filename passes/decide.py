@@ -10,14 +10,14 @@ import torch
 from torch.fx import Node
 
 from . import ops
-from .colouring import Colouring
+from .colouring import AS_AUTOCAST, Colouring
 from .extremes import converts
 from .kinds import by_kind, fp32, in_place, user_cast
 from .levels import by_level
 from .operand_casts import all_to, keep, natural
 from .policy import module_override, op_override
 from .rules import FOLLOW, LOW, PROMOTE, Rule, lookup
-from .state import State
+from .state import State, first_float
 from .values import ANY, may_alias, mutated_operands, out_operands
 from .values import LOW as LOW_DTYPES
 
@@ -27,6 +27,11 @@ def decide(state: State, node: Node, name: str, floats: list[ops.Operand]) -> Co
     row, kind = lookup(name, state.device, state.low)
     if name in ("to", "type_as"):
         return user_cast(state, node)
+    if node.meta.get(AS_AUTOCAST):
+        return _as_autocast(state, node, floats)
+    if "read" in node.meta:
+        why = f"dtype_argument: {node.meta['read']}, as read under autocast"
+        return natural(state, row, floats, FOLLOW, why)
     if mutated_operands(node) and (name.endswith("_") or out_operands(node) or name == "setitem"):
         return in_place(state, node, row, floats)
     if not state.autocast and state.aliases.find(node) in state.pinned:
@@ -58,6 +63,14 @@ def decide(state: State, node: Node, name: str, floats: list[ops.Operand]) -> Co
         why = f"{state.policy.level}_low: not sensitive, beside low operands"
         return all_to(state, low, row, floats, kind, why)
     return by_kind(state, node, name, row, kind, floats, low)
+
+
+def _as_autocast(state: State, node: Node, floats: list[ops.Operand]) -> Colouring:
+    """Give an autograd function, which runs under autocast, what it read there: then it gives what it gave there."""
+    seen = {(o.name, o.index): o.node.meta.get("autocast", state.original[o.node]) for o in floats}
+    casts = {at: seen[at] for at, o in zip(seen, floats, strict=True) if state.dtypes[o.node] != seen[at]}
+    dtype = first_float(node.meta["autocast"]) or torch.float32
+    return Colouring(dtype, AS_AUTOCAST, f"{AS_AUTOCAST}: runs under torch.autocast, on what it read there", casts)
 
 
 def _override(state: State, node: Node, name: str, row: Rule, floats: list[ops.Operand]) -> Colouring | None:

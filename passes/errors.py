@@ -15,6 +15,10 @@ class NotFaithfulError(CaptureError):
     """This front end would lose something of the model; `capture="jit"` keeps it."""
 
 
+class RejectedError(CaptureError):
+    """The model itself raises for the example inputs."""
+
+
 class NotAModuleError(CaptureError, TypeError):
     """Something other than a module was given where a module is needed."""
 

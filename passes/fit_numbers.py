@@ -35,7 +35,7 @@ def fit_numbers(state: State, node: Node, name: str, floats: list[ops.Operand], 
         row = lookup(name, state.device, state.low)[0]
         why = "literal: a number does not fit the low dtype"
         colouring = all_to(state, torch.float32, row, floats, colouring.kind, why)
-        if dtype_reference(node) is not None:
+        if dtype_reference(node) is not None or "read" in node.meta:
             colouring.set_dtype = torch.float32
         state.dtypes[node] = torch.float32 if colouring.set_dtype else result_dtypes(state, node, colouring)
     elif mended or clamped:

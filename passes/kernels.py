@@ -16,25 +16,34 @@ from . import ops
 from .values import ELIGIBLE, concrete
 
 _NOT_EVERYWHERE = frozenset(["lstm", "rnn_tanh", "rnn_relu", "gru", "quantized_gru", "rrelu"])
-_tried: dict[Any, bool] = {}
 
 
-def runs_in(node: Node, dtype: torch.dtype, device: str, dtype_of: Callable[[Node], Any]) -> bool:
+def runs_in(
+    node: Node, dtype: torch.dtype, device: str, dtype_of: Callable[[Node], Any], tried: dict[Any, bool]
+) -> bool:
     """Say whether an op runs with its floating operands in this dtype; True where that cannot be tried.
 
     It is run on zeros of the sizes that it has in the graph, and draws no random numbers that a training would miss. An
     op that does not run in the dtypes of the original either says nothing.
+
+    Args:
+        node: a call.
+        dtype: the low dtype.
+        device: where it is to run.
+        dtype_of: gives the dtype of a value.
+        tried: what was found for the same call of this graph before; added to.
     """
     name = ops.name(node)
     if name not in _NOT_EVERYWHERE and "::" not in name:
         return True
     if device == "cuda" and not torch.cuda.is_available():
         return True
-    key = (name, dtype, device, ops.argument(node, "training"))
-    if key not in _tried:
+    literals = torch.fx.map_arg((node.args, dict(node.kwargs)), lambda n: None)
+    key = (name, dtype, device, repr(literals))
+    if key not in tried:
         low = _runs(node, device, lambda n: dtype if dtype_of(n) in ELIGIBLE else None)
-        _tried[key] = low or not _runs(node, device, lambda n: None)
-    return _tried[key]
+        tried[key] = low or not _runs(node, device, lambda n: None)
+    return tried[key]
 
 
 def _runs(node: Node, device: str, dtype_of: Callable[[Node], torch.dtype | None]) -> bool:

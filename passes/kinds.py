@@ -27,7 +27,7 @@ def by_kind(
     Raises:
         PolicyError: autocast bans the op on this device; it has no rule, and the policy wants one.
     """
-    if kind == LOW and not state.autocast and not runs_in(node, low, state.device, state.dtypes.get):
+    if kind == LOW and not state.autocast and not runs_in(node, low, state.device, state.dtypes.get, state.tried):
         return all_to(state, torch.float32, row, floats, KEEP, f"keep: no kernel for {low} on this {state.device}")
     if kind == LOW:
         return _low(state, row, floats, low)
@@ -64,7 +64,7 @@ def by_kind(
 
 
 def _lacks(state: State, node: Node, row: Rule, low: Any) -> bool:
-    return state.device in row.no_low or not runs_in(node, low, state.device, state.dtypes.get)
+    return state.device in row.no_low or not runs_in(node, low, state.device, state.dtypes.get, state.tried)
 
 
 def _low(state: State, row: Rule, floats: list[ops.Operand], low: Any) -> Colouring:
@@ -118,7 +118,7 @@ def user_cast(state: State, node: Node) -> Colouring | None:
     """Colour a cast that the author wrote; one to another dtype than a floating one has no colour."""
     forced = module_override(state.policy, state.stacks.get(node, ())) if state.policy.modules else None
     observed = None if forced is not None and forced.colour == "fp32" else node.meta.get("read")
-    intent = state.casts.read(node, state.dtypes, observed)
+    intent = state.casts.read(node, state.dtypes, observed, exact=not state.aggressive)
     if intent.dtype is None and not intent.literal and state.dtypes[node] is ANY and not state.autocast:
         why = "keep: it takes the dtype of what is not known, or the device"
         return keep(state, node, list(ops.operands(node))[:1], KEEP, why)

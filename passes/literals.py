@@ -49,8 +49,8 @@ def _scalar_arguments(target: Any) -> frozenset[str]:
 
 
 def is_extreme(number: float, low: torch.dtype) -> bool:
-    """Say whether a number is out of the low dtype's range."""
-    return abs(number) > torch.finfo(low).max
+    """Say whether a number is out of the low dtype's range; infinity is in it."""
+    return math.isfinite(number) and abs(number) > torch.finfo(low).max
 
 
 def is_tiny(number: float, low: torch.dtype) -> bool:

@@ -6,9 +6,11 @@ plan always gives the same text.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ import torch
 from .errors import PlanError, PolicyError
 from .policy import Policy
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 # Reasons for which a node may differ from what torch.autocast does, at O1. The list is complete.
 DEVIATIONS = ("user_cast", "literal", "composite", "keep")
 REMEDY = "make the plan anew, with `fxamp report TARGET --save-plan FILE` or `fxamp.plan(model, ...).save(path)`"
@@ -70,6 +72,8 @@ class Plan:
         inserted_casts: Casts that colouring asked for.
         casts: Of those, the ones left after elimination.
         torch_version: The torch it was made with.
+        states: Of a model with several graphs: the states of the model that each holds for, and the number of its first
+            graph, as "12: evaluation". A decision that the first of them has too, for the same key, stands there alone.
         version: Version of the file format.
     """
 
@@ -81,6 +85,7 @@ class Plan:
     inserted_casts: int = 0
     casts: int = 0
     torch_version: str = field(default_factory=lambda: str(torch.__version__))
+    states: tuple[str, ...] = ()
     version: int = FORMAT_VERSION
 
     def __post_init__(self) -> None:
@@ -92,9 +97,34 @@ class Plan:
             seen.add((decision.graph, decision.key))
 
     @property
+    def graphs(self) -> int:
+        """How many graphs there are, those inside others counted."""
+        return max((d.graph for d in self.decisions), default=0) + 1
+
+    @property
     def deviations(self) -> tuple[Decision, ...]:
         """List the decisions that may differ from torch.autocast on purpose."""
         return tuple(decision for decision in self.decisions if decision.code in DEVIATIONS)
+
+    def part(self, at: int) -> Plan:
+        """Return the plan of one of several graphs: its own decisions, and of the first graph's those it may share."""
+        if not self.states:
+            return self
+        firsts = [*self._firsts(), None]
+        own = _between(self.decisions, firsts[at], firsts[at + 1])
+        known = {(d.graph, d.key) for d in own}
+        shared = _between(self.decisions, firsts[0], firsts[1]) if at else []
+        return replace(
+            self, decisions=(*own, *(d for d in shared if (d.graph, d.key) not in known)), states=(),
+        )  # fmt: skip
+
+    def own(self, at: int) -> frozenset[tuple[int, str]]:
+        """Return what `part` has that is no other graph's: (graph, key)."""
+        firsts = [*(self._firsts() or [0]), None]
+        return frozenset((d.graph, d.key) for d in _between(self.decisions, firsts[at], firsts[at + 1]))
+
+    def _firsts(self) -> list[int]:
+        return [int(state.partition(":")[0]) for state in self.states]
 
     def to_json(self) -> str:
         """Write the plan as text, the same text for the same plan."""
@@ -117,6 +147,8 @@ class Plan:
                 f"{name}: plan format {data['version']} is newer than {FORMAT_VERSION}, the newest this fxamp reads; "
                 f"upgrade fxamp, or {REMEDY}"
             )
+        if data["version"] == 1:  # which knew one graph alone
+            data = {**data, "states": [], "version": FORMAT_VERSION}
         _check_shape(cls, data, name)
         decisions = []
         for index, row in enumerate(data["decisions"]):
@@ -124,7 +156,8 @@ class Plan:
             decisions.append(Decision(**row | {"causes": tuple(row["causes"])}))
         try:
             policy = Policy.parse(data["policy"])
-            return cls(**data | {"decisions": tuple(decisions), "policy": policy, "notes": tuple(data["notes"])})
+            read = {"decisions": tuple(decisions), "policy": policy, "notes": tuple(data["notes"])}
+            return cls(**data | read | {"states": _states(data["states"], name)})
         except (PolicyError, PlanError) as error:
             raise PlanError(f"{name}: {error}") from error
 
@@ -145,6 +178,35 @@ class Plan:
         except UnicodeDecodeError as error:
             raise PlanError(f"{os.fspath(path)}:1: not a plan (not UTF-8 text); {REMEDY}") from error
         return cls.from_json(text, name=os.fspath(path))
+
+
+def _between(decisions: Sequence[Decision], first: int | None, end: int | None) -> list[Decision]:
+    """Return the decisions on some graphs, counted from the first of these."""
+    start = first or 0
+    return [replace(d, graph=d.graph - start) for d in decisions if start <= d.graph and (end is None or d.graph < end)]
+
+
+def joined(plans: Sequence[Plan], states: Sequence[str]) -> Plan:
+    """Return one plan for all graphs of a model; what the first decides the same way stands there alone.
+
+    Args:
+        plans: of each graph.
+        states: what each holds for.
+    """
+    if len(plans) == 1:
+        return plans[0]
+    decisions, firsts = list(plans[0].decisions), [0]
+    shared = set(plans[0].decisions)
+    for before, plan in itertools.pairwise(plans):
+        firsts.append(firsts[-1] + before.graphs)
+        decisions += [replace(d, graph=d.graph + firsts[-1]) for d in plan.decisions if d not in shared]
+    named = tuple(f"{first}: {state}" for first, state in zip(firsts, states, strict=True))
+    return replace(
+        plans[0], decisions=tuple(decisions), states=named,
+        notes=tuple(dict.fromkeys(n for p in plans for n in p.notes)),
+        verified="symbolic" if any(p.verified == "symbolic" for p in plans) else "fake",
+        inserted_casts=sum(p.inserted_casts for p in plans), casts=sum(p.casts for p in plans),
+    )  # fmt: skip
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
@@ -172,7 +234,17 @@ _FIELD_TYPES: dict[str, type[Any]] = {
     "causes": list,
     "notes": list,
     "decisions": list,
+    "states": list,
 }
+
+
+def _states(named: list[str], name: str) -> tuple[str, ...]:
+    """Check the states of a plan: each with the number of its first graph, which rise."""
+    firsts = [state.partition(":")[0] for state in named]
+    numbers = [int(f) for f in firsts if f.isdecimal() and len(f) < 9]
+    if len(numbers) < len(firsts) or numbers != sorted(set(numbers)):
+        raise PlanError(f"{name}: 'states' has to give each state after the number of its first graph; {REMEDY}")
+    return tuple(named)
 
 
 def _check_shape(kind: type[Plan] | type[Decision], data: Any, where: str) -> None:
@@ -188,5 +260,5 @@ def _check_shape(kind: type[Plan] | type[Decision], data: Any, where: str) -> No
         # bool is an int to Python, but not in a plan.
         if not isinstance(value, expected) or isinstance(value, bool):
             raise PlanError(f"{where}: {name!r} is {value!r:.60}, expected {expected.__name__}; {REMEDY}")
-        if name in ("causes", "notes") and not all(isinstance(item, str) for item in value):
+        if name in ("causes", "notes", "states") and not all(isinstance(item, str) for item in value):
             raise PlanError(f"{where}: {name!r} holds something other than text; {REMEDY}")

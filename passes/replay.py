@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 import torch
 from torch.fx import Graph
 
@@ -11,11 +13,17 @@ from .plan import REMEDY, Plan
 from .values import keys, source
 
 
-def replay(graph: Graph, assignment: Assignment, plan: Plan) -> None:
+def replay(graph: Graph, assignment: Assignment, plan: Plan, own: Container[str] | None = None) -> None:
     """Check that a plan fits a graph, node by node, and that the colours are those it holds.
 
     Colours follow from one another, so a plan is replayed whole: where its policy gives another colour here, because
     torch or a rule has changed, that is said and nothing is converted.
+
+    Args:
+        graph: not changed.
+        assignment: what the plan's policy decides here.
+        plan: of this graph.
+        own: the keys that the graph must have, None for all; the others another graph of the model may have alone.
 
     Raises:
         PlanError: a decision has no node, a node has no decision, or a colour differs; names the first.
@@ -23,7 +31,8 @@ def replay(graph: Graph, assignment: Assignment, plan: Plan) -> None:
     names = keys(graph.nodes)
     ours = {names[n]: n for n in graph.nodes if n in assignment.colours}
     theirs = {d.key: d for d in plan.decisions}
-    missing = [k for k in theirs if k not in ours]
+    missing = [k for k in theirs if k not in ours and (own is None or k in own)]
+    theirs = {k: d for k, d in theirs.items() if k in ours or k in missing}
     extra = [k for k in ours if k not in theirs]
     if missing or extra:
         key = (missing or extra)[0]

@@ -10,7 +10,7 @@ import torch
 from torch.fx import Node
 
 from . import ops
-from .colouring import Colouring
+from .colouring import AS_AUTOCAST, Colouring
 from .rules import COMPOSITE, KEEP, rule
 from .state import State, first_float
 from .values import ELIGIBLE, LOW
@@ -21,6 +21,8 @@ def result_dtypes(state: State, node: Node, colouring: Colouring) -> Any:
     name = ops.name(node)
     if colouring.kind == "cast":
         return colouring.dtype
+    if colouring.kind == AS_AUTOCAST:
+        return node.meta["autocast"]
     kept = colouring.kind in (KEEP, COMPOSITE) and not state.autocast
     if kept or node.op == "call_module" or name.startswith("higher_order::"):
         return state.original[node]

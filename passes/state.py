@@ -29,6 +29,7 @@ class State:
         dtypes: the dtype of every value; that of the original where the run has not come yet.
         upcast: values the author has upcast, and moves of them.
         extremes: values that the low dtype cannot hold.
+        tried: which calls were found to have a low kernel; of this graph alone, so that no plan depends on another.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class State:
         self.device = policy.device or "cpu"
         self.low: Any = policy.dtype
         self.casts = Casts(original)
+        self.tried: dict[Any, bool] = {}
         self.pinned = {aliases.find(v) for v in observed(graph) if original[v] in (torch.float32, ANY)}
         self.aggressive = not autocast and policy.level in ("O2", "O3")
         self.islands = islands(graph) if self.aggressive else frozenset()

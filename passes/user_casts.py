@@ -1,12 +1,12 @@
 """What the author's own casts mean: literal (`.float()`) or relative (`.to(q.dtype)`, `type_as`).
 
-Capture bakes both into `to(x, float32)`. A literal cast is kept, and its value has that dtype. A relative one follows
-its reference: what `.to(input.dtype)` restores is low where the input has become low.
+Capture bakes both into `to(x, float32)`, and comparison with a capture under autocast tells them apart. A literal cast
+is kept, and its value has that dtype. A relative one follows its reference: what `.to(input.dtype)` restores is low
+where the input has become low.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -15,17 +15,7 @@ import torch
 from torch.fx import Graph, Node
 
 from . import ops
-from .values import ANY, LOW, is_floating, literal_dtype, module_path, source
-
-_RELATIVE = re.compile(r"\.dtype\b|type_as\(|\.to\((?:other|like)\b")
-_LITERAL = re.compile(r"\.(float|half|bfloat16|double|type)\(|torch\.(float|half|bfloat16|double|float(16|32|64))\b")
-
-
-def kind_of_line(line: str) -> str:
-    """Return what a line of source says of the cast in it: "literal", "relative" or "undecided"."""
-    if _RELATIVE.search(line):
-        return "relative"
-    return "literal" if _LITERAL.search(line) else "undecided"
+from .values import ANY, LOW, is_floating, literal_dtype, module_path
 
 
 @dataclass(frozen=True)
@@ -72,8 +62,17 @@ class Casts:
         """Return the dtype that capture wrote into the node, None when it reads it at run time."""
         return literal_dtype(node)
 
-    def read(self, node: Node, dtypes: dict[Node, Any], observed: torch.dtype | None = None) -> Intent:
-        """Return what a cast means, given the dtypes of the values before it, and the one capture saw it read."""
+    def read(
+        self, node: Node, dtypes: dict[Node, Any], observed: torch.dtype | None = None, exact: bool = True
+    ) -> Intent:
+        """Return what a cast means.
+
+        Args:
+            node: a cast.
+            dtypes: of the values before it.
+            observed: the dtype that capture under autocast saw it take, where there was one.
+            exact: what autocast gives is wanted; else more values may be low here than there.
+        """
         value: Any = node.args[0]
         held = dtypes.get(value)
         baked = self.baked(node)
@@ -81,23 +80,27 @@ class Casts:
         if reference is not None:
             found = dtypes[reference]
             found = found if isinstance(found, torch.dtype) else None
-            return Intent(found, False, "user_cast: relative, follows its reference")
+            return Intent(found, False, "cast: relative, follows its reference")
         if baked is None:
             return Intent(held if isinstance(held, torch.dtype) else None, False, "follow: moves its operand")
+        kind = self._kind(node)
+        if kind == "relative" and observed is not None:
+            return Intent(observed, False, "cast: relative, the dtype that was read under autocast")
         if (
             not baked.is_floating_point
             or not isinstance(held, torch.dtype)
             or not is_floating(self.original.get(value))
         ):
             return Intent(baked, True, "cast: the author wrote this dtype")
-        kind = self._kind(node)
         changes = self.original[value] != baked or baked != torch.float32  # no cast to be restored by
         if kind == "literal" or baked in LOW or (changes and kind != "relative"):  # what was captured is FP32
             return Intent(baked, True, "cast: the author wrote this dtype")
-        reason = "user_cast: relative" if kind == "relative" else "user_cast: undecided, taken as relative"
-        if observed is not None:
-            return Intent(observed, False, f"{reason}, as read under the ambient autocast")
-        return Intent(self._restores(node, dtypes) or held, False, reason)
+        if kind == "relative":
+            return Intent(self._restores(node, dtypes) or held, False, "user_cast: relative")
+        if observed is None:
+            return Intent(self._restores(node, dtypes) or held, False, "user_cast: undecided, taken as relative")
+        restored = None if exact else self._restores(node, dtypes)
+        return Intent(restored or observed, False, "cast: undecided, for under autocast it does nothing")
 
     def _reference(self, node: Node) -> Node | None:
         """Return the tensor whose dtype the cast takes, where the graph still has it."""
@@ -115,10 +118,8 @@ class Casts:
         return None
 
     def _kind(self, node: Node) -> str:
-        stated = node.meta.get("cast")  # front ends that have seen the call itself
-        if stated:
-            return str(stated)
-        return "literal" if node.op == "call_method" else kind_of_line(source(node))
+        """Return "literal", "relative" or "undecided"; a method in a graph of Python's says what the author wrote."""
+        return str(node.meta.get("cast", "literal" if node.op == "call_method" else "undecided"))
 
     def _restores(self, node: Node, dtypes: dict[Node, Any]) -> torch.dtype | None:
         """Return the dtype that the nearest upcast before this cast, in the same module, was made from."""

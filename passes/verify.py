@@ -9,6 +9,7 @@ from torch.fx import Graph, Node
 
 from . import ops
 from .assign_precision import Assignment
+from .colouring import AS_AUTOCAST
 from .errors import VerificationError
 from .insert_casts import cast_floating, is_inserted, recast
 from .result_dtypes import refuse_mixed
@@ -66,7 +67,7 @@ def _dtypes(node: Node, held: dict[Node, Any], assignment: Assignment) -> Any:
         return assignment.dtypes.get(node)  # of a body: what its caller has there
     if not node.op.startswith("call"):
         return assignment.original.get(node)
-    if node.op == "call_module" or ops.name(node).startswith("higher_order::"):
+    if node.op == "call_module" or node.meta.get(AS_AUTOCAST) or ops.name(node).startswith("higher_order::"):
         return assignment.dtypes.get(node)  # opaque: the operands are checked where they are cast
     if node.target is cast_floating:
         value, dtype = node.args
@@ -106,7 +107,8 @@ def _owner(node: Node) -> Node:
 
 def _is_touched(node: Node, assignment: Assignment) -> bool:
     colouring = assignment.colours.get(node)
-    return is_inserted(node) or (colouring is not None and colouring.set_dtype is not None)
+    read = "read" in node.meta and ops.name(node) not in ("to", "type_as")
+    return read or is_inserted(node) or (colouring is not None and colouring.set_dtype is not None)
 
 
 def _name(node: Node) -> str:

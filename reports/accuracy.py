@@ -27,7 +27,6 @@ from tqdm import tqdm
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
-from fxamp.capture import capture  # noqa: E402  (the path comes first)
 from reports import casts  # noqa: E402
 from tests.harness import (  # noqa: E402
     Subject,
@@ -87,7 +86,7 @@ def _large(name: str) -> Subject:
     few = {k: v[:EXAMPLES, :TOKENS] if v.dim() == 2 else v[:EXAMPLES] for k, v in inputs.items()}
     inputs = {k: v.contiguous() for k, v in few.items()}
     zoo = Zoo(name, lambda: model, lambda _: ((), inputs), lambda output: output.loss, "transformers")
-    return Subject(zoo, model, (), inputs, capture(model, (), inputs))
+    return Subject(zoo, model, (), inputs)
 
 
 def _distances(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import fxamp
-from fxamp.capture import as_inputs, capture
-from fxamp.convert import emit, resolve
+from fxamp.capture.captured import Captures, as_inputs
+from fxamp.capture.states import capture, copied
+from fxamp.convert import autocast_for, emit, resolve
 from passes._torch import pytree
 from tests.helpers import assert_same, example, run
 
@@ -158,7 +159,7 @@ def check(case: Case, front_end: str, dtype: torch.dtype = BF16) -> None:
 
 
 def at_levels(model: nn.Module, args: Any, front_end: str, *policies: str) -> list[Callable[[], Any]]:
-    """Return for each policy what converts the model, which ahead of time is captured once for all of them."""
+    """Return for each policy what converts the model, which ahead of time is captured once for each low dtype."""
     if front_end == "jit":
 
         def compiled(policy: str) -> Any:
@@ -166,11 +167,15 @@ def at_levels(model: nn.Module, args: Any, front_end: str, *policies: str) -> li
             return convert(model, args, front_end, policy)
 
         return [partial(compiled, policy) for policy in policies]
-    captured = capture(model, args, front_end=front_end, dynamic_shapes=None)
+    made: dict[Any, Captures] = {}
 
     def emitted(policy: str) -> Any:
-        own_graph = replace(captured, graph=copy.deepcopy(captured.graph))
-        return emit(own_graph, resolve(fxamp.Policy.parse(policy), model, as_inputs(args, None)))
+        inputs = as_inputs(args, None)
+        settled = resolve(fxamp.Policy.parse(policy), model, inputs)
+        autocast = autocast_for(settled, model, inputs)
+        if autocast not in made:
+            made[autocast] = capture(model, args, front_end=front_end, dynamic_shapes=None, autocast=autocast)
+        return emit(copied(made[autocast]), settled)
 
     return [partial(emitted, policy) for policy in policies]
 

@@ -6,16 +6,17 @@ import contextlib
 import copy
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import fxamp
-from fxamp.capture import Captured, as_inputs, capture
+from fxamp.capture.captured import Captures, as_inputs
+from fxamp.capture.states import capture, copied
 from fxamp.check import check_faithful
-from fxamp.convert import emit, resolve
+from fxamp.convert import autocast_for, emit, resolve
 from fxamp.measure import StepCounts, step_counts
 from passes._torch import pytree
 from passes.policy import Policy
@@ -26,17 +27,28 @@ BATCH = 3
 
 @dataclass
 class Subject:
-    """A model, its example inputs, and what capture made of it."""
+    """A model and its example inputs, with what capture made of it, once for each low dtype."""
 
     zoo: Zoo
     model: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    captured: Captured
+    front_end: str = "export"
+    made: dict[Any, Captures] = field(default_factory=dict)
+
+    def captures(self, policy: Policy) -> Captures:
+        """Return what capture makes of the model for a policy with device and dtype; to be copied before use."""
+        autocast = autocast_for(policy, self.model, as_inputs(self.args, self.kwargs))
+        if autocast not in self.made:
+            self.made[autocast] = capture(
+                self.model, self.args, self.kwargs, front_end=self.front_end, autocast=autocast
+            )
+            check_faithful(self.made[autocast].graphs[0], self.args, self.kwargs)
+        return self.made[autocast]
 
 
 def subject(name: str, front_end: str = "export") -> Subject:
-    """Return one model of the zoo and its capture, made once; the captured graph is copied for each use."""
+    """Return one model of the zoo, made once."""
     return _subject(name, front_end)
 
 
@@ -50,9 +62,7 @@ def _subject(name: str, front_end: str) -> Subject:
     zoo = BY_NAME[name]
     model = zoo.build()
     args, kwargs = zoo.inputs(BATCH)
-    captured = capture(model, args, kwargs, front_end=front_end)
-    check_faithful(captured, args, kwargs)
-    return Subject(zoo, model, args, kwargs, captured)
+    return Subject(zoo, model, args, kwargs, front_end)
 
 
 @functools.cache
@@ -62,8 +72,8 @@ def _converted(name: str, policy: str, front_end: str) -> fxamp.ConvertedModule:
 
 def compiled(found: Subject, policy: str) -> fxamp.ConvertedModule:
     """Return a subject converted under a policy."""
-    own = replace(found.captured, graph=copy.deepcopy(found.captured.graph))
-    return emit(own, resolve(Policy.parse(policy), found.model, as_inputs(found.args, found.kwargs)))
+    settled = resolve(Policy.parse(policy), found.model, as_inputs(found.args, found.kwargs))
+    return emit(copied(found.captures(settled)), settled)
 
 
 class UnderAutocast(nn.Module):

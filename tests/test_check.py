@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxamp
-from fxamp.capture import capture
+from fxamp.capture.states import capture
 from fxamp.check import check_faithful
 from passes.errors import NotFaithfulError
 from tests.helpers import FRONT_ENDS, Two, assert_is_eager, assert_untouched, example, fingerprint, o0
@@ -89,7 +89,7 @@ def _swap(graph: torch.fx.Graph) -> None:
 )
 def test_a_lossy_graph_is_refused_by_what_it_loses(spoil: Callable[[torch.fx.Graph], None], said: str) -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.ReLU())
-    captured = capture(model, (example(),))
+    captured = capture(model, (example(),)).graphs[0]
     check_faithful(captured, (example(),), {})
     spoil(captured.graph)
     with pytest.raises(fxamp.CaptureError, match=said):
@@ -145,7 +145,7 @@ class Counter(Two):
 @pytest.mark.parametrize("front_end", FRONT_ENDS)
 @pytest.mark.parametrize(("lost", "said"), [("add_", "in 'count'"), ("mul_", "in input 0")])
 def test_a_write_that_the_graph_lacks_is_found(front_end: str, lost: str, said: str) -> None:
-    captured = capture(Counter(), (example(),), front_end=front_end)
+    captured = capture(Counter(), (example(),), front_end=front_end).graphs[0]
     check_faithful(captured, (example(),), {})
     for node in list(captured.graph.nodes):
         if str(node.target).removeprefix("aten.").startswith(lost):
@@ -192,7 +192,7 @@ def test_on_the_meta_device_shapes_are_compared_and_the_plan_says_so(front_end: 
     converted = o0(model, (x,), None, front_end)
     assert converted(x).is_meta
     assert [note for note in converted.plan.notes if "meta device" in note]
-    captured = capture(model, (x,), front_end=front_end)
+    captured = capture(model, (x,), front_end=front_end).graphs[0]
     output: Any = captured.graph.output_node()
     with captured.graph.inserting_before(output):
         output.args = ((captured.graph.call_function(torch.mean, output.args[0]),),)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import fxamp
 from fxamp.functions import call
-from tests.helpers import Two, assert_is_eager, example, o0
+from tests.helpers import Two, assert_is_eager, assert_same, example, o0
 
 
 class TimesHundred(torch.autograd.Function):
@@ -104,9 +104,35 @@ def test_a_function_keeps_its_backward(forward: Callable[..., Tensor]) -> None:
     assert any(n.target is call for n in converted.graph.nodes)
 
 
-def test_at_o1_a_function_sees_the_original_dtypes_and_the_plan_says_so() -> None:
-    model, x = Two(several_outputs), example()
+@pytest.mark.parametrize("forward", [one_output, a_view, called_twice, without_gradient])
+def test_at_o1_a_function_runs_as_under_autocast(forward: Callable[..., Tensor]) -> None:
+    torch.manual_seed(0)
+    model, x = Two(forward), example()
     converted = fxamp.convert(model, (x,), policy="O1,dtype=bf16", capture="export")
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = model(x)
+    expected.sum().backward()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    for module in (converted, copy.deepcopy(converted)):
+        assert torch.equal(module(x), expected.float())
+    converted(x).sum().backward()
+    assert_same([p.grad for p in model.parameters() if p.grad is not None], gradients)
+    assert "as_autocast" in {d.kind for d in converted.plan.decisions}
+    assert not converted.plan.deviations
+
+
+def test_what_a_function_computes_inside_is_what_autocast_computes_there() -> None:
+    torch.manual_seed(0)
+    model, x = Two(several_outputs).eval(), example()
+    converted = fxamp.convert(model, (x,), policy="O1,dtype=bf16", capture="export", check=False)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(converted(x), model(x).float())
+
+
+def test_beyond_o1_a_function_sees_the_original_dtypes_and_the_plan_says_so() -> None:
+    model, x = Two(several_outputs), example()
+    converted = fxamp.convert(model, (x,), policy="O2,dtype=bf16", capture="export")
     converted(x).sum().backward()
     (kept,) = [d for d in converted.plan.decisions if d.code == "keep"]
     assert kept.colour == "float32"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,8 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxamp
-from fxamp.capture import Captured, capture
-from fxamp.convert import emit, resolve
+from fxamp.capture.captured import Captures
+from fxamp.capture.states import capture, copied
+from fxamp.convert import autocast_for, emit, resolve
 from passes import literals
 from passes.policy import Policy
 from tests.graphs import parse
@@ -86,14 +86,16 @@ class Masked(nn.Module):
 
 
 @functools.cache
-def captured(spelling: str, fill: float, front_end: str) -> tuple[nn.Module, Captured]:
+def captured(spelling: str, fill: float, front_end: str, policy: Policy) -> tuple[nn.Module, Captures]:
     model = Masked(SPELLINGS[spelling], fill)
-    return model, capture(model, (X,), {}, front_end=front_end)
+    return model, capture(model, (X,), {}, front_end=front_end, autocast=autocast_for(policy, model, ((X,), {})))
 
 
-def converted(found: tuple[nn.Module, Captured], policy: str) -> fxamp.ConvertedModule:
-    model, graph = found[0], replace(found[1], graph=copy.deepcopy(found[1].graph))
-    return emit(graph, resolve(Policy.parse(policy), model, ((X,), {})))
+def converted(spelling: str, fill: float, front_end: str, policy: str) -> tuple[nn.Module, fxamp.ConvertedModule]:
+    settled = resolve(Policy.parse(policy), Masked(SPELLINGS[spelling], fill), ((X,), {}))
+    level_apart = replace(settled, level="O0" if settled.level == "O0" else "O1")
+    model, captures = captured(spelling, fill, front_end, level_apart)
+    return model, emit(copied(captures), settled)
 
 
 POLICIES = {
@@ -106,8 +108,7 @@ POLICIES = {
 @pytest.mark.parametrize("spelling", SPELLINGS)
 @pytest.mark.parametrize(("front_end", "policy"), [(f, p) for f, policies in POLICIES.items() for p in policies])
 def test_a_mask_gives_what_it_gives_in_fp32(front_end: str, policy: str, spelling: str, fill: float) -> None:
-    found = captured(spelling, fill, front_end)
-    model, module = found[0], converted(found, policy)
+    model, module = converted(spelling, fill, front_end, policy)
     expected, got = model(X), module(X)
     torch.testing.assert_close(got, expected, rtol=0.02, atol=0.01, equal_nan=True)
     model.zero_grad()
@@ -119,8 +120,8 @@ def test_a_mask_gives_what_it_gives_in_fp32(front_end: str, policy: str, spellin
 @pytest.mark.parametrize("policy", ["O1", "O1,dtype=fp16"])
 @pytest.mark.parametrize("spelling", ["masked_fill", "added product"])
 def test_a_mask_of_a_number_that_fits_is_as_under_autocast(spelling: str, policy: str) -> None:
-    found = captured(spelling, -1e4, "export")
-    module = converted(found, policy)
+    found = converted(spelling, -1e4, "export", policy)
+    module = found[1]
     with torch.autocast("cpu", fxamp.plan_of(module).policy.dtype):
         assert torch.equal(module(X), found[0](X).float())
     assert "literal" not in {d.code for d in fxamp.plan_of(module).decisions}
@@ -176,14 +177,14 @@ def test_a_mask_of_other_numbers_is_as_under_autocast() -> None:
 def test_what_has_a_counterpart_stays_low_and_anything_else_is_fp32(
     spelling: str, fill: float, policy: str, colour: str
 ) -> None:
-    module = converted(captured(spelling, fill, "export"), policy)
+    _, module = converted(spelling, fill, "export", policy)
     decisions = [d for d in fxamp.plan_of(module).decisions if d.op.startswith("masked_fill")]
     assert [d.colour for d in decisions] == [colour]
 
 
 def test_a_buffer_is_read_when_the_graph_runs() -> None:
-    found = captured("where of a buffer", LOWEST, "export")
-    module = converted(found, "O1")
+    found = converted("where of a buffer", LOWEST, "export", "O1")
+    module = found[1]
     model = found[0]
     assert isinstance(model, Masked)
     try:

@@ -176,24 +176,25 @@ def test_flags_are_copied_and_independent(front_end: str) -> None:
 @both
 @pytest.mark.parametrize("forward", [structural, constant, another_return])
 @pytest.mark.parametrize("training", [True, False])
-def test_another_difference_is_captured_as_it_is_and_refused_in_the_other_mode(
-    front_end: str, forward: Callable[..., Any], training: bool, caplog: pytest.LogCaptureFixture
+def test_where_the_modes_compute_differently_each_has_a_graph(
+    front_end: str, forward: Callable[..., Any], training: bool
 ) -> None:
     if forward is constant and front_end == "fx":
         pytest.skip("symbolic tracing keeps the number: see above")
     model = Two(forward).train(training)
-    with caplog.at_level(logging.WARNING, "fxamp"):
-        converted = o0(model, front_end=front_end)
-    assert f"{forward.__name__} is captured for the training flags it has" in caplog.text
-    assert_is_eager(converted, model)
-    converted.train(not training)
-    with pytest.raises(fxamp.CaptureError, match=rf"{forward.__name__} was captured while it had training={training}"):
-        converted(example())
-    assert_is_eager(converted.train(training), model)
+    converted = o0(model, front_end=front_end)
+    assert [str(v.state) for v in converted.variants] == ["training", "evaluation"][:: 1 if training else -1]
+    for again in (converted, copy.deepcopy(converted), copy.copy(converted), pickle.loads(pickle.dumps(converted))):
+        for mode in (training, not training, training):
+            model.train(mode)
+            again.train(mode)
+            assert_same(again(example()), again(example()))
+            if again is converted:
+                assert_is_eager(again, model)
 
 
 @both
-def test_flags_of_single_modules_hold_too_where_one_mode_was_captured(front_end: str) -> None:
+def test_flags_of_single_modules_hold_too_where_each_mode_has_a_graph(front_end: str) -> None:
     class Frozen(Regularised):
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x if self.training else self.l(x))
@@ -201,16 +202,75 @@ def test_flags_of_single_modules_hold_too_where_one_mode_was_captured(front_end:
     model = Frozen()
     model.norm.eval()
     converted = o0(model, front_end=front_end)
-    assert_is_eager(converted, model)
+    assert_is_eager(converted, model)  # as it was when it was converted
+    for training in (True, False):
+        model.train(training)
+        converted.train(training)
+        assert_is_eager(converted, model)
     converted.norm.train()
-    with pytest.raises(fxamp.CaptureError, match="'norm' had training=False"):
+    with pytest.raises(fxamp.CaptureError, match=r"for: mixed training flags; training; evaluation\. Now 'norm'"):
         converted(example())
 
 
-def test_the_refusal_names_both_sides_with_their_lines() -> None:
+def test_a_plan_names_the_states_and_replays_all_of_them() -> None:
+    model = Two(structural)
+    converted = fxamp.convert(model, (example(),), policy="O1,dtype=bf16")
+    plan = converted.plan
+    assert plan.states == ("0: training", "1: evaluation")
+    assert [d.key for d in plan.decisions] == ["l/linear#0", "m/linear#0"]  # what both decide is listed once
+    assert len(fxamp.graphs(converted)) == 2
+    again = fxamp.convert(model, (example(),), plan=fxamp.Plan.from_json(plan.to_json()))
+    assert again.plan == plan
+    one = fxamp.plan(Two(), (example(),))
+    with pytest.raises(fxamp.PlanError, match=r"decides on 1 state\(s\) of its model, and this model has 2: training"):
+        fxamp.convert(model, (example(),), plan=one)
+
+
+def test_the_graph_and_its_code_are_those_of_the_present_state() -> None:
     converted = o0(Two(structural))
-    (note,) = converted.plan.notes
-    assert "linear.default in module 'm'" in note
+    assert converted.code.count("linear.default") == 1
+    converted.eval()
+    assert converted.code.count("linear.default") == 2
+    assert len(converted.graph.find_nodes(op="call_function", target=torch.ops.aten.linear.default)) == 2
+    exported = torch.export.export(converted, (example(),), strict=False).module()
+    assert torch.equal(exported(example()), converted(example()))
+
+
+def test_a_state_that_cannot_be_captured_is_named_when_it_is_called(caplog: pytest.LogCaptureFixture) -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        y = self.l(x)
+        return y * float(y.sum()) if self.training else y  # a number that only data decides
+
+    model = Two(forward).eval()
+    with caplog.at_level(logging.WARNING, "fxamp"):
+        converted = o0(model)
+    assert "forward is not captured for training" in caplog.text
+    assert_is_eager(converted, model)
+    with pytest.raises(fxamp.CaptureError, match=r"could not be captured in the state .* now, training.*jit"):
+        converted.train()(example())
+
+
+def test_parameters_that_are_moved_between_states_stay_those_of_every_graph() -> None:
+    model = Two(structural)
+    converted = o0(model)
+    converted._apply(lambda t: t.detach().clone())  # as to another device
+    with torch.no_grad():
+        model.l.weight.mul_(2)
+    for training in (True, False):
+        model.train(training)
+        converted.train(training)
+        assert_is_eager(converted, model)
+
+
+def test_frozen_weights_are_those_of_every_graph() -> None:
+    model, x = Two(structural), example()
+    converted = fxamp.convert(model, (x,), policy="O1,dtype=bf16")
+    expected = {training: converted.train(training)(x) for training in (True, False)}
+    with torch.no_grad(), fxamp.frozen(converted):
+        for training in (True, False):
+            assert torch.equal(converted.train(training)(x), expected[training])
+            casts = converted.graph.find_nodes(op="call_function", target=torch.ops.aten.to.dtype)
+            assert len(casts) == 2  # of the input and the output
 
 
 def test_a_region_that_differs_inside_follows_the_mode() -> None:
@@ -254,18 +314,41 @@ def by_its_own_grad_mode(self: Any, x: Tensor) -> Tensor:
 
 
 @both
-def test_a_branch_on_the_grad_mode_holds_for_that_mode_alone(front_end: str) -> None:
+def test_where_the_grad_modes_compute_differently_each_has_a_graph(front_end: str) -> None:
     model = Two(by_grad_mode)
     converted = o0(model, front_end=front_end)
-    assert_is_eager(converted, model)
-    with torch.no_grad():
-        inference = o0(model, front_end=front_end)
-        assert_same(inference(example()), model(example()))
-        for again in (converted, copy.deepcopy(converted), copy.copy(converted), pickle.loads(pickle.dumps(converted))):
-            with pytest.raises(fxamp.CaptureError, match=r"is_grad_enabled\(\) was True.*# the line.*fxamp\.compile"):
-                again(example())
-    with pytest.raises(fxamp.CaptureError, match=r"is_grad_enabled\(\) was False"):
-        inference.eval()(example())
+    assert [str(v.state) for v in converted.variants] == ["with gradients", "without gradients"]
+    for again in (converted, copy.deepcopy(converted), pickle.loads(pickle.dumps(converted))):
+        for training in (True, False):
+            model.train(training)
+            again.train(training)
+            assert_same(again(example()), model(example()))
+            with torch.no_grad():
+                assert_same(again(example()), model(example()))
+
+
+@both
+def test_a_read_of_the_grad_mode_that_changes_nothing_leaves_one_graph(front_end: str) -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        checkpointed = torch.is_grad_enabled() and self.l.in_features > 7
+        return self.l(x) if checkpointed else self.m(self.l(x))
+
+    converted = o0(Two(forward), front_end=front_end)
+    assert len(converted.variants) == 1
+
+
+def test_all_four_states_may_differ() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        y = self.l(x) if self.training else self.m(x)
+        return y * 2 if torch.is_grad_enabled() else y.relu()
+
+    model = Two(forward)
+    converted = o0(model)
+    assert len(converted.variants) == 4
+    for training in (True, False):
+        for grad in (True, False):
+            with torch.set_grad_enabled(grad):
+                assert_same(converted.train(training)(example()), model.train(training)(example()))
 
 
 def test_what_asks_for_the_grad_mode_in_training_alone_is_free_in_eval_mode() -> None:
@@ -281,6 +364,6 @@ def test_a_grad_mode_of_the_models_own_and_reads_of_torchs_bind_nothing() -> Non
     for model in (Two(by_its_own_grad_mode), nn.TransformerEncoderLayer(6, 2, 6, 0.0, batch_first=True)):
         x = example()[None]
         converted = o0(model, (x,), check=False)
-        assert not converted.only_grad
+        assert len(converted.variants) == 1
         with torch.no_grad():
             converted(x)

@@ -16,7 +16,7 @@ from torch import nn
 from torch.fx import Graph, Node
 from torch.nn.utils import rnn as rnn_utils
 
-from fxamp.capture import capture
+from fxamp.capture.states import capture
 from passes import ops, rnn
 from passes.rules import RULES
 from tests.helpers import OTHER_RELEASES
@@ -358,7 +358,7 @@ class AroundTwo(Around):
     ids=lambda v: type(v.inner).__name__ if isinstance(v, nn.Module) else v,
 )  # fmt: skip
 def test_a_module_of_torch_nn_is_the_op_that_it_calls(model: nn.Module, op: str) -> None:
-    graph = capture(model, front_end="fx").graph
+    graph = capture(model, front_end="fx").graphs[0].graph
     names = [ops.name(n) for n in graph.nodes if n.op.startswith("call")]
     assert op in names
     others = ("getitem", "getattr", "fxamp.modes.count_")  # which no floating value goes through

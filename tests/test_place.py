@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxamp
+from fxamp.capture.states import copied
 from passes import ops
 from passes.insert_casts import is_inserted
 from passes.simulate import Simulation
@@ -191,9 +191,9 @@ def test_o2_sums_a_cross_entropy_in_fp32_over_the_picked_numbers(reduction: str)
 def naive_casts(name: str) -> int:
     """Count casts with one, unshared, at every operand whose dtype differs from the CUDA rule's; parameters apart."""
     found = subject(name)
-    graph = copy.deepcopy(found.captured.graph)
-    original = original_dtypes(graph, functools.partial(resolve_attribute, found.model))
     policy = fxamp.Policy("O1", dtype="fp16", device="cuda")
+    graph = copied(found.captures(policy)).graphs[0].graph
+    original = original_dtypes(graph, functools.partial(resolve_attribute, found.model))
     simulation = Simulation(policy, graph, original, Inference(), Aliases(graph))
     simulation.run()
     count = 0

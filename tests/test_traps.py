@@ -426,24 +426,34 @@ def test_a_field_of_what_an_op_returns_has_the_dtype_of_the_model(op: str, front
     check(Case(partial(Two, lambda self, x: FIELDS[op](self.l(x))), one), front_end)
 
 
-@each_front_end
-def test_a_dtype_that_decides_something_is_that_of_the_model(front_end: str) -> None:
-    def observe(self: Any, x: Tensor) -> Any:
-        y = self.l(x)
-        wide = torch.promote_types(y.dtype, torch.float16)
-        return self.m(y) * y.element_size(), y.to(wide), y.new_ones(2).to(wide) * torch.finfo(F32).eps
+def observe(self: Any, x: Tensor) -> Any:
+    y = self.l(x)
+    wide = torch.promote_types(y.dtype, torch.float16)
+    return self.m(y) * y.element_size(), y.to(wide), y.new_ones(2).to(wide) * torch.finfo(F32).eps
 
-    model = Two(observe)
+
+def by_the_size_of_an_element(self: Any, x: Tensor) -> Any:
+    return self.m(x) * self.l(x).element_size()
+
+
+@pytest.mark.parametrize("front_end", ["fx", "jit"])
+@pytest.mark.parametrize("forward", [observe, by_the_size_of_an_element])
+def test_a_dtype_that_decides_something_is_that_of_the_model(front_end: str, forward: Callable[..., Any]) -> None:
+    model = Two(forward)
     _, got = o1(model, one(), front_end)
-    for ours, eager in zip(got, plain(model, one()), strict=True):
+    expected = plain(model, one())
+    for ours, eager in zip(tensors(got), tensors(expected), strict=True):
         torch.testing.assert_close(ours, eager, rtol=0.02, atol=0.02)
 
 
-@each_front_end
-def test_a_size_of_an_element_is_that_of_the_model(front_end: str) -> None:
-    model = Two(lambda self, x: self.m(x) * self.l(x).element_size())
-    _, got = o1(model, one(), front_end)
-    torch.testing.assert_close(got, plain(model, one()), rtol=0.02, atol=0.02)
+@pytest.mark.parametrize("forward", [observe, by_the_size_of_an_element])
+def test_a_dtype_that_decides_something_is_autocasts_where_it_was_captured_under_it(
+    forward: Callable[..., Any],
+) -> None:
+    model = Two(forward)
+    _, got = o1(model, one(), "export")
+    for ours, autocast in zip(tensors(got), tensors(under_autocast(model, one())), strict=True):
+        assert torch.equal(ours, autocast.float())
 
 
 @each_front_end

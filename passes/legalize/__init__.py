@@ -16,11 +16,11 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from . import ops
-from ._torch import FakeTensor, enter_autocast, exit_autocast, quiet_fakes
-from .aliases import SET_GRAD
-from .rules import COMPOSITE, lookup
-from .values import ORIGIN, origin
+from .. import ops
+from .._torch import FakeTensor, enter_autocast, exit_autocast, quiet_fakes
+from ..aliases import SET_GRAD
+from ..rules import COMPOSITE, lookup
+from ..values import ORIGIN, origin
 
 logger = logging.getLogger("fxamp")
 

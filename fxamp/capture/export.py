@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import logging
+import os
 import re
+import sys
 import warnings
-from collections.abc import Iterator
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -21,13 +22,75 @@ from passes._torch import guards_of, pytree, without_transforms
 from passes.errors import INSTEAD, CaptureError, FxampError
 from passes.legalize import inline_regions
 
-from .call import CallSpec, Leaf, flatten_outputs
-from .dtype_reads import DtypeReads, drop_aliases
-from .frames import place_of
-from .functions import Functions
-from .preflight import untouched
+from ..call import CallSpec, Leaf, flatten_outputs
+from ..frames import place_of
+from ..functions import Functions
+from ..preflight import untouched
+from .casts import ExplicitCasts, TooLong, drop_aliases
+from .patches import traced_here_alone
 
 _PREFIX = "model."
+Result = TypeVar("Result")
+# A machine without memory, or a file that is not there, says nothing about a model.
+NOT_ABOUT_THE_MODEL = (MemoryError, torch.OutOfMemoryError, OSError, ImportError)
+
+
+@dataclass(frozen=True)
+class Autocast:
+    """The `torch.autocast` to capture under.
+
+    Attributes:
+        device: whose autocast it is: that of the model's tensors.
+        dtype: its low dtype.
+        wanted: the device that the model is converted for.
+    """
+
+    device: str
+    dtype: torch.dtype
+    wanted: str
+
+    @property
+    def oracle(self) -> bool:
+        """Say whether the dtypes that it gives are those that the converted model is to have."""
+        return self.device == self.wanted
+
+
+class Dims:
+    """Which dimensions are dynamic: what was asked for, or for "auto" what the exporter can do in a stated time.
+
+    Attributes:
+        notes: what was given up, and why.
+    """
+
+    # How long a capture may take with every dimension dynamic: seconds, and seconds for each call of torch on top.
+    LIMIT = (5.0, 0.01)
+
+    def __init__(self, shapes: Any, call: CallSpec, flat: list[Any]) -> None:
+        self.notes: list[str] = []
+        self._left = [dynamic_dims(shapes, call, flat)]
+        tensors = [v for v in flat if isinstance(v, torch.Tensor)]
+        if isinstance(shapes, str) and any(t.dim() > 1 for t in tensors):
+            self._left.append(tuple({0: Dim.AUTO} if t.dim() else {} for t in tensors))
+
+    def try_each(self, run: Callable[[tuple[Any, ...], tuple[float, float] | None], Result]) -> Result:
+        """Return what `run` returns for the first choice with which it neither raises nor takes too long."""
+        while len(self._left) > 1:
+            try:
+                return run(self._left[0], self.LIMIT)
+            except (FxampError, *NOT_ABOUT_THE_MODEL):
+                raise
+            except Exception as e:
+                why = (
+                    f"takes more than {self.LIMIT[0]:.0f} s and {self.LIMIT[1] * 1000:.0f} ms for each call"
+                    if isinstance(e, TooLong)
+                    else f"fails: {type(e).__name__}: {str(e).strip().splitlines()[0][:200] if str(e) else ''}"
+                )
+                note = f"only the first dimension of each input is dynamic: capture with all of them {why}"
+                result = run(self._left[1], None)
+                del self._left[0]
+                self.notes.append(note)
+                return result
+        return run(self._left[0], None)
 
 
 class _Box:
@@ -53,7 +116,8 @@ class _Flat(nn.Module):
         given = iter(tensors)
         flat = [next(given) if leaf.tensor else v for leaf, v in zip(self.call_spec.leaves, self.flat, strict=True)]
         args, kwargs = self.call_spec.arguments(self.call_spec.unflatten(flat))
-        with untouched(self.model) as self.box.changed:  # here, for the exporter undoes assignments without a word
+        # Here, for the exporter undoes assignments without a word.
+        with traced_here_alone(), untouched(self.model) as self.box.changed:
             output = self.model(*args, **kwargs)
         kept, self.box.constants, self.box.spec = flatten_outputs(output)
         return tuple(kept)
@@ -108,13 +172,31 @@ def _align(value: Any, spec: Any, out: list[Any]) -> None:
         out += [None for leaf in torch.utils._pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
+class _Stderr:
+    """What is written to stderr, but for the graph that the exporter prints when it fails."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Write what anyone else has to say."""
+        by_exporter = sys._getframe(1).f_code.co_filename.endswith(os.path.join("export", "_trace.py"))
+        return len(text) if by_exporter else int(self._stream.write(text))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence what the exporter logs, warns and prints: what it specialised is kept, and its errors are raised."""
+    """Silence what the exporter logs and warns: what it specialised is kept, and its errors are raised.
+
+    What the model itself warns of is its author's word to the user, and is not touched.
+    """
     names = ("torch.fx.experimental.symbolic_shapes", "torch._export", "torch.export")
     levels = {n: logging.getLogger(n).level for n in names}
-    with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(), contextlib.redirect_stderr(_Stderr(sys.stderr)):
+        warnings.filterwarnings("ignore", module=r"torch\.")
         for n in names:
             logging.getLogger(n).setLevel(logging.ERROR)
         try:
@@ -125,9 +207,18 @@ def _quiet() -> Iterator[None]:
 
 
 def export(
-    model: nn.Module, call: CallSpec, flat: list[Any], dims: tuple[Any, ...]
-) -> tuple[GraphModule, CallSpec, list[str]]:
+    model: nn.Module, call: CallSpec, flat: list[Any], dims: tuple[Any, ...],
+    autocast: Autocast | None, limit: tuple[float, float] | None,
+) -> tuple[GraphModule, CallSpec, list[str]]:  # fmt: skip
     """Export a model in its present mode.
+
+    Args:
+        model: in any state.
+        call: how the example calls it.
+        flat: the flat example inputs.
+        dims: one dynamic-shape specification per tensor.
+        autocast: what to export it under; its casts are not in the graph, but every value has its dtype.
+        limit: how many seconds it may take, and how many more for each call; None for any time.
 
     Returns its graph module, the call specification with outputs filled in, and the attributes that forward() changes.
 
@@ -139,7 +230,7 @@ def export(
     functions = Functions()
     with _quiet():
         try:
-            with DtypeReads(), functions.kept():
+            with _without_fused_layers(), _entered(autocast), ExplicitCasts(*(limit or (None,))), functions.kept():
                 program = torch.export.export(
                     wrapper, tensors, dynamic_shapes={"tensors": dims} if tensors else None, strict=False
                 )
@@ -148,7 +239,11 @@ def export(
             if refused is not None:
                 raise refused from e
             raise
-        gm = program.module(check_guards=False)
+        try:
+            gm = program.module(check_guards=False)
+        except BaseException:
+            functions.free()
+            raise
     functions.restore(gm)
     vals = [n.meta.get("val") for n in gm.graph.nodes if n.op == "placeholder"]
     leaves, guards = _leaves(call, vals), _guards(program, vals)
@@ -156,6 +251,24 @@ def export(
     box, dtypes = wrapper.box, tuple(getattr(_val(o), "dtype", None) for o in outs)  # type: ignore[union-attr]
     call = replace(call, leaves=leaves, guards=guards, out_dtypes=dtypes)
     return gm, replace(call, out_spec=box.spec, out_constants=box.constants), box.changed
+
+
+def _entered(autocast: Autocast | None) -> contextlib.AbstractContextManager[Any]:
+    if autocast is None:
+        return contextlib.nullcontext()
+    # Without the cache, which would keep fake copies of the weights.
+    return torch.autocast(autocast.device, autocast.dtype, cache_enabled=False)
+
+
+@contextlib.contextmanager
+def _without_fused_layers() -> Iterator[None]:
+    """Let layers of attention be what they are made of, whatever the mode: a fused kernel rounds differently."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
 
 
 def _distinct(tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:

@@ -1,0 +1,102 @@
+"""What a capture gives: one flat graph, and the states of the model that it holds for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import Graph
+
+from passes.errors import CaptureError
+
+from ..call import CallSpec
+
+
+@dataclass(frozen=True)
+class State:
+    """Which states of a model a graph holds for.
+
+    Attributes:
+        flags: the training flag that each module has, by path; None for a graph that follows every flag.
+        grad: whether gradients are on; None where that makes no difference.
+    """
+
+    flags: Mapping[str, bool] | None = None
+    grad: bool | None = None
+
+    def __str__(self) -> str:
+        words = []
+        if self.flags is not None:
+            kinds = set(self.flags.values())
+            words.append("mixed training flags" if len(kinds) > 1 else "training" if True in kinds else "evaluation")
+        if self.grad is not None:
+            words.append("with gradients" if self.grad else "without gradients")
+        return " ".join(words) or "every state"
+
+
+@dataclass
+class Captured:
+    """A flat graph, and what its get_attr and call_module targets refer to beside the model.
+
+    Attributes:
+        graph: the graph to compile. Its values have the dtypes that the model gives without autocast; what autocast
+            says of them is in their meta (`relate.py`).
+        call: how arguments bind to it.
+        front_end: "fx" or "export".
+        opaque: modules that stay as they are, by path.
+        constants: tensors and inner graphs that were lifted, by name.
+        notes: sentences for the plan.
+        state: the states of the model that it holds for.
+        without: the capture without autocast, where that has other ops than `graph`, which was captured under it.
+        plain: the model runs without autocast; else nothing can be compared, and O0 is refused.
+        grad_reads: lines where the program asked for the grad mode.
+        model: what was captured.
+    """
+
+    graph: Graph
+    call: CallSpec
+    front_end: str
+    opaque: dict[str, nn.Module] = field(default_factory=dict)
+    constants: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    state: State = field(default_factory=State)
+    without: Captured | None = None
+    plain: bool = True
+    grad_reads: tuple[str, ...] = ()
+    model: nn.Module = field(default_factory=nn.Module)
+
+    @property
+    def unrounded(self) -> Captured:
+        """Return the capture that computes what the model computes without autocast."""
+        return self if self.without is None else self.without
+
+
+@dataclass
+class Captures:
+    """All graphs of a model.
+
+    Attributes:
+        graphs: one for each state in which the model computes something of its own, that of its present state first.
+        missing: the states that could not be captured, and why.
+    """
+
+    graphs: list[Captured]
+    missing: list[tuple[State, str]] = field(default_factory=list)
+
+
+def as_inputs(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Normalise example inputs; None when there are none."""
+    if args is None and kwargs is None:
+        return None
+    if isinstance(args, torch.Tensor):
+        args = (args,)
+    if args is None:
+        args = ()
+    if not isinstance(args, (tuple, list)):
+        raise CaptureError(f"args is a tuple of example inputs, not {type(args).__name__}; write (x,) for one input.")
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise CaptureError(f"kwargs is a dict of example inputs, not {type(kwargs).__name__}.")
+    return tuple(args), dict(kwargs or {})

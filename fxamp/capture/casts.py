@@ -1,0 +1,75 @@
+"""Let the exporter record the casts and copies that do nothing, as calls of their own.
+
+`x.float()` of an FP32 tensor returns that very tensor, and the exporter would take every later use of `x` for a use of
+the cast. `x.contiguous()` of a contiguous one is not recorded at all. Whether they do nothing depends on autocast and
+on the kernels that ran before, so two captures of one model could not be compared. So each is given an alias of its
+operand, which `drop_aliases` takes out of the graph again:
+
+    h.float()       ->  to(alias(h), float32)           a method that names its dtype: the cast is literal
+    h.to(dtype)     ->  to(alias(alias(h)), dtype)      `dtype` may be written out, or have been read off a tensor
+    h.contiguous()  ->  contiguous(alias(h))
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch.fx import Graph
+
+from passes import ops
+from passes._torch import TorchFunctionMode
+from passes.ops import CAST_METHODS
+
+_ALIAS = torch.ops.aten.alias.default
+_METHODS = frozenset(getattr(torch.Tensor, n) for n in CAST_METHODS)
+_CASTS = _METHODS | {torch.Tensor.to, torch.Tensor.type, torch.Tensor.type_as}
+_CONTIGUOUS = torch.ops.aten.contiguous.default
+
+
+class TooLong(Exception):  # noqa: N818 - a signal inside this package, not an error
+    """Capture takes longer than it may."""
+
+
+class ExplicitCasts(TorchFunctionMode):
+    """Give every cast and every `contiguous()` an alias of its operand.
+
+    Args:
+        seconds: how long capture may take before TooLong is raised, None for any time.
+        seconds_per_call: how long it may take for each call of torch on top of that.
+    """
+
+    def __init__(self, seconds: float | None = None, seconds_per_call: float = 0.0) -> None:
+        super().__init__()
+        self._end = None if seconds is None else time.monotonic() + seconds
+        self._per_call = seconds_per_call
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._end is not None:
+            self._end += self._per_call
+            if time.monotonic() > self._end:
+                raise TooLong
+        if func in _CASTS and args[0].is_floating_point():
+            value = _ALIAS(args[0]) if func in _METHODS else _ALIAS(_ALIAS(args[0]))
+            return func(value, *args[1:], **kwargs)
+        if func is torch.Tensor.contiguous and args[0].layout is torch.strided:
+            return _CONTIGUOUS(_ALIAS(args[0]), **_memory_format(args, kwargs))
+        return func(*args, **kwargs)
+
+
+def _memory_format(args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {"memory_format": args[1]} if len(args) > 1 else kwargs
+
+
+def drop_aliases(graph: Graph) -> None:
+    """Remove the aliases, and leave in `meta["cast"]` of a cast what they said: "literal", two of them "undecided"."""
+    twice = {n for n in graph.nodes if n.target is _ALIAS and getattr(n.args[0], "target", None) is _ALIAS}
+    for node in list(graph.nodes):
+        if node.target is _ALIAS:
+            for reader in node.users:
+                if ops.name(reader) in ("to", "type_as"):
+                    reader.meta["cast"] = "undecided" if node in twice else "literal"
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)

@@ -1,0 +1,191 @@
+"""Walk two captures of one model side by side, and say where they differ.
+
+Captures are compared op by op, in order, and argument by argument. What only asks for sizes, and the exporter's own
+assertions, may be written otherwise in one of them: sizes are compared by the expression that they stand for.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from passes import ops
+from passes.values import module_path, source
+
+Path = tuple[Any, ...]  # where a literal stands: position or name of the argument, then indices and keys
+SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+class Differ(Exception):  # noqa: N818 - a signal inside this package, not an error
+    """Two captures do not line up, at a node of the first and one of the second; None where one has ended."""
+
+    def __init__(self, left: Node | None, right: Node | None) -> None:
+        super().__init__()
+        self.left, self.right = left, right
+
+    def __str__(self) -> str:
+        return f"{show(self.left)} against {show(self.right)}"
+
+
+def show(node: Node | None) -> str:
+    """Return what a node does, and where, for an error."""
+    if node is None:
+        return "nothing"
+    return f"{node.target} in module '{module_path(node)}' ({source(node) or 'no source line'})"
+
+
+def attribute_of(root: Any, path: str) -> Any:
+    """Return what the target of a get_attr refers to."""
+    return functools.reduce(getattr, path.split("."), root)
+
+
+class Walk:
+    """Two graphs side by side.
+
+    Attributes:
+        twin: the node of the first graph for each of the second that was paired.
+
+    Args:
+        left: a graph.
+        right: another capture of the same model.
+        held: gives what a get_attr target that is not the model's own refers to in the first graph, else None.
+        other: the same for the second.
+    """
+
+    def __init__(
+        self, left: Graph, right: Graph, held: Callable[[str], Any], other: Callable[[str], Any]
+    ) -> None:
+        self.left, self.right, self.held, self.other = left, right, held, other
+        self.twin: dict[Node, Node] = {}
+        self._sizes: dict[Any, Any] = {}  # symbols of the second graph, as the first calls them
+
+    def pair(self, a: Node, b: Node) -> None:
+        """Note that two nodes are the same call."""
+        self.twin[b] = a
+        for x, y in zip(_symbols(a.meta.get("val")), _symbols(b.meta.get("val")), strict=False):
+            if isinstance(y, SYMBOLS) and isinstance(x, SYMBOLS) and y.node.expr.is_symbol:
+                self._sizes.setdefault(y.node.expr, x.node.expr)
+
+    def literals(self, a: Node, b: Node) -> Iterator[tuple[Path, Any, Any]]:
+        """Yield where two calls, all of whose operands are paired, have other literals.
+
+        Raises:
+            Differ: they have other operands, or arguments of other kinds.
+        """
+        mine, theirs = spelled_out(a, b)
+        try:
+            yield from self._differences(mine, theirs, ())
+        except _Unlike:
+            raise Differ(a, b) from None
+
+    def _differences(self, a: Any, b: Any, path: Path) -> Iterator[tuple[Path, Any, Any]]:
+        if isinstance(a, Node) and isinstance(b, Node):
+            if not self.same_value(a, b):
+                raise _Unlike
+        elif isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+            if len(a) != len(b):
+                raise _Unlike
+            for i, (x, y) in enumerate(zip(a, b, strict=True)):
+                yield from self._differences(x, y, (*path, i))
+        elif isinstance(a, dict) and isinstance(b, dict):
+            if a.keys() != b.keys():
+                raise _Unlike
+            for k in a:
+                yield from self._differences(a[k], b[k], (*path, k))
+        elif isinstance(a, slice) and isinstance(b, slice):
+            for k in ("start", "stop", "step"):
+                yield from self._differences(getattr(a, k), getattr(b, k), (*path, k))
+        elif isinstance(a, Node) or isinstance(b, Node):
+            raise _Unlike
+        elif not same_literal(a, b):
+            yield path, a, b
+
+    def same_value(self, a: Node, b: Node) -> bool:
+        """Say whether two operands are the same value."""
+        if a.op == b.op == "get_attr":
+            return self.same_attribute(a, b)
+        if is_size(a) and is_size(b):
+            return bool(a.meta["val"].node.expr == b.meta["val"].node.expr.xreplace(self._sizes))
+        return self.twin.get(b) is a
+
+    def same_attribute(self, a: Node, b: Node) -> bool:
+        """Say whether two reads give the same parameter, buffer, constant or inner graph."""
+        mine, theirs = self.held(str(a.target)), self.other(str(b.target))
+        if mine is None and theirs is None:
+            return a.target == b.target
+        return same_constant(mine, theirs)
+
+
+class _Unlike(Exception):  # noqa: N818 - a signal inside this file
+    pass
+
+
+def counts(node: Node) -> bool:
+    """Say whether a node is one that the other capture must have too."""
+    return node.op != "get_attr" and not is_size(node) and ops.name(node) != "_assert_tensor_metadata"
+
+
+def same_call(a: Node, b: Node) -> bool:
+    """Say whether two nodes call the same function."""
+    return a.op == b.op and (a.target == b.target or a.op in ("output", "placeholder"))
+
+
+def is_size(node: Node) -> bool:
+    """Say whether a node is arithmetic on sizes, which both captures may write in their own way."""
+    if node.op != "call_function" or not isinstance(node.meta.get("val"), SYMBOLS):
+        return False
+    target: Any = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return ops.name(node) in ("sym_size", "sym_stride", "sym_numel", "sym_storage_offset")
+    return getattr(target, "__module__", "") in ("_operator", "math", "torch") or target in vars(operator).values()
+
+
+def _symbols(value: Any) -> list[Any]:
+    """Return the sizes of a value, where it has some."""
+    if isinstance(value, torch.Tensor):
+        return list(value.shape)
+    return [value] if isinstance(value, SYMBOLS) else []
+
+
+def same_literal(a: Any, b: Any) -> bool:
+    """Say whether two literals are the same, NaN and NaN too."""
+    return type(a) is type(b) and bool(a is b or a == b or (a != a and b != b))
+
+
+def same_constant(a: Any, b: Any) -> bool:
+    """Say whether two lifted constants are the same: tensors and inner graphs by what they hold."""
+    if isinstance(a, GraphModule) and isinstance(b, GraphModule):
+        mine, theirs = _tensors(a), _tensors(b)
+        same = a.code == b.code and mine.keys() == theirs.keys()
+        return same and all(same_constant(v, theirs[k]) for k, v in mine.items())
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return a is b or (a.dtype == b.dtype and a.device == b.device and torch.equal(a, b))
+    return a is b
+
+
+def _tensors(gm: GraphModule) -> dict[str, torch.Tensor]:
+    return dict(gm.named_buffers()) | dict(gm.named_parameters())
+
+
+def spelled_out(node: Node, other: Node) -> tuple[Any, Any]:
+    """Return (args, kwargs) of both; with defaults filled in where one call leaves out what the other gives."""
+    pair = [(tuple(n.args), dict(n.kwargs)) for n in (node, other)]
+    same = len(pair[0][0]) == len(pair[1][0]) and pair[0][1].keys() == pair[1][1].keys()
+    if same or not isinstance(node.target, torch._ops.OpOverload):
+        return pair[0], pair[1]
+    arguments = node.target._schema.arguments
+
+    def full(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = dict(zip((a.name for a in arguments), args, strict=False)) | kwargs
+        values = {a.name: given.get(a.name, a.default_value if a.has_default_value() else None) for a in arguments}
+        return (
+            tuple(values[a.name] for a in arguments if not a.kwarg_only),
+            {a.name: values[a.name] for a in arguments if a.kwarg_only},
+        )
+
+    return full(*pair[0]), full(*pair[1])

@@ -1,0 +1,138 @@
+"""One capture of a model in the state that it is in, by `torch.export` or by `torch.fx`.
+
+By `torch.export` a model is captured twice: as it is, and under `torch.autocast`. Where the two line up, the first is
+annotated with what the second says (`relate.py`); where the model's code takes another way because a dtype is low, the
+graph under autocast is the one to compile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from passes.errors import CaptureError, FxampError, NotFaithfulError, RejectedError
+
+from .. import capture_fx
+from ..call import CallSpec, both
+from ..check import preserved, rejected
+from ..preflight import grad_mode_reads, refuse_assigned, refuse_constructs, untouched
+from ..tensors import held, kept
+from . import export
+from .captured import Captured
+from .relate import relate, settle
+
+Run = Callable[[], Captured]
+ALONE = "the model runs under torch.autocast alone, so nothing was compared: {}"
+
+
+def by_export(
+    model: nn.Module, call: CallSpec, flat: list[Any], dynamic_shapes: Any, autocast: export.Autocast | None
+) -> Run:
+    """Return what captures a model by `torch.export`, as it is and under autocast.
+
+    Args:
+        model: in any state.
+        call: how the example calls it.
+        flat: the flat example inputs.
+        dynamic_shapes: "auto", None, or as `torch.export.export` takes it.
+        autocast: None to capture without it alone.
+    """
+    dims = export.Dims(dynamic_shapes, call, flat)
+
+    def run() -> Captured:
+        try:
+            plain = _export(model, call, flat, dims, None)
+        except RejectedError as e:
+            low = None if autocast is None else _under_autocast(model, call, flat, dims, autocast)
+            if not isinstance(low, Captured):
+                raise
+            settle(low.graph, low.constants, [])
+            return replace(low, notes=[*low.notes, ALONE.format(str(e).splitlines()[0])], plain=False)
+        if autocast is None:
+            return plain
+        low = _under_autocast(model, call, flat, dims, autocast)
+        if not isinstance(low, Captured):
+            plain.notes.append(f"captured without torch.autocast, which cannot run it: {low}")
+            return plain
+        return _related(plain, low, autocast)
+
+    return run
+
+
+def _related(plain: Captured, low: Captured, autocast: export.Autocast) -> Captured:
+    """Return the capture to compile: the plain one, annotated, or the one under autocast where they do not line up."""
+    where = relate(plain.graph, plain.constants, low.graph, low.constants, oracle=autocast.oracle)
+    call, reads = both(plain.call, low.call), tuple(dict.fromkeys((*plain.grad_reads, *low.grad_reads)))
+    if not where and _same_outputs(plain.call, low.call):
+        return replace(plain, call=call, grad_reads=reads)
+    settle(low.graph, low.constants, list(plain.call.out_dtypes))
+    note = f"the model takes another way under torch.autocast: {where or 'it returns something else'}"
+    if not autocast.oracle:
+        note += f" (on the CPU; '{autocast.wanted}' is not here to ask)"
+    call = replace(call, out_spec=low.call.out_spec, out_constants=low.call.out_constants)
+    notes = sorted({*plain.notes, *low.notes, note})
+    return replace(low, call=call, notes=notes, grad_reads=reads, without=plain)
+
+
+def _same_outputs(a: CallSpec, b: CallSpec) -> bool:
+    return a.out_spec == b.out_spec and a.out_constants == b.out_constants
+
+
+def _under_autocast(
+    model: nn.Module, call: CallSpec, flat: list[Any], dims: export.Dims, autocast: export.Autocast
+) -> Captured | str:
+    """Return the capture under autocast, or why there is none."""
+    try:
+        return _export(model, call, flat, dims, autocast)
+    except CaptureError as e:
+        return str(e).split("\n")[0]
+
+
+def _export(
+    model: nn.Module, call: CallSpec, flat: list[Any], dims: export.Dims, autocast: export.Autocast | None
+) -> Captured:
+    try:
+        with kept(held(model).values()), refuse_constructs("export"), untouched(model), grad_mode_reads() as asked:
+            gm, spec, changed = dims.try_each(lambda d, limit: export.export(model, call, flat, d, autocast, limit))
+    except (FxampError, *export.NOT_ABOUT_THE_MODEL):
+        raise
+    except Exception as e:
+        if autocast is None:
+            _refuse_inputs(model, call, flat)
+        raise NotFaithfulError(export.explain(model, e)) from e
+    graph, constants = export.normalise(gm, model)
+    lifted = {id(c) for c in constants.values()}
+    refuse_assigned(changed, [name for name, t in held(model).items() if id(t) in lifted], "export")
+    return Captured(
+        graph, spec, "export", {}, constants, [*dims.notes, *_side_effects(changed)], grad_reads=tuple(asked)
+    )
+
+
+def by_fx(model: nn.Module, call: CallSpec, flat: list[Any]) -> Run:
+    """Return what captures a model by symbolic tracing; arguments as `by_export`."""
+
+    def run() -> Captured:
+        with (
+            kept(held(model).values()), refuse_constructs("fx"), untouched(model) as changed, grad_mode_reads() as asked
+        ):  # fmt: skip
+            graph, spec, leaves, constants = capture_fx.trace(model, call, flat)
+        return Captured(graph, spec, "fx", leaves, constants, _side_effects(changed), grad_reads=tuple(asked))
+
+    return run
+
+
+def _side_effects(changed: list[str]) -> list[str]:
+    return [f"forward() sets '{name}', which the converted module does not" for name in sorted(changed)]
+
+
+def _refuse_inputs(model: nn.Module, call: CallSpec, flat: list[Any]) -> None:
+    """When capture failed: if the model itself rejects the example inputs, say that instead."""
+    args, kwargs = call.arguments(call.unflatten(flat))
+    with untouched(model), preserved(model):
+        try:
+            model(*args, **kwargs)
+        except Exception as e:
+            raise rejected(model, call, flat, e) from e

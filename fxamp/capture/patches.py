@@ -1,0 +1,95 @@
+"""What capture changes of the process for a while: one lock round it, one way to patch torch, and nothing left behind.
+
+`torch.export` and `torch.fx` keep state that all threads share, and preflight puts functions of its own in the place of
+torch's. So captures take turns, and what is put in place works for the thread that captures alone: any other thread
+gets torch's own function.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import os
+import threading
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+from torch import nn
+
+_lock = threading.RLock()
+_owner: int | None = None  # the thread that captures
+_own: dict[str, Any] = {}  # what torch.nn.Module has where nothing captures
+_TRACED = ("__call__", "__getattr__")  # of torch.nn.Module, which torch's tracers replace for all threads
+
+
+def _renew() -> None:
+    """Free the lock in a forked child: the thread that held it does not exist there."""
+    global _lock, _owner
+    _lock, _owner = threading.RLock(), None
+
+
+os.register_at_fork(after_in_child=_renew)
+
+
+@contextlib.contextmanager
+def capturing() -> Iterator[None]:
+    """Wait for a capture in another thread to end; none begins until this one has. Nests in one thread."""
+    global _owner
+    lock = _lock
+    with lock:
+        before, _owner = _owner, threading.get_ident()
+        if before is None:
+            _own.update({name: vars(nn.Module)[name] for name in _TRACED})
+        try:
+            yield
+        finally:
+            _owner = before
+
+
+def is_capturing() -> bool:
+    """Say whether this is the thread that captures."""
+    return _owner == threading.get_ident()
+
+
+@contextlib.contextmanager
+def traced_here_alone() -> Iterator[None]:
+    """While a tracer of torch runs, let modules that other threads call be called as ever."""
+    with contextlib.ExitStack() as stack:
+        for name in _TRACED:
+            stack.enter_context(mock.patch.object(nn.Module, name, _for_thread(vars(nn.Module)[name], _own[name])))
+        yield
+
+
+def _for_thread(traced: Callable[..., Any], own: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (traced if is_capturing() else own)(*args, **kwargs)
+
+    return call
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """Put a function in the place of an attribute of a module or a class, for the thread that captures.
+
+    Args:
+        owner: a module or a class.
+        name: of a function, a method or a class method.
+        make: gives what is called instead; takes what was called before. A class method's gets the class first.
+    """
+    original = inspect.getattr_static(owner, name)
+    of_class = isinstance(original, (classmethod, types.ClassMethodDescriptorType))
+    if of_class:
+
+        def before(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            return original.__get__(None, cls)(*args, **kwargs)
+    else:
+        before = original
+    instead = make(before)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (instead if is_capturing() else before)(*args, **kwargs)
+
+    with capturing(), mock.patch.object(owner, name, classmethod(call) if of_class else call):
+        yield
