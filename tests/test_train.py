@@ -18,8 +18,8 @@ from torch.amp import GradScaler
 from torch.optim import SGD, Adam, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau, StepLR
 
-from fxamp.scaler import LossScaler
-from fxamp.train import StepResult, TrainStep
+from fxamp.train.scaler import LossScaler
+from fxamp.train.step import StepResult, TrainStep
 from passes.errors import NotAModuleError, PolicyError, ScaleCollapseError
 
 STEPS = 50

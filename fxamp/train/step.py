@@ -25,7 +25,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from passes.errors import CaptureError, NotAModuleError, PolicyError
 
-from . import compiled
+from .. import compiled
 from .scaler import LossScaler, not_finite, refuse_low_parameters, require_count, require_number, require_scale
 
 Reason = Literal["stepped", "accumulating", "overflow", "no_gradients"]
