@@ -594,7 +594,7 @@ def test_fp16_without_loss_scaling_warns_once() -> None:
         ({"scheduler": "cosine"}, "scheduler must be a torch LRScheduler or a list of them, got str"),
         ({"scheduler": StepLR(SGD([torch.ones(1)], lr=0.1), 1)}, "StepLR belongs to none of the optimizers"),
         ({"ema": object()}, "ema=.* is not yet supported"),
-        ({"weights": "shadow"}, "weights='shadow' is not yet supported: leave it at 'auto'"),
+        ({"weights": "shadow"}, "weights must be one of 'auto', 'per_step', 'per_use', got 'shadow'"),
         ({"on_overflow": "skip_microbatch"}, "on_overflow='skip_microbatch' is not yet supported"),
         ({"compile": True}, "compile=True is not yet supported"),
     ],

@@ -27,6 +27,7 @@ from passes.errors import CaptureError, NotAModuleError, PolicyError
 
 from .. import compiled
 from .scaler import LossScaler, not_finite, refuse_low_parameters, require_count, require_number, require_scale
+from .weights import Mode, WeightCasts
 
 Reason = Literal["stepped", "accumulating", "overflow", "no_gradients"]
 
@@ -78,12 +79,16 @@ class TrainStep:
             `float("inf")` measures the norm and clips nothing.
         scheduler: One or several, each of one of the optimizers; steps when its optimizer stepped.
         ema: Not yet supported.
-        weights: Only "auto" yet.
+        weights: "per_step" casts the weights that the graphs of a converted model read low once a window, and keeps
+            those copies until its last backward. Gradients are those of "per_use", bit for bit, which casts at every
+            call. A weight that is written to in a window, moved or replaced is cast anew; an edit through `.data` in a
+            window is not seen before the next one. "auto" is "per_step" where a window has several micro-batches.
         on_overflow: Only "skip_window" yet.
         compile: Only False yet.
 
     Attributes:
         scaler: The LossScaler in use; a disabled one without loss scaling.
+        weights: Which casts of weights are kept for a window.
     """
 
     def __init__(
@@ -97,13 +102,12 @@ class TrainStep:
         max_grad_norm: float | None = None,
         scheduler: LRScheduler | Sequence[LRScheduler] | None = None,
         ema: object = None,
-        weights: object = "auto",
+        weights: Mode = "auto",
         on_overflow: object = "skip_window",
         compile: object = False,
     ) -> None:
         _refuse_unsupported(
             ema=(ema, None),
-            weights=(weights, "auto"),
             on_overflow=(on_overflow, "skip_window"),
             compile=(compile, False),
         )
@@ -121,6 +125,7 @@ class TrainStep:
         self.max_grad_norm = max_grad_norm
         self.optimizers = _optimizers(optimizer, model)
         self.schedulers = _schedulers(scheduler, self.optimizers)
+        self.weights = WeightCasts(model, weights, accumulate_steps)
         self._low_dtype = _low_dtype(model)
         self.scaler = _scaler(scaler, self._low_dtype)
         self.scaler.name_parameters(model.named_parameters())
@@ -151,11 +156,12 @@ class TrainStep:
         """
         self._open_window(scale)
         try:
-            loss = self._forward(inputs, target)
-            if self._undecided:
-                self._decide()
-            if loss.requires_grad:
-                self._window_scaler.scale(loss / self.accumulate_steps).backward()
+            with self.weights.in_use():
+                loss = self._forward(inputs, target)
+                if self._undecided:
+                    self._decide()
+                if loss.requires_grad:
+                    self._window_scaler.scale(loss / self.accumulate_steps).backward()
         except BaseException:
             self._close_window()
             raise
@@ -281,6 +287,7 @@ class TrainStep:
         return loss
 
     def _finish_window(self) -> StepResult:
+        self.weights.forget()  # before the optimizers ask for memory of their own
         try:
             live = [o for o in self.optimizers if any(p.grad is not None for p in _parameters(o))]
             return self._step(live) if live else self._result("no_gradients", set())
@@ -314,6 +321,7 @@ class TrainStep:
         return self._result("overflow" if held_back else "stepped", stepped, grad_norm)
 
     def _close_window(self) -> None:
+        self.weights.forget()
         self._window_scaler._forget_step()
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
