@@ -418,10 +418,31 @@ def test_found_inf_tells_whether_a_step_was_skipped() -> None:
 # ------------------------------------------------------------------------------------- bad input
 
 
+def test_a_scale_that_gradscaler_takes_is_taken() -> None:
+    ours, theirs = LossScaler("cpu", init_scale=1e38), GradScaler("cpu", init_scale=1e38)
+    for scaler in (ours, theirs):
+        weight = nn.Parameter(torch.ones(2))
+        optimizer = torch.optim.SGD([weight], lr=1.0)
+        scaler.scale(weight.sum() * 1e-3).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert torch.equal(weight, torch.full((2,), 0.999))
+    assert ours.get_scale() == theirs.get_scale()
+
+
+def test_a_name_is_not_given_to_another_parameter_that_takes_the_place_of_the_first_in_memory() -> None:
+    scaler = LossScaler("cpu")
+    first = nn.Parameter(torch.ones(2))
+    scaler.name_parameters([("first", first)])
+    assert len(scaler._names) == 1
+    del first
+    assert len(scaler._names) == 0
+
+
 @pytest.mark.parametrize(
     ("setting", "value"),
     [
-        *[("init_scale", v) for v in (NAN, INF, -1.0, 0.0, 1e-40, 2.0**127, True, "2", None)],
+        *[("init_scale", v) for v in (NAN, INF, -1.0, 0.0, 1e-40, 3.5e38, True, "2", None)],
         *[("growth_factor", v) for v in (NAN, INF, -2.0, 1.0, 0.5, True)],
         *[("backoff_factor", v) for v in (NAN, INF, -0.5, 0.0, 1.0, 2.0, False)],
         *[("growth_interval", v) for v in (NAN, INF, -1, 0, 2.5, True, 2**31)],

@@ -18,6 +18,7 @@ from torch.amp import GradScaler
 from torch.optim import SGD, Adam, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau, StepLR
 
+import fxamp
 from fxamp.train.scaler import LossScaler
 from fxamp.train.step import StepResult, TrainStep
 from passes.errors import NotAModuleError, PolicyError, ScaleCollapseError
@@ -368,11 +369,17 @@ def test_an_optimizer_idle_on_odd_steps_is_no_error() -> None:
     assert [s.last_epoch for s in schedulers] == [4, 2]
 
 
-@pytest.mark.parametrize("scaler", [None, 8.0, LossScaler()])
+@pytest.mark.parametrize("scaler", [None, 8.0, "dynamic"])
 def test_no_gradients_at_all_is_an_outcome(scaler: Any) -> None:
     torch.manual_seed(0)
-    model, idle = nn.Linear(4, 1), nn.Linear(4, 1)
-    step = TrainStep(model, loss_times, SGD(idle.parameters(), lr=0.5), scaler=scaler)
+    model = nn.Linear(4, 1)
+    model.register_parameter("idle", nn.Parameter(torch.ones(1)))
+    step = TrainStep(
+        model,
+        loss_times,
+        SGD([model.get_parameter("idle")], lr=0.5),
+        scaler=LossScaler() if scaler == "dynamic" else scaler,
+    )
     result = step(X)
     assert (result.stepped, result.skipped, result.reason) == (False, False, "no_gradients")
     assert result.loss.isfinite()
@@ -549,6 +556,25 @@ def test_auto_scales_fp16_with_guards() -> None:
         assert (extensions["min_scale"], extensions["max_scale"], extensions["max_skips"]) == (1.0, 2.0**24, 20)
 
 
+@pytest.mark.parametrize(("dtype", "scaled"), [("fp16", True), ("bf16", False)])
+def test_auto_sees_a_compiled_model_inside_a_wrapper(dtype: str, scaled: bool) -> None:
+    compiled: Any = fxamp.compile(nn.Linear(4, 1), policy=f"O1,dtype={dtype}", backend="eager")
+    model = nn.Sequential(nn.Identity(), compiled)
+    step = TrainStep(model, loss_times, SGD(model.parameters(), lr=0.1))
+    assert step(X).stepped
+    assert step.scaler.is_enabled() is scaled
+    assert step.scaler.get_scale() == (2.0**16 if scaled else 1.0)
+
+
+def test_a_disabled_scaler_anywhere_does_not_disturb_fp16_training() -> None:
+    disabled = GradScaler("cpu", enabled=False)
+    model = fxamp.convert(nn.Linear(4, 1), (X,), policy="O1,dtype=fp16")
+    step = TrainStep(model, loss_times, SGD(model.parameters(), lr=0.1), scaler=None)
+    with pytest.warns(UserWarning, match="FP16"):
+        assert step(X).stepped
+    assert not disabled.is_enabled()
+
+
 @pytest.mark.parametrize(
     "model", [nn.Linear(4, 1), with_plan(torch.bfloat16), with_plan(None), with_plan(torch.float16, "O0")]
 )
@@ -630,6 +656,13 @@ def test_low_parameters_outside_the_model_are_found() -> None:
     outside = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
     with pytest.raises(PolicyError, match=r"parameter 0 of optimizer 0 \(shape \(3,\)\)"):
         TrainStep(nn.Linear(4, 1), None, SGD([outside], lr=0.1))
+
+
+def test_an_optimizer_of_another_model_is_refused() -> None:
+    with pytest.raises(PolicyError, match=r"none of the trainable parameters of Linear.*from model\.parameters\(\)"):
+        TrainStep(nn.Linear(4, 1), None, SGD(nn.Linear(4, 1).parameters(), lr=0.1))
+    frozen, head = nn.Linear(4, 1).requires_grad_(False), nn.Linear(1, 1)
+    TrainStep(frozen, None, SGD(head.parameters(), lr=0.1))  # what is trained is in the loss
 
 
 def test_a_parameter_in_two_optimizers_is_refused() -> None:

@@ -14,14 +14,15 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from passes.errors import PolicyError, ScaleCollapseError
 
 LOW_DTYPES = (torch.float16, torch.bfloat16)
 HISTORY_LENGTH = 128
 
-# Between these a scale and its reciprocal are both normal FP32 numbers.
-_SMALLEST_SCALE, _LARGEST_SCALE = 2.0**-126, 2.0**126
+# Between these a scale and its reciprocal are both finite FP32 numbers.
+_SMALLEST_SCALE, _LARGEST_SCALE = 2.0**-127, torch.finfo(torch.float32).max
 _LARGEST_COUNT = 2**31 - 1  # what `torch._amp_update_scale_` counts with
 
 
@@ -90,7 +91,7 @@ class LossScaler(torch.amp.GradScaler):
         self._overflows_in_a_row = 0
         self._updates = 0
         self._events: deque[_Event] = deque(maxlen=HISTORY_LENGTH)
-        self._names: dict[int, str] = {}
+        self._names: Any = WeakIdKeyDictionary()
 
     @property
     def history(self) -> tuple[ScaleEvent, ...]:
@@ -102,7 +103,7 @@ class LossScaler(torch.amp.GradScaler):
 
         Not needed for an optimizer that was itself given named parameters.
         """
-        self._names.update((id(param), name) for name, param in named_parameters)
+        self._names.update((param, name) for name, param in named_parameters)
 
     def found_inf(self, optimizer: Optimizer) -> bool:
         """Tell whether `optimizer`'s gradients were not finite, between `unscale_` or `step` and `update`.
@@ -193,8 +194,12 @@ class LossScaler(torch.amp.GradScaler):
         state = super().__getstate__()
         # Plain numbers in place of tensors; and names go by the identity of objects that a copy does not have.
         state["_events"] = deque((_Event(*event) for event in self.history), maxlen=HISTORY_LENGTH)
-        state["_names"] = {}
+        del state["_names"]
         return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._names = WeakIdKeyDictionary()
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         if cast("str | None", self._device) is None:
@@ -225,7 +230,7 @@ class LossScaler(torch.amp.GradScaler):
             names = group.get("param_names")
             for index, param in enumerate(group["params"]):
                 place = f"parameter {index} of group {group_index} (shape {tuple(param.shape)})"
-                yield self._names.get(id(param)) or (names[index] if names else place), param
+                yield self._names.get(param) or (names[index] if names else place), param
 
     def _collapse_message(self, states: Sequence[dict[str, Any]]) -> str:
         optimizers = [state["optimizer"] for state in states if _found_infs([state])]
@@ -321,7 +326,7 @@ def require_number(name: str, value: object, legal: str, test: Callable[[float],
 
 def require_scale(name: str, value: object) -> None:
     """Raise a PolicyError unless `value` can be a loss scale."""
-    legal = "a number from 2**-126 to 2**126, so that it and its reciprocal are normal in float32"
+    legal = "a number from 2**-127 to 3.4e38, so that it and its reciprocal are finite in float32"
     require_number(name, value, legal, lambda x: _SMALLEST_SCALE <= x <= _LARGEST_SCALE)
 
 

@@ -130,7 +130,8 @@ class TrainStep:
         self.scaler = _scaler(scaler, self._low_dtype)
         self.scaler.name_parameters(model.named_parameters())
         # A compiled model is converted at its first call; until then nobody knows to what.
-        self._undecided = isinstance(scaler, str) and self._low_dtype is None and compiled.is_compiled(model)
+        waits = any(compiled.is_compiled(module) for module in model.modules())
+        self._undecided = isinstance(scaler, str) and self._low_dtype is None and waits
         self._state: Mapping[str, Any] | None = None  # loaded before that call
         self._warned = False
 
@@ -342,16 +343,15 @@ class TrainStep:
 
 
 def _low_dtype(model: nn.Module) -> torch.dtype | None:
-    """Find the low dtype that `model`, or a part of it, was converted to."""
+    """Find the low dtype that `model`, or a part of it, was converted to; FP16 where there are both."""
     plans = [getattr(module, "plan", None) for module in model.modules()]
-    with contextlib.suppress(CaptureError):
-        plans.append(compiled.plan_of(model))
-    for plan in plans:
-        policy = getattr(plan, "policy", None)
-        dtype = getattr(policy, "dtype", None)
-        if isinstance(dtype, torch.dtype) and getattr(policy, "level", None) != "O0":
-            return dtype
-    return None
+    for module in model.modules():
+        if module is model or compiled.is_compiled(module):
+            with contextlib.suppress(CaptureError):
+                plans.append(compiled.plan_of(module))
+    policies = [getattr(plan, "policy", None) for plan in plans]
+    found = {getattr(policy, "dtype", None) for policy in policies if getattr(policy, "level", "O0") != "O0"}
+    return torch.float16 if torch.float16 in found else next((d for d in found if isinstance(d, torch.dtype)), None)
 
 
 def _scaler(scaler: object, low_dtype: torch.dtype | None) -> LossScaler:
@@ -384,6 +384,12 @@ def _optimizers(optimizer: object, model: nn.Module) -> tuple[Optimizer, ...]:
                 raise PolicyError(f"{name} is in two optimizers: its gradient would be unscaled twice")
     refuse_low_parameters(model.named_parameters())
     refuse_low_parameters((names[id(param)], param) for one in optimizers for param in _parameters(one))
+    trained = {id(p) for p in model.parameters() if p.requires_grad}
+    if trained and not trained & owner.keys():
+        raise PolicyError(
+            f"the optimizer holds none of the trainable parameters of {type(model).__name__}, and would train nothing. "
+            "Build it from model.parameters(), after what replaces them: fully_shard, load_state_dict(assign=True)."
+        )
     return optimizers
 
 
