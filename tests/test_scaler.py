@@ -393,11 +393,60 @@ def test_history_lists_scales_and_skips() -> None:
     model, optimizer = make_problem()
     for factor in (OK, INF, NAN):
         run_step(scaler, model, optimizer, factor)
-    assert scaler.history == ((1, 8.0, False), (2, 8.0, True), (3, 4.0, True))
+    assert scaler.history == (
+        (1, 8.0, False, ""),
+        (2, 8.0, True, "parameter 0 of group 0 (shape (3, 4)) (inf)"),
+        (3, 4.0, True, "parameter 0 of group 0 (shape (3, 4)) (NaN)"),
+    )
     for _ in range(200):
         run_step(scaler, model, optimizer)
     assert len(scaler.history) == 128
     assert scaler.history[-1].update == 203
+
+
+def test_history_names_the_first_bad_parameter_and_does_not_read_it_before_it_is_asked() -> None:
+    scaler = LossScaler("cpu")
+    model, optimizer = make_problem()
+    scaler.name_parameters(model.named_parameters())
+    with CountSyncs() as syncs:
+        run_step(scaler, model, optimizer, NAN)
+    counted = syncs.count
+    with CountSyncs() as plain:
+        run_step(GradScaler("cpu"), model, optimizer, NAN)
+    assert counted == plain.count
+    assert [event.culprit for event in scaler.history] == ["weight (NaN)"]
+
+
+def test_max_skips_reads_the_device_of_a_fused_optimizer_once_in_as_many_updates() -> None:
+    scaler = LossScaler("cpu", max_skips=4)
+    model, optimizer = make_problem(fused=True)
+    unread = []
+    for factor in (OK, OK, OK, OK, INF, INF, INF):
+        run_step(scaler, model, optimizer, factor)
+        unread.append(len(scaler._in_a_row._unread))
+    assert unread == [1, 2, 3, 0, 1, 2, 3]
+    with pytest.raises(ScaleCollapseError, match="4 steps in a row"):
+        run_step(scaler, model, optimizer, INF)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1024.0])
+def test_gradients_for_a_penalty_are_unscaled_and_can_be_differentiated(scale: float) -> None:
+    scaler, weight = LossScaler("cpu", init_scale=scale), nn.Parameter(torch.tensor([1.0, 2.0]))
+    x = torch.tensor([3.0, 5.0], requires_grad=True)
+    (gradient,) = scaler.grad((weight * x).square().sum(), x, create_graph=True)
+    assert torch.equal(gradient, 2 * weight.square() * x)
+    scaler.scale(gradient.square().sum()).backward()
+    scaler.unscale_(torch.optim.SGD([weight], lr=0.1))
+    assert weight.grad is not None
+    assert torch.equal(weight.grad, (16 * weight**3 * x**2).detach())
+    assert torch.equal(LossScaler(enabled=False).grad(x.square().sum(), [x])[0], 2 * x)
+
+
+def test_a_penalty_of_low_gradients_does_not_underflow() -> None:
+    scaler, x = LossScaler("cpu", init_scale=1024.0), torch.ones(2, dtype=torch.float16, requires_grad=True)
+    (gradient,) = scaler.grad(x.float().sum() * 1e-8, x)
+    assert gradient.dtype == torch.float32
+    assert bool((gradient > 0.9e-8).all())
 
 
 def test_found_inf_tells_whether_a_step_was_skipped() -> None:

@@ -26,7 +26,9 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from passes.errors import CaptureError, NotAModuleError, PolicyError
 
 from .. import compiled
-from .scaler import LossScaler, not_finite, refuse_low_parameters, require_count, require_number, require_scale
+from .events import not_finite
+from .scaler import LossScaler
+from .settings import refuse_low_parameters, require_count, require_number, require_scale
 from .weights import Mode, WeightCasts
 
 Reason = Literal["stepped", "accumulating", "overflow", "no_gradients"]
