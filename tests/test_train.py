@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import pickle
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -19,8 +18,9 @@ from torch.optim import SGD, Adam, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau, StepLR
 
 import fxamp
+from fxamp.train.result import StepResult
 from fxamp.train.scaler import LossScaler
-from fxamp.train.step import StepResult, TrainStep
+from fxamp.train.step import TrainStep
 from passes.errors import NotAModuleError, PolicyError, ScaleCollapseError
 
 STEPS = 50
@@ -281,7 +281,7 @@ def test_result_says_what_happened() -> None:
     assert second.grad_norm is not None
     torch.testing.assert_close(second.grad_norm, expected_norm)
     with pytest.raises(AttributeError):
-        second.scale = 1.0  # type: ignore[misc]
+        second.scale = 1.0
 
 
 def test_one_bad_micro_batch_skips_its_window_and_leaves_nothing_behind() -> None:
@@ -500,43 +500,6 @@ def test_packed_sequence_is_one_input() -> None:
     assert step(packed).stepped
 
 
-@pytest.mark.parametrize("position", [0, 1])
-def test_state_resumes_bit_equal(position: int) -> None:
-    def build() -> tuple[nn.Linear, SGD, TrainStep]:
-        torch.manual_seed(0)
-        model = nn.Linear(4, 1)
-        optimizer = SGD(model.parameters(), lr=0.5, momentum=0.9)
-        scaler = LossScaler(init_scale=8.0, growth_interval=2)
-        return model, optimizer, TrainStep(model, loss_times, optimizer, scaler=scaler, accumulate_steps=2)
-
-    factors = [1.0, 0.5, math.inf, 1.0, 1.0, 2.0, 0.25, 1.0, 1.0, 1.0]
-    model, optimizer, step = build()
-    cut = 4 + position
-    for factor in factors[:cut]:
-        step(X, factor, scale=64.0 if factor == 1.0 and cut == 5 and step._position == 0 else None)
-    saved = pickle.loads(pickle.dumps((model.state_dict(), optimizer.state_dict(), step.state_dict())))
-    resumed_model, resumed_optimizer, resumed = build()
-    resumed_model.load_state_dict(saved[0])
-    resumed_optimizer.load_state_dict(saved[1])
-    resumed.load_state_dict(saved[2])
-    for p, q in zip(resumed_model.parameters(), model.parameters(), strict=True):
-        p.grad = None if q.grad is None else q.grad.clone()  # gradients are the caller's to keep
-    rest = [(step(X, factor), resumed(X, factor)) for factor in factors[cut:]]
-    assert [(a.reason, a.scale) for a, _ in rest] == [(b.reason, b.scale) for _, b in rest]
-    assert all(map(torch.equal, weights(model), weights(resumed_model)))
-    assert step.state_dict() == resumed.state_dict()
-
-
-def test_a_state_that_does_not_fit_is_refused() -> None:
-    _, step = make_step(accumulate_steps=3)
-    step(X)
-    step(X)
-    with pytest.raises(PolicyError, match="micro-batch 2 of a window, and accumulate_steps is 1"):
-        make_step()[1].load_state_dict(step.state_dict())
-    with pytest.raises(PolicyError, match="it lacks given_scale, position, scaler"):
-        step.load_state_dict({"epoch": 3})
-
-
 # ------------------------------------------------------------------------------------- which scaler
 
 
@@ -558,10 +521,11 @@ def test_auto_scales_fp16_with_guards() -> None:
 
 @pytest.mark.parametrize(("dtype", "scaled"), [("fp16", True), ("bf16", False)])
 def test_auto_sees_a_compiled_model_inside_a_wrapper(dtype: str, scaled: bool) -> None:
+    torch.manual_seed(0)
     compiled: Any = fxamp.compile(nn.Linear(4, 1), policy=f"O1,dtype={dtype}", backend="eager")
     model = nn.Sequential(nn.Identity(), compiled)
     step = TrainStep(model, loss_times, SGD(model.parameters(), lr=0.1))
-    assert step(X).stepped
+    assert step(X * 0.01).stepped
     assert step.scaler.is_enabled() is scaled
     assert step.scaler.get_scale() == (2.0**16 if scaled else 1.0)
 
@@ -619,9 +583,9 @@ def test_fp16_without_loss_scaling_warns_once() -> None:
         ({"optimizer": "adam"}, "optimizer must be a torch Optimizer or a list of them, got str"),
         ({"scheduler": "cosine"}, "scheduler must be a torch LRScheduler or a list of them, got str"),
         ({"scheduler": StepLR(SGD([torch.ones(1)], lr=0.1), 1)}, "StepLR belongs to none of the optimizers"),
-        ({"ema": object()}, "ema=.* is not yet supported"),
+        ({"ema": object()}, "ema must be a torch.optim.swa_utils.AveragedModel or a list of them, got object"),
         ({"weights": "shadow"}, "weights must be one of 'auto', 'per_step', 'per_use', got 'shadow'"),
-        ({"on_overflow": "skip_microbatch"}, "on_overflow='skip_microbatch' is not yet supported"),
+        ({"on_overflow": "skip"}, "on_overflow must be .* got 'skip'"),
         ({"compile": True}, "compile=True is not yet supported"),
     ],
 )
@@ -703,16 +667,10 @@ def test_bad_losses_are_refused() -> None:
         TrainStep(flexible, None, SGD(flexible.parameters(), lr=0.1))(X)
 
 
-@pytest.mark.parametrize("scaler", [None, 8.0])
-def test_an_optimizer_that_needs_a_closure_raises_torchs_error_with_context(scaler: Any) -> None:
-    model = nn.Linear(4, 1)
-    step = TrainStep(model, loss_times, torch.optim.LBFGS(model.parameters()), scaler=scaler)
-    for _ in range(2):  # the second call finds no rests of the first
-        with pytest.raises(TypeError, match=r"missing.*'closure'.*LBFGS.step\(\) without a closure"):
-            step(X)
-
-
-def test_results_are_frozen_dataclasses() -> None:
+def test_results_cannot_be_changed() -> None:
     _, step = make_step()
-    assert isinstance(step(X), StepResult)
-    assert list(StepResult.__dataclass_fields__) == ["loss", "stepped", "skipped", "scale", "grad_norm", "reason"]
+    result = step(X)
+    assert isinstance(result, StepResult)
+    for name in ("loss", "stepped", "skipped", "scale", "grad_norm", "kept", "reason"):
+        with pytest.raises(AttributeError):
+            setattr(result, name, getattr(result, name))

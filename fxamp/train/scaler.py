@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
+from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -90,6 +91,11 @@ class LossScaler(torch.amp.GradScaler):
         self._names: Any = WeakIdKeyDictionary()
 
     @property
+    def kind(self) -> str:
+        """What a saved state has to have in common with a scaler: "none", "static" or "dynamic"."""
+        return "none" if not self._enabled else "dynamic" if self._extensions.dynamic else "static"
+
+    @property
     def history(self) -> tuple[ScaleEvent, ...]:
         """The last updates, oldest first. Reading it synchronises with the device, recording does not."""
         return tuple(event.read() for event in self._events)
@@ -133,6 +139,42 @@ class LossScaler(torch.amp.GradScaler):
         state = self._per_optimizer_states.get(id(optimizer)) if self._enabled else None
         return state is not None and _overflowed(state)
 
+    def held_back(self, optimizer: Optimizer) -> bool | torch.Tensor:
+        """Return what `found_inf` does; where that is on the device alone, a tensor of one element, read by nobody."""
+        state = self._per_optimizer_states.get(id(optimizer)) if self._enabled else None
+        if state is None or "overflowed" in state:
+            return state is not None and _overflowed(state)
+        return _together(_found_infs([state]))
+
+    def unscaled_found_inf(self, optimizer: Optimizer) -> torch.Tensor:
+        """Unscale the gradients of `optimizer` unless they are, and return whether one is not finite, unread."""
+        if self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
+            self.unscale_(optimizer)
+        return torch.as_tensor(self.held_back(optimizer))
+
+    def unscale_again(self, optimizer: Optimizer) -> None:
+        """Unscale the gradients of `optimizer`, of which a step may have several in turn; none is looked at."""
+        assert self._scale is not None, "a loss was scaled"
+        inverse = self._scale.double().reciprocal().float()
+        with torch.no_grad():
+            for _, gradient in self._gradients([optimizer]):
+                gradient.mul_(inverse.to(gradient.device))
+
+    def note(self, optimizer: Optimizer, held_back: bool) -> None:
+        """Note what became of an optimizer that did not step by `step`."""
+        if self._enabled:
+            assert self._scale is not None, "a loss was scaled"
+            found = torch.full((), float(held_back), device=self._scale.device)
+            state = self._per_optimizer_states[id(optimizer)]
+            state.update(optimizer=optimizer, overflowed=held_back, found_inf_per_device={found.device: found})
+
+    def join_found_inf(self, optimizers: Sequence[Optimizer]) -> None:
+        """Let optimizers whose gradients are unscaled be held back together, if one is; nothing is read."""
+        states = [self._per_optimizer_states[id(optimizer)] for optimizer in optimizers]
+        together = _together(_found_infs(states))
+        for found in _found_infs(states):
+            found.copy_(together)
+
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divide the gradients of `optimizer` by the scale, once, as GradScaler does.
 
@@ -150,12 +192,23 @@ class LossScaler(torch.amp.GradScaler):
         Raises:
             ScaleCollapseError: This was the `max_skips`-th update in a row in which a step was skipped.
         """
+        self._update(new_scale, None)
+
+    def update_after(self, overflow: torch.Tensor | None) -> None:
+        """Update the scale; where `overflow` is not 0, as after an overflow, though no step was skipped."""
+        self._update(None, overflow)
+
+    def _update(self, new_scale: float | torch.Tensor | None, overflow: torch.Tensor | None) -> None:
         if not self._enabled:
             return
         scale, _ = self._check_scale_growth_tracker("update")
         before = scale.clone()
         states = list(self._per_optimizer_states.values())
         self._count_skips(states)
+        found_infs = [found.clone() for found in _found_infs(states)]  # torch adds them up in the first
+        if overflow is not None:
+            for found in _found_infs(states):
+                found.copy_(torch.maximum(found, overflow.to(found)))
 
         super().update(new_scale)
 
@@ -166,7 +219,7 @@ class LossScaler(torch.amp.GradScaler):
             scale.clamp_(limits.min_scale, limits.max_scale)
         self._updates += 1
         bad = [state["optimizer"] for state in states if state.get("overflowed")]
-        self._events.append(Event(self._updates, before, _found_infs(states), Culprits(self._gradients(bad))))
+        self._events.append(Event(self._updates, before, found_infs, Culprits(self._gradients(bad))))
         if limits.max_skips is not None and self._in_a_row.reaches(limits.max_skips):
             raise ScaleCollapseError(self._collapse_message(states))
 
@@ -175,7 +228,7 @@ class LossScaler(torch.amp.GradScaler):
         if self._extensions.hysteresis > 1 or all("overflowed" in state for state in states):
             self._in_a_row.add(any(_overflowed(state) for state in states))
         elif self._extensions.max_skips is not None:
-            self._in_a_row.add(_found_infs(states))
+            self._in_a_row.add([found.clone() for found in _found_infs(states)])
 
     def _waits_for_more_overflows(self) -> bool:
         hysteresis = self._extensions.hysteresis
@@ -292,6 +345,14 @@ def _device_type(device: str | torch.device | None) -> str | None:
 
 def _found_infs(states: Sequence[dict[str, Any]]) -> list[torch.Tensor]:
     return [found for state in states for found in state["found_inf_per_device"].values()]
+
+
+def _together(found_infs: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return a new tensor that is not 0 where one of these is not."""
+    together = found_infs[0].clone()
+    for found in found_infs[1:]:
+        together += found.to(together.device)
+    return together
 
 
 def _overflowed(state: dict[str, Any]) -> bool:

@@ -10,69 +10,53 @@ A *window* is the micro-batches whose gradients one optimizer step takes: `accum
 
 from __future__ import annotations
 
-import contextlib
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.nn.utils.rnn import PackedSequence
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.swa_utils import AveragedModel
 
-from passes.errors import CaptureError, NotAModuleError, PolicyError
+from passes.errors import NotAModuleError, PolicyError
 
 from .. import compiled
-from .events import not_finite
+from . import checkpoint
+from .closure import needs_closure, refuse_company, step_by_closure
+from .conditional import parameters, waits
+from .distributed import exchange, exchanging
+from .ema import averages_of, follow
+from .given import low_dtype_of, optimizers_of, scaler_of, schedulers_of
+from .loss import LossFunction, loss_of
+from .microbatches import KeptMicroBatches
+from .result import HeldBack, StepResult
 from .scaler import LossScaler
-from .settings import refuse_low_parameters, require_count, require_number, require_scale
+from .settings import require_count, require_number, require_scale
+from .update import Update, multiply, take_step
 from .weights import Mode, WeightCasts
-
-Reason = Literal["stepped", "accumulating", "overflow", "no_gradients"]
-
-
-@dataclass(frozen=True, eq=False)
-class StepResult:
-    """What one call of a TrainStep did.
-
-    Attributes:
-        loss: The loss of this micro-batch as `loss_fn` gave it: undivided, unscaled, detached. `flush` gives that of
-            the last micro-batch, NaN when there was none.
-        stepped: Whether the optimizer stepped; one bool per optimizer when there are several.
-        skipped: Whether gradients that were not finite held an optimizer back.
-        scale: The loss scale of this window, 1.0 without loss scaling.
-        grad_norm: The norm of the unscaled gradients before clipping, None where nothing is clipped.
-        reason: "accumulating" within a window; at its end "overflow" if any optimizer was held back, "no_gradients" if
-            none had gradients, else "stepped".
-    """
-
-    loss: torch.Tensor
-    stepped: bool | tuple[bool, ...]
-    skipped: bool
-    scale: float
-    grad_norm: torch.Tensor | None
-    reason: Reason
 
 
 class TrainStep:
     """Run one training step per call.
 
     As in a loop written by hand on `torch.amp.GradScaler`, and bit-equal to it: an optimizer whose gradients are not
-    finite is skipped, the others step. Three outcomes are defined that such a loop leaves open:
+    finite is skipped, the others step. Nothing is read from the device but where Python has to choose (see `waits`).
+    Three outcomes are defined that such a loop leaves open:
 
     - An optimizer without gradients does not step.
     - With `max_grad_norm`, one gradient that is not finite skips every optimizer, since there is no norm to clip to.
-      That holds without loss scaling too, at the cost of reading the norm from the device.
+      That holds without loss scaling too.
     - A call that raises abandons its window: gradients are set to None, and the next call opens a new one.
 
     Args:
         model: Called as it is: neither converted nor switched between train and eval.
         loss_fn: Called as `loss_fn(output, target)`, without a target as `loss_fn(output)`. None takes the output's
             own loss, `output.loss` or `output["loss"]`.
-        optimizer: One or several, over distinct parameters.
+        optimizer: One or several, over distinct parameters. One that evaluates the loss itself (LBFGS) stands alone,
+            and runs the window's micro-batches again as often as it asks for it.
         scaler: A LossScaler, which serves this TrainStep alone; a number for a static loss scale; None for no loss
             scaling; "auto" for `LossScaler(min_scale=1, max_scale=2**24, max_skips=20)` when the model was converted
             to FP16, else none; for a compiled model that is decided at its first call.
@@ -80,39 +64,42 @@ class TrainStep:
         max_grad_norm: Clip the unscaled gradients of all optimizers to this norm, taken over all of them together.
             `float("inf")` measures the norm and clips nothing.
         scheduler: One or several, each of one of the optimizers; steps when its optimizer stepped.
-        ema: Not yet supported.
+        ema: One `torch.optim.swa_utils.AveragedModel` of the model or several, updated when a step was taken.
         weights: "per_step" casts the weights that the graphs of a converted model read low once a window, and keeps
             those copies until its last backward. Gradients are those of "per_use", bit for bit, which casts at every
             call. A weight that is written to in a window, moved or replaced is cast anew; an edit through `.data` in a
             window is not seen before the next one. "auto" is "per_step" where a window has several micro-batches.
-        on_overflow: Only "skip_window" yet.
+        on_overflow: "skip_window" skips a step if any micro-batch had gradients that were not finite.
+            "skip_microbatch" leaves those micro-batches out, and the gradients are the mean of the others; the scale
+            backs off all the same. It costs one more set of gradients, and under DistributedDataParallel an exchange
+            of gradients in every micro-batch.
         compile: Only False yet.
 
     Attributes:
         scaler: The LossScaler in use; a disabled one without loss scaling.
         weights: Which casts of weights are kept for a window.
+        windows: How many windows were finished.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        loss_fn: Callable[..., torch.Tensor] | None,
+        loss_fn: LossFunction | None,
         optimizer: Optimizer | Sequence[Optimizer],
         *,
         scaler: LossScaler | float | Literal["auto"] | None = "auto",
         accumulate_steps: int = 1,
         max_grad_norm: float | None = None,
         scheduler: LRScheduler | Sequence[LRScheduler] | None = None,
-        ema: object = None,
+        ema: AveragedModel | Sequence[AveragedModel] | None = None,
         weights: Mode = "auto",
-        on_overflow: object = "skip_window",
+        on_overflow: Literal["skip_window", "skip_microbatch"] = "skip_window",
         compile: object = False,
     ) -> None:
-        _refuse_unsupported(
-            ema=(ema, None),
-            on_overflow=(on_overflow, "skip_window"),
-            compile=(compile, False),
-        )
+        if compile is not False:
+            raise PolicyError(f"compile={compile!r} is not yet supported: leave it at False")
+        if on_overflow not in ("skip_window", "skip_microbatch"):
+            raise PolicyError(f'on_overflow must be "skip_window" or "skip_microbatch", got {on_overflow!r}')
         if not isinstance(model, nn.Module):
             raise NotAModuleError(f"model must be a torch.nn.Module, got {type(model).__name__}")
         if loss_fn is not None and not callable(loss_fn):
@@ -125,23 +112,39 @@ class TrainStep:
         self.loss_fn = loss_fn
         self.accumulate_steps = accumulate_steps
         self.max_grad_norm = max_grad_norm
-        self.optimizers = _optimizers(optimizer, model)
-        self.schedulers = _schedulers(scheduler, self.optimizers)
+        self.optimizers = optimizers_of(optimizer, model)
+        self.schedulers = schedulers_of(scheduler, self.optimizers)
+        self.averages = averages_of(ema, model)
+        self.on_overflow = on_overflow
+        refuse_company(self.optimizers, max_grad_norm, on_overflow)
         self.weights = WeightCasts(model, weights, accumulate_steps)
-        self._low_dtype = _low_dtype(model)
-        self.scaler = _scaler(scaler, self._low_dtype)
+        self._low_dtype = low_dtype_of(model)
+        self.scaler = scaler_of(scaler, self._low_dtype)
         self.scaler.name_parameters(model.named_parameters())
         # A compiled model is converted at its first call; until then nobody knows to what.
-        waits = any(compiled.is_compiled(module) for module in model.modules())
-        self._undecided = isinstance(scaler, str) and self._low_dtype is None and waits
-        self._state: Mapping[str, Any] | None = None  # loaded before that call
+        compiles = any(compiled.is_compiled(module) for module in model.modules())
+        self._undecided = isinstance(scaler, str) and self._low_dtype is None and compiles
+        self._scaler_state: Mapping[str, Any] | None = None  # loaded before that call
         self._warned = False
 
+        self.windows = 0
         self._position = 0  # micro-batches of the open window seen so far
         self._given_scale: float | None = None  # of the open window
         self._window_scaler = self.scaler
-        self._window_scale: float | None = None  # read from the window's scaler, once
+        self._window_scale: float | torch.Tensor | None = None
         self._loss: torch.Tensor | None = None  # of the last micro-batch of the open window
+        self._again: list[tuple[Any, Any]] | None = [] if any(map(needs_closure, self.optimizers)) else None
+        self._kept = KeptMicroBatches(self.optimizers) if on_overflow == "skip_microbatch" else None
+
+    @property
+    def waits(self) -> tuple[str, ...]:
+        """Why a step waits for the device at the end of a window, once; empty where it never does."""
+        if not self.scaler.is_enabled() and self.max_grad_norm is None and self._kept is None:
+            return ()
+        reasons = [f"{type(o).__name__} steps or not as Python decides" for o in self.optimizers if waits(o)]
+        reasons += [f"{type(s).__name__} follows the steps that were taken" for s in self.schedulers]
+        reasons += ["the average of the weights follows the steps that were taken"] * bool(self.averages)
+        return tuple(dict.fromkeys(reasons))
 
     def __call__(self, inputs: Any, target: Any = None, *, scale: float | None = None) -> StepResult:
         """Take one micro-batch; at the window's end, step the optimizers.
@@ -159,19 +162,12 @@ class TrainStep:
         """
         self._open_window(scale)
         try:
-            with self.weights.in_use():
-                loss = self._forward(inputs, target)
-                if self._undecided:
-                    self._decide()
-                if loss.requires_grad:
-                    self._window_scaler.scale(loss / self.accumulate_steps).backward()
+            self._micro_batch(inputs, target)
         except BaseException:
             self._close_window()
             raise
-        self._position += 1
-        self._loss = loss.detach()
         if self._position < self.accumulate_steps:
-            return self._result("accumulating", set())
+            return self._result(None)
         return self._finish_window()
 
     def flush(self) -> StepResult:
@@ -180,37 +176,51 @@ class TrainStep:
         Gradients are multiplied by `accumulate_steps / seen`, so that they are the mean over the micro-batches seen.
         """
         if self._position == 0:
-            return self._result("no_gradients", set())
+            return self._result(Update({}, None))
+        if self._kept is None:
+            exchange(self.model)
         return self._finish_window()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the scaler's state and the position in the window; not the model's nor the optimizers' states.
+        """Return all that a run needs to go on bit for bit, of plain values and tensors.
 
-        Gradients are not in it. Save at the end of a window, or call `flush` first.
+        That is the states of the model, the optimizers, schedulers, averages and the scaler, the position in the
+        window with the gradients so far, and torch's random number generators. As in a module's `state_dict`, tensors
+        are those in use, no copies.
         """
-        return {"scaler": self.scaler.state_dict(), "position": self._position, "given_scale": self._given_scale}
+        return checkpoint.state_of(self)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned.
+        """Load what `state_dict` returned, into a TrainStep made in the same way.
 
         Raises:
-            PolicyError: It is not such a state, or was saved at a position that this window does not have.
+            PolicyError: It is not such a state, or that of another model, optimizer, scaler or accumulation; nothing
+                was changed.
         """
-        missing = {"scaler", "position", "given_scale"} - set(state_dict)
-        if missing:
-            raise PolicyError(f"not the state of a TrainStep: it lacks {', '.join(sorted(missing))}")
-        position = state_dict["position"]
-        if not 0 <= position < self.accumulate_steps:
-            raise PolicyError(
-                f"the state was saved at micro-batch {position} of a window, and accumulate_steps is "
-                f"{self.accumulate_steps}: use the former accumulate_steps, or save at the end of a window"
-            )
-        if self._undecided:
-            self._state = state_dict["scaler"]
-        else:
-            self.scaler.load_state_dict(state_dict["scaler"])
-        self._use_scale(state_dict["given_scale"])
-        self._position = position
+        checkpoint.load(self, state_dict)
+
+    def _micro_batch(self, inputs: Any, target: Any) -> None:
+        """Run forward and backward; gradients are those of the window so far."""
+        last = self._position + 1 == self.accumulate_steps or self._kept is not None
+        with self.weights.in_use(), exchanging(self.model, last):
+            loss = loss_of(self.model, self.loss_fn, inputs, target)
+            if not loss.requires_grad and any(p.requires_grad for o in self.optimizers for p in parameters(o)):
+                raise PolicyError(
+                    "the loss does not depend on any trainable parameter: look for torch.no_grad(), .detach() or "
+                    ".item() in the model or in loss_fn"
+                )
+            if self._undecided:
+                self._decide()
+            if self._kept is not None:
+                self._kept.before_backward()
+            if loss.requires_grad:
+                self._window_scaler.scale(loss / self.accumulate_steps).backward()
+            if self._kept is not None:
+                self._kept.after_backward()
+        self._position += 1
+        self._loss = loss.detach()
+        if self._again is not None:
+            self._again.append((inputs, target))
 
     def _open_window(self, scale: float | None) -> None:
         if scale is not None:
@@ -233,11 +243,11 @@ class TrainStep:
     def _decide(self) -> None:
         """Choose the scaler that "auto" means, now that the model was converted."""
         self._undecided = False
-        self._low_dtype = _low_dtype(self.model)
-        self.scaler = _scaler("auto", self._low_dtype)
+        self._low_dtype = low_dtype_of(self.model)
+        self.scaler = scaler_of("auto", self._low_dtype)
         self.scaler.name_parameters(self.model.named_parameters())
-        if self._state:
-            self.scaler.load_state_dict(dict(self._state))
+        if self._scaler_state:
+            self.scaler.load_state_dict(dict(self._scaler_state))
         self._use_scale(self._given_scale)
 
     def _use_scale(self, scale: float | None) -> None:
@@ -247,218 +257,86 @@ class TrainStep:
         if scale is not None:
             self._window_scaler = LossScaler(init_scale=scale, dynamic=False)
 
-    def _read_scale(self) -> float:
-        """Read the scale of the window from the device, once, since reading waits for it."""
-        if self._window_scale is None:
-            self._window_scale = self._window_scaler.get_scale()
-        return self._window_scale
-
-    def _forward(self, inputs: Any, target: Any) -> torch.Tensor:
-        if isinstance(inputs, Mapping):
-            output = self.model(**inputs)
-        elif isinstance(inputs, tuple) and not isinstance(inputs, PackedSequence):
-            output = self.model(*inputs)
-        elif isinstance(inputs, (torch.Tensor, PackedSequence)):
-            output = self.model(inputs)
-        else:
-            raise PolicyError(
-                f"inputs must be a tensor, a tuple for model(*inputs) or a mapping for model(**inputs), "
-                f"got {type(inputs).__name__}. To hand it to the model as it is, wrap it: (inputs,)"
-            )
-        loss = self._loss_of(output, target)
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            what = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-            raise PolicyError(f"the loss must be a tensor of one element, got {what}")
-        if not loss.requires_grad and any(p.requires_grad for o in self.optimizers for p in _parameters(o)):
-            raise PolicyError(
-                "the loss does not depend on any trainable parameter: look for torch.no_grad(), .detach() or .item() "
-                "in the model or in loss_fn"
-            )
-        return loss
-
-    def _loss_of(self, output: Any, target: Any) -> Any:
-        if self.loss_fn is not None:
-            return self.loss_fn(output) if target is None else self.loss_fn(output, target)
-        if target is not None:
-            raise PolicyError("a target was given but loss_fn is None: give a loss_fn, or the target among the inputs")
-        loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-        if loss is None:
-            raise PolicyError(
-                f"loss_fn is None, and the output ({type(output).__name__}) has no loss: give labels among the inputs, "
-                "or a loss_fn"
-            )
-        return loss
-
     def _finish_window(self) -> StepResult:
         self.weights.forget()  # before the optimizers ask for memory of their own
+        self.windows += 1
         try:
-            live = [o for o in self.optimizers if any(p.grad is not None for p in _parameters(o))]
-            return self._step(live) if live else self._result("no_gradients", set())
+            live = [o for o in self.optimizers if any(p.grad is not None for p in parameters(o))]
+            return self._step(live) if live else self._result(Update({}, None))
         finally:
             self._close_window()
 
     def _step(self, live: Sequence[Optimizer]) -> StepResult:
-        scaler = self._window_scaler
-        if self._position < self.accumulate_steps:
-            # Before the gradients are unscaled, so that the check for inf sees the outcome.
-            _multiply_gradients(live, self.accumulate_steps / self._position)
-        grad_norm = None
-        held_back: set[Optimizer] = set()
-        if self.max_grad_norm is not None:
-            for optimizer in live:
-                scaler.unscale_(optimizer)
-            grad_norm = _clip([p for optimizer in live for p in _parameters(optimizer)], self.max_grad_norm)
-            if _overflowed(scaler, live, grad_norm):
-                held_back.update(live)
-        self._read_scale()  # before update changes it, and before the optimizers give the device more to do
-        for optimizer in live:
-            if optimizer not in held_back:
-                _step_optimizer(scaler, optimizer)
-                if scaler.found_inf(optimizer):
-                    held_back.add(optimizer)
+        update = self._update(live) if self._again is None else self._update_by_closure(*live)
+        if self.schedulers or self.averages:
+            self._follow(update.held_back)
+        return self._result(update)
+
+    def _update(self, live: Sequence[Optimizer]) -> Update:
+        kept = self._kept.kept if self._kept is not None else self._position
+        nothing = None if self._kept is None else (torch.as_tensor(kept) == 0).float()
+        if isinstance(kept, torch.Tensor) or kept < self.accumulate_steps:
+            multiply(live, self.accumulate_steps / kept)
+        self._scale_now()  # before the update changes it
+        overflow = None if self._kept is None else self._kept.overflow()
+        return take_step(self._window_scaler, live, self.max_grad_norm, nothing, overflow)
+
+    def _update_by_closure(self, optimizer: Optimizer) -> Update:
+        micro_batches, scaler = tuple(self._again or ()), self._window_scaler
+        self._scale_now()
+
+        def run() -> torch.Tensor:
+            losses = []
+            with self.weights.in_use():
+                for index, (inputs, target) in enumerate(micro_batches):
+                    with exchanging(self.model, index + 1 == len(micro_batches)):
+                        loss = loss_of(self.model, self.loss_fn, inputs, target) / len(micro_batches)
+                        scaler.scale(loss).backward()
+                        losses.append(loss.detach())
+            self.weights.forget()
+            return torch.stack(losses).sum()
+
+        held_back = step_by_closure(optimizer, scaler, run)
         scaler.update()
-        stepped = set(live) - held_back
+        return Update({optimizer: held_back}, None)
+
+    def _follow(self, held_back: Mapping[Optimizer, HeldBack]) -> None:
+        """Let schedulers and averages follow the optimizers that stepped."""
+        stepped = [optimizer for optimizer, held in held_back.items() if not held]
         for scheduler in self.schedulers:
             if scheduler.optimizer in stepped:
                 scheduler.step()
-        return self._result("overflow" if held_back else "stepped", stepped, grad_norm)
+        if stepped:
+            follow(self.averages, self.model)
 
     def _close_window(self) -> None:
         self.weights.forget()
         self._window_scaler._forget_step()
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
+        if self._kept is not None:
+            self._kept.reset()
+        if self._again is not None:
+            self._again.clear()
         self._position = 0
         self._use_scale(None)
         self._loss = None
 
-    def _result(self, reason: Reason, stepped: set[Optimizer], grad_norm: torch.Tensor | None = None) -> StepResult:
-        flags = tuple(optimizer in stepped for optimizer in self.optimizers)
+    def _scale_now(self) -> float | torch.Tensor:
+        """Return the scale of the window, a copy that no update changes; it stays on the device."""
+        if self._window_scale is None:
+            scale = self._window_scaler._scale if self._window_scaler.is_enabled() else None
+            self._window_scale = self._window_scaler.get_scale() if scale is None else scale.clone()
+        return self._window_scale
+
+    def _result(self, update: Update | None) -> StepResult:
+        """Return what became of the window, None where it goes on."""
+        kept = self._kept.kept if self._kept is not None else self._position
         return StepResult(
             loss=torch.tensor(math.nan) if self._loss is None else self._loss,
-            stepped=flags if len(flags) > 1 else flags[0],
-            skipped=reason == "overflow",
-            scale=self._read_scale(),
-            grad_norm=grad_norm,
-            reason=reason,
+            grad_norm=None if update is None else update.grad_norm,
+            accumulating=update is None,
+            held_back=tuple(None if update is None else update.held_back.get(o) for o in self.optimizers),
+            given_scale=self._scale_now(),
+            given_kept=kept,
         )
-
-
-def _low_dtype(model: nn.Module) -> torch.dtype | None:
-    """Find the low dtype that `model`, or a part of it, was converted to; FP16 where there are both."""
-    plans = [getattr(module, "plan", None) for module in model.modules()]
-    for module in model.modules():
-        if module is model or compiled.is_compiled(module):
-            with contextlib.suppress(CaptureError):
-                plans.append(compiled.plan_of(module))
-    policies = [getattr(plan, "policy", None) for plan in plans]
-    found = {getattr(policy, "dtype", None) for policy in policies if getattr(policy, "level", "O0") != "O0"}
-    return torch.float16 if torch.float16 in found else next((d for d in found if isinstance(d, torch.dtype)), None)
-
-
-def _scaler(scaler: object, low_dtype: torch.dtype | None) -> LossScaler:
-    if isinstance(scaler, LossScaler):
-        return scaler
-    if scaler is None:
-        return LossScaler(enabled=False)
-    if isinstance(scaler, str) and scaler == "auto":
-        if low_dtype == torch.float16:
-            return LossScaler(min_scale=1.0, max_scale=2.0**24, max_skips=20)
-        return LossScaler(enabled=False)
-    if isinstance(scaler, torch.amp.GradScaler):
-        raise PolicyError("scaler must be a fxamp.LossScaler, which is a GradScaler and loads the state of one")
-    if isinstance(scaler, str):
-        raise PolicyError(f'scaler must be a LossScaler, a number, None or "auto", got {scaler!r}')
-    require_scale("scaler", scaler)
-    return LossScaler(init_scale=float(scaler), dynamic=False)  # type: ignore[arg-type]
-
-
-def _optimizers(optimizer: object, model: nn.Module) -> tuple[Optimizer, ...]:
-    optimizers = _several("optimizer", optimizer, Optimizer)
-    if not optimizers:
-        raise PolicyError("optimizer must be an optimizer or a list of them, got an empty list")
-    names = {id(p): name for name, p in model.named_parameters()}
-    owner: dict[int, int] = {}
-    for index, one in enumerate(optimizers):
-        for place, param in enumerate(_parameters(one)):
-            name = names.setdefault(id(param), f"parameter {place} of optimizer {index} (shape {tuple(param.shape)})")
-            if owner.setdefault(id(param), index) != index:
-                raise PolicyError(f"{name} is in two optimizers: its gradient would be unscaled twice")
-    refuse_low_parameters(model.named_parameters())
-    refuse_low_parameters((names[id(param)], param) for one in optimizers for param in _parameters(one))
-    trained = {id(p) for p in model.parameters() if p.requires_grad}
-    if trained and not trained & owner.keys():
-        raise PolicyError(
-            f"the optimizer holds none of the trainable parameters of {type(model).__name__}, and would train nothing. "
-            "Build it from model.parameters(), after what replaces them: fully_shard, load_state_dict(assign=True)."
-        )
-    return optimizers
-
-
-def _schedulers(scheduler: object, optimizers: Sequence[Optimizer]) -> tuple[LRScheduler, ...]:
-    schedulers = () if scheduler is None else _several("scheduler", scheduler, LRScheduler)
-    for one in schedulers:
-        if isinstance(one, ReduceLROnPlateau):
-            raise PolicyError(
-                "ReduceLROnPlateau needs a metric, which TrainStep does not have: "
-                "leave it out and call scheduler.step(metric) yourself, after validation"
-            )
-        if not any(one.optimizer is optimizer for optimizer in optimizers):
-            raise PolicyError(f"scheduler {type(one).__name__} belongs to none of the optimizers given")
-    return schedulers
-
-
-def _several(name: str, value: object, kind: type[Any]) -> tuple[Any, ...]:
-    """Make a tuple of one or a list, and check what is in it."""
-    several = tuple(value) if isinstance(value, (list, tuple)) else (value,)
-    for one in several:
-        if not isinstance(one, kind):
-            raise PolicyError(f"{name} must be a torch {kind.__name__} or a list of them, got {type(one).__name__}")
-    return several
-
-
-def _refuse_unsupported(**settings: tuple[object, object]) -> None:
-    for name, (value, supported) in settings.items():
-        if value is not supported and value != supported:
-            raise PolicyError(f"{name}={value!r} is not yet supported: leave it at {supported!r}")
-
-
-def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
-    return [param for group in optimizer.param_groups for param in group["params"]]
-
-
-def _multiply_gradients(optimizers: Sequence[Optimizer], factor: float) -> None:
-    with torch.no_grad():
-        for optimizer in optimizers:
-            for param in _parameters(optimizer):
-                if param.grad is not None:
-                    param.grad.mul_(factor)
-
-
-def _clip(params: Sequence[torch.Tensor], max_norm: float) -> torch.Tensor:
-    """Clip the gradients to `max_norm` and give the norm that they had."""
-    if math.isinf(max_norm):  # measure only: inf/inf would make every gradient a NaN
-        return nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
-    return nn.utils.clip_grad_norm_(params, max_norm)
-
-
-def _overflowed(scaler: LossScaler, optimizers: Sequence[Optimizer], grad_norm: torch.Tensor) -> bool:
-    """Tell whether any gradient is not finite. A norm may be infinite though every gradient is finite."""
-    if scaler.is_enabled():
-        return any(scaler.found_inf(optimizer) for optimizer in optimizers)
-    # Clipping to a norm that is not finite makes an inf a NaN, and a finite number 0.
-    if math.isfinite(grad_norm.item()):
-        return False
-    return any(not_finite(p.grad) for o in optimizers for p in _parameters(o) if p.grad is not None)
-
-
-def _step_optimizer(scaler: LossScaler, optimizer: Optimizer) -> None:
-    try:
-        scaler.step(optimizer)
-    except TypeError as error:
-        if "closure" not in str(error):
-            raise
-        raise TypeError(
-            f"{error}. TrainStep calls {type(optimizer).__name__}.step() without a closure: an optimizer that "
-            "evaluates the loss several times in a step needs a loop of its own."
-        ) from error
