@@ -61,6 +61,7 @@ def load(step: TrainStep, state: Mapping[str, Any]) -> None:
         )
 
     step._close_window()
+    step._cleared = [p for p in step.model.parameters() if p.grad is None]
     if step._undecided:
         step._scaler_state = state["scaler"]
     else:

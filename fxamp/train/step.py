@@ -51,6 +51,8 @@ class TrainStep:
       That holds without loss scaling too.
     - A call that raises abandons its window: gradients are set to None, and the next call opens a new one.
 
+    After a window the gradients that it made are None, those of parameters in no optimizer given too.
+
     Args:
         model: Called as it is: neither converted nor switched between train and eval.
         loss_fn: Called as `loss_fn(output, target)`, without a target as `loss_fn(output)`. None takes the output's
@@ -132,6 +134,7 @@ class TrainStep:
         self._given_scale: float | None = None  # of the open window
         self._window_scaler = self.scaler
         self._window_scale: float | torch.Tensor | None = None
+        self._cleared: list[nn.Parameter] = []  # have no gradient but by the open window, in an optimizer or not
         self._loss: torch.Tensor | None = None  # of the last micro-batch of the open window
         self._again: list[tuple[Any, Any]] | None = [] if any(map(needs_closure, self.optimizers)) else None
         self._kept = KeptMicroBatches(self.optimizers) if on_overflow == "skip_microbatch" else None
@@ -227,6 +230,7 @@ class TrainStep:
             require_scale("scale", scale)
         if self._position == 0:
             self._use_scale(scale)
+            self._cleared = [p for p in self.model.parameters() if p.grad is None]
         elif scale is not None and scale != self._given_scale:
             raise PolicyError(
                 f"scale={scale!r} within a window that began with {self._given_scale or 'the scale of the scaler'}: "
@@ -314,6 +318,9 @@ class TrainStep:
         self._window_scaler._forget_step()
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
+        for p in self._cleared:
+            p.grad = None
+        self._cleared.clear()
         if self._kept is not None:
             self._kept.reset()
         if self._again is not None:
