@@ -149,6 +149,12 @@ class TrainStep:
         reasons += ["the average of the weights follows the steps that were taken"] * bool(self.averages)
         return tuple(dict.fromkeys(reasons))
 
+    @property
+    def converted_model(self) -> nn.Module:
+        """The model, or the converted one in it where it is but a wrapper of one, such as DistributedDataParallel."""
+        inside = self.weights.converted
+        return inside[0] if len(inside) == 1 else self.model
+
     def __call__(self, inputs: Any, target: Any = None, *, scale: float | None = None) -> StepResult:
         """Take one micro-batch; at the window's end, step the optimizers.
 

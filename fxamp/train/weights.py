@@ -74,13 +74,18 @@ class WeightCasts:
             raise PolicyError(f"weights='per_step' keeps casts of weights, and {self._nothing()}")
         self._codes: dict[int, _Code] = {}
 
+    @property
+    def converted(self) -> list[ConvertedModule]:
+        """The converted modules whose casts may be kept."""
+        return [module for _, module in self._modules]
+
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
         """Let the converted modules read kept casts, for the forward and backward of one micro-batch."""
         if self.mode == "per_use":
             yield
             return
-        codes = [self._code(module) for _, module in self._modules]
+        codes = [self._code(module) for module in self.converted]
         for code in codes:
             code.install()
         try:
