@@ -54,9 +54,12 @@ def test_casts_counts_and_times_every_variant(tmp_path: Path, monkeypatch: pytes
     casts.main(["tiny", "--rounds", "2", "-o", str(tmp_path)])
     rows = json.loads(tmp_path.joinpath("casts.json").read_text())["rows"]
     found = {row["variant"]: row for row in rows if row["dtype"] == "BF16" and row["counts"]}
-    assert list(found) == ["FP32", "torch.autocast", "fxamp O1", "fxamp O2", "all low"]
+    assert list(found) == [
+        "FP32", "torch.autocast", "fxamp O1", "fxamp O1 per_step", "fxamp O2", "fxamp O2 per_step", "all low"
+    ]  # fmt: skip
     # Input, weight, bias and logits go one way, the gradients of the last three the other.
     assert [found[v]["counts"]["casts"] for v in ("FP32", "torch.autocast", "fxamp O1")] == [0, 7, 7]
+    assert found["fxamp O1 per_step"]["counts"]["casts"] == (4 * 7 - 3 * 2) // 4  # weight and bias once
     assert found["torch.autocast"]["time"] == 1
     assert all(row["time"] > 0 and row["spread"] >= 0 for row in rows)
     assert "± " in tmp_path.joinpath("casts.md").read_text()
@@ -150,6 +153,15 @@ def test_the_committed_counts_are_within_their_bounds(model: str) -> None:
         assert rows[variant]["casts"] <= number
         assert round(rows[variant]["cast_bytes"] / MEGABYTE) <= moved
         assert round(rows[variant]["saved_bytes"] / MEGABYTE) <= saved
+
+
+@pytest.mark.parametrize(("model", "bound"), [("bert", 0.63), ("vit", 0.43), ("gpt2", 0.78)])
+def test_cast_once_a_window_weights_leave_a_part_of_what_autocast_casts(model: str, bound: float) -> None:
+    rows = {row["variant"]: row["counts"] for row in _committed("casts.json")["rows"] if row["model"] == model}
+    assert rows["fxamp O2 per_step"]["cast_bytes"] <= bound * rows["torch.autocast"]["cast_bytes"]
+    for level in ("fxamp O1", "fxamp O2"):
+        assert rows[f"{level} per_step"]["cast_bytes"] < rows[level]["cast_bytes"]
+        assert rows[f"{level} per_step"]["saved_bytes"] <= rows["torch.autocast"]["saved_bytes"]
 
 
 @pytest.mark.matrix

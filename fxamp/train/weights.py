@@ -94,6 +94,12 @@ class WeightCasts:
             for code in codes:
                 code.remove()
 
+    def next_micro_batch(self) -> None:
+        """Say, where several backwards run in one use, that one has passed."""
+        for code in self._codes.values():
+            for cast in code.casts:
+                cast.next_micro_batch()
+
     def forget(self) -> None:
         """Let go of all that is kept, at the end of a window."""
         for code in self._codes.values():
