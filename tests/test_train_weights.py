@@ -424,6 +424,22 @@ def test_gradients_are_compatible_with_a_mid_window_state_dict() -> None:
     assert all(torch.equal(after[k], before[k]) for k in before)
 
 
+def test_a_copy_of_a_step_trains_its_own_model_the_same_and_is_made_between_windows() -> None:
+    step = make_step(converted(), scaler=fxamp.LossScaler(init_scale=8.0))
+    run_window(step, range(3))
+    twin = copy.deepcopy(step)
+    assert not {id(p) for p in step.model.parameters()} & {id(p) for p in twin.model.parameters()}
+    for one in (step, twin):
+        run_window(one, range(3, 5))
+        assert all(cast._low is not None for code in one.weights._codes.values() for cast in code.casts)
+    assert_same_gradients(step.model, twin.model)
+    with pytest.raises(PolicyError, match=r"within a window: call flush\(\)"):
+        copy.deepcopy(step)
+    run_window(step, [5])
+    run_window(twin, [5])
+    assert all(map(torch.equal, step.model.parameters(), twin.model.parameters()))
+
+
 def test_inside_a_frozen_region_nothing_more_is_kept() -> None:
     model = converted()
     step = make_step(model)

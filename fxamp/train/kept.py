@@ -34,15 +34,21 @@ class KeptCast:
         self._cast = cast
         self._weight: Tensor | None = None
         self._low: Tensor | None = None
-        self._seen: tuple[int, int, bool] = (0, 0, False)
-        self._used = False
+        self._version, self._pointer, self._trained = 0, 0, False
+        self._used = False  # by a forward whose backward has not passed yet
 
     def __call__(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the weight in `dtype`."""
-        if type(weight) is not torch.nn.Parameter or torch.is_inference_mode_enabled() or in_transform():
-            return self._cast(weight, dtype)
         low = self._low
-        if low is None or weight is not self._weight or _traces(weight) != self._seen:
+        if (
+            low is None
+            or weight is not self._weight
+            or weight._version != self._version
+            or weight.data_ptr() != self._pointer
+            or weight.requires_grad is not self._trained
+        ):
+            if type(weight) is not torch.nn.Parameter or torch.is_inference_mode_enabled() or in_transform():
+                return self._cast(weight, dtype)
             low = self._make(weight, dtype)
         if not torch.is_grad_enabled():
             return low
@@ -64,7 +70,8 @@ class KeptCast:
             low = self._cast(weight, dtype)
         if low is not weight:
             run_as_soon_as_ready(low)
-            self._weight, self._low, self._seen, self._used = weight, low, _traces(weight), False
+            self._weight, self._low, self._used = weight, low, False
+            self._version, self._pointer, self._trained = weight._version, weight.data_ptr(), weight.requires_grad
         return low
 
 
@@ -79,8 +86,3 @@ class _Again(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient.to(ctx.dtype), None
-
-
-def _traces(weight: Tensor) -> tuple[int, int, bool]:
-    """Return what changes when a weight does."""
-    return weight._version, weight.data_ptr(), weight.requires_grad

@@ -10,6 +10,7 @@ A *window* is the micro-batches whose gradients one optimizer step takes: `accum
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
 from collections.abc import Mapping, Sequence
@@ -207,6 +208,15 @@ class TrainStep:
                 was changed.
         """
         checkpoint.load(self, state_dict)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TrainStep:
+        """Copy the step with its model and optimizers, between windows: copies of parameters have no gradients."""
+        if self._position:
+            raise PolicyError("a TrainStep cannot be copied within a window: call flush() first, or save state_dict()")
+        new = memo[id(self)] = TrainStep.__new__(TrainStep)
+        new.__dict__.update({key: copy.deepcopy(value, memo) for key, value in self.__dict__.items()})
+        new.scaler.name_parameters(new.model.named_parameters())
+        return new
 
     def _micro_batch(self, inputs: Any, target: Any) -> None:
         """Run forward and backward; gradients are those of the window so far."""
