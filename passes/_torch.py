@@ -124,8 +124,9 @@ def run_as_soon_as_ready(value: torch.Tensor) -> None:
     The engine takes the youngest node first. A node that is used again later is the oldest, and would wait until the
     gradient has left the cache, and until every other gradient is there.
     """
-    if value.grad_fn is not None:
-        value.grad_fn._set_sequence_nr(2**64 - 1)  # type: ignore[attr-defined]
+    set_number = getattr(value.grad_fn, "_set_sequence_nr", None)
+    if set_number is not None:
+        set_number(2**64 - 1)
 
 
 def source_name(placeholder: Node) -> str:

@@ -587,6 +587,7 @@ def test_fp16_without_loss_scaling_warns_once() -> None:
         ({"weights": "shadow"}, "weights must be one of 'auto', 'per_step', 'per_use', got 'shadow'"),
         ({"on_overflow": "skip"}, "on_overflow must be .* got 'skip'"),
         ({"compile": True}, "compile=True is not yet supported"),
+        ({"cuda_graph": True}, "cuda_graph=True is not yet supported"),
     ],
 )
 def test_bad_arguments_are_named(settings: dict[str, Any], message: str) -> None:

@@ -376,6 +376,24 @@ def test_a_loss_of_gradients_with_respect_to_weights_works() -> None:
     assert_same_gradients(*models)
 
 
+def test_a_loss_that_transforms_the_model_is_not_disturbed_by_what_is_kept() -> None:
+    models = [converted(), converted()]
+    for model, weights in zip(models, ("per_step", "per_use"), strict=True):
+
+        def loss(logits: Tensor, target: Any, model: nn.Module = model) -> Tensor:
+            def shifted(temperature: Tensor) -> Tensor:
+                return loss_of(model(target[0]) * temperature, target)
+
+            with torch.no_grad():
+                slope = torch.func.grad(shifted)(torch.ones(()))
+            return loss_of(logits, target) + shifted(1 + slope)
+
+        step = make_step(model, weights, loss_fn=loss)
+        for seed in range(2):
+            step(batch(seed), (batch(seed), 1.0))
+    assert_same_gradients(*models)
+
+
 class Checkpointed(nn.Module):
     def __init__(self, inner: nn.Module, reentrant: bool | None) -> None:
         super().__init__()

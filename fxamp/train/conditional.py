@@ -29,7 +29,7 @@ def gradients(optimizers: Iterable[Optimizer]) -> list[Tensor]:
 
 def holds_inf_or_nan(tensors: list[Tensor]) -> Tensor:
     """Return 1.0 on the device if any number is not finite, else 0.0."""
-    return (~nn.utils.get_total_norm(tensors, float("inf")).isfinite()).float()
+    return (~nn.utils.get_total_norm([t for t in tensors if t.numel()], float("inf")).isfinite()).float()
 
 
 def is_fused(optimizer: Optimizer) -> bool:

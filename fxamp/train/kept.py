@@ -53,6 +53,8 @@ class KeptCast:
         if not torch.is_grad_enabled():
             return low
         if self._used and low.requires_grad:
+            if in_transform():
+                return self._cast(weight, dtype)
             return _Again.apply(weight, low)  # type: ignore[no-untyped-call, no-any-return]
         self._used = True
         return low

@@ -77,6 +77,7 @@ class TrainStep:
             backs off all the same. It costs one more set of gradients, and under DistributedDataParallel an exchange
             of gradients in every micro-batch.
         compile: Only False yet.
+        cuda_graph: Only False yet.
 
     Attributes:
         scaler: The LossScaler in use; a disabled one without loss scaling.
@@ -98,9 +99,11 @@ class TrainStep:
         weights: Mode = "auto",
         on_overflow: Literal["skip_window", "skip_microbatch"] = "skip_window",
         compile: object = False,
+        cuda_graph: object = False,
     ) -> None:
-        if compile is not False:
-            raise PolicyError(f"compile={compile!r} is not yet supported: leave it at False")
+        for name, value in (("compile", compile), ("cuda_graph", cuda_graph)):
+            if value is not False:
+                raise PolicyError(f"{name}={value!r} is not yet supported: leave it at False")
         if on_overflow not in ("skip_window", "skip_microbatch"):
             raise PolicyError(f'on_overflow must be "skip_window" or "skip_microbatch", got {on_overflow!r}')
         if not isinstance(model, nn.Module):
