@@ -24,6 +24,7 @@ from fxamp.measure import _Counter, step_counts
 from fxamp.train.step import TrainStep
 from fxamp.train.weights import WeightCasts
 from passes.errors import PolicyError
+from tests.models import BY_NAME
 
 WIDTH, VOCABULARY = 16, 11
 
@@ -166,6 +167,37 @@ def test_every_gradient_within_a_window_is_that_of_casts_at_every_use(policy: st
         one(batch(seed), (batch(seed), 1.0))
         other(batch(seed), (batch(seed), 1.0))
         assert_same_gradients(ours, theirs)
+
+
+EVERYDAY = ("resnet18", "lstm_tagger", "hf_gpt2")
+
+
+@pytest.mark.parametrize("policy", ["O1,dtype=bf16", "O2,dtype=bf16"])
+@pytest.mark.parametrize("name", [n if n in EVERYDAY else pytest.param(n, marks=pytest.mark.matrix) for n in BY_NAME])
+def test_gradients_of_real_models_are_those_of_casts_at_every_use(name: str, policy: str) -> None:
+    zoo = BY_NAME[name]
+    torch.manual_seed(0)
+    model = zoo.build().train()
+    args, kwargs = zoo.inputs(2)
+    module = fxamp.convert(model, args, kwargs, policy=policy)
+    found, states = [], []
+    buffers = [b.clone() for b in model.buffers()]
+    for weights in ("per_step", "per_use"):
+        for buffer, before in zip(model.buffers(), buffers, strict=True):
+            buffer.data.copy_(before)
+        step = TrainStep(
+            module, lambda output: zoo.loss(output), SGD(model.parameters(), lr=0.1), accumulate_steps=4,
+            weights=weights,  # type: ignore[arg-type]
+        )  # fmt: skip
+        torch.manual_seed(1)
+        for _ in range(3):
+            step(kwargs or args)
+        found.append(gradients(model))
+        states.append([b.clone() for b in model.buffers()])
+        step._close_window()
+    assert found[0].keys() == found[1].keys()
+    assert all(torch.equal(g, found[1][n]) for n, g in found[0].items())
+    assert all(map(torch.equal, *states))
 
 
 class Siamese(nn.Module):
