@@ -187,7 +187,7 @@ def test_gradients_of_real_models_are_those_of_casts_at_every_use(name: str, pol
             buffer.data.copy_(before)
         step = TrainStep(
             module, lambda output: zoo.loss(output), SGD(model.parameters(), lr=0.1), accumulate_steps=4,
-            weights=weights,  # type: ignore[arg-type]
+            weights=weights,
         )  # fmt: skip
         torch.manual_seed(1)
         for _ in range(3):
