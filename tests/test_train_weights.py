@@ -253,7 +253,7 @@ def test_copies_live_no_longer_than_the_last_backward() -> None:
     step = make_step(model, accumulate_steps=2)
 
     def kept() -> int:
-        return sum(cast._low is not None for code in step.weights._codes.values() for cast in code.casts)
+        return sum(cast._low is not None for cast in step.weights.casts)
 
     seen = []
     for optimizer in step.optimizers:
@@ -481,7 +481,7 @@ def test_a_copy_of_a_step_trains_its_own_model_the_same_and_is_made_between_wind
     assert not {id(p) for p in step.model.parameters()} & {id(p) for p in twin.model.parameters()}
     for one in (step, twin):
         run_window(one, range(3, 5))
-        assert all(cast._low is not None for code in one.weights._codes.values() for cast in code.casts)
+        assert all(cast._low is not None for cast in one.weights.casts)
     assert_same_gradients(step.model, twin.model)
     with pytest.raises(PolicyError, match=r"within a window: call flush\(\)"):
         copy.deepcopy(step)
