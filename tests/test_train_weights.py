@@ -352,6 +352,27 @@ def test_an_edit_through_data_is_seen_between_windows() -> None:
     assert torch.equal(step(batch(0), (batch(0), 1.0)).loss, loss_of(fresh(batch(0)), (batch(0), 1.0)))
 
 
+def test_inside_an_outer_autocast_region_no_weight_is_stale() -> None:
+    losses = []
+    for outer in (True, False):
+        model = converted()
+        step = make_step(model, accumulate_steps=2)
+        with torch.autocast("cpu", torch.bfloat16, enabled=outer):
+            losses.append([float(step(batch(0), (batch(0), 1.0)).loss) for _ in range(6)])
+    assert losses[0] == losses[1]
+    assert len(set(losses[0])) == 3  # one for each window
+
+
+def test_a_first_call_without_gradients_costs_no_weight_its_gradient() -> None:
+    model = converted()
+    step = make_step(model)
+    with step.weights.in_use():
+        with torch.no_grad():
+            model(batch(0))
+        loss_of(model(batch(0)), (batch(0), 1.0)).backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
 def test_a_weight_frozen_within_a_window_gets_no_further_gradient() -> None:
     models = [converted(), converted()]
     for model, weights in zip(models, ("per_step", "per_use"), strict=True):
