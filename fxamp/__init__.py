@@ -36,8 +36,8 @@ from .freeze import frozen as frozen  # noqa: E402
 from .module import ConvertedModule as ConvertedModule  # noqa: E402
 from .report import Report as Report  # noqa: E402
 from .report import report as report  # noqa: E402
-from .scaler import LossScaler as LossScaler  # noqa: E402
-from .train import StepResult as StepResult  # noqa: E402
-from .train import TrainStep as TrainStep  # noqa: E402
+from .train.result import StepResult as StepResult  # noqa: E402
+from .train.scaler import LossScaler as LossScaler  # noqa: E402
+from .train.step import TrainStep as TrainStep  # noqa: E402
 
 __version__ = "0.1.0"

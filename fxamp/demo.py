@@ -25,7 +25,7 @@ from passes.plan import write_text
 
 from .convert import convert
 from .measure import StepCounts, interleaved, step_counts
-from .train import TrainStep
+from .train.step import TrainStep
 
 BATCH = 32
 TEST_IMAGES = 898  # half of the 1,797: with fewer, one image more or less shows in the table

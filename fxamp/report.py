@@ -13,15 +13,23 @@ from passes.errors import FxampError
 from passes.plan import Decision, Plan
 
 from .diff import Diffable, escape, plan_in
+from .train.describe import describe
+from .train.step import TrainStep
 
 HEADERS = ("node", "op", "colour", "autocast", "reason", "source")
 
 
 @dataclass(frozen=True)
 class Report:
-    """Show one plan as a table, as Markdown, or as JSON."""
+    """Show one plan as a table, as Markdown, or as JSON.
+
+    Attributes:
+        plan: What was decided.
+        training: What there is to say of the training step that runs it, as names and texts.
+    """
 
     plan: Plan
+    training: tuple[tuple[str, str], ...] = ()
 
     def __str__(self) -> str:
         """Write the report as text: totals, notes, a summary per op, a row per node."""
@@ -39,6 +47,8 @@ class Report:
             "deviations": [asdict(decision) for decision in self.plan.deviations],
             "plan": json.loads(self.plan.to_json()),
         }
+        if self.training:
+            data["training"] = dict(self.training)
         return json.dumps(data, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
 
     def to_html(self) -> str:
@@ -76,25 +86,29 @@ class Report:
             f"{heading}Nodes",
             table([_row(decision, several) for decision in self.plan.decisions], HEADERS),
         ]
+        if self.training:
+            parts[2:2] = [f"{heading}Training", table(list(self.training), ("", ""))]
         if self.plan.notes:
             # Second, because what was not done as usual matters more than what was.
             parts[2:2] = [f"{heading}Notes", "\n".join(f"- {note}" for note in self.plan.notes)]
         return "\n\n".join(parts) + "\n"
 
 
-def report(converted_or_plan: Diffable) -> Report:
-    """Report on a plan, the path of a saved one, or a converted module.
+def report(converted_or_plan: Diffable | TrainStep) -> Report:
+    """Report on a plan, the path of a saved one, a converted module, or a TrainStep of one.
 
     Raises:
         FxampError: There is no plan in what was given.
     """
-    plan = plan_in(converted_or_plan)
+    step = converted_or_plan if isinstance(converted_or_plan, TrainStep) else None
+    given = step.converted_model if step is not None else converted_or_plan
+    plan = plan_in(given)
     if plan is None:
         raise FxampError(
-            f"report: a {type(converted_or_plan).__name__} has no plan; give a Plan, the path of a saved one, "
+            f"report: a {type(given).__name__} has no plan; give a Plan, the path of a saved one, "
             "or a module that fxamp.convert returned"
         )
-    return Report(plan)
+    return Report(plan, describe(step) if step is not None else ())
 
 
 def _row(decision: Decision, several: bool) -> tuple[str, ...]:

@@ -127,6 +127,22 @@ def without_transforms(value: Any) -> Any:
         return torch.empty(value.shape, dtype=value.dtype, device=value.device)
 
 
+def in_transform() -> bool:
+    """Say whether a torch.func transform, such as grad or vmap, is running."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def run_as_soon_as_ready(value: torch.Tensor) -> None:
+    """Let backward pass through the node that made a value as soon as its gradient is complete.
+
+    The engine takes the youngest node first. A node that is used again later is the oldest, and would wait until the
+    gradient has left the cache, and until every other gradient is there.
+    """
+    set_number = getattr(value.grad_fn, "_set_sequence_nr", None)
+    if set_number is not None:
+        set_number(2**64 - 1)
+
+
 def source_name(placeholder: Node) -> str:
     """Return where Dynamo took an input of a graph from: `L['self']._modules['fc']._parameters['weight']`."""
     argument = placeholder.meta.get("grapharg")
@@ -147,10 +163,12 @@ __all__ = [
     "exit_autocast",
     "global_module_hooks",
     "guards_of",
+    "in_transform",
     "inner_backend",
     "pytree",
     "quiet_fakes",
     "registered_autocast_dtype",
+    "run_as_soon_as_ready",
     "source_name",
     "undecided_by_fakes",
     "without_transforms",

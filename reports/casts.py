@@ -4,13 +4,15 @@
     python reports/casts.py bert vit --no-times
 
 Four `transformers` models, four layers deep where they are transformers, with random weights. The loss is computed
-inside the model, and inside the autocast region. On CUDA, FP16 is added, and the same variants under `torch.compile`.
+inside the model, and inside the autocast region. "per_step" is a model whose weights are cast once in a window of
+micro-batches, as TrainStep does. On CUDA, FP16 is added, and the same variants under `torch.compile`.
 Writes `casts.md` and `casts.json` beside this file.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import json
 import sys
@@ -30,11 +32,13 @@ sys.path.insert(0, str(HERE.parent))
 
 import fxamp  # noqa: E402  (the path comes first)
 from fxamp.measure import StepCounts, Timing, interleaved, step_counts  # noqa: E402
+from fxamp.train.weights import WeightCasts  # noqa: E402
 
 Inputs = dict[str, Tensor]
 FP32, AUTOCAST, ALL_LOW = "FP32", "torch.autocast", "all low"
 LEVELS = ("O1", "O2")
-COMPILED = ", compiled"
+COMPILED, PER_STEP = ", compiled", " per_step"
+WINDOW = 4  # micro-batches that a weight is cast once for, where it is
 ROUNDS, WARMUP = 9, 2
 TOKENS, BATCH = 256, 4
 _SMALL = {"num_hidden_layers": 4, "hidden_size": 512, "num_attention_heads": 8, "intermediate_size": 2048}
@@ -83,17 +87,30 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Inputs]]] = {
 class Variant:
     """One way to run a model: `loss` computes it once; `module` is whose gradients are to be cleared.
 
-    What `torch.compile` compiled can be timed and not counted.
+    What `torch.compile` compiled can be timed and not counted. `weights` are those cast once a window, if any are.
     """
 
     module: nn.Module
     loss: Callable[[], Tensor]
     counted: bool = True
+    weights: WeightCasts | None = None
 
-    def step(self) -> None:
-        """Run a forward and a backward."""
+    def window(self) -> None:
+        """Run the forwards and backwards of a window."""
         self.module.zero_grad(set_to_none=True)
-        self.loss().backward()
+        self.last_loss().backward()
+
+    def last_loss(self) -> Tensor:
+        """Run a window up to its last backward."""
+        with self.weights.in_use() if self.weights is not None else contextlib.nullcontext():
+            for _ in range(WINDOW - 1):
+                self.loss().backward()
+                if self.weights is not None:
+                    self.weights.next_micro_batch()
+            loss = self.loss()
+        if self.weights is not None:
+            self.weights.forget()
+        return loss
 
 
 @dataclass(frozen=True)
@@ -118,7 +135,7 @@ def measure(name: str, device: str, low: torch.dtype, rounds: int) -> list[Row]:
     timings: dict[str, Timing] = {}
     if rounds:
         progress = tqdm(range(rounds + WARMUP), desc=f"{name}, {_word(low)}", unit="round")
-        timings = interleaved({kind: variant.step for kind, variant in variants.items()}, progress, warmup=WARMUP)
+        timings = interleaved({kind: variant.window for kind, variant in variants.items()}, progress, warmup=WARMUP)
     return [
         Row(name, _word(low), kind, counts[kind], *_ratios(timings.get(kind), timings.get(AUTOCAST)))
         for kind in variants
@@ -134,7 +151,10 @@ def _variants(model: nn.Module, inputs: Inputs, device: str, low: torch.dtype) -
     halved = {k: v.to(low) if v.is_floating_point() else v for k, v in inputs.items()}
     modules[ALL_LOW] = copy.deepcopy(model).to(low), halved
     for kind, (module, given) in modules.items():
-        yield kind, Variant(module, _loss(module, given, device, low, autocast=kind == AUTOCAST))
+        loss = _loss(module, given, device, low, autocast=kind == AUTOCAST)
+        yield kind, Variant(module, loss)
+        if isinstance(module, fxamp.ConvertedModule):
+            yield kind + PER_STEP, Variant(module, loss, weights=WeightCasts(module, "per_step", WINDOW))
     if device == "cuda":
         for kind, (module, given) in modules.items():
             compiled: Any = torch.compile(module)
@@ -154,7 +174,15 @@ def _loss(module: nn.Module, inputs: Inputs, device: str, low: torch.dtype, *, a
 def _count(variant: Variant) -> StepCounts:
     # An optimizer sets gradients to None, and so does every step that is counted: adding to old ones casts nothing.
     variant.module.zero_grad(set_to_none=True)
-    counts = step_counts(variant.loss)
+    if variant.weights is None:
+        counts = step_counts(variant.loss)
+    else:
+        with variant.weights.in_use():
+            saved = step_counts(variant.loss).saved_bytes
+        variant.weights.forget()
+        variant.module.zero_grad(set_to_none=True)
+        whole = step_counts(variant.last_loss)
+        counts = StepCounts(whole.casts // WINDOW, whole.cast_bytes // WINDOW, saved, whole.ops // WINDOW)
     variant.module.zero_grad(set_to_none=True)
     return counts
 
@@ -198,8 +226,8 @@ def to_markdown(rows: Sequence[Row], machine: str) -> str:
         colalign=("left", "left", "left", *["right"] * (columns - 3)),
     )  # fmt: skip
     times = (
-        " Times are medians of whole steps, the variants taking turns, and good as ratios only; the\n"
-        "spread is half the distance between the quartiles."
+        f" Times are medians of windows of {WINDOW}, the variants taking turns, and good as\n"
+        "ratios only; the spread is half the distance between the quartiles."
     )
     return (
         "# What a training step does about dtypes\n\n"
@@ -207,7 +235,8 @@ def to_markdown(rows: Sequence[Row], machine: str) -> str:
         f"{shown}\n\n"
         "One forward and backward, no optimizer. Casts are the dtype conversions that were executed, MB cast what\n"
         "they read and wrote; MB saved for backward are distinct storages that autograd keeps, parameters apart; ops\n"
-        f"are all that was dispatched.{times if columns == 9 else ''}\n"
+        "are all that was dispatched. Where weights are cast once a window, `per_step`, figures are the mean over its\n"
+        f"{WINDOW} micro-batches, rounded down.{times if columns == 9 else ''}\n"
     )
 
 

@@ -36,9 +36,11 @@ def test_the_examples_of_the_readme_run_one_after_the_other(tmp_path: Path, monk
 
 @pytest.mark.parametrize("package", ["fxamp", "passes"])
 def test_every_module_has_its_line_in_the_readme(package: str) -> None:
-    described = re.findall(rf"^- `({package}/\w+\.py)`: .", README.read_text(encoding="utf-8"), re.MULTILINE)
+    described = re.findall(rf"^- `({package}/[\w/]+\.py)`: .", README.read_text(encoding="utf-8"), re.MULTILINE)
 
-    modules = (README.parent / package).glob("*.py")
+    modules = (README.parent / package).rglob("*.py")
     assert sorted(described) == sorted(
-        f"{package}/{module.name}" for module in modules if module.stem not in ("__init__", "__main__")
+        module.relative_to(README.parent).as_posix()
+        for module in modules
+        if module.stem not in ("__init__", "__main__")
     )

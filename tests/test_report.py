@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
+import torch
 from torch import nn
 
+import fxamp
 from fxamp.report import report
 from passes.errors import FxampError
 from passes.plan import Decision, Plan
@@ -101,3 +104,29 @@ def test_saved_plan_is_read(tmp_path: Path) -> None:
 def test_model_without_a_plan_is_refused() -> None:
     with pytest.raises(FxampError, match="a Linear has no plan; give a Plan"):
         report(nn.Linear(2, 2))
+
+
+def test_of_a_train_step_it_says_how_it_trains() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 4)
+    model = fxamp.convert(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1)), (x,), policy="O1,dtype=fp16")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = fxamp.LossScaler(init_scale=8.0)
+    step = fxamp.TrainStep(model, lambda o, f: o.mean() * f, optimizer, scaler=scaler, accumulate_steps=2)
+    for factor in (1.0, 1.0, 1.0, math.nan):
+        step(x, factor)
+    found = fxamp.report(step)
+    assert dict(found.training) == {
+        "window": "2 micro-batches, 2 windows finished",
+        "weights": "per_step: 4 weights are cast once a window",
+        "waits for the device": "once a window, since SGD steps or not as Python decides",
+        "loss scaling": "dynamic, scale 4",
+        "steps skipped": "1 of the last 2",
+        "skipped at update 2": "scale 8, 0.weight (NaN)",
+    }
+    assert "Training" in str(found)
+    assert "## Training" in found.to_markdown()
+    assert json.loads(found.to_json())["training"]["weights"].startswith("per_step")
+    plain = nn.Linear(4, 1)
+    with pytest.raises(FxampError, match="a Linear has no plan"):
+        fxamp.report(fxamp.TrainStep(plain, None, torch.optim.SGD(plain.parameters(), lr=0.1)))

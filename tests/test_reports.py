@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any, NamedTuple
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from passes.plan import DEVIATIONS
-from reports import accuracy, architectures, casts, coverage, scaling
+from reports import accuracy, architectures, casts, coverage, scaling, training
 from tests.models import BY_NAME
 
 REPORTS = Path(__file__).resolve().parent.parent / "reports"
@@ -54,9 +56,12 @@ def test_casts_counts_and_times_every_variant(tmp_path: Path, monkeypatch: pytes
     casts.main(["tiny", "--rounds", "2", "-o", str(tmp_path)])
     rows = json.loads(tmp_path.joinpath("casts.json").read_text())["rows"]
     found = {row["variant"]: row for row in rows if row["dtype"] == "BF16" and row["counts"]}
-    assert list(found) == ["FP32", "torch.autocast", "fxamp O1", "fxamp O2", "all low"]
+    assert list(found) == [
+        "FP32", "torch.autocast", "fxamp O1", "fxamp O1 per_step", "fxamp O2", "fxamp O2 per_step", "all low"
+    ]  # fmt: skip
     # Input, weight, bias and logits go one way, the gradients of the last three the other.
     assert [found[v]["counts"]["casts"] for v in ("FP32", "torch.autocast", "fxamp O1")] == [0, 7, 7]
+    assert found["fxamp O1 per_step"]["counts"]["casts"] == (4 * 7 - 3 * 2) // 4  # weight and bias once
     assert found["torch.autocast"]["time"] == 1
     assert all(row["time"] > 0 and row["spread"] >= 0 for row in rows)
     assert "± " in tmp_path.joinpath("casts.md").read_text()
@@ -82,11 +87,30 @@ def test_accuracy_compares_every_level_with_autocast(tmp_path: Path) -> None:
     assert errors["bf16", "O1"] == errors["bf16", "torch.autocast"] > errors["fp16", "torch.autocast"] > 0
 
 
-@pytest.mark.parametrize("script", [accuracy, casts])
-def test_an_unknown_model_is_refused_by_name(script: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_training_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = functools.partial(training.CharacterGPT, 8, 1, 2, 8)
+    tiny = training.Task(torch.float16, model, **training._characters(8, 2), steps=2, learning_rate=1e-3)
+    monkeypatch.setattr(training, "TASKS", {"tiny": tiny})
+    training.main(["--seeds", "1", "-o", str(tmp_path)])
+    first = json.loads(tmp_path.joinpath("training.json").read_text())["runs"]
+    training.main(["--seeds", "2", "-o", str(tmp_path)])
+    runs = json.loads(tmp_path.joinpath("training.json").read_text())["runs"]
+    assert runs[: len(first)] == first
+    assert [(run["variant"], run["seed"]) for run in runs] == [(v, s) for s in range(2) for v in training.VARIANTS]
+    by_seed = {(run["variant"], run["seed"]): run["loss"] for run in runs}
+    for seed in range(2):  # what is rounded is the same, wherever weights are cast
+        assert by_seed["fxamp O2", seed] == by_seed["fxamp O2 per_step", seed]
+        assert by_seed["fxamp O1", seed] == by_seed["torch.autocast", seed]
+    assert "| fxamp O2 per_step |" in tmp_path.joinpath("training.md").read_text()
+    for chart in ("training_tiny.svg", "training_tiny_scale.svg"):
+        assert ElementTree.parse(tmp_path / chart).getroot().findall("{http://www.w3.org/2000/svg}polyline")
+
+
+@pytest.mark.parametrize(("script", "what"), [(accuracy, "model"), (casts, "model"), (training, "task")])
+def test_an_unknown_model_is_refused_by_name(script: Any, what: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         script.main(["resnet_1"])
-    assert "no model resnet_1: choose from" in capsys.readouterr().err
+    assert f"no {what} resnet_1: choose from" in capsys.readouterr().err
 
 
 def test_scaling_times_every_pass_at_both_levels(tmp_path: Path) -> None:
@@ -150,6 +174,15 @@ def test_the_committed_counts_are_within_their_bounds(model: str) -> None:
         assert rows[variant]["casts"] <= number
         assert round(rows[variant]["cast_bytes"] / MEGABYTE) <= moved
         assert round(rows[variant]["saved_bytes"] / MEGABYTE) <= saved
+
+
+@pytest.mark.parametrize(("model", "bound"), [("bert", 0.63), ("vit", 0.43), ("gpt2", 0.78)])
+def test_cast_once_a_window_weights_leave_a_part_of_what_autocast_casts(model: str, bound: float) -> None:
+    rows = {row["variant"]: row["counts"] for row in _committed("casts.json")["rows"] if row["model"] == model}
+    assert rows["fxamp O2 per_step"]["cast_bytes"] <= bound * rows["torch.autocast"]["cast_bytes"]
+    for level in ("fxamp O1", "fxamp O2"):
+        assert rows[f"{level} per_step"]["cast_bytes"] < rows[level]["cast_bytes"]
+        assert rows[f"{level} per_step"]["saved_bytes"] <= rows["torch.autocast"]["saved_bytes"]
 
 
 @pytest.mark.matrix

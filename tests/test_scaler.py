@@ -15,7 +15,7 @@ from torch import nn
 from torch.amp import GradScaler
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fxamp.scaler import LossScaler
+from fxamp.train.scaler import LossScaler
 from passes.errors import FxampError, PolicyError, ScaleCollapseError
 
 OK, INF, NAN = 1.0, math.inf, math.nan
@@ -393,11 +393,60 @@ def test_history_lists_scales_and_skips() -> None:
     model, optimizer = make_problem()
     for factor in (OK, INF, NAN):
         run_step(scaler, model, optimizer, factor)
-    assert scaler.history == ((1, 8.0, False), (2, 8.0, True), (3, 4.0, True))
+    assert scaler.history == (
+        (1, 8.0, False, ""),
+        (2, 8.0, True, "parameter 0 of group 0 (shape (3, 4)) (inf)"),
+        (3, 4.0, True, "parameter 0 of group 0 (shape (3, 4)) (NaN)"),
+    )
     for _ in range(200):
         run_step(scaler, model, optimizer)
     assert len(scaler.history) == 128
     assert scaler.history[-1].update == 203
+
+
+def test_history_names_the_first_bad_parameter_and_does_not_read_it_before_it_is_asked() -> None:
+    scaler = LossScaler("cpu")
+    model, optimizer = make_problem()
+    scaler.name_parameters(model.named_parameters())
+    with CountSyncs() as syncs:
+        run_step(scaler, model, optimizer, NAN)
+    counted = syncs.count
+    with CountSyncs() as plain:
+        run_step(GradScaler("cpu"), model, optimizer, NAN)
+    assert counted == plain.count
+    assert [event.culprit for event in scaler.history] == ["weight (NaN)"]
+
+
+def test_max_skips_reads_the_device_of_a_fused_optimizer_once_in_as_many_updates() -> None:
+    scaler = LossScaler("cpu", max_skips=4)
+    model, optimizer = make_problem(fused=True)
+    unread = []
+    for factor in (OK, OK, OK, OK, INF, INF, INF):
+        run_step(scaler, model, optimizer, factor)
+        unread.append(len(scaler._in_a_row._unread))
+    assert unread == [1, 2, 3, 0, 1, 2, 3]
+    with pytest.raises(ScaleCollapseError, match="4 steps in a row"):
+        run_step(scaler, model, optimizer, INF)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1024.0])
+def test_gradients_for_a_penalty_are_unscaled_and_can_be_differentiated(scale: float) -> None:
+    scaler, weight = LossScaler("cpu", init_scale=scale), nn.Parameter(torch.tensor([1.0, 2.0]))
+    x = torch.tensor([3.0, 5.0], requires_grad=True)
+    (gradient,) = scaler.grad((weight * x).square().sum(), x, create_graph=True)
+    assert torch.equal(gradient, 2 * weight.square() * x)
+    scaler.scale(gradient.square().sum()).backward()
+    scaler.unscale_(torch.optim.SGD([weight], lr=0.1))
+    assert weight.grad is not None
+    assert torch.equal(weight.grad, (16 * weight**3 * x**2).detach())
+    assert torch.equal(LossScaler(enabled=False).grad(x.square().sum(), [x])[0], 2 * x)
+
+
+def test_a_penalty_of_low_gradients_does_not_underflow() -> None:
+    scaler, x = LossScaler("cpu", init_scale=1024.0), torch.ones(2, dtype=torch.float16, requires_grad=True)
+    (gradient,) = scaler.grad(x.float().sum() * 1e-8, x)
+    assert gradient.dtype == torch.float32
+    assert bool((gradient > 0.9e-8).all())
 
 
 def test_found_inf_tells_whether_a_step_was_skipped() -> None:
@@ -418,10 +467,31 @@ def test_found_inf_tells_whether_a_step_was_skipped() -> None:
 # ------------------------------------------------------------------------------------- bad input
 
 
+def test_a_scale_that_gradscaler_takes_is_taken() -> None:
+    ours, theirs = LossScaler("cpu", init_scale=1e38), GradScaler("cpu", init_scale=1e38)
+    for scaler in (ours, theirs):
+        weight = nn.Parameter(torch.ones(2))
+        optimizer = torch.optim.SGD([weight], lr=1.0)
+        scaler.scale(weight.sum() * 1e-3).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert torch.equal(weight, torch.full((2,), 0.999))
+    assert ours.get_scale() == theirs.get_scale()
+
+
+def test_a_name_is_not_given_to_another_parameter_that_takes_the_place_of_the_first_in_memory() -> None:
+    scaler = LossScaler("cpu")
+    first = nn.Parameter(torch.ones(2))
+    scaler.name_parameters([("first", first)])
+    assert len(scaler._names) == 1
+    del first
+    assert len(scaler._names) == 0
+
+
 @pytest.mark.parametrize(
     ("setting", "value"),
     [
-        *[("init_scale", v) for v in (NAN, INF, -1.0, 0.0, 1e-40, 2.0**127, True, "2", None)],
+        *[("init_scale", v) for v in (NAN, INF, -1.0, 0.0, 1e-40, 3.5e38, True, "2", None)],
         *[("growth_factor", v) for v in (NAN, INF, -2.0, 1.0, 0.5, True)],
         *[("backoff_factor", v) for v in (NAN, INF, -0.5, 0.0, 1.0, 2.0, False)],
         *[("growth_interval", v) for v in (NAN, INF, -1, 0, 2.5, True, 2**31)],

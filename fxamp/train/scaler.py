@@ -7,30 +7,27 @@ the same errors and the same number of host synchronisations. Only the settings 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice
-from numbers import Integral, Real
-from typing import Any, NamedTuple, cast
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, cast
 
 import torch
+from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from passes.errors import PolicyError, ScaleCollapseError
 
-LOW_DTYPES = (torch.float16, torch.bfloat16)
+from .events import Culprits, Event, ScaleEvent, SkipsInARow, not_finite
+from .settings import (
+    Extensions,
+    refuse_low_parameters,
+    require_backoff_factor,
+    require_count,
+    require_growth_factor,
+    require_scale,
+)
+
 HISTORY_LENGTH = 128
-
-# Between these a scale and its reciprocal are both normal FP32 numbers.
-_SMALLEST_SCALE, _LARGEST_SCALE = 2.0**-126, 2.0**126
-_LARGEST_COUNT = 2**31 - 1  # what `torch._amp_update_scale_` counts with
-
-
-class ScaleEvent(NamedTuple):
-    """One `update()`: the loss scale its gradients were made with, and whether an optimizer step was skipped."""
-
-    update: int
-    scale: float
-    skipped: bool
 
 
 class LossScaler(torch.amp.GradScaler):
@@ -54,8 +51,9 @@ class LossScaler(torch.amp.GradScaler):
         max_skips: Raise `ScaleCollapseError` at the K-th update in a row in which a step was skipped, and at every
             further one of the same row. The scaler is in a consistent state when it does.
 
-    `hysteresis` and `max_skips` need to know on the host whether a step was skipped. GradScaler reads that for ordinary
-    optimizers anyway; for fused ones, which decide on the device, each update then costs one synchronisation.
+    `hysteresis` needs to know on the host whether a step was skipped. GradScaler reads that for ordinary optimizers
+    anyway; for fused ones, which decide on the device, each update then costs one synchronisation. `max_skips` costs
+    one in as many updates as it allows to be skipped.
     """
 
     def __init__(
@@ -74,10 +72,10 @@ class LossScaler(torch.amp.GradScaler):
         max_skips: int | None = None,
     ) -> None:
         require_scale("init_scale", init_scale)
-        _require_growth_factor(growth_factor)
-        _require_backoff_factor(backoff_factor)
+        require_growth_factor(growth_factor)
+        require_backoff_factor(backoff_factor)
         require_count("growth_interval", growth_interval)
-        extensions = _Extensions(dynamic, min_scale, max_scale, hysteresis, max_skips).check()
+        extensions = Extensions(dynamic, min_scale, max_scale, hysteresis, max_skips).check()
         if extensions.clamp(init_scale) != init_scale:
             raise PolicyError(
                 f"init_scale must lie between min_scale={min_scale} and max_scale={max_scale}, got {init_scale!r}"
@@ -87,10 +85,15 @@ class LossScaler(torch.amp.GradScaler):
             cast(str, _device_type(device)), init_scale, growth_factor, backoff_factor, growth_interval, enabled
         )
         self._extensions = extensions
-        self._overflows_in_a_row = 0
+        self._in_a_row = SkipsInARow()
         self._updates = 0
-        self._events: deque[_Event] = deque(maxlen=HISTORY_LENGTH)
-        self._names: dict[int, str] = {}
+        self._events: deque[Event] = deque(maxlen=HISTORY_LENGTH)
+        self._names: Any = WeakIdKeyDictionary()
+
+    @property
+    def kind(self) -> str:
+        """What a saved state has to have in common with a scaler: "none", "static" or "dynamic"."""
+        return "none" if not self._enabled else "dynamic" if self._extensions.dynamic else "static"
 
     @property
     def history(self) -> tuple[ScaleEvent, ...]:
@@ -102,7 +105,31 @@ class LossScaler(torch.amp.GradScaler):
 
         Not needed for an optimizer that was itself given named parameters.
         """
-        self._names.update((id(param), name) for name, param in named_parameters)
+        self._names.update((param, name) for name, param in named_parameters)
+
+    def grad(
+        self,
+        loss: torch.Tensor,
+        inputs: torch.Tensor | Sequence[torch.Tensor],
+        *,
+        create_graph: bool = False,
+    ) -> tuple[torch.Tensor, ...]:
+        """Differentiate a loss by way of the loss scale, for gradient penalties.
+
+        Args:
+            loss: A tensor of one element, not scaled.
+            inputs: What to differentiate with respect to.
+            create_graph: As in `torch.autograd.grad`: what comes out can be differentiated again.
+
+        Returns:
+            The gradients as `torch.autograd.grad` gives them, unscaled; in FP32 where they were low, since what the
+            scale brings into the range of FP16 is out of it again without.
+        """
+        found = torch.autograd.grad(self.scale(loss), inputs, create_graph=create_graph)
+        if not self._enabled or self._scale is None:
+            return found
+        inverse = self._scale.double().reciprocal().float()
+        return tuple(g.to(torch.promote_types(g.dtype, torch.float32)) * inverse.to(g.device) for g in found)
 
     def found_inf(self, optimizer: Optimizer) -> bool:
         """Tell whether `optimizer`'s gradients were not finite, between `unscale_` or `step` and `update`.
@@ -111,6 +138,42 @@ class LossScaler(torch.amp.GradScaler):
         """
         state = self._per_optimizer_states.get(id(optimizer)) if self._enabled else None
         return state is not None and _overflowed(state)
+
+    def held_back(self, optimizer: Optimizer) -> bool | torch.Tensor:
+        """Return what `found_inf` does; where that is on the device alone, a tensor of one element, read by nobody."""
+        state = self._per_optimizer_states.get(id(optimizer)) if self._enabled else None
+        if state is None or "overflowed" in state:
+            return state is not None and _overflowed(state)
+        return _together(_found_infs([state]))
+
+    def unscaled_found_inf(self, optimizer: Optimizer) -> torch.Tensor:
+        """Unscale the gradients of `optimizer` unless they are, and return whether one is not finite, unread."""
+        if self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
+            self.unscale_(optimizer)
+        return torch.as_tensor(self.held_back(optimizer))
+
+    def unscale_again(self, optimizer: Optimizer) -> None:
+        """Unscale the gradients of `optimizer`, of which a step may have several in turn; none is looked at."""
+        assert self._scale is not None, "a loss was scaled"
+        inverse = self._scale.double().reciprocal().float()
+        with torch.no_grad():
+            for _, gradient in self._gradients([optimizer]):
+                gradient.mul_(inverse.to(gradient.device))
+
+    def note(self, optimizer: Optimizer, held_back: bool) -> None:
+        """Note what became of an optimizer that did not step by `step`."""
+        if self._enabled:
+            assert self._scale is not None, "a loss was scaled"
+            found = torch.full((), float(held_back), device=self._scale.device)
+            state = self._per_optimizer_states[id(optimizer)]
+            state.update(optimizer=optimizer, overflowed=held_back, found_inf_per_device={found.device: found})
+
+    def join_found_inf(self, optimizers: Sequence[Optimizer]) -> None:
+        """Let optimizers whose gradients are unscaled be held back together, if one is; nothing is read."""
+        states = [self._per_optimizer_states[id(optimizer)] for optimizer in optimizers]
+        together = _together(_found_infs(states))
+        for found in _found_infs(states):
+            found.copy_(together)
 
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divide the gradients of `optimizer` by the scale, once, as GradScaler does.
@@ -129,35 +192,56 @@ class LossScaler(torch.amp.GradScaler):
         Raises:
             ScaleCollapseError: This was the `max_skips`-th update in a row in which a step was skipped.
         """
+        self._update(new_scale, None)
+
+    def update_after(self, overflow: torch.Tensor | None) -> None:
+        """Update the scale; where `overflow` is not 0, as after an overflow, though no step was skipped."""
+        self._update(None, overflow)
+
+    def _update(self, new_scale: float | torch.Tensor | None, overflow: torch.Tensor | None) -> None:
         if not self._enabled:
             return
         scale, _ = self._check_scale_growth_tracker("update")
         before = scale.clone()
         states = list(self._per_optimizer_states.values())
-        limits = self._extensions
-        counted = limits.hysteresis > 1 or limits.max_skips is not None
-        skipped = counted and any(_overflowed(state) for state in states)
+        self._count_skips(states)
+        found_infs = [found.clone() for found in _found_infs(states)]  # torch adds them up in the first
+        if overflow is not None:
+            for found in _found_infs(states):
+                found.copy_(torch.maximum(found, overflow.to(found)))
 
         super().update(new_scale)
 
-        self._overflows_in_a_row = self._overflows_in_a_row + 1 if skipped else 0
-        if new_scale is None and (not limits.dynamic or 0 < self._overflows_in_a_row < limits.hysteresis):
+        limits = self._extensions
+        if new_scale is None and (not limits.dynamic or self._waits_for_more_overflows()):
             scale.copy_(before)
         if limits.min_scale is not None or limits.max_scale is not None:
             scale.clamp_(limits.min_scale, limits.max_scale)
         self._updates += 1
-        self._events.append(_Event(self._updates, before, _found_infs(states)))
-        if skipped and limits.max_skips is not None and self._overflows_in_a_row >= limits.max_skips:
+        bad = [state["optimizer"] for state in states if state.get("overflowed")]
+        self._events.append(Event(self._updates, before, found_infs, Culprits(self._gradients(bad))))
+        if limits.max_skips is not None and self._in_a_row.reaches(limits.max_skips):
             raise ScaleCollapseError(self._collapse_message(states))
+
+    def _count_skips(self, states: Sequence[dict[str, Any]]) -> None:
+        """Count the update if anyone asks for the number of skips in a row."""
+        if self._extensions.hysteresis > 1 or all("overflowed" in state for state in states):
+            self._in_a_row.add(any(_overflowed(state) for state in states))
+        elif self._extensions.max_skips is not None:
+            self._in_a_row.add([found.clone() for found in _found_infs(states)])
+
+    def _waits_for_more_overflows(self) -> bool:
+        hysteresis = self._extensions.hysteresis
+        return hysteresis > 1 and 0 < self._in_a_row.read() < hysteresis
 
     def set_growth_factor(self, new_factor: float) -> None:
         """Set a new growth factor, checked as at construction."""
-        _require_growth_factor(new_factor)
+        require_growth_factor(new_factor)
         super().set_growth_factor(new_factor)
 
     def set_backoff_factor(self, new_factor: float) -> None:
         """Set a new backoff factor, checked as at construction."""
-        _require_backoff_factor(new_factor)
+        require_backoff_factor(new_factor)
         super().set_backoff_factor(new_factor)
 
     def set_growth_interval(self, new_interval: int) -> None:
@@ -169,7 +253,7 @@ class LossScaler(torch.amp.GradScaler):
         """Return GradScaler's state, with the extensions under the key "fxamp". A GradScaler can load it."""
         state = super().state_dict()
         if self._enabled:
-            state["fxamp"] = {**self._extensions._asdict(), "overflows_in_a_row": self._overflows_in_a_row}
+            state["fxamp"] = {**self._extensions._asdict(), "overflows_in_a_row": self._in_a_row.read()}
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -181,10 +265,10 @@ class LossScaler(torch.amp.GradScaler):
         if not self._enabled:
             return
         saved = state_dict.get("fxamp", {})
-        extensions = self._extensions._replace(**{k: saved[k] for k in _Extensions._fields if k in saved}).check()
+        extensions = self._extensions._replace(**{k: saved[k] for k in Extensions._fields if k in saved}).check()
         super().load_state_dict(state_dict)
         self._extensions = extensions
-        self._overflows_in_a_row = saved.get("overflows_in_a_row", 0)
+        self._in_a_row = SkipsInARow(saved.get("overflows_in_a_row", 0))
         self._init_scale = extensions.clamp(self._init_scale)
         if self._scale is not None:
             self._scale.fill_(self._init_scale)
@@ -192,9 +276,14 @@ class LossScaler(torch.amp.GradScaler):
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
         # Plain numbers in place of tensors; and names go by the identity of objects that a copy does not have.
-        state["_events"] = deque((_Event(*event) for event in self.history), maxlen=HISTORY_LENGTH)
-        state["_names"] = {}
+        state["_events"] = deque((Event(*event) for event in self.history), maxlen=HISTORY_LENGTH)
+        state["_in_a_row"] = SkipsInARow(self._in_a_row.read())
+        del state["_names"]
         return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._names = WeakIdKeyDictionary()
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         if cast("str | None", self._device) is None:
@@ -225,12 +314,14 @@ class LossScaler(torch.amp.GradScaler):
             names = group.get("param_names")
             for index, param in enumerate(group["params"]):
                 place = f"parameter {index} of group {group_index} (shape {tuple(param.shape)})"
-                yield self._names.get(id(param)) or (names[index] if names else place), param
+                yield self._names.get(param) or (names[index] if names else place), param
+
+    def _gradients(self, optimizers: Iterable[Optimizer]) -> Iterator[tuple[str, torch.Tensor]]:
+        return ((name, p.grad) for o in optimizers for name, p in self._describe(o) if p.grad is not None)
 
     def _collapse_message(self, states: Sequence[dict[str, Any]]) -> str:
         optimizers = [state["optimizer"] for state in states if _found_infs([state])]
-        gradients = ((name, p.grad) for o in optimizers for name, p in self._describe(o) if p.grad is not None)
-        bad = [(name, kind) for name, grad in gradients if (kind := not_finite(grad))]
+        bad = [(name, kind) for name, grad in self._gradients(optimizers) if (kind := not_finite(grad))]
         shown = ", ".join(f"{name} ({kind})" for name, kind in bad[:3]) or "unknown, their gradients are gone already"
         more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
         if any("NaN" in kind for _, kind in bad):
@@ -238,107 +329,9 @@ class LossScaler(torch.amp.GradScaler):
         else:
             hint = "An inf that stays while the scale falls is an overflow in the model: keep that part of it in FP32."
         return (
-            f"{self._overflows_in_a_row} steps in a row were skipped, because gradients were not finite; "
+            f"{self._in_a_row.read()} steps in a row were skipped, because gradients were not finite; "
             f"the loss scale is now {self.get_scale()}. First bad parameters: {shown}{more}. {hint}"
         )
-
-
-class _Extensions(NamedTuple):
-    """The settings that GradScaler does not have."""
-
-    dynamic: bool
-    min_scale: float | None
-    max_scale: float | None
-    hysteresis: int
-    max_skips: int | None
-
-    def check(self) -> _Extensions:
-        if not isinstance(self.dynamic, bool):
-            raise PolicyError(f"dynamic must be True or False, got {self.dynamic!r}")
-        if self.min_scale is not None:
-            require_scale("min_scale", self.min_scale)
-        if self.max_scale is not None:
-            require_scale("max_scale", self.max_scale)
-        if self.min_scale is not None and self.max_scale is not None and self.min_scale > self.max_scale:
-            raise PolicyError(f"min_scale must be at most max_scale={self.max_scale!r}, got {self.min_scale!r}")
-        require_count("hysteresis", self.hysteresis)
-        if self.max_skips is not None:
-            require_count("max_skips", self.max_skips)
-        return self
-
-    def clamp(self, scale: float) -> float:
-        if self.min_scale is not None and scale < self.min_scale:
-            return self.min_scale
-        if self.max_scale is not None and scale > self.max_scale:
-            return self.max_scale
-        return scale
-
-
-class _Event(NamedTuple):
-    """A `ScaleEvent` whose numbers may still be on the device, so that recording it does not wait for them."""
-
-    update: int
-    scale: float | torch.Tensor
-    found_infs: bool | list[torch.Tensor]
-
-    def read(self) -> ScaleEvent:
-        found = self.found_infs
-        skipped = found if isinstance(found, bool) else any(t.item() for t in found)
-        return ScaleEvent(self.update, float(self.scale), skipped)
-
-
-def refuse_low_parameters(named_parameters: Iterable[tuple[str, torch.Tensor]], opening: str = "") -> None:
-    """Refuse trainable float16 and bfloat16 parameters, in which small updates vanish.
-
-    Raises:
-        PolicyError: There is one. The first three are named; `opening` begins the message, with {kind} filled in.
-    """
-    trainable_low = ((name, p) for name, p in named_parameters if p.requires_grad and p.dtype in LOW_DTYPES)
-    found = list(islice(trainable_low, 3))
-    if not found:
-        return
-    kind = "FP16" if found[0][1].dtype == torch.float16 else "BF16"
-    listing = ", ".join(f"{name} ({str(param.dtype).removeprefix('torch.')})" for name, param in found)
-    raise PolicyError(
-        f"{opening.format(kind=kind)}trainable parameters have a low dtype, first {listing}. Updates below its "
-        "resolution vanish. Keep them in float32 (model.float(), before the optimizer is built), "
-        "or freeze them with requires_grad_(False)."
-    )
-
-
-def not_finite(grad: torch.Tensor) -> str:
-    """Say what is wrong with a gradient: "inf", "NaN", both, or nothing."""
-    values = grad.coalesce().values() if grad.is_sparse else grad
-    kinds = {"inf": torch.isinf(values), "NaN": torch.isnan(values)}
-    return " and ".join(kind for kind, where in kinds.items() if bool(where.any()))
-
-
-def require_number(name: str, value: object, legal: str, test: Callable[[float], bool]) -> None:
-    """Raise a PolicyError unless `value` is a real number, not a bool, that passes `test`; NaN passes no comparison."""
-    if isinstance(value, bool) or not isinstance(value, Real) or not test(float(value)):
-        raise PolicyError(f"{name} must be {legal}, got {value!r}")
-
-
-def require_scale(name: str, value: object) -> None:
-    """Raise a PolicyError unless `value` can be a loss scale."""
-    legal = "a number from 2**-126 to 2**126, so that it and its reciprocal are normal in float32"
-    require_number(name, value, legal, lambda x: _SMALLEST_SCALE <= x <= _LARGEST_SCALE)
-
-
-def require_count(name: str, value: object) -> None:
-    """Raise a PolicyError unless `value` is a positive int."""
-    if isinstance(value, bool) or not isinstance(value, Integral) or not 1 <= int(value) <= _LARGEST_COUNT:
-        raise PolicyError(f"{name} must be an int from 1 to {_LARGEST_COUNT}, got {value!r}")
-
-
-def _require_growth_factor(value: object) -> None:
-    legal = "a finite number greater than 1 (dynamic=False keeps the scale as it is)"
-    require_number("growth_factor", value, legal, lambda x: 1 < x < float("inf"))
-
-
-def _require_backoff_factor(value: object) -> None:
-    legal = "a number between 0 and 1, both excluded (dynamic=False keeps the scale as it is)"
-    require_number("backoff_factor", value, legal, lambda x: 0 < x < 1)
 
 
 def _device_type(device: str | torch.device | None) -> str | None:
@@ -352,6 +345,14 @@ def _device_type(device: str | torch.device | None) -> str | None:
 
 def _found_infs(states: Sequence[dict[str, Any]]) -> list[torch.Tensor]:
     return [found for state in states for found in state["found_inf_per_device"].values()]
+
+
+def _together(found_infs: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return a new tensor that is not 0 where one of these is not."""
+    together = found_infs[0].clone()
+    for found in found_infs[1:]:
+        together += found.to(together.device)
+    return together
 
 
 def _overflowed(state: dict[str, Any]) -> bool:

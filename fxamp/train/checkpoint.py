@@ -1,0 +1,132 @@
+"""The state of a TrainStep: all that a run needs to go on bit for bit, within a window too."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from passes.errors import PolicyError
+
+from .conditional import parameters
+
+if TYPE_CHECKING:
+    from .step import TrainStep
+
+_KEYS = (
+    "settings", "model", "optimizers", "schedulers", "ema", "scaler", "windows", "position", "given_scale",
+    "kept", "gradients", "rng",
+)  # fmt: skip
+
+
+def state_of(step: TrainStep) -> dict[str, Any]:
+    """Return the state of a step, of plain values and tensors."""
+    kept = step._kept
+    return {
+        "settings": _settings(step),
+        "model": step.model.state_dict(),
+        "optimizers": [optimizer.state_dict() for optimizer in step.optimizers],
+        "schedulers": [scheduler.state_dict() for scheduler in step.schedulers],
+        "ema": [average.state_dict() for average in step.averages],
+        "scaler": step._scaler_state or {} if step._undecided else step.scaler.state_dict(),
+        "windows": step.windows,
+        "position": step._position,
+        "given_scale": step._given_scale,
+        "kept": None if kept is None else int(kept.kept),
+        "gradients": [[None if p.grad is None else p.grad.detach() for p in parameters(o)] for o in step.optimizers],
+        "rng": _random_state(),
+    }
+
+
+def load(step: TrainStep, state: Mapping[str, Any]) -> None:
+    """Bring a step into a state.
+
+    Raises:
+        PolicyError: It does not fit; nothing was changed.
+    """
+    missing = sorted(set(_KEYS) - set(state))
+    if missing:
+        raise PolicyError(f"not the state of a TrainStep: it lacks {', '.join(missing)}")
+    _refuse_other_settings(step, state["settings"])
+    _refuse_other_tensors("the model", step.model.state_dict(), state["model"])
+    for index, (average, saved) in enumerate(zip(step.averages, state["ema"], strict=True)):
+        _refuse_other_tensors(f"ema {index}", average.state_dict(), saved)
+    _refuse_other_gradients(step, state["gradients"])
+    if step._again is not None and state["position"]:
+        raise PolicyError(
+            "the state was saved within a window of an optimizer that runs its window again, and the micro-batches are "
+            "not in it: save at the end of a window, or call flush() first"
+        )
+
+    step._close_window()
+    step._cleared = [p for p in step.model.parameters() if p.grad is None]
+    if step._undecided:
+        step._scaler_state = state["scaler"]
+    else:
+        step.scaler.load_state_dict(state["scaler"])
+    step.model.load_state_dict(state["model"])
+    parts: list[Any] = [*step.optimizers, *step.schedulers, *step.averages]
+    for part, saved in zip(parts, [*state["optimizers"], *state["schedulers"], *state["ema"]], strict=True):
+        part.load_state_dict(saved)
+    step.windows, step._position = state["windows"], state["position"]
+    step._use_scale(state["given_scale"])
+    if step._kept is not None:
+        step._kept.seen, step._kept.kept = state["position"], state["kept"]
+    for optimizer, gradients in zip(step.optimizers, state["gradients"], strict=True):
+        for p, gradient in zip(parameters(optimizer), gradients, strict=True):
+            p.grad = None if gradient is None else gradient.to(p.device, copy=True)
+    _set_random_state(state["rng"])
+
+
+def _settings(step: TrainStep) -> dict[str, Any]:
+    """Return what two runs must have in common for one to go on where the other was."""
+    scaler = step.scaler
+    return {
+        "accumulate_steps": step.accumulate_steps,
+        "on_overflow": step.on_overflow,
+        "loss scaling": "undecided" if step._undecided else scaler.kind,
+        "optimizers": [type(o).__name__ for o in step.optimizers],
+        "parameters": [[len(group["params"]) for group in o.param_groups] for o in step.optimizers],
+        "schedulers": [type(s).__name__ for s in step.schedulers],
+        "ema": len(step.averages),
+    }
+
+
+def _refuse_other_settings(step: TrainStep, saved: Mapping[str, Any]) -> None:
+    for name, ours in _settings(step).items():
+        theirs = saved.get(name)
+        if theirs != ours and "undecided" not in (theirs, ours):
+            raise PolicyError(
+                f"the state was saved with {name} {theirs!r}, and here it is {ours!r}: make the TrainStep as it was, "
+                "or load the parts that fit by themselves (state['model'], state['optimizers'], ...)"
+            )
+
+
+def _refuse_other_tensors(what: str, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
+    for name in (*ours, *theirs):
+        here, there = (v.shape if isinstance(v, Tensor) else v is not None for v in (ours.get(name), theirs.get(name)))
+        if here != there:
+            raise PolicyError(f"the state is that of another model: {what} differs at '{name}'")
+
+
+def _refuse_other_gradients(step: TrainStep, saved: Sequence[Sequence[Tensor | None]]) -> None:
+    for optimizer, gradients in zip(step.optimizers, saved, strict=True):
+        for index, (p, gradient) in enumerate(zip(parameters(optimizer), gradients, strict=True)):
+            if gradient is not None and gradient.shape != p.shape:
+                raise PolicyError(
+                    f"the state is that of another model: parameter {index} of {type(optimizer).__name__} has shape "
+                    f"{tuple(p.shape)}, and its gradient was saved with {tuple(gradient.shape)}"
+                )
+
+
+def _random_state() -> dict[str, Any]:
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else []
+    return {"cpu": torch.get_rng_state(), "cuda": cuda}
+
+
+def _set_random_state(state: Mapping[str, Any]) -> None:
+    torch.set_rng_state(state["cpu"])
+    if state["cuda"] and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all(state["cuda"][: torch.cuda.device_count()])

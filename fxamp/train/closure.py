@@ -1,0 +1,81 @@
+"""Optimizers that evaluate the loss several times in a step, such as LBFGS: they are given the window to run again."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from passes.errors import PolicyError
+
+from .conditional import gradients, holds_inf_or_nan, parameters
+from .scaler import LossScaler
+
+
+def needs_closure(optimizer: Optimizer) -> bool:
+    """Say whether an optimizer cannot step without being told how to evaluate the loss."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def refuse_company(optimizers: Sequence[Optimizer], max_grad_norm: float | None, on_overflow: str) -> None:
+    """Raise PolicyError where an optimizer that needs a closure is asked for what has no meaning with it."""
+    found = next((o for o in optimizers if needs_closure(o)), None)
+    if found is None:
+        return
+    with_it = {
+        "another optimizer": len(optimizers) > 1,
+        "max_grad_norm": max_grad_norm is not None,
+        'on_overflow="skip_microbatch"': on_overflow == "skip_microbatch",
+    }
+    refused = [what for what, given in with_it.items() if given]
+    if refused:
+        raise PolicyError(
+            f"{type(found).__name__} evaluates the loss several times in a step, which does not go together with "
+            f"{' and '.join(refused)}: leave that out, or write a loop of your own on fxamp.LossScaler"
+        )
+
+
+def step_by_closure(optimizer: Optimizer, scaler: LossScaler, run: Callable[[], Tensor]) -> bool:
+    """Let an optimizer step that evaluates the loss itself; return whether it was held back.
+
+    With loss scaling, a gradient that is not finite takes back the whole step, whichever evaluation it comes from.
+
+    Args:
+        optimizer: What steps.
+        scaler: Of the window.
+        run: Runs the window's micro-batches forward and backward, from gradients of None, with the loss scale in
+            them; returns their loss, without it.
+    """
+    before = [p.detach().clone() for p in parameters(optimizer)]
+    state = copy.deepcopy(optimizer.state_dict())
+
+    def evaluate() -> Tensor:
+        optimizer.zero_grad(set_to_none=True)
+        with torch.enable_grad():
+            loss = run()
+        if scaler.is_enabled():
+            scaler.unscale_again(optimizer)
+            if holds_inf_or_nan(gradients([optimizer])).item():
+                raise _NotFinite
+        return loss
+
+    held_back = False
+    try:
+        optimizer.step(evaluate)  # type: ignore[arg-type]
+    except _NotFinite:
+        held_back = True
+        with torch.no_grad():
+            for p, old in zip(parameters(optimizer), before, strict=True):
+                p.copy_(old)
+        optimizer.load_state_dict(state)
+    scaler.note(optimizer, held_back)
+    return held_back
+
+
+class _NotFinite(Exception):  # noqa: N818 - no error: nobody but `step_by_closure` sees it
+    """Ends a step half way."""

@@ -1,0 +1,103 @@
+"""Step an optimizer if its gradients are finite, where possible without waiting for the device to say so.
+
+A fused optimizer is told on the device. Any other whose steps the device can take back, a capturable one or SGD, steps,
+and then what it held before is put back where the gradients were not finite. That costs a copy of its parameters and
+state, and is done where reading would wait: on an accelerator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+
+from .result import HeldBack
+
+
+def parameters(optimizer: Optimizer) -> list[Tensor]:
+    """Return all parameters of an optimizer."""
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def gradients(optimizers: Iterable[Optimizer]) -> list[Tensor]:
+    """Return the gradients that there are."""
+    return [p.grad for optimizer in optimizers for p in parameters(optimizer) if p.grad is not None]
+
+
+def holds_inf_or_nan(tensors: list[Tensor]) -> Tensor:
+    """Return 1.0 on the device if any number is not finite, else 0.0."""
+    return (~nn.utils.get_total_norm([t for t in tensors if t.numel()], float("inf")).isfinite()).float()
+
+
+def is_fused(optimizer: Optimizer) -> bool:
+    """Say whether an optimizer takes the loss scale and found_inf itself, on the device."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def can_be_taken_back(optimizer: Optimizer) -> bool:
+    """Say whether all that a step changes is on an accelerator, and was there before."""
+    if not _changes_the_device_alone(optimizer):
+        return False
+    stateless = type(optimizer) is SGD and not any(group["momentum"] for group in optimizer.param_groups)
+    live = [p for p in parameters(optimizer) if p.grad is not None]
+    return all(not p.grad.is_sparse and (stateless or bool(optimizer.state.get(p))) for p in live)  # type: ignore[union-attr]
+
+
+def waits(optimizer: Optimizer) -> bool:
+    """Say whether the host has to know whether gradients are finite before this optimizer steps, but for the first."""
+    return not is_fused(optimizer) and not _changes_the_device_alone(optimizer)
+
+
+def _changes_the_device_alone(optimizer: Optimizer) -> bool:
+    """Say whether neither parameters nor state are on the host, where a counter of steps is by default."""
+    if type(optimizer) is not SGD and not all(group.get("capturable") for group in optimizer.param_groups):
+        return False
+    return all(p.device.type != "cpu" for p in parameters(optimizer))
+
+
+def step_where_finite(optimizer: Optimizer, found_inf: Tensor) -> HeldBack:
+    """Step an optimizer whose gradients are unscaled.
+
+    Args:
+        optimizer: What to step.
+        found_inf: A tensor of one element, not 0 where a gradient is not finite.
+
+    Returns:
+        Whether the optimizer was held back: `found_inf`, where it was not read.
+    """
+    if is_fused(optimizer):
+        optimizer.found_inf = found_inf  # type: ignore[attr-defined]
+        optimizer.grad_scale = None  # type: ignore[attr-defined]
+        try:
+            optimizer.step()
+        finally:
+            del optimizer.found_inf, optimizer.grad_scale  # type: ignore[attr-defined]
+        return found_inf
+    if can_be_taken_back(optimizer):
+        step_and_take_back(optimizer, found_inf)
+        return found_inf
+    if found_inf.item():
+        return True
+    optimizer.step()
+    return False
+
+
+@torch.no_grad()
+def step_and_take_back(optimizer: Optimizer, found_inf: Tensor) -> None:
+    """Step, and put back what the step changed where `found_inf` is not 0. Every state has to be there already."""
+    live = [p for p in parameters(optimizer) if p.grad is not None]
+    before = {p: p.clone() for p in live}
+    states = {p: {k: v.clone() for k, v in optimizer.state[p].items() if isinstance(v, Tensor)} for p in live}
+    optimizer.step()
+    for p in live:
+        _put_back(p, before[p], found_inf)
+        state: dict[str, Any] = optimizer.state[p]
+        for key, old in states[p].items():
+            _put_back(state[key], old, found_inf)
+
+
+def _put_back(now: Tensor, before: Tensor, found_inf: Tensor) -> None:
+    now.copy_(torch.where(found_inf.to(now.device) != 0, before, now))

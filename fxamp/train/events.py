@@ -1,0 +1,99 @@
+"""What became of past updates of a loss scale. Numbers that are on the device stay there until they are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+
+
+class ScaleEvent(NamedTuple):
+    """One `update()` of a loss scale.
+
+    Attributes:
+        update: Its number, from 1 on.
+        scale: The loss scale that its gradients were made with.
+        skipped: Whether an optimizer step was skipped.
+        culprit: The first parameter whose gradient was not finite, and whether it was inf or NaN: "fc.weight (NaN)".
+            "" where no step was skipped, and where a fused optimizer decided on the device.
+    """
+
+    update: int
+    scale: float
+    skipped: bool
+    culprit: str = ""
+
+
+class Event(NamedTuple):
+    """A `ScaleEvent` whose numbers may still be on the device, so that recording it does not wait for them."""
+
+    update: int
+    scale: float | torch.Tensor
+    found_infs: bool | list[torch.Tensor]
+    culprit: str | Culprits = ""
+
+    def read(self) -> ScaleEvent:
+        """Return the event with its numbers, and wait for them where need be."""
+        found = self.found_infs
+        skipped = found if isinstance(found, bool) else any(t.item() for t in found)
+        culprit = self.culprit if isinstance(self.culprit, str) else self.culprit.first()
+        return ScaleEvent(self.update, float(self.scale), skipped, culprit)
+
+
+class Culprits:
+    """Which of several gradients hold an inf or a NaN, as flags on the device."""
+
+    def __init__(self, gradients: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Look at gradients, each with the name of its parameter; nothing is read from the device."""
+        self._names: list[str] = []
+        flags: list[torch.Tensor] = []
+        for name, gradient in gradients:
+            values = gradient.coalesce().values() if gradient.is_sparse else gradient
+            self._names.append(name)
+            flags.append(torch.stack((values.isinf().any(), values.isnan().any())))
+        self._flags = torch.stack([flag.to(flags[0].device) for flag in flags]) if flags else None
+
+    def first(self) -> str:
+        """Return the first one with what is wrong with it, "" where all are finite."""
+        for name, (inf, nan) in zip(self._names, [] if self._flags is None else self._flags.tolist(), strict=True):
+            if inf or nan:
+                return f"{name} ({'inf and NaN' if inf and nan else 'inf' if inf else 'NaN'})"
+        return ""
+
+
+class SkipsInARow:
+    """How many updates in a row were skipped, counted when it is asked for."""
+
+    def __init__(self, known: int = 0) -> None:
+        self._known = known
+        self._unread: list[list[torch.Tensor]] = []
+
+    def add(self, found_infs: bool | Sequence[torch.Tensor]) -> None:
+        """Count one more update: whether it was skipped, or what says so on the device."""
+        if isinstance(found_infs, bool):
+            self._known = self.read() + 1 if found_infs else 0
+            self._unread.clear()
+        else:
+            self._unread.append(list(found_infs))
+
+    def reaches(self, count: int) -> bool:
+        """Say whether there are so many. The device is waited for only where there can be."""
+        return self._known + len(self._unread) >= count and self.read() >= count
+
+    def read(self) -> int:
+        """Return the number; what is on the device is read at once."""
+        unread, self._unread = self._unread, []
+        if unread:
+            device = unread[0][0].device if unread[0] else torch.device("cpu")
+            flags = [sum((t.to(device) for t in found), torch.zeros((), device=device)).view(()) for found in unread]
+            for skipped in torch.stack(flags).tolist():
+                self._known = self._known + 1 if skipped else 0
+        return self._known
+
+
+def not_finite(grad: torch.Tensor) -> str:
+    """Say what is wrong with a gradient: "inf", "NaN", both, or nothing."""
+    values = grad.coalesce().values() if grad.is_sparse else grad
+    kinds = {"inf": torch.isinf(values), "NaN": torch.isnan(values)}
+    return " and ".join(kind for kind, where in kinds.items() if bool(where.any()))

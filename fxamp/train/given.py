@@ -1,0 +1,107 @@
+"""What a TrainStep is given: optimizers, schedulers and a loss scale that fit the model and each other."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from passes.errors import CaptureError, PolicyError
+
+from .. import compiled
+from .conditional import parameters
+from .scaler import LossScaler
+from .settings import refuse_low_parameters, require_scale
+
+
+def low_dtype_of(model: nn.Module) -> torch.dtype | None:
+    """Find the low dtype that `model`, or a part of it, was converted to; FP16 where there are both."""
+    plans = [getattr(module, "plan", None) for module in model.modules()]
+    for module in model.modules():
+        if module is model or compiled.is_compiled(module):
+            with contextlib.suppress(CaptureError):
+                plans.append(compiled.plan_of(module))
+    policies = [getattr(plan, "policy", None) for plan in plans]
+    found = {getattr(policy, "dtype", None) for policy in policies if getattr(policy, "level", "O0") != "O0"}
+    return torch.float16 if torch.float16 in found else next((d for d in found if isinstance(d, torch.dtype)), None)
+
+
+def scaler_of(scaler: object, low_dtype: torch.dtype | None) -> LossScaler:
+    """Return the LossScaler that is meant, a disabled one where none is.
+
+    Raises:
+        PolicyError: It is none of what a TrainStep takes.
+    """
+    if isinstance(scaler, LossScaler):
+        return scaler
+    if scaler is None:
+        return LossScaler(enabled=False)
+    if isinstance(scaler, str) and scaler == "auto":
+        if low_dtype == torch.float16:
+            return LossScaler(min_scale=1.0, max_scale=2.0**24, max_skips=20)
+        return LossScaler(enabled=False)
+    if isinstance(scaler, torch.amp.GradScaler):
+        raise PolicyError("scaler must be a fxamp.LossScaler, which is a GradScaler and loads the state of one")
+    if isinstance(scaler, str):
+        raise PolicyError(f'scaler must be a LossScaler, a number, None or "auto", got {scaler!r}')
+    require_scale("scaler", scaler)
+    return LossScaler(init_scale=float(scaler), dynamic=False)  # type: ignore[arg-type]
+
+
+def optimizers_of(optimizer: object, model: nn.Module) -> tuple[Optimizer, ...]:
+    """Return one optimizer or several as a tuple.
+
+    Raises:
+        PolicyError: They share a parameter, hold a trainable low one, or none of the model's.
+    """
+    optimizers = _several("optimizer", optimizer, Optimizer)
+    if not optimizers:
+        raise PolicyError("optimizer must be an optimizer or a list of them, got an empty list")
+    names = {id(p): name for name, p in model.named_parameters()}
+    owner: dict[int, int] = {}
+    for index, one in enumerate(optimizers):
+        for place, param in enumerate(parameters(one)):
+            name = names.setdefault(id(param), f"parameter {place} of optimizer {index} (shape {tuple(param.shape)})")
+            if owner.setdefault(id(param), index) != index:
+                raise PolicyError(f"{name} is in two optimizers: its gradient would be unscaled twice")
+    refuse_low_parameters(model.named_parameters())
+    refuse_low_parameters((names[id(param)], param) for one in optimizers for param in parameters(one))
+    trained = {id(p) for p in model.parameters() if p.requires_grad}
+    if trained and not trained & owner.keys():
+        raise PolicyError(
+            f"the optimizer holds none of the trainable parameters of {type(model).__name__}, and would train nothing. "
+            "Build it from model.parameters(), after what replaces them: fully_shard, load_state_dict(assign=True)."
+        )
+    return optimizers
+
+
+def schedulers_of(scheduler: object, optimizers: Sequence[Optimizer]) -> tuple[LRScheduler, ...]:
+    """Return one scheduler or several as a tuple.
+
+    Raises:
+        PolicyError: One is of no optimizer given, or needs what a TrainStep does not have.
+    """
+    schedulers = () if scheduler is None else _several("scheduler", scheduler, LRScheduler)
+    for one in schedulers:
+        if isinstance(one, ReduceLROnPlateau):
+            raise PolicyError(
+                "ReduceLROnPlateau needs a metric, which TrainStep does not have: "
+                "leave it out and call scheduler.step(metric) yourself, after validation"
+            )
+        if not any(one.optimizer is optimizer for optimizer in optimizers):
+            raise PolicyError(f"scheduler {type(one).__name__} belongs to none of the optimizers given")
+    return schedulers
+
+
+def _several(name: str, value: object, kind: type[Any]) -> tuple[Any, ...]:
+    """Make a tuple of one or a list, and check what is in it."""
+    several = tuple(value) if isinstance(value, (list, tuple)) else (value,)
+    for one in several:
+        if not isinstance(one, kind):
+            raise PolicyError(f"{name} must be a torch {kind.__name__} or a list of them, got {type(one).__name__}")
+    return several

@@ -1,0 +1,90 @@
+"""A cast of a weight that is kept: made when first read, and read again until its window ends.
+
+What is kept is the cast as the graph makes it, with its place in autograd's graph, so that gradients go the way that
+they always go: in FP32 to the master weight, past its hooks, added up as in a loop without any of this.
+
+Before: to = w.to(torch.bfloat16)
+After:  to = kept_to(w, torch.bfloat16)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from passes._torch import in_transform, run_as_soon_as_ready
+
+
+class KeptCast:
+    """One cast node of one graph, called in its place.
+
+    It casts anew when the weight is another object than before, was written to, or moved. An edit through `.data`
+    leaves no trace in a tensor, and is not seen before the cast is forgotten.
+
+    Args:
+        cast: What the graph calls: `cast(weight, dtype)`.
+        name: What generated code calls it.
+    """
+
+    def __init__(self, cast: Callable[[Tensor, torch.dtype], Tensor], name: str) -> None:
+        self.__name__ = self.__qualname__ = name
+        self._cast = cast
+        self._weight: Tensor | None = None
+        self._low: Tensor | None = None
+        self._version, self._pointer, self._trained = 0, 0, False
+        self._used = False  # by a forward whose backward has not passed yet
+
+    def __call__(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the weight in `dtype`."""
+        low = self._low
+        if (
+            low is None
+            or weight is not self._weight
+            or weight._version != self._version
+            or weight.data_ptr() != self._pointer
+            or weight.requires_grad is not self._trained
+        ):
+            if type(weight) is not torch.nn.Parameter or torch.is_inference_mode_enabled() or in_transform():
+                return self._cast(weight, dtype)
+            low = self._make(weight, dtype)
+        if not torch.is_grad_enabled():
+            return low
+        if self._used and low.requires_grad:
+            if in_transform():
+                return self._cast(weight, dtype)
+            return _Again.apply(weight, low)  # type: ignore[no-untyped-call, no-any-return]
+        self._used = True
+        return low
+
+    def next_micro_batch(self) -> None:
+        """Say that a backward has passed: until the next one the gradients of another forward are added up."""
+        self._used = False
+
+    def forget(self) -> None:
+        """Let go of what is kept."""
+        self._weight = self._low = None
+
+    def _make(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        with torch.enable_grad():
+            low = self._cast(weight, dtype)
+        if low is not weight:
+            run_as_soon_as_ready(low)
+            self._weight, self._low, self._used = weight, low, False
+            self._version, self._pointer, self._trained = weight._version, weight.data_ptr(), weight.requires_grad
+        return low
+
+
+class _Again(torch.autograd.Function):
+    """A cast that a micro-batch makes once more, without the copy: its gradient is summed in FP32 with the first's."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, low: Tensor) -> Tensor:
+        ctx.dtype = weight.dtype
+        return low.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient.to(ctx.dtype), None

@@ -1,0 +1,61 @@
+"""From inputs and a target to the loss: how a model and its loss function are called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils.rnn import PackedSequence
+
+from passes.errors import PolicyError
+
+LossFunction = Callable[..., torch.Tensor]
+
+
+def loss_of(model: nn.Module, loss_fn: LossFunction | None, inputs: Any, target: Any) -> torch.Tensor:
+    """Call the model, and the loss function on what it returns.
+
+    Args:
+        model: Called as `model(inputs)`, `model(*inputs)` for a tuple, `model(**inputs)` for a mapping.
+        loss_fn: Called as `loss_fn(output, target)`, without a target as `loss_fn(output)`. None takes the output's
+            own loss, `output.loss` or `output["loss"]`.
+        inputs: A tensor, a PackedSequence, a tuple or a mapping.
+        target: What `loss_fn` compares with, or None.
+
+    Raises:
+        PolicyError: The inputs are of another kind, or there is no loss of one element.
+    """
+    loss = _loss_in(_output(model, inputs), loss_fn, target)
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        what = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise PolicyError(f"the loss must be a tensor of one element, got {what}")
+    return loss
+
+
+def _output(model: nn.Module, inputs: Any) -> Any:
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    if isinstance(inputs, tuple) and not isinstance(inputs, PackedSequence):
+        return model(*inputs)
+    if isinstance(inputs, (torch.Tensor, PackedSequence)):
+        return model(inputs)
+    raise PolicyError(
+        f"inputs must be a tensor, a tuple for model(*inputs) or a mapping for model(**inputs), "
+        f"got {type(inputs).__name__}. To hand it to the model as it is, wrap it: (inputs,)"
+    )
+
+
+def _loss_in(output: Any, loss_fn: LossFunction | None, target: Any) -> Any:
+    if loss_fn is not None:
+        return loss_fn(output) if target is None else loss_fn(output, target)
+    if target is not None:
+        raise PolicyError("a target was given but loss_fn is None: give a loss_fn, or the target among the inputs")
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if loss is None:
+        raise PolicyError(
+            f"loss_fn is None, and the output ({type(output).__name__}) has no loss: give labels among the inputs, "
+            "or a loss_fn"
+        )
+    return loss

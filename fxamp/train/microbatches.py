@@ -1,0 +1,70 @@
+"""`on_overflow="skip_microbatch"`: a micro-batch whose gradients are not finite is left out, not its whole window.
+
+Each micro-batch's gradients are made on their own, looked at, and added to those before by a select on the device. So
+there is one more set of gradients than without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from passes.errors import PolicyError
+
+from .conditional import gradients, holds_inf_or_nan, parameters
+
+
+class KeptMicroBatches:
+    """The gradients of one window's micro-batches, but for those that are not finite.
+
+    Attributes:
+        seen: How many there were.
+        kept: How many were added up, on the device once there was one.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self._optimizers = optimizers
+        self._sums: dict[Tensor, Tensor | None] = {}
+        self.reset()
+
+    def reset(self) -> None:
+        """Open a new window."""
+        self._sums.clear()
+        self.seen = 0
+        self.kept: int | Tensor = 0
+
+    def before_backward(self) -> None:
+        """Put aside what was added up, so that backward leaves the gradients of one micro-batch alone."""
+        for p in self._parameters():
+            self._sums[p], p.grad = p.grad, None
+
+    @torch.no_grad()
+    def after_backward(self) -> None:
+        """Add the new gradients to the sum if all are finite; in `.grad` is the sum again.
+
+        Raises:
+            PolicyError: A gradient is sparse.
+        """
+        new = gradients(self._optimizers)
+        if any(gradient.is_sparse for gradient in new):
+            raise PolicyError('on_overflow="skip_microbatch" selects among dense gradients, and there are sparse ones')
+        self.seen += 1
+        bad = holds_inf_or_nan(new)
+        self.kept = self.kept + 1 - bad
+        for p in self._parameters():
+            before = self._sums.pop(p)
+            if p.grad is not None:
+                added = torch.where(bad.to(p.device) != 0, torch.zeros_like(p.grad), p.grad)
+                p.grad = added if before is None else before.add_(added)
+            else:
+                p.grad = before
+
+    def overflow(self) -> Tensor:
+        """Return 1.0 where a micro-batch was left out, else 0.0."""
+        return (torch.as_tensor(self.kept) < self.seen).float()
+
+    def _parameters(self) -> list[Tensor]:
+        return [p for optimizer in self._optimizers for p in parameters(optimizer)]

@@ -1,0 +1,75 @@
+"""`StepResult`: what one call of a TrainStep did. Nothing is read from the device before it is asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import torch
+
+Reason = Literal["stepped", "accumulating", "overflow", "no_gradients"]
+HeldBack = bool | torch.Tensor  # whether gradients that were not finite held an optimizer back
+
+
+@dataclass(frozen=True, eq=False)
+class StepResult:
+    """What one call of a TrainStep did.
+
+    `stepped`, `skipped`, `scale`, `kept` and `reason` are plain Python values. What is known on the device alone is
+    read, and waited for, when such a value is first asked for; `loss` and `grad_norm` are tensors.
+
+    Attributes:
+        loss: The loss of this micro-batch as `loss_fn` gave it: undivided, unscaled, detached. `flush` gives that of
+            the last micro-batch, NaN when there was none.
+        grad_norm: The norm of the unscaled gradients before clipping, None where nothing is clipped.
+        accumulating: Whether the window goes on.
+        held_back: Per optimizer, in order; None for one that had no gradients.
+        given_scale: See `scale`.
+        given_kept: See `kept`.
+    """
+
+    loss: torch.Tensor
+    grad_norm: torch.Tensor | None
+    accumulating: bool
+    held_back: tuple[HeldBack | None, ...]
+    given_scale: float | torch.Tensor
+    given_kept: int | torch.Tensor
+
+    @cached_property
+    def stepped(self) -> bool | tuple[bool, ...]:
+        """Whether the optimizer stepped; one bool per optimizer when there are several."""
+        flags = tuple(held is not None and not held for held in self._held_back)
+        return flags if len(flags) > 1 else flags[0]
+
+    @cached_property
+    def skipped(self) -> bool:
+        """Whether gradients that were not finite held an optimizer back."""
+        return any(self._held_back)
+
+    @cached_property
+    def scale(self) -> float:
+        """The loss scale of this window, 1.0 without loss scaling."""
+        return float(self.given_scale)
+
+    @cached_property
+    def kept(self) -> int:
+        """How many micro-batches of the window the gradients are the mean of, up to now."""
+        return int(self.given_kept)
+
+    @cached_property
+    def reason(self) -> Reason:
+        """Why it ended so.
+
+        "accumulating" within a window; at its end "overflow" if any optimizer was held back, "no_gradients" if none
+        had gradients, else "stepped".
+        """
+        if self.accumulating:
+            return "accumulating"
+        if all(held is None for held in self.held_back):
+            return "no_gradients"
+        return "overflow" if self.skipped else "stepped"
+
+    @cached_property
+    def _held_back(self) -> tuple[bool | None, ...]:
+        return tuple(None if held is None else bool(held) for held in self.held_back)

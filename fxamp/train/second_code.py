@@ -1,0 +1,88 @@
+"""A second generated code of a converted module's graph, in which casts of weights are kept ones.
+
+What the training step has to know of a converted module is here: its graphs, and where their code is run from. The
+module, its graphs and its parameters stay as they are.
+
+Before: to = w.to(torch.bfloat16)
+After:  to = kept_to(w, torch.bfloat16)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from torch import nn
+from torch.fx import Graph, GraphModule, Node
+
+from passes.aliases import mutated_operands
+from passes.insert_casts import is_inserted
+
+from ..bindings import called_directly, read_directly
+from ..in_place import called_by_name
+from ..module import ConvertedModule
+from ..serialize import graph_from_data, graph_to_data
+from .kept import KeptCast
+
+
+def graphs_of(module: ConvertedModule) -> list[Graph]:
+    """Return the graphs of a converted module, in order."""
+    return [module.graph]
+
+
+@contextlib.contextmanager
+def running(module: ConvertedModule, codes: Sequence[SecondCode]) -> Iterator[None]:
+    """Let a converted module run other codes inside, one for each of its graphs."""
+    (code,) = codes
+    module.__dict__["graph_forward"] = functools.partial(code.run, module)
+    try:
+        yield
+    finally:
+        module.__dict__.pop("graph_forward", None)
+
+
+class SecondCode:
+    """The code of one graph with casts that are kept.
+
+    Attributes:
+        graph: The graph as the module has it.
+        casts: The casts that are kept.
+        run: The code, a function of the module and its flat inputs.
+    """
+
+    def __init__(self, module: ConvertedModule, graph: Graph) -> None:
+        self.graph = graph
+        self.casts: list[KeptCast] = []
+        names = {cast.name for cast in weight_casts(module, graph) if not why_not(module, cast)}
+        copied = graph_from_data(graph_to_data(graph))
+        for node in copied.nodes:
+            if node.name in names:
+                node.target = KeptCast(node.target, f"kept_{node.name}")
+                self.casts.append(node.target)
+        with called_directly(copied), called_by_name(copied), read_directly(copied):
+            self.run: Callable[..., Any] = type(GraphModule(module, copied)).forward
+
+
+def weight_casts(module: ConvertedModule, graph: Graph) -> Iterator[Node]:
+    """Yield the casts that fxamp made of what is, or was, a parameter."""
+    for node in graph.nodes:
+        if is_inserted(node) and node.op == "call_function" and node.args[0].op == "get_attr":
+            owner, _, name = str(node.args[0].target).rpartition(".")
+            if name not in module.get_submodule(owner)._buffers:
+                yield node
+
+
+def why_not(module: ConvertedModule, cast: Node) -> str:
+    """Return why a cast is not kept, "" if it is."""
+    source: Any = cast.args[0]
+    owner, _, name = str(source.target).rpartition(".")
+    weight = module.get_submodule(owner)._parameters.get(name)
+    if weight is None:
+        return "is no parameter of its module any more"
+    if type(weight) is not nn.Parameter:
+        return f"is a {type(weight).__name__}, whose local tensor changes from call to call"
+    if any(user.op == "output" or cast in mutated_operands(user) for user in cast.users):
+        return "leaves the graph, or is written to in it"
+    return ""

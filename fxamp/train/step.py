@@ -1,0 +1,368 @@
+"""TrainStep: forward, scaled loss, backward, unscale, clip, step or skip, update, in the order that is right.
+
+A *window* is the micro-batches whose gradients one optimizer step takes: `accumulate_steps` of them.
+
+    step = TrainStep(fxamp.convert(model), F.cross_entropy, optimizer, accumulate_steps=4, max_grad_norm=1.0)
+    for x, y in batches:
+        result = step(x, y)
+    step.flush()
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.swa_utils import AveragedModel
+
+from passes.errors import NotAModuleError, PolicyError
+
+from .. import compiled
+from . import checkpoint
+from .closure import needs_closure, refuse_company, step_by_closure
+from .conditional import parameters, waits
+from .distributed import exchange, exchanging
+from .ema import averages_of, follow
+from .given import low_dtype_of, optimizers_of, scaler_of, schedulers_of
+from .loss import LossFunction, loss_of
+from .microbatches import KeptMicroBatches
+from .result import HeldBack, StepResult
+from .scaler import LossScaler
+from .settings import require_count, require_number, require_scale
+from .update import Update, multiply, take_step
+from .weights import Mode, WeightCasts
+
+
+class TrainStep:
+    """Run one training step per call.
+
+    As in a loop written by hand on `torch.amp.GradScaler`, and bit-equal to it: an optimizer whose gradients are not
+    finite is skipped, the others step. Nothing is read from the device but where Python has to choose (see `waits`).
+    Three outcomes are defined that such a loop leaves open:
+
+    - An optimizer without gradients does not step.
+    - With `max_grad_norm`, one gradient that is not finite skips every optimizer, since there is no norm to clip to.
+      That holds without loss scaling too.
+    - A call that raises abandons its window: gradients are set to None, and the next call opens a new one.
+
+    After a window the gradients that it made are None, those of parameters in no optimizer given too.
+
+    Args:
+        model: Called as it is: neither converted nor switched between train and eval.
+        loss_fn: Called as `loss_fn(output, target)`, without a target as `loss_fn(output)`. None takes the output's
+            own loss, `output.loss` or `output["loss"]`.
+        optimizer: One or several, over distinct parameters. One that evaluates the loss itself (LBFGS) stands alone,
+            and runs the window's micro-batches again as often as it asks for it.
+        scaler: A LossScaler, which serves this TrainStep alone; a number for a static loss scale; None for no loss
+            scaling; "auto" for `LossScaler(min_scale=1, max_scale=2**24, max_skips=20)` when the model was converted
+            to FP16, else none; for a compiled model that is decided at its first call.
+        accumulate_steps: Micro-batches in a window. The loss is divided by it.
+        max_grad_norm: Clip the unscaled gradients of all optimizers to this norm, taken over all of them together.
+            `float("inf")` measures the norm and clips nothing.
+        scheduler: One or several, each of one of the optimizers; steps when its optimizer stepped.
+        ema: One `torch.optim.swa_utils.AveragedModel` of the model or several, updated when a step was taken.
+        weights: "per_step" casts the weights that the graphs of a converted model read low once a window, and keeps
+            those copies until its last backward. Gradients are those of "per_use", bit for bit, which casts at every
+            call. A weight that is written to in a window, moved or replaced is cast anew; an edit through `.data` in a
+            window is not seen before the next one. "auto" is "per_step" where a window has several micro-batches.
+        on_overflow: "skip_window" skips a step if any micro-batch had gradients that were not finite.
+            "skip_microbatch" leaves those micro-batches out, and the gradients are the mean of the others; the scale
+            backs off all the same. It costs one more set of gradients, and under DistributedDataParallel an exchange
+            of gradients in every micro-batch.
+        compile: Only False yet.
+        cuda_graph: Only False yet.
+
+    Attributes:
+        scaler: The LossScaler in use; a disabled one without loss scaling.
+        weights: Which casts of weights are kept for a window.
+        windows: How many windows were finished.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: LossFunction | None,
+        optimizer: Optimizer | Sequence[Optimizer],
+        *,
+        scaler: LossScaler | float | Literal["auto"] | None = "auto",
+        accumulate_steps: int = 1,
+        max_grad_norm: float | None = None,
+        scheduler: LRScheduler | Sequence[LRScheduler] | None = None,
+        ema: AveragedModel | Sequence[AveragedModel] | None = None,
+        weights: Mode = "auto",
+        on_overflow: Literal["skip_window", "skip_microbatch"] = "skip_window",
+        compile: object = False,
+        cuda_graph: object = False,
+    ) -> None:
+        for name, value in (("compile", compile), ("cuda_graph", cuda_graph)):
+            if value is not False:
+                raise PolicyError(f"{name}={value!r} is not yet supported: leave it at False")
+        if on_overflow not in ("skip_window", "skip_microbatch"):
+            raise PolicyError(f'on_overflow must be "skip_window" or "skip_microbatch", got {on_overflow!r}')
+        if not isinstance(model, nn.Module):
+            raise NotAModuleError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+        if loss_fn is not None and not callable(loss_fn):
+            raise PolicyError(f"loss_fn must be callable, or None for the output's .loss, got {loss_fn!r}")
+        require_count("accumulate_steps", accumulate_steps)
+        if max_grad_norm is not None:
+            require_number("max_grad_norm", max_grad_norm, "a number greater than 0, or None", lambda x: x > 0)
+
+        self.model = model
+        self.loss_fn = loss_fn
+        self.accumulate_steps = accumulate_steps
+        self.max_grad_norm = max_grad_norm
+        self.optimizers = optimizers_of(optimizer, model)
+        self.schedulers = schedulers_of(scheduler, self.optimizers)
+        self.averages = averages_of(ema, model)
+        self.on_overflow = on_overflow
+        refuse_company(self.optimizers, max_grad_norm, on_overflow)
+        self.weights = WeightCasts(model, weights, accumulate_steps)
+        self._low_dtype = low_dtype_of(model)
+        self.scaler = scaler_of(scaler, self._low_dtype)
+        self.scaler.name_parameters(model.named_parameters())
+        # A compiled model is converted at its first call; until then nobody knows to what.
+        compiles = any(compiled.is_compiled(module) for module in model.modules())
+        self._undecided = isinstance(scaler, str) and self._low_dtype is None and compiles
+        self._scaler_state: Mapping[str, Any] | None = None  # loaded before that call
+        self._warned = False
+
+        self.windows = 0
+        self._position = 0  # micro-batches of the open window seen so far
+        self._given_scale: float | None = None  # of the open window
+        self._window_scaler = self.scaler
+        self._window_scale: float | torch.Tensor | None = None
+        self._cleared: list[nn.Parameter] = []  # have no gradient but by the open window, in an optimizer or not
+        self._loss: torch.Tensor | None = None  # of the last micro-batch of the open window
+        self._again: list[tuple[Any, Any]] | None = [] if any(map(needs_closure, self.optimizers)) else None
+        self._kept = KeptMicroBatches(self.optimizers) if on_overflow == "skip_microbatch" else None
+
+    @property
+    def waits(self) -> tuple[str, ...]:
+        """Why a step waits for the device at the end of a window, once; empty where it never does."""
+        if not self.scaler.is_enabled() and self.max_grad_norm is None and self._kept is None:
+            return ()
+        reasons = [f"{type(o).__name__} steps or not as Python decides" for o in self.optimizers if waits(o)]
+        reasons += [f"{type(s).__name__} follows the steps that were taken" for s in self.schedulers]
+        reasons += ["the average of the weights follows the steps that were taken"] * bool(self.averages)
+        return tuple(dict.fromkeys(reasons))
+
+    @property
+    def converted_model(self) -> nn.Module:
+        """The model, or the converted one in it where it is but a wrapper of one, such as DistributedDataParallel."""
+        inside = self.weights.converted
+        return inside[0] if len(inside) == 1 else self.model
+
+    def __call__(self, inputs: Any, target: Any = None, *, scale: float | None = None) -> StepResult:
+        """Take one micro-batch; at the window's end, step the optimizers.
+
+        Args:
+            inputs: A tensor or a tuple for `model(*inputs)`, a mapping for `model(**inputs)`.
+            target: The second argument of `loss_fn`.
+            scale: The loss scale of this window, in place of the scaler's own. The scaler does not take part in such a
+                window: its scale, its growth and its count of skipped steps stay as they are, whatever happens in it.
+                Within a window leave it out or repeat it.
+
+        Raises:
+            PolicyError: An argument cannot be used.
+            ScaleCollapseError: The scaler's `max_skips` steps in a row were skipped.
+        """
+        self._open_window(scale)
+        try:
+            self._micro_batch(inputs, target)
+        except BaseException:
+            self._close_window()
+            raise
+        if self._position < self.accumulate_steps:
+            return self._result(None)
+        return self._finish_window()
+
+    def flush(self) -> StepResult:
+        """Step with the micro-batches of an unfinished window, as at the end of an epoch; without any, do nothing.
+
+        Gradients are multiplied by `accumulate_steps / seen`, so that they are the mean over the micro-batches seen.
+        """
+        if self._position == 0:
+            return self._result(Update({}, None))
+        if self._kept is None:
+            exchange(self.model)
+        return self._finish_window()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that a run needs to go on bit for bit, of plain values and tensors.
+
+        That is the states of the model, the optimizers, schedulers, averages and the scaler, the position in the
+        window with the gradients so far, and torch's random number generators. As in a module's `state_dict`, tensors
+        are those in use, no copies.
+        """
+        return checkpoint.state_of(self)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what `state_dict` returned, into a TrainStep made in the same way.
+
+        Raises:
+            PolicyError: It is not such a state, or that of another model, optimizer, scaler or accumulation; nothing
+                was changed.
+        """
+        checkpoint.load(self, state_dict)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TrainStep:
+        """Copy the step with its model and optimizers, between windows: copies of parameters have no gradients."""
+        if self._position:
+            raise PolicyError("a TrainStep cannot be copied within a window: call flush() first, or save state_dict()")
+        new = memo[id(self)] = TrainStep.__new__(TrainStep)
+        new.__dict__.update({key: copy.deepcopy(value, memo) for key, value in self.__dict__.items()})
+        new.scaler.name_parameters(new.model.named_parameters())
+        return new
+
+    def _micro_batch(self, inputs: Any, target: Any) -> None:
+        """Run forward and backward; gradients are those of the window so far."""
+        last = self._position + 1 == self.accumulate_steps or self._kept is not None
+        with self.weights.in_use(), exchanging(self.model, last):
+            loss = loss_of(self.model, self.loss_fn, inputs, target)
+            if not loss.requires_grad and any(p.requires_grad for o in self.optimizers for p in parameters(o)):
+                raise PolicyError(
+                    "the loss does not depend on any trainable parameter: look for torch.no_grad(), .detach() or "
+                    ".item() in the model or in loss_fn"
+                )
+            if self._undecided:
+                self._decide()
+            if self._kept is not None:
+                self._kept.before_backward()
+            if loss.requires_grad:
+                self._window_scaler.scale(loss / self.accumulate_steps).backward()
+            if self._kept is not None:
+                self._kept.after_backward()
+        self._position += 1
+        self._loss = loss.detach()
+        if self._again is not None:
+            self._again.append((inputs, target))
+
+    def _open_window(self, scale: float | None) -> None:
+        if scale is not None:
+            require_scale("scale", scale)
+        if self._position == 0:
+            self._use_scale(scale)
+            self._cleared = [p for p in self.model.parameters() if p.grad is None]
+        elif scale is not None and scale != self._given_scale:
+            raise PolicyError(
+                f"scale={scale!r} within a window that began with {self._given_scale or 'the scale of the scaler'}: "
+                "the gradients of a window add up, so they have one scale. Change it at the start of a window."
+            )
+        if self._low_dtype == torch.float16 and not self._window_scaler.is_enabled() and not self._warned:
+            self._warned = True
+            warnings.warn(
+                "training in FP16 without loss scaling: gradients below 6e-8 become zero. "
+                'Leave scaler at "auto", or give a LossScaler.',
+                stacklevel=3,
+            )
+
+    def _decide(self) -> None:
+        """Choose the scaler that "auto" means, now that the model was converted."""
+        self._undecided = False
+        self._low_dtype = low_dtype_of(self.model)
+        self.scaler = scaler_of("auto", self._low_dtype)
+        self.scaler.name_parameters(self.model.named_parameters())
+        if self._scaler_state:
+            self.scaler.load_state_dict(dict(self._scaler_state))
+        self._use_scale(self._given_scale)
+
+    def _use_scale(self, scale: float | None) -> None:
+        self._given_scale = scale
+        self._window_scale = None
+        self._window_scaler = self.scaler
+        if scale is not None:
+            self._window_scaler = LossScaler(init_scale=scale, dynamic=False)
+
+    def _finish_window(self) -> StepResult:
+        self.weights.forget()  # before the optimizers ask for memory of their own
+        self.windows += 1
+        try:
+            live = [o for o in self.optimizers if any(p.grad is not None for p in parameters(o))]
+            return self._step(live) if live else self._result(Update({}, None))
+        finally:
+            self._close_window()
+
+    def _step(self, live: Sequence[Optimizer]) -> StepResult:
+        update = self._update(live) if self._again is None else self._update_by_closure(*live)
+        if self.schedulers or self.averages:
+            self._follow(update.held_back)
+        return self._result(update)
+
+    def _update(self, live: Sequence[Optimizer]) -> Update:
+        kept = self._kept.kept if self._kept is not None else self._position
+        nothing = None if self._kept is None else (torch.as_tensor(kept) == 0).float()
+        if isinstance(kept, torch.Tensor) or kept < self.accumulate_steps:
+            multiply(live, self.accumulate_steps / kept)
+        self._scale_now()  # before the update changes it
+        overflow = None if self._kept is None else self._kept.overflow()
+        return take_step(self._window_scaler, live, self.max_grad_norm, nothing, overflow)
+
+    def _update_by_closure(self, optimizer: Optimizer) -> Update:
+        micro_batches, scaler = tuple(self._again or ()), self._window_scaler
+        self._scale_now()
+
+        def run() -> torch.Tensor:
+            losses = []
+            with self.weights.in_use():
+                for index, (inputs, target) in enumerate(micro_batches):
+                    with exchanging(self.model, index + 1 == len(micro_batches)):
+                        loss = loss_of(self.model, self.loss_fn, inputs, target) / len(micro_batches)
+                        scaler.scale(loss).backward()
+                        losses.append(loss.detach())
+            self.weights.forget()
+            return torch.stack(losses).sum()
+
+        held_back = step_by_closure(optimizer, scaler, run)
+        scaler.update()
+        return Update({optimizer: held_back}, None)
+
+    def _follow(self, held_back: Mapping[Optimizer, HeldBack]) -> None:
+        """Let schedulers and averages follow the optimizers that stepped."""
+        stepped = [optimizer for optimizer, held in held_back.items() if not held]
+        for scheduler in self.schedulers:
+            if scheduler.optimizer in stepped:
+                scheduler.step()
+        if stepped:
+            follow(self.averages, self.model)
+
+    def _close_window(self) -> None:
+        self.weights.forget()
+        self._window_scaler._forget_step()
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        for p in self._cleared:
+            p.grad = None
+        self._cleared.clear()
+        if self._kept is not None:
+            self._kept.reset()
+        if self._again is not None:
+            self._again.clear()
+        self._position = 0
+        self._use_scale(None)
+        self._loss = None
+
+    def _scale_now(self) -> float | torch.Tensor:
+        """Return the scale of the window, a copy that no update changes; it stays on the device."""
+        if self._window_scale is None:
+            scale = self._window_scaler._scale if self._window_scaler.is_enabled() else None
+            self._window_scale = self._window_scaler.get_scale() if scale is None else scale.clone()
+        return self._window_scale
+
+    def _result(self, update: Update | None) -> StepResult:
+        """Return what became of the window, None where it goes on."""
+        kept = self._kept.kept if self._kept is not None else self._position
+        return StepResult(
+            loss=torch.tensor(math.nan) if self._loss is None else self._loss,
+            grad_norm=None if update is None else update.grad_norm,
+            accumulating=update is None,
+            held_back=tuple(None if update is None else update.held_back.get(o) for o in self.optimizers),
+            given_scale=self._scale_now(),
+            given_kept=kept,
+        )

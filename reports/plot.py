@@ -1,0 +1,65 @@
+"""A line chart as SVG, of nothing but text: no library is needed, and a change of a number is a change of a line."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from html import escape
+
+WIDTH, HEIGHT = 640, 360
+LEFT, RIGHT, TOP, BOTTOM = 70, 170, 40, 40
+COLOURS = ("#222222", "#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00")  # told apart by the colour-blind too
+
+
+def line_chart(curves: Mapping[str, Sequence[float | None]], last: float, title: str) -> str:
+    """Draw curves over the same range, on a logarithmic scale.
+
+    Args:
+        curves: Numbers greater than 0 at equal distances, by name; at None a curve has a gap.
+        last: What the right end of the range stands for; the left one is 0.
+        title: Shown above.
+    """
+    values = [v for curve in curves.values() for v in curve if v is not None and v > 0]
+    low, high = (min(values), max(values)) if values else (1.0, 10.0)
+    if low == high:
+        low, high = low / 2, high * 2
+    floor, ceiling = math.log(low), math.log(high)
+
+    def place(index: int, count: int, value: float) -> str:
+        x = LEFT + (WIDTH - LEFT - RIGHT) * index / max(count - 1, 1)
+        y = TOP + (HEIGHT - TOP - BOTTOM) * (1 - (math.log(value) - floor) / (ceiling - floor))
+        return f"{x:.1f},{y:.1f}"
+
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" '
+        'font-size="12">',
+        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
+        f'<text x="{LEFT}" y="22" font-size="14">{escape(title)}</text>',
+        f'<path d="M{LEFT},{TOP} V{HEIGHT - BOTTOM} H{WIDTH - RIGHT}" fill="none" stroke="#888888"/>',
+        f'<text x="{LEFT}" y="{HEIGHT - 18}">0</text>',
+        f'<text x="{WIDTH - RIGHT}" y="{HEIGHT - 18}" text-anchor="end">step {last:g}</text>',
+    ]
+    for share in (0.0, 0.5, 1.0):
+        value = math.exp(floor + share * (ceiling - floor))
+        y = TOP + (HEIGHT - TOP - BOTTOM) * (1 - share)
+        lines.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{value:.4g}</text>')
+    for number, (name, curve) in enumerate(curves.items()):
+        colour = COLOURS[number % len(COLOURS)]
+        for part in _parts(curve):
+            points = " ".join(place(i, len(curve), v) for i, v in part)
+            lines.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="1.5"/>')
+        lines.append(
+            f'<text x="{WIDTH - RIGHT + 12}" y="{TOP + 16 * number + 8}" fill="{colour}">{escape(name)}</text>'
+        )
+    return "\n".join([*lines, "</svg>"]) + "\n"
+
+
+def _parts(curve: Sequence[float | None]) -> list[list[tuple[int, float]]]:
+    """Cut a curve where there is no number to draw."""
+    parts: list[list[tuple[int, float]]] = [[]]
+    for index, value in enumerate(curve):
+        if value is None or value <= 0:
+            parts.append([])
+        else:
+            parts[-1].append((index, value))
+    return [part for part in parts if part]

@@ -1,0 +1,251 @@
+"""A TrainStep reads nothing from the device that nobody asked for, and decides there what it can."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim.lr_scheduler import StepLR
+from torch.optim.swa_utils import AveragedModel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fxamp
+from fxamp.train import conditional
+from fxamp.train.step import TrainStep
+from passes.errors import ScaleCollapseError
+
+X = torch.tensor([[1.0, 2.0, 3.0, 4.0], [0.5, 0.25, 2.0, 1.0]])
+
+
+class Reads(TorchDispatchMode):
+    """Counts reads of numbers from a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def loss_times(output: Tensor, factor: float = 1.0) -> Tensor:
+    return output.square().mean() * factor
+
+
+def make_step(optimizer: Callable[[Any], Optimizer], **settings: Any) -> TrainStep:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    made = optimizer(model.parameters())
+    if settings.get("scheduler"):
+        settings["scheduler"] = StepLR(made, 1)
+    if settings.get("ema"):
+        settings["ema"] = AveragedModel(model)
+    return TrainStep(model, loss_times, made, **settings)
+
+
+def fused_adamw(params: Any) -> Optimizer:
+    return AdamW(params, lr=0.01, fused=True)
+
+
+def fused_sgd(params: Any) -> Optimizer:
+    return SGD(params, lr=0.01, momentum=0.9, fused=True)
+
+
+def plain_sgd(params: Any) -> Optimizer:
+    return SGD(params, lr=0.01)
+
+
+def auto_scaler() -> fxamp.LossScaler:
+    return fxamp.LossScaler(init_scale=8.0, min_scale=1.0, max_scale=2.0**24, max_skips=20)
+
+
+# ------------------------------------------------------------------------------------- reads
+
+
+@pytest.mark.parametrize("on_overflow", ["skip_window", "skip_microbatch"])
+@pytest.mark.parametrize("clip", [None, 1.0])
+@pytest.mark.parametrize("optimizer", [fused_adamw, fused_sgd])
+def test_five_steps_of_a_fused_optimizer_under_loss_scaling_read_nothing(
+    optimizer: Any, clip: float | None, on_overflow: str
+) -> None:
+    step = make_step(optimizer, scaler=auto_scaler(), max_grad_norm=clip, accumulate_steps=2, on_overflow=on_overflow)
+    with Reads() as reads:
+        results = [step(X, math.inf if index == 4 else 1.0) for index in range(10)]
+    assert reads.count == 0
+    assert step.waits == ()
+    expected = "overflow" if on_overflow == "skip_window" else "stepped"
+    assert [r.reason for r in results[1::2]] == ["stepped", "stepped", expected, "stepped", "stepped"]
+    assert [r.scale for r in results[1::2]] == [8.0, 8.0, 8.0, 4.0, 4.0]
+    assert [e.scale for e in step.scaler.history] == [8.0, 8.0, 8.0, 4.0, 4.0]
+
+
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_without_loss_scaling_a_fused_optimizer_reads_nothing(clip: float | None) -> None:
+    step = make_step(fused_adamw, max_grad_norm=clip)
+    with Reads() as reads:
+        results = [step(X) for _ in range(5)]
+    assert reads.count == 0
+    assert step.waits == ()
+    assert all(r.stepped for r in results)
+
+
+def test_bf16_reads_nothing_with_an_ordinary_optimizer_scheduler_and_average() -> None:
+    step = make_step(plain_sgd, scheduler=True)
+    with Reads() as reads:
+        for _ in range(5):
+            step(X)
+    assert reads.count == 0
+    assert make_step(plain_sgd, scheduler=True, ema=True).waits == ()
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "settings", "reason"),
+    [
+        (plain_sgd, {"scaler": 8.0}, "SGD steps or not as Python decides"),
+        (plain_sgd, {"max_grad_norm": 1.0}, "SGD steps or not as Python decides"),
+        (fused_sgd, {"scaler": 8.0, "scheduler": True}, "StepLR follows the steps that were taken"),
+        (fused_sgd, {"scaler": 8.0, "ema": True}, "the average of the weights follows the steps that were taken"),
+    ],
+)
+def test_where_python_decides_a_window_waits_once_and_says_why(optimizer: Any, settings: Any, reason: str) -> None:
+    step = make_step(optimizer, accumulate_steps=3, **settings)
+    assert step.waits == (reason,)
+    for _ in range(3):  # the first window of an average copies
+        step(X)
+    with Reads() as reads:
+        for _ in range(3):
+            step(X)
+    # `update_parameters` of an AveragedModel asks its own counter, which is on the host, twice.
+    assert reads.count == (3 if "ema" in settings else 1)
+
+
+def test_a_result_is_read_when_it_is_asked_for_and_once() -> None:
+    step = make_step(fused_adamw, scaler=auto_scaler())
+    result = step(X)
+    step(X, math.inf)
+    with Reads() as reads:
+        assert (result.reason, result.scale, result.stepped, result.skipped, result.kept) == (
+            "stepped",
+            8.0,
+            True,
+            False,
+            1,
+        )
+        count = reads.count
+        assert (result.reason, result.scale, result.stepped) == ("stepped", 8.0, True)
+    assert 0 < count == reads.count
+
+
+def test_max_skips_is_exact_though_it_is_seldom_read() -> None:
+    scaler = fxamp.LossScaler(max_skips=3)
+    step = make_step(fused_adamw, scaler=scaler)
+    for factor in (1.0, math.inf, math.inf, 1.0, math.inf, math.inf):
+        step(X, factor)
+    with pytest.raises(ScaleCollapseError, match=r"3 steps in a row.*weight \(inf\)"):
+        step(X, math.inf)
+    assert [e.skipped for e in scaler.history] == [False, True, True, False, True, True, True]
+
+
+# ------------------------------------------------------------------------------------- decided on the device
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: AdamW(p, lr=0.01, amsgrad=True),
+        lambda p: SGD(p, lr=0.01, momentum=0.9),
+        lambda p: SGD(p, lr=0.01),
+    ],
+)
+def test_a_step_is_taken_back_to_the_bit(make: Callable[[Any], Optimizer]) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    optimizer = make(model.parameters())
+    loss_times(model(X)).backward()
+    optimizer.step()
+    twin = copy.deepcopy(model)
+    other = make(twin.parameters())
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for factor, found in ((math.nan, 1.0), (1.0, 0.0), (math.inf, 1.0), (0.5, 0.0)):
+        for m, o in ((model, optimizer), (twin, other)):
+            o.zero_grad()
+            loss_times(m(X), factor).backward()
+        conditional.step_and_take_back(optimizer, torch.tensor(found))
+        if not found:
+            other.step()
+        assert all(map(torch.equal, model.parameters(), twin.parameters()))
+    left, right = optimizer.state_dict()["state"], other.state_dict()["state"]
+    assert all(torch.equal(v, right[i][k]) for i, s in left.items() for k, v in s.items() if isinstance(v, Tensor))
+
+
+def test_a_fused_optimizer_without_loss_scaling_is_held_back_by_its_own_kernel() -> None:
+    model = nn.Linear(4, 1)
+    optimizer = Adam(model.parameters(), lr=0.1, fused=True)
+    before = [p.detach().clone() for p in model.parameters()]
+    loss_times(model(X), math.nan).backward()
+    assert conditional.step_where_finite(optimizer, torch.tensor(1.0)) == torch.tensor(1.0)
+    assert all(map(torch.equal, before, model.parameters()))
+    assert not hasattr(optimizer, "found_inf")
+    optimizer.zero_grad()
+    loss_times(model(X)).backward()
+    conditional.step_where_finite(optimizer, torch.tensor(0.0))
+    assert not any(map(torch.equal, before, model.parameters()))
+
+
+def test_on_a_cpu_where_reading_waits_for_nothing_no_step_is_taken_back() -> None:
+    model = nn.Linear(4, 1)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    loss_times(model(X)).backward()
+    assert not conditional.can_be_taken_back(optimizer)
+
+
+cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+
+
+@cuda
+@pytest.mark.parametrize(
+    "make",
+    [
+        fused_adamw,
+        fused_sgd,
+        plain_sgd,
+        lambda p: SGD(p, lr=0.01, momentum=0.9),
+        lambda p: Adam(p, lr=0.01, capturable=True),
+        lambda p: AdamW(p, lr=0.01, foreach=True, capturable=True),
+    ],
+)
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_on_cuda_a_window_of_fp16_never_synchronizes(make: Callable[[Any], Optimizer], clip: float | None) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Linear(4, 1).cuda(), X.cuda()
+    twin = copy.deepcopy(model)
+    converted = fxamp.convert(model, (x,), policy="O1,dtype=fp16")
+    expected = fxamp.convert(twin, (x,), policy="O1,dtype=fp16")
+    step = TrainStep(converted, loss_times, make(converted.parameters()), max_grad_norm=clip, accumulate_steps=2)
+    optimizer, scaler = make(expected.parameters()), torch.amp.GradScaler("cuda")
+    factors = [1.0, 1.0, 1.0, math.inf, 1.0, 0.5]
+    for window, factor in enumerate(factors):
+        if window == 1:
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            step(x)
+            step(x, factor)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        for f in (1.0, factor):
+            scaler.scale(loss_times(expected(x), f) / 2).backward()
+        if clip is not None:
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(expected.parameters(), clip)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        assert step.scaler.get_scale() == scaler.get_scale()
+        assert all(map(torch.equal, converted.parameters(), expected.parameters()))

@@ -1,0 +1,118 @@
+"""Gradient accumulation over ranks: one exchange of gradients a window, and the mean over all ranks."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
+
+import fxamp
+from fxamp.train.step import TrainStep
+
+X = torch.randn(8, 3, 4, generator=torch.Generator().manual_seed(0))
+
+
+def loss_times(output: Tensor, factor: float = 1.0) -> Tensor:
+    return output.square().mean() * factor
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.GELU(), nn.Linear(6, 1))
+
+
+def make_step(model: nn.Module, **settings: Any) -> TrainStep:
+    return TrainStep(model, loss_times, SGD(model.parameters(), lr=0.1), **settings)
+
+
+@pytest.fixture
+def one_rank(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def count_exchanges(replica: DistributedDataParallel) -> list[int]:
+    exchanges: list[int] = []
+
+    def hook(_: object, bucket: Any) -> Any:
+        exchanges.append(bucket.buffer().numel())
+        done: torch.futures.Future[Tensor] = torch.futures.Future()
+        done.set_result(bucket.buffer())
+        return done
+
+    hook.__annotations__ = {}  # torch does not understand them as text
+    replica.register_comm_hook(None, hook)
+    return exchanges
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("weights", ["per_use", "per_step"])
+def test_a_window_exchanges_gradients_once(weights: Any) -> None:
+    model, alone = (fxamp.convert(make_model(), (X[0],), policy="O1,dtype=bf16") for _ in range(2))
+    replica = DistributedDataParallel(model)
+    exchanges = count_exchanges(replica)
+    step, other = make_step(replica, accumulate_steps=4, weights=weights), make_step(alone, accumulate_steps=4)
+    for x in X:
+        step(x)
+        other(x)
+    assert len(exchanges) == 2
+    assert all(map(torch.equal, model.parameters(), alone.parameters()))
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_micro_batches_that_may_be_left_out_are_exchanged_one_by_one() -> None:
+    replica = DistributedDataParallel(make_model())
+    exchanges = count_exchanges(replica)
+    step = make_step(replica, accumulate_steps=4, on_overflow="skip_microbatch")
+    for factor in (1.0, math.nan, 1.0, 1.0):
+        result = step(X[0], factor)
+    assert (len(exchanges), result.kept) == (4, 3)
+
+
+def test_two_ranks_train_as_one_on_all_the_data(tmp_path: Path) -> None:
+    code = "import sys; from tests.test_train_distributed import rank_main; rank_main(int(sys.argv[1]), sys.argv[2])"
+    root = str(Path(__file__).parent.parent)
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(rank), str(tmp_path)], cwd=root, env=os.environ | {"PYTHONPATH": root}
+        )
+        for rank in range(2)
+    ]
+    assert [rank.wait(120) for rank in ranks] == [0, 0]
+    model = make_model()
+    step = make_step(model, accumulate_steps=4)
+    for x in X[:4]:
+        step(x)
+    for x in X[4:6]:
+        step(x)
+    step.flush()
+    for rank in range(2):
+        for ours, theirs in zip(model.parameters(), torch.load(tmp_path / f"{rank}.pt"), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    assert all(map(torch.equal, torch.load(tmp_path / "0.pt"), torch.load(tmp_path / "1.pt")))
+
+
+def rank_main(rank: int, folder: str) -> None:
+    """Take every other micro-batch: a whole window of two, and a flushed one of one."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=2)
+    replica = DistributedDataParallel(make_model())
+    step = make_step(replica, accumulate_steps=2)
+    for x in X[rank:4:2]:
+        step(x)
+    step(X[4 + rank])
+    step.flush()
+    torch.save([p.detach() for p in replica.parameters()], f"{folder}/{rank}.pt")
+    dist.destroy_process_group()

@@ -1,0 +1,551 @@
+"""Weights cast once a window: the bits of weights cast at every use, with fewer casts, and nothing left behind."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.nn.utils import parametrize
+from torch.optim import SGD, AdamW
+from torch.optim.lr_scheduler import StepLR
+from torch.utils.checkpoint import checkpoint
+
+import fxamp
+from fxamp.measure import _Counter, step_counts
+from fxamp.train.step import TrainStep
+from fxamp.train.weights import WeightCasts
+from passes.errors import PolicyError
+from tests.models import BY_NAME
+
+WIDTH, VOCABULARY = 16, 11
+
+
+class Tied(nn.Module):
+    """A small language model whose embedding, read in FP32, is its head too, read low; one layer is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.twice = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.last = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        x = x + self.twice(F.gelu(self.twice(x)))
+        return self.head(F.gelu(self.last(self.norm(x))))
+
+
+@functools.cache
+def _converted(policy: str) -> fxamp.ConvertedModule:
+    torch.manual_seed(0)
+    return fxamp.convert(Tied(), (batch(0),), policy=policy)
+
+
+def converted(policy: str = "O1,dtype=bf16") -> fxamp.ConvertedModule:
+    return copy.deepcopy(_converted(policy))
+
+
+def batch(seed: int) -> Tensor:
+    return torch.randint(VOCABULARY, (3, 5), generator=torch.Generator().manual_seed(seed))
+
+
+def loss_of(logits: Tensor, target: tuple[Tensor, float]) -> Tensor:
+    ids, factor = target
+    return F.cross_entropy(logits.flatten(0, 1), ids.flatten()) * factor
+
+
+def make_step(model: nn.Module, weights: Any = "per_step", **settings: Any) -> TrainStep:
+    settings.setdefault("accumulate_steps", 3)
+    return TrainStep(
+        model, settings.pop("loss_fn", loss_of), SGD(model.parameters(), lr=0.1), weights=weights, **settings
+    )
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same_gradients(a: nn.Module, b: nn.Module) -> None:
+    left, right = gradients(a), gradients(b)
+    assert left.keys() == right.keys()
+    assert left
+    for name, gradient in left.items():
+        assert torch.equal(gradient, right[name]), name
+
+
+def run_window(step: TrainStep, seeds: Iterable[int]) -> None:
+    for seed in seeds:
+        step(batch(seed), (batch(seed), 1.0))
+
+
+def casts_of(run: Callable[[], object]) -> int:
+    with _Counter() as counter:
+        run()
+    return counter.casts
+
+
+# ------------------------------------------------------------------------------------- the same bits
+
+
+def _train(weights: str | None, policy: str, steps: int, accumulate: int, clip: float | None) -> list[Any]:
+    """Train by TrainStep, or by hand where `weights` is None; return all that a run shows."""
+    model = converted(policy)
+    decayed = [p for p in model.parameters() if p.dim() > 1]
+    plain = [p for p in model.parameters() if p.dim() <= 1]
+    optimizers = [AdamW(decayed, lr=0.01), SGD(plain, lr=0.05, momentum=0.9)]
+    schedulers = [StepLR(o, 20, 0.7) for o in optimizers]
+    generator = torch.Generator().manual_seed(1)
+    factors = [{0: math.inf, 1: 1e36}.get(int(torch.randint(20, (1,), generator=generator)), 1.0) for _ in range(steps)]
+    shown: list[Any] = []
+    if weights is None:
+        by_hand = GradScaler("cpu", growth_interval=3)
+        for index in range(steps):
+            for micro in range(accumulate):
+                ids = batch(index * accumulate + micro)
+                loss = loss_of(model(ids), (ids, factors[index] if micro == 1 % accumulate else 1.0))
+                by_hand.scale(loss / accumulate).backward()
+            norm = torch.zeros(())
+            if clip is not None:
+                for optimizer in optimizers:
+                    by_hand.unscale_(optimizer)
+                norm = nn.utils.clip_grad_norm_([*decayed, *plain], clip)
+            for optimizer, scheduler in zip(optimizers, schedulers, strict=True):
+                before = [p.detach().clone() for p in optimizer.param_groups[0]["params"]]
+                if norm.isfinite():
+                    by_hand.step(optimizer)
+                if not all(map(torch.equal, before, optimizer.param_groups[0]["params"])):
+                    scheduler.step()
+            by_hand.update()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            shown.append((by_hand.get_scale(), [s.get_last_lr()[0] for s in schedulers]))
+    else:
+        scaler = fxamp.LossScaler(growth_interval=3)
+        step = TrainStep(
+            model, loss_of, optimizers, scaler=scaler, accumulate_steps=accumulate, max_grad_norm=clip,
+            scheduler=schedulers, weights=weights,  # type: ignore[arg-type]
+        )  # fmt: skip
+        for index in range(steps):
+            for micro in range(accumulate):
+                ids = batch(index * accumulate + micro)
+                step(ids, (ids, factors[index] if micro == 1 % accumulate else 1.0))
+            shown.append((scaler.get_scale(), [s.get_last_lr()[0] for s in schedulers]))
+    return [shown, [p.detach().clone() for p in model.parameters()]]
+
+
+@pytest.mark.parametrize(("accumulate", "clip"), [(1, None), (3, 0.5)])
+@pytest.mark.parametrize("policy", ["O1,dtype=fp16", "O2,dtype=bf16"])
+def test_two_hundred_steps_are_those_of_a_gradscaler_loop_by_hand(
+    policy: str, accumulate: int, clip: float | None
+) -> None:
+    expected = _train(None, policy, 200, accumulate, clip)
+    scales = [scale for scale, _ in expected[0]]
+    assert {2.0, 0.5} <= {b / a for a, b in itertools.pairwise(scales)}
+    for weights in ("per_use", "per_step"):
+        shown, parameters = _train(weights, policy, 200, accumulate, clip)
+        assert shown == expected[0]
+        assert all(map(torch.equal, parameters, expected[1]))
+
+
+@pytest.mark.parametrize("policy", ["O1,dtype=bf16", "O2,dtype=bf16", "O1,dtype=bf16,share_casts=never"])
+def test_every_gradient_within_a_window_is_that_of_casts_at_every_use(policy: str) -> None:
+    ours, theirs = converted(policy), converted(policy)
+    one, other = make_step(ours), make_step(theirs, "per_use")
+    for seed in range(2):
+        one(batch(seed), (batch(seed), 1.0))
+        other(batch(seed), (batch(seed), 1.0))
+        assert_same_gradients(ours, theirs)
+
+
+EVERYDAY = ("resnet18", "lstm_tagger", "hf_gpt2")
+
+
+@pytest.mark.parametrize("policy", ["O1,dtype=bf16", "O2,dtype=bf16"])
+@pytest.mark.parametrize("name", [n if n in EVERYDAY else pytest.param(n, marks=pytest.mark.matrix) for n in BY_NAME])
+def test_gradients_of_real_models_are_those_of_casts_at_every_use(name: str, policy: str) -> None:
+    zoo = BY_NAME[name]
+    torch.manual_seed(0)
+    model = zoo.build().train()
+    args, kwargs = zoo.inputs(2)
+    module = fxamp.convert(model, args, kwargs, policy=policy)
+    found, states = [], []
+    buffers = [b.clone() for b in model.buffers()]
+    for weights in ("per_step", "per_use"):
+        for buffer, before in zip(model.buffers(), buffers, strict=True):
+            buffer.data.copy_(before)
+        step = TrainStep(
+            module, lambda output: zoo.loss(output), SGD(model.parameters(), lr=0.1), accumulate_steps=4,
+            weights=weights,
+        )  # fmt: skip
+        torch.manual_seed(1)
+        for _ in range(3):
+            step(kwargs or args)
+        found.append(gradients(model))
+        states.append([b.clone() for b in model.buffers()])
+        step._close_window()
+    assert found[0].keys() == found[1].keys()
+    assert all(torch.equal(g, found[1][n]) for n, g in found[0].items())
+    assert all(map(torch.equal, *states))
+
+
+class Siamese(nn.Module):
+    def __init__(self, encoder: nn.Module) -> None:
+        super().__init__()
+        self.encoder = encoder
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        with torch.no_grad():
+            teacher = self.encoder(b)
+        return self.encoder(a) * self.encoder(b) - teacher
+
+
+def test_a_model_called_twice_in_a_micro_batch_sums_gradients_as_before() -> None:
+    ours, theirs = Siamese(converted()), Siamese(converted())
+    steps = [make_step(m, w, loss_fn=lambda o: o.square().mean()) for m, w in ((ours, "per_step"), (theirs, "per_use"))]
+    for seed in range(2):
+        for step in steps:
+            step((batch(seed), batch(seed + 9)))
+        assert_same_gradients(ours, theirs)
+
+
+# ------------------------------------------------------------------------------------- fewer casts
+
+
+@pytest.mark.parametrize("policy", ["O1,dtype=bf16", "O2,dtype=bf16"])
+def test_a_window_casts_each_weight_once(policy: str) -> None:
+    counts = {}
+    for weights in ("per_use", "per_step"):
+        model = converted(policy)
+        step = make_step(model, weights, accumulate_steps=4)
+        counts[weights] = casts_of(functools.partial(run_window, step, [0] * 4))
+    kept = len(make_step(converted(policy)).weights.kept)
+    assert kept == 5
+    assert counts["per_use"] - counts["per_step"] == 3 * kept
+
+
+def test_what_is_saved_for_backward_is_no_more_than_under_autocast() -> None:
+    model, torch_model = converted("O2,dtype=bf16"), Tied()
+    step = make_step(model)
+
+    def autocast() -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return loss_of(torch_model(batch(0)), (batch(0), 1.0))
+
+    with step.weights.in_use():
+        saved = step_counts(lambda: loss_of(model(batch(0)), (batch(0), 1.0))).saved_bytes
+    assert saved <= step_counts(autocast).saved_bytes
+
+
+def test_copies_live_no_longer_than_the_last_backward() -> None:
+    model = converted()
+    step = make_step(model, accumulate_steps=2)
+
+    def kept() -> int:
+        return sum(cast._low is not None for cast in step.weights.casts)
+
+    seen = []
+    for optimizer in step.optimizers:
+        optimizer.register_step_pre_hook(lambda *_: seen.append(kept()))
+    step(batch(0), (batch(0), 1.0))
+    assert kept() == 5
+    step(batch(1), (batch(1), 1.0))
+    assert (seen, kept()) == ([0], 0)
+
+
+def test_auto_keeps_casts_where_a_window_has_several_micro_batches() -> None:
+    modes = {n: make_step(converted(), "auto", accumulate_steps=n).weights.mode for n in (1, 2)}
+    assert modes == {1: "per_use", 2: "per_step"}
+    assert make_step(Tied(), "auto").weights.mode == "per_use"
+
+
+# ------------------------------------------------------------------------------------- nothing left behind
+
+
+def test_between_calls_the_module_is_as_it_was() -> None:
+    model = converted()
+    masters, attributes = list(model.parameters()), set(model.__dict__)
+    step = make_step(model)
+    step(batch(0), (batch(0), 1.0))
+    assert set(model.__dict__) == attributes
+    assert all(a is b for a, b in zip(masters, model.parameters(), strict=True))
+    assert all(p.dtype == p.grad.dtype == torch.float32 for p in model.parameters() if p.grad is not None)
+    assert casts_of(lambda: model(batch(0))) == casts_of(lambda: converted()(batch(0)))
+    assert {t.dtype for t in model.state_dict().values()} == {torch.float32}
+    again = copy.deepcopy(model)
+    assert torch.equal(again(batch(1)), model(batch(1)))
+
+
+def test_an_error_in_the_third_micro_batch_leaves_masters_and_no_window() -> None:
+    model, expected = converted(), converted()
+    step = make_step(model, accumulate_steps=4)
+    for _ in range(2):
+        step(batch(0), (batch(0), 1.0))
+    with pytest.raises(ValueError, match="to match target"):
+        step(batch(0), (batch(0)[:, :2], 1.0))
+    assert "graph_forward" not in model.__dict__
+    assert all(p.grad is None for p in model.parameters())
+    other = make_step(expected, "per_use", accumulate_steps=4)
+    for seed in range(4):
+        assert step(batch(seed), (batch(seed), 1.0)).reason == other(batch(seed), (batch(seed), 1.0)).reason
+    assert all(map(torch.equal, model.parameters(), expected.parameters()))
+
+
+# ------------------------------------------------------------------------------------- weights that change
+
+
+def _edit_in_place(model: nn.Module) -> None:
+    with torch.no_grad():
+        model.get_parameter("last.weight").mul_(1.5)
+
+
+def _replace(model: nn.Module) -> None:
+    last = model.get_submodule("last")
+    last.weight = nn.Parameter(last.weight.detach() * 1.5)  # type: ignore[operator]
+
+
+def _load(model: nn.Module) -> None:
+    model.load_state_dict({k: v * 1.5 for k, v in model.state_dict().items()})
+
+
+def _assign(model: nn.Module) -> None:
+    model.load_state_dict({k: v * 1.5 for k, v in model.state_dict().items()}, assign=True)
+
+
+def _move(model: nn.Module) -> None:
+    weight = model.get_parameter("last.weight")
+    weight.data = weight.data * 1.5
+
+
+@pytest.mark.parametrize("change", [_edit_in_place, _replace, _load, _assign, _move])
+def test_a_change_of_a_weight_within_a_window_is_seen(change: Callable[[nn.Module], None]) -> None:
+    losses: list[list[Tensor]] = [[], []]
+    models = [converted(), converted()]
+    for model, weights, found in zip(models, ("per_step", "per_use"), losses, strict=True):
+        step = make_step(model, weights)
+        found.append(step(batch(0), (batch(0), 1.0)).loss)
+        change(model)
+        found.append(step(batch(0), (batch(0), 1.0)).loss)
+    assert losses[0] == losses[1]
+    assert losses[0][0] != losses[0][1]
+    assert_same_gradients(*models)
+
+
+def test_an_edit_through_data_is_seen_between_windows() -> None:
+    model, fresh = converted(), converted()
+    step = make_step(model, accumulate_steps=1)
+    step(batch(0), (batch(0), 0.0))
+    for m in (model, fresh):
+        m.get_parameter("last.weight").data.mul_(1.5)
+    assert torch.equal(step(batch(0), (batch(0), 0.0)).loss, loss_of(fresh(batch(0)), (batch(0), 0.0)))
+    assert torch.equal(step(batch(0), (batch(0), 1.0)).loss, loss_of(fresh(batch(0)), (batch(0), 1.0)))
+
+
+def test_inside_an_outer_autocast_region_no_weight_is_stale() -> None:
+    losses = []
+    for outer in (True, False):
+        model = converted()
+        step = make_step(model, accumulate_steps=2)
+        with torch.autocast("cpu", torch.bfloat16, enabled=outer):
+            losses.append([float(step(batch(0), (batch(0), 1.0)).loss) for _ in range(6)])
+    assert losses[0] == losses[1]
+    assert len(set(losses[0])) == 3  # one for each window
+
+
+def test_a_first_call_without_gradients_costs_no_weight_its_gradient() -> None:
+    model = converted()
+    step = make_step(model)
+    with step.weights.in_use():
+        with torch.no_grad():
+            model(batch(0))
+        loss_of(model(batch(0)), (batch(0), 1.0)).backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_a_weight_frozen_within_a_window_gets_no_further_gradient() -> None:
+    models = [converted(), converted()]
+    for model, weights in zip(models, ("per_step", "per_use"), strict=True):
+        step = make_step(model, weights)
+        step(batch(0), (batch(0), 1.0))
+        model.get_parameter("last.weight").requires_grad_(False)
+        step(batch(1), (batch(1), 1.0))
+    assert_same_gradients(*models)
+
+
+# ------------------------------------------------------------------------------------- together with other things
+
+
+def test_hooks_on_the_masters_fire_as_before() -> None:
+    logs: list[list[tuple[str, Tensor]]] = [[], []]
+    models = [converted(), converted()]
+    for model, weights, log in zip(models, ("per_step", "per_use"), logs, strict=True):
+        for name, p in model.named_parameters():
+            p.register_hook(lambda g, log=log, name=name: log.append((name, g.clone())))
+            p.register_post_accumulate_grad_hook(lambda p, log=log, name=name: log.append((f"{name}!", p.grad.clone())))
+        step = make_step(model, weights)
+        for seed in range(2):
+            step(batch(seed), (batch(seed), 1.0))
+    assert [name for name, _ in logs[0]] == [name for name, _ in logs[1]]
+    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(*logs, strict=True))
+    assert len(logs[0]) == 4 * len(list(models[0].parameters()))
+
+
+def test_the_loss_function_sees_the_masters_and_its_gradients_add() -> None:
+    models = [converted(), converted()]
+    for model, weights in zip(models, ("per_step", "per_use"), strict=True):
+
+        def loss(logits: Tensor, target: Any, model: nn.Module = model) -> Tensor:
+            return loss_of(logits, target) + sum(p.square().sum() for p in model.parameters()) * 0.01
+
+        step = make_step(model, weights, loss_fn=loss)
+        for seed in range(2):
+            step(batch(seed), (batch(seed), 1.0))
+    assert_same_gradients(*models)
+
+
+def test_a_loss_of_gradients_with_respect_to_weights_works() -> None:
+    models = [converted(), converted()]
+    for model, weights in zip(models, ("per_step", "per_use"), strict=True):
+
+        def loss(logits: Tensor, target: Any, model: nn.Module = model) -> Tensor:
+            first = loss_of(logits, target)
+            found = torch.autograd.grad(first, list(model.parameters()), create_graph=True)
+            return first + sum(g.square().sum() for g in found)
+
+        step = make_step(model, weights, loss_fn=loss)
+        for seed in range(2):
+            step(batch(seed), (batch(seed), 1.0))
+    assert_same_gradients(*models)
+
+
+def test_a_loss_that_transforms_the_model_is_not_disturbed_by_what_is_kept() -> None:
+    models = [converted(), converted()]
+    for model, weights in zip(models, ("per_step", "per_use"), strict=True):
+
+        def loss(logits: Tensor, target: Any, model: nn.Module = model) -> Tensor:
+            def shifted(temperature: Tensor) -> Tensor:
+                return loss_of(model(target[0]) * temperature, target)
+
+            with torch.no_grad():
+                slope = torch.func.grad(shifted)(torch.ones(()))
+            return loss_of(logits, target) + shifted(1 + slope)
+
+        step = make_step(model, weights, loss_fn=loss)
+        for seed in range(2):
+            step(batch(seed), (batch(seed), 1.0))
+    assert_same_gradients(*models)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, inner: nn.Module, reentrant: bool | None) -> None:
+        super().__init__()
+        self.inner, self.reentrant = inner, reentrant
+        self.scale = nn.Parameter(torch.ones(VOCABULARY))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        def run(scale: Tensor) -> Tensor:
+            return self.inner(ids) * scale
+
+        if self.reentrant is None:
+            return run(self.scale)
+        return checkpoint(run, self.scale, use_reentrant=self.reentrant)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_round_a_converted_module_recomputes_the_same(reentrant: bool) -> None:
+    models = [Checkpointed(converted(), r) for r in (reentrant, reentrant, None)]
+    counts = []
+    for model, weights in zip(models, ("per_step", "per_use", "per_use"), strict=True):
+        step = make_step(model, weights)
+        counts.append(casts_of(functools.partial(run_window, step, range(2))))
+    assert_same_gradients(models[0], models[1])
+    assert_same_gradients(models[0], models[2])
+    assert counts[0] == counts[1] - 3 * 5  # forward and recomputation of two micro-batches, and one cast of each
+
+
+def test_frozen_weights_are_kept_too() -> None:
+    models = [converted(), converted()]
+    for model, weights in zip(models, ("per_step", "per_use"), strict=True):
+        model.get_submodule("twice").requires_grad_(False)
+        step = make_step(model, weights)
+        for seed in range(2):
+            step(batch(seed), (batch(seed), 1.0))
+    assert_same_gradients(*models)
+    assert "twice.weight" not in gradients(models[0])
+
+
+def test_gradients_are_compatible_with_a_mid_window_state_dict() -> None:
+    model = converted()
+    step = make_step(model)
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    step(batch(0), (batch(0), 1.0))
+    after = model.state_dict()
+    assert list(after) == list(before)
+    assert all(torch.equal(after[k], before[k]) for k in before)
+
+
+def test_a_copy_of_a_step_trains_its_own_model_the_same_and_is_made_between_windows() -> None:
+    step = make_step(converted(), scaler=fxamp.LossScaler(init_scale=8.0))
+    run_window(step, range(3))
+    twin = copy.deepcopy(step)
+    assert not {id(p) for p in step.model.parameters()} & {id(p) for p in twin.model.parameters()}
+    for one in (step, twin):
+        run_window(one, range(3, 5))
+        assert all(cast._low is not None for cast in one.weights.casts)
+    assert_same_gradients(step.model, twin.model)
+    with pytest.raises(PolicyError, match=r"within a window: call flush\(\)"):
+        copy.deepcopy(step)
+    run_window(step, [5])
+    run_window(twin, [5])
+    assert all(map(torch.equal, step.model.parameters(), twin.model.parameters()))
+
+
+def test_inside_a_frozen_region_nothing_more_is_kept() -> None:
+    model = converted()
+    step = make_step(model)
+    with fxamp.frozen(model), torch.no_grad(), step.weights.in_use():
+        expected = model(batch(0))
+    assert torch.equal(expected, model(batch(0)))
+    step(batch(0), (batch(0), 1.0))
+
+
+# ------------------------------------------------------------------------------------- refused
+
+
+def test_per_step_is_refused_where_nothing_was_converted() -> None:
+    with pytest.raises(PolicyError, match=r"no part of this model was converted ahead of time.*fxamp\.convert"):
+        make_step(Tied())
+
+
+def test_per_step_is_refused_for_a_compiled_model_with_the_reason() -> None:
+    compiled = fxamp.compile(Tied(), backend="eager")
+    with pytest.raises(PolicyError, match=r"'the model' is compiled by torch\.compile.*'per_use'"):
+        make_step(compiled)
+    already: Any = torch.compile(converted(), backend="eager")
+    inside = nn.Sequential(already)
+    with pytest.raises(PolicyError, match=r"'0' is compiled by torch\.compile"):
+        make_step(inside)
+    assert make_step(inside, "auto").weights.mode == "per_use"
+
+
+def test_per_step_is_refused_where_parameters_are_gone() -> None:
+    model = fxamp.convert(nn.Linear(4, 4, bias=False), (torch.randn(2, 4),))
+    parametrize.register_parametrization(model, "weight", nn.Identity())
+    with pytest.raises(PolicyError, match="'weight' is no parameter of its module any more"):
+        WeightCasts(model, "per_step", 4)
+
+
+def test_an_unknown_word_is_refused() -> None:
+    with pytest.raises(PolicyError, match="weights must be one of 'auto', 'per_step', 'per_use', got 'always'"):
+        make_step(converted(), "always")
