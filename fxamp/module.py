@@ -78,6 +78,7 @@ class ConvertedModule(GraphModule):
     Attributes:
         plan: what was decided, node by node, for all graphs.
         variants: the graphs.
+        functions: the generated code of each graph, by its place: a function of this module and the flat inputs.
         missing: states that could not be captured, and why.
         device_type: whose autocast is disabled round the graph.
         original: the name of the model's class.
@@ -97,7 +98,7 @@ class ConvertedModule(GraphModule):
         missing: Sequence[tuple[State, str]] = (),
     ) -> None:
         # `torch.fx.GraphModule` knows one graph; these say which, already while it is made.
-        self.__dict__.update(variants=list(variants), _functions={}, _guards=[], _by_state=None, _chosen=0)
+        self.__dict__.update(variants=list(variants), functions={}, _guards=[], _by_state=None, _chosen=0)
         super().__init__(root, variants[0].graph, class_name="ConvertedModule")
         for key in _TREE:
             self.__dict__[key] = root.__dict__[key]
@@ -155,13 +156,13 @@ class ConvertedModule(GraphModule):
         with called_directly(graph), called_by_name(graph), read_directly(graph):
             code = super().recompile()
         cls: Any = type(self)  # of this instance alone
-        self._functions[at], cls.forward = cls.forward, ConvertedModule._forward
+        self.functions[at], cls.forward = cls.forward, ConvertedModule._forward
         cls.__call__ = nn.Module.__call__  # fx's own catches errors, to print lines of the code to stderr
         return code
 
     def graph_forward(self, *flat: Any) -> Any:
         """Run the graph of the present state on flat inputs; returns flat outputs."""
-        return self._functions[self._current()](self, *flat)
+        return self.functions[self._current()](self, *flat)
 
     @property
     def code(self) -> str:
@@ -198,7 +199,7 @@ class ConvertedModule(GraphModule):
             if False in holds:
                 self.variants[at].call_spec.refuse_sizes(holds, flat)
         grad, autocast = torch.is_grad_enabled(), torch.is_autocast_enabled(self.device_type)
-        function = self._functions[at]
+        function = self.functions[at]
         try:
             if autocast:
                 with torch.autocast(self.device_type, enabled=False):

@@ -10,7 +10,6 @@ After:  to = kept_to(w, torch.bfloat16)
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -29,18 +28,18 @@ from .kept import KeptCast
 
 def graphs_of(module: ConvertedModule) -> list[Graph]:
     """Return the graphs of a converted module, in order."""
-    return [module.graph]
+    return [variant.graph for variant in module.variants]
 
 
 @contextlib.contextmanager
 def running(module: ConvertedModule, codes: Sequence[SecondCode]) -> Iterator[None]:
     """Let a converted module run other codes inside, one for each of its graphs."""
-    (code,) = codes
-    module.__dict__["graph_forward"] = functools.partial(code.run, module)
+    own = module.functions
+    module.functions = {at: code.run for at, code in enumerate(codes)}
     try:
         yield
     finally:
-        module.__dict__.pop("graph_forward", None)
+        module.functions = own
 
 
 class SecondCode:
