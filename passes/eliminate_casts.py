@@ -131,6 +131,7 @@ def _dtype_argument(graph: Graph, assignment: Assignment) -> int:
         takes = schema is not None and any(a.name == "dtype" and a.kwarg_only for a in schema.arguments)
         if takes and ops.argument(reader, "dtype") is None:
             reader.kwargs = {**reader.kwargs, "dtype": cast.args[1]}
+            reader.meta["dtype_argument"] = True  # what it gives is no longer what was captured
             edits += _replace(graph, cast, cast.args[0])  # type: ignore[arg-type]
     return edits
 

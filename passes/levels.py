@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from .facts import facts_of, rounds_once
+from .facts import facts_of, lacks_low, rounds_once
 from .policy import Policy
 from .rules import BANNED, COMPOSITE, FOLLOW, FP32, KEEP, LOW, PROMOTE, RULES, Rule
 
@@ -29,7 +29,7 @@ def by_level(policy: Policy, node: Node, row: Rule, kind: str, floats: list[Node
     low: Any = policy.dtype
     if kind in (LOW, KEEP, BANNED, COMPOSITE):
         return kind
-    if device in row.no_low:
+    if lacks_low(node, row, device):
         return FP32
     several = PROMOTE if kind == PROMOTE or len(floats) > 1 else FOLLOW
     if policy.level == "O3" and not extreme:

@@ -362,6 +362,13 @@ NO_LOW: dict[tuple[str, ...], str] = {
      histogramdd""",
 }
 
+# Arguments for which an op lacks a low kernel on any device, though it has one otherwise.
+NO_LOW_FOR: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "linalg_matrix_norm": ("ord", (2, -2, "nuc")),
+    "linalg_norm": ("ord", ("nuc",)),
+    "norm": ("p", ("nuc",)),
+}
+
 SINCE: dict[str, str] = {"2.12": "rms_norm", "2.13": "linear_cross_entropy", "2.14": "linalg_matrix_sqrth"}
 UNTIL: dict[str, str] = {"2.14": "cholesky qr"}
 

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.fx import GraphModule
 
+import fxamp
 from fxamp.measure import step_counts
 from passes.eliminate_casts import eliminate_casts
 from tests.graphs import as_it_stands, assert_rewrites, assert_unchanged, parse, random_inputs, render
+from tests.helpers import Two, example
 
 
 def eliminate(gm: GraphModule, share: str = "always") -> dict[str, int]:
@@ -505,3 +510,25 @@ def test_what_mutates_is_never_erased_though_nobody_reads_it() -> None:
     )
     assert eliminate(gm) == fired(no_op=1)
     assert "add_" in [n.name for n in gm.graph.nodes]
+
+
+@pytest.mark.parametrize("policy", ["O1,device=cuda,dtype=fp16", "O2,device=cuda,dtype=fp16"])
+@pytest.mark.parametrize(
+    "reduce",
+    [
+        lambda y: y.sum(0), lambda y: y.norm(), lambda y: torch.linalg.vector_norm(y, dim=-1), torch.trapz,
+        lambda y: y.sum_to_size(1, 6), torch.nn.functional.normalize,
+    ],
+    ids=["sum", "norm", "vector_norm", "trapz", "sum_to_size", "normalize"],
+)  # fmt: skip
+def test_a_reduction_of_values_that_were_captured_low_takes_the_dtype(
+    reduce: Callable[[Tensor], Tensor], policy: str
+) -> None:
+    def f(self: Two, x: Tensor) -> Any:
+        return reduce(self.l(x.half()))
+
+    model = Two(f)
+    model.l.requires_grad_(False).half()
+    plan = fxamp.plan(model, example(), policy=policy)
+    reductions = [d for d in plan.decisions if d.op in ("sum", "linalg_vector_norm")]
+    assert [d.colour for d in reductions] == ["float32"]
