@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from passes.insert_casts import is_inserted
 from passes.simulate import Simulation
 from passes.values import ELIGIBLE, Aliases, Inference, original_dtypes
 from tests.harness import converted, subject
+from tests.helpers import Two, example
 from tests.test_assign_precision import Net, decided, under_autocast
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
@@ -306,3 +308,27 @@ def test_a_number_that_is_rounded_with_a_value_keeps_it_low(capture: str) -> Non
             expected = model(x)
     equal = [torch.equal(a.float(), b.float()) for a, b in zip(expected, got, strict=True)]
     assert equal == [True, True, capture != "fx", True]  # without shapes a tensor may have any rank; the plan says so
+
+
+@pytest.mark.parametrize("policy", ["O2,dtype=fp16", "O3,dtype=fp16", "O2,dtype=bf16"])
+@pytest.mark.parametrize(
+    "between",
+    [
+        lambda h: torch.softmax((h + h.sum(1, True) * 0.1).float(), -1).to((h + h.sum(1, True) * 0.1).dtype),
+        lambda h: (h.sort(-1).values.float() * 2).to(h.sort(-1).values.dtype) + h,
+        lambda h: (torch.linalg.cross(h[:, :3], h[:, 3:]).float() * 2).to(h.dtype),
+    ],
+)
+def test_a_dtype_that_is_read_of_a_moved_value_is_the_one_that_was_decided(
+    between: Callable[[Tensor], Tensor], policy: str
+) -> None:
+    def f(self: Two, x: Tensor) -> Any:
+        h = self.l(x)
+        h = h + h.sum(1, True) * 0.1
+        return torch.softmax(between(h).float(), -1).to(h.dtype), h
+
+    module, model = fxamp.convert(Two(f), policy=policy, capture="fx"), Two(f)
+    module.load_state_dict(model.state_dict())
+    for ours, theirs in zip(module(example()), model(example()), strict=True):
+        assert ours.dtype == theirs.dtype
+        assert torch.allclose(ours, theirs, atol=0.05)
