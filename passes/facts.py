@@ -18,7 +18,7 @@ import torch
 from torch.fx import Node
 
 from . import ops
-from .rules import COMPOSITE, NO_LOW_FOR, Rule, lookup, rule
+from .rules import ACCUMULATES, COMPOSITE, NO_LOW_FOR, Rule, lookup, rule
 
 NAMES = ("fp32_internal", "rounds_once", "commutes_forward", "commutes_backward")
 
@@ -109,9 +109,19 @@ def rule_of(node: Node, device: str, low: torch.dtype | None = None) -> tuple[Ru
 
 def lacks_low(node: Node, row: Rule, device: str) -> bool:
     """Say whether a device has no low kernel for an op, or for these arguments of it."""
-    key, values = NO_LOW_FOR.get(row.name, ("", ()))
-    given = ops.argument(node, key)
-    return device in row.no_low or (isinstance(given, (int, float, str)) and given in values)
+    return device in row.no_low or _is_listed(node, NO_LOW_FOR.get(row.name))
+
+
+def accumulates(node: Node, row: Rule) -> bool:
+    """Say whether a write sums or multiplies many values into one: a sum, whatever its name."""
+    found = ACCUMULATES.get(row.name)
+    return found == ("", ()) or _is_listed(node, found)
+
+
+def _is_listed(node: Node, entry: tuple[str, tuple[Any, ...]] | None) -> bool:
+    """Say whether an argument of a call has one of these values."""
+    given = ops.argument(node, entry[0]) if entry else None
+    return entry is not None and isinstance(given, (bool, int, float, str)) and given in entry[1]
 
 
 @functools.cache

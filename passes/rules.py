@@ -369,6 +369,14 @@ NO_LOW_FOR: dict[str, tuple[str, tuple[Any, ...]]] = {
     "norm": ("p", ("nuc",)),
 }
 
+# Arguments for which an op sums or multiplies many values into one; () where it always does.
+ACCUMULATES: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "index_add": ("", ()), "scatter_add": ("", ()), "scatter": ("reduce", ("add", "multiply")),
+    "scatter_reduce": ("reduce", ("sum", "prod", "mean")), "index_reduce": ("reduce", ("prod", "mean")),
+    "segment_reduce": ("reduce", ("sum", "prod", "mean")), "index_put": ("accumulate", (True,)),
+    "_unsafe_index_put": ("accumulate", (True,)), "put": ("accumulate", (True,)),
+}  # fmt: skip
+
 SINCE: dict[str, str] = {"2.12": "rms_norm", "2.13": "linear_cross_entropy", "2.14": "linalg_matrix_sqrth"}
 UNTIL: dict[str, str] = {"2.14": "cholesky qr"}
 
