@@ -36,9 +36,11 @@ class Costs(Protocol):
 
     Attributes:
         least: what the cheapest placement does, for its reasons.
+        measured: costs are times, and not counts of what is moved.
     """
 
     least: str
+    measured: bool
 
     def price(self, runs: Sequence[Run], casts: Sequence[Node]) -> tuple[list[int], list[int]]:
         """Return the cost of each run of an op, and of a cast of each value: forward, and backward where it flows."""
@@ -47,7 +49,7 @@ class Costs(Protocol):
 class ByteCosts:
     """Bytes moved by casts and by ops of one graph, forward and backward."""
 
-    least = "moves the fewest bytes"
+    least, measured = "moves the fewest bytes", False
 
     def __init__(self, device: str, grad: frozenset[Node]) -> None:
         self.launch = LAUNCH[device]
@@ -73,7 +75,7 @@ class ByteCosts:
 class UnitCosts:
     """One for every cast, nothing for an op: the fewest casts, where no sizes are known."""
 
-    least = "takes the fewest casts"
+    least, measured = "takes the fewest casts", False
 
     def price(self, runs: Sequence[Run], casts: Sequence[Node]) -> tuple[list[int], list[int]]:
         """Return ones for the casts."""

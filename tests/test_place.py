@@ -332,3 +332,48 @@ def test_a_dtype_that_is_read_of_a_moved_value_is_the_one_that_was_decided(
     for ours, theirs in zip(module(example()), model(example()), strict=True):
         assert ours.dtype == theirs.dtype
         assert torch.allclose(ours, theirs, atol=0.05)
+
+
+class Encoder(nn.Module):
+    """A residual block and a norm, of which the result leaves the graph."""
+
+    def __init__(self, last: Callable[[Tensor], Tensor] = lambda x: x) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.norm, self.last = nn.Linear(32, 32), nn.Linear(32, 32), nn.LayerNorm(32), last
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        return self.last(self.norm(h + self.second(h)))
+
+
+@pytest.mark.parametrize(
+    "last", [lambda y: y, lambda y: y.transpose(0, 1), lambda y: y.view(-1, 2, 16).permute(1, 0, 2)]
+)
+def test_what_leaves_the_graph_is_cast_before_its_last_op_and_not_rounded_behind_it(last: Any) -> None:
+    x = torch.randn(64, 32, generator=torch.Generator().manual_seed(0))
+    module = fxamp.convert(Encoder(last), x, policy="O2")
+    assert [d.colour for d in decided(module, "layer_norm")] == ["float32"]
+    rounding = fxamp.convert(Encoder(last), x, policy="O2,ops.layer_norm=low")
+    assert module.plan.casts == rounding.plan.casts
+    expected = Encoder(last)(x)
+    error, rounded = ((m(x) - expected).norm() / expected.norm() for m in (module, rounding))
+    assert error < 0.9 * rounded
+
+
+def test_what_a_matrix_product_reads_too_is_rounded_once_for_both() -> None:
+    class Both(Encoder):
+        def forward(self, x: Tensor) -> Any:
+            y = self.norm(self.first(x))
+            return y, self.second(y)
+
+    module = fxamp.convert(Both(), torch.randn(64, 32), policy="O2")
+    assert [d.colour for d in decided(module, "layer_norm")] == ["bfloat16"]
+
+
+def test_without_shapes_of_placements_with_as_many_casts_the_one_that_rounds_least_is_taken() -> None:
+    def f(self: Two, x: Tensor) -> Any:
+        return F.gelu(self.l(x)).sum()
+
+    module = fxamp.convert(Two(f), capture="fx", policy="O2,dtype=fp16")
+    assert {d.op: d.colour for d in module.plan.decisions} == {"linear": "float16", "gelu": "float32", "sum": "float32"}
