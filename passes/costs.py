@@ -122,7 +122,7 @@ _VIEWS = frozenset(
 def requires_grad(graph: Graph) -> frozenset[Node]:
     """Return the values that gradients flow through: made from a trainable parameter outside no_grad regions.
 
-    Where nothing is known of an attribute, or of what is inside a module, it may be trainable.
+    Where nothing is known of an attribute but that it is no buffer, or of what is inside a module, it may be trainable.
     """
     out: set[Node] = set()
     enabled = [True]
@@ -131,7 +131,7 @@ def requires_grad(graph: Graph) -> frozenset[Node]:
             state = node.args[0]
             enabled = [*enabled[:-1]] if isinstance(state, Node) and len(enabled) > 1 else [*enabled, bool(state)]
         elif not node.op.startswith("call"):
-            unknown = node.op == "get_attr" and "val" not in node.meta
+            unknown = node.op == "get_attr" and "val" not in node.meta and not node.meta.get("buffer")
             if unknown or getattr(node.meta.get("val"), "requires_grad", False):
                 out.add(node)
         elif enabled[-1] and (node.op == "call_module" or any(n in out for n in node.all_input_nodes)):

@@ -64,6 +64,9 @@ def test_gradients_flow_from_parameters_and_from_what_nothing_is_known_of() -> N
     assert {n.name for n in requires_grad(found["x"].graph)} == {"w", "linear", "relu", "view"}
     del found["w"].meta["val"]
     assert found["w"] in requires_grad(found["x"].graph)
+    found["w"].meta["buffer"] = True
+    assert requires_grad(found["x"].graph) == frozenset()
+    del found["w"].meta["buffer"]
     found["w"].meta["val"] = torch.zeros(4, 4)
     assert requires_grad(found["x"].graph) == frozenset()
 

@@ -15,6 +15,7 @@ from torch.fx import GraphModule
 import fxamp
 from fxamp.measure import step_counts
 from passes.eliminate_casts import eliminate_casts
+from passes.extremes import note_buffers
 from tests.graphs import as_it_stands, assert_rewrites, assert_unchanged, parse, random_inputs, render
 from tests.helpers import Two, example
 
@@ -532,3 +533,32 @@ def test_a_reduction_of_values_that_were_captured_low_takes_the_dtype(
     plan = fxamp.plan(model, example(), policy=policy)
     reductions = [d for d in plan.decisions if d.op in ("sum", "linalg_vector_norm")]
     assert [d.colour for d in reductions] == ["float32"]
+
+
+def test_casts_of_a_buffer_are_not_shared_where_only_those_of_weights_are() -> None:
+    text = TWO_LAYERS.replace("param", "buffer")
+    for share, casts in (("weights", 2), ("always", 1)):
+        gm = parse(text)
+        note_buffers(gm.graph, gm.get_buffer)
+        eliminate(gm, share)
+        assert sum(n.meta.get("fxamp") == "cast" for n in gm.graph.nodes) == casts
+
+
+def test_a_layer_called_on_a_transposed_and_on_a_plain_input_casts_its_weights_once() -> None:
+    class Twice(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.l = torch.nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Any:
+            return self.l(self.l(x).transpose(0, 1)).relu(), self.l(x)
+
+    model, x = Twice(), torch.randn(3, 4, 6)
+    module = fxamp.convert(model, x, policy="O1")
+    casts = [n for n in module.graph.nodes if n.meta.get("fxamp") == "cast"]
+    assert sorted(c.args[0].op for c in casts) == ["call_function"] * 2 + ["get_attr"] * 2 + ["placeholder"]
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        expected = model(x)
+    with torch.no_grad():
+        for ours, theirs in zip(module(x), expected, strict=True):
+            assert torch.equal(ours, theirs.float())

@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import networkx
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,6 +15,9 @@ from torch import Tensor, nn
 
 import fxamp
 from passes import ops
+from passes import place as placing
+from passes.costs import requires_grad
+from passes.errors import VerificationError
 from passes.insert_casts import is_inserted
 from passes.simulate import Simulation
 from passes.values import ELIGIBLE, Aliases, Inference, original_dtypes
@@ -377,3 +381,27 @@ def test_without_shapes_of_placements_with_as_many_casts_the_one_that_rounds_lea
 
     module = fxamp.convert(Two(f), capture="fx", policy="O2,dtype=fp16")
     assert {d.op: d.colour for d in module.plan.decisions} == {"linear": "float16", "gelu": "float32", "sum": "float32"}
+
+
+def test_no_gradient_flows_from_a_buffer_that_is_captured_without_inputs() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(8, affine=False), nn.Conv1d(8, 8, 1)).eval()
+    names: list[str] = []
+
+    def noted(graph: Any) -> Any:
+        found = requires_grad(graph)
+        names.extend(n.name for n in found if n.op == "get_attr")
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(placing, "requires_grad", noted)
+        fxamp.convert(model, capture="fx", policy="O2,dtype=bf16")
+    assert sorted(n.rpartition("_")[2] for n in names) == ["bias", "weight"]  # of the convolution
+
+
+def test_a_graph_that_allows_no_placement_is_a_bug_and_said_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unbounded(problem: Any) -> Any:
+        raise networkx.NetworkXUnbounded
+
+    monkeypatch.setattr(placing, "solve", unbounded)
+    with pytest.raises(VerificationError, match=r"allows no placement\. This is a bug in fxamp"):
+        convert(lambda m, x: m.first(x).relu(), "O2")
