@@ -206,7 +206,7 @@ def _both_modes(model: nn.Module, run: Callable[[], Captured]) -> Captured:
         graph = merge(copy.deepcopy(train.graph), evaluation.graph, train.constants, evaluation.constants)
         call = _joined(train.call, evaluation.call)
     except CaptureError as e:
-        logger.warning("%s is captured for the training flags it has: %s", type(model).__name__, e)
+        logger.warning("fxamp: %s is captured for the training flags it has: %s", type(model).__name__, e)
         mixed = any(flag is not model.training for flag in flags.values())
         single = run() if mixed else present
         single.only_mode = {path: m.training for path, m in model.named_modules()}

@@ -130,7 +130,7 @@ def _race(modules: Mapping[str, ConvertedModule], captured: Captured, inputs: In
     with untouched(model), preserved(model, written_parameters(captured)), no_autocast(), training_alone():
         steps = {name: _step(module, inputs) for name, module in modules.items()}
         seconds = laps(steps, _rounds())
-    logger.info("least seconds of a step: %s", {name: round(min(taken), 6) for name, taken in seconds.items()})
+    logger.info("fxamp: least seconds of a step: %s", {name: round(min(taken), 6) for name, taken in seconds.items()})
     return seconds
 
 
