@@ -63,7 +63,7 @@ def price(problem: Problem, simulation: Simulation, uses: Uses, costs: Costs, gr
     for node, low, fp32 in zip(uses.free, runs[::2], runs[1::2], strict=True):
         problem.add(node, (max(low, fp32) if node in returned else low) * finer + _rounds(node), fp32 * finer)
     for (node, (tensor, *readers)), cost in zip(nets.items(), casts, strict=True):
-        if tensor == LOW and _is_promoted(node, uses):
+        if tensor == LOW and _is_promoted(node, simulation, uses):
             cost = cost // 2 if node in grad else 0
         problem.nets.append(Net(tensor, tuple(readers), cost * finer))
 
@@ -111,7 +111,18 @@ def _side(reader: Node, where: Place, simulation: Simulation, uses: Uses) -> Var
     return LOW if needed == simulation.low else FP32 if needed == torch.float32 else None
 
 
-def _is_promoted(node: Node, uses: Uses) -> bool:
-    """Say whether the one reader of a value casts it up by itself, so that at most its gradient takes a cast."""
+def _is_promoted(node: Node, simulation: Simulation, uses: Uses) -> bool:
+    """Say whether the one reader of a value casts it up by itself, so that at most its gradient takes a cast.
+
+    It does beside a tensor that is FP32, and not beside a number.
+    """
     read = uses.readers[node]
-    return len(read) == 1 and ops.name(read[0][0]) in PROMOTING
+    if len(read) != 1 or ops.name(read[0][0]) not in PROMOTING:
+        return False
+    others = [o.node for o in ops.operands(read[0][0]) if o.node is not node]
+    return any((n in uses.free or simulation.dtypes[n] == torch.float32) and _rank(n) > 0 for n in others)
+
+
+def _rank(node: Node) -> int:
+    value = node.meta.get("val")
+    return value.dim() if isinstance(value, torch.Tensor) else 1

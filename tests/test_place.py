@@ -405,3 +405,13 @@ def test_a_graph_that_allows_no_placement_is_a_bug_and_said_to_be(monkeypatch: p
     monkeypatch.setattr(placing, "solve", unbounded)
     with pytest.raises(VerificationError, match=r"allows no placement\. This is a bug in fxamp"):
         convert(lambda m, x: m.first(x).relu(), "O2")
+
+
+def test_an_upcast_is_free_beside_an_fp32_tensor_and_not_beside_a_number() -> None:
+    def f(self: Two, x: Tensor) -> Any:
+        y = self.l(x).detach()
+        return (y + 300) - (y + 300).mean(-1, keepdim=True)
+
+    model = Two(f).requires_grad_(False)
+    module = fxamp.convert(model, example(), policy="O2,dtype=fp16")
+    assert {d.colour for d in module.plan.decisions if d.op == "add"} == {"float16"}
