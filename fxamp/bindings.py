@@ -36,6 +36,8 @@ _FUNCTIONS = {
     """,
     torch.Tensor: "contiguous.default expand.default to.dtype type_as.default view.default",
 }
+# The function takes fewer arguments by position than its overload: a memory format by keyword only.
+_BY_POSITION: dict[Any, int] = {torch.ops.aten.to.dtype: 4}
 
 
 @functools.cache
@@ -57,7 +59,7 @@ def called_directly(graph: Graph) -> Iterator[None]:
     """Let the code that is generated inside call the Python functions; the graph is as it was afterwards."""
     replaced: list[tuple[Node, Any]] = []
     for node in graph.nodes:
-        if node.op == "call_function" and node.target in bindings() and "self" not in node.kwargs:
+        if node.op == "call_function" and node.target in bindings() and _takes(node):
             replaced.append((node, node.target))
             node.target = bindings()[node.target]
     try:
@@ -65,6 +67,11 @@ def called_directly(graph: Graph) -> Iterator[None]:
     finally:
         for node, overload in replaced:
             node.target = overload
+
+
+def _takes(node: Node) -> bool:
+    """Say whether the function of an overload takes the arguments as they are passed here."""
+    return "self" not in node.kwargs and len(node.args) <= _BY_POSITION.get(node.target, len(node.args))
 
 
 def read_directly(graph: Graph) -> contextlib.AbstractContextManager[None]:

@@ -6,6 +6,7 @@ Exit status of every verb: 0 done and nothing found, 1 found, 2 could not tell.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import importlib.metadata
 import importlib.util
@@ -24,6 +25,8 @@ from tabulate import tabulate
 from passes.errors import FxampError, PolicyError
 from passes.plan import Plan, write_text
 from passes.policy import nearest
+
+from . import harmless
 
 logger = logging.getLogger(__name__)
 
@@ -49,8 +52,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _failed(str(error))
     except OSError as error:
         return _failed(f"{error.strerror or error}: {error.filename}" if error.filename else str(error))
-    except Exception as error:
-        # Python would leave with 1, which means "found".
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        # Python would leave with 1, which means "found", and a model that exits with what it likes.
         logger.debug("unexpected", exc_info=True)
         return _failed(f"unexpected {type(error).__name__}: {error}; please report it")
     finally:
@@ -65,8 +70,10 @@ def load_target(target: str) -> tuple[object, object, object]:
         raise FxampError(f"{target!r} is not a target; {TARGET_FORM}")
     try:
         module = _import_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
-    # A module that calls sys.exit would choose our exit status.
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        raise
+    # A module that calls sys.exit would choose our exit status, and other exceptions than Exception leave a traceback.
+    except BaseException as error:
         raise FxampError(f"cannot import {where!r} ({type(error).__name__}: {error}); {TARGET_FORM}") from error
     build = getattr(module, name, None)
     if not callable(build):
@@ -75,7 +82,9 @@ def load_target(target: str) -> tuple[object, object, object]:
         raise FxampError(f"{where!r} {problem} {name!r}{near}; {TARGET_FORM}")
     try:
         made = build()
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         raise FxampError(
             f"{target!r} raised {type(error).__name__}: {error}; it is called without arguments"
         ) from error
@@ -143,10 +152,11 @@ def _demo(args: argparse.Namespace) -> int:
 
 def _plan(target: str, policy: str | None) -> Plan:
     if not target.endswith(".json"):
-        model, args, kwargs = load_target(target)
         from .convert import plan
 
-        return plan(model, args, kwargs, policy=policy)  # type: ignore[arg-type]  # convert says what it is not
+        with contextlib.redirect_stdout(sys.stderr):  # standard output is the report's
+            model, args, kwargs = load_target(target)
+            return plan(model, args, kwargs, policy=policy)  # type: ignore[arg-type]  # convert says what it is not
     if policy is not None:
         raise PolicyError(f"{target!r} is a saved plan and has its own policy; leave out --policy")
     return Plan.load(target)
@@ -171,7 +181,8 @@ def _import_file(path: Path) -> ModuleType:
 
 def _write(args: argparse.Namespace, **formats: Callable[[], str]) -> None:
     """Write one of the formats to the file asked for, or to standard output."""
-    text = formats[args.output_format]().rstrip("\n") + "\n"
+    shown = harmless.as_json if args.output_format == "json" else harmless.lines
+    text = shown(formats[args.output_format]().rstrip("\n")) + "\n"
     if args.output is not None:
         write_text(args.output, text)
         return
@@ -184,7 +195,7 @@ def _write(args: argparse.Namespace, **formats: Callable[[], str]) -> None:
 
 
 def _failed(message: str) -> int:
-    sys.stderr.write(f"fxamp: error: {' '.join(message.split())}\n")
+    sys.stderr.write(f"fxamp: error: {harmless.visible(' '.join(message.split()))}\n")
     return UNKNOWN
 
 

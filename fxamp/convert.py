@@ -16,7 +16,7 @@ from passes import compile_graph
 from passes.errors import CaptureError, NotAModuleError, NotFaithfulError, PlanError, PolicyError, RejectedError
 from passes.measured_costs import Timer
 from passes.plan import REMEDY, Plan, joined
-from passes.policy import Policy
+from passes.policy import DEVICES, Policy
 from passes.values import LOW
 
 from . import compiled
@@ -85,7 +85,7 @@ def convert(
         if capture != "auto" or plan is not None or isinstance(model, ExportedProgram):
             raise
         reason = str(e).split("\n")[0]
-        logger.warning("%s is captured at its first call, by torch.compile: %s", type(model).__name__, reason)
+        logger.warning("fxamp: %s is captured at its first call, by torch.compile: %s", type(model).__name__, reason)
     return _at_first_call(model, asked, plan, dynamic_shapes)
 
 
@@ -245,6 +245,11 @@ def resolve(policy: Policy, model: nn.Module, inputs: tuple[tuple[Any, ...], dic
     The low dtype is the ambient autocast's, which is the device's default where there is none.
     """
     device = policy.device or device_of(model, inputs)
+    if device not in DEVICES:
+        raise PolicyError(
+            f"{type(model).__name__} is on '{device}', for which fxamp knows no ops: move it to "
+            f"{' or '.join(DEVICES)} before converting, or go by the lists of that one with device= in the policy."
+        )
     dtype = policy.dtype or torch.get_autocast_dtype(device)
     return replace(policy, device=device, dtype=dtype)
 

@@ -1,23 +1,27 @@
 """Measured costs on disk: nanoseconds of every call that was ever timed on this machine.
 
-One JSON file for each device, number of threads and torch version, in the user's cache directory (`XDG_CACHE_HOME`,
-else `~/.cache`). Timing anew is always possible, so a file that cannot be read or written costs a warning.
+One JSON file for each device, number of threads and torch version, in the user's cache directory, and beside it a lock
+that whoever adds to it holds. Timing anew is always possible, so a file that cannot be read or written costs a warning.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 import platform
+import reprlib
 import warnings
 from pathlib import Path
 
 import torch
+from filelock import FileLock
+from platformdirs import user_cache_path
 
 from passes.plan import write_text
 
 FORMAT_VERSION = 1
+LONGEST = 10**12  # nanoseconds; no op takes a quarter of an hour
+PATIENCE = 30.0  # seconds to wait for others who write
 
 
 def machine(device: str) -> str:
@@ -41,37 +45,47 @@ def _cpu_name() -> str:
 
 def path(device: str) -> Path:
     """Return the file of this machine."""
-    root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     digest = hashlib.sha256(machine(device).encode()).hexdigest()[:16]
-    return Path(root) / "fxamp" / f"costs-{device}-{digest}.json"
+    return user_cache_path("fxamp", appauthor=False) / f"costs-{device}-{digest}.json"
 
 
 def load(device: str) -> dict[str, int]:
     """Return the nanoseconds of each call known, by its key."""
-    file = path(device)
+    found, problem = _load(device)
+    if problem:
+        _warn(f"cannot read the measured costs in {path(device)} ({problem}): they are measured anew")
+    return found
+
+
+def _load(device: str) -> tuple[dict[str, int], str]:
+    """Return what is known, and why it cannot be read: no warning, which threads cannot suppress one by one."""
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        found = json.loads(path(device).read_text(encoding="utf-8"))
         if found["version"] != FORMAT_VERSION or found["machine"] != machine(device):
-            return {}
-        return {str(key): int(nanoseconds) for key, nanoseconds in found["nanoseconds"].items()}
+            return {}, ""
+        return {str(key): _nanoseconds(value) for key, value in found["nanoseconds"].items()}, ""
     except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        _warn(f"cannot read the measured costs in {file} ({_why(error)}): they are measured anew")
-        return {}
+        return {}, ""
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        return {}, _why(error)
+
+
+def _nanoseconds(value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < LONGEST:
+        raise ValueError(f"{reprlib.repr(value)} is no time in nanoseconds")
+    return value
 
 
 def save(device: str, nanoseconds: dict[str, int]) -> None:
-    """Add costs to the file, all of them or none; what another process wrote meanwhile is kept."""
+    """Add costs to the file, all of them or none; what another thread or process writes meanwhile is kept."""
     file = path(device)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of what cannot be read, the user was warned
-            merged = load(device) | nanoseconds
-        data = {"version": FORMAT_VERSION, "machine": machine(device), "nanoseconds": merged}
-        write_text(file, json.dumps(data, indent=1, sort_keys=True) + "\n")
-    except OSError as error:
+        with FileLock(f"{file}.lock", timeout=PATIENCE):
+            merged = _load(device)[0] | nanoseconds
+            data = {"version": FORMAT_VERSION, "machine": machine(device), "nanoseconds": merged}
+            write_text(file, json.dumps(data, indent=1, sort_keys=True) + "\n")
+    except (OSError, NotImplementedError) as error:  # the latter of a file system without locks
         _warn(f"cannot keep the measured costs in {file} ({_why(error)}): the next conversion measures them again")
 
 

@@ -171,13 +171,12 @@ def run(seeds: int = 1, output: str | Path | None = None, tasks: Sequence[Task] 
 
     Args:
         seeds: How many seeds to average over.
-        output: The file to write, Markdown. By default `reports/demo.md` in a checkout of fxamp, elsewhere
-            `fxamp-demo.md` in the current directory.
+        output: The file to write, Markdown. By default `fxamp-demo.md` in the current directory.
         tasks: What to train.
     """
     if seeds < 1:
         raise PolicyError(f"seeds must be at least 1, got {seeds}")
-    path = _default_output() if output is None else Path(output)
+    path = Path("fxamp-demo.md" if output is None else output)
     _require_writable(path)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     digits = _load_digits(device)
@@ -297,11 +296,6 @@ def _load_digits(device: str) -> Digits:
     x = (torch.tensor(images, dtype=torch.float32).view(-1, 1, 8, 8) / 8 - 1)[order].to(device)
     y = torch.tensor(labels)[order].to(device)
     return Digits(x[TEST_IMAGES:], y[TEST_IMAGES:], x[:TEST_IMAGES], y[:TEST_IMAGES])
-
-
-def _default_output() -> Path:
-    in_checkout = Path("fxamp", "demo.py").is_file() and Path("reports").is_dir()
-    return Path("reports", "demo.md") if in_checkout else Path("fxamp-demo.md")
 
 
 def _require_writable(path: Path) -> None:

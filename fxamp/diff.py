@@ -21,13 +21,14 @@ from passes.errors import FxampError
 from passes.plan import Decision, Plan
 
 from . import compiled
+from .harmless import markdown, visible
 
 Diffable: TypeAlias = Union[Plan, nn.Module, str, "os.PathLike[str]"]
 # For every node, by key and in graph order: the fields that are compared.
 Rows: TypeAlias = dict[str, dict[str, str]]
 
 DECISION_FIELDS = ("colour", "autocast_dtype", "kind", "reason")
-PLAN_FIELDS = ("policy", "capture", "inserted_casts", "casts")
+PLAN_FIELDS = ("capture", "inserted_casts", "casts")  # not what was asked for, which both titles say
 PLAN_KEY = "(plan)"
 
 
@@ -44,10 +45,10 @@ class Change:
     def __str__(self) -> str:
         """Write the change as one line of the listing."""
         if self.kind == "added":
-            return f"+ {self.key}  {self.field}: {self.after}"
+            return visible(f"+ {self.key}  {self.field}: {self.after}")
         if self.kind == "removed":
-            return f"- {self.key}  {self.field}: {self.before}"
-        return f"! {self.key}  {self.field}: {self.before} -> {self.after}"
+            return visible(f"- {self.key}  {self.field}: {self.before}")
+        return visible(f"! {self.key}  {self.field}: {self.before} -> {self.after}")
 
 
 @dataclass(frozen=True)
@@ -64,15 +65,17 @@ class GraphDiff:
 
     def __str__(self) -> str:
         """Write the listing: what each side is, the totals, one line per change."""
-        lines = [f"--- {self.before}", f"+++ {self.after}", f"@@ {self._totals()} @@", *map(str, self.changes)]
+        titles = visible(f"--- {self.before}"), visible(f"+++ {self.after}")
+        lines = [*titles, f"@@ {self._totals()} @@", *map(str, self.changes)]
         return "\n".join(lines)
 
     def to_markdown(self) -> str:
         """Write the changes as a Markdown table."""
-        head = f"**before** `{self.before}`  \n**after** `{self.after}`\n\n{self._totals()}\n"
+        before, after = (visible(title).replace("`", "'") for title in (self.before, self.after))
+        head = f"**before** `{before}`  \n**after** `{after}`\n\n{self._totals()}\n"
         if not self.changes:
             return head
-        rows = [[escape(value or "") for value in asdict(change).values()] for change in self.changes]
+        rows = [[markdown(value or "") for value in asdict(change).values()] for change in self.changes]
         headers = ("change", "node", "field", "before", "after")
         return f"{head}\n{tabulate(rows, headers, 'pipe', disable_numparse=True)}\n"
 
@@ -123,11 +126,6 @@ def plan_in(value: object) -> Plan | None:
     if isinstance(plan, Plan):
         return plan
     return compiled.plan_of(value) if isinstance(value, nn.Module) and compiled.is_compiled(value) else None
-
-
-def escape(text: str) -> str:
-    """Keep text from ending a cell of a Markdown table."""
-    return text.replace("|", "\\|").replace("\n", " ")
 
 
 def _graph_in(name: str, value: object) -> torch.fx.GraphModule:

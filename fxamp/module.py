@@ -85,6 +85,7 @@ class ConvertedModule(GraphModule):
         uncopied: why it cannot be copied now, "" when it can.
     """
 
+    functions: dict[int, Callable[..., Any]]
     # Of each graph: the grad mode it holds for, and the modules with their flags; None for one graph for every state.
     _by_state: list[tuple[bool | None, tuple[tuple[nn.Module, bool], ...]]] | None
 

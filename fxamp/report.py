@@ -12,7 +12,8 @@ from tabulate import tabulate
 from passes.errors import FxampError
 from passes.plan import Decision, Plan
 
-from .diff import Diffable, escape, plan_in
+from .diff import Diffable, plan_in
+from .harmless import markdown, visible
 from .train.describe import describe
 from .train.step import TrainStep
 
@@ -33,11 +34,11 @@ class Report:
 
     def __str__(self) -> str:
         """Write the report as text: totals, notes, a summary per op, a row per node."""
-        return self._written("simple", "", str)
+        return self._written("simple", "", visible)
 
     def to_markdown(self) -> str:
         """Write the report as Markdown."""
-        return self._written("pipe", "## ", escape)
+        return self._written("pipe", "## ", markdown)
 
     def to_json(self) -> str:
         """Write the totals and the whole plan as JSON, the same text for the same plan."""
@@ -90,7 +91,7 @@ class Report:
             parts[2:2] = [f"{heading}Training", table(list(self.training), ("", ""))]
         if self.plan.notes:
             # Second, because what was not done as usual matters more than what was.
-            parts[2:2] = [f"{heading}Notes", "\n".join(f"- {note}" for note in self.plan.notes)]
+            parts[2:2] = [f"{heading}Notes", "\n".join(f"- {cell(note)}" for note in self.plan.notes)]
         return "\n\n".join(parts) + "\n"
 
 

@@ -2,7 +2,8 @@
 
 What else runs on a machine only ever adds to a time, so the least one counts. It is looked for in several sweeps over
 all calls, each time until it has come up again and again: on a quiet machine at once, on a busy one after a while. A
-time that did not settle serves this conversion and is not kept; what did is read from `cost_cache` the next time.
+time that did not settle, or was taken while the thread had to wait for a processor, serves this conversion and is not
+kept; any other is read from `cost_cache` the next time.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ SWEEPS = 3
 PATIENCE = 0.06  # seconds that a call is timed for in one sweep, if its least time does not come up again
 SETTLED = 5  # samples near the least one end a sweep
 ENOUGH = 3  # of them in all sweeps make a time that is kept
+ALONE = 0.9  # of the time that passes, what a thread runs on a CPU that nothing else wants
 
 
 class OpTimer:
@@ -39,24 +41,31 @@ class OpTimer:
         known = cost_cache.load(self.device)
         missing = [call for call in calls if call.key not in known]
         if missing:
-            samples = self._measure(missing)
-            known |= {key: min(taken) for key, taken in samples.items()}
-            cost_cache.save(self.device, {key: min(taken) for key, taken in samples.items() if _near(taken) >= ENOUGH})
+            samples, quiet = self._measure(missing)
+            known |= {key: min(quiet[key] or taken) for key, taken in samples.items()}
+            cost_cache.save(self.device, {key: min(taken) for key, taken in quiet.items() if _near(taken) >= ENOUGH})
         return {call: known[call.key] for call in calls if call.key in known}
 
-    def _measure(self, calls: Sequence[Call]) -> dict[str, list[int]]:
-        """Return the nanoseconds of each call, as often as it was timed."""
+    def _measure(self, calls: Sequence[Call]) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
+        """Return the nanoseconds of each call, as often as it was timed, and those of sweeps that nothing disturbed."""
         samples: dict[str, list[int]] = {call.key: [] for call in calls}
+        quiet: dict[str, list[int]] = {call.key: [] for call in calls}
         with training_alone(), tqdm(total=SWEEPS * len(calls), desc="measuring ops", unit="op") as progress:
             for call in list(calls) * SWEEPS:
                 progress.update()
                 if call.key not in samples:
                     continue
                 try:
-                    samples[call.key] += self._time(self._prepare(call))
+                    run = self._prepare(call)
+                    start = _clocks()
+                    taken = self._time(run)
                 except Exception:  # whatever a kernel raises on a dtype that it lacks: this op is not measured
-                    del samples[call.key]
-        return samples
+                    del samples[call.key], quiet[call.key]
+                    continue
+                samples[call.key] += taken
+                if self.device != "cpu" or not _waited(start, _clocks()):
+                    quiet[call.key] += taken
+        return samples, quiet
 
     def _time(self, run: Callable[[], object]) -> list[int]:
         """Return the nanoseconds of one call, forward and backward, several times."""
@@ -97,6 +106,16 @@ class OpTimer:
     def _synchronize(self) -> None:
         if self.device == "cuda":
             torch.cuda.synchronize()
+
+
+def _clocks() -> tuple[int, int]:
+    """Return the nanoseconds that have passed, and those that this thread has run."""
+    return time.perf_counter_ns(), time.thread_time_ns()
+
+
+def _waited(start: tuple[int, int], end: tuple[int, int]) -> bool:
+    """Say whether the thread had to wait for a processor between two readings of the clocks."""
+    return end[1] - start[1] < ALONE * (end[0] - start[0])
 
 
 def _near(taken: Sequence[int]) -> int:

@@ -30,6 +30,8 @@ from torch.overrides import TorchFunctionMode as TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
+from .errors import CaptureError
+
 _GLOBAL_HOOKS = (
     "_global_forward_pre_hooks",
     "_global_forward_hooks",
@@ -67,8 +69,17 @@ def global_module_hooks() -> list[Any]:
 
 
 def guards_of(program: ExportedProgram) -> list[str]:
-    """Return what the exporter assumed of the sizes, as Python over `L['argument'][i].size()[j]`."""
-    return list(getattr(program, "_guards_code", ()))
+    """Return what the exporter assumed of the sizes, as Python over `L['argument'][i].size()[j]`.
+
+    Raises:
+        CaptureError: this torch keeps it elsewhere; without it, calls of other sizes would go unchecked.
+    """
+    found = getattr(program, "_guards_code", None)
+    if found is None:
+        raise CaptureError(
+            f"torch {torch.__version__} does not say what it assumed of the sizes; fxamp needs 2.11 to 2.15"
+        )
+    return list(found)
 
 
 def example_sizes(size: torch.SymInt | torch.SymFloat | torch.SymBool) -> dict[Any, Any]:

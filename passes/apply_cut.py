@@ -17,8 +17,9 @@ from .costs import Costs
 from .cut import Variable
 from .rules import LOW
 from .simulate import Simulation
+from .state import first_float
 from .uses import Uses
-from .values import ELIGIBLE
+from .values import ELIGIBLE, dtype_reference
 
 
 def apply_cut(low_side: set[Variable], simulation: Simulation, uses: Uses, costs: Costs) -> int:
@@ -41,6 +42,9 @@ def apply_cut(low_side: set[Variable], simulation: Simulation, uses: Uses, costs
         if simulation.dtypes[node] != before[node] and node in uses.free:
             colouring.reason = _reason(colouring, "low" if node in low_side else "FP32", costs)
             colouring.dtype = side
+        reference = dtype_reference(node)
+        if reference is not None and any(simulation.dtypes[n] != before[n] for n in (node, reference)):
+            colouring.set_dtype = first_float(simulation.dtypes[node])  # what it reads is no longer what was decided
     return sum(simulation.dtypes[node] != before[node] for node in uses.free)
 
 

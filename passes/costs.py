@@ -36,9 +36,11 @@ class Costs(Protocol):
 
     Attributes:
         least: what the cheapest placement does, for its reasons.
+        measured: costs are times, and not counts of what is moved.
     """
 
     least: str
+    measured: bool
 
     def price(self, runs: Sequence[Run], casts: Sequence[Node]) -> tuple[list[int], list[int]]:
         """Return the cost of each run of an op, and of a cast of each value: forward, and backward where it flows."""
@@ -47,7 +49,7 @@ class Costs(Protocol):
 class ByteCosts:
     """Bytes moved by casts and by ops of one graph, forward and backward."""
 
-    least = "moves the fewest bytes"
+    least, measured = "moves the fewest bytes", False
 
     def __init__(self, device: str, grad: frozenset[Node]) -> None:
         self.launch = LAUNCH[device]
@@ -73,7 +75,7 @@ class ByteCosts:
 class UnitCosts:
     """One for every cast, nothing for an op: the fewest casts, where no sizes are known."""
 
-    least = "takes the fewest casts"
+    least, measured = "takes the fewest casts", False
 
     def price(self, runs: Sequence[Run], casts: Sequence[Node]) -> tuple[list[int], list[int]]:
         """Return ones for the casts."""
@@ -120,7 +122,7 @@ _VIEWS = frozenset(
 def requires_grad(graph: Graph) -> frozenset[Node]:
     """Return the values that gradients flow through: made from a trainable parameter outside no_grad regions.
 
-    Where nothing is known of an attribute, or of what is inside a module, it may be trainable.
+    Where nothing is known of an attribute but that it is no buffer, or of what is inside a module, it may be trainable.
     """
     out: set[Node] = set()
     enabled = [True]
@@ -129,7 +131,7 @@ def requires_grad(graph: Graph) -> frozenset[Node]:
             state = node.args[0]
             enabled = [*enabled[:-1]] if isinstance(state, Node) and len(enabled) > 1 else [*enabled, bool(state)]
         elif not node.op.startswith("call"):
-            unknown = node.op == "get_attr" and "val" not in node.meta
+            unknown = node.op == "get_attr" and "val" not in node.meta and not node.meta.get("buffer")
             if unknown or getattr(node.meta.get("val"), "requires_grad", False):
                 out.add(node)
         elif enabled[-1] and (node.op == "call_module" or any(n in out for n in node.all_input_nodes)):

@@ -12,11 +12,12 @@ from torch.fx import Node
 from . import ops
 from .colouring import AS_AUTOCAST, Colouring
 from .extremes import converts
+from .facts import rule_of
 from .kinds import by_kind, fp32, in_place, user_cast
 from .levels import by_level
 from .operand_casts import all_to, keep, natural
 from .policy import module_override, op_override
-from .rules import FOLLOW, LOW, PROMOTE, Rule, lookup
+from .rules import FOLLOW, LOW, PROMOTE, Rule
 from .state import State, first_float
 from .values import ANY, may_alias, mutated_operands, out_operands
 from .values import LOW as LOW_DTYPES
@@ -24,7 +25,7 @@ from .values import LOW as LOW_DTYPES
 
 def decide(state: State, node: Node, name: str, floats: list[ops.Operand]) -> Colouring | None:
     """Return what a node runs in, and why; None for one that has no say in it."""
-    row, kind = lookup(name, state.device, state.low)
+    row, kind = rule_of(node, state.device, state.low)
     if name in ("to", "type_as"):
         return user_cast(state, node)
     if node.meta.get(AS_AUTOCAST):

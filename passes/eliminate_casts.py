@@ -23,7 +23,7 @@ from torch.fx import Graph, Node
 from . import ops
 from .aliases import Aliases, grad_modes, may_alias
 from .assign_precision import Assignment
-from .insert_casts import CAST, cast_floating, is_inserted
+from .insert_casts import CAST, cast_floating, cast_weight, is_inserted
 from .rules import PROMOTING
 
 logger = logging.getLogger("fxamp")
@@ -90,20 +90,23 @@ def _share(graph: Graph, assignment: Assignment, mode: str) -> int:
     first: dict[Any, Node] = {}
     for cast in [n for n in graph.nodes if is_inserted(n) or n.target is CAST]:
         value: Any = cast.args[0]
-        is_weight = value.op == "get_attr" or bool(value.meta.get("parameter"))
+        is_attribute = value.op == "get_attr" or bool(value.meta.get("parameter"))
         if not is_inserted(cast) and (aliases.is_mutated(cast) or assignment.dtypes[value] == cast.args[1]):
             continue  # written later, or no copy at all
-        if mode == "weights" and not is_weight:
+        if mode == "weights" and (not is_attribute or value.meta.get("buffer")):
             continue
         # A front end may read one attribute twice.
-        same = value.target if is_weight else value
-        one = cast.target is cast_floating and isinstance(
-            assignment.dtypes[value], torch.dtype
-        )  # float: a cast like any
-        key = (is_weight, same, CAST if one else cast.target, cast.args[1], modes[cast], aliases.epoch(value, cast))
+        same = value.target if is_attribute else value
+        one = cast.target is cast_weight or (  # a tensor: a cast like any
+            cast.target is cast_floating and isinstance(assignment.dtypes[value], torch.dtype)
+        )
+        key = (is_attribute, same, CAST if one else cast.target, cast.args[1], modes[cast], aliases.epoch(value, cast))
         keep = first.setdefault(key, cast)
-        if keep is not cast and is_inserted(cast):
-            edits += _replace(graph, cast, keep)
+        if keep is cast or not is_inserted(cast) or (cast.target is cast_weight and not is_inserted(keep)):
+            continue
+        if cast.target is cast_weight:  # what one reader needs does the others no harm
+            keep.target = cast_weight
+        edits += _replace(graph, cast, keep)
     return edits
 
 
@@ -131,6 +134,7 @@ def _dtype_argument(graph: Graph, assignment: Assignment) -> int:
         takes = schema is not None and any(a.name == "dtype" and a.kwarg_only for a in schema.arguments)
         if takes and ops.argument(reader, "dtype") is None:
             reader.kwargs = {**reader.kwargs, "dtype": cast.args[1]}
+            reader.meta["dtype_argument"] = True  # what it gives is no longer what was captured
             edits += _replace(graph, cast, cast.args[0])  # type: ignore[arg-type]
     return edits
 

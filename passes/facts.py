@@ -18,7 +18,7 @@ import torch
 from torch.fx import Node
 
 from . import ops
-from .rules import rule
+from .rules import ACCUMULATES, COMPOSITE, NO_LOW_FOR, Rule, lookup, rule
 
 NAMES = ("fp32_internal", "rounds_once", "commutes_forward", "commutes_backward")
 
@@ -98,6 +98,30 @@ def facts_of(node: Node, device: str, low: torch.dtype) -> Facts:
 def rounds_once(node: Node, name: str, device: str, low: torch.dtype) -> bool:
     """Say whether a node's op, of the given canonical name, is as good as correctly rounded in low."""
     return facts(name, device, low, **_static_arguments(node, statics(name, device))).rounds_once
+
+
+def rule_of(node: Node, device: str, low: torch.dtype | None = None) -> tuple[Rule, str]:
+    """Return the row of a call's op and its kind on a device, as its arguments have it."""
+    row, kind = lookup(ops.name(node), device, low)
+    composite = row.name == "lstm" and device == "cpu" and ops.is_projected(node)  # oneDNN has no projections
+    return row, COMPOSITE if composite else kind
+
+
+def lacks_low(node: Node, row: Rule, device: str) -> bool:
+    """Say whether a device has no low kernel for an op, or for these arguments of it."""
+    return device in row.no_low or _is_listed(node, NO_LOW_FOR.get(row.name))
+
+
+def accumulates(node: Node, row: Rule) -> bool:
+    """Say whether a write sums or multiplies many values into one: a sum, whatever its name."""
+    found = ACCUMULATES.get(row.name)
+    return found == ("", ()) or _is_listed(node, found)
+
+
+def _is_listed(node: Node, entry: tuple[str, tuple[Any, ...]] | None) -> bool:
+    """Say whether an argument of a call has one of these values."""
+    given = ops.argument(node, entry[0]) if entry else None
+    return entry is not None and isinstance(given, (bool, int, float, str)) and given in entry[1]
 
 
 @functools.cache

@@ -10,6 +10,7 @@ from torch.fx import Node
 from . import literals, ops
 from .colouring import Colouring
 from .errors import PolicyError
+from .facts import lacks_low
 from .kernels import runs_in
 from .operand_casts import all_to, castable, keep, natural
 from .policy import module_override
@@ -27,15 +28,15 @@ def by_kind(
     Raises:
         PolicyError: autocast bans the op on this device; it has no rule, and the policy wants one.
     """
-    if kind == LOW and not state.autocast and not runs_in(node, low, state.device, state.dtypes.get, state.tried):
-        return all_to(state, torch.float32, row, floats, KEEP, f"keep: no kernel for {low} on this {state.device}")
+    if kind == LOW and not state.autocast and _lacks(state, node, row, low):
+        return _without_kernel(state, node, row, floats, low)
     if kind == LOW:
         return _low(state, row, floats, low)
     if kind == FP32:
         return fp32(state, node, row, floats)
     reads_low = not state.autocast and any(state.dtypes[o.node] in LOW_DTYPES for o in floats)
     if kind in (PROMOTE, FOLLOW) and reads_low and _lacks(state, node, row, low):  # autocast fails there
-        return all_to(state, torch.float32, row, floats, KEEP, f"keep: no kernel for {low} on this {state.device}")
+        return _without_kernel(state, node, row, floats, low)
     if kind == PROMOTE:
         return natural(state, row, floats, kind, "promote: widest operand")
     if kind == FOLLOW or state.autocast:
@@ -64,7 +65,17 @@ def by_kind(
 
 
 def _lacks(state: State, node: Node, row: Rule, low: Any) -> bool:
-    return state.device in row.no_low or not runs_in(node, low, state.device, state.dtypes.get, state.tried)
+    if lacks_low(node, row, state.device):
+        return True
+    return not runs_in(node, low, state.device, state.dtypes.get, state.tried)
+
+
+def _without_kernel(state: State, node: Node, row: Rule, floats: list[ops.Operand], low: Any) -> Colouring:
+    """Colour what has no low kernel: FP32, but for what the author wrote on low values and nothing has changed."""
+    why = f"no kernel for {low} on this {state.device}"
+    if all(state.dtypes[o.node] == state.original[o.node] for o in floats):
+        return keep(state, node, floats, KEEP, f"as_written: {why}")
+    return all_to(state, torch.float32, row, floats, KEEP, f"keep: {why}")
 
 
 def _low(state: State, row: Rule, floats: list[ops.Operand], low: Any) -> Colouring:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from .facts import facts_of, rounds_once
+from .facts import accumulates, facts_of, lacks_low, rounds_once
 from .policy import Policy
 from .rules import BANNED, COMPOSITE, FOLLOW, FP32, KEEP, LOW, PROMOTE, RULES, Rule
 
@@ -29,13 +29,15 @@ def by_level(policy: Policy, node: Node, row: Rule, kind: str, floats: list[Node
     low: Any = policy.dtype
     if kind in (LOW, KEEP, BANNED, COMPOSITE):
         return kind
-    if device in row.no_low:
+    if lacks_low(node, row, device):
         return FP32
     several = PROMOTE if kind == PROMOTE or len(floats) > 1 else FOLLOW
     if policy.level == "O3" and not extreme:
         return LOW if row.out[0] in ("float", "first") and not row.commutes else several
     if row.name in _LOSSES:  # FP32, but for one that only picks values out
         return FOLLOW if facts_of(node, device, low).commutes_forward else FP32
+    if accumulates(node, row):
+        return FP32
     if row.sensitive and not _is_relieved(node, row, device, low):
         return FP32
     return several if kind == FP32 else kind

@@ -24,6 +24,9 @@ _NORMS = frozenset(
     _fused_rms_norm _native_batch_norm_legit _native_batch_norm_legit_no_training
     _native_batch_norm_legit_functional""".split()  # noqa: SIM905
 )
+# Ops that bring a value within bounds, and those that keep it from zero and one by a number.
+_BOUNDS = frozenset(["clamp", "clamp_min", "clamp_max", "hardtanh"])
+_BOUNDS_FROM_ONE = frozenset(["logit", "special_logit"])
 
 
 def numbers(node: Node) -> Iterator[float]:
@@ -60,8 +63,20 @@ def is_tiny(number: float, low: torch.dtype) -> bool:
 
 
 def has_tiny(name: str, found: Iterable[float], low: torch.dtype) -> bool:
-    """Say whether an op meets a value with a number that the low dtype has no counterpart of."""
-    return name not in _NORMS and any(is_tiny(x, low) for x in found)
+    """Say whether an op meets a value with a number that the low dtype has no counterpart of.
+
+    Such are numbers that it rounds to zero, and bounds that it rounds to one: logarithms behind them are infinite.
+    """
+    if name in _NORMS:
+        return False
+    op, found = name.removesuffix("_"), list(found)
+    bounds = found if op in _BOUNDS else [1 - x for x in found] if op in _BOUNDS_FROM_ONE else []
+    return any(is_tiny(x, low) for x in found) or any(_becomes_one(x, low) for x in bounds)
+
+
+def _becomes_one(number: float, low: torch.dtype) -> bool:
+    """Say whether a number beside one, or minus one, is rounded to it."""
+    return abs(number) != 1 and abs(torch.tensor(number, dtype=low).item()) == 1
 
 
 def mend(found: Iterable[float], low: torch.dtype) -> tuple[tuple[float, float], ...] | None:

@@ -57,14 +57,14 @@ class Call:
 Timer = Callable[[Sequence[Call]], Mapping[Call, int]]
 
 
-ACCURACY = 0.05  # of a measured time; within it low, which saves memory, counts as the faster
+ACCURACY = 0.05  # of a measured time; low must win by more, or what runs FP32 stays FP32
 ROUND_TRIPS = 4  # of a cast, for one alone would be lost in the time that a backward takes to start
 
 
 class MeasuredCosts:
     """Nanoseconds on the device at hand. What cannot be measured is estimated from its bytes."""
 
-    least = "takes the least time"
+    least, measured = "takes the least time", True
 
     def __init__(self, device: str, low: torch.dtype, grad: frozenset[Node], timer: Timer) -> None:
         self.low, self.grad, self.timer = low, grad, timer
@@ -87,7 +87,7 @@ class MeasuredCosts:
     def _of_run(self, run: Run, taken: int | None) -> int:
         if taken is None:
             return self.bytes.run(run.node, run.dtype.itemsize) // self.speed
-        return int(taken * (1 - ACCURACY)) if run.dtype == self.low else taken
+        return int(taken * (1 + ACCURACY)) if run.dtype == self.low else taken
 
     def _of_cast(self, value: Node, taken: int | None) -> int:
         return self.bytes.cast(value) // self.speed if taken is None else taken // (2 * ROUND_TRIPS)

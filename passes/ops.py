@@ -199,6 +199,17 @@ def _suffix(node: Node, found: str) -> str:
     return ""
 
 
+def is_projected(node: Node) -> bool:
+    """Say whether a call of an LSTM projects its hidden state: each layer and direction then has one weight more."""
+    at = max((i for i, a in enumerate(node.args) if isinstance(a, (list, tuple))), default=-1)
+    if at < 0 or len(node.args) < at + 6:
+        return False
+    weights: Any = node.args[at]
+    settings: Any = node.args[at + 1 :]
+    bias, layers, _, _, bidirectional = settings[:5]
+    return bool(len(weights) > (4 if bias else 2) * layers * (2 if bidirectional else 1))
+
+
 # Arguments.
 
 

@@ -18,13 +18,14 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from networkx import NetworkXUnbounded
 from torch.fx import Graph, Node
 
 from . import ops
 from .apply_cut import apply_cut
 from .costs import ByteCosts, Costs, UnitCosts, requires_grad
 from .cut import Problem, Variable, solve
-from .errors import PlanError
+from .errors import PlanError, VerificationError
 from .free import free_nodes
 from .measured_costs import MeasuredCosts, Timer
 from .placement_problem import price, unpriced_problem
@@ -59,6 +60,7 @@ def place(
 
     Raises:
         PlanError: the plan stores a value low that a reader needs in FP32.
+        VerificationError: no placement is possible, which is a bug.
     """
     low: Any = policy.dtype
     grad = requires_grad(graph)
@@ -69,7 +71,12 @@ def place(
     problem = unpriced_problem(simulation, uses)
     if plan is None:
         price(problem, simulation, uses, costs, grad)
-        low_side = solve(problem)
+        try:
+            low_side = solve(problem)
+        except NetworkXUnbounded as e:
+            raise VerificationError(
+                "what binds the values of this graph allows no placement. This is a bug in fxamp; please report it."
+            ) from e
     else:
         low_side = _planned(problem, plan, graph, free, low)
     return apply_cut(low_side, simulation, uses, costs)

@@ -13,7 +13,7 @@ from . import ops
 from .colouring import Place
 from .costs import Costs, Run
 from .cut import FP32, LOW, Net, Problem, Variable
-from .rules import PROMOTING
+from .rules import PROMOTING, rule
 from .simulate import Simulation
 from .uses import Uses
 
@@ -49,15 +49,40 @@ def _imply(problem: Problem, node: Node, simulation: Simulation, uses: Uses) -> 
 
 
 def price(problem: Problem, simulation: Simulation, uses: Uses, costs: Costs, grad: frozenset[Node]) -> None:
-    """Fill in what everything costs: each free node on both sides, and a net for each value that may need a cast."""
+    """Fill in what everything costs: each free node on both sides, and a net for each value that may need a cast.
+
+    Of placements that cost the same, the one that rounds the fewest results is the cheapest. Bytes and unit costs say
+    that of two casts alone, one before an op whose result leaves the graph in FP32 and one behind it, so there an op
+    costs the same on both sides; behind it something would be rounded for nothing.
+    """
     sides = [_run(node, dtype, uses) for node in uses.free for dtype in (simulation.low, torch.float32)]
     nets = {n: ends for n in simulation.graph.nodes if (ends := _net(n, simulation, uses)) is not None}
     runs, casts = costs.price(sides, list(nets))
+    finer = len(uses.free) + 1  # than any cost: all roundings together weigh less than a byte
+    returned = set() if costs.measured else _returned(uses)
     for node, low, fp32 in zip(uses.free, runs[::2], runs[1::2], strict=True):
-        problem.add(node, low, fp32)
+        problem.add(node, (max(low, fp32) if node in returned else low) * finer + _rounds(node), fp32 * finer)
     for (node, (tensor, *readers)), cost in zip(nets.items(), casts, strict=True):
-        promoted = tensor == LOW and _is_promoted(node, uses, grad)
-        problem.nets.append(Net(tensor, tuple(readers), cost // 2 if promoted else cost))
+        if tensor == LOW and _is_promoted(node, simulation, uses):
+            cost = cost // 2 if node in grad else 0
+        problem.nets.append(Net(tensor, tuple(readers), cost * finer))
+
+
+def _rounds(node: Node) -> bool:
+    """Say whether an op rounds what it computes: one that only moves values does not."""
+    row = rule(ops.name(node))
+    return ops.name(node) != "getitem" and (row is None or row.commutes == "")
+
+
+def _returned(uses: Uses) -> set[Node]:
+    """Return the free nodes whose result leaves the graph in FP32, moved on the way or not."""
+    found: set[Node] = set()
+    for node in reversed([*uses.free]):
+        for reader, where in uses.readers[node]:
+            leaves = reader.op == "output" and uses.needs[reader].get(where) == torch.float32
+            if leaves or (reader in found and not _rounds(reader)):
+                found.add(node)
+    return found
 
 
 def _run(node: Node, dtype: torch.dtype, uses: Uses) -> Run:
@@ -86,7 +111,18 @@ def _side(reader: Node, where: Place, simulation: Simulation, uses: Uses) -> Var
     return LOW if needed == simulation.low else FP32 if needed == torch.float32 else None
 
 
-def _is_promoted(node: Node, uses: Uses, grad: frozenset[Node]) -> bool:
-    """Say whether the one reader of a value casts it up by itself, so that only its gradient takes a cast."""
+def _is_promoted(node: Node, simulation: Simulation, uses: Uses) -> bool:
+    """Say whether the one reader of a value casts it up by itself, so that at most its gradient takes a cast.
+
+    It does beside a tensor that is FP32, and not beside a number.
+    """
     read = uses.readers[node]
-    return len(read) == 1 and ops.name(read[0][0]) in PROMOTING and node in grad
+    if len(read) != 1 or ops.name(read[0][0]) not in PROMOTING:
+        return False
+    others = [o.node for o in ops.operands(read[0][0]) if o.node is not node]
+    return any((n in uses.free or simulation.dtypes[n] == torch.float32) and _rank(n) > 0 for n in others)
+
+
+def _rank(node: Node) -> int:
+    value = node.meta.get("val")
+    return value.dim() if isinstance(value, torch.Tensor) else 1

@@ -9,6 +9,9 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
+import reprlib
+import uuid
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -23,6 +26,7 @@ FORMAT_VERSION = 2
 # Reasons for which a node may differ from what torch.autocast does, at O1. The list is complete.
 DEVIATIONS = ("user_cast", "literal", "composite", "keep")
 REMEDY = "make the plan anew, with `fxamp report TARGET --save-plan FILE` or `fxamp.plan(model, ...).save(path)`"
+_SURROGATE = re.compile("[\ud800-\udfff]")  # text that a path may hold and UTF-8 has not
 
 
 @dataclass(frozen=True)
@@ -129,7 +133,8 @@ class Plan:
     def to_json(self) -> str:
         """Write the plan as text, the same text for the same plan."""
         data = asdict(self) | {"policy": str(self.policy)}
-        return json.dumps(data, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
+        text = json.dumps(data, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
+        return _SURROGATE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
     @classmethod
     def from_json(cls, text: str, *, name: str = "plan") -> Plan:
@@ -138,6 +143,8 @@ class Plan:
             data = json.loads(text)
         except json.JSONDecodeError as error:
             raise PlanError(f"{name}:{error.lineno}: not JSON, or cut short ({error.msg}); {REMEDY}") from error
+        except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets within brackets
+            raise PlanError(f"{name}: not a plan ({error}); {REMEDY}") from error
         if not isinstance(data, dict) or not isinstance(data.get("version"), int):
             raise PlanError(f'{name}: JSON, but not a plan (no "version"); {REMEDY}')
         if data["version"] < 1:
@@ -165,18 +172,18 @@ class Plan:
         """Write the plan to a file, all of it or nothing."""
         try:
             write_text(path, self.to_json())
-        except OSError as error:
-            raise PlanError(f"cannot write the plan to {os.fspath(path)!r}: {error.strerror or error}") from error
+        except (OSError, ValueError) as error:
+            raise PlanError(f"cannot write the plan to {os.fspath(path)!r}: {_why(error)}") from error
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
         """Read a plan from a file."""
         try:
             text = Path(path).read_text(encoding="utf-8")
-        except OSError as error:
-            raise PlanError(f"cannot read the plan {os.fspath(path)!r}: {error.strerror or error}; {REMEDY}") from error
         except UnicodeDecodeError as error:
             raise PlanError(f"{os.fspath(path)}:1: not a plan (not UTF-8 text); {REMEDY}") from error
+        except (OSError, ValueError) as error:
+            raise PlanError(f"cannot read the plan {os.fspath(path)!r}: {_why(error)}; {REMEDY}") from error
         return cls.from_json(text, name=os.fspath(path))
 
 
@@ -209,17 +216,27 @@ def joined(plans: Sequence[Plan], states: Sequence[str]) -> Plan:
     )  # fmt: skip
 
 
+def _why(error: Exception) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
+
+
 def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Write a text file whole: a reader sees the old file or the new one, never half of it."""
+    """Write a text file whole: a reader sees the old file or the new one, never half of it, whoever else writes.
+
+    Raises:
+        OSError: the file cannot be written.
+        ValueError: the path is none, or the text has characters that UTF-8 has not.
+    """
     # A link keeps pointing where it points.
     target = Path(os.path.realpath(path))
     if target.exists() and not target.is_file():
         # A directory says so here; a device or a pipe cannot be replaced, only written to.
         target.write_text(text, encoding="utf-8")
         return
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    temporary = target.with_name(f".fxamp-{uuid.uuid4().hex}.tmp")  # short, for the target's own name may be long
     try:
-        temporary.write_text(text, encoding="utf-8")
+        with temporary.open("x", encoding="utf-8") as file:
+            file.write(text)
         temporary.replace(target)
     finally:
         temporary.unlink(missing_ok=True)
@@ -259,6 +276,8 @@ def _check_shape(kind: type[Plan] | type[Decision], data: Any, where: str) -> No
         expected = _FIELD_TYPES.get(name, str)
         # bool is an int to Python, but not in a plan.
         if not isinstance(value, expected) or isinstance(value, bool):
-            raise PlanError(f"{where}: {name!r} is {value!r:.60}, expected {expected.__name__}; {REMEDY}")
+            raise PlanError(f"{where}: {name!r} is {reprlib.repr(value):.60}, expected {expected.__name__}; {REMEDY}")
+        if isinstance(value, int) and value < 0:
+            raise PlanError(f"{where}: {name!r} is negative, {value}; {REMEDY}")
         if name in ("causes", "notes", "states") and not all(isinstance(item, str) for item in value):
             raise PlanError(f"{where}: {name!r} holds something other than text; {REMEDY}")

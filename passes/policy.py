@@ -9,6 +9,8 @@ A `Policy` is frozen and hashable, and its string form round-trips::
 from __future__ import annotations
 
 import difflib
+import functools
+import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, fields
@@ -38,6 +40,9 @@ CHOICES = {
 }
 
 _DTYPE_SPELLINGS = DTYPES | {"float16": torch.float16, "half": torch.float16, "bfloat16": torch.bfloat16}
+# What people write for something that has another name here.
+_MEANT = {"gpu": "cuda"} | dict.fromkeys(_DTYPE_SPELLINGS, "low")
+_LIKE = 0.55  # of two names that are taken for each other: "fp8" is like "fp16", and "fp16" is not like "fp32"
 _FP32_SPELLINGS = ("float32", "torch.float32", "float")
 
 
@@ -88,6 +93,8 @@ class Policy:
     def parse(cls, text: str) -> Policy:
         """Read the string form, `LEVEL[,KEY=VALUE]...`."""
         level, *settings = (part.strip() for part in text.split(","))
+        if level not in LEVELS:
+            raise PolicyError(f"unknown level {level!r}; legal: {', '.join(LEVELS)}{_instead_of_level(text, level)}")
         plain: dict[str, str] = {}
         modules: list[tuple[str | type[nn.Module], object]] = []
         ops: list[tuple[str, object]] = []
@@ -99,6 +106,9 @@ class Policy:
                 modules.append((key.removeprefix("modules."), value))
             elif key.startswith("ops."):
                 ops.append((key.removeprefix("ops."), value))
+            elif "." in key:
+                legal = [f"{field}.{key.partition('.')[2]}" for field in ("modules", "ops")]
+                raise PolicyError(f"unknown key {key!r}; overrides are modules.NAME and ops.NAME{nearest(key, legal)}")
             elif key in plain:
                 raise PolicyError(f"policy {text!r}: {key!r} is given twice; keep one")
             else:
@@ -213,10 +223,23 @@ def type_names(kind: type | str) -> tuple[str, ...]:
 
 
 def nearest(name: str, candidates: Iterable[str]) -> str:
-    """Write the end of an error message that points to the candidate most like `name`; empty without candidates."""
+    """Write the end of an error message that points to the candidate most like `name`; empty where none is like it."""
     # Sorted, because of equally good candidates the first wins and a set has no order to rely on.
-    found = difflib.get_close_matches(name, sorted(candidates), n=1, cutoff=0.0)
+    ordered = sorted(candidates)
+    found = [c for c in ordered if c == _MEANT.get(name)] or difflib.get_close_matches(name, ordered, 1, _LIKE)
     return f"; the nearest name is {found[0]!r}" if found else ""
+
+
+def _instead_of_level(text: str, level: str) -> str:
+    """Write the end of an error message on a policy that does not begin with a level: how it is written instead."""
+    words = level.split()
+    if len(words) > 1 and words[0] in LEVELS:
+        return f"; settings are separated by commas: {','.join((*words, *text.split(',')[1:]))!r}"
+    if level in _DTYPE_SPELLINGS:
+        return f"; a policy begins with its level: {f'O1,dtype={text}'!r}"
+    if "=" in level:
+        return f"; a policy begins with its level: {f'O1,{text}'!r}"
+    return nearest(level, LEVELS)
 
 
 def _matches(policy: Policy, stack: Stack) -> Iterable[tuple[tuple[int, int, int], Override]]:
@@ -236,9 +259,24 @@ def _matches(policy: Policy, stack: Stack) -> Iterable[tuple[tuple[int, int, int
                 break
 
 
+@functools.lru_cache(maxsize=1024)
 def _glob(key: str) -> re.Pattern[str]:
-    """Compile a glob of module paths: `*` stays within one segment, submodules are covered."""
-    return re.compile(re.escape(key).replace(r"\*", "[^.]*") + r"(\..*)?")
+    """Compile a glob of module paths: `*` stays within one segment, submodules are covered.
+
+    What stands between two stars is taken where it comes first, for good (a lookahead is not tried again), so that
+    the time to match grows with the length of a path and not with a power of it.
+    """
+    groups = itertools.count()
+
+    def segment(text: str) -> str:
+        first, *rest = map(re.escape, re.sub(r"\*+", "*", text).split("*"))
+        if not rest:
+            return first
+        *middle, last = rest
+        found = "".join(f"(?=(?P<g{n}>[^.]*?{part}))(?P=g{n})" for part, n in zip(middle, groups, strict=False))
+        return rf"{first}{found}[^.]*{last}(?![^.])"
+
+    return re.compile(r"\.".join(map(segment, key.split("."))) + r"(\..*)?")
 
 
 def _public_name(name: str) -> str:

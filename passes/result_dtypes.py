@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,7 @@ from . import ops
 from .colouring import AS_AUTOCAST, Colouring
 from .rules import COMPOSITE, KEEP, rule
 from .state import State, first_float
-from .values import ELIGIBLE, LOW
+from .values import ANY, ELIGIBLE, LOW
 
 
 def result_dtypes(state: State, node: Node, colouring: Colouring) -> Any:
@@ -23,11 +24,12 @@ def result_dtypes(state: State, node: Node, colouring: Colouring) -> Any:
         return colouring.dtype
     if colouring.kind == AS_AUTOCAST:
         return node.meta["autocast"]
-    kept = colouring.kind in (KEEP, COMPOSITE) and not state.autocast
-    if kept or node.op == "call_module" or name.startswith("higher_order::"):
-        return state.original[node]
     casts = colouring.casts
     wanted = {o.node: casts[o.name, o.index] for o in ops.operands(node) if (o.name, o.index) in casts}
+    kept = colouring.kind in (KEEP, COMPOSITE) and not state.autocast
+    kept &= all(state.original[n] in (ANY, wanted.get(n, state.dtypes[n])) for n in node.all_input_nodes)
+    if kept or node.op == "call_module" or name.startswith("higher_order::"):
+        return state.original[node]
     try:
         refuse_mixed(node, lambda n: wanted.get(n, state.dtypes[n]))
         made = state.infer(node, lambda n: wanted.get(n, state.dtypes[n]))
@@ -39,17 +41,19 @@ def result_dtypes(state: State, node: Node, colouring: Colouring) -> Any:
 
 
 def _unified(state: State, node: Node, colouring: Colouring) -> Any:
-    """Cast all floating operands to the widest when the op rejects the dtypes it would get."""
+    """Cast all floating operands to the widest when the op rejects the dtypes it would get, else to FP32."""
     floats = [o for o in ops.operands(node) if state.dtypes[o.node] in ELIGIBLE]
     if not floats:
         return state.original[node]
     widest = functools.reduce(torch.promote_types, [state.dtypes[o.node] for o in floats])
-    colouring.casts = {(o.name, o.index): widest for o in floats if state.dtypes[o.node] != widest}
-    colouring.dtype, colouring.reason = widest, "widest: the kernel rejects mixed operands"
-    try:
-        return state.infer(node, lambda n: widest if state.dtypes[n] in ELIGIBLE else state.dtypes[n])
-    except Exception:  # fake tensors cannot run this op at all
-        return state.original[node]
+    reasons = {torch.float32: f"keep: no kernel for {state.low} on this {state.device}"}
+    reasons[widest] = "widest: the kernel rejects mixed operands"
+    for dtype in dict.fromkeys((widest, torch.float32)):
+        colouring.casts = {(o.name, o.index): dtype for o in floats if state.dtypes[o.node] != dtype}
+        colouring.dtype, colouring.reason = dtype, reasons[dtype]
+        with contextlib.suppress(Exception):  # fake tensors cannot run this op at all
+            return state.infer(node, lambda n, d=dtype: d if state.dtypes[n] in ELIGIBLE else state.dtypes[n])
+    return state.original[node]
 
 
 def refuse_mixed(node: Node, dtype_of: Callable[[Node], Any]) -> None:

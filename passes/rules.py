@@ -10,7 +10,7 @@ listed op inside counts as what it does in effect; where that depends on shapes 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -362,6 +362,21 @@ NO_LOW: dict[tuple[str, ...], str] = {
      histogramdd""",
 }
 
+# Arguments for which an op lacks a low kernel on any device, though it has one otherwise.
+NO_LOW_FOR: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "linalg_matrix_norm": ("ord", (2, -2, "nuc")),
+    "linalg_norm": ("ord", ("nuc",)),
+    "norm": ("p", ("nuc",)),
+}
+
+# Arguments for which an op sums or multiplies many values into one; () where it always does.
+ACCUMULATES: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "index_add": ("", ()), "scatter_add": ("", ()), "scatter": ("reduce", ("add", "multiply")),
+    "scatter_reduce": ("reduce", ("sum", "prod", "mean")), "index_reduce": ("reduce", ("prod", "mean")),
+    "segment_reduce": ("reduce", ("sum", "prod", "mean")), "index_put": ("accumulate", (True,)),
+    "_unsafe_index_put": ("accumulate", (True,)), "put": ("accumulate", (True,)),
+}  # fmt: skip
+
 SINCE: dict[str, str] = {"2.12": "rms_norm", "2.13": "linear_cross_entropy", "2.14": "linalg_matrix_sqrth"}
 UNTIL: dict[str, str] = {"2.14": "cholesky qr"}
 
@@ -424,10 +439,21 @@ def lookup(name: str, device: str, low: torch.dtype | None = None) -> tuple[Rule
     return found, found.kind(device)
 
 
-def rules() -> Iterator[Rule]:
-    """Yield every row, those of custom ops last."""
-    yield from RULES.values()
-    yield from _custom.values()
+class Table(tuple[Rule, ...]):
+    """Rows of the table, in order; prints as one line a row."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        """Write name, kinds and reason of every row."""
+        width = max((len(r.name) for r in self), default=0)
+        kinds = max(map(len, KIND_NAMES))
+        return "\n".join(f"{r.name:{width}}  cpu: {r.cpu:{kinds}}  cuda: {r.cuda:{kinds}}  {r.reason}" for r in self)
+
+
+def rules() -> Table:
+    """Return every row, those of custom ops last."""
+    return Table((*RULES.values(), *_custom.values()))
 
 
 # Kernels that take operands of several floating dtypes and cast the narrower ones up as they read them.

@@ -6,6 +6,7 @@ author's casts and the level decide first (`decide.py`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from .aliases import is_opaque
 from .bodies import Body, Border
 from .colouring import Colouring
 from .decide import decide
+from .facts import accumulates
 from .fit_numbers import fit_numbers
 from .operand_casts import keep
 from .result_dtypes import result_dtypes
@@ -70,9 +72,16 @@ class Simulation(State):
                 self.pinned.add(root)
         for node, colouring in self.colours.items():
             written = mutated_operands(node)
-            if any(o.node in written and (o.name, o.index) in colouring.casts for o in ops.operands(node)):
+            sums_low = self.policy.level == "O2" and not self.autocast and self._sums_low(node, written)
+            if sums_low or any(o.node in written and (o.name, o.index) in colouring.casts for o in ops.operands(node)):
                 self.pinned.update(self.aliases.find(w) for w in written)
         return len(self.pinned) > self._pinned_before
+
+    def _sums_low(self, node: Node, written: Sequence[Node]) -> bool:
+        """Say whether many values are summed in place into a low one, which the author had in FP32."""
+        row = lookup(ops.name(node), self.device, self.low)[0]
+        low = any(self.dtypes[w] in LOW and self.original[w] == torch.float32 for w in written)
+        return low and accumulates(node, row)
 
     def _enter(self, node: Node, body: Body) -> None:
         """Run through the body of a higher-order op with the dtypes that its operands have here."""

@@ -108,7 +108,8 @@ def _owner(node: Node) -> Node:
 def _is_touched(node: Node, assignment: Assignment) -> bool:
     colouring = assignment.colours.get(node)
     read = "read" in node.meta and ops.name(node) not in ("to", "type_as")
-    return read or is_inserted(node) or (colouring is not None and colouring.set_dtype is not None)
+    told = "dtype_argument" in node.meta  # by eliminate_casts
+    return read or is_inserted(node) or told or (colouring is not None and colouring.set_dtype is not None)
 
 
 def _name(node: Node) -> str:

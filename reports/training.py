@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -105,7 +105,7 @@ class Block(nn.Module):
         q, k, v = self.qkv(self.n1(x)).view(batch, tokens, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
         x = x + self.out(attended.transpose(1, 2).reshape(batch, tokens, width))
-        return x + self.down(F.gelu(self.up(self.n2(x))))
+        return x + cast(Tensor, self.down(F.gelu(self.up(self.n2(x)))))
 
 
 class VisionTransformer(nn.Module):
@@ -120,7 +120,8 @@ class VisionTransformer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return ten logits an image."""
-        return self.head(self.blocks(self.patches(x).flatten(2).transpose(1, 2) + self.positions).mean(1))
+        pooled = self.blocks(self.patches(x).flatten(2).transpose(1, 2) + self.positions).mean(1)
+        return cast(Tensor, self.head(pooled))
 
 
 class CharacterGPT(nn.Module):
@@ -290,7 +291,7 @@ def compare(runs: Sequence[Run], task: str) -> list[tuple[str, ...]]:
     by_variant = {v: {r.seed: r for r in runs if (r.task, r.variant) == (task, v)} for v in VARIANTS}
     exact = {seed: run.loss for seed, run in by_variant[FP32].items()}
     noise = _deviation([loss for loss in exact.values() if loss is not None])
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for variant, found in by_variant.items():
         losses = [run.loss for run in found.values() if run.loss is not None]
         if not losses:

@@ -298,3 +298,66 @@ def test_every_level_trains(level: str) -> None:
         losses.append(loss.item())
     assert losses[-1] < 0.5 * losses[0]
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in net.parameters())
+
+
+INDEX = torch.tensor([0, 1, 0, 0])
+EVERYWHERE = INDEX[:, None].expand(4, 8)
+SUMS: dict[str, Callable[[Tensor], Tensor]] = {
+    "index_add": lambda y: torch.zeros(2, 8).index_add(0, INDEX, y),
+    "scatter_add": lambda y: y.new_zeros(2, 8).scatter_add(0, EVERYWHERE, y),
+    "scatter_reduce": lambda y: torch.zeros(2, 8).scatter_reduce(0, EVERYWHERE, y, "sum"),
+    "index_reduce": lambda y: y.new_ones(2, 8).index_reduce(0, INDEX, y, "mean"),
+    "scatter": lambda y: y.new_zeros(2, 8).scatter(0, EVERYWHERE, y, reduce="add"),
+    "index_put": lambda y: torch.zeros(2, 8).index_put((INDEX,), y, accumulate=True),
+    "index_add_": lambda y: y.new_zeros(2, 8).index_add_(0, INDEX, y),
+    "scatter_add_": lambda y: torch.zeros_like(y).scatter_add_(0, EVERYWHERE, y),
+    "index_put_": lambda y: torch.zeros_like(y).index_put_((INDEX,), y, accumulate=True),
+}
+MOVES: dict[str, Callable[[Tensor], Tensor]] = {
+    "scatter_reduce": lambda y: y.new_zeros(2, 8).scatter_reduce(0, EVERYWHERE, y, "amax"),
+    "scatter": lambda y: y.new_zeros(2, 8).scatter(0, EVERYWHERE, y),
+    "index_put": lambda y: y.new_zeros(4, 8).index_put((INDEX.sort()[0],), y),
+    "index_copy": lambda y: y.new_zeros(4, 8).index_copy(0, torch.tensor([2, 0, 1, 3]), y),
+}
+
+
+@pytest.mark.filterwarnings("ignore:index_reduce", "ignore:The reduce argument")
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@pytest.mark.parametrize("op", SUMS)
+def test_at_o2_sums_into_an_accumulator_are_fp32(op: str, dtype: str) -> None:
+    def f(m: Net, x: Tensor) -> Any:
+        return m.second(SUMS[op](m.first(x)))
+
+    module = convert(f, f"O2,dtype={dtype}")
+    assert [d.colour for d in decided(module, op)] == ["float32"]
+    assert [d.colour for d in decided(module, "linear")] == [{"fp16": "float16", "bf16": "bfloat16"}[dtype]] * 2
+    expected, got = Net(f)(X), module(X)
+    assert ((got - expected).norm() / expected.norm()).item() < 0.02
+
+
+@pytest.mark.parametrize("op", MOVES)
+def test_at_o2_writes_that_sum_nothing_stay_low(op: str) -> None:
+    module = convert(lambda m, x: m.second(MOVES[op](m.first(x))), "O2,dtype=bf16")
+    assert [d.colour for d in decided(module, op)] == ["bfloat16"]
+
+
+def test_a_sum_into_an_accumulator_that_leaves_fp16_stays_finite_at_o2() -> None:
+    def f(m: Net, x: Tensor) -> Any:
+        return torch.zeros(1, 8).index_add(0, torch.zeros(4, dtype=torch.long), m.first(x) * 30_000)
+
+    expected, got = Net(f)(X), convert(f, "O2,dtype=fp16")(X)
+    assert expected.abs().max() > 65_504
+    assert torch.allclose(got, expected, rtol=0.01, atol=60)
+
+
+@pytest.mark.filterwarnings("ignore:index_reduce", "ignore:The reduce argument")
+@pytest.mark.parametrize("op", SUMS)
+def test_at_o1_sums_into_an_accumulator_are_autocasts(op: str) -> None:
+    def f(m: Net, x: Tensor) -> Any:
+        return SUMS[op](m.first(x))
+
+    try:
+        expected = under_autocast(Net(f))
+    except RuntimeError:  # of mixed dtypes
+        return
+    assert torch.equal(convert(f)(X), expected)

@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, symbolic_trace
 
+import fxamp
 from fxamp.bindings import bindings, called_directly
 from passes import ops
 from passes._torch import pytree
 from tests.graphs import parse
+from tests.helpers import Two, example
 
 X, Y = torch.randn(4, 6, generator=torch.Generator().manual_seed(0)), torch.linspace(-1, 1, 24).view(4, 6)
 W, B, V = torch.linspace(-2, 2, 36).view(6, 6), torch.linspace(0, 1, 6), torch.ones(6)
@@ -94,6 +96,20 @@ def test_a_function_has_the_canonical_name_of_its_overload(overload: Any) -> Non
     x = graph.placeholder("x")
     nodes = [graph.call_function(target, (x,)) for target in (overload, bindings()[overload])]
     assert ops.name(nodes[0]).removesuffix("_nd") == ops.name(nodes[1]).removesuffix("_nd")
+
+
+@pytest.mark.parametrize("literal", [torch.float16, torch.float64])
+@pytest.mark.parametrize("policy", ["O0", "O1"])
+def test_a_cast_with_a_memory_format_runs(literal: torch.dtype, policy: str) -> None:
+    def f(self: Two, x: Tensor) -> Any:
+        return self.l(x).view(2, 3, 2, 6).to(literal, memory_format=torch.channels_last)
+
+    model, x = Two(f), example(12)
+    module = fxamp.convert(model, x, policy=policy, capture="export")
+    with torch.autocast("cpu", torch.bfloat16, enabled=policy != "O0"):
+        expected = model(x)
+    assert torch.equal(module(x), expected)
+    assert module(x).stride() == expected.stride()
 
 
 def test_the_code_calls_functions_and_the_graph_keeps_its_overloads() -> None:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import dataclasses
 from collections import namedtuple
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.export import Dim
+from torch.utils.checkpoint import checkpoint
 
 import fxamp
-from passes._torch import pytree
+from fxamp.convert import resolve
+from passes._torch import guards_of, pytree
 from passes.errors import NotFaithfulError
 from tests.helpers import FRONT_ENDS, Two, assert_is_eager, assert_same, assert_untouched, example, fingerprint, o0
 from tests.models import BY_NAME, GraphConv, LeNet5
@@ -605,3 +608,31 @@ def test_leaves_of_example_containers_are_all_tensors_of_the_graph() -> None:
     converted = o0(Two(nested), ({"p": x, "q": (x,)},))
     assert [leaf.name for leaf in converted.call_spec.leaves] == ["batch['p']", "batch['q'][0]"]
     assert len(pytree.tree_leaves(converted.call_spec.bind(({"p": x, "q": (x,)},), {}))) == 2
+
+
+def test_a_model_on_a_device_without_op_lists_is_refused_with_the_way_out() -> None:
+    class Elsewhere(nn.Linear):
+        def parameters(self, recurse: bool = True) -> Any:
+            return iter([OnMps()])
+
+    class OnMps(Tensor):
+        device = SimpleNamespace(type="mps")  # type: ignore[assignment]
+
+    message = r"Elsewhere is on 'mps', for which fxamp knows no ops: move it to cpu or cuda before"
+    with pytest.raises(fxamp.PolicyError, match=message):
+        resolve(fxamp.Policy(), Elsewhere(2, 2), None)
+    assert resolve(fxamp.Policy(device="cuda"), Elsewhere(2, 2), None).device == "cuda"
+
+
+def test_an_exporter_that_does_not_say_what_it_assumed_is_refused() -> None:
+    with pytest.raises(fxamp.CaptureError, match="does not say what it assumed of the sizes"):
+        guards_of(SimpleNamespace())  # type: ignore[arg-type]
+
+
+def test_what_is_logged_says_that_it_is_ours(caplog: pytest.LogCaptureFixture) -> None:
+    def counts(self: Any, x: Tensor) -> Any:
+        return checkpoint(self.l, x, use_reentrant=False)
+
+    with caplog.at_level("WARNING", "fxamp"):
+        fxamp.convert(Two(counts), policy="O1")
+    assert [r.getMessage()[:32] for r in caplog.records] == ["fxamp: counts is captured at its"]

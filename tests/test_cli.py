@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from passes.policy import Policy
 ROOT = Path(__file__).parents[1]
 LINEAR = Decision("fc/linear#0", 0, "linear", "fc", "net.py:12", "bfloat16", "bfloat16", "low", "autocast_low")
 PLAN = Plan((LINEAR,), Policy("O1", dtype="bf16", device="cpu"))
-OTHER = Plan((LINEAR,), Policy("O2", dtype="bf16", device="cpu"))
+OTHER = Plan((dataclasses.replace(LINEAR, colour="float32"),), Policy("O2", dtype="bf16", device="cpu"))
 
 Capture = pytest.CaptureFixture[str]
 
@@ -61,7 +62,7 @@ def test_equal_plans_leave_with_zero(here: Path, capsys: Capture) -> None:
 
 def test_different_plans_leave_with_one(here: Path, capsys: Capture) -> None:
     assert main(["diff", "a.json", "b.json"]) == 1
-    assert "! (plan)  policy:" in capsys.readouterr().out
+    assert "! fc/linear#0  colour: bfloat16 -> float32" in capsys.readouterr().out
 
 
 def test_exit_zero_makes_found_zero_but_not_an_error(here: Path, capsys: Capture) -> None:
@@ -173,6 +174,7 @@ def test_dataclass_in_a_target_file_works(here: Path) -> None:
         ("net.py:number", "'net.py' holds something that cannot be called under 'number'"),
         ("net.py:fails", "'net.py:fails' raised ValueError: no data"),
         ("net.py:leaves", "'net.py:leaves' raised SystemExit: 0"),
+        ("net.py:stops", "'net.py:stops' raised GeneratorExit"),
         ("net.py:four", "returned 4 things"),
         ("broken.py:build", "cannot import 'broken.py' .SyntaxError"),
         ("leaving.py:build", "cannot import 'leaving.py' .SystemExit: 0"),
@@ -184,7 +186,8 @@ def test_target_that_does_not_work_is_named(here: Path, target: str, message: st
         "def build(): return 'model'\n"
         "def four(): return 1, 2, 3, 4\n"
         "def fails(): raise ValueError('no data')\n"
-        "def leaves(): sys.exit(0)\n",
+        "def leaves(): sys.exit(0)\n"
+        "def stops(): raise GeneratorExit\n",
         encoding="utf-8",
     )
     (here / "broken.py").write_text("def", encoding="utf-8")
@@ -198,9 +201,11 @@ def test_target_that_cannot_be_imported_leaves_with_two(here: Path, capsys: Capt
     assert "cannot import 'absent_package.net'" in error_of(capsys)
 
 
-@pytest.mark.parametrize("error", [CaptureError("two\nlines"), RuntimeError("two\nlines")])
+@pytest.mark.parametrize(
+    "error", [kind("two\nlines") for kind in (CaptureError, RuntimeError, SystemExit, GeneratorExit)]
+)
 def test_error_while_planning_is_one_line(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture, error: Exception
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture, error: BaseException
 ) -> None:
     def plan(*args: object, **kwargs: object) -> Plan:
         raise error
@@ -273,7 +278,7 @@ def test_module_runs_as_the_command(here: Path) -> None:
     command = [sys.executable, "-m", "fxamp", "diff", str(here / "a.json"), str(here / "b.json")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    assert "! (plan)  policy:" in done.stdout
+    assert "! fc/linear#0  colour: bfloat16 -> float32" in done.stdout
     assert done.stderr == ""
 
 
@@ -281,3 +286,37 @@ def test_reader_that_leaves_early_is_no_error(here: Path) -> None:
     command = f"{sys.executable} -m fxamp rules | head -n 1; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_what_a_target_prints_does_not_mix_with_the_report(
+    here: Path, capsys: Capture, planned: list[tuple[object, ...]]
+) -> None:
+    (here / "net.py").write_text("print('hello')\ndef build():\n    print('building')\n    return 'model'\n")
+    assert main(["report", "net.py:build", "--output-format", "json"]) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["plan"] == json.loads(PLAN.to_json())
+    assert captured.err == "hello\nbuilding\n"
+
+
+def test_an_error_cannot_write_to_the_terminal(here: Path, capsys: Capture) -> None:
+    (here / "net.py").write_text("def build(): raise ValueError('\\x1b[2Jgone \\u202e ##[error]x \\ud800')\n")
+    assert main(["report", "net.py:build"]) == 2
+    assert r"\x1b[2Jgone \u202e # #[error]x \ud800" in error_of(capsys)
+
+
+@pytest.mark.parametrize("form", ["text", "markdown", "json"])
+@pytest.mark.parametrize("verb", [["report", "odd.json"], ["diff", "a.json", "odd.json"]])
+def test_names_in_a_plan_are_shown_and_not_obeyed(here: Path, capsys: Capture, verb: list[str], form: str) -> None:
+    name = "::error::\x1b[2J\n::set-output x::<script>\x9b\u202e##vso[task]\ud800"
+    odd = dataclasses.replace(LINEAR, key=f"{name}/linear#0", module_path=name, reason=name, source=name)
+    dataclasses.replace(PLAN, decisions=(LINEAR, odd), notes=(name,)).save("odd.json")
+    main([*verb, "--output-format", form])
+    out = capsys.readouterr().out
+    assert all(c.isprintable() for c in out.replace("\n", ""))
+    assert not [line for line in out.splitlines() if line.lstrip().startswith("::")]
+    assert "##vso[" not in out
+    assert "<script>" not in out or form != "markdown"
+    if form == "json":
+        data = json.loads(out)
+        shown = data["plan"]["notes"][0] if verb[0] == "report" else data["changes"][0]["key"].rpartition("/")[0]
+        assert shown == name

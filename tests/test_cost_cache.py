@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -72,4 +75,42 @@ def test_nothing_is_left_beside_the_file(folder: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         cost_cache.save("cpu", {"add": 3})
-    assert list(folder.iterdir()) == [cost_cache.path("cpu")]
+    file = cost_cache.path("cpu")
+    assert sorted(folder.iterdir()) == [file, file.with_name(f"{file.name}.lock")]
+
+
+NONSENSE = {
+    "infinity": "Infinity", "too long": "1e300", "negative": "-5", "zero": "0", "truth": "true", "deep": "[" * 5000,
+    "digits": "1" * 5000, "text": '"3"',
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("value", NONSENSE.values(), ids=NONSENSE)
+def test_a_time_that_can_be_none_is_not_believed(value: str) -> None:
+    cost_cache.save("cpu", {"add": 3})
+    file = cost_cache.path("cpu")
+    file.write_text(file.read_text().replace('"add": 3', f'"add": {value}'))
+    with pytest.warns(UserWarning, match="cannot read the measured costs in .*: they are measured anew"):
+        assert cost_cache.load("cpu") == {}
+    cost_cache.save("cpu", {"mul": 4})
+    assert cost_cache.load("cpu") == {"mul": 4}
+
+
+ADDS = """
+import sys, torch
+from fxamp import cost_cache
+torch.set_num_threads(1)
+for i in range(20):
+    cost_cache.save("cpu", {f"{sys.argv[1]}-{i}": 1})
+"""
+
+
+def test_threads_and_processes_keep_what_the_others_write() -> None:
+    torch.set_num_threads(1)  # as the processes have it: times on other numbers lie in another file
+    processes = [subprocess.Popen([sys.executable, "-c", ADDS, f"process {i}"]) for i in range(2)]
+    with ThreadPoolExecutor(8) as pool:
+        jobs = [pool.submit(cost_cache.save, "cpu", {f"thread {i}": 1}) for i in range(64)]
+    assert [job.exception() for job in jobs] == [None] * 64
+    assert [process.wait() for process in processes] == [0, 0]
+    expected = {f"thread {i}" for i in range(64)} | {f"process {i}-{j}" for i in range(2) for j in range(20)}
+    assert cost_cache.load("cpu").keys() == expected

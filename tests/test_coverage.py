@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch import Tensor, nn
 
+import fxamp
+from fxamp.measure import step_counts
 from passes.plan import DEVIATIONS
 from reports import architectures, coverage
 from reports.architectures import Architecture
@@ -100,3 +104,29 @@ def test_the_report_has_totals_and_reasons() -> None:
     text = coverage.to_markdown(rows, {"torch": "2.13.0", "transformers": "5.0.0"})
     assert "1 of 1" in text
     assert "- B, export: torch: it cannot" in text
+
+
+def _loss(module: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+    return module(**inputs).loss
+
+
+def test_where_o2_takes_more_casts_than_autocast_they_move_fewer_bytes() -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.ConvNextV2Config(hidden_sizes=[8, 16, 32, 64], depths=[1, 1, 1, 1], image_size=64)
+    model = transformers.ConvNextV2ForImageClassification(config)
+    inputs = {"pixel_values": torch.randn(2, 3, 64, 64), "labels": torch.tensor([0, 1])}
+
+    def under_autocast() -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss: Tensor = model(**inputs).loss
+        return loss
+
+    autocast = step_counts(under_autocast)
+    counts = {}
+    for level in ("O1", "O2"):
+        module = fxamp.convert(model, kwargs=inputs, policy=f"{level},dtype=bf16")
+        counts[level] = step_counts(functools.partial(_loss, module, inputs))
+    assert counts["O1"].casts <= autocast.casts
+    assert (counts["O2"].casts, autocast.casts) == (99, 87)  # of small gammas, betas and statistics
+    assert counts["O2"].cast_bytes < 0.6 * autocast.cast_bytes

@@ -43,10 +43,12 @@ def test_no_seeds_are_refused(tmp_path: Path) -> None:
         demo.run(seeds=0, output=tmp_path / "demo.md", tasks=[])
 
 
-def test_outside_of_a_checkout_the_table_is_written_to_the_current_directory(
+def test_the_table_is_written_to_the_current_directory_also_in_a_checkout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "reports").mkdir()
+    for folder in ("reports", "fxamp"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "fxamp" / "demo.py").touch()
     monkeypatch.chdir(tmp_path)
 
     demo.run(tasks=[])

@@ -58,9 +58,25 @@ def test_other_colour_is_listed_with_its_reason() -> None:
     )
 
 
-def test_other_policy_is_a_difference() -> None:
+def test_another_policy_that_decides_the_same_is_no_difference() -> None:
     found = diff(plan(LINEAR), plan(LINEAR, policy="O2,dtype=bf16,device=cpu"))
-    assert [(change.key, change.field) for change in found.changes] == [(PLAN_KEY, "policy")]
+    assert not found
+    assert str(found).splitlines()[:2] == [
+        "--- O1,dtype=bf16,device=cpu  fx, torch 2.13.0, 1 nodes",
+        "+++ O2,dtype=bf16,device=cpu  fx, torch 2.13.0, 1 nodes",
+    ]
+
+
+def test_another_number_of_casts_is_a_difference() -> None:
+    found = diff(plan(LINEAR), dataclasses.replace(plan(LINEAR), casts=7))
+    assert [(change.key, change.field) for change in found.changes] == [(PLAN_KEY, "casts")]
+
+
+def test_names_are_text_in_every_form() -> None:
+    odd = Decision("\x1b[31m/<b>|`x\n::error::", 0, "linear", "", "", "bfloat16", "float32", "low", "x ##[error]")
+    found = diff(plan(LINEAR), plan(LINEAR, odd))
+    assert "+ \\x1b[31m/<b>|`x\\n::error::  colour: bfloat16" in str(found).splitlines()
+    assert r"\\x1b\[31m/&lt;b>\|\`x\\n::error::" in found.to_markdown()
 
 
 def test_other_number_of_casts_is_a_difference() -> None:
@@ -94,8 +110,7 @@ def test_listing_reads_like_a_diff() -> None:
     assert str(found).splitlines() == [
         "--- O1,dtype=bf16,device=cpu  fx, torch 2.13.0, 2 nodes",
         "+++ O2,dtype=bf16,device=cpu  fx, torch 2.13.0, 2 nodes",
-        "@@ 1 added, 1 removed, 1 changed @@",
-        "! (plan)  policy: O1,dtype=bf16,device=cpu -> O2,dtype=bf16,device=cpu",
+        "@@ 1 added, 1 removed, 0 changed @@",
         "- relu#0  colour: bfloat16",
         "+ head/softmax#0  colour: bfloat16",
     ]

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.fx import GraphModule
 
+import fxamp
 from fxamp.measure import step_counts
 from passes.eliminate_casts import eliminate_casts
+from passes.extremes import note_buffers
 from tests.graphs import as_it_stands, assert_rewrites, assert_unchanged, parse, random_inputs, render
+from tests.helpers import Two, example
 
 
 def eliminate(gm: GraphModule, share: str = "always") -> dict[str, int]:
@@ -505,3 +511,54 @@ def test_what_mutates_is_never_erased_though_nobody_reads_it() -> None:
     )
     assert eliminate(gm) == fired(no_op=1)
     assert "add_" in [n.name for n in gm.graph.nodes]
+
+
+@pytest.mark.parametrize("policy", ["O1,device=cuda,dtype=fp16", "O2,device=cuda,dtype=fp16"])
+@pytest.mark.parametrize(
+    "reduce",
+    [
+        lambda y: y.sum(0), lambda y: y.norm(), lambda y: torch.linalg.vector_norm(y, dim=-1), torch.trapz,
+        lambda y: y.sum_to_size(1, 6), torch.nn.functional.normalize,
+    ],
+    ids=["sum", "norm", "vector_norm", "trapz", "sum_to_size", "normalize"],
+)  # fmt: skip
+def test_a_reduction_of_values_that_were_captured_low_takes_the_dtype(
+    reduce: Callable[[Tensor], Tensor], policy: str
+) -> None:
+    def f(self: Two, x: Tensor) -> Any:
+        return reduce(self.l(x.half()))
+
+    model = Two(f)
+    model.l.requires_grad_(False).half()
+    plan = fxamp.plan(model, example(), policy=policy)
+    reductions = [d for d in plan.decisions if d.op in ("sum", "linalg_vector_norm")]
+    assert [d.colour for d in reductions] == ["float32"]
+
+
+def test_casts_of_a_buffer_are_not_shared_where_only_those_of_weights_are() -> None:
+    text = TWO_LAYERS.replace("param", "buffer")
+    for share, casts in (("weights", 2), ("always", 1)):
+        gm = parse(text)
+        note_buffers(gm.graph, gm.get_buffer)
+        eliminate(gm, share)
+        assert sum(n.meta.get("fxamp") == "cast" for n in gm.graph.nodes) == casts
+
+
+def test_a_layer_called_on_a_transposed_and_on_a_plain_input_casts_its_weights_once() -> None:
+    class Twice(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.l = torch.nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Any:
+            return self.l(self.l(x).transpose(0, 1)).relu(), self.l(x)
+
+    model, x = Twice(), torch.randn(3, 4, 6)
+    module = fxamp.convert(model, x, policy="O1")
+    casts = [n for n in module.graph.nodes if n.meta.get("fxamp") == "cast"]
+    assert sorted(c.args[0].op for c in casts) == ["call_function"] * 2 + ["get_attr"] * 2 + ["placeholder"]
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        expected = model(x)
+    with torch.no_grad():
+        for ours, theirs in zip(module(x), expected, strict=True):
+            assert torch.equal(ours, theirs.float())

@@ -47,8 +47,8 @@ def race(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     """Set what a step takes of each variant; the ops themselves cost nothing low, so that O2 is low."""
     seconds: dict[str, float] = {}
 
-    def run(modules: Mapping[str, Any], *_: Any) -> dict[str, float]:
-        return {name: seconds[name] for name in modules}
+    def run(modules: Mapping[str, Any], *_: Any) -> dict[str, list[float]]:
+        return {name: [seconds[name]] * 5 for name in modules}
 
     monkeypatch.setattr(fastest, "_race", run)
     monkeypatch.setattr(OpTimer, "__call__", lambda self, calls: {c: 1 + 10**6 * ("(float" in c.key) for c in calls})
@@ -206,3 +206,29 @@ def test_what_cannot_be_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(PolicyError, match="cost='measured' runs the model on 'cuda', and it is on 'cpu': move model"):
         fxamp.convert(Small(), (X,), policy="O2,device=cuda,cost=measured", check=False)
+
+
+QUIET, BUSY = [1.0, 1.001, 1.002, 1.0, 1.001], [1.0, 1.4, 1.3, 1.6, 1.5]
+
+
+@pytest.mark.parametrize(
+    ("low", "fp32", "expected"),
+    [
+        (QUIET, [1.1, 1.101, 1.1], "O2"),
+        (BUSY, [1.1, 1.5, 1.6, 1.4], "FP32"),  # the win lies within what the times of one variant spread
+        (BUSY, [2.0, 2.4, 2.3], "O2"),
+        (QUIET, [1.0005, 1.0005, 1.0005], "FP32"),
+        (QUIET, QUIET, "FP32"),
+    ],
+)
+def test_low_must_win_by_more_than_the_spread_of_what_was_measured(
+    low: list[float], fp32: list[float], expected: str
+) -> None:
+    assert fastest.fastest({"O2": low, "O1": [2.0, 2.0, 2.0], "FP32": fp32}) == expected
+
+
+def test_where_o2_is_not_clearly_faster_than_fp32_the_plan_says_so(race: dict[str, float]) -> None:
+    race |= {"O2": 1.0, "O1": 1.1, "FP32": 1.0}
+    plan = fxamp.plan(Small(), (X,), policy=POLICY)
+    assert plan.policy.level == "O0"
+    assert "was not clearly faster than with FP32" in plan.notes[0]

@@ -163,3 +163,39 @@ def test_a_graph_over_two_devices(capture: str) -> None:
         assert torch.equal(here, model.here(x).float())
     assert (there.device.type, there.dtype) == ("meta", torch.float32)
     assert [d.colour for d in fxamp.plan_of(converted).decisions if d.op == "linear"] == ["bfloat16", "bfloat16"]
+
+
+@pytest.mark.parametrize("policy", ["O1", "O2", "O3"])
+@pytest.mark.parametrize("kind", [2, -2, "nuc"])
+def test_a_matrix_norm_that_has_no_low_kernel_is_fp32(kind: Any, policy: str) -> None:
+    def f(self: Two, x: Tensor) -> Any:
+        return torch.linalg.matrix_norm(self.l(x), kind)
+
+    model, x = Two(f), example()
+    for capture in ("export", "fx"):
+        module = fxamp.convert(model, x, policy=policy, capture=capture)
+        assert {d.op: d.colour for d in fxamp.plan_of(module).decisions} == {
+            "linear": "bfloat16",
+            "linalg_matrix_norm": "float32",
+        }
+        assert torch.allclose(module(x), model(x), rtol=0.05)
+
+
+def test_a_norm_of_low_values_that_only_its_kernel_refuses_is_fp32() -> None:
+    def f(self: Two, x: Tensor) -> Any:
+        return torch.linalg.norm(self.l(x), 2)  # of a matrix, though its arguments alone do not say so
+
+    plan = fxamp.plan(Two(f), example())
+    assert {d.op: d.colour for d in plan.decisions} == {"linear": "bfloat16", "linalg_norm": "float32"}
+    assert plan.decisions[-1].reason == "keep: no kernel for torch.bfloat16 on this cpu"
+
+
+def test_complex_numbers_of_low_values_that_the_author_made_stay_as_written() -> None:
+    def f(self: Two, x: Tensor) -> Any:
+        return torch.complex(x.half(), x.half())
+
+    policy = "O1,device=cuda,dtype=fp16"
+    decided = {d.op: d for d in fxamp.plan(Two(f), example(), policy=policy).decisions}
+    assert decided["complex"].reason == "as_written: no kernel for torch.float16 on this cuda"
+    module = fxamp.convert(Two(f), example())
+    assert module(example()).dtype == torch.complex32

@@ -273,3 +273,41 @@ def test_integers_given_as_scalars_count_and_shapes_do_not() -> None:
         """
     )
     assert [list(literals.numbers(n)) for n in gm.graph.nodes if n.op == "call_function"] == [[100000], [], [1e-9]]
+
+
+class Saturated(nn.Module):
+    """A layer that gives 20, what squeezes it, and what a bound keeps from the end of that range."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.function = nn.Linear(8, 8), function
+        nn.init.zeros_(self.first.weight)
+        nn.init.constant_(self.first.bias, 20.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self.first(x))
+
+
+BOUNDS: dict[str, Callable[[Tensor], Tensor]] = {
+    "clamp": lambda h: torch.log(1 - h.sigmoid().clamp(1e-7, 1 - 1e-7)),
+    "clamp_max": lambda h: torch.log1p(-h.sigmoid().clamp_max(1 - 1e-6)),
+    "clamp in place": lambda h: torch.log1p(-(h.sigmoid() * 1).clamp_(1e-6, 1 - 1e-6)),
+    "hardtanh": lambda h: F.hardtanh(h, -1 + 1e-6, 1 - 1e-6).atanh(),
+    "logit": lambda h: h.sigmoid().logit(eps=1e-6),
+    "atanh": lambda h: torch.atanh(h.tanh().clamp(-1 + 1e-6, 1 - 1e-6)),
+}
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_at_o2_a_bound_that_would_round_to_one_keeps_its_node_fp32(name: str, dtype: str) -> None:
+    model = Saturated(BOUNDS[name])
+    for front_end in ("export", "fx"):
+        module = fxamp.convert(model, (X,), policy=f"O2,dtype={dtype}", capture=front_end)
+        torch.testing.assert_close(module(X), model(X), rtol=0.02, atol=0)
+
+
+def test_bounds_that_the_low_dtype_holds_change_nothing() -> None:
+    model = Saturated(lambda h: h.clamp(-1, 1).sigmoid().clamp(0.25, 0.5) * h.logit(eps=0.125))
+    plan = fxamp.plan(model, (X,), policy="O2,dtype=bf16,ops.logit=low")
+    assert {d.colour for d in plan.decisions} == {"bfloat16"}

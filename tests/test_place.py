@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
+import networkx
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,10 +15,14 @@ from torch import Tensor, nn
 import fxamp
 from fxamp.capture.states import copied
 from passes import ops
+from passes import place as placing
+from passes.costs import requires_grad
+from passes.errors import VerificationError
 from passes.insert_casts import is_inserted
 from passes.simulate import Simulation
 from passes.values import ELIGIBLE, Aliases, Inference, original_dtypes
 from tests.harness import converted, subject
+from tests.helpers import Two, example
 from tests.test_assign_precision import Net, decided, under_autocast
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
@@ -306,3 +312,106 @@ def test_a_number_that_is_rounded_with_a_value_keeps_it_low(capture: str) -> Non
             expected = model(x)
     equal = [torch.equal(a.float(), b.float()) for a, b in zip(expected, got, strict=True)]
     assert equal == [True, True, capture != "fx", True]  # without shapes a tensor may have any rank; the plan says so
+
+
+@pytest.mark.parametrize("policy", ["O2,dtype=fp16", "O3,dtype=fp16", "O2,dtype=bf16"])
+@pytest.mark.parametrize(
+    "between",
+    [
+        lambda h: torch.softmax((h + h.sum(1, True) * 0.1).float(), -1).to((h + h.sum(1, True) * 0.1).dtype),
+        lambda h: (h.sort(-1).values.float() * 2).to(h.sort(-1).values.dtype) + h,
+        lambda h: (torch.linalg.cross(h[:, :3], h[:, 3:]).float() * 2).to(h.dtype),
+    ],
+)
+def test_a_dtype_that_is_read_of_a_moved_value_is_the_one_that_was_decided(
+    between: Callable[[Tensor], Tensor], policy: str
+) -> None:
+    def f(self: Two, x: Tensor) -> Any:
+        h = self.l(x)
+        h = h + h.sum(1, True) * 0.1
+        return torch.softmax(between(h).float(), -1).to(h.dtype), h
+
+    module, model = fxamp.convert(Two(f), policy=policy, capture="fx"), Two(f)
+    module.load_state_dict(model.state_dict())
+    for ours, theirs in zip(module(example()), model(example()), strict=True):
+        assert ours.dtype == theirs.dtype
+        assert torch.allclose(ours, theirs, atol=0.05)
+
+
+class Encoder(nn.Module):
+    """A residual block and a norm, of which the result leaves the graph."""
+
+    def __init__(self, last: Callable[[Tensor], Tensor] = lambda x: x) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.norm, self.last = nn.Linear(32, 32), nn.Linear(32, 32), nn.LayerNorm(32), last
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        return self.last(self.norm(h + self.second(h)))
+
+
+@pytest.mark.parametrize(
+    "last", [lambda y: y, lambda y: y.transpose(0, 1), lambda y: y.view(-1, 2, 16).permute(1, 0, 2)]
+)
+def test_what_leaves_the_graph_is_cast_before_its_last_op_and_not_rounded_behind_it(last: Any) -> None:
+    x = torch.randn(64, 32, generator=torch.Generator().manual_seed(0))
+    module = fxamp.convert(Encoder(last), x, policy="O2")
+    assert [d.colour for d in decided(module, "layer_norm")] == ["float32"]
+    rounding = fxamp.convert(Encoder(last), x, policy="O2,ops.layer_norm=low")
+    assert module.plan.casts == rounding.plan.casts
+    expected = Encoder(last)(x)
+    error, rounded = ((m(x) - expected).norm() / expected.norm() for m in (module, rounding))
+    assert error < 0.9 * rounded
+
+
+def test_what_a_matrix_product_reads_too_is_rounded_once_for_both() -> None:
+    class Both(Encoder):
+        def forward(self, x: Tensor) -> Any:
+            y = self.norm(self.first(x))
+            return y, self.second(y)
+
+    module = fxamp.convert(Both(), torch.randn(64, 32), policy="O2")
+    assert [d.colour for d in decided(module, "layer_norm")] == ["bfloat16"]
+
+
+def test_without_shapes_of_placements_with_as_many_casts_the_one_that_rounds_least_is_taken() -> None:
+    def f(self: Two, x: Tensor) -> Any:
+        return F.gelu(self.l(x)).sum()
+
+    module = fxamp.convert(Two(f), capture="fx", policy="O2,dtype=fp16")
+    assert {d.op: d.colour for d in module.plan.decisions} == {"linear": "float16", "gelu": "float32", "sum": "float32"}
+
+
+def test_no_gradient_flows_from_a_buffer_that_is_captured_without_inputs() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(8, affine=False), nn.Conv1d(8, 8, 1)).eval()
+    names: list[str] = []
+
+    def noted(graph: Any) -> Any:
+        found = requires_grad(graph)
+        names.extend(n.name for n in found if n.op == "get_attr")
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(placing, "requires_grad", noted)
+        fxamp.convert(model, capture="fx", policy="O2,dtype=bf16")
+    assert sorted(n.rpartition("_")[2] for n in names) == ["bias", "weight"]  # of the convolution
+
+
+def test_a_graph_that_allows_no_placement_is_a_bug_and_said_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unbounded(problem: Any) -> Any:
+        raise networkx.NetworkXUnbounded
+
+    monkeypatch.setattr(placing, "solve", unbounded)
+    with pytest.raises(VerificationError, match=r"allows no placement\. This is a bug in fxamp"):
+        convert(lambda m, x: m.first(x).relu(), "O2")
+
+
+def test_an_upcast_is_free_beside_an_fp32_tensor_and_not_beside_a_number() -> None:
+    def f(self: Two, x: Tensor) -> Any:
+        y = self.l(x).detach()
+        return (y + 300) - (y + 300).mean(-1, keepdim=True)
+
+    model = Two(f).requires_grad_(False)
+    module = fxamp.convert(model, example(), policy="O2,dtype=fp16")
+    assert {d.colour for d in module.plan.decisions if d.op == "add"} == {"float16"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -158,3 +159,53 @@ def test_write_follows_a_link(tmp_path: Path) -> None:
     write_text(tmp_path / "link", "text")
     assert (tmp_path / "link").is_symlink()
     assert (tmp_path / "file").read_text() == "text"
+
+
+DAMAGED = {
+    "deep": '{"version": 1, "notes": ' + "[" * 100_000,
+    "digits": '{"version": 1, "casts": ' + "1" * 5000 + "}",
+    "infinity": '{"version": Infinity}',
+}
+
+
+@pytest.mark.parametrize("text", DAMAGED.values(), ids=DAMAGED)
+def test_a_plan_of_nonsense_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text(text)
+    with pytest.raises(PlanError, match=r"plan\.json.*make the plan anew"):
+        Plan.load(tmp_path / "plan.json")
+
+
+def test_negative_numbers_are_refused(plan: Plan) -> None:
+    with pytest.raises(PlanError, match="'casts' is negative, -2"):
+        Plan.from_json(plan.to_json().replace('"casts": 2', '"casts": -2'))
+
+
+def test_a_path_that_is_none_is_refused(plan: Plan) -> None:
+    with pytest.raises(PlanError, match=r"cannot write the plan to 'a\\x00b': embedded null byte"):
+        plan.save("a\0b")
+    with pytest.raises(PlanError, match=r"cannot read the plan 'a\\x00b': embedded null byte"):
+        Plan.load("a\0b")
+
+
+def test_text_that_utf8_has_not_is_saved_and_read(plan: Plan, tmp_path: Path) -> None:
+    odd = dataclasses.replace(plan, notes=("a file named \udcff",))
+    odd.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == odd
+
+
+def test_a_name_as_long_as_the_file_system_takes_is_written(plan: Plan, tmp_path: Path) -> None:
+    path = tmp_path / ("n" * 250 + ".json")
+    plan.save(path)
+    assert Plan.load(path) == plan
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+
+
+def test_threads_that_save_one_plan_leave_a_whole_one_and_nothing_else(plan: Plan, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    plan.save(path)
+    with ThreadPoolExecutor(8) as pool:
+        writes = [pool.submit(plan.save, path) for _ in range(200)]
+        reads = [pool.submit(Plan.load, path) for _ in range(200)]
+    assert [w.exception() for w in writes] == [None] * 200
+    assert all(r.result() == plan for r in reads)
+    assert [p.name for p in tmp_path.iterdir()] == ["plan.json"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import pickle
+import time
 
 import pytest
 import torch
@@ -108,10 +109,18 @@ def test_of_takes_nothing_a_string_or_a_policy() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("O4", "unknown level 'O4'; legal: O0, O1, O2, O3; the nearest name is 'O"),
+        ("O4", "unknown level 'O4'; legal: O0, O1, O2, O3$"),
+        ("o2", "unknown level 'o2'; legal: O0, O1, O2, O3"),
+        ("O1 dtype=bf16", "settings are separated by commas: 'O1,dtype=bf16'$"),
+        ("O2 dtype=bf16 cost=bytes,device=cpu", "separated by commas: 'O2,dtype=bf16,cost=bytes,device=cpu'$"),
+        ("bf16", "unknown level 'bf16'; legal: .*; a policy begins with its level: 'O1,dtype=bf16'$"),
+        ("O1,module.fc3=fp32", "unknown key 'module.fc3'; .*; the nearest name is 'modules.fc3'$"),
+        ("O1,op.softmax=fp32", "unknown key 'op.softmax'; .*; the nearest name is 'ops.softmax'$"),
+        ("O1,modules.0=fp16", "unknown modules.0 'fp16'; legal: low, fp32, keep; the nearest name is 'low'$"),
         ("O1,dtype=fp8", "dtype 'fp8' is not a low dtype; legal: fp16, bf16.*nearest name is 'fp16'"),
         ("O1,dtype=float32", "dtype 'float32' is not a low dtype"),
-        ("O1,device=gpu", "unknown device 'gpu'; legal: cpu, cuda"),
+        ("O1,device=gpu", "unknown device 'gpu'; legal: cpu, cuda; the nearest name is 'cuda'$"),
+        ("O1,device=xla", "unknown device 'xla'; legal: cpu, cuda$"),
         ("O1,dtpe=fp16", "unknown key 'dtpe'; legal: dtype, .*ops.NAME; the nearest name is 'dtype'"),
         ("O1,cost=time", "unknown cost 'time'; legal: bytes, measured"),
         ("O1,output_dtype=fp16", "unknown output_dtype 'fp16'; legal: original, low"),
@@ -123,7 +132,7 @@ def test_of_takes_nothing_a_string_or_a_policy() -> None:
         ("O1,modules.=fp32", "modules: the key '' is empty"),
         ("O1,dtype=fp16,dtype=bf16", "'dtype' is given twice"),
         ("O1,modules.a=fp32,modules.a=low", "modules.a is given twice, as 'fp32' and as 'low'"),
-        ("dtype=fp16", "unknown level 'dtype=fp16'"),
+        ("dtype=fp16", "unknown level 'dtype=fp16'.*begins with its level: 'O1,dtype=fp16'$"),
     ],
 )
 def test_parse_refuses_and_says_what_is_legal(text: str, message: str) -> None:
@@ -234,6 +243,36 @@ def test_beaten_override_counts_as_used() -> None:
 def test_override_that_matches_nothing_names_the_nearest(policy: Policy, message: str) -> None:
     with pytest.raises(PolicyError, match=message):
         check_used(policy, [STACK], ["softmax", "linear"])
+
+
+def test_a_name_that_is_like_no_other_is_not_taken_for_one() -> None:
+    with pytest.raises(PolicyError, match=r"ops\.softmax=low matches no op of this model$"):
+        check_used(Policy(ops={"softmax": "low"}), [STACK], ["linear"])
+
+
+@pytest.mark.parametrize(
+    ("key", "matched", "missed"),
+    [
+        ("blocks.*.attn", ["blocks.0.attn", "blocks.10.attn.q"], ["blocks.attn", "blocks.0.attn2", "blocks.0.1.attn"]),
+        ("a*b*c", ["abc", "aXbYc", "abcbc", "abbc.sub"], ["abcb", "a.bc", "ab", "xabc"]),
+        ("*b", ["b", "ab", "abb", "bab.x"], ["ba", "a.b"]),
+        ("*.a*a", ["x.aa", "x.aXa.y", ".aa"], ["x.a", "aa"]),
+        ("**", ["a", "a.b"], []),
+        ("a*", ["a", "abc.d"], ["ba"]),
+        ("l(1)*[x]", ["l(1)[x]", "l(1)y[x]"], ["l1x"]),
+    ],
+)
+def test_a_star_stands_for_anything_within_a_segment(key: str, matched: list[str], missed: list[str]) -> None:
+    policy = Policy(modules={key: "low"})
+    assert [path for path in (*matched, *missed) if colour_of(policy, [(path, ())])] == matched
+
+
+def test_a_glob_of_many_stars_is_matched_in_linear_time() -> None:
+    policy = Policy(modules={"a*" * 24 + "b": "low"})
+    start = time.perf_counter()
+    assert colour_of(policy, [("a" * 4000, ())]) is None
+    assert colour_of(policy, [("a" * 4000 + "b", ())]) == "low"
+    assert time.perf_counter() - start < 2
 
 
 def test_unused_lists_what_is_left() -> None:

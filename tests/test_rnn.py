@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
+import fxamp
 from passes import rnn
 
 pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
@@ -111,3 +112,46 @@ def test_a_state_of_another_batch_is_rejected_as_the_module_rejects_it(kind: str
 def test_an_input_of_four_dimensions_is_rejected() -> None:
     with pytest.raises(ValueError, match="2 or 3 dimensions, not 4"):
         function_of(made("lstm"), torch.randn(2, 3, 4, FEATURES))
+
+
+class Recurrent(nn.Module):
+    """An LSTM and a linear layer behind it."""
+
+    def __init__(self, **config: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.rnn = nn.LSTM(FEATURES, HIDDEN, LAYERS, batch_first=True, **config)
+        self.last = nn.Linear((config.get("proj_size") or HIDDEN) * (2 if config.get("bidirectional") else 1), 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.rnn(x)[0])
+
+
+@pytest.mark.parametrize("capture", ["export", "fx"])
+@pytest.mark.parametrize("config", [{}, {"bidirectional": True}, {"bias": False}], ids=str)
+def test_an_lstm_with_projections_is_kept_whole_on_a_cpu(capture: str, config: dict[str, bool]) -> None:
+    model, x = Recurrent(proj_size=4, **config).eval(), torch.randn(2, 3, FEATURES)
+    module = fxamp.convert(model, x, capture=capture)
+    decided = {d.op: d for d in module.plan.decisions}
+    assert decided["lstm"] in module.plan.deviations
+    assert (decided["lstm"].colour, decided["lstm"].code) == ("float32", "composite")
+    assert "composite kept whole: lstm" in module.plan.notes
+    with torch.no_grad():
+        whole = model.rnn(x)[0]
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(module(x), model.last(whole).float())
+
+
+@pytest.mark.parametrize("config", [{}, {"bidirectional": True}, {"bias": False}], ids=str)
+def test_an_lstm_without_projections_runs_low(config: dict[str, bool]) -> None:
+    plan = fxamp.plan(Recurrent(**config).eval(), torch.randn(2, 3, FEATURES))
+    assert {d.op: d.colour for d in plan.decisions if d.op in ("lstm", "linear")} == dict.fromkeys(
+        ["lstm", "linear"], "bfloat16"
+    )
+
+
+def test_an_lstm_with_projections_runs_low_on_cuda() -> None:
+    plan = fxamp.plan(Recurrent(proj_size=4), torch.randn(2, 3, FEATURES), policy="O1,device=cuda,dtype=fp16")
+    assert {d.op: d.colour for d in plan.decisions if d.op in ("lstm", "linear")} == dict.fromkeys(
+        ["lstm", "linear"], "float16"
+    )

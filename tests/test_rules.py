@@ -640,6 +640,17 @@ def test_a_rule_of_register_autocast_is_read(dtype: torch.dtype, kind: str, by_n
     assert rules.lookup(name, "cpu", low=torch.float16)[1] == (KEEP if kind == LOW else FP32)
 
 
+def test_the_table_is_a_list_that_prints() -> None:
+    table = rules.rules()
+    assert len(table) >= len(RULES)
+    assert table[0] == next(iter(RULES.values()))
+    assert table[:3] == tuple(RULES.values())[:3]
+    assert RULES["softmax"] in table
+    lines = str(table).splitlines()
+    assert len(lines) == len(table)
+    assert any(line.split()[:5] == ["softmax", "cpu:", "follow", "cuda:", "fp32"] for line in lines)
+
+
 def test_every_kind_and_field_is_explained() -> None:
     assert set(KIND_NAMES) == {k for r in RULES.values() for k in (r.cpu, r.cuda)}
     assert not [f.name for f in fields(Rule) if f"{f.name}: " not in (Rule.__doc__ or "")]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from fxamp import cost_cache
+from fxamp import cost_cache, timing
 from fxamp.timing import ENOUGH, SWEEPS, OpTimer
 from passes.measured_costs import Call, Filler
 
@@ -96,9 +96,32 @@ def test_a_time_that_did_not_settle_is_used_and_not_kept(
     assert ENOUGH == 3
     samples: Iterator[Sequence[int]] = iter([times[:1], times[1:2], times[2:3]])
     monkeypatch.setattr(OpTimer, "_time", lambda self, run: list(next(samples)))
+    monkeypatch.setattr(timing, "_waited", lambda start, end: False)
     once = call("once", Recorded(), X)
     assert OpTimer("cpu")([once]) == {once: 1000}
     assert cost_cache.load("cpu") == ({"once": 1000} if kept else {})
+
+
+def test_a_time_that_was_taken_under_load_is_used_and_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OpTimer, "_time", lambda self, run: [1000] * 5)
+    monkeypatch.setattr(timing, "_waited", lambda start, end: True)
+    once = call("once", Recorded(), X)
+    assert OpTimer("cpu")([once]) == {once: 1000}
+    assert cost_cache.load("cpu") == {}
+
+
+def test_a_time_taken_without_load_is_believed_before_one_under_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    samples, waited = iter([[900] * 5, [1000] * 5, [1000] * 5]), iter([True, False, False])
+    monkeypatch.setattr(OpTimer, "_time", lambda self, run: next(samples))
+    monkeypatch.setattr(timing, "_waited", lambda start, end: next(waited))
+    once = call("once", Recorded(), X)
+    assert OpTimer("cpu")([once]) == {once: 1000}
+    assert cost_cache.load("cpu") == {"once": 1000}
+
+
+def test_a_thread_waits_where_it_runs_for_less_than_the_time_that_passes() -> None:
+    assert timing._waited((0, 0), (1000, 800))
+    assert not timing._waited((0, 0), (1000, 950))
 
 
 def test_the_random_state_is_left_alone_and_progress_is_shown(capsys: pytest.CaptureFixture[str]) -> None:

@@ -135,7 +135,7 @@ def _all_states(model: nn.Module, run: Run) -> Captures:
             return _in_state(model, run, training, gradients)
         except CaptureError as e:
             state = State(dict.fromkeys(_paths(model), training), gradients if gradients is not grad else None)
-            logger.warning("%s is not captured for %s: %s", type(model).__name__, state, str(e).split("\n")[0])
+            logger.warning("fxamp: %s is not captured for %s: %s", type(model).__name__, state, str(e).split("\n")[0])
             missing.append((state, str(e)))
             return None
 
@@ -177,7 +177,7 @@ def _merged(model: nn.Module, run: Run, grad: bool, present: Captured | None, ot
         try:
             return [_one(train, evaluation)]
         except CaptureError as e:
-            logger.info("%s has a graph for each training mode: %s", type(model).__name__, e)
+            logger.info("fxamp: %s has a graph for each training mode: %s", type(model).__name__, e)
     pairs = ((present, now), (other, not now))
     found = [replace(c, state=State(dict.fromkeys(_paths(model), flag))) for c, flag in pairs if c is not None]
     flags = {path: m.training for path, m in model.named_modules()}

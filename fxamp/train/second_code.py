@@ -34,7 +34,7 @@ def graphs_of(module: ConvertedModule) -> list[Graph]:
 @contextlib.contextmanager
 def running(module: ConvertedModule, codes: Sequence[SecondCode]) -> Iterator[None]:
     """Let a converted module run other codes inside, one for each of its graphs."""
-    own = module.functions
+    own: dict[int, Callable[..., Any]] = module.functions
     module.functions = {at: code.run for at, code in enumerate(codes)}
     try:
         yield

@@ -19,7 +19,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from .. import ops
 from .._torch import FakeTensor, enter_autocast, exit_autocast, quiet_fakes
 from ..aliases import SET_GRAD
-from ..rules import COMPOSITE, lookup
+from ..facts import rule_of
+from ..rules import COMPOSITE
 from ..values import ORIGIN, origin
 
 logger = logging.getLogger("fxamp")
@@ -170,7 +171,7 @@ def decompose_composites(graph: Graph, device: str) -> tuple[int, list[str]]:
 
 
 def _is_composite(node: Node, device: str) -> bool:
-    return node.op in ("call_function", "call_method") and lookup(ops.name(node), device)[1] == COMPOSITE
+    return node.op in ("call_function", "call_method") and rule_of(node, device)[1] == COMPOSITE
 
 
 _UNROLLS = ("gru", "lstm", "rnn_tanh", "rnn_relu", "quantized_gru")  # one step of graph per step of time

@@ -1,0 +1,41 @@
+"""Text that comes from models, files and errors, made harmless where it is shown.
+
+A module may be named by anyone, and so may a plan's nodes: in a terminal, in Markdown and in the log of a workflow what
+they are called is text, and never a command.
+
+Before: <script>, ::error::, and what clears a terminal         After: &lt;script>, : :error::, and its escape
+"""
+
+from __future__ import annotations
+
+import json
+import re
+
+# What the logs of workflows take for a command: at the beginning of a line, or anywhere.
+_COMMANDS = ((re.compile(r"^(\s*):(?=:)"), r"\1: "), (re.compile(r"#(?=#(?:\[|vso\[))"), "# "))
+_MARKDOWN = re.compile(r"[\\`|\[\]]")
+
+
+def visible(text: str) -> str:
+    """Return one line of text that a terminal shows as it is: what cannot be printed is written as its escape."""
+    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    for command, instead in _COMMANDS:
+        shown = command.sub(instead, shown)
+    return shown
+
+
+def markdown(text: str) -> str:
+    """Return text for a cell of a Markdown table, where it ends nothing and is neither HTML nor a link."""
+    shown = visible(text).replace("&", "&amp;").replace("<", "&lt;")
+    return _MARKDOWN.sub(r"\\\g<0>", shown)
+
+
+def lines(text: str) -> str:
+    """Return several lines, each of them visible."""
+    return "\n".join(map(visible, text.split("\n")))
+
+
+def as_json(text: str) -> str:
+    """Return JSON that means the same, where what cannot be printed is written as its escape."""
+    shown = "".join(c if c.isprintable() or c == "\n" else json.dumps(c)[1:-1] for c in text)
+    return re.sub(r"#(?=#(?:\[|vso\[))", r"\\u0023", shown)
