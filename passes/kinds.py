@@ -12,7 +12,6 @@ from .colouring import Colouring
 from .errors import PolicyError
 from .kernels import runs_in
 from .operand_casts import all_to, castable, keep, natural
-from .policy import module_override
 from .rules import BANNED, COMPOSITE, FOLLOW, FP32, KEEP, LOW, PROMOTE, Rule
 from .state import State, first_float
 from .values import ANY, ELIGIBLE, dtype_reference, is_floating, module_path, out_operands, source
@@ -116,9 +115,7 @@ def in_place(state: State, node: Node, row: Rule, floats: list[ops.Operand]) -> 
 
 def user_cast(state: State, node: Node) -> Colouring | None:
     """Colour a cast that the author wrote; one to another dtype than a floating one has no colour."""
-    forced = module_override(state.policy, state.stacks.get(node, ())) if state.policy.modules else None
-    observed = None if forced is not None and forced.colour == "fp32" else node.meta.get("read")
-    intent = state.casts.read(node, state.dtypes, observed)
+    intent = state.casts.read(node, state.dtypes)
     if intent.dtype is None and not intent.literal and state.dtypes[node] is ANY and not state.autocast:
         why = "keep: it takes the dtype of what is not known, or the device"
         return keep(state, node, list(ops.operands(node))[:1], KEEP, why)

@@ -72,8 +72,8 @@ class Casts:
         """Return the dtype that capture wrote into the node, None when it reads it at run time."""
         return literal_dtype(node)
 
-    def read(self, node: Node, dtypes: dict[Node, Any], observed: torch.dtype | None = None) -> Intent:
-        """Return what a cast means, given the dtypes of the values before it, and the one capture saw it read."""
+    def read(self, node: Node, dtypes: dict[Node, Any]) -> Intent:
+        """Return what a cast means, given the dtypes of the values before it."""
         value: Any = node.args[0]
         held = dtypes.get(value)
         baked = self.baked(node)
@@ -84,6 +84,8 @@ class Casts:
             return Intent(found, False, "user_cast: relative, follows its reference")
         if baked is None:
             return Intent(held if isinstance(held, torch.dtype) else None, False, "follow: moves its operand")
+        if node.meta.get("cast") == "autocast":
+            return Intent(node.meta.get("read") or baked, True, "cast: as it is under autocast, written or read there")
         if (
             not baked.is_floating_point
             or not isinstance(held, torch.dtype)
@@ -91,12 +93,12 @@ class Casts:
         ):
             return Intent(baked, True, "cast: the author wrote this dtype")
         kind = self._kind(node)
+        if kind == "baked" and held in LOW and baked == torch.float32:
+            return Intent(baked, True, "user_cast: undecided, taken as an upcast")
         changes = self.original[value] != baked or baked != torch.float32  # no cast to be restored by
         if kind == "literal" or baked in LOW or (changes and kind != "relative"):  # what was captured is FP32
             return Intent(baked, True, "cast: the author wrote this dtype")
         reason = "user_cast: relative" if kind == "relative" else "user_cast: undecided, taken as relative"
-        if observed is not None:
-            return Intent(observed, False, f"{reason}, as read under the ambient autocast")
         return Intent(self._restores(node, dtypes) or held, False, reason)
 
     def _reference(self, node: Node) -> Node | None:

@@ -1,0 +1,190 @@
+"""What `fxamp.compile` returns: torch's `OptimizedModule`, every call of which runs under autocast.
+
+Inside the graphs autocast is off, for the casts are in them. It is for all the rest: Python between two graphs, layers
+that Dynamo does not capture, calls beyond its recompile limit, and methods such as `generate`.
+
+    compiled(x)               autocast on;  graph;  Python;  graph;  autocast off;  outputs in the model's own dtypes
+    compiled.generate(ids)    autocast on;  the method of the model, as it is;  autocast off;  the same
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import functools
+import logging
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from passes._torch import pytree
+from passes.errors import FxampError
+from passes.policy import Policy
+
+from . import compiled
+
+logger = logging.getLogger("fxamp")
+
+_OWN: Any = WeakIdKeyDictionary()  # low values that are low in the model itself, and not by autocast
+_CONTEXTS: dict[tuple[str, torch.dtype, bool], list[torch.autocast]] = {}  # made before, and not entered now
+
+
+class CompiledModule(torch._dynamo.OptimizedModule):
+    """A compiled module whose calls run under autocast, and whose outputs have the dtypes of the model itself."""
+
+    _fxamp_policy: Policy | None = None  # named here, for what a class of OptimizedModule has not is set on the model
+
+    def _initialize(self) -> None:
+        super()._initialize()
+        self.forward = _guarded(self.forward, self._orig_mod, self._fxamp_policy)
+
+    def __getattr__(self, name: str) -> Any:
+        found = super().__getattr__(name)
+        policy = self._fxamp_policy
+        if policy is None or policy.level == "O0" or torch.compiler.is_compiling():
+            return found
+        if not isinstance(found, types.MethodType) or found.__self__ is not self._orig_mod or name.startswith("_"):
+            return found
+        return _method(found, self._orig_mod, policy)
+
+    def __reduce__(self) -> Any:
+        return _again, (self._orig_mod, self.dynamo_ctx, self._fxamp_policy)
+
+
+def adopted(made: Any, policy: Policy) -> CompiledModule:
+    """Return what `torch.compile` has made of a model, with every call of it under autocast, as a policy has it."""
+    module: CompiledModule = made
+    made.__class__ = CompiledModule
+    module._fxamp_policy = policy
+    module._initialize()
+    compiled.announce(module, policy)
+    return module
+
+
+def _again(model: nn.Module, dynamo: Any, policy: Policy) -> CompiledModule:
+    """Make a copy of a compiled module, over a copy of its model."""
+    return adopted(torch._dynamo.OptimizedModule(model, dynamo), policy)
+
+
+def note_low(value: Tensor) -> None:
+    """Note that a low value which leaves a graph is low in the model itself."""
+    _OWN[value] = True
+
+
+def is_low_of_its_own(value: object) -> bool:
+    """Say whether a value has left a graph, and is low in the model itself."""
+    return isinstance(value, Tensor) and value in _OWN
+
+
+def _guarded(run: Callable[..., Any], model: nn.Module, policy: Policy | None) -> Callable[..., Any]:
+    """Return the compiled forward of a model under autocast."""
+    if policy is None:
+        return run
+
+    captured_under_it = True
+
+    @functools.wraps(run, updated=())
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        nonlocal captured_under_it
+        if torch.compiler.is_compiling() or not captured_under_it:
+            return run(*args, **kwargs)
+        try:
+            with under_autocast(policy, model, args, kwargs) as low:
+                outputs = run(*args, **kwargs)
+        except torch._dynamo.exc.BackendCompilerFailed as e:
+            if isinstance(e.inner_exception, FxampError):
+                raise e.inner_exception from None
+            raise
+        except torch._dynamo.exc.TorchDynamoException as e:  # autocast may mix dtypes that an op, or a loop, rejects
+            outputs = run(*args, **kwargs)
+            captured_under_it = False
+            why = str(e).strip().partition("\n")[0]
+            logger.warning("%s is captured without autocast, under which it fails: %s", type(model).__name__, why)
+            return outputs
+        return outputs if low is None or policy.output_dtype == "low" else restored(outputs, low, (args, kwargs))
+
+    return forward
+
+
+def _method(method: types.MethodType, model: nn.Module, policy: Policy) -> Callable[..., Any]:
+    """Return a method of the model under autocast; what it calls of the model is not compiled."""
+
+    @functools.wraps(method, updated=())
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with under_autocast(policy, model, args, kwargs) as low:
+            outputs = method(*args, **kwargs)
+        return outputs if low is None or policy.output_dtype == "low" else restored(outputs, low, (args, kwargs))
+
+    return call
+
+
+@contextlib.contextmanager
+def under_autocast(policy: Policy, model: nn.Module, args: Any, kwargs: Any) -> Iterator[torch.dtype | None]:
+    """Run with autocast as a policy has it: on, and at O0 off. Yields the low dtype, None where nothing is low.
+
+    Ambient autocast gives the dtype that the policy leaves open.
+    """
+    device = policy.device or _device(model, args, kwargs)
+    if device != "cpu" and not (device == "cuda" and torch.cuda.is_available()):
+        yield None
+        return
+    on, before = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+    low, wanted = policy.dtype or before, policy.level != "O0"
+    if on == wanted and (not on or low == before):
+        yield low if wanted else None
+        return
+    free = _CONTEXTS.setdefault((device, low, wanted), [])
+    context = free.pop() if free else torch.autocast(device, dtype=low, enabled=wanted)
+    try:
+        with context:
+            yield low if wanted else None
+    finally:
+        free.append(context)
+
+
+def _device(model: nn.Module, args: Any, kwargs: Any) -> str:
+    """Return the kind of device of the parameters, else of the inputs, else the CPU."""
+    found: Tensor | None = next(model.parameters(), None)
+    if found is None:
+        found = next((t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)), None)
+    return found.device.type if found is not None and found.device.type != "meta" else "cpu"
+
+
+def restored(outputs: Any, low: torch.dtype, inputs: Any) -> Any:
+    """Return outputs with FP32 for every low value, but those that the model itself makes low, or was given.
+
+    Containers that pytree does not know are left as they are, but dataclasses; so a cache keeps autocast's values.
+    """
+    leaves, spec = pytree.tree_flatten(outputs)
+    made: dict[int, Any] = {}  # by identity, for an output that is returned twice
+    for leaf in leaves:
+        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            made[id(leaf)] = _restored_fields(leaf, low, inputs)
+        elif isinstance(leaf, Tensor) and leaf.dtype == low and id(leaf) not in made and not _is_own(leaf, inputs):
+            made[id(leaf)] = leaf.float()
+    changed = [made.get(id(leaf), leaf) for leaf in leaves]
+    same = all(new is old for new, old in zip(changed, leaves, strict=True))
+    return outputs if same else pytree.tree_unflatten(changed, spec)
+
+
+def _is_own(value: Tensor, inputs: Any) -> bool:
+    """Say whether a low value is low in the model itself: made so, held so or given so."""
+    if is_low_of_its_own(value) or isinstance(value, nn.Parameter):
+        return True
+    return any(value is given for given in pytree.tree_leaves(inputs))
+
+
+def _restored_fields(value: Any, low: torch.dtype, inputs: Any) -> Any:
+    held = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if hasattr(value, f.name)}
+    changed = {name: new for name, old in held.items() if (new := restored(old, low, inputs)) is not old}
+    if not changed:
+        return value
+    out = copy.copy(value)
+    for name, new in changed.items():
+        object.__setattr__(out, name, new)
+    return out
