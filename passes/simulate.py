@@ -64,7 +64,8 @@ class Simulation(State):
 
     def _beside_autocast(self, value: Node) -> Any:
         """Return the dtype of an output that is read under autocast: the wider of its own and autocast's."""
-        held, autocast = self.dtypes[value], self.reference.get(value)
+        held: Any = self.dtypes[value]
+        autocast: Any = self.reference.get(value)
         if value.meta.get("low_of_its_own"):
             return self.original[value]
         both = held in ELIGIBLE and autocast in ELIGIBLE

@@ -303,7 +303,9 @@ TRAPS = {
     "casts of every spelling": Case(partial(Two, casts_of_every_spelling), one),
     "casts to named types": Case(partial(Two, casts_to_named_types), one),
     # Just in time the dtype of what is returned tells no cast to a dtype from one that restores a dtype.
-    "a cast that is returned and read": Case(partial(Two, a_cast_that_is_returned_and_read), one, legs=("fx", "export")),
+    "a cast that is returned and read": Case(
+        partial(Two, a_cast_that_is_returned_and_read), one, legs=("fx", "export")
+    ),
     "a cast by name that is returned": Case(partial(Two, a_cast_by_name_that_is_returned), one),
     "moves that are no casts": Case(partial(Two, moves_that_are_no_casts), one),
     "relative casts": Case(partial(Two, relative_casts), one),
