@@ -27,7 +27,7 @@ from passes.errors import NotAModuleError, PolicyError
 from passes.policy import Policy, check_used, nearest, type_names
 from passes.values import LOW, no_autocast, retyped
 
-from . import compiled
+from . import compiled, recompile_limit
 from .capture_jit import ambient_dtype, attribute_of, describe, is_attribute, parameter_path
 from .check import refuse_low_parameters
 from .optimized import adopted, is_low_of_its_own, note_low
@@ -230,7 +230,8 @@ def rewrite(
         if "val" in node.meta:
             node.meta["example_value"] = node.meta["val"]
     gm.recompile()
-    return compiled.record(gm, plan, example_inputs, found), low
+    recompile_limit.watch()
+    return compiled.record(gm, plan, example_inputs, found, autocast=under), low
 
 
 def _device(example_inputs: list[Any]) -> str:

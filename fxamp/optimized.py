@@ -86,29 +86,63 @@ def _guarded(run: Callable[..., Any], model: nn.Module, policy: Policy | None) -
     if policy is None:
         return run
 
-    captured_under_it = True
+    runs: bool | None = None  # under autocast; None until a call has shown it
 
     @functools.wraps(run, updated=())
     def forward(*args: Any, **kwargs: Any) -> Any:
-        nonlocal captured_under_it
-        if torch.compiler.is_compiling() or not captured_under_it:
+        nonlocal runs
+        if torch.compiler.is_compiling():
+            return _inside(run, model, policy, args, kwargs)
+        if runs is False:
             return run(*args, **kwargs)
         try:
             with under_autocast(policy, model, args, kwargs) as low:
                 outputs = run(*args, **kwargs)
-        except torch._dynamo.exc.BackendCompilerFailed as e:
-            if isinstance(e.inner_exception, FxampError):
-                raise e.inner_exception from None
-            raise
-        except torch._dynamo.exc.TorchDynamoException as e:  # autocast may mix dtypes that an op, or a loop, rejects
-            outputs = run(*args, **kwargs)
-            captured_under_it = False
+        except (RuntimeError, torch._dynamo.exc.TorchDynamoException) as e:
+            _raise_ours(e)
+            if runs and not isinstance(e, torch._dynamo.exc.TorchDynamoException):
+                raise  # what ran before
+            outputs = _without_autocast(e, run, args, kwargs)
+            runs = False
             why = str(e).strip().partition("\n")[0]
-            logger.warning("%s is captured without autocast, under which it fails: %s", type(model).__name__, why)
+            logger.warning("%s runs without autocast, under which it fails: %s", type(model).__name__, why)
             return outputs
+        runs = True
         return outputs if low is None or policy.output_dtype == "low" else restored(outputs, low, (args, kwargs))
 
     return forward
+
+
+def _inside(run: Callable[..., Any], model: nn.Module, policy: Policy, args: Any, kwargs: Any) -> Any:
+    """Run the forward inside another compiled function, which captures it as a region of autocast."""
+    device = policy.device or next((p.device.type for p in model.parameters()), "cpu")
+    low = policy.dtype or torch.get_autocast_dtype(device)
+    with torch.autocast(device, dtype=low, enabled=policy.level != "O0"):
+        outputs = run(*args, **kwargs)
+    if policy.level == "O0" or policy.output_dtype == "low":
+        return outputs
+    return pytree.tree_map(lambda t: t.float() if isinstance(t, Tensor) and t.dtype == low else t, outputs)
+
+
+def _raise_ours(error: Exception) -> None:
+    """Raise an error of fxamp's own, which Dynamo wraps, as it is."""
+    found = error.inner_exception if isinstance(error, torch._dynamo.exc.BackendCompilerFailed) else error
+    if isinstance(found, FxampError):
+        raise found from None
+
+
+def _without_autocast(error: Exception, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call a model that fails under autocast without it, as the dtypes that autocast mixes can be all that fails.
+
+    Raises:
+        Exception: the error under autocast, where the model fails without it too.
+    """
+    if isinstance(error, (torch.OutOfMemoryError, torch._dynamo.exc.BackendCompilerFailed)):
+        raise error
+    try:
+        return run(*args, **kwargs)
+    except Exception:
+        raise error from None
 
 
 def _method(method: types.MethodType, model: nn.Module, policy: Policy) -> Callable[..., Any]:
@@ -155,16 +189,17 @@ def _device(model: nn.Module, args: Any, kwargs: Any) -> str:
     return found.device.type if found is not None and found.device.type != "meta" else "cpu"
 
 
-def restored(outputs: Any, low: torch.dtype, inputs: Any) -> Any:
+def restored(outputs: Any, low: torch.dtype, inputs: Any, made: dict[int, Any] | None = None) -> Any:
     """Return outputs with FP32 for every low value, but those that the model itself makes low, or was given.
 
-    Containers that pytree does not know are left as they are, but dataclasses; so a cache keeps autocast's values.
+    Containers that pytree does not know are left as they are, but dataclasses; so a cache keeps autocast's values. An
+    output that is returned twice stays one: `made` holds what was made, by the identity of what it was made of.
     """
+    made = {} if made is None else made
     leaves, spec = pytree.tree_flatten(outputs)
-    made: dict[int, Any] = {}  # by identity, for an output that is returned twice
     for leaf in leaves:
         if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            made[id(leaf)] = _restored_fields(leaf, low, inputs)
+            made[id(leaf)] = _restored_fields(leaf, low, inputs, made)
         elif isinstance(leaf, Tensor) and leaf.dtype == low and id(leaf) not in made and not _is_own(leaf, inputs):
             made[id(leaf)] = leaf.float()
     changed = [made.get(id(leaf), leaf) for leaf in leaves]
@@ -179,9 +214,9 @@ def _is_own(value: Tensor, inputs: Any) -> bool:
     return any(value is given for given in pytree.tree_leaves(inputs))
 
 
-def _restored_fields(value: Any, low: torch.dtype, inputs: Any) -> Any:
+def _restored_fields(value: Any, low: torch.dtype, inputs: Any, made: dict[int, Any]) -> Any:
     held = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if hasattr(value, f.name)}
-    changed = {name: new for name, old in held.items() if (new := restored(old, low, inputs)) is not old}
+    changed = {name: new for name, old in held.items() if (new := restored(old, low, inputs, made)) is not old}
     if not changed:
         return value
     out = copy.copy(value)
