@@ -25,7 +25,7 @@ from passes.plan import Decision, Plan
 from passes.policy import Policy, module_override
 
 from .capture_jit import parameter_path
-from .recompile_limit import reached
+from .recompile_limit import anywhere, reached
 from .scope import Scope
 from .scope import scope as current_scope
 
@@ -190,7 +190,7 @@ def _in_place(module: nn.Module) -> bool:
 
 
 def _nothing(module: nn.Module) -> str:
-    name = type(module).__name__
+    name = type(_root(module)).__name__
     if _in_place(module) and type(module).__module__.startswith("torch.nn"):
         return (
             f"nothing was captured: torch's .compile() on a class of torch.nn itself, such as {name}, captures "
@@ -199,10 +199,15 @@ def _nothing(module: nn.Module) -> str:
     if is_compiled(module):
         return (
             f"nothing was captured yet: {name} is captured at its first call. If it has been called, torch.compile "
-            "left all of it to Python; TORCH_LOGS=graph_breaks says where, and TORCH_LOGS=recompiles whether another "
-            "model of the same code has reached the recompile limit."
+            f"left all of it to Python; TORCH_LOGS=graph_breaks says where.{_limits()}"
         )
     return f"{name} was not converted by fxamp: pass what fxamp.convert or fxamp.compile returned."
+
+
+def _limits() -> str:
+    found = anywhere()
+    said = f" In this process {', '.join(found)} reached the recompile limit, after which it is captured for no model."
+    return said if found else ""
 
 
 def plan_of(module: nn.Module) -> Plan:

@@ -40,6 +40,11 @@ def _reached(function: str) -> None:
     known[function] = low
 
 
+def anywhere() -> list[str]:
+    """Return the functions that have reached the limit, in whichever model."""
+    return sorted({function for known in _REACHED.values() for function in known})
+
+
 def reached(root: nn.Module) -> list[str]:
     """Return the notes on a compiled module: which of its code runs unconverted, and how."""
     return [

@@ -30,7 +30,8 @@ class UnderflowWatch:
         if self.done:
             return
         self.done = True
-        if not any(issubclass(type(o), torch.amp.GradScaler) and o._scale is not None for o in gc.get_objects()):
+        scalers = [o for o in gc.get_objects() if issubclass(type(o), torch.amp.GradScaler)]
+        if all(getattr(o, "_scale", None) is None for o in scalers):  # one that is disabled has none
             warnings.warn(
                 "FP16 gradients without a loss scale underflow silently: scale the loss with fxamp.LossScaler or "
                 "torch.amp.GradScaler, or train with fxamp.TrainStep, which does.",

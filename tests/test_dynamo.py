@@ -310,6 +310,15 @@ def test_fp16_training_without_a_scaler_warns_once(inner: str) -> None:
         module(example()).sum().backward()
 
 
+@pytest.mark.parametrize("module", [compiled, lambda m, policy: fxamp.convert(m, example(), policy=policy)])
+def test_a_disabled_scaler_is_none(module: Any) -> None:
+    gc.collect()  # scalers of other tests
+    disabled = torch.amp.GradScaler("cpu", enabled=False)
+    with pytest.warns(UserWarning, match="loss scale underflow"):
+        module(Two(), "O1,dtype=fp16")(example()).sum().backward()
+    assert not disabled.is_enabled()
+
+
 @pytest.mark.filterwarnings("error:FP16 gradients")
 def test_no_warning_when_a_scaler_has_scaled_or_in_bf16() -> None:
     compiled(Two(), "O1,dtype=bf16")(example()).sum().backward()
