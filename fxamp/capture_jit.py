@@ -128,13 +128,17 @@ class _Description:
         return self._inferred(node, value, self.own) if node.op.startswith("call") else dtypes_of(value)
 
     def _inferred(self, node: Node, value: Any, held: dict[Node, Any]) -> Any:
-        """Return the dtypes that a node gives without autocast; those it has where fake tensors cannot run it."""
+        """Return the dtypes that a node gives without autocast, where fake tensors cannot run it too.
+
+        They cannot run operands of several dtypes, of which one may be low, or the op not at all.
+        """
         if ops.name(node).startswith("higher_order::"):
             return _without_low(dtypes_of(value))
         try:
             return self.infer(node, lambda n: held.get(n))
         except Exception:  # whatever a fake kernel raises
-            return dtypes_of(value)
+            low = any(held.get(n) in LOW for n in node.all_input_nodes)
+            return dtypes_of(value) if low else _without_low(dtypes_of(value))
 
     def _describe_cast(self, node: Node, value: Any, held: dict[Node, Any]) -> None:
         """Say what the dtype of a cast means, and take out of the graph what is low by autocast."""
