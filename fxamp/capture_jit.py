@@ -108,6 +108,8 @@ class _Description:
                 regions = [r for r in regions if r[0] is not node.args[0]]
             elif regions and node.op.startswith("call"):
                 node.meta["autocast_region"] = regions[-1][1]
+            if ops.name(node) == "to":
+                node.meta["cast"] = "literal" if _is_method(node) else "autocast" if self.ambient else "baked"
             value = pytree.tree_map(without_transforms, node.meta.get("example_value", node.meta.get("val")))
             if value is None:
                 continue
@@ -152,10 +154,8 @@ class _Description:
             cast.meta["val"] = retyped(before.meta.get("val", value), torch.float32)
             held[cast] = torch.float32
             node = cast
-        if ops.name(node) == "to":
-            unsaid = "autocast" if self.ambient and not (low and fp32) else "baked"
-            node.meta["cast"] = "literal" if _is_method(node) else unsaid
-            node.meta["read"] = given if low and not fp32 else None
+        if low and ops.name(node) == "to":
+            node.meta["cast"], node.meta["read"] = ("baked", None) if fp32 else ("autocast", given)
 
     def _is_fp32(self, node: Node) -> bool:
         """Say whether nothing may be low where a node stands."""

@@ -23,6 +23,7 @@ from passes._torch import FakeTensor, pytree
 from passes.errors import CaptureError, PolicyError
 from passes.plan import Decision, Plan
 from passes.policy import Policy, module_override
+from passes.values import dtypes_of
 
 from .capture_jit import parameter_path
 from .recompile_limit import anywhere, reached
@@ -58,10 +59,17 @@ class Converted:
     @property
     def signature(self) -> Any:
         """Return what graphs have in common that were captured for other sizes, or once more."""
-        calls = [n for n in self.graph.graph.nodes if n.op.startswith("call") and n.meta.get("fxamp") != "cast"]
-        made = [n for n in calls if any(isinstance(v, torch.Tensor) for v in pytree.tree_leaves(n.meta.get("val")))]
+        nodes = self.graph.graph.nodes
+        given = tuple(str(dtypes_of(n.meta.get("val"))) for n in nodes if n.op == "placeholder" and _is_made(n))
+        calls = [n for n in nodes if n.op.startswith("call") and n.meta.get("fxamp") != "cast"]
+        made = filter(_is_made, calls)
         written = tuple((str(n.target), str(map_aggregate((n.args, dict(n.kwargs)), _unsized))) for n in made)
-        return self.broke, tuple((d.graph, d.key, d.op, d.source) for d in self.plan.decisions), written
+        return self.broke, given, tuple((d.graph, d.key, d.op, d.source) for d in self.plan.decisions), written
+
+
+def _is_made(node: Node) -> bool:
+    """Say whether a value is a tensor, or holds one: sizes are values where they are dynamic, and none where not."""
+    return any(isinstance(v, torch.Tensor) for v in pytree.tree_leaves(node.meta.get("val")))
 
 
 def _unsized(argument: Any) -> Any:
