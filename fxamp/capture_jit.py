@@ -1,13 +1,16 @@
 """From a graph that TorchDynamo captured to the form the compiler takes: what each value is, and where it was made.
 
-Dynamo's graphs hold torch functions over flat placeholders, parameters among them. Under an ambient `torch.autocast`
-their example values have autocast's dtypes; the compiler wants those of the model itself, so they are inferred anew.
+Dynamo's graphs hold torch functions over flat placeholders, parameters among them, and every dtype that Python read is
+a constant in them. Under `torch.autocast` those constants, and the example values, are autocast's: the graph is the
+program that autocast runs, casts left out. The compiler wants the dtypes that its values have without autocast's casts,
+so they are inferred anew.
 """
 
 from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,25 +18,15 @@ from torch.fx import Graph, GraphModule, Node
 
 from passes import ops
 from passes._torch import enter_autocast, exit_autocast, pytree, source_name, without_transforms
-from passes.values import ELIGIBLE, LOW, Inference, dtypes_of, is_floating, literal_dtype, origin, retyped, source
+from passes.policy import Policy, module_override, type_names
+from passes.values import LOW, Inference, dtypes_of, is_floating, literal_dtype, origin, retyped
 
-from .relative import make_relative
 from .scope import Scope
 
 _ROOT = re.compile(r"^[LG]\['\w+'\]\.?")
 _ATOM = re.compile(r"\['([^']*)'\]|\[(\d+)\]|\.([A-Za-z]\w*)")  # not `_modules`, `_parameters`
-# Of a line: a low dtype that is spelled out, or that is the module's own, as `self.weight.dtype` is.
-_AUTHORS = re.compile(r"(b?float16|half|fp16|bf16)\b|(\.to\(|dtype=)\s*(dtype=)?self\.")
-_RELATIVE = re.compile(r"\.dtype\b|type_as\(|\.to\((?:other|like)\b")
-_LITERAL = re.compile(r"\.(float|half|bfloat16|double|type)\(|torch\.(float|half|bfloat16|double|float(16|32|64))\b")
+_EXACT = re.compile("rand|norm|space")  # draws, sums or divides otherwise in another dtype
 _CASTS_AFTER = ("to", "getitem", "type_as")
-
-
-def kind_of_line(line: str) -> str:
-    """Return what a line of source says of the cast in it: "literal", "relative" or "undecided"."""
-    if _RELATIVE.search(line):
-        return "relative"
-    return "literal" if _LITERAL.search(line) else "undecided"
 
 
 def ambient_dtype(graph: Graph, device: str) -> torch.dtype | None:
@@ -60,56 +53,122 @@ def _whole_region(graph: Graph) -> tuple[Node, Node] | None:
     return calls[0], left
 
 
-def describe(gm: GraphModule, *, ambient: bool, level: str, scope: Scope | None = None, inside: bool = False) -> None:
+def describe(
+    gm: GraphModule, *, ambient: bool, policy: Policy, scope: Scope | None = None, own: Sequence[bool] = ()
+) -> tuple[int, ...]:
     """Leave on every node what the passes read: `val`, the module path, the autocast region, what a cast means.
 
+    `meta["cast"]` is "literal" where the author called `.float()` and its like; else "autocast" for a dtype that
+    autocast's program has there, and "baked" where nothing is known but the dtype, which is then that of FP32. Where
+    autocast's program has a low dtype, the graph is given FP32, and `meta["read"]` is the low one.
+
     Args:
-        gm: changed in place; of its ops, only casts to the dtype of a tensor.
-        ambient: autocast was on while Dynamo traced, so the example values have its dtypes.
-        level: that of the policy: which dtypes that autocast gave hold in the converted graph too.
+        gm: changed in place: dtypes that are low by autocast become FP32.
+        ambient: autocast was on while Dynamo traced, so the example values and what Python read have its dtypes.
+        policy: says where nothing is low, whatever autocast's program has: at O0, and in modules overridden to FP32.
         scope: where the graph lies in the compiled module, where that is known.
-        inside: this is the body of a higher-order op.
+        own: of each input, whether the model itself holds it, or has made it low.
+
+    Returns:
+        Which outputs are low in the model itself, and not by autocast.
     """
-    infer, held = Inference(), dict[Node, Any]()
-    regions: list[tuple[Node, tuple[str, bool, Any]]] = []
-    for node in list(gm.graph.nodes):
-        _describe_origin(node, scope)
-        if node.op == "get_attr" and isinstance(body := attribute_of(gm, str(node.target)), GraphModule):
-            describe(body, ambient=ambient, level=level, scope=scope, inside=True)
-        if node.target is enter_autocast:
-            kind, dtype, enabled, _ = node.args
-            regions.append((node, (str(kind), bool(enabled), dtype)))
-        elif node.target is exit_autocast:
-            regions = [r for r in regions if r[0] is not node.args[0]]
-        elif regions and node.op.startswith("call"):
-            node.meta["autocast_region"] = regions[-1][1]
-        value = pytree.tree_map(without_transforms, node.meta.get("example_value", node.meta.get("val")))
-        if value is None:
-            continue
-        if ops.name(node) == "to" and is_floating(dtypes_of(value)):
-            _describe_cast(node, ambient, level)
-        elif ambient and node.op.startswith("call") and _is_read(node):
+    description = _Description(gm.graph, ambient, policy, scope, own)
+    description.of(gm)
+    outputs: Any = gm.graph.output_node().args[0]
+    low = tuple(i for i, n in enumerate(outputs) if isinstance(n, Node) and description.own.get(n) in LOW)
+    for i in low:
+        outputs[i].meta["low_of_its_own"] = True
+    return low
+
+
+class _Description:
+    """Describes a graph and the bodies of the higher-order ops in it."""
+
+    def __init__(self, graph: Graph, ambient: bool, policy: Policy, scope: Scope | None, own: Sequence[bool]) -> None:
+        self.ambient, self.policy, self.scope, self.infer = ambient, policy, scope, Inference()
+        placeholders = [n for n in graph.nodes if n.op == "placeholder"]
+        self.holds = {n for n, is_own in zip(placeholders, own, strict=False) if is_own}
+        # A model that holds low tensors casts to their dtype, and does not read it off what autocast made low.
+        self.authors = {d for n in self.holds if (d := dtypes_of(n.meta.get("example_value"))) in LOW}
+        self.makes_low = bool(self.authors) or any(_is_method(n) and literal_dtype(n) in LOW for n in graph.nodes)
+        self.own: dict[Node, Any] = {}  # dtypes as they would be in the model without autocast anywhere
+
+    def of(self, gm: GraphModule, *, inside: bool = False) -> None:
+        """Describe one graph, in place; `inside` says that it is the body of a higher-order op."""
+        held: dict[Node, Any] = {}
+        regions: list[tuple[Node, tuple[str, bool, Any]]] = []
+        for node in list(gm.graph.nodes):
+            _describe_origin(node, self.scope)
+            if node.op == "get_attr" and isinstance(body := attribute_of(gm, str(node.target)), GraphModule):
+                self.of(body, inside=True)
+            if node.target is enter_autocast:
+                kind, dtype, enabled, _ = node.args
+                regions.append((node, (str(kind), bool(enabled), dtype)))
+            elif node.target is exit_autocast:
+                regions = [r for r in regions if r[0] is not node.args[0]]
+            elif regions and node.op.startswith("call"):
+                node.meta["autocast_region"] = regions[-1][1]
+            if ops.name(node) == "to":
+                node.meta["cast"] = "literal" if _is_method(node) else "autocast" if self.ambient else "baked"
+            value = pytree.tree_map(without_transforms, node.meta.get("example_value", node.meta.get("val")))
+            if value is None:
+                continue
+            if node.op.startswith("call") and is_floating(dtypes_of(value)):
+                self._describe_cast(node, value, held)
+            if self.ambient and node.op.startswith("call"):
+                value = retyped(value, self._inferred(node, value, held))
+            elif self.ambient and inside and node.op == "placeholder":
+                value = retyped(value, _without_low(dtypes_of(value)))
+            node.meta["val"] = value
+            held[node] = dtypes_of(value)
+            if self.ambient and self.makes_low and not inside:
+                self.own[node] = self._own(node, value)
+
+    def _own(self, node: Node, value: Any) -> Any:
+        if node.op == "placeholder" and node not in self.holds:
+            return _without_low(dtypes_of(value))
+        return self._inferred(node, value, self.own) if node.op.startswith("call") else dtypes_of(value)
+
+    def _inferred(self, node: Node, value: Any, held: dict[Node, Any]) -> Any:
+        """Return the dtypes that a node gives without autocast, where fake tensors cannot run it too.
+
+        They cannot run operands of several dtypes, of which one may be low, or the op not at all.
+        """
+        if ops.name(node).startswith("higher_order::"):
+            return _without_low(dtypes_of(value))
+        try:
+            return self.infer(node, lambda n: held.get(n))
+        except Exception:  # whatever a fake kernel raises
+            low = any(held.get(n) in LOW for n in node.all_input_nodes)
+            return dtypes_of(value) if low else _without_low(dtypes_of(value))
+
+    def _describe_cast(self, node: Node, value: Any, held: dict[Node, Any]) -> None:
+        """Say what the dtype of a cast means, and take out of the graph what is low by autocast."""
+        given, fp32 = literal_dtype(node), self._is_fp32(node)
+        low = self.ambient and given in LOW and given not in self.authors and not _is_method(node)
+        if low and ops.name(node) == "to":
+            _settle(node, torch.float32)
+        elif low and (fp32 or not _EXACT.search(ops.name(node))):
             cast = _without_read(node)
             before: Any = cast.args[0]
-            cast.meta["val"], held[cast] = retyped(before.meta.get("val", value), torch.float32), torch.float32
-            _describe_cast(cast, ambient, level)
-        if ambient and node.op.startswith("call"):
-            value = retyped(value, _inferred(node, value, infer, held))
-        elif ambient and inside and node.op == "placeholder":
-            value = retyped(value, _without_low(dtypes_of(value)))
-        node.meta["val"] = value
-        held[node] = dtypes_of(value)
-    make_relative(gm.graph)
+            cast.meta["val"] = retyped(before.meta.get("val", value), torch.float32)
+            held[cast] = torch.float32
+            node = cast
+        if low and ops.name(node) == "to":
+            node.meta["cast"], node.meta["read"] = ("baked", None) if fp32 else ("autocast", given)
+
+    def _is_fp32(self, node: Node) -> bool:
+        """Say whether nothing may be low where a node stands."""
+        if self.policy.level == "O0":
+            return True
+        stack = node.meta.get("nn_module_stack", {}).values() if self.policy.modules else ()
+        found = module_override(self.policy, [(str(path), type_names(kind)) for path, kind in stack])
+        return found is not None and found.colour == "fp32"
 
 
-def _inferred(node: Node, value: Any, infer: Inference, held: dict[Node, Any]) -> Any:
-    """Return the dtypes that a node gives without autocast; those it has where fake tensors cannot run it."""
-    if ops.name(node).startswith("higher_order::"):
-        return _without_low(dtypes_of(value))
-    try:
-        return infer(node, lambda n: held.get(n))
-    except Exception:  # whatever a fake kernel raises
-        return dtypes_of(value)
+def _is_method(node: Node) -> bool:
+    """Say whether the author called a cast by its name: `.float()`, `.half()`."""
+    return node.op == "call_method" and str(node.target) in ops.CAST_METHODS
 
 
 def _without_low(dtypes: Any) -> Any:
@@ -126,41 +185,24 @@ def _describe_origin(node: Node, scope: Scope | None) -> None:
         node.meta["nn_module_stack"] = {k: (_ROOT.sub("", path), kind) for k, (path, kind) in stack.items()}
 
 
-def _describe_cast(node: Node, ambient: bool, level: str) -> None:
-    """Say whether the author wrote the dtype of a cast or read it off a tensor: Dynamo bakes both.
-
-    What was read under autocast is a dtype of autocast's making; it becomes the one that the model itself has there.
-    `meta["read"]` is what was read, if the tensor has that dtype at this level: at O1 any, beyond only a low one.
-    """
-    read = literal_dtype(node)
-    if ambient and _is_read(node):
-        node.meta["cast"] = "relative"
-        node.args, node.kwargs = pytree.tree_map(lambda a: torch.float32 if a is read else a, (node.args, node.kwargs))
-    else:
-        name = str(node.target) if node.op == "call_method" else ""
-        node.meta["cast"] = "literal" if name in ops.CAST_METHODS else kind_of_line(source(node))
-    if ambient and node.meta["cast"] != "literal" and read in {"O0": (), "O1": ELIGIBLE}.get(level, LOW):
-        node.meta["read"] = read
-
-
-def _is_read(node: Node) -> bool:
-    """Say whether a dtype that is low under autocast was read there, and neither written out nor the module's own."""
-    return literal_dtype(node) in LOW and not _AUTHORS.search(source(node))
+def _settle(node: Node, dtype: torch.dtype | None) -> None:
+    """Put a dtype, or none, where a call names one."""
+    given = literal_dtype(node)
+    node.args, node.kwargs = pytree.tree_map(lambda a: dtype if a is given else a, (node.args, node.kwargs))
 
 
 def _without_read(node: Node) -> Node:
-    """Take a dtype that autocast made low from an op, and return the cast that does the same.
+    """Take a dtype that autocast made low from an op, and return the cast that does the same in FP32.
 
-    Before: softmax(x, 1, dtype=bfloat16)        After: softmax(to(x, bfloat16), 1)
-    Before: zeros(2, dtype=bfloat16)             After: to(zeros(2, dtype=float32), bfloat16)
+    Before: softmax(x, 1, dtype=bfloat16)        After: softmax(to(x, float32), 1)
+    Before: zeros(2, dtype=bfloat16)             After: to(zeros(2, dtype=float32), float32)
     """
-    read, graph, value = literal_dtype(node), node.graph, node.args[0] if node.args else None
+    graph, value = node.graph, node.args[0] if node.args else None
     floating = isinstance(value, Node) and is_floating(dtypes_of(value.meta.get("val")))
     first = floating and ops.name(node) in ops.CONVERTS_FIRST
-    settled = None if first else torch.float32
-    node.args, node.kwargs = pytree.tree_map(lambda a: settled if a is read else a, (node.args, node.kwargs))
+    _settle(node, None if first else torch.float32)
     with graph.inserting_before(node) if first else graph.inserting_after(node):
-        cast = graph.call_method("to", (value if first else node, read))
+        cast = graph.call_method("to", (value if first else node, torch.float32))
     if first:
         node.args = (cast, *node.args[1:])
     else:

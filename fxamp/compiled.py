@@ -15,15 +15,18 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_aggregate
 from torch.utils.weak import WeakIdKeyDictionary
 
-from passes._torch import FakeTensor
+from passes._torch import FakeTensor, pytree
 from passes.errors import CaptureError, PolicyError
 from passes.plan import Decision, Plan
 from passes.policy import Policy, module_override
+from passes.values import dtypes_of
 
 from .capture_jit import parameter_path
+from .recompile_limit import anywhere, reached
 from .scope import Scope
 from .scope import scope as current_scope
 
@@ -35,16 +38,44 @@ class Converted:
     Attributes:
         graph: a copy: inner backends change what they are given.
         plan: what was decided, with module paths from the root where that is known.
-        paths: of the parameters, by identity: from the root, else from the module captured.
+        parameters: what it reads, not kept alive, and their paths: from the root, else from the module captured.
         places: which inputs of the graph they are.
         broke: where and why Dynamo ended the graph early, "" when it did not.
+        autocast: it was captured under autocast.
     """
 
     graph: GraphModule
     plan: Plan
-    paths: dict[int, str]
+    parameters: tuple[tuple[weakref.ref[Any], str], ...]
     places: tuple[int, ...]
     broke: str
+    autocast: bool = False
+
+    @property
+    def paths(self) -> dict[int, str]:
+        """Return the paths of the parameters that are still there, by identity."""
+        return {id(p): path for held, path in self.parameters if (p := held()) is not None}
+
+    @property
+    def signature(self) -> Any:
+        """Return what graphs have in common that were captured for other sizes, or once more."""
+        nodes = self.graph.graph.nodes
+        given = tuple(str(dtypes_of(n.meta.get("val"))) for n in nodes if n.op == "placeholder" and _is_made(n))
+        calls = [n for n in nodes if n.op.startswith("call") and n.meta.get("fxamp") != "cast"]
+        made = filter(_is_made, calls)
+        written = tuple((str(n.target), str(map_aggregate((n.args, dict(n.kwargs)), _unsized))) for n in made)
+        return self.broke, given, tuple((d.graph, d.key, d.op, d.source) for d in self.plan.decisions), written
+
+
+def _is_made(node: Node) -> bool:
+    """Say whether a value is a tensor, or holds one: sizes are values where they are dynamic, and none where not."""
+    return any(isinstance(v, torch.Tensor) for v in pytree.tree_leaves(node.meta.get("val")))
+
+
+def _unsized(argument: Any) -> Any:
+    """Return what an argument is, but for values and sizes."""
+    literal = argument is None or isinstance(argument, (bool, float, str, torch.dtype))
+    return argument if literal else type(argument).__name__ if isinstance(argument, (int, Node)) else str(argument)
 
 
 _BY_PARAMETER: Any = WeakIdKeyDictionary()
@@ -57,7 +88,9 @@ def announce(module: nn.Module, policy: Policy) -> None:
     _ASKED[module] = policy
 
 
-def record(gm: GraphModule, plan: Plan, example_inputs: Sequence[Any], scope: Scope | None) -> Converted:
+def record(
+    gm: GraphModule, plan: Plan, example_inputs: Sequence[Any], scope: Scope | None, *, autocast: bool
+) -> Converted:
     """Keep a converted graph for as long as the compiled module, or the parameters that it reads."""
     placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
     places = tuple(i for i, value in enumerate(example_inputs) if isinstance(value, nn.Parameter))
@@ -65,7 +98,7 @@ def record(gm: GraphModule, plan: Plan, example_inputs: Sequence[Any], scope: Sc
     paths = [known.get(id(example_inputs[i])) or parameter_path(placeholders[i]) for i in places]
     copied = Graph()
     copied.output(copied.graph_copy(gm.graph, {}))
-    entry = Converted(GraphModule(gm, copied), plan, {}, places, _break_of(gm))
+    entry = Converted(GraphModule(gm, copied), plan, (), places, _break_of(gm), autocast)
     if any(isinstance(example_inputs[i], FakeTensor) for i in places):
         return entry  # one of the parts that torch makes of a graph for DistributedDataParallel; kept at its first call
     return _keep(entry, example_inputs, paths, scope)
@@ -73,7 +106,7 @@ def record(gm: GraphModule, plan: Plan, example_inputs: Sequence[Any], scope: Sc
 
 def _keep(entry: Converted, inputs: Sequence[Any], paths: Iterable[str], scope: Scope | None) -> Converted:
     parameters = [inputs[i] for i in entry.places]
-    kept = replace(entry, paths={id(p): path for p, path in zip(parameters, paths, strict=True)})
+    kept = replace(entry, parameters=tuple((weakref.ref(p), path) for p, path in zip(parameters, paths, strict=True)))
     for parameter in parameters:
         _BY_PARAMETER.setdefault(parameter, []).append(kept)
     of_root = _BY_ROOT.setdefault(scope.root, []) if scope is not None else []
@@ -92,10 +125,10 @@ def reused(entry: Converted, inputs: Sequence[Any]) -> None:
         return
     found = current_scope()
     known = found.parameters if found is not None else {}
-    if not entry.paths:
+    if not entry.parameters:
         _keep(entry, inputs, [known.get(id(inputs[i]), "") for i in entry.places], found)
         return
-    before = list(entry.paths.values())
+    before = [path for _, path in entry.parameters]
     after = [known.get(id(inputs[i]), path) for i, path in zip(entry.places, before, strict=True)]
     ends = zip(reversed(before[0]), reversed(after[0]), strict=False)
     same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], ends))
@@ -126,13 +159,12 @@ def _break_of(gm: GraphModule) -> str:
 
 
 def entries(module: nn.Module) -> list[Converted]:
-    """Return what was converted for a compiled module, in order.
+    """Return what was converted for a compiled module, in order, a graph once however often it was captured.
 
     Raises:
         CaptureError: nothing was.
     """
-    root = module._orig_mod if isinstance(module, torch._dynamo.OptimizedModule) else module
-    found = {id(entry): entry for entry in _BY_ROOT.get(root, ())}
+    found = {id(entry): entry for entry in _BY_ROOT.get(_root(module), ())}
     for parameter in () if found else module.parameters():  # of a module inside the one that was compiled
         for entry in _BY_PARAMETER.get(parameter, ()):
             found[id(entry)] = entry
@@ -140,7 +172,15 @@ def entries(module: nn.Module) -> list[Converted]:
     out = [entry for entry in found.values() if asked is None or _carries_out(entry.plan.policy, asked)]
     if not out:
         raise CaptureError(_nothing(module))
-    return out
+    once: dict[Any, Converted] = {}
+    for entry in out:
+        once.setdefault(entry.signature, entry)
+    return list(once.values())
+
+
+def _root(module: nn.Module) -> nn.Module:
+    root: nn.Module = module._orig_mod if isinstance(module, torch._dynamo.OptimizedModule) else module
+    return root
 
 
 def _carries_out(policy: Policy, asked: Policy) -> bool:
@@ -158,7 +198,7 @@ def _in_place(module: nn.Module) -> bool:
 
 
 def _nothing(module: nn.Module) -> str:
-    name = type(module).__name__
+    name = type(_root(module)).__name__
     if _in_place(module) and type(module).__module__.startswith("torch.nn"):
         return (
             f"nothing was captured: torch's .compile() on a class of torch.nn itself, such as {name}, captures "
@@ -167,9 +207,15 @@ def _nothing(module: nn.Module) -> str:
     if is_compiled(module):
         return (
             f"nothing was captured yet: {name} is captured at its first call. If it has been called, torch.compile "
-            "left all of it to Python; TORCH_LOGS=graph_breaks says where."
+            f"left all of it to Python; TORCH_LOGS=graph_breaks says where.{_limits()}"
         )
     return f"{name} was not converted by fxamp: pass what fxamp.convert or fxamp.compile returned."
+
+
+def _limits() -> str:
+    found = anywhere()
+    said = f" In this process {', '.join(found)} reached the recompile limit, after which it is captured for no model."
+    return said if found else ""
 
 
 def plan_of(module: nn.Module) -> Plan:
@@ -185,7 +231,7 @@ def plan_of(module: nn.Module) -> Plan:
     return replace(
         plans[0],
         decisions=tuple(decisions),
-        notes=(*dict.fromkeys(n for p in plans for n in p.notes), *_coverage(module, found)),
+        notes=(*dict.fromkeys(n for p in plans for n in p.notes), *_coverage(module, found), *reached(_root(module))),
         inserted_casts=sum(p.inserted_casts for p in plans),
         casts=sum(p.casts for p in plans),
     )
@@ -204,10 +250,18 @@ def _coverage(module: nn.Module, found: list[Converted]) -> list[str]:
     left = f"; outside: {', '.join(outside[:5])}{' and more' if len(outside) > 5 else ''}" if outside else ""
     return [
         f"{len(found)} graphs of {ops} floating-point ops hold {len(named) - len(outside)} of {len(named)} parameters "
-        f"({share:.0%} of their elements){left}; what runs between graphs "
-        "runs as it is, on values in the model's own dtypes",
+        f"({share:.0%} of their elements){left}; {_between(found)}",
         *dict.fromkeys(f"graph break at {entry.broke}" for entry in found if entry.broke),
     ]
+
+
+def _between(found: list[Converted]) -> str:
+    """Say how what is in no graph runs."""
+    policy = found[0].plan.policy
+    if not all(entry.autocast for entry in found):
+        return "what runs between graphs runs as it is, on values in the model's own dtypes"
+    plain = policy.level == "O1" and not policy.modules and not policy.ops
+    return f"what runs between graphs runs under autocast{'' if plain else ', as at O1 without overrides'}"
 
 
 def _prefix(captured: dict[int, str], paths: dict[int, str]) -> str:

@@ -22,20 +22,28 @@ from torch import nn
 from torch.fx import GraphModule
 
 from passes import compile_graph, ops
-from passes._torch import inner_backend
+from passes._torch import FakeTensor, inner_backend
 from passes.errors import NotAModuleError, PolicyError
 from passes.policy import Policy, check_used, nearest, type_names
-from passes.values import no_autocast
+from passes.values import LOW, no_autocast, retyped
 
-from . import compiled
+from . import compiled, recompile_limit
 from .capture_jit import ambient_dtype, attribute_of, describe, is_attribute, parameter_path
 from .check import refuse_low_parameters
+from .optimized import adopted, is_low_of_its_own, note_low
 from .preflight import refuse_wrapped
 from .scope import scope
 from .underflow import UnderflowWatch
 
 Inner = str | Callable[..., Any]
 _OURS = ("policy", "backend", "mode")
+_NOT_EAGER = (
+    "a graph with activation checkpointing runs by 'aot_eager', for 'eager' would recompute a dropout with another mask"
+)
+_WITHOUT_AUTOCAST = (
+    "captured without autocast: what Python reads of dtypes (finfo, dtype= arguments, branches) is that of FP32, and "
+    "what runs between graphs is FP32 too; fxamp.compile, or torch.autocast round the call, makes it autocast's"
+)
 _RECOMPUTED = ("higher_order::tag_activation_checkpoint", "higher_order::wrap_activation_checkpoint")
 
 
@@ -68,18 +76,22 @@ class Backend:
     ) -> Callable[..., Any]:  # fmt: skip
         """Convert one graph in place and hand it to the inner backend; return what that made of it."""
         if mode or options:
+            ours, rest = _split(options)
             given = {"policy": self.policy, "backend": self.backend, "mode": mode or self.mode}
-            return backend(**{**given, **_split(options)[0]}, options=_split(options)[1])(gm, example_inputs)
-        converted = rewrite(gm, example_inputs, self.policy)
+            return backend(**{**given, **ours}, options={**dict(self.options), **rest})(gm, example_inputs)
+        inner, notes = _inner(self.backend, gm)
+        converted, low = rewrite(gm, example_inputs, self.policy, notes)
         with no_autocast():
-            run = inner_backend(_inner(self.backend, gm), self.mode, dict(self.options))(gm, example_inputs)
-        return at_call(run, converted, example_inputs)
+            run = inner_backend(inner, self.mode, dict(self.options))(gm, example_inputs)
+        return at_call(run, converted, example_inputs, low)
 
 
-def _inner(backend: Inner, gm: GraphModule) -> Inner:
-    """Return the inner backend for a graph: "eager" would recompute a checkpointed dropout with another mask."""
+def _inner(backend: Inner, gm: GraphModule) -> tuple[Inner, tuple[str, ...]]:
+    """Return the inner backend for a graph, and what is to be said of it."""
     names = {ops.name(n) for part in gm.modules() if isinstance(part, GraphModule) for n in part.graph.nodes}
-    return "aot_eager" if backend == "eager" and not names.isdisjoint(_RECOMPUTED) else backend
+    if backend != "eager" or names.isdisjoint(_RECOMPUTED):
+        return backend, ()
+    return "aot_eager", (_NOT_EAGER,)
 
 
 def backend(
@@ -164,26 +176,32 @@ def compile(
 
     Returns:
         torch's `OptimizedModule`, whose state_dict keys have the prefix `_orig_mod.`; `model.compile(backend="fxamp",
-        options={"policy": ...})` works in place and keeps them.
+        options={"policy": ...})` works in place and keeps them. Each call of it, and of a method of the model through
+        it, runs under `torch.autocast` (but at O0), and gives the model's own dtypes.
 
     Raises:
         NotAModuleError: not a module.
         CaptureError: the model is wrapped for parallel training already.
-        PolicyError: the policy is wrong, or there is no such inner backend.
+        PolicyError: the policy is wrong, or there is no such inner backend; an option is an argument of this function.
     """
     if not isinstance(model, nn.Module):
         raise NotAModuleError(f"fxamp.compile takes a torch.nn.Module, not {type(model).__name__}.")
     refuse_wrapped(model)
+    if given := _split(options)[0]:
+        raise PolicyError(
+            f"{', '.join(map(repr, given))}: of fxamp.compile these are arguments, fxamp.compile(model, policy=...); "
+            "options go to the inner backend."
+        )
     made = _backend(policy, backend, mode=mode, options=options)
     refuse_unmatched(made.policy, model)
-    optimized: Any = torch.compile(model, backend=made, fullgraph=fullgraph, dynamic=dynamic, disable=disable)
-    if not disable:
-        compiled.announce(optimized, made.policy)
-    return optimized
+    module = torch.compile(model, backend=made, fullgraph=fullgraph, dynamic=dynamic, disable=disable)
+    return module if disable else adopted(module, made.policy)
 
 
-def rewrite(gm: GraphModule, example_inputs: list[Any], policy: Policy) -> compiled.Converted:
-    """Convert one of Dynamo's graphs, in place; return what was decided, for a policy with device and dtype."""
+def rewrite(
+    gm: GraphModule, example_inputs: list[Any], policy: Policy, notes: tuple[str, ...] = ()
+) -> tuple[compiled.Converted, tuple[int, ...]]:
+    """Convert one of Dynamo's graphs, in place; return what was decided, and which outputs are low by the model."""
     refuse_low_parameters((parameter_path(n), v) for n, v in zip(gm.graph.nodes, example_inputs, strict=False))
     device = policy.device or _device(example_inputs)
     on = torch.is_autocast_enabled(device)
@@ -193,17 +211,27 @@ def rewrite(gm: GraphModule, example_inputs: list[Any], policy: Policy) -> compi
     for node, value in zip(gm.graph.nodes, example_inputs, strict=False):
         node.meta["parameter"] = isinstance(value, nn.Parameter)
         node.meta["buffer"] = not node.meta["parameter"] and is_attribute(node)
+        if isinstance(value, torch.Tensor) and "example_value" in node.meta:  # of a part that torch has split off
+            node.meta["example_value"] = retyped(node.meta["example_value"], value.dtype)
     found = scope()
     if found is not None:
         refuse_unmatched(policy, found.root)
+    under = on or ambient is not None
+    own = [n.meta["parameter"] or n.meta["buffer"] or is_low_of_its_own(v)
+           for n, v in zip(gm.graph.nodes, example_inputs, strict=False)]  # fmt: skip
     with no_autocast():
-        describe(gm, scope=found, ambient=on or ambient is not None, level=policy.level)
-    plan = compile_graph(gm.graph, resolved, functools.partial(attribute_of, gm), capture="jit")
+        low = describe(gm, scope=found, ambient=under, policy=resolved, own=own)
+    if not under and policy.level != "O0":
+        notes = (*notes, _WITHOUT_AUTOCAST)
+    plan = compile_graph(
+        gm.graph, resolved, functools.partial(attribute_of, gm), capture="jit", notes=notes, under_autocast=under
+    )
     for node in gm.graph.nodes:
         if "val" in node.meta:
             node.meta["example_value"] = node.meta["val"]
     gm.recompile()
-    return compiled.record(gm, plan, example_inputs, found)
+    recompile_limit.watch()
+    return compiled.record(gm, plan, example_inputs, found, autocast=under), low
 
 
 def _device(example_inputs: list[Any]) -> str:
@@ -221,13 +249,17 @@ def refuse_unmatched(policy: Policy, model: nn.Module) -> None:
 
 
 def at_call(
-    run: Callable[..., Any], converted: compiled.Converted, example_inputs: Sequence[Any]
+    run: Callable[..., Any], converted: compiled.Converted, example_inputs: Sequence[Any], low: Sequence[int] = ()
 ) -> Callable[..., Any]:
-    """Return what calls a compiled graph, with ambient autocast off, and notes which models it is called for."""
+    """Return what calls a compiled graph, with ambient autocast off, and notes which models it is called for.
+
+    The outputs at `low` are noted to be low in the model itself.
+    """
     device = converted.plan.policy.device or "cpu"
     first = converted.places[0] if converted.places else 0
     last = weakref.ref(example_inputs[first]) if converted.places else None
     watch = UnderflowWatch(converted.plan)
+    told = _told(example_inputs)
 
     @functools.wraps(run, updated=())
     def call(*args: Any) -> Any:
@@ -235,10 +267,25 @@ def at_call(
         if last is not None and args[first] is not last():
             compiled.reused(converted, args)
             last = weakref.ref(args[first])
+        if told:
+            args = tuple(a.to(told[i]) if i in told and a.dtype != told[i] else a for i, a in enumerate(args))
         with no_autocast([device]):
             outputs = run(*args)
+        for i in low:
+            note_low(outputs[i])
         if not watch.done:
             watch(outputs)
         return outputs
 
     return call
+
+
+def _told(example_inputs: Sequence[Any]) -> dict[int, torch.dtype]:
+    """Return the dtypes that a part of a graph which torch splits for DistributedDataParallel was told of its inputs.
+
+    They are autocast's; what the part before it gives is wider where the policy keeps that FP32.
+    """
+    if not any(isinstance(value, FakeTensor) for value in example_inputs):
+        return {}
+    values = {i: v for i, v in enumerate(example_inputs) if isinstance(v, FakeTensor)}
+    return {i: v.dtype for i, v in values.items() if v.dtype in LOW and not isinstance(v, nn.Parameter)}

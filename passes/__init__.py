@@ -50,6 +50,7 @@ def compile_graph(
     plan: Plan | None = None,
     own: frozenset[tuple[int, str]] | None = None,
     timer: Timer | None = None,
+    under_autocast: bool = False,
 ) -> Plan:
     """Run every pass over a graph, in order, in place; return what was decided.
 
@@ -62,6 +63,8 @@ def compile_graph(
         plan: what to carry out instead of deciding anew.
         own: which of its decisions, by graph and key, this graph must have; None for all.
         timer: measures calls, for cost="measured".
+        under_autocast: the graph is called under autocast, and so is what reads its outputs, which therefore keep the
+            dtypes that autocast gives them; unless the level is O0.
 
     Raises:
         PolicyError: the policy does not fit the graph.
@@ -77,7 +80,7 @@ def compile_graph(
             inside = all_graphs(graph, bodies)
             stacks = {n: s for g in inside for n, s in module_types(g).items()}
             check_used(policy, stacks.values(), (ops.name(n) for n in stacks))
-        compilation.run(graph, attribute, Border({}, policy.output_dtype == "original", bodies))
+        compilation.run(graph, attribute, _border_of(policy, under_autocast, bodies))
     if plan is not None and any(d.graph >= compilation.graphs for d in plan.decisions):
         raise PlanError(f"the plan decides on more graphs than the {compilation.graphs} of this model; {REMEDY}")
     return Plan(
@@ -92,6 +95,12 @@ def compile_graph(
         inserted_casts=compilation.inserted,
         casts=compilation.casts,
     )
+
+
+def _border_of(policy: Policy, under_autocast: bool, bodies: dict[Node, list[Body]]) -> Border:
+    """Return what holds at the edges of the outermost graph."""
+    original = policy.output_dtype == "original"
+    return Border({}, original, original and under_autocast and policy.level != "O0", bodies)
 
 
 class _Compilation:
@@ -150,7 +159,7 @@ class _Compilation:
         """Compile the body of a higher-order op between the dtypes that hold at its border."""
         entered = body.first is not None
         given = {p: outside.dtypes[v] for p, v in body.operands(node).items()} if entered else {}
-        inside = self.run(body.graph, body.attribute, Border(given, not entered, body.bodies()))
+        inside = self.run(body.graph, body.attribute, Border(given, not entered, bodies=body.bodies()))
         body.module.recompile()
         made = body.dtypes(inside.dtypes)
         if entered and made != outside.dtypes[node]:

@@ -10,8 +10,9 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
+import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -161,6 +162,30 @@ def source_name(placeholder: Node) -> str:
     return str(name() if callable(name) else name)  # a method in older releases
 
 
+class _RecompileLimit(logging.Filter):
+    """Reads which function has reached Dynamo's recompile limit off the line that Dynamo logs."""
+
+    def __init__(self, call: Callable[[str], None]) -> None:
+        super().__init__()
+        self.call = call
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if str(record.msg).startswith("torch._dynamo hit config.") and isinstance(record.args, tuple):
+            found = re.search(r"function: (.*)", record.getMessage())
+            self.call(found.group(1) if found else "a function")
+        return True
+
+
+def on_recompile_limit(call: Callable[[str], None]) -> None:
+    """Call a function whenever code reaches Dynamo's recompile limit, with the code's name and place.
+
+    Dynamo has no hook for it but its log, at the level of warnings.
+    """
+    log = logging.getLogger("torch._dynamo.convert_frame")
+    if not any(isinstance(f, _RecompileLimit) and f.call is call for f in log.filters):
+        log.addFilter(_RecompileLimit(call))
+
+
 __all__ = [
     "GUARD_NAMES",
     "FakeTensor",
@@ -176,6 +201,7 @@ __all__ = [
     "guards_of",
     "in_transform",
     "inner_backend",
+    "on_recompile_limit",
     "pytree",
     "quiet_fakes",
     "registered_autocast_dtype",

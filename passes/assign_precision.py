@@ -99,6 +99,7 @@ def assign_precision(
     reference = Simulation(plain, graph, original, infer, aliases, autocast=True, border=border)
     reference.run()
     simulation = Simulation(policy, graph, original, infer, aliases, stacks=module_types(graph), border=border)
+    simulation.reference = reference.dtypes
     simulation.run()
     while simulation.pin_conflicts():
         simulation.run()

@@ -71,11 +71,14 @@ class Border:
     Attributes:
         inputs: the dtypes of its placeholders, where they are not the original ones.
         restore_outputs: its outputs have their original dtypes.
+        autocast_outputs: its outputs have the dtypes that autocast gives them, or wider ones: what reads them runs
+            under autocast, outside this graph. `meta["low_of_its_own"]` is on those that keep their original dtype.
         bodies: the graphs inside it.
     """
 
     inputs: dict[Node, Any] = field(default_factory=dict)
     restore_outputs: bool = True
+    autocast_outputs: bool = False
     bodies: dict[Node, list[Body]] = field(default_factory=dict)
 
 

@@ -8,6 +8,7 @@ eps that FP16 rounds to zero, keeps its node FP32 from O2 on.
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -34,13 +35,24 @@ def numbers(node: Node) -> Iterator[float]:
     scalars = _scalar_arguments(node.target)
     names = ops.arg_names(node.target) if node.op == "call_function" else ()
     placed = [(names[i] if i < len(names) else "", a) for i, a in enumerate(node.args)]
-    for name, arg in (*placed, *node.kwargs.items()):
+    given = (*placed, *node.kwargs.items())
+    left = [(n, d) for n, d in _defaults(node.target) if n not in dict(given)] if node.op == "call_function" else []
+    for name, arg in (*given, *left):
         for item in arg if isinstance(arg, (list, tuple)) else (arg,):
             counts = isinstance(item, float) or (
                 isinstance(item, int) and not isinstance(item, bool) and name in scalars
             )
             if counts and math.isfinite(item):
                 yield item
+
+
+@functools.lru_cache(maxsize=4096)
+def _defaults(target: Any) -> tuple[tuple[str, float], ...]:
+    """Return the numbers that a function of Python takes where none are given, such as an eps, with their names."""
+    if not inspect.isfunction(target):
+        return ()
+    parameters = inspect.signature(target).parameters.values()
+    return tuple((p.name, p.default) for p in parameters if isinstance(p.default, float))
 
 
 @functools.lru_cache(maxsize=4096)

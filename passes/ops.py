@@ -87,6 +87,10 @@ _FUNCTIONS: dict[Any, str] = {
     abs: "abs", pow: "pow", round: "round", getattr: "getattr",
 }  # fmt: skip
 
+# What is called on a tensor in shards, as Dynamo writes it; fake tensors do not run it.
+_SHARDS = {"from_local": "from_local", "prim_from_local": "from_local"}
+SHARDS = ("from_local", "to_local", "redistribute")
+
 # Arguments that make another op of a Python function.
 _SUFFIXES: dict[str, dict[Any, str]] = {
     "inplace": {True: "_"},
@@ -157,6 +161,8 @@ def of_target(target: Any) -> str:
         return OPERATORS.get(plain, plain)
     if module == "torch._tensor" or getattr(target, "__objclass__", None) in torch.Tensor.__mro__:
         return _of_method(plain)
+    if plain in _SHARDS:
+        return _SHARDS[plain]
     return canonical(plain) if module in _SPACES else f"{module}.{plain}"
 
 

@@ -216,6 +216,7 @@ KINDS: tuple[tuple[str, str, str, str], ...] = (
      squeeze_copy t_copy transpose_copy unbind_copy unfold_copy unsqueeze_copy view_copy"""),
     (FOLLOW, FOLLOW, "filled to the shape of its operand", """zeros_like ones_like full_like empty_like
      new_zeros new_ones new_full new_empty new_empty_strided zero"""),
+    (FOLLOW, FOLLOW, "moves or sums the shards of a tensor between processes", "from_local to_local redistribute"),
     # Dtypes as written.
     (KEEP, KEEP, "made with the dtype that is written", """zeros ones full empty empty_strided empty_permuted
      arange linspace logspace eye tensor scalar_tensor range tril_indices triu_indices hann_window

@@ -23,7 +23,7 @@ from .operand_casts import keep
 from .result_dtypes import result_dtypes
 from .rules import KEEP, lookup
 from .state import State, first_float
-from .values import ANY, LOW, Aliases, is_floating, is_known, module_types, mutated_operands, original_dtypes
+from .values import ANY, ELIGIBLE, LOW, Aliases, is_floating, is_known, module_types, mutated_operands, original_dtypes
 
 # What asks for a shape, a dtype or nothing: no arithmetic, no colour.
 _ASKS = frozenset(
@@ -58,8 +58,20 @@ class Simulation(State):
 
     def returned(self) -> dict[Node, Any]:
         """Return the dtype that each output of the graph must have."""
+        values = self.graph.output_node().all_input_nodes
+        if self.border.autocast_outputs:
+            return {n: self._beside_autocast(n) for n in values}
         held = self.original if self.border.restore_outputs else self.dtypes
-        return {n: held[n] for n in self.graph.output_node().all_input_nodes}
+        return {n: held[n] for n in values}
+
+    def _beside_autocast(self, value: Node) -> Any:
+        """Return the dtype of an output that is read under autocast: the wider of its own and autocast's."""
+        held: Any = self.dtypes[value]
+        autocast: Any = self.reference.get(value)
+        if value.meta.get("low_of_its_own"):
+            return self.original[value]
+        both = held in ELIGIBLE and autocast in ELIGIBLE
+        return torch.promote_types(held, autocast) if both else held
 
     def pin_conflicts(self) -> bool:
         """Pin every mutated alias set whose members came out in different dtypes; say whether there was a new one."""
@@ -85,7 +97,7 @@ class Simulation(State):
 
     def _enter(self, node: Node, body: Body) -> None:
         """Run through the body of a higher-order op with the dtypes that its operands have here."""
-        border = Border({p: self.dtypes[v] for p, v in body.operands(node).items()}, False, body.bodies())
+        border = Border({p: self.dtypes[v] for p, v in body.operands(node).items()}, False, bodies=body.bodies())
         original = original_dtypes(body.graph, body.attribute)
         inside = Simulation(
             self.policy, body.graph, original, self.infer, Aliases(body.graph), autocast=self.autocast,

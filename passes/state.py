@@ -27,6 +27,7 @@ class State:
         pinned: representatives of alias sets that must stay FP32; what one run learns of them, the next one knows.
         colours: the decisions so far.
         dtypes: the dtype of every value; that of the original where the run has not come yet.
+        reference: the dtypes that autocast gives the values, where another run has found them.
         upcast: values the author has upcast, and moves of them.
         extremes: values that the low dtype cannot hold.
         tried: which calls were found to have a low kernel; of this graph alone, so that no plan depends on another.
@@ -45,6 +46,7 @@ class State:
         self.pinned = {aliases.find(v) for v in observed(graph) if original[v] in (torch.float32, ANY)}
         self.aggressive = not autocast and policy.level in ("O2", "O3")
         self.islands = islands(graph) if self.aggressive else frozenset()
+        self.reference: dict[Node, Any] = {}
         self.restart()
 
     def restart(self) -> None:

@@ -83,6 +83,8 @@ class Casts:
             return Intent(found, False, "cast: relative, follows its reference")
         if baked is None:
             return Intent(held if isinstance(held, torch.dtype) else None, False, "follow: moves its operand")
+        if node.meta.get("cast") == "autocast":
+            return Intent(node.meta.get("read") or baked, True, "cast: as it is under autocast, written or read there")
         kind = self._kind(node)
         if kind == "relative" and observed is not None:
             return Intent(observed, False, "cast: relative, the dtype that was read under autocast")
@@ -92,6 +94,8 @@ class Casts:
             or not is_floating(self.original.get(value))
         ):
             return Intent(baked, True, "cast: the author wrote this dtype")
+        if kind == "baked" and held in LOW and baked == torch.float32:
+            return Intent(baked, True, "user_cast: undecided, taken as an upcast")
         changes = self.original[value] != baked or baked != torch.float32  # no cast to be restored by
         if kind == "literal" or baked in LOW or (changes and kind != "relative"):  # what was captured is FP32
             return Intent(baked, True, "cast: the author wrote this dtype")

@@ -219,6 +219,8 @@ class Inference:
             held = dtype_of(node.args[0])
             if isinstance(held, tuple):
                 return held[node.args[1]]  # type: ignore[index]
+        if ops.name(node) in ops.SHARDS and isinstance(node.args[0], Node):
+            return dtype_of(node.args[0])
         key = _key(node, dtype_of)
         if key is None:
             return self._run(node, dtype_of)

@@ -38,6 +38,7 @@ sys.path.insert(0, str(HERE.parent))
 
 import fxamp  # noqa: E402  (the path comes first)
 from fxamp.measure import _Counter, step_counts  # noqa: E402
+from fxamp.optimized import adopted  # noqa: E402
 from passes import ops  # noqa: E402
 from passes._torch import pytree  # noqa: E402
 from passes.plan import DEVIATIONS  # noqa: E402
@@ -49,7 +50,7 @@ POLICY, LOW = "O1,dtype=bf16", torch.bfloat16
 EXPORT, BACKEND = "export", "backend"
 BATCHES = (2, 3)
 SECONDS = 240
-OUTSIDE = "outside"  # no node of a graph differs: what does runs between graphs, without autocast
+OUTSIDE = "outside"  # no node of a graph differs: what does runs between graphs
 
 
 @dataclass(frozen=True)
@@ -58,9 +59,9 @@ class Row:
 
     `captured` is whether torch does it without fxamp, which is tried where fxamp fails, for fxamp captures by the same
     means; `problem` is why the first thing that failed did. Numbers are None where they could not be had. `outputs`
-    and `gradients` are ratios of distances from float64 to those of autocast. `equal` is for a call as it is, `ambient`
-    for one under `torch.autocast`, as trainers make it; `deviation` is the code of the first node that differs from
-    autocast in eval, found at `where`.
+    and `gradients` are ratios of distances from float64 to those of autocast. `equal` is for a call as it is; `ambient`
+    for one of `fxamp.backend` under `torch.autocast`, as trainers make it, with its dtypes; `deviation` is the code of
+    the first node that differs from autocast in eval, found at `where`.
     """
 
     architecture: str
@@ -283,12 +284,17 @@ class _Backend:
             return converted(*args)
 
 
+def _compiled(model: nn.Module, backend: _Backend) -> Any:
+    """Return what `fxamp.compile` does, with a backend of ours: every call runs under autocast."""
+    return adopted(torch.compile(model, backend=backend), fxamp.Policy.parse(POLICY))
+
+
 def by_backend(name: str) -> Row:
     """Convert one architecture just in time, for two batch sizes in train and in eval mode; then measure it afresh."""
     row = Row(name, BY_NAME[name].family, BACKEND)
     model, inputs = BY_NAME[name]()
     backend = _Backend()
-    module: Any = torch.compile(model, backend=backend)
+    module: Any = _compiled(model, backend)
     try:
         _train_and_eval(module, name)
         plan = fxamp.plan_of(module)
@@ -300,7 +306,7 @@ def by_backend(name: str) -> Row:
     model, inputs = BY_NAME[name]()
     torch._dynamo.reset()  # or the graphs and the limits of the run before would count
     backend = _Backend()
-    module = torch.compile(model, backend=backend)
+    module = _compiled(model, backend)
     module.eval()
     with torch.no_grad():
         module(**inputs)
@@ -311,7 +317,7 @@ def by_backend(name: str) -> Row:
 
 
 def _equal_under_autocast(model: nn.Module, inputs: Inputs) -> bool:
-    """Say whether a compiled model that is called under autocast gives in eval mode what autocast alone gives."""
+    """Say whether `fxamp.backend` gives in eval mode, called under autocast, what autocast alone gives, dtypes too."""
     model.eval()
     torch._dynamo.reset()
     outputs = []
@@ -319,7 +325,7 @@ def _equal_under_autocast(model: nn.Module, inputs: Inputs) -> bool:
         torch.manual_seed(0)
         with torch.no_grad(), torch.autocast("cpu", dtype=LOW):
             outputs.append(floats(module(**inputs)))
-    return all(torch.equal(a.float(), b.float()) for a, b in zip(*outputs, strict=True))
+    return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(*outputs, strict=True))
 
 
 def _recorded(model: nn.Module, inputs: Inputs) -> tuple[list[tuple[int, _Record, _Record]], fxamp.Plan]:
@@ -343,7 +349,7 @@ def _recorded(model: nn.Module, inputs: Inputs) -> tuple[list[tuple[int, _Record
             torch.compile(model, backend=under_autocast)(**inputs)
         torch._dynamo.reset()
         torch.manual_seed(0)
-        compiled: Any = torch.compile(model, backend=backend)
+        compiled = _compiled(model, backend)
         compiled(**inputs)
     calls = zip(expected, backend.records, strict=False)
     return [(index, theirs, ours) for theirs, (index, ours) in calls], fxamp.plan_of(compiled)
@@ -539,11 +545,14 @@ def _head(case: tuple[str, str]) -> tuple[str, str, str]:
 
 def to_markdown(rows: Sequence[Row], versions: Mapping[str, str]) -> str:
     """Return the report: totals, a table for each front end, deviations, and what was not captured."""
+    # Files of before `fxamp.compile` set autocast do not say what they were made by.
+    backend = versions.get("backend", "`torch.compile` with `fxamp.backend`")
+    dtypes = "dtypes too, " if "backend" in versions else ""
     parts = [
         "# Coverage: `transformers` architectures\n\n"
         f"Written by `reports/coverage.py` on a CPU, torch {versions['torch']}, transformers\n"
         f"{versions['transformers']}: small random configs, policy `{POLICY}`, one step and one evaluation each.\n"
-        "`export` is `fxamp.convert` ahead of time; `backend` is `torch.compile` with `fxamp.backend`, its graphs run\n"
+        f"`export` is `fxamp.convert` ahead of time; `backend` is {backend}, its graphs run\n"
         f"as they are, for batches of {BATCHES[0]} and {BATCHES[1]}, in train and in eval mode.\n",
         _totals(rows),
     ]
@@ -554,7 +563,8 @@ def to_markdown(rows: Sequence[Row], versions: Mapping[str, str]) -> str:
     parts.append(
         "torch: whether torch captures it without fxamp. Equal: outputs in eval mode are those of `torch.autocast`\n"
         "bit for bit, else the code of the first node that differs, or `outside` where that is in what Dynamo leaves\n"
-        "to Python. Under autocast: the same, for a model that is called under `torch.autocast`, as trainers do.\n"
+        f"to Python. Under autocast: the same, {dtypes}for a model that is called under `torch.autocast`, as trainers "
+        "do.\n"
         "Outputs (eval) and gradients (train, all parameters) are distances from float64, as ratios to autocast's:\n"
         "less than 1 is nearer. Casts are those executed in a training step; of code between graphs, they are in\n"
         "autocast's only. Graphs: by `export`, two where a model computes differently in eval mode; by `backend`,\n"
@@ -635,7 +645,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         getattr(transformers, name)  # loaded once, here, and not in every process
     fronts = [options.front_end] if options.front_end else list(FRONT_ENDS)
     rows = run_all([(name, front) for name in options.only or BY_NAME for front in fronts], options.processes)
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__, "backend": "`fxamp.compile`"}
     text = to_markdown(rows, versions)
     sys.stdout.write(text)
     options.output.joinpath("coverage.md").write_text(text)

@@ -69,7 +69,7 @@ def test_o0_changes_nothing(zoo: Zoo) -> None:
         sum(t.float().sum() for t in tensors(output) if t.requires_grad).backward()  # type: ignore[union-attr]
         return output, [p.grad for p in model.parameters()], {k: b.clone() for k, b in model.named_buffers()}
 
-    expected, gradients, buffers = run(model)
+    expected, gradients, buffers = run(torch.compile(model, backend="eager"))  # which can differ from eager
     got, ours, after = run(compiled(model, "O0"))
     assert equal(got, expected)
     assert all(torch.equal(after[k], b) for k, b in buffers.items())
@@ -308,6 +308,15 @@ def test_fp16_training_without_a_scaler_warns_once(inner: str) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "FP16 gradients")
         module(example()).sum().backward()
+
+
+@pytest.mark.parametrize("module", [compiled, lambda m, policy: fxamp.convert(m, example(), policy=policy)])
+def test_a_disabled_scaler_is_none(module: Any) -> None:
+    gc.collect()  # scalers of other tests
+    disabled = torch.amp.GradScaler("cpu", enabled=False)
+    with pytest.warns(UserWarning, match="loss scale underflow"):
+        module(Two(), "O1,dtype=fp16")(example()).sum().backward()
+    assert not disabled.is_enabled()
 
 
 @pytest.mark.filterwarnings("error:FP16 gradients")

@@ -127,6 +127,58 @@ def test_reentrant_checkpointing_runs_too() -> None:
     assert torch.allclose(gradient, model.l.weight.grad, rtol=2e-2, atol=1e-2)  # type: ignore[arg-type]
 
 
+def gpt2() -> tuple[Any, dict[str, Tensor]]:
+    config = transformers.GPT2Config(
+        vocab_size=60, n_positions=64, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=1
+    )
+    return transformers.GPT2LMHeadModel(config), {"input_ids": torch.randint(2, 60, (2, 5))}
+
+
+def t5() -> tuple[Any, dict[str, Tensor]]:
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
+    config = transformers.T5Config(vocab_size=60, decoder_start_token_id=0, **sizes)
+    return transformers.T5ForConditionalGeneration(config), {"input_ids": torch.randint(2, 60, (2, 5))}
+
+
+def whisper() -> tuple[Any, dict[str, Tensor]]:
+    config = transformers.WhisperConfig(
+        vocab_size=60, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=64, decoder_ffn_dim=64, max_source_positions=20,
+        max_target_positions=20, num_mel_bins=8, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+        decoder_start_token_id=3, suppress_tokens=None, begin_suppress_tokens=None,
+    )  # fmt: skip
+    return transformers.WhisperForConditionalGeneration(config), {"input_features": torch.randn(2, 8, 40)}
+
+
+def low(call: Any, **inputs: Any) -> Any:
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        return call(**inputs)
+
+
+@pytest.mark.parametrize(
+    "build", [gpt2, *(pytest.param(b, marks=pytest.mark.matrix) for b in (t5, whisper))], ids=lambda b: b.__name__
+)
+def test_generation_and_calls_beyond_the_recompile_limit_are_autocasts(build: Any) -> None:
+    torch.manual_seed(0)
+    model, inputs = build()
+    asked = {"max_new_tokens": 8, "do_sample": False, "output_scores": True, "return_dict_in_generate": True}
+    module = fxamp.compile(model.eval(), policy="O1,dtype=bf16", backend="eager")
+    expected, got = low(model.generate, **inputs, **asked), module.generate(**inputs, **asked)
+    assert torch.equal(got.sequences, expected.sequences)
+    assert all(torch.equal(a, b.float()) for a, b in zip(got.scores, expected.scores, strict=True))
+    again = build()[0].eval()  # a model compiled later runs the code that Dynamo has given up
+    again.load_state_dict(model.state_dict())
+    later = fxamp.compile(again, policy="O1,dtype=bf16", backend="eager")
+    key = "decoder_input_ids" if build is not gpt2 else "input_ids"
+    with torch._dynamo.config.patch(recompile_limit=2), torch.no_grad():
+        for length in range(1, 7):
+            call = {**inputs, key: torch.randint(3, 60, (2, length)), "output_hidden_states": length % 2 == 0}
+            expected = low(model, **call).logits.float()
+            assert torch.equal(module(**call).logits, expected)
+        assert torch.equal(later(**call).logits, expected)
+    assert any("recompile limit" in note for note in fxamp.plan_of(module).notes)
+
+
 def test_a_frozen_low_base_is_not_cast() -> None:
     class LoRA(nn.Module):
         def __init__(self) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.fx import Graph, Node
 from torch.nn.utils import rnn as rnn_utils
 
@@ -90,6 +91,10 @@ OPERATORS: dict[str, list[Any]] = {
     "getitem": [operator.getitem, "__getitem__"],
     "setitem": [operator.setitem, "__setitem__"],
     "getattr": [],
+    # Of tensors in shards.
+    "from_local": [DTensor.from_local],
+    "to_local": ["to_local"],
+    "redistribute": ["redistribute"],
 }  # fmt: skip
 
 # Spellings of one op that are the name of another: F.unfold is not x.unfold.

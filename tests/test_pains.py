@@ -78,7 +78,7 @@ def test_a_module_hook_fires_at_the_first_call(kind: str) -> None:
     assert set(decided(module, "linear")) == {"bfloat16"}  # Dynamo leaves a module with backward hooks to Python
 
 
-def test_hooks_of_a_container_take_effect_and_see_fp32() -> None:
+def test_hooks_of_a_container_take_effect_and_see_what_autocast_gives() -> None:
     seen: list[torch.dtype] = []
 
     def treble(module: nn.Module, args: Any, output: Tensor) -> Tensor:
@@ -91,7 +91,7 @@ def test_hooks_of_a_container_take_effect_and_see_fp32() -> None:
     module = convert(model, None, "jit")
     got = module(example())
     assert torch.equal(got, under_autocast(model, one()).float())
-    assert seen[0] == F32
+    assert seen[0] == torch.bfloat16
     assert module.state_dict().keys() == {f"_orig_mod.{k}" for k in model.state_dict()}
     for front_end in ("fx", "export"):
         with pytest.raises(fxamp.CaptureError, match=r"module '0' \(Sequential\) has a forward hook \(.*treble"):

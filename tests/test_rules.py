@@ -78,7 +78,9 @@ def test_facts_are_of_ops_that_have_a_row() -> None:
 
 
 def test_a_row_is_an_aten_op_or_a_function_of_torch() -> None:
-    spaces = (torch, torch.nn.functional, torch.functional)
+    from torch.distributed.tensor import DTensor
+
+    spaces: tuple[Any, ...] = (torch, torch.nn.functional, torch.functional, DTensor)
     here = RULES.keys() - OTHER_RELEASES
     assert not {n for n in here if not hasattr(aten, n) and not any(hasattr(s, n) for s in spaces)}
 
@@ -361,7 +363,7 @@ def test_each_row_does_on_a_cpu_what_autocast_does_bit_for_bit() -> None:
     found = disagreements(lambda r: r.cpu, lambda r: r.cpu != COMPOSITE and r.name not in UNDEFINED)
     wrong = {name: calls for name, calls in found.items() if calls}
     assert not wrong, json.dumps(wrong, indent=1)
-    # Rows that nothing above calls: of CUDA alone, without floating operands, or without a tensor for a result.
+    # Rows that nothing above calls: of CUDA alone, of shards, without floating operands, or a tensor for a result.
     since = {"native_group_norm"} if torch.__version__ < "2.13" else set()  # called by torch's samples since then
     assert {n for n, calls in found.items() if not calls} - OTHER_RELEASES - since == set(NOT_CALLED.split())
 
@@ -375,7 +377,7 @@ NOT_CALLED = """
     from_file hamming_window hann_window kaiser_window range scalar_tensor tensor tril_indices triu_indices
     _sample_dirichlet _standard_gamma binomial poisson rand randn random randperm rrelu_with_noise
     _pack_padded_sequence _pad_packed_sequence imag istft view_as_complex_copy to_dense to_sparse to_sparse_bsc
-    to_sparse_bsr to_sparse_csc to_sparse_csr
+    to_sparse_bsr to_sparse_csc to_sparse_csr from_local to_local redistribute
 """
 
 

@@ -163,6 +163,56 @@ def test_the_parts_that_torch_makes_for_distributed_data_parallel(tmp_path: Path
         assert torch.equal(got, third(middle).float())
 
 
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+def test_a_part_that_autocast_told_low_inputs_takes_wider_ones(tmp_path: Path, inner: str) -> None:
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.net = nn.Sequential(*(nn.Linear(512, 512) for _ in range(3)))
+
+        def forward(self, x: Tensor) -> Any:
+            return self.net(x)
+
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model, x = Wide(), torch.randn(2, 512)
+        module = fxamp.compile(model, policy="O1,modules.net.1=fp32", backend=inner)
+        got = nn.parallel.DistributedDataParallel(module, bucket_cap_mb=1)(x)
+        got.sum().backward()
+        assert len(fxamp.graphs(module)) == 3
+    finally:
+        torch.distributed.destroy_process_group()
+    first, second, third = model.net
+    with torch.autocast("cpu"):
+        low = first(x)
+    middle = second(low.float())
+    with torch.autocast("cpu"):
+        assert torch.equal(got, third(middle).float())
+
+
+@pytest.mark.parametrize("ambient", [False, True], ids=["fxamp.compile", "backend"])
+def test_what_moves_shards_follows_its_operand(ambient: bool, tmp_path: Path) -> None:
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+        model, x = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 6)), example()
+        parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        module = WAYS["backend" if ambient else "fxamp.compile"](model, "O1")
+        with torch.autocast("cpu"):
+            expected = model(x)
+        with torch.autocast("cpu", enabled=ambient):
+            got = module(x)
+        assert torch.equal(got.float(), expected.float())
+        found = {d.op: (d.colour, d.kind) for d in fxamp.plan_of(module).decisions}
+        assert found["redistribute"] == found["to_local"] == ("bfloat16", "follow")
+        got.sum().backward()
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_parameters_that_are_swapped_at_every_call_leave_one_graph() -> None:
     module = WAYS["backend"](Nested(), "O1")
     module(example())

@@ -1,0 +1,225 @@
+"""What `fxamp.compile` returns: torch's `OptimizedModule`, every call of which runs under autocast.
+
+Inside the graphs autocast is off, for the casts are in them. It is for all the rest: Python between two graphs, layers
+that Dynamo does not capture, calls beyond its recompile limit, and methods such as `generate`.
+
+    compiled(x)               autocast on;  graph;  Python;  graph;  autocast off;  outputs in the model's own dtypes
+    compiled.generate(ids)    autocast on;  the method of the model, as it is;  autocast off;  the same
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import functools
+import logging
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from passes._torch import pytree
+from passes.errors import FxampError
+from passes.policy import Policy
+
+from . import compiled
+
+logger = logging.getLogger("fxamp")
+
+_OWN: Any = WeakIdKeyDictionary()  # low values that are low in the model itself, and not by autocast
+_CONTEXTS: dict[tuple[str, torch.dtype, bool], list[torch.autocast]] = {}  # made before, and not entered now
+
+
+class CompiledModule(torch._dynamo.OptimizedModule):
+    """A compiled module whose calls run under autocast, and whose outputs have the dtypes of the model itself."""
+
+    _fxamp_policy: Policy | None = None  # named here, for what a class of OptimizedModule has not is set on the model
+
+    def _initialize(self) -> None:
+        super()._initialize()
+        self.forward = _guarded(self.forward, self._orig_mod, self._fxamp_policy)
+
+    def __getattr__(self, name: str) -> Any:
+        found = super().__getattr__(name)
+        policy = self._fxamp_policy
+        if policy is None or policy.level == "O0" or torch.compiler.is_compiling():
+            return found
+        if not isinstance(found, types.MethodType) or found.__self__ is not self._orig_mod or name.startswith("_"):
+            return found
+        return _method(found, self._orig_mod, policy)
+
+    def __reduce__(self) -> Any:
+        return _again, (self._orig_mod, self.dynamo_ctx, self._fxamp_policy)
+
+
+def adopted(made: Any, policy: Policy) -> CompiledModule:
+    """Return what `torch.compile` has made of a model, with every call of it under autocast, as a policy has it."""
+    module: CompiledModule = made
+    made.__class__ = CompiledModule
+    module._fxamp_policy = policy
+    module._initialize()
+    compiled.announce(module, policy)
+    return module
+
+
+def _again(model: nn.Module, dynamo: Any, policy: Policy) -> CompiledModule:
+    """Make a copy of a compiled module, over a copy of its model."""
+    return adopted(torch._dynamo.OptimizedModule(model, dynamo), policy)
+
+
+def note_low(value: Tensor) -> None:
+    """Note that a low value which leaves a graph is low in the model itself."""
+    _OWN[value] = True
+
+
+def is_low_of_its_own(value: object) -> bool:
+    """Say whether a value has left a graph, and is low in the model itself."""
+    return isinstance(value, Tensor) and value in _OWN
+
+
+def _guarded(run: Callable[..., Any], model: nn.Module, policy: Policy | None) -> Callable[..., Any]:
+    """Return the compiled forward of a model under autocast."""
+    if policy is None:
+        return run
+
+    runs: bool | None = None  # under autocast; None until a call has shown it
+
+    @functools.wraps(run, updated=())
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        nonlocal runs
+        if torch.compiler.is_compiling():
+            return _inside(run, model, policy, args, kwargs)
+        if runs is False:
+            return run(*args, **kwargs)
+        try:
+            with under_autocast(policy, model, args, kwargs) as low:
+                outputs = run(*args, **kwargs)
+        except (RuntimeError, torch._dynamo.exc.TorchDynamoException) as e:
+            _raise_ours(e)
+            if runs and not isinstance(e, torch._dynamo.exc.TorchDynamoException):
+                raise  # what ran before
+            outputs = _without_autocast(e, run, args, kwargs)
+            runs = False
+            why = str(e).strip().partition("\n")[0]
+            logger.warning("%s runs without autocast, under which it fails: %s", type(model).__name__, why)
+            return outputs
+        runs = True
+        return outputs if low is None or policy.output_dtype == "low" else restored(outputs, low, (args, kwargs))
+
+    return forward
+
+
+def _inside(run: Callable[..., Any], model: nn.Module, policy: Policy, args: Any, kwargs: Any) -> Any:
+    """Run the forward inside another compiled function, which captures it as a region of autocast."""
+    device = policy.device or next((p.device.type for p in model.parameters()), "cpu")
+    low = policy.dtype or torch.get_autocast_dtype(device)
+    with torch.autocast(device, dtype=low, enabled=policy.level != "O0"):
+        outputs = run(*args, **kwargs)
+    if policy.level == "O0" or policy.output_dtype == "low":
+        return outputs
+    return pytree.tree_map(lambda t: t.float() if isinstance(t, Tensor) and t.dtype == low else t, outputs)
+
+
+def _raise_ours(error: Exception) -> None:
+    """Raise an error of fxamp's own, which Dynamo wraps, as it is."""
+    found = error.inner_exception if isinstance(error, torch._dynamo.exc.BackendCompilerFailed) else error
+    if isinstance(found, FxampError):
+        raise found from None
+
+
+def _without_autocast(error: Exception, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call a model that fails under autocast without it, as the dtypes that autocast mixes can be all that fails.
+
+    Raises:
+        Exception: the error under autocast, where the model fails without it too.
+    """
+    if isinstance(error, (torch.OutOfMemoryError, torch._dynamo.exc.BackendCompilerFailed)):
+        raise error
+    try:
+        return run(*args, **kwargs)
+    except Exception:
+        raise error from None
+
+
+def _method(method: types.MethodType, model: nn.Module, policy: Policy) -> Callable[..., Any]:
+    """Return a method of the model under autocast; what it calls of the model is not compiled."""
+
+    @functools.wraps(method, updated=())
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with under_autocast(policy, model, args, kwargs) as low:
+            outputs = method(*args, **kwargs)
+        return outputs if low is None or policy.output_dtype == "low" else restored(outputs, low, (args, kwargs))
+
+    return call
+
+
+@contextlib.contextmanager
+def under_autocast(policy: Policy, model: nn.Module, args: Any, kwargs: Any) -> Iterator[torch.dtype | None]:
+    """Run with autocast as a policy has it: on, and at O0 off. Yields the low dtype, None where nothing is low.
+
+    Ambient autocast gives the dtype that the policy leaves open.
+    """
+    device = policy.device or _device(model, args, kwargs)
+    if device != "cpu" and not (device == "cuda" and torch.cuda.is_available()):
+        yield None
+        return
+    on, before = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+    low, wanted = policy.dtype or before, policy.level != "O0"
+    if on == wanted and (not on or low == before):
+        yield low if wanted else None
+        return
+    free = _CONTEXTS.setdefault((device, low, wanted), [])
+    context = free.pop() if free else torch.autocast(device, dtype=low, enabled=wanted)
+    try:
+        with context:
+            yield low if wanted else None
+    finally:
+        free.append(context)
+
+
+def _device(model: nn.Module, args: Any, kwargs: Any) -> str:
+    """Return the kind of device of the parameters, else of the inputs, else the CPU."""
+    found: Tensor | None = next(model.parameters(), None)
+    if found is None:
+        found = next((t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)), None)
+    return found.device.type if found is not None and found.device.type != "meta" else "cpu"
+
+
+def restored(outputs: Any, low: torch.dtype, inputs: Any, made: dict[int, Any] | None = None) -> Any:
+    """Return outputs with FP32 for every low value, but those that the model itself makes low, or was given.
+
+    Containers that pytree does not know are left as they are, but dataclasses; so a cache keeps autocast's values. An
+    output that is returned twice stays one: `made` holds what was made, by the identity of what it was made of.
+    """
+    made = {} if made is None else made
+    leaves, spec = pytree.tree_flatten(outputs)
+    for leaf in leaves:
+        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            made[id(leaf)] = _restored_fields(leaf, low, inputs, made)
+        elif isinstance(leaf, Tensor) and leaf.dtype == low and id(leaf) not in made and not _is_own(leaf, inputs):
+            made[id(leaf)] = leaf.float()
+    changed = [made.get(id(leaf), leaf) for leaf in leaves]
+    same = all(new is old for new, old in zip(changed, leaves, strict=True))
+    return outputs if same else pytree.tree_unflatten(changed, spec)
+
+
+def _is_own(value: Tensor, inputs: Any) -> bool:
+    """Say whether a low value is low in the model itself: made so, held so or given so."""
+    if is_low_of_its_own(value) or isinstance(value, nn.Parameter):
+        return True
+    return any(value is given for given in pytree.tree_leaves(inputs))
+
+
+def _restored_fields(value: Any, low: torch.dtype, inputs: Any, made: dict[int, Any]) -> Any:
+    held = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if hasattr(value, f.name)}
+    changed = {name: new for name, old in held.items() if (new := restored(old, low, inputs, made)) is not old}
+    if not changed:
+        return value
+    out = copy.copy(value)
+    for name, new in changed.items():
+        object.__setattr__(out, name, new)
+    return out

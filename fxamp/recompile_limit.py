@@ -1,0 +1,54 @@
+"""Say which code has reached Dynamo's recompile limit: calls that need another graph run unconverted from then on.
+
+Dynamo keeps such code as it is for the rest of the process, for other models of the same code too, and only logs that.
+Under autocast, which `fxamp.compile` sets, those calls are autocast's; without it they are FP32, which is warned of.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+
+import torch
+from torch import nn
+
+from passes._torch import on_recompile_limit
+
+from .scope import scope
+
+_REACHED: weakref.WeakKeyDictionary[nn.Module, dict[str, bool]] = weakref.WeakKeyDictionary()
+
+
+def watch() -> None:
+    """Note from now on which code reaches the limit, and in which compiled module."""
+    on_recompile_limit(_reached)
+
+
+def _reached(function: str) -> None:
+    found = scope()
+    if found is None:
+        return
+    low = any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda"))
+    known = _REACHED.setdefault(found.root, {})
+    if function not in known and not low:
+        warnings.warn(
+            f"{function} of {type(found.root).__name__} has reached Dynamo's recompile limit: calls that need another "
+            "graph run unconverted from here on, in FP32. Raise torch._dynamo.config.recompile_limit, compile with "
+            "dynamic=True, or use fxamp.compile, which runs them under autocast.",
+            stacklevel=2,
+        )
+    known[function] = low
+
+
+def anywhere() -> list[str]:
+    """Return the functions that have reached the limit, in whichever model."""
+    return sorted({function for known in _REACHED.values() for function in known})
+
+
+def reached(root: nn.Module) -> list[str]:
+    """Return the notes on a compiled module: which of its code runs unconverted, and how."""
+    return [
+        f"{function} has reached the recompile limit: calls that need another graph run unconverted, "
+        f"{'under autocast' if low else 'in FP32'}"
+        for function, low in _REACHED.get(root, {}).items()
+    ]

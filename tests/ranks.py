@@ -1,0 +1,174 @@
+"""Training of one small BERT on two gloo ranks, by the recipes of the README: what each rank runs."""
+
+from __future__ import annotations
+
+import os
+import socket
+import tempfile
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LOW = "O1,dtype=bf16"
+STEPS = 3
+
+
+def bert() -> Any:
+    """Return a model of 1.6 MB, which torch splits for DistributedDataParallel with buckets of one."""
+    import transformers
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 256}
+    config = transformers.BertConfig(vocab_size=500, **sizes, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    return transformers.BertForSequenceClassification(config)
+
+
+def data() -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, 500, (4 * STEPS, 6), generator=generator)
+    return [{"input_ids": i, "labels": i[0] % 2} for i in ids]
+
+
+def loader() -> Any:
+    return torch.utils.data.DataLoader(data(), batch_size=2)  # type: ignore[arg-type]
+
+
+def entry(converted: bool) -> dict[str, Any]:
+    """Return the arguments of torch.compile: by fxamp, or as it is."""
+    return {"backend": "fxamp", "options": {"policy": LOW, "backend": "eager"}} if converted else {"backend": "eager"}
+
+
+def compiled(model: Any, converted: bool) -> Any:
+    import fxamp
+
+    return fxamp.compile(model, policy=LOW, backend="eager") if converted else torch.compile(model, backend="eager")
+
+
+def by_hand(converted: bool) -> list[float]:
+    from torch.nn.parallel import DistributedDataParallel
+
+    torch.distributed.init_process_group("gloo")
+    model = bert()
+    parallel = DistributedDataParallel(compiled(model, converted), bucket_cap_mb=1)
+    optimizer, losses = torch.optim.SGD(model.parameters(), 0.05), []
+    for batch in list(loader())[torch.distributed.get_rank() :: 2]:
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = parallel(**batch).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    if converted:
+        import fxamp
+
+        assert len(fxamp.graphs(parallel.module)) > 1, "torch has not split the graph"
+    torch.distributed.destroy_process_group()
+    return losses
+
+
+def trainer(converted: bool) -> list[float]:
+    import transformers
+
+    model = bert()
+    model.compile(**entry(converted))
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = transformers.TrainingArguments(
+            folder, max_steps=STEPS, per_device_train_batch_size=2, use_cpu=True, report_to=[], save_strategy="no",
+            disable_tqdm=True, seed=0, bf16=True, logging_steps=1, ddp_backend="gloo",
+        )  # fmt: skip
+        run = transformers.Trainer(model, arguments, train_dataset=data())
+        run.train()
+    return [entry["loss"] for entry in run.state.log_history if "loss" in entry]
+
+
+def accelerator(converted: bool) -> list[float]:
+    import accelerate
+
+    prepared = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
+    model, losses = bert(), []
+    module, optimizer, batches = prepared.prepare(
+        compiled(model, converted), torch.optim.SGD(model.parameters(), 0.05), loader()
+    )
+    for batch in batches:
+        optimizer.zero_grad()
+        loss = module(**batch).loss
+        prepared.backward(loss)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def fabric(converted: bool) -> list[float]:
+    import lightning
+
+    run = lightning.Fabric(accelerator="cpu", devices=2, precision="bf16-mixed", strategy="ddp")
+    run.launch()
+    model, losses = bert(), []
+    module, optimizer = run.setup(compiled(model, converted), torch.optim.SGD(model.parameters(), 0.05))
+    for batch in run.setup_dataloaders(loader()):
+        optimizer.zero_grad()
+        loss = module(**batch).loss
+        run.backward(loss)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def fit(converted: bool) -> list[float]:
+    import lightning
+
+    losses: list[float] = []
+
+    class Module(lightning.LightningModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = bert()
+
+        def training_step(self, batch: Any, index: int) -> Any:
+            loss = self.model(**batch).loss
+            losses.append(loss.item())
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), 0.05)
+
+    run = lightning.Trainer(
+        max_epochs=1, precision="bf16-mixed", accelerator="cpu", devices=2, strategy="ddp", logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    run.fit(torch.compile(Module(), **entry(converted)), loader())
+    return losses
+
+
+TOOLS: dict[str, Callable[[bool], list[float]]] = {
+    "by hand": by_hand, "Trainer": trainer, "Accelerate": accelerator, "Fabric": fabric, "Lightning": fit,
+}  # fmt: skip
+
+
+def on_rank(rank: int, port: int, tool: str, ways: tuple[bool, ...], out: str) -> None:
+    """Train on one rank, converted or not, one after the other; the first rank writes the losses."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    os.environ.update({
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true",
+    })  # fmt: skip
+    losses = [TOOLS[tool](converted) for converted in ways]
+    if rank == 0:
+        torch.save(losses, out)
+
+
+def train(tool: str, ways: tuple[bool, ...], folder: Path) -> list[list[float]]:
+    """Return the losses of the first of two ranks, for every way: converted, or not."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    out = str(folder / "losses")
+    spawn: Any = torch.multiprocessing.spawn  # type: ignore[attr-defined]
+    spawn(on_rank, (port, tool, ways, out), 2)
+    losses: list[list[float]] = torch.load(out)
+    return losses

@@ -1,0 +1,345 @@
+"""What fxamp.compile returns runs under autocast, whatever Dynamo captures of it, and gives the model's own dtypes."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import pickle
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fxamp
+from tests.front_ends import WARNINGS, fresh
+from tests.helpers import Two, example
+
+pytestmark = [*WARNINGS, pytest.mark.usefixtures("fresh")]
+__all__ = ["fresh"]
+BF16, FP16, F32 = torch.bfloat16, torch.float16, torch.float32
+
+
+def compiled(model: nn.Module, policy: Any = "O1", inner: Any = "eager", **options: Any) -> Any:
+    return fxamp.compile(model, policy=policy, backend=inner, **options)
+
+
+def autocast(model: nn.Module, *args: Any, dtype: torch.dtype = BF16) -> Any:
+    with torch.autocast("cpu", dtype=dtype):
+        return model(*args)
+
+
+def broken(self: Any, x: Tensor) -> Any:
+    """What Dynamo captures in two graphs, with Python between them that makes numbers of its own."""
+    h = self.l(x)
+    scale = float((h * 0.3).sum().detach())
+    return self.m(h + h * 0.3) * scale
+
+
+# Values.
+
+
+@pytest.mark.parametrize("low", [BF16, FP16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+def test_python_between_graphs_is_autocasts(inner: str, low: torch.dtype) -> None:
+    model, x = Two(broken), example()
+    module = compiled(model, fxamp.Policy("O1", dtype=low), inner)
+    got = module(x)
+    assert len(fxamp.graphs(module)) == 2
+    assert got.dtype == F32
+    assert torch.equal(got, autocast(model, x, dtype=low).float())
+    assert not torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN])
+def test_layers_that_dynamo_leaves_to_python_are_autocasts(layer: Any) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.l, self.layer = nn.Linear(6, 6), layer(6, 6)
+
+        def forward(self, x: Tensor) -> Any:
+            return self.layer(self.l(x))[0]
+
+    model, x = Model(), example()
+    for module in (model, model.layer):
+        got, expected = compiled(module)(x), autocast(module, x)
+        got, expected = (t[0] if isinstance(t, tuple) else t for t in (got, expected))
+        assert torch.equal(got, expected.float())
+        assert not torch.equal(got, module(x)[0] if module is model.layer else module(x))
+
+
+def test_a_transformer_with_masks_is_autocasts() -> None:
+    torch.manual_seed(0)
+    model = nn.Transformer(8, 2, 1, 1, 16, batch_first=True).eval()
+    x, mask = torch.randn(2, 4, 8), nn.Transformer.generate_square_subsequent_mask(4)
+    with torch.no_grad():
+        got = compiled(model)(x, x, tgt_mask=mask)
+        with torch.autocast("cpu"):
+            expected = model(x, x, tgt_mask=mask)
+    assert torch.equal(got, expected.float())
+
+
+class Deep(nn.Module):
+    """A model that needs another graph for every number of steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.l, self.steps = nn.Linear(6, 6), 1
+
+    def forward(self, x: Tensor) -> Any:
+        for _ in range(self.steps):
+            x = self.l(x) * 1.1
+        return x
+
+
+def test_calls_beyond_the_recompile_limit_are_autocasts() -> None:
+    model, x = Deep(), example()
+    module = compiled(model, dynamic=False)
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for model.steps in range(1, 6):
+            assert torch.equal(module(x), autocast(model, x).float())
+    assert any("recompile limit" in n and "under autocast" in n for n in fxamp.plan_of(module).notes)
+    other = compiled(Deep())  # of the same code, which Dynamo captures no more
+    other._orig_mod.steps = 7
+    assert torch.equal(other(x), autocast(other._orig_mod, x).float())
+
+
+def test_calls_beyond_the_recompile_limit_without_autocast_warn_once_by_name() -> None:
+    model, x = Deep(), example()
+    module: Any = torch.compile(model, backend=fxamp.backend("O1", "eager"), dynamic=False)
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for model.steps in (1, 2):
+            module(x)
+        model.steps = 3
+        with pytest.warns(UserWarning, match=r"'forward' \(.*test_optimized.py:\d+\) of Deep has reached .* in FP32"):
+            module(x)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for model.steps in (4, 5):
+                module(x)
+    assert any("recompile limit" in n and "in FP32" in n for n in fxamp.plan_of(module).notes)
+
+
+def test_o0_is_captured_without_autocast_and_changes_nothing_under_it() -> None:
+    model, x = Two(broken), example()
+    module = compiled(model, "O0")
+    with torch.autocast("cpu"):
+        got = module(x)
+        assert torch.is_autocast_enabled("cpu")
+    assert torch.equal(got, model(x))
+
+
+def test_disabled_it_is_the_model() -> None:
+    model = Two()
+    assert compiled(model, disable=True) is model
+
+
+def test_an_explicit_dtype_wins_over_the_ambient_one_and_that_over_none() -> None:
+    model, x = Two(broken), example()
+    with torch.autocast("cpu", dtype=BF16):
+        explicit, ambient = compiled(model, "O1,dtype=fp16")(x), compiled(model)(x)
+    assert torch.equal(explicit, autocast(model, x, dtype=FP16).float())
+    torch._dynamo.reset()
+    assert torch.equal(ambient, autocast(model, x, dtype=BF16).float())
+
+
+def test_what_fails_under_autocast_alone_runs_without_it_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    def scatter(self: Two, x: Tensor) -> Any:
+        index = torch.zeros(4, 6, dtype=torch.long)
+        h = self.l(x)
+        torch._dynamo.graph_break()
+        return x.scatter_add(0, index, h)  # of two dtypes under autocast
+
+    model, x = Two(scatter), example()
+    with pytest.raises(RuntimeError):
+        autocast(model, x)
+    module = compiled(model)
+    for _ in range(2):
+        assert torch.allclose(module(x), model(x), atol=0.05)
+    assert [r.message.partition(":")[0] for r in caplog.records if r.name == "fxamp"] == [
+        "scatter runs without autocast, under which it fails"
+    ]
+    with pytest.raises(RuntimeError, match="size"):
+        module(torch.randn(2, 5))
+
+
+# Methods of the model.
+
+
+class Generator(nn.Module):
+    forward = broken
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.l, self.m = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def generate(self, x: Tensor, steps: int) -> Tensor:
+        for _ in range(steps):
+            x = self(x)
+        return x
+
+    def weights(self) -> Any:
+        return self.l.weight
+
+
+def test_a_method_that_calls_the_model_is_autocasts() -> None:
+    model, x = Generator(), example()
+    module = compiled(model)
+    with torch.autocast("cpu"):
+        expected = model.generate(x, 2)
+    got = module.generate(x, 2)
+    assert got.dtype == F32
+    assert torch.equal(got, expected.float())
+    assert module.weights() is model.l.weight
+    assert torch.equal(compiled(model, "O0").generate(x, 2), model.generate(x, 2))
+
+
+def test_that_a_policy_does_not_reach_between_graphs_is_said() -> None:
+    module = compiled(Two(broken), "O1,modules.m=fp32")
+    module(example())
+    [said] = [n for n in fxamp.plan_of(module).notes if "between graphs" in n]
+    assert "runs under autocast, as at O1 without overrides" in said
+
+
+# What comes out.
+
+
+@dataclasses.dataclass
+class Output:
+    first: Tensor
+    rest: list[Any]
+
+
+def test_outputs_have_the_dtypes_of_the_model_in_its_containers() -> None:
+    def several(self: Two, x: Tensor) -> Any:
+        h = self.l(x)
+        return Output(h, [h, {"ids": h.argmax(-1), "low": h.bfloat16().half(), "x": x}])
+
+    model, x = Two(several), example().requires_grad_()
+    got, plain = compiled(model, "O1,dtype=fp16")(x), model(x)
+    assert [got.first.dtype, *(t.dtype for t in got.rest[1].values())] == [F32, torch.int64, FP16, F32]
+    assert plain.rest[1]["low"].dtype == FP16
+    assert got.rest[0] is got.first
+    assert got.rest[1]["x"] is x
+    assert isinstance(got, Output)
+
+
+def test_low_outputs_stay_low_where_the_policy_says_so() -> None:
+    assert compiled(Two(broken), "O1,output_dtype=low")(example()).dtype == BF16
+
+
+def test_gradients_arrive_in_fp32_on_the_weights() -> None:
+    model = Two(broken)
+    compiled(model)(example()).sum().backward()
+    assert {p.grad.dtype for p in model.parameters()} == {F32}  # type: ignore[union-attr]
+
+
+# It is torch's module.
+
+
+def test_it_is_what_torch_compile_returns() -> None:
+    model = Two()
+    module = compiled(model)
+    assert isinstance(module, torch._dynamo.OptimizedModule)
+    assert list(module.state_dict()) == [f"_orig_mod.{k}" for k in model.state_dict()]
+    assert not [name for name in vars(model) if "fxamp" in name]
+    module.note = 3
+    assert model.note == 3
+
+
+@pytest.mark.parametrize("way", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
+def test_a_copy_runs_under_autocast_too(way: Any) -> None:
+    x = example()
+    module = compiled(Picklable())
+    module(x)
+    copied = way(module)
+    with torch.no_grad():
+        copied.l.weight.mul_(2)
+    assert torch.equal(copied(x), autocast(copied._orig_mod, x).float())
+    assert not torch.equal(copied(x), module(x))
+
+
+class Picklable(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.l = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.l(x)
+        torch._dynamo.graph_break()
+        return h + h * 0.3
+
+
+def test_inside_another_compiled_module_it_is_autocasts() -> None:
+    torch.manual_seed(0)
+    block, x = Two(), example()
+    outer: Any = torch.compile(nn.Sequential(compiled(block), nn.ReLU()), backend="eager")
+    assert torch.equal(outer(x), autocast(block, x).float().relu())
+
+
+def test_threads_call_one_module_at_once() -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    model, x = Two(broken), example()
+    module = compiled(model)
+    expected = module(x)
+    with ThreadPoolExecutor(8) as pool:
+        assert all(torch.equal(got, expected) for got in pool.map(lambda _: module(x), range(64)))
+    assert not torch.is_autocast_enabled("cpu")
+
+
+# What is wrong.
+
+
+def test_an_error_of_ours_comes_as_it_is() -> None:
+    with pytest.raises(fxamp.PolicyError, match="matches no module"):
+        compiled(Two(), "O1,modules.x=fp32")(example())
+    low = Two().to(BF16)
+    with pytest.raises(fxamp.FxampError, match="are low already"):
+        compiled(low)(example().to(BF16))
+
+
+def test_arguments_given_as_options_are_named() -> None:
+    with pytest.raises(fxamp.PolicyError, match=r"'policy': of fxamp.compile these are arguments"):
+        compiled(Two(), options={"policy": "O2"})
+
+
+def test_options_of_the_backend_stay_where_torch_compile_gives_a_mode() -> None:
+    seen: dict[str, Any] = {}
+
+    def noting(gm: Any, inputs: Any, **given: Any) -> Any:
+        seen.update(given)
+        return gm
+
+    backend = fxamp.backend("O1", noting, options={"depth": 3})
+    torch.compile(Two(), backend=backend, mode="max-autotune")(example())
+    assert seen == {"mode": "max-autotune", "options": {"depth": 3}}
+
+
+# One plan, however often a graph was captured.
+
+
+def test_a_graph_counts_once_however_often_it_is_compiled() -> None:
+    model = Two(lambda self, x: self.m(F.relu(self.l(x))))
+    module = compiled(model, dynamic=False)
+    for rows in (2, 3, 4):
+        module(example(rows))
+    torch._dynamo.reset()
+    module(example(5))
+    assert len(fxamp.graphs(module)) == 1
+    assert [d.op for d in fxamp.plan_of(module).decisions] == ["linear", "relu", "linear"]
+
+
+def test_that_checkpointing_has_another_inner_backend_is_said() -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    module = compiled(Two(lambda self, x: checkpoint(self.l, self.m(x), use_reentrant=False)))
+    module(example())
+    assert any("'aot_eager', for 'eager' would" in note for note in fxamp.plan_of(module).notes)
