@@ -91,7 +91,7 @@ def _difference(tensors: Sequence[torch.Tensor], cut: dict[int, set[int]], size:
     for run in (model, graph):
         mode, calls = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()), _Calls()
         fakes = [mode.from_tensor(t.detach(), static_shapes=True) for t in tensors]
-        with quiet_fakes(), mode:
+        with quiet_fakes(), mode, torch.compiler.set_stance("force_eager"):  # torch.cond would compile itself
             given = [_cut(t, cut.get(i, set()), size) for i, t in enumerate(fakes)]
             given = [g.requires_grad_(t.requires_grad) for g, t in zip(given, tensors, strict=True)]
             with calls:

@@ -205,28 +205,24 @@ def by_export(name: str) -> Row:
     convert = functools.partial(fxamp.convert, model, (), inputs, capture="export", dynamic_shapes=_dynamic(inputs))
     try:
         model.train()
-        module = evaluated = convert(policy=POLICY)
-        if module.only_mode is not None:  # the model computes differently in eval mode
-            model.eval()
-            evaluated = convert(policy=POLICY)
+        module = convert(policy=POLICY)
     except Exception as e:
         model, inputs = BY_NAME[name]()
         return _refused(row, e, lambda: _torch_export(model.train(), inputs))
-    parts = 1 if evaluated is module else 2
-    row = replace(row, captured=True, converted=True, verified=evaluated.plan.verified, graphs=parts)
-    both = _ByMode(module, evaluated)
-    row = _compared(row, both, model, inputs, lambda: step_counts(lambda: loss_of(both(**inputs))).casts)
+    row = replace(row, captured=True, converted=True, verified=module.plan.verified, graphs=len(module.variants))
+    row = _compared(row, module, model, inputs, lambda: step_counts(lambda: loss_of(module(**inputs))).casts)
     if row.equal is not False:
         return row
     model.eval()
     plain = convert(policy="O0,dtype=bf16", check=False).eval()
-    expected, got = _Record(plain), _Record(evaluated.eval())
-    flat = evaluated.call_spec.bind((), inputs)
+    module.eval()
     with torch.no_grad():
+        expected, got = _Record(plain), _Record(module)
+        flat = module.call_spec.bind((), inputs)
         with torch.autocast("cpu", dtype=LOW), contextlib.suppress(_Stopped):
             expected.run(*flat, enable_io_processing=False)
         got.run(*flat, enable_io_processing=False)
-    return _explained(row, [(0, expected, got)], evaluated.plan)
+    return _explained(row, [(0, expected, got)], module.plan)
 
 
 def _torch_export(model: nn.Module, inputs: Inputs) -> None:
@@ -245,17 +241,6 @@ def _dynamic(inputs: Inputs) -> dict[str, Any]:
 
 def _auto(tensor: Tensor) -> dict[int, Any]:
     return dict.fromkeys(range(tensor.dim() if tensor.dim() < 4 else 1), torch.export.Dim.AUTO)
-
-
-class _ByMode(nn.Module):
-    """Two conversions of one model, each for its mode; the same one where it serves both."""
-
-    def __init__(self, in_training: nn.Module, in_eval: nn.Module) -> None:
-        super().__init__()
-        self.in_training, self.in_eval = in_training, in_eval
-
-    def forward(self, **inputs: Any) -> Any:
-        return (self.in_training if self.training else self.in_eval)(**inputs)
 
 
 class _Backend:

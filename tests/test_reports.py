@@ -144,14 +144,12 @@ FARTHER = ("bert_4x512",)
 
 
 @pytest.mark.parametrize("model", [*BY_NAME, *accuracy.LARGE])
-def test_the_committed_gradients_are_nearly_as_good_as_autocasts(model: str, request: pytest.FixtureRequest) -> None:
-    if model in FARTHER:
-        request.applymarker(pytest.mark.xfail(reason="O2 is more than 1.5 times as far as autocast", strict=True))
+def test_the_committed_gradients_are_nearly_as_good_as_autocasts(model: str) -> None:
     made = [row for row in _committed("accuracy.json")["rows"] if row["model"] == model]
     rows = {(row["low"], row["variant"]): row["gradients"] for row in made}
     for low in {low for low, _ in rows}:
         assert rows[low, "O1"] <= 1.1 * rows[low, "torch.autocast"]
-        assert rows[low, "O2"] <= 1.5 * rows[low, "torch.autocast"]
+        assert rows[low, "O2"] <= (2 if model in FARTHER else 1.5) * rows[low, "torch.autocast"]
 
 
 @pytest.mark.parametrize("front_end", coverage.FRONT_ENDS)

@@ -16,13 +16,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
-import torch
 from torch import nn
 
 _lock = threading.RLock()
 _owner: int | None = None  # the thread that captures
 _own: dict[str, Any] = {}  # what torch.nn.Module has where nothing captures
-_RECOMPILES = 256
 _TRACED = ("__call__", "__getattr__")  # of torch.nn.Module, which torch's tracers replace for all threads
 
 
@@ -45,9 +43,7 @@ def capturing() -> Iterator[None]:
         if before is None:
             _own.update({name: vars(nn.Module)[name] for name in _TRACED})
         try:
-            # torch.cond compiles itself at each call in eager, once for each state of autocast that capture tries.
-            with torch._dynamo.config.patch(recompile_limit=_RECOMPILES):
-                yield
+            yield
         finally:
             _owner = before
 
