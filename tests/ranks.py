@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import datetime
 import os
 import socket
 import tempfile
@@ -51,7 +53,7 @@ def compiled(model: Any, converted: bool) -> Any:
 def by_hand(converted: bool) -> list[float]:
     from torch.nn.parallel import DistributedDataParallel
 
-    torch.distributed.init_process_group("gloo")
+    torch.distributed.init_process_group("gloo", timeout=datetime.timedelta(seconds=120))
     model = bert()
     parallel = DistributedDataParallel(compiled(model, converted), bucket_cap_mb=1)
     optimizer, losses = torch.optim.SGD(model.parameters(), 0.05), []
@@ -149,26 +151,31 @@ TOOLS: dict[str, Callable[[bool], list[float]]] = {
 }  # fmt: skip
 
 
-def on_rank(rank: int, port: int, tool: str, ways: tuple[bool, ...], out: str) -> None:
+def on_rank(rank: int, ports: tuple[int, ...], tool: str, ways: tuple[bool, ...], out: str) -> None:
     """Train on one rank, converted or not, one after the other; the first rank writes the losses."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     os.environ.update({
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true",
+        "MASTER_ADDR": "127.0.0.1", "ACCELERATE_USE_CPU": "true",
     })  # fmt: skip
-    losses = [TOOLS[tool](converted) for converted in ways]
+    losses = []
+    for port, converted in zip(ports, ways, strict=True):  # a rank would find the store of the way before on its port
+        os.environ["MASTER_PORT"] = str(port)
+        losses.append(TOOLS[tool](converted))
     if rank == 0:
         torch.save(losses, out)
 
 
 def train(tool: str, ways: tuple[bool, ...], folder: Path) -> list[list[float]]:
     """Return the losses of the first of two ranks, for every way: converted, or not."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in ways]
+        for free in sockets:
+            free.bind(("127.0.0.1", 0))
+        ports = tuple(free.getsockname()[1] for free in sockets)
     out = str(folder / "losses")
     spawn: Any = torch.multiprocessing.spawn  # type: ignore[attr-defined]
-    spawn(on_rank, (port, tool, ways, out), 2)
+    spawn(on_rank, (ports, tool, ways, out), 2)
     losses: list[list[float]] = torch.load(out)
     return losses

@@ -624,7 +624,7 @@ def test_a_trainstep_chooses_its_scaler_at_the_first_call(way: str) -> None:
     else:
         model.compile(backend="fxamp", options={"policy": "O1,dtype=fp16", "backend": "eager"})
     step = fxamp.TrainStep(module, lambda out: out.square().mean(), torch.optim.SGD(model.parameters(), 0.1))
-    step.load_state_dict({"scaler": fxamp.LossScaler(init_scale=8.0).state_dict(), "position": 0, "given_scale": None})
+    step.load_state_dict({**step.state_dict(), "scaler": fxamp.LossScaler(init_scale=8.0).state_dict()})
     results = [step(x) for _ in range(4)]
     assert [r.scale for r in results] == [8.0] * 4
     assert step.scaler.is_enabled()

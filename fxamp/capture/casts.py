@@ -36,20 +36,20 @@ class ExplicitCasts(TorchFunctionMode):
     """Give every cast and every `contiguous()` an alias of its operand.
 
     Args:
-        seconds: how long capture may take before TooLong is raised, None for any time.
+        seconds: how much processor time capture may take before TooLong is raised, None for any.
         seconds_per_call: how long it may take for each call of torch on top of that.
     """
 
     def __init__(self, seconds: float | None = None, seconds_per_call: float = 0.0) -> None:
         super().__init__()
-        self._end = None if seconds is None else time.monotonic() + seconds
+        self._end = None if seconds is None else time.thread_time() + seconds
         self._per_call = seconds_per_call
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self._end is not None:
             self._end += self._per_call
-            if time.monotonic() > self._end:
+            if time.thread_time() > self._end:
                 raise TooLong
         if func in _CASTS and args[0].is_floating_point():
             value = _ALIAS(args[0]) if func in _METHODS else _ALIAS(_ALIAS(args[0]))

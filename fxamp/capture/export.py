@@ -62,8 +62,8 @@ class Dims:
         notes: what was given up, and why.
     """
 
-    # How long a capture may take with every dimension dynamic: seconds, and seconds for each call of torch on top.
-    LIMIT = (5.0, 0.01)
+    # Processor time of a capture with every dimension dynamic: seconds, and seconds for each call of torch on top.
+    LIMIT = (4.0, 0.00025)
 
     def __init__(self, shapes: Any, call: CallSpec, flat: list[Any]) -> None:
         self.notes: list[str] = []
@@ -80,8 +80,9 @@ class Dims:
             except (FxampError, *NOT_ABOUT_THE_MODEL):
                 raise
             except Exception as e:
+                seconds, per_call = self.LIMIT
                 why = (
-                    f"takes more than {self.LIMIT[0]:.0f} s and {self.LIMIT[1] * 1000:.0f} ms for each call"
+                    f"takes more than {seconds:g} s of processor time and {per_call * 1000:g} ms for each call"
                     if isinstance(e, TooLong)
                     else f"fails: {type(e).__name__}: {str(e).strip().splitlines()[0][:200] if str(e) else ''}"
                 )
