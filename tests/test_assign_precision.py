@@ -134,7 +134,7 @@ def test_masks_never_overflow(low: str, value: Any) -> None:
     torch.testing.assert_close(out, Net(masked)(X), rtol=0.05, atol=0.05)
     fill = decided(module, "masked_fill")[0]
     if value == "finfo":
-        assert (fill.code, fill.colour) == ("promote", "bfloat16" if low == "bf16" else "float16")  # as autocast reads it
+        assert (fill.code, fill.colour) == ("promote", "bfloat16" if low == "bf16" else "float16")  # as read
     if value == -1e9:
         assert fill.colour == ("bfloat16" if low == "bf16" else "float32")
 
