@@ -21,6 +21,7 @@ from passes.values import LOW
 
 from . import compiled
 from .capture.captured import Captures, as_inputs
+from .capture.compare import attribute_of
 from .capture.export import Autocast
 from .capture.front_ends import ALONE
 from .capture.patches import capturing
@@ -179,7 +180,7 @@ def emit(
             as_under_autocast(captured.graph, str(policy.device), cast(torch.dtype, policy.dtype))
         plans.append(
             compile_graph(
-                captured.graph, policy, functools.partial(_attribute, root), capture=captured.front_end,
+                captured.graph, policy, functools.partial(attribute_of, root), capture=captured.front_end,
                 notes=(*captured.notes, *notes, *kept_notes(replayed)), timer=timer,
                 plan=None if replayed is None else replayed.part(at),
                 own=None if replayed is None else replayed.own(at),
@@ -233,10 +234,6 @@ def _module(module: Any) -> nn.Module:
     if not isinstance(module, nn.Module):
         raise NotAModuleError(f"a converted module is needed, not {type(module).__name__}.")
     return module
-
-
-def _attribute(root: nn.Module, path: str) -> Any:
-    return functools.reduce(getattr, path.split("."), root)
 
 
 def resolve(policy: Policy, model: nn.Module, inputs: tuple[tuple[Any, ...], dict[str, Any]] | None) -> Policy:

@@ -29,7 +29,7 @@ from passes._torch import pytree
 from passes.legalize.reads import restore_outputs
 from passes.values import LOW, Inference, dtypes_of, is_floating, literal_dtype, retyped
 
-from .compare import Differ, Path, Walk, attribute_of, counts, same_call, same_constant, show
+from .compare import Differ, Path, Walk, attribute_of, counts, same_call, show
 
 _HOME = "_fxamp."
 Constants = dict[str, Any]
@@ -208,6 +208,3 @@ def _graphs(graph: Graph, constants: Constants) -> Iterator[Graph]:
     for held in constants.values():
         if isinstance(held, GraphModule):
             yield from (m.graph for m in held.modules() if isinstance(m, GraphModule))
-
-
-__all__ = ["relate", "same_constant", "settle"]
