@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxamp
+from fxamp import check
 from fxamp.capture.states import capture
 from fxamp.check import check_faithful
 from passes.errors import NotFaithfulError
@@ -229,3 +230,13 @@ def test_a_transform_inside_forward_is_captured() -> None:
     assert_is_eager(o0(model), model)
     converted = fxamp.convert(model, (example(),))
     assert (converted(example()) - model(example())).norm() <= 0.02 * model(example()).norm()
+
+
+def test_a_gradient_that_is_zero_but_for_rounding_is_compared_with_the_others() -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.ReLU())
+    noisy: Any = [torch.full((6,), 1e-7), torch.ones(6)]
+    other: Any = [torch.full((6,), 2e-7), torch.ones(6)]
+    check._compare_gradients("", model, noisy, other)
+    for wrong in ([torch.full((6,), 1e-5), torch.ones(6)], [torch.full((6,), 1e-7), torch.full((6,), 1.00001)]):
+        with pytest.raises(NotFaithfulError, match="the gradient of parameter"):
+            check._compare_gradients("", model, noisy, wrong)
