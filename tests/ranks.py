@@ -151,6 +151,15 @@ TOOLS: dict[str, Callable[[bool], list[float]]] = {
 }  # fmt: skip
 
 
+def free_ports(count: int) -> tuple[int, ...]:
+    """Return ports of this machine on which nothing listens, all of them different."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for free in sockets:
+            free.bind(("127.0.0.1", 0))
+        return tuple(free.getsockname()[1] for free in sockets)
+
+
 def on_rank(rank: int, ports: tuple[int, ...], tool: str, ways: tuple[bool, ...], out: str) -> None:
     """Train on one rank, converted or not, one after the other; the first rank writes the losses."""
     warnings.simplefilter("ignore")
@@ -169,13 +178,8 @@ def on_rank(rank: int, ports: tuple[int, ...], tool: str, ways: tuple[bool, ...]
 
 def train(tool: str, ways: tuple[bool, ...], folder: Path) -> list[list[float]]:
     """Return the losses of the first of two ranks, for every way: converted, or not."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in ways]
-        for free in sockets:
-            free.bind(("127.0.0.1", 0))
-        ports = tuple(free.getsockname()[1] for free in sockets)
     out = str(folder / "losses")
     spawn: Any = torch.multiprocessing.spawn  # type: ignore[attr-defined]
-    spawn(on_rank, (ports, tool, ways, out), 2)
+    spawn(on_rank, (free_ports(len(ways)), tool, ways, out), 2)
     losses: list[list[float]] = torch.load(out)
     return losses
