@@ -16,7 +16,7 @@ from torch.optim import SGD
 
 import fxamp
 from fxamp.train.step import TrainStep
-from tests.ranks import free_ports
+from tests.ranks import free_ports, leave_group
 
 X = torch.randn(8, 3, 4, generator=torch.Generator().manual_seed(0))
 
@@ -96,10 +96,15 @@ def test_two_ranks_train_as_one_on_all_the_data(tmp_path: Path) -> None:
 
 
 def rank_main(rank: int, port: int, folder: str) -> None:
-    """Take every other micro-batch: a whole window of two, and a flushed one of one."""
     torch.set_num_threads(1)
     # Not by a file: the store of the last rank to leave may wait for ever for a file that is gone.
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    train_every_other(rank, folder)
+    leave_group()
+
+
+def train_every_other(rank: int, folder: str) -> None:
+    """Take every other micro-batch: a whole window of two, and a flushed one of one."""
     replica = DistributedDataParallel(make_model())
     step = make_step(replica, accumulate_steps=2)
     for x in X[rank:4:2]:
@@ -107,4 +112,3 @@ def rank_main(rank: int, port: int, folder: str) -> None:
     step(X[4 + rank])
     step.flush()
     torch.save([p.detach() for p in replica.parameters()], f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
