@@ -37,6 +37,8 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
 import fxamp  # noqa: E402  (the path comes first)
+from fxamp.capture.states import capture  # noqa: E402
+from fxamp.convert import autocast_for, emit, resolve  # noqa: E402
 from fxamp.measure import _Counter, step_counts  # noqa: E402
 from fxamp.optimized import adopted  # noqa: E402
 from passes import ops  # noqa: E402
@@ -49,7 +51,7 @@ from tests.harness import UnderAutocast, distance, floats  # noqa: E402
 POLICY, LOW = "O1,dtype=bf16", torch.bfloat16
 EXPORT, BACKEND = "export", "backend"
 BATCHES = (2, 3)
-SECONDS = 240
+SECONDS = 600
 OUTSIDE = "outside"  # no node of a graph differs: what does runs between graphs
 
 
@@ -213,16 +215,23 @@ def by_export(name: str) -> Row:
     row = _compared(row, module, model, inputs, lambda: step_counts(lambda: loss_of(module(**inputs))).casts)
     if row.equal is not False:
         return row
-    model.eval()
-    plain = convert(policy="O0,dtype=bf16", check=False).eval()
+    plain = _unrounded(model.eval(), inputs)
     module.eval()
     with torch.no_grad():
-        expected, got = _Record(plain), _Record(module)
+        expected, got = _AsUnderAutocast(plain), _Record(module)
         flat = module.call_spec.bind((), inputs)
         with torch.autocast("cpu", dtype=LOW), contextlib.suppress(_Stopped):
             expected.run(*flat, enable_io_processing=False)
         got.run(*flat, enable_io_processing=False)
     return _explained(row, [(0, expected, got)], module.plan)
+
+
+def _unrounded(model: nn.Module, inputs: Inputs) -> fxamp.ConvertedModule:
+    """Return the graph that is converted, nothing rounded; its nodes say which dtype autocast gives each."""
+    low, none = (resolve(fxamp.Policy.parse(text), model, ((), inputs)) for text in (POLICY, "O0"))
+    autocast = autocast_for(low, model, ((), inputs))
+    captures = capture(model, (), inputs, front_end="export", dynamic_shapes=_dynamic(inputs), autocast=autocast)
+    return emit(captures, none)
 
 
 def _torch_export(model: nn.Module, inputs: Inputs) -> None:
@@ -434,6 +443,19 @@ class _Record(Interpreter):
         return made
 
 
+class _AsUnderAutocast(_Record):
+    """Gives every value the dtype that it has under autocast: a dtype that the program read there is in no graph."""
+
+    def run_node(self, n: Node) -> Any:
+        made = super().run_node(n)
+        dtype = n.meta.get("autocast")
+        if isinstance(made, Tensor) and made.is_floating_point() and isinstance(dtype, torch.dtype):
+            made = made.to(dtype)
+            if n.name in self.made:
+                self.made[n.name] = made.detach().clone()
+        return made
+
+
 _PARTS = ("getitem", "slice", "select", "narrow")
 
 
@@ -530,14 +552,11 @@ def _head(case: tuple[str, str]) -> tuple[str, str, str]:
 
 def to_markdown(rows: Sequence[Row], versions: Mapping[str, str]) -> str:
     """Return the report: totals, a table for each front end, deviations, and what was not captured."""
-    # Files of before `fxamp.compile` set autocast do not say what they were made by.
-    backend = versions.get("backend", "`torch.compile` with `fxamp.backend`")
-    dtypes = "dtypes too, " if "backend" in versions else ""
     parts = [
         "# Coverage: `transformers` architectures\n\n"
         f"Written by `reports/coverage.py` on a CPU, torch {versions['torch']}, transformers\n"
         f"{versions['transformers']}: small random configs, policy `{POLICY}`, one step and one evaluation each.\n"
-        f"`export` is `fxamp.convert` ahead of time; `backend` is {backend}, its graphs run\n"
+        f"`export` is `fxamp.convert` ahead of time; `backend` is `fxamp.compile`, its graphs run\n"
         f"as they are, for batches of {BATCHES[0]} and {BATCHES[1]}, in train and in eval mode.\n",
         _totals(rows),
     ]
@@ -548,8 +567,8 @@ def to_markdown(rows: Sequence[Row], versions: Mapping[str, str]) -> str:
     parts.append(
         "torch: whether torch captures it without fxamp. Equal: outputs in eval mode are those of `torch.autocast`\n"
         "bit for bit, else the code of the first node that differs, or `outside` where that is in what Dynamo leaves\n"
-        f"to Python. Under autocast: the same, {dtypes}for a model that is called under `torch.autocast`, as trainers "
-        "do.\n"
+        "to Python. Under autocast: the same, dtypes too, for a model that is called under `torch.autocast`, as\n"
+        "trainers do.\n"
         "Outputs (eval) and gradients (train, all parameters) are distances from float64, as ratios to autocast's:\n"
         "less than 1 is nearer. Casts are those executed in a training step; of code between graphs, they are in\n"
         "autocast's only. Graphs: by `export`, two where a model computes differently in eval mode; by `backend`,\n"
@@ -630,7 +649,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         getattr(transformers, name)  # loaded once, here, and not in every process
     fronts = [options.front_end] if options.front_end else list(FRONT_ENDS)
     rows = run_all([(name, front) for name in options.only or BY_NAME for front in fronts], options.processes)
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__, "backend": "`fxamp.compile`"}
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
     text = to_markdown(rows, versions)
     sys.stdout.write(text)
     options.output.joinpath("coverage.md").write_text(text)
