@@ -6,6 +6,7 @@ import contextlib
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.utils.checkpoint
@@ -15,7 +16,7 @@ from passes._torch import global_module_hooks, pytree
 from passes.errors import INSTEAD, CaptureError, NotFaithfulError
 
 from . import frames
-from .capture.patches import replaced
+from .capture.patches import capturing, is_capturing, replaced
 
 _HOOKS = {
     "_forward_hooks": "forward hook",
@@ -217,6 +218,35 @@ def grad_mode_reads() -> Iterator[list[str]]:
 
     with replaced(torch, "is_grad_enabled", make):
         yield places
+
+
+@contextlib.contextmanager
+def training_flags_read(model: nn.Module) -> Iterator[Callable[[], bool]]:
+    """Yield what says whether the program may have asked a module of the model whether it is in training mode."""
+    asked, mine = False, {id(m) for m in model.modules()}
+
+    def read(module: nn.Module) -> bool:
+        nonlocal asked
+        asked = asked or (id(module) in mine and is_capturing())
+        try:
+            flag: bool = module.__dict__["training"]
+        except KeyError:
+            raise AttributeError(f"'{type(module).__name__}' object has no attribute 'training'") from None
+        return flag
+
+    def write(module: nn.Module, flag: bool) -> None:
+        module.__dict__["training"] = flag
+
+    def forget(module: nn.Module) -> None:
+        del module.__dict__["training"]
+
+    # A class with an attribute of that name, and code that Python does not run, read it unseen.
+    unseen = any(
+        isinstance(m, torch.jit.ScriptModule) or any("training" in vars(c) for c in type(m).__mro__)
+        for m in model.modules()
+    )
+    with capturing(), mock.patch.object(nn.Module, "training", property(read, write, forget), create=True):
+        yield lambda: asked or unseen
 
 
 @contextlib.contextmanager

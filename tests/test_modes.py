@@ -367,3 +367,41 @@ def test_a_grad_mode_of_the_models_own_and_reads_of_torchs_bind_nothing() -> Non
         assert len(converted.variants) == 1
         with torch.no_grad():
             converted(x)
+
+
+class FlagOfItsClass(nn.Module):
+    """Reads a flag that its class has, which no instance does."""
+
+    training = property(lambda self: self.__dict__["training"], lambda self, on: self.__dict__.update(training=on))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2 if self.training else x
+
+
+def by_layer(self: Any, x: Tensor) -> Tensor:
+    return self.l(x) * (2.0 if self.m.training else 1.0)
+
+
+@pytest.mark.parametrize(
+    ("model", "exports"),
+    [(nn.LayerNorm(6), 2), (nn.Dropout(), 4), (Two(by_layer), 4), (FlagOfItsClass(), 4)],
+    ids=["asks none", "a layer asks", "asks another", "by its class"],
+)
+def test_a_model_that_asks_for_no_training_flag_is_captured_once(
+    model: nn.Module, exports: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    export = torch.export.export
+    monkeypatch.setattr(torch.export, "export", lambda *a, **k: [asked.append(a), export(*a, **k)][1])
+    converted = fxamp.convert(model, (example(),), policy="O1,dtype=bf16")  # as it is, and under autocast
+    assert len(asked) == exports
+    for training in (True, False):
+        assert_as_under_autocast(converted.train(training), model.train(training))
+
+
+def assert_as_under_autocast(converted: nn.Module, model: nn.Module) -> None:
+    torch.manual_seed(0)
+    made = converted(example())
+    torch.manual_seed(0)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert_same(made, model(example()).float())

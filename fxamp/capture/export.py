@@ -226,7 +226,7 @@ def export(
     Raises whatever `torch.export.export` raises, or the refusal inside it.
     """
     wrapper = _Flat(model, call, flat)
-    wrapper.training = model.training
+    wrapper.training = vars(model)["training"]  # it is not the program that asks
     tensors = _distinct([v for v in flat if isinstance(v, torch.Tensor)])
     functions = Functions()
     with _quiet():

@@ -18,7 +18,7 @@ from passes.errors import CaptureError, FxampError, NotFaithfulError, RejectedEr
 from .. import capture_fx
 from ..call import CallSpec, both
 from ..check import preserved, rejected
-from ..preflight import grad_mode_reads, refuse_assigned, refuse_constructs, untouched
+from ..preflight import grad_mode_reads, refuse_assigned, refuse_constructs, training_flags_read, untouched
 from ..tensors import held, kept
 from . import export
 from .captured import Captured
@@ -66,15 +66,16 @@ def _related(plain: Captured, low: Captured, autocast: export.Autocast) -> Captu
     """Return the capture to compile: the plain one, annotated, or the one under autocast where they do not line up."""
     where = relate(plain.graph, plain.constants, low.graph, low.constants, oracle=autocast.oracle)
     call, reads = both(plain.call, low.call), tuple(dict.fromkeys((*plain.grad_reads, *low.grad_reads)))
+    flags = plain.flag_reads or low.flag_reads
     if not where and _same_outputs(plain.call, low.call):
-        return replace(plain, call=call, grad_reads=reads)
+        return replace(plain, call=call, grad_reads=reads, flag_reads=flags)
     settle(low.graph, low.constants, list(plain.call.out_dtypes))
     note = f"the model takes another way under torch.autocast: {where or 'it returns something else'}"
     if not autocast.oracle:
         note += f" (on the CPU; '{autocast.wanted}' is not here to ask)"
     call = replace(call, out_spec=low.call.out_spec, out_constants=low.call.out_constants)
     notes = sorted({*plain.notes, *low.notes, note})
-    return replace(low, call=call, notes=notes, grad_reads=reads, without=plain)
+    return replace(low, call=call, notes=notes, grad_reads=reads, flag_reads=flags, without=plain)
 
 
 def _same_outputs(a: CallSpec, b: CallSpec) -> bool:
@@ -95,7 +96,10 @@ def _export(
     model: nn.Module, call: CallSpec, flat: list[Any], dims: export.Dims, autocast: export.Autocast | None
 ) -> Captured:
     try:
-        with kept(held(model).values()), refuse_constructs("export"), untouched(model), grad_mode_reads() as asked:
+        with (
+            kept(held(model).values()), refuse_constructs("export"), untouched(model), grad_mode_reads() as asked,
+            training_flags_read(model) as flags_read,
+        ):  # fmt: skip
             gm, spec, changed = dims.try_each(lambda d, limit: export.export(model, call, flat, d, autocast, limit))
     except (FxampError, *export.NOT_ABOUT_THE_MODEL):
         raise
@@ -107,8 +111,9 @@ def _export(
     lifted = {id(c) for c in constants.values()}
     refuse_assigned(changed, [name for name, t in held(model).items() if id(t) in lifted], "export")
     return Captured(
-        graph, spec, "export", {}, constants, [*dims.notes, *_side_effects(changed)], grad_reads=tuple(asked)
-    )
+        graph, spec, "export", {}, constants, [*dims.notes, *_side_effects(changed)], grad_reads=tuple(asked),
+        flag_reads=flags_read(),
+    )  # fmt: skip
 
 
 def by_fx(model: nn.Module, call: CallSpec, flat: list[Any]) -> Run:

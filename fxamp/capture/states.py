@@ -139,11 +139,15 @@ def _all_states(model: nn.Module, run: Run) -> Captures:
             missing.append((state, str(e)))
             return None
 
-    found: dict[bool, tuple[Captured | None, Captured | None]] = {}
-    found[grad] = (_in_state(model, run, now, grad), attempt(not now, grad))
+    def of_both(first: Captured | None, gradients: bool) -> tuple[Captured | None, Captured | None]:
+        """Capture in the other training mode too, but where the program asks for none: then the first is of both."""
+        both_modes = first is not None and not first.flag_reads
+        return first, first if both_modes else attempt(not now, gradients)
+
+    found = {grad: of_both(_in_state(model, run, now, grad), grad)}
     asked = [place for captured in found[grad] if captured is not None for place in captured.grad_reads]
     if asked:
-        found[not grad] = (attempt(now, not grad), attempt(not now, not grad))
+        found[not grad] = of_both(attempt(now, not grad), not grad)
     by_grad = {mode: _merged(model, run, mode, *pair) for mode, pair in found.items()}
     graphs = by_grad[grad]
     if asked:
@@ -172,6 +176,8 @@ def _paths(model: nn.Module) -> list[str]:
 def _merged(model: nn.Module, run: Run, grad: bool, present: Captured | None, other: Captured | None) -> list[Captured]:
     """Return one capture for both training modes, or one for each that there is."""
     now = model.training
+    if present is not None and present is other:
+        return [present]
     if present is not None and other is not None:
         train, evaluation = (present, other) if now else (other, present)
         try:
