@@ -22,6 +22,7 @@ from passes._torch import pytree
 from passes.errors import PolicyError
 from passes.plan import Plan
 from passes.policy import Policy
+from passes.reasons import Code
 from passes.values import no_autocast
 
 from .capture.captured import Captured, Captures
@@ -34,7 +35,7 @@ from .timing import OpTimer, training_alone
 
 logger = logging.getLogger("fxamp")
 
-CODE = "not_worth_casts"
+CODE = Code.NOT_WORTH_CASTS.value
 SECONDS = 3.0  # for all variants together
 ROUNDS = (5, 100)  # at least and at most
 NOISE = 1.01  # a step that takes so much longer than another is as fast
@@ -140,7 +141,7 @@ def _explained(plan: Plan, instead_of: Plan, name: str, slower: bool) -> Plan:
     takes = ("takes longer", "took longer") if slower else ("is not clearly faster", "was not clearly faster")
     reason = f"{CODE}: a step of O2 {takes[0]} than one of {name}, its casts included"
     decisions = tuple(
-        d if colours.get((d.graph, d.key)) == d.colour else replace(d, reason=reason) for d in plan.decisions
+        d if colours.get((d.graph, d.key)) == d.colour else replace(d, code=CODE, reason=reason) for d in plan.decisions
     )
     note = (
         f"{CODE}: with {instead_of.policy} a forward and backward on the example inputs {takes[1]} than with {name}, "

@@ -219,7 +219,8 @@ def _decision(node: Node, names: dict[Node, str], assignment: Assignment, index:
         colour=_name(colouring.dtype),
         autocast_dtype=_name(autocast),
         kind=colouring.kind,
-        reason=colouring.reason,
+        reason=str(colouring.reason),
+        code=colouring.reason.code.value,
         causes=tuple(names[c] for c in colouring.causes if c in names),
     )
 

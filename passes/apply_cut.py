@@ -15,6 +15,7 @@ from . import ops
 from .colouring import Colouring, Place
 from .costs import Costs
 from .cut import Variable
+from .reasons import Code, Reason
 from .rules import LOW
 from .simulate import Simulation
 from .state import first_float
@@ -70,7 +71,7 @@ def _casts(
     return casts
 
 
-def _reason(colouring: Colouring, word: str, costs: Costs) -> str:
+def _reason(colouring: Colouring, word: str, costs: Costs) -> Reason:
     if colouring.kind == LOW:
-        return "not_worth_casts: on this device it takes longer in low, its casts included"
-    return f"cut: stored {word}, which {costs.least} ({colouring.reason.partition(':')[0]})"
+        return Code.NOT_WORTH_CASTS("on this device it takes longer in low, its casts included")
+    return Code.CUT(f"stored {word}, which {costs.least} ({colouring.reason.code})")

@@ -24,6 +24,7 @@ from .measured_costs import Timer
 from .place import place
 from .plan import Plan
 from .policy import Policy
+from .reasons import Code
 from .simulate import Simulation
 from .values import (
     ANY,
@@ -138,12 +139,12 @@ def _as_it_is(node: Node, original: dict[Node, Any]) -> Colouring | None:
     dtype = next((d for d in dtypes if is_floating(d) and not isinstance(d, tuple)), None)
     if not node.op.startswith("call") or dtype is None:
         return None
-    return Colouring(dtype, "keep", "as_written: nothing is rounded")
+    return Colouring(dtype, "keep", Code.AS_WRITTEN("nothing is rounded"))
 
 
 def _keep_reasons(graph: Graph, simulation: Simulation, plan: Plan) -> None:
     """Give every node the reason that a replayed plan has for it: what was measured then is not known here."""
-    reasons = {d.key: d.reason for d in plan.decisions}
+    reasons = {d.key: d.because for d in plan.decisions}
     for node, key in keys(graph.nodes).items():
         if node in simulation.colours and key in reasons:
             simulation.colours[node].reason = reasons[key]

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import Node
 
+from .reasons import Reason
+
 AS_AUTOCAST = "as_autocast"  # a kind, and the key of a node's meta: it runs under autocast, whatever is inside
 Place = tuple[str, int]  # an operand: argument name, index in a list argument
 
@@ -18,7 +20,7 @@ class Colouring:
     Attributes:
         dtype: what the node runs in.
         kind: the kind of the rule, or "override", "region", "cast", "as_autocast".
-        reason: "code: sentence".
+        reason: why.
         casts: the operands that must be cast, and to what.
         set_dtype: the new dtype argument of a relative user cast.
         literals: Python numbers to replace, (old, new).
@@ -28,7 +30,7 @@ class Colouring:
 
     dtype: torch.dtype
     kind: str
-    reason: str
+    reason: Reason
     casts: dict[Place, torch.dtype] = field(default_factory=dict)
     set_dtype: torch.dtype | None = None
     literals: tuple[tuple[float, float], ...] = ()

@@ -17,6 +17,7 @@ from .kinds import by_kind, fp32, in_place, user_cast
 from .levels import by_level
 from .operand_casts import all_to, keep, natural
 from .policy import module_override, op_override
+from .reasons import Code
 from .rules import FOLLOW, LOW, PROMOTE, Rule
 from .state import State, first_float
 from .values import ANY, may_alias, mutated_operands, out_operands
@@ -31,14 +32,14 @@ def decide(state: State, node: Node, name: str, floats: list[ops.Operand]) -> Co
     if node.meta.get(AS_AUTOCAST):
         return _as_autocast(state, node, floats)
     if "read" in node.meta:
-        why = f"dtype_argument: {node.meta['read']}, as read under autocast"
+        why = Code.DTYPE_ARGUMENT(f"{node.meta['read']}, as read under autocast")
         return natural(state, row, floats, FOLLOW, why)
     if mutated_operands(node) and (name.endswith("_") or out_operands(node) or name == "setitem"):
         return in_place(state, node, row, floats)
     if not state.autocast and state.aliases.find(node) in state.pinned:
-        why = "mutated: its storage is written, and shared with FP32 values"
+        why = Code.MUTATED("its storage is written, and shared with FP32 values")
         if not state.aliases.is_mutated(node):
-            why = "keep: the program reads its bits, or how many it has"
+            why = Code.KEEP("the program reads its bits, or how many it has")
         return all_to(state, torch.float32, row, floats, kind, why)
     moves_written = may_alias(node) and state.aliases.is_mutated(node)
     if not state.autocast and not moves_written and (pinned := _override(state, node, name, row, floats)):
@@ -46,14 +47,14 @@ def decide(state: State, node: Node, name: str, floats: list[ops.Operand]) -> Co
     low, region = state.low, node.meta.get("autocast_region")
     if region is not None and region[0] == state.device:
         if not region[1]:
-            return natural(state, row, floats, "region", "autocast_region: the model disables autocast here")
+            return natural(state, row, floats, "region", Code.AUTOCAST_REGION("the model disables autocast here"))
         low = region[2] or low
     if any(state.dtypes[o.node] == torch.float64 for o in floats):
-        return natural(state, row, floats, kind, "float64: left as it is")
+        return natural(state, row, floats, kind, Code.FLOAT64("left as it is"))
     if state.autocast:
         return by_kind(state, node, name, row, kind, floats, low)
     if node in state.islands:
-        return fp32(state, node, row, floats, "island: a norm written by hand is FP32 throughout")
+        return fp32(state, node, row, floats, Code.ISLAND("a norm written by hand is FP32 throughout"))
     if state.aggressive:
         held = [o.node for o in floats]
         extreme = any(n in state.extremes.values for n in held) or converts(node, name, state.dtypes)
@@ -61,7 +62,8 @@ def decide(state: State, node: Node, name: str, floats: list[ops.Operand]) -> Co
         if kind == LOW != by_rule and any(state.dtypes[n] is ANY for n in held):
             kind = PROMOTE  # what has an unknown dtype may be complex, or an index
     if kind in (PROMOTE, FOLLOW) and not moves_written and _lowers(state, row, floats):
-        why = f"{state.policy.level}_low: not sensitive, beside low operands"
+        code = Code.O2_LOW if state.policy.level == "O2" else Code.O3_LOW
+        why = code("not sensitive, beside low operands")
         return all_to(state, low, row, floats, kind, why)
     return by_kind(state, node, name, row, kind, floats, low)
 
@@ -71,7 +73,7 @@ def _as_autocast(state: State, node: Node, floats: list[ops.Operand]) -> Colouri
     seen = {(o.name, o.index): o.node.meta.get("autocast", state.original[o.node]) for o in floats}
     casts = {at: seen[at] for at, o in zip(seen, floats, strict=True) if state.dtypes[o.node] != seen[at]}
     dtype = first_float(node.meta["autocast"]) or torch.float32
-    return Colouring(dtype, AS_AUTOCAST, f"{AS_AUTOCAST}: runs under torch.autocast, on what it read there", casts)
+    return Colouring(dtype, AS_AUTOCAST, Code.AS_AUTOCAST("runs under torch.autocast, on what it read there"), casts)
 
 
 def _override(state: State, node: Node, name: str, row: Rule, floats: list[ops.Operand]) -> Colouring | None:
@@ -80,7 +82,7 @@ def _override(state: State, node: Node, name: str, row: Rule, floats: list[ops.O
     found = found or (op_override(state.policy, name) if state.policy.ops else None)
     if found is None:
         return None
-    reason = f"override: {found}"
+    reason = Code.OVERRIDE(str(found))
     if found.colour == "keep":
         return keep(state, node, floats, "override", reason)
     return all_to(state, state.low if found.colour == "low" else torch.float32, row, floats, "override", reason)

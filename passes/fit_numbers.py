@@ -12,6 +12,7 @@ from torch.fx import Node
 from . import literals, ops
 from .colouring import Colouring
 from .operand_casts import all_to
+from .reasons import Code
 from .result_dtypes import result_dtypes
 from .rules import KEEP, LOW, lookup
 from .state import State
@@ -33,7 +34,7 @@ def fit_numbers(state: State, node: Node, name: str, floats: list[ops.Operand], 
             state.pinned.add(state.aliases.find(mutated_operands(node)[0]))
             return colouring
         row = lookup(name, state.device, state.low)[0]
-        why = "literal: a number does not fit the low dtype"
+        why = Code.LITERAL("a number does not fit the low dtype")
         colouring = all_to(state, torch.float32, row, floats, colouring.kind, why)
         if dtype_reference(node) is not None or "read" in node.meta:
             colouring.set_dtype = torch.float32
@@ -41,5 +42,5 @@ def fit_numbers(state: State, node: Node, name: str, floats: list[ops.Operand], 
     elif mended or clamped:
         colouring.literals = tuple(pair for pair in mended if pair[0] in numbers)
         colouring.clamped = tuple((o.name, o.index) for o in clamped)
-        colouring.reason = "literal: finfo(float32).min becomes the low dtype's own"
+        colouring.reason = Code.LITERAL("finfo(float32).min becomes the low dtype's own")
     return colouring

@@ -65,7 +65,7 @@ def _is_free(simulation: Simulation, node: Node, grad: frozenset[Node]) -> bool:
             and node not in extreme
             and not any(o.node in extreme for o in floats)
             and not any(o.node in simulation.upcast for o in floats)
-            and _code(colouring) not in ("override", "literal", "mutated", "keep", "float64", "dtype_argument")
+            and colouring.reason.code not in ("override", "literal", "mutated", "keep", "float64", "dtype_argument")
         )
     if colouring.kind == FP32:  # only by autocast's list, over low values, in a kernel that computes in FP32
         known = facts_of(node, simulation.device, low)
@@ -80,8 +80,4 @@ def _is_free(simulation: Simulation, node: Node, grad: frozenset[Node]) -> bool:
 def _is_free_product(simulation: Simulation, colouring: Colouring) -> bool:
     """Say whether a matrix product may stay FP32: at O2, where it was measured what its casts cost."""
     measured = simulation.policy.level == "O2" and simulation.policy.cost == "measured"
-    return measured and colouring.kind == LOW and _code(colouring) == "low"
-
-
-def _code(colouring: Colouring) -> str:
-    return colouring.reason.partition(":")[0]
+    return measured and colouring.kind == LOW and colouring.reason.code == "low"

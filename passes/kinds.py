@@ -14,6 +14,7 @@ from .facts import lacks_low
 from .kernels import runs_in
 from .operand_casts import all_to, castable, keep, natural
 from .policy import module_override
+from .reasons import Code, Reason
 from .rules import BANNED, COMPOSITE, FOLLOW, FP32, KEEP, LOW, PROMOTE, Rule
 from .state import State, first_float
 from .values import ANY, ELIGIBLE, dtype_reference, is_floating, module_path, out_operands, source
@@ -38,9 +39,9 @@ def by_kind(
     if kind in (PROMOTE, FOLLOW) and reads_low and _lacks(state, node, row, low):  # autocast fails there
         return _without_kernel(state, node, row, floats, low)
     if kind == PROMOTE:
-        return natural(state, row, floats, kind, "promote: widest operand")
+        return natural(state, row, floats, kind, Code.PROMOTE("widest operand"))
     if kind == FOLLOW or state.autocast:
-        return natural(state, row, floats, kind, "follow: its operand's dtype")
+        return natural(state, row, floats, kind, Code.FOLLOW("its operand's dtype"))
     if kind == BANNED:
         raise PolicyError(
             f"{name} ({source(node) or node.name}, module '{module_path(node)}') is unsafe in low precision, and "
@@ -54,13 +55,13 @@ def by_kind(
             "fxamp.register_rule, or choose Policy(unknown_ops='keep')."
         )
     if not known and state.policy.unknown_ops == "fp32":
-        return all_to(state, torch.float32, row, floats, FP32, "unknown_op: FP32 by policy")
+        return all_to(state, torch.float32, row, floats, FP32, Code.UNKNOWN_OP("FP32 by policy"))
     if kind == KEEP and (reference := dtype_reference(node)) is not None:
         dtype = first_float(state.dtypes[reference]) or torch.float32
-        return Colouring(dtype, FOLLOW, "follow: made with the dtype of its reference")
-    kept = keep(state, node, floats, kind, "composite: kept whole" if kind == COMPOSITE else f"keep: {row.reason}")
+        return Colouring(dtype, FOLLOW, Code.FOLLOW("made with the dtype of its reference"))
+    kept = keep(state, node, floats, kind, Code.COMPOSITE("kept whole") if kind == COMPOSITE else Code.KEEP(row.reason))
     if known and kind == KEEP and not kept.casts:
-        kept.reason = f"as_written: {row.reason}"
+        kept.reason = Code.AS_WRITTEN(row.reason)
     return kept
 
 
@@ -74,36 +75,36 @@ def _without_kernel(state: State, node: Node, row: Rule, floats: list[ops.Operan
     """Colour what has no low kernel: FP32, but for what the author wrote on low values and nothing has changed."""
     why = f"no kernel for {low} on this {state.device}"
     if all(state.dtypes[o.node] == state.original[o.node] for o in floats):
-        return keep(state, node, floats, KEEP, f"as_written: {why}")
-    return all_to(state, torch.float32, row, floats, KEEP, f"keep: {why}")
+        return keep(state, node, floats, KEEP, Code.AS_WRITTEN(why))
+    return all_to(state, torch.float32, row, floats, KEEP, Code.KEEP(why))
 
 
 def _low(state: State, row: Rule, floats: list[ops.Operand], low: Any) -> Colouring:
     """Colour what the rule runs low, unless its operands have been upcast, or hold what low cannot."""
     cast = [o for o in floats if castable(state, o, row, low)]
     if not cast:
-        return natural(state, row, floats, LOW, "no_operand: nothing that is cast")
+        return natural(state, row, floats, LOW, Code.NO_OPERAND("nothing that is cast"))
     asked = state.autocast or low != state.low  # by a region, which takes what it is given
     if not asked and any(state.dtypes[o.node] in LOW_DTYPES and state.dtypes[o.node] != low for o in cast):
-        return all_to(state, torch.float32, row, floats, LOW, "user_cast: an operand is in the other low dtype")
+        return all_to(state, torch.float32, row, floats, LOW, Code.USER_CAST("an operand is in the other low dtype"))
     if not state.autocast and all(o.node in state.upcast for o in floats):
-        return natural(state, row, floats, LOW, "user_cast: every operand was upcast by the author")
+        return natural(state, row, floats, LOW, Code.USER_CAST("every operand was upcast by the author"))
     extremes = state.extremes
     if (
         state.aggressive
         and all(o.node in extremes.fixed for o in floats)
         and any(o.node in extremes.values for o in floats)
     ):
-        return natural(state, row, floats, LOW, "position: made of integers and buffers alone")
-    return all_to(state, low, row, floats, LOW, f"low: {row.reason}")
+        return natural(state, row, floats, LOW, Code.POSITION("made of integers and buffers alone"))
+    return all_to(state, low, row, floats, LOW, Code.LOW(row.reason))
 
 
-def fp32(state: State, node: Node, row: Rule, floats: list[ops.Operand], why: str = "") -> Colouring:
+def fp32(state: State, node: Node, row: Rule, floats: list[ops.Operand], why: Reason | None = None) -> Colouring:
     """Colour what runs FP32, unless it is told its dtype."""
     explicit = ops.argument(node, "dtype")
     if row.dtype_arg and isinstance(explicit, torch.dtype):
-        return natural(state, row, floats, FP32, f"dtype_argument: {explicit}")
-    return all_to(state, torch.float32, row, floats, FP32, why or f"fp32: {row.reason}")
+        return natural(state, row, floats, FP32, Code.DTYPE_ARGUMENT(str(explicit)))
+    return all_to(state, torch.float32, row, floats, FP32, why or Code.FP32(row.reason))
 
 
 def in_place(state: State, node: Node, row: Rule, floats: list[ops.Operand]) -> Colouring | None:
@@ -114,7 +115,7 @@ def in_place(state: State, node: Node, row: Rule, floats: list[ops.Operand]) -> 
     strict = row.same_dtype or ops.name(node) == "setitem"  # index_put, where an index is a tensor
     strict |= bool(outs) and not row.casts_out
     if dtype is ANY and strict:
-        why = "unknown_rank: captured without inputs, so its target's dtype is not known"
+        why = Code.UNKNOWN_RANK("captured without inputs, so its target's dtype is not known")
         return keep(state, node, [o for o in floats if o.node not in targets], PROMOTE, why)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         return None
@@ -122,7 +123,7 @@ def in_place(state: State, node: Node, row: Rule, floats: list[ops.Operand]) -> 
     cast = (ANY, *ELIGIBLE) if dtype in LOW_DTYPES else ELIGIBLE
     sources = [o for o in floats if strict and o.node not in targets and state.dtypes[o.node] in cast]
     casts = {(o.name, o.index): dtype for o in sources if state.dtypes[o.node] != dtype}
-    return Colouring(dtype, PROMOTE, "in_place: its target's dtype", casts)
+    return Colouring(dtype, PROMOTE, Code.IN_PLACE("its target's dtype"), casts)
 
 
 def user_cast(state: State, node: Node) -> Colouring | None:
@@ -131,7 +132,7 @@ def user_cast(state: State, node: Node) -> Colouring | None:
     observed = None if forced is not None and forced.colour == "fp32" else node.meta.get("read")
     intent = state.casts.read(node, state.dtypes, observed, exact=not state.aggressive)
     if intent.dtype is None and not intent.literal and state.dtypes[node] is ANY and not state.autocast:
-        why = "keep: it takes the dtype of what is not known, or the device"
+        why = Code.KEEP("it takes the dtype of what is not known, or the device")
         return keep(state, node, list(ops.operands(node))[:1], KEEP, why)
     if intent.dtype is None or not intent.dtype.is_floating_point:
         return None
@@ -143,8 +144,8 @@ def user_cast(state: State, node: Node) -> Colouring | None:
     number = 0.0 if intent.literal else state.extremes.constants.get(value.node, 0.0)
     if not state.autocast and intent.dtype in LOW_DTYPES and literals.is_extreme(number, intent.dtype):
         if abs(number) != literals.FP32_MAX:
-            why = "literal: a number does not fit the low dtype"
+            why = Code.LITERAL("a number does not fit the low dtype")
             return Colouring(torch.float32, "cast", why, set_dtype=torch.float32)
-        why = "literal: finfo(float32).min becomes the low dtype's own"
+        why = Code.LITERAL("finfo(float32).min becomes the low dtype's own")
         return Colouring(intent.dtype, "cast", why, set_dtype=changed, clamped=((value.name, value.index),))
     return Colouring(intent.dtype, "cast", intent.reason, set_dtype=changed)

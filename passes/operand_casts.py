@@ -14,12 +14,13 @@ from torch.fx import Node
 
 from . import ops
 from .colouring import Colouring, Place
+from .reasons import Code, Reason
 from .rules import PROMOTE, Rule
 from .state import State, first_float
 from .values import ANY, ELIGIBLE, LOW
 
 
-def all_to(state: State, dtype: Any, row: Rule, floats: list[ops.Operand], kind: str, reason: str) -> Colouring:
+def all_to(state: State, dtype: Any, row: Rule, floats: list[ops.Operand], kind: str, reason: Reason) -> Colouring:
     """Cast every castable operand that has another dtype."""
     casts = {}
     for o in floats:
@@ -39,21 +40,21 @@ def castable(state: State, operand: ops.Operand, row: Rule, dtype: Any) -> bool:
     return not (operand.name in row.uncast and dtype in LOW)
 
 
-def natural(state: State, row: Rule, floats: list[ops.Operand], kind: str, reason: str) -> Colouring:
+def natural(state: State, row: Rule, floats: list[ops.Operand], kind: str, reason: Reason) -> Colouring:
     """Leave the operands as they are, unless the kernel rejects mixed ones: then all go to the widest."""
     held = [state.dtypes[o.node] for o in floats if isinstance(state.dtypes[o.node], torch.dtype)]
     widest = functools.reduce(torch.promote_types, held) if held else torch.float32
     mixed = len(set(held)) > 1
     if mixed and row.same_dtype and row.out[0] != "first":
-        return all_to(state, widest, row, floats, kind, "widest: the kernel rejects mixed operands")
+        return all_to(state, widest, row, floats, kind, Code.WIDEST("the kernel rejects mixed operands"))
     unknown = any(state.dtypes[o.node] is ANY for o in floats) and any(d in LOW for d in held)
     ranks_known = all("val" in o.node.meta for o in floats)
     if kind == PROMOTE and not ranks_known and (mixed or unknown):
-        return all_to(state, torch.float32, row, floats, kind, "unknown_rank: captured without inputs")
+        return all_to(state, torch.float32, row, floats, kind, Code.UNKNOWN_RANK("captured without inputs"))
     return Colouring(widest, kind, reason)
 
 
-def keep(state: State, node: Node, floats: list[ops.Operand], kind: str, reason: str) -> Colouring:
+def keep(state: State, node: Node, floats: list[ops.Operand], kind: str, reason: Reason) -> Colouring:
     """Cast the operands back to the dtypes that they had when the graph was captured."""
     casts: dict[Place, torch.dtype] = {}
     before = []

@@ -21,11 +21,11 @@ import torch
 
 from .errors import PlanError, PolicyError
 from .policy import Policy
+from .reasons import DEVIATIONS, Code, Reason
 
-FORMAT_VERSION = 2
-# Reasons for which a node may differ from what torch.autocast does, at O1. The list is complete.
-DEVIATIONS = ("user_cast", "literal", "composite", "keep")
+FORMAT_VERSION = 3
 REMEDY = "make the plan anew, with `fxamp report TARGET --save-plan FILE` or `fxamp.plan(model, ...).save(path)`"
+_CODES = {code.value: code for code in Code}
 _SURROGATE = re.compile("[\ud800-\udfff]")  # text that a path may hold and UTF-8 has not
 
 
@@ -42,8 +42,9 @@ class Decision:
         colour: Dtype the node runs in, such as "bfloat16".
         autocast_dtype: Dtype that torch.autocast gives it.
         kind: Kind of the rule that was applied.
-        reason: A code, or `code: sentence`.
+        reason: `code: sentence`.
         causes: Keys of the decisions this one follows from.
+        code: The reason's code; left out, the word that the reason begins with.
     """
 
     key: str
@@ -56,11 +57,23 @@ class Decision:
     kind: str
     reason: str
     causes: tuple[str, ...] = ()
+    code: str = ""
+
+    def __post_init__(self) -> None:
+        """Fill in the code of a decision that was written by hand."""
+        if not self.code:
+            object.__setattr__(self, "code", self.reason.partition(":")[0].strip())
 
     @property
-    def code(self) -> str:
-        """Return the reason's code, without its sentence."""
-        return self.reason.partition(":")[0].strip()
+    def because(self) -> Reason:
+        """Return the code and the sentence of the reason apart.
+
+        Raises:
+            PlanError: there is no such code.
+        """
+        if self.code not in _CODES:
+            raise PlanError(f"{self.key}: there is no reason code {self.code!r:.60}; {REMEDY}")
+        return Reason(_CODES[self.code], self.reason.removeprefix(f"{self.code}: "))
 
 
 @dataclass(frozen=True)
@@ -154,8 +167,7 @@ class Plan:
                 f"{name}: plan format {data['version']} is newer than {FORMAT_VERSION}, the newest this fxamp reads; "
                 f"upgrade fxamp, or {REMEDY}"
             )
-        if data["version"] == 1:  # which knew one graph alone
-            data = {**data, "states": [], "version": FORMAT_VERSION}
+        data = _in_this_format(data)
         _check_shape(cls, data, name)
         decisions = []
         for index, row in enumerate(data["decisions"]):
@@ -185,6 +197,19 @@ class Plan:
         except (OSError, ValueError) as error:
             raise PlanError(f"cannot read the plan {os.fspath(path)!r}: {_why(error)}; {REMEDY}") from error
         return cls.from_json(text, name=os.fspath(path))
+
+
+def _in_this_format(data: dict[str, Any]) -> dict[str, Any]:
+    """Return a plan of an older format in this one."""
+    if data["version"] < 2:  # which knew one graph alone
+        data = {**data, "states": []}
+    if data["version"] < 3 and isinstance(data.get("decisions"), list):  # in which reasons began with their code
+        data = {**data, "decisions": [
+            {"code": row["reason"].partition(":")[0].strip(), **row}
+            if isinstance(row, dict) and isinstance(row.get("reason"), str) else row
+            for row in data["decisions"]
+        ]}  # fmt: skip
+    return {**data, "version": FORMAT_VERSION}
 
 
 def _between(decisions: Sequence[Decision], first: int | None, end: int | None) -> list[Decision]:

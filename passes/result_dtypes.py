@@ -12,6 +12,7 @@ from torch.fx import Node
 
 from . import ops
 from .colouring import AS_AUTOCAST, Colouring
+from .reasons import Code
 from .rules import COMPOSITE, KEEP, rule
 from .state import State, first_float
 from .values import ANY, ELIGIBLE, LOW
@@ -46,8 +47,8 @@ def _unified(state: State, node: Node, colouring: Colouring) -> Any:
     if not floats:
         return state.original[node]
     widest = functools.reduce(torch.promote_types, [state.dtypes[o.node] for o in floats])
-    reasons = {torch.float32: f"keep: no kernel for {state.low} on this {state.device}"}
-    reasons[widest] = "widest: the kernel rejects mixed operands"
+    reasons = {torch.float32: Code.KEEP(f"no kernel for {state.low} on this {state.device}")}
+    reasons[widest] = Code.WIDEST("the kernel rejects mixed operands")
     for dtype in dict.fromkeys((widest, torch.float32)):
         colouring.casts = {(o.name, o.index): dtype for o in floats if state.dtypes[o.node] != dtype}
         colouring.dtype, colouring.reason = dtype, reasons[dtype]

@@ -20,6 +20,7 @@ from .decide import decide
 from .facts import accumulates
 from .fit_numbers import fit_numbers
 from .operand_casts import keep
+from .reasons import Code
 from .result_dtypes import result_dtypes
 from .rules import KEEP, lookup
 from .state import State, first_float
@@ -108,7 +109,7 @@ class Simulation(State):
             inside.run()
         self.dtypes[node] = body.dtypes(inside.dtypes)
         dtype = first_float(self.dtypes[node]) or torch.float32
-        self.colours[node] = Colouring(dtype, "body", "body: rewritten inside, between the dtypes it has here")
+        self.colours[node] = Colouring(dtype, "body", Code.BODY("rewritten inside, between the dtypes it has here"))
 
     def _visit(self, node: Node, name: str, floats: list[ops.Operand]) -> None:
         """Decide on one node, and on what comes out of it."""
@@ -118,7 +119,7 @@ class Simulation(State):
         self.dtypes[node] = result_dtypes(self, node, colouring)
         why = self._refused(node) if not self.autocast and self._runs_low(floats, colouring) else ""
         if why:
-            colouring = keep(self, node, floats, KEEP, f"keep: {why}")
+            colouring = keep(self, node, floats, KEEP, Code.KEEP(why))
             self.dtypes[node] = result_dtypes(self, node, colouring)
         if not self.autocast:
             colouring = fit_numbers(self, node, name, floats, colouring)

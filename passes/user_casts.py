@@ -15,6 +15,7 @@ import torch
 from torch.fx import Graph, Node
 
 from . import ops
+from .reasons import Code, Reason
 from .values import ANY, LOW, is_floating, literal_dtype, module_path
 
 
@@ -24,7 +25,7 @@ class Intent:
 
     dtype: torch.dtype | None
     literal: bool
-    reason: str
+    reason: Reason
 
 
 # Random fills that draw other numbers for another dtype, and not the same ones rounded.
@@ -80,31 +81,32 @@ class Casts:
         if reference is not None:
             found = dtypes[reference]
             found = found if isinstance(found, torch.dtype) else None
-            return Intent(found, False, "cast: relative, follows its reference")
+            return Intent(found, False, Code.CAST("relative, follows its reference"))
         if baked is None:
-            return Intent(held if isinstance(held, torch.dtype) else None, False, "follow: moves its operand")
+            return Intent(held if isinstance(held, torch.dtype) else None, False, Code.FOLLOW("moves its operand"))
         if node.meta.get("cast") == "autocast":
-            return Intent(node.meta.get("read") or baked, True, "cast: as it is under autocast, written or read there")
+            why = Code.CAST("as it is under autocast, written or read there")
+            return Intent(node.meta.get("read") or baked, True, why)
         kind = self._kind(node)
         if kind == "relative" and observed is not None:
-            return Intent(observed, False, "cast: relative, the dtype that was read under autocast")
+            return Intent(observed, False, Code.CAST("relative, the dtype that was read under autocast"))
         if (
             not baked.is_floating_point
             or not isinstance(held, torch.dtype)
             or not is_floating(self.original.get(value))
         ):
-            return Intent(baked, True, "cast: the author wrote this dtype")
+            return Intent(baked, True, Code.CAST("the author wrote this dtype"))
         if kind == "baked" and held in LOW and baked == torch.float32:
-            return Intent(baked, True, "user_cast: undecided, taken as an upcast")
+            return Intent(baked, True, Code.USER_CAST("undecided, taken as an upcast"))
         changes = self.original[value] != baked or baked != torch.float32  # no cast to be restored by
         if kind == "literal" or baked in LOW or (changes and kind != "relative"):  # what was captured is FP32
-            return Intent(baked, True, "cast: the author wrote this dtype")
+            return Intent(baked, True, Code.CAST("the author wrote this dtype"))
         if kind == "relative":
-            return Intent(self._restores(node, dtypes) or held, False, "user_cast: relative")
+            return Intent(self._restores(node, dtypes) or held, False, Code.USER_CAST("relative"))
         if observed is None:
-            return Intent(self._restores(node, dtypes) or held, False, "user_cast: undecided, taken as relative")
+            return Intent(self._restores(node, dtypes) or held, False, Code.USER_CAST("undecided, taken as relative"))
         restored = None if exact else self._restores(node, dtypes)
-        return Intent(restored or observed, False, "cast: undecided, for under autocast it does nothing")
+        return Intent(restored or observed, False, Code.CAST("undecided, for under autocast it does nothing"))
 
     def _reference(self, node: Node) -> Node | None:
         """Return the tensor whose dtype the cast takes, where the graph still has it."""

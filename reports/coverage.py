@@ -43,7 +43,7 @@ from fxamp.measure import _Counter, step_counts  # noqa: E402
 from fxamp.optimized import adopted  # noqa: E402
 from passes import ops  # noqa: E402
 from passes._torch import pytree  # noqa: E402
-from passes.plan import DEVIATIONS  # noqa: E402
+from passes.reasons import DEVIATIONS  # noqa: E402
 from passes.values import keys, source  # noqa: E402
 from reports.architectures import BY_NAME, Inputs  # noqa: E402
 from tests.harness import UnderAutocast, distance, floats  # noqa: E402

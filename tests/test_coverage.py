@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import fxamp
 from fxamp.measure import step_counts
-from passes.plan import DEVIATIONS
+from passes.reasons import DEVIATIONS
 from reports import architectures, coverage
 from reports.architectures import Architecture
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from passes.plan import DEVIATIONS
+from passes.reasons import DEVIATIONS
 from passes.rules import FOLLOW, LOW, lookup
 from tests.models import BY_NAME
 

@@ -13,11 +13,13 @@ from torch.fx import GraphModule
 from passes.assign_precision import Assignment
 from passes.colouring import Colouring
 from passes.insert_casts import cast_floating, cast_weight, insert_casts
+from passes.reasons import Code
 from passes.values import ANY
 from tests.graphs import Builder, as_it_stands, normal, parse, random_inputs, render
 
 BF16, F32 = torch.bfloat16, torch.float32
 aten = torch.ops.aten
+TEST = Code.LOW("test")
 
 
 def coloured(gm: GraphModule, colours: dict[str, Any], held: dict[str, Any] | None = None) -> Assignment:
@@ -26,7 +28,7 @@ def coloured(gm: GraphModule, colours: dict[str, Any], held: dict[str, Any] | No
     for node in gm.graph.nodes:
         if node.name in colours:
             given = colours[node.name]
-            assignment.colours[node] = given if isinstance(given, Colouring) else Colouring(BF16, "low", "test", given)
+            assignment.colours[node] = given if isinstance(given, Colouring) else Colouring(BF16, "low", TEST, given)
         if node.name in (held or {}):
             assignment.dtypes[node] = (held or {})[node.name]
     return assignment
@@ -167,7 +169,7 @@ def test_a_relative_cast_takes_the_dtype_it_was_given() -> None:
         return x
         """,
         0,
-        {"to": Colouring(BF16, "user_cast", "test", set_dtype=BF16)},
+        {"to": Colouring(BF16, "user_cast", TEST, set_dtype=BF16)},
     )
 
 
@@ -180,7 +182,7 @@ def test_a_relative_cast_spelled_as_a_name_becomes_one_that_can_hold_any_dtype(s
     else:
         node = builder.graph.call_function(torch.Tensor.float, (x,))
     gm = builder.finish(node)
-    assignment = coloured(gm, {node.name: Colouring(BF16, "user_cast", "test", set_dtype=BF16)})
+    assignment = coloured(gm, {node.name: Colouring(BF16, "user_cast", TEST, set_dtype=BF16)})
     assignment.returned.clear()
     insert_casts(gm.graph, assignment)
     gm.recompile()
@@ -194,7 +196,7 @@ def test_a_number_is_replaced_where_it_stands() -> None:
     fill = builder.graph.call_function(aten.masked_fill.Scalar, (x, mask, lowest), {})
     gm = builder.finish(fill)
     literals = ((lowest, torch.finfo(BF16).min),)
-    assignment = coloured(gm, {fill.name: Colouring(BF16, "follow", "literal", literals=literals)})
+    assignment = coloured(gm, {fill.name: Colouring(BF16, "follow", Code.LITERAL("test"), literals=literals)})
     assignment.returned.clear()
     insert_casts(gm.graph, assignment)
     assert fill.args == (x, mask, torch.finfo(BF16).min)

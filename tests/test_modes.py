@@ -392,7 +392,12 @@ def test_a_model_that_asks_for_no_training_flag_is_captured_once(
 ) -> None:
     asked = []
     export = torch.export.export
-    monkeypatch.setattr(torch.export, "export", lambda *a, **k: [asked.append(a), export(*a, **k)][1])
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        asked.append(args)
+        return export(*args, **kwargs)
+
+    monkeypatch.setattr(torch.export, "export", counted)
     converted = fxamp.convert(model, (example(),), policy="O1,dtype=bf16")  # as it is, and under autocast
     assert len(asked) == exports
     for training in (True, False):

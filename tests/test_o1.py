@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.fx import Interpreter, Node
 
-from passes.plan import DEVIATIONS
+from passes.reasons import DEVIATIONS
 from passes.values import keys
 from tests.harness import (
     UnderAutocast,

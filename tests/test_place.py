@@ -19,6 +19,7 @@ from passes import place as placing
 from passes.costs import requires_grad
 from passes.errors import VerificationError
 from passes.insert_casts import is_inserted
+from passes.reasons import Code
 from passes.simulate import Simulation
 from passes.values import ELIGIBLE, Aliases, Inference, original_dtypes
 from tests.harness import converted, subject
@@ -207,9 +208,8 @@ def naive_casts(name: str) -> int:
         for o in ops.operands(node):
             if o.node.op == "get_attr" or (held := simulation.dtypes[o.node]) not in ELIGIBLE:
                 continue
-            promoted = (
-                colouring.kind == "promote" and colouring.reason.startswith("promote") and held != colouring.dtype
-            )
+            by_rule = colouring.kind == "promote" and colouring.reason.code is Code.PROMOTE
+            promoted = by_rule and held != colouring.dtype
             count += promoted or (o.name, o.index) in colouring.casts
     return count
 

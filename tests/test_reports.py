@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from passes.plan import DEVIATIONS
+from passes.reasons import DEVIATIONS
 from reports import accuracy, architectures, casts, coverage, scaling, training
 from tests.models import BY_NAME
 

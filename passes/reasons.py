@@ -1,0 +1,68 @@
+"""Why a node runs in the dtype that it has: a code out of a closed list, and a sentence about this node."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+
+class Code(str, enum.Enum):
+    """The kinds of reasons, each with what it means."""
+
+    meaning: str
+
+    def __new__(cls, value: str, meaning: str) -> Code:
+        """Make a member that is equal to its text."""
+        made = str.__new__(cls, value)
+        made._value_, made.meaning = value, meaning
+        return made
+
+    __str__ = str.__str__
+
+    def __call__(self, detail: str) -> Reason:
+        """Return a reason of this kind, with a sentence about one node."""
+        return Reason(self, detail)
+
+    LOW = "low", "the rule of the op runs it in the low dtype"
+    FP32 = "fp32", "the rule of the op runs it in FP32"
+    PROMOTE = "promote", "the op runs in the widest dtype of its operands"
+    FOLLOW = "follow", "the op has the dtype of its operand"
+    WIDEST = "widest", "the kernel rejects mixed operands, so all are cast to the widest"
+    NO_OPERAND = "no_operand", "the op has no operand that is cast"
+    CAST = "cast", "the author wrote this cast"
+    USER_CAST = "user_cast", "a cast that the author wrote decides, where torch.autocast would override it"
+    LITERAL = "literal", "a number does not fit the low dtype"
+    COMPOSITE = "composite", "a composite op is kept whole"
+    KEEP = "keep", "the op is left as it is: it has no rule, or no kernel in the low dtype"
+    AS_WRITTEN = "as_written", "nothing about the op changes"
+    UNKNOWN_OP = "unknown_op", "the op has no rule, and the policy runs such ops in FP32"
+    UNKNOWN_RANK = "unknown_rank", "the dtypes of the operands are not known without example inputs"
+    OVERRIDE = "override", "the policy overrides the rule"
+    AUTOCAST_REGION = "autocast_region", "the model disables autocast here"
+    AS_AUTOCAST = "as_autocast", "the op runs under torch.autocast as it is"
+    DTYPE_ARGUMENT = "dtype_argument", "the author gave the op its dtype"
+    MUTATED = "mutated", "the storage is written in place, and shared with FP32 values"
+    IN_PLACE = "in_place", "an op in place has the dtype of what it writes to"
+    FLOAT64 = "float64", "float64 is left as it is"
+    ISLAND = "island", "a normalisation written by hand is FP32 throughout"
+    POSITION = "position", "the op computes positions, out of integers and buffers alone"
+    O2_LOW = "O2_low", "level O2 runs what is not sensitive low, beside low operands"
+    O3_LOW = "O3_low", "level O3 runs what is not sensitive low, beside low operands"
+    CUT = "cut", "the minimum cut stores the value in this dtype"
+    NOT_WORTH_CASTS = "not_worth_casts", "it was measured that the casts cost more than the low dtype gains"
+    BODY = "body", "a body of a higher-order op is rewritten inside"
+
+
+# Reasons for which a node may differ from what torch.autocast does, at O1. The list is complete.
+DEVIATIONS = (Code.USER_CAST, Code.LITERAL, Code.COMPOSITE, Code.KEEP)
+
+
+@dataclass(frozen=True)
+class Reason:
+    """A code, and a sentence about one node."""
+
+    code: Code
+    detail: str
+
+    def __str__(self) -> str:
+        return f"{self.code}: {self.detail}"
