@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import importlib
 import importlib.metadata
 import importlib.util
@@ -15,10 +16,10 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import ModuleType
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from tabulate import tabulate
 
@@ -26,7 +27,12 @@ from passes.errors import FxampError, PolicyError
 from passes.plan import Plan, write_text
 from passes.policy import nearest
 
-from . import harmless
+from .report import harmless
+
+if TYPE_CHECKING:
+    from .module import ConvertedModule
+    from .report.gate import Outcome
+    from .report.targets import Target
 
 logger = logging.getLogger(__name__)
 
@@ -98,26 +104,90 @@ def load_target(target: str) -> tuple[object, object, object]:
 
 
 def _report(args: argparse.Namespace) -> int:
-    from .report import report
+    from .report.gate import with_totals
+    from .report.report import report
 
-    plan = _plan(args.target, args.policy)
+    if args.target.endswith(".json"):
+        if args.policy or args.device:
+            raise PolicyError(f"{args.target!r} is a saved plan and has its own policy; leave out --policy")
+        plan = Plan.load(args.target)
+        made = report(plan)
+    else:
+        with contextlib.redirect_stdout(sys.stderr):  # standard output is the report's
+            module = _converted(args.target, args.policy, args.capture, args.device)
+            plan, made = with_totals(module)[0], report(module)
     if args.save_plan:
         plan.save(args.save_plan)
-    made = report(plan)
-    _write(args, text=lambda: str(made), markdown=made.to_markdown, json=made.to_json)
+    shown = functools.partial(
+        made.to_tree, depth=args.depth, nodes=args.nodes, modules=args.module, ops=args.op, colours=args.colour,
+        reasons=args.reason,
+    )  # fmt: skip
+    _write(args, text=shown, markdown=lambda: shown(style="pipe"), json=made.to_json)
     return DONE
 
 
 def _diff(args: argparse.Namespace) -> int:
-    from .diff import diff
+    from .report.diff import diff
 
     made = diff(args.before, args.after)
     _write(args, text=lambda: str(made), markdown=made.to_markdown, json=made.to_json)
     return FOUND if made else DONE
 
 
-def _check(args: argparse.Namespace) -> NoReturn:
-    raise FxampError("check is not there yet; compare two saved plans with `fxamp diff A B` meanwhile")
+def _check(args: argparse.Namespace) -> int:
+    from .report import outcomes as shown
+    from .report.gate import UNKNOWN as COULD_NOT_TELL
+    from .report.targets import Target, configured, find_pyproject, run_alone
+
+    if args.targets and all(":" in target for target in args.targets):
+        folder = Path.cwd()
+        chosen = [
+            Target(args.name or t, t, args.policy, args.plan, tuple(args.budget), args.capture, args.device)
+            for t in args.targets
+        ]
+        if args.plan is None and not args.budget:
+            raise FxampError("check: there is nothing to check by; give --plan FILE, --budget KEY=LIMIT, or both")
+        if args.plan is not None and len(chosen) > 1:
+            raise FxampError("check: one --plan is the plan of one TARGET; give several of them in pyproject.toml")
+    else:
+        file = find_pyproject(Path.cwd())
+        folder, chosen = file.parent, configured(file, args.targets)
+        if args.policy or args.plan or args.budget:
+            raise FxampError(f"check: targets of {file.name} have their policy, plan and budget there")
+    found = [_checked(chosen[0], args.update)] if args.targets and len(chosen) == 1 and ":" in args.targets[0] else [
+        run_alone(target, folder, args.update) for target in chosen
+    ]
+    _write(
+        args, text=lambda: shown.to_text(found), markdown=lambda: shown.to_markdown(found),
+        json=lambda: shown.to_json(found), github=lambda: shown.to_github(found),
+    )  # fmt: skip
+    for outcome in found:
+        if outcome.status == COULD_NOT_TELL:
+            _failed(outcome.message)
+    return max(outcome.status for outcome in found)
+
+
+def _checked(target: Target, update: bool) -> Outcome:
+    """Check one target in this process."""
+    from .report.budget import Budget
+    from .report.gate import check
+
+    budgets = [Budget.parse(text) for text in target.budgets]
+    with contextlib.redirect_stdout(sys.stderr):  # standard output is the outcome's
+        module = _converted(target.target, target.policy, target.capture, target.device)
+        return check(target.name, module, target.plan, budgets, update)
+
+
+def _converted(target: str, policy: str | None, capture: str, device: str | None) -> ConvertedModule:
+    from passes.policy import Policy
+
+    from .convert import to_read
+
+    asked = Policy.of(policy)
+    model, args, kwargs = load_target(target)
+    if device is not None:
+        asked = replace(asked, device=device)
+    return to_read(model, args, kwargs, asked, capture)  # type: ignore[arg-type]  # it says what a model is not
 
 
 def _rules(args: argparse.Namespace) -> int:
@@ -150,18 +220,6 @@ def _demo(args: argparse.Namespace) -> int:
     return DONE
 
 
-def _plan(target: str, policy: str | None) -> Plan:
-    if not target.endswith(".json"):
-        from .convert import plan
-
-        with contextlib.redirect_stdout(sys.stderr):  # standard output is the report's
-            model, args, kwargs = load_target(target)
-            return plan(model, args, kwargs, policy=policy)  # type: ignore[arg-type]  # convert says what it is not
-    if policy is not None:
-        raise PolicyError(f"{target!r} is a saved plan and has its own policy; leave out --policy")
-    return Plan.load(target)
-
-
 def _import_file(path: Path) -> ModuleType:
     # A file named as a module that is there already must not take its place.
     name = path.stem if path.stem not in sys.modules else f"_target_{path.stem}"
@@ -181,7 +239,9 @@ def _import_file(path: Path) -> ModuleType:
 
 def _write(args: argparse.Namespace, **formats: Callable[[], str]) -> None:
     """Write one of the formats to the file asked for, or to standard output."""
-    shown = harmless.as_json if args.output_format == "json" else harmless.lines
+    # Workflow commands escape what they are given, and begin as no other line may.
+    own: dict[str, Callable[[str], str]] = {"json": harmless.as_json, "github": str}
+    shown = own.get(args.output_format, harmless.lines)
     text = shown(formats[args.output_format]().rstrip("\n")) + "\n"
     if args.output is not None:
         write_text(args.output, text)
@@ -216,6 +276,11 @@ def _texts(values: Iterable[object]) -> list[str]:
     return sorted(str(value) for value in values)
 
 
+def _add_capture(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("--capture", choices=("auto", "fx", "export"), default="auto", help="front end")
+    verb.add_argument("--device", choices=("cpu", "cuda"), help="decide for it, whether it is here or not")
+
+
 class _Parser(argparse.ArgumentParser):
     """Raise usage errors as fxamp's own, so that they print as one line."""
 
@@ -240,15 +305,31 @@ def _parser() -> argparse.ArgumentParser:
     report = verb("report", _report, "Show in which dtype every node runs, and why.")
     report.add_argument("target", metavar="TARGET", help="package.module:callable, path/file.py:callable or plan.json")
     report.add_argument("--policy", help='such as "O1" or "O2,dtype=bf16,modules.fc3=fp32"')
+    _add_capture(report)
+    report.add_argument("--nodes", action="store_true", help="list every node, with its reason and the line it is from")
+    report.add_argument("--depth", type=int, metavar="N", help="show N levels of modules")
+    for name, what in (("module", "PATH"), ("op", "NAME"), ("colour", "DTYPE"), ("reason", "CODE")):
+        report.add_argument(f"--{name}", metavar=what, action="append", default=[], help=f"only this {name}")
     report.add_argument("--save-plan", metavar="FILE", type=Path, help="save the plan as JSON too")
 
     diff = verb("diff", _diff, "Show what differs between two saved plans; exit with 1 when they differ.")
     diff.add_argument("before", metavar="A", type=Path)
     diff.add_argument("after", metavar="B", type=Path)
 
-    check = verb("check", _check, "Gate a model's plan in CI (not there yet).")
-    check.add_argument("target", metavar="TARGET", nargs="?")
-    check.add_argument("--policy")
+    check = verb("check", _check, "Compare models with their committed plans and budgets; exit with 1 on a difference.")
+    check.add_argument(
+        "targets", metavar="TARGET", nargs="*",
+        help="package.module:callable, path/file.py:callable, or names of [tool.fxamp.targets]; else all of those",
+    )  # fmt: skip
+    check.add_argument("--policy", help='such as "O1" or "O2,dtype=bf16,modules.fc3=fp32"')
+    check.add_argument("--plan", metavar="FILE", help="the committed plan")
+    check.add_argument("--update", action="store_true", help="write plans that are missing or have changed")
+    check.add_argument("--budget", metavar="KEY=LIMIT", action="append", default=[], help='such as "casts=+0"')
+    check.add_argument("--name", help=argparse.SUPPRESS)
+    _add_capture(check)
+    for action in check._actions:
+        if action.dest == "output_format":
+            action.choices = ("text", "markdown", "json", "github")
 
     rules = verb("rules", _rules, "Show the op table, or what is known of one op.")
     rules.add_argument("op", metavar="OP", nargs="?", help="canonical name, such as softmax")

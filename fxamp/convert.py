@@ -205,8 +205,14 @@ def plan(
     """Decide only: return the plan that `convert` would carry out ahead of time. Arguments and errors as `convert`."""
     if capture == "jit":
         raise CaptureError("fxamp.plan decides ahead of time: with capture='jit', read fxamp.plan_of after a call.")
-    asked = Policy.of(policy)
-    return _ahead_of_time(model, args, kwargs, asked, capture, dynamic_shapes, None, check=False).plan
+    return to_read(model, args, kwargs, Policy.of(policy), capture, dynamic_shapes).plan
+
+
+def to_read(
+    model: nn.Module, args: Any, kwargs: Any, policy: Policy, capture: str = "auto", dynamic_shapes: Any = "auto"
+) -> ConvertedModule:
+    """Convert a model ahead of time to read what was decided: nothing is run, so nothing is checked."""
+    return _ahead_of_time(model, args, kwargs, policy, capture, dynamic_shapes, None, check=False)
 
 
 def plan_of(module: nn.Module) -> Plan:

@@ -12,7 +12,7 @@ import os
 import re
 import reprlib
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -91,6 +91,7 @@ class Plan:
         torch_version: The torch it was made with.
         states: Of a model with several graphs: the states of the model that each holds for, and the number of its first
             graph, as "12: evaluation". A decision that the first of them has too, for the same key, stands there alone.
+        totals: What the graphs cost at the example's sizes, as `fxamp check` compares it; empty where nobody asked.
         version: Version of the file format.
     """
 
@@ -103,6 +104,7 @@ class Plan:
     casts: int = 0
     torch_version: str = field(default_factory=lambda: str(torch.__version__))
     states: tuple[str, ...] = ()
+    totals: Mapping[str, float] = field(default_factory=dict, compare=False)
     version: int = FORMAT_VERSION
 
     def __post_init__(self) -> None:
@@ -209,7 +211,7 @@ def _in_this_format(data: dict[str, Any]) -> dict[str, Any]:
             if isinstance(row, dict) and isinstance(row.get("reason"), str) else row
             for row in data["decisions"]
         ]}  # fmt: skip
-    return {**data, "version": FORMAT_VERSION}
+    return {"totals": {}, **data, "version": FORMAT_VERSION}
 
 
 def _between(decisions: Sequence[Decision], first: int | None, end: int | None) -> list[Decision]:
@@ -277,6 +279,7 @@ _FIELD_TYPES: dict[str, type[Any]] = {
     "notes": list,
     "decisions": list,
     "states": list,
+    "totals": dict,
 }
 
 
@@ -304,5 +307,8 @@ def _check_shape(kind: type[Plan] | type[Decision], data: Any, where: str) -> No
             raise PlanError(f"{where}: {name!r} is {reprlib.repr(value):.60}, expected {expected.__name__}; {REMEDY}")
         if isinstance(value, int) and value < 0:
             raise PlanError(f"{where}: {name!r} is negative, {value}; {REMEDY}")
+        numbers = value.values() if isinstance(value, dict) else ()
+        if not all(isinstance(number, int | float) and not isinstance(number, bool) for number in numbers):
+            raise PlanError(f"{where}: {name!r} holds something other than numbers; {REMEDY}")
         if name in ("causes", "notes", "states") and not all(isinstance(item, str) for item in value):
             raise PlanError(f"{where}: {name!r} holds something other than text; {REMEDY}")

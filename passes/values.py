@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 import inspect
 import operator
+import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -28,6 +30,8 @@ from .rules import COMPOSITE, KEEP, Rule, rule
 
 LOW = (torch.float16, torch.bfloat16)
 ELIGIBLE = (torch.float32, *LOW)  # what autocast casts: floating point, and not float64
+_FRAME = re.compile(r'File "(.*)", line (\d+)')
+_TORCH = os.path.dirname(torch.__file__).replace("\\", "/") + "/"
 
 
 class _Unknown:
@@ -80,15 +84,28 @@ def _type(name: str) -> type | str:
     return found if isinstance(found, type) else name
 
 
-def source(node: Node) -> str:
-    """Return "file.py:12: code" of the line that made a node, "" when capture did not keep it."""
+def frames(node: Node) -> list[tuple[str, int, str]]:
+    """Return (file, line, code) of the calls that made a node, outermost first; none when capture did not keep them."""
     lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip()]
-    for i in range(len(lines) - 1, -1, -1):
-        if lines[i].startswith("File "):
-            file, _, rest = lines[i].removeprefix('File "').partition('", line ')
-            code = lines[i + 1] if i + 1 < len(lines) else ""
-            return f"{file.replace(chr(92), '/').rsplit('/', 1)[-1]}:{rest.split(',')[0]}: {code}"
-    return ""
+    out = []
+    for i, line in enumerate(lines):
+        found = _FRAME.match(line)
+        if found:
+            code = lines[i + 1] if i + 1 < len(lines) and not _FRAME.match(lines[i + 1]) else ""
+            out.append((found[1].replace("\\", "/"), int(found[2]), code))
+    return out
+
+
+def own_frame(node: Node) -> tuple[str, int, str] | None:
+    """Return the innermost frame outside torch, that of the model's author; else the innermost."""
+    found = frames(node)
+    return next((f for f in reversed(found) if not f[0].startswith(_TORCH)), found[-1] if found else None)
+
+
+def source(node: Node) -> str:
+    """Return "file.py:12: code" of the author's line that made a node, "" when capture did not keep it."""
+    frame = own_frame(node)
+    return f"{frame[0].rsplit('/', 1)[-1]}:{frame[1]}: {frame[2]}" if frame else ""
 
 
 def keys(nodes: Iterable[Node]) -> dict[Node, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import subprocess
 import sys
@@ -10,7 +11,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
+from torch import Tensor, nn
 
+import fxamp
 from fxamp.cli import load_target, main
 from passes.errors import CaptureError, FxampError
 from passes.plan import Decision, Plan
@@ -33,16 +37,34 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+class Net(nn.Module):
+    """A model of one layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.fc(x)
+        return made
+
+
+@functools.cache
+def converted() -> fxamp.ConvertedModule:
+    module: fxamp.ConvertedModule = fxamp.convert(Net(), (torch.randn(2, 4),), policy="O2")
+    return module
+
+
 @pytest.fixture
 def planned(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, ...]]:
-    """Put a planner in place that records what it is given and always returns the same plan."""
+    """Note what is to be converted, and convert a model of one layer instead."""
     calls: list[tuple[object, ...]] = []
 
-    def plan(model: object, args: object, kwargs: object, *, policy: object) -> Plan:
-        calls.append((model, args, kwargs, policy))
-        return PLAN
+    def to_read(model: object, args: object, kwargs: object, policy: object, capture: str) -> fxamp.ConvertedModule:
+        calls.append((model, args, kwargs, str(policy)))
+        return converted()
 
-    monkeypatch.setitem(sys.modules, "fxamp.convert", SimpleNamespace(plan=plan))
+    monkeypatch.setattr(sys.modules["fxamp.convert"], "to_read", to_read)
     return calls
 
 
@@ -107,6 +129,8 @@ def test_file_that_cannot_be_written_leaves_with_two(here: Path, capsys: Capture
 
 def test_saved_plan_is_reported(here: Path, capsys: Capture) -> None:
     assert main(["report", "a.json"]) == 0
+    assert "· fc " in capsys.readouterr().out
+    assert main(["report", "a.json", "--nodes"]) == 0
     assert "fc/linear#0" in capsys.readouterr().out
 
 
@@ -122,9 +146,9 @@ def test_target_is_found_from_the_current_directory(
     for name in ("net.py", "sub/net.py", "pkg/net.py"):
         (here / name).parent.mkdir(exist_ok=True)
         (here / name).write_text("def build(): return 'model', (1,), {'x': 2}", encoding="utf-8")
-    assert main(["report", target, "--policy", "O2", "--save-plan", "saved.json"]) == 0
+    assert main(["report", target, "--nodes", "--policy", "O2", "--save-plan", "saved.json"]) == 0
     assert planned == [("model", (1,), {"x": 2}, "O2")]
-    assert Plan.load("saved.json") == PLAN
+    assert Plan.load("saved.json") == converted().plan
     assert "fc/linear#0" in capsys.readouterr().out
 
 
@@ -207,10 +231,10 @@ def test_target_that_cannot_be_imported_leaves_with_two(here: Path, capsys: Capt
 def test_error_while_planning_is_one_line(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture, error: BaseException
 ) -> None:
-    def plan(*args: object, **kwargs: object) -> Plan:
+    def to_read(*args: object, **kwargs: object) -> None:
         raise error
 
-    monkeypatch.setitem(sys.modules, "fxamp.convert", SimpleNamespace(plan=plan))
+    monkeypatch.setattr(sys.modules["fxamp.convert"], "to_read", to_read)
     (here / "net.py").write_text("def build(): return 'model'", encoding="utf-8")
     assert main(["report", "net.py:build"]) == 2
     assert "two lines" in error_of(capsys)
@@ -246,11 +270,6 @@ def test_rules_of_all_ops_are_printed(capsys: Capture) -> None:
 def test_unknown_op_names_the_nearest(capsys: Capture) -> None:
     assert main(["rules", "softmx"]) == 2
     assert "no rule for the op 'softmx'; the nearest name is 'softmax'" in error_of(capsys)
-
-
-def test_check_is_not_there_yet(capsys: Capture) -> None:
-    assert main(["check", "net.py:build", "--policy", "O2"]) == 2
-    assert "check is not there yet" in error_of(capsys)
 
 
 def test_demo_is_given_seeds_and_file(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,7 +313,7 @@ def test_what_a_target_prints_does_not_mix_with_the_report(
     (here / "net.py").write_text("print('hello')\ndef build():\n    print('building')\n    return 'model'\n")
     assert main(["report", "net.py:build", "--output-format", "json"]) == 0
     captured = capsys.readouterr()
-    assert json.loads(captured.out)["plan"] == json.loads(PLAN.to_json())
+    assert json.loads(captured.out)["plan"] == json.loads(converted().plan.to_json())
     assert captured.err == "hello\nbuilding\n"
 
 

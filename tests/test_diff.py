@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from fxamp.diff import PLAN_KEY, Change, diff
+from fxamp.report.diff import PLAN_KEY, Change, diff
 from passes.errors import FxampError, PlanError
 from passes.plan import Decision, Plan
 from passes.policy import Policy

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from fxamp import harmless
+from fxamp.report import harmless
 
 
 @pytest.mark.parametrize(

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
+import msgspec
 from tabulate import tabulate
 
 from passes.errors import FxampError
 from passes.plan import Decision, Plan
 
+from ..module import ConvertedModule
+from ..train.describe import describe
+from ..train.step import TrainStep
+from .build import record_of
 from .diff import Diffable, plan_in
 from .harmless import markdown, visible
-from .train.describe import describe
-from .train.step import TrainStep
+from .record import NodeRecord, Record
+from .tree import chosen, grown, rows, table
 
 HEADERS = ("node", "op", "colour", "autocast", "reason", "source")
 
@@ -27,14 +32,48 @@ class Report:
     Attributes:
         plan: What was decided.
         training: What there is to say of the training step that runs it, as names and texts.
+        record: What the nodes cost too, where a converted module was given.
+        model: Name of the class of the model.
     """
 
     plan: Plan
     training: tuple[tuple[str, str], ...] = ()
+    record: Record | None = None
+    model: str = "model"
 
     def __str__(self) -> str:
         """Write the report as text: totals, notes, a summary per op, a row per node."""
         return self._written("simple", "", visible)
+
+    def to_tree(
+        self, *, style: str = "simple", depth: int | None = None, nodes: bool = False, modules: Sequence[str] = (),
+        ops: Sequence[str] = (), colours: Sequence[str] = (), reasons: Sequence[str] = (),
+    ) -> str:  # fmt: skip
+        """Write the totals, the notes and the modules as a tree.
+
+        Args:
+            style: of the tables, as tabulate names it: "simple", or "pipe" for Markdown.
+            depth: how many levels of modules; None for all.
+            nodes: list the nodes too.
+            modules: paths of modules; only what runs in one of them or below it is counted.
+            ops: canonical names; only these are counted.
+            colours: dtypes; only what runs in one of them is counted.
+            reasons: codes; only these are counted.
+        """
+        record = self.record or record_of(self.plan)
+        found = chosen(record, modules=modules, ops=ops, colours=colours, reasons=reasons)
+        cell, heading = (markdown, "## ") if style == "pipe" else (visible, "")
+        totals = [(cell(name), cell(str(value))) for name, value in (*self._totals().items(), *self._sizes())]
+        parts = [f"{heading}Totals", tabulate(totals, ("", ""), style, disable_numparse=True)]
+        if self.plan.notes:
+            parts += [f"{heading}Notes", "\n".join(f"- {cell(note)}" for note in self.plan.notes)]
+        body = [(cell(name), *rest) for name, *rest in rows(grown(found, self.model), depth)]
+        parts += [f"{heading}Modules", table(body, style)]
+        if nodes:
+            several = any(node.graph for node in found)
+            lines = [tuple(cell(v) for v in _line(node, several)) for node in found]
+            parts += [f"{heading}Nodes", tabulate(lines, HEADERS, style, disable_numparse=True)]
+        return "\n\n".join(parts) + "\n"
 
     def to_markdown(self) -> str:
         """Write the report as Markdown."""
@@ -48,6 +87,8 @@ class Report:
             "deviations": [asdict(decision) for decision in self.plan.deviations],
             "plan": json.loads(self.plan.to_json()),
         }
+        if self.record is not None:
+            data["record"] = msgspec.to_builtins(self.record)
         if self.training:
             data["training"] = dict(self.training)
         return json.dumps(data, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
@@ -69,6 +110,18 @@ class Report:
             "casts after elimination": plan.casts,
             "deviations from autocast": _joined(Counter(decision.code for decision in plan.deviations)),
         }
+
+    def _sizes(self) -> list[tuple[str, str]]:
+        """Return the totals of what nodes cost, where they are known."""
+        if self.record is None or self.record.totals.bytes is None:
+            return []
+        t = self.record.totals
+        return [
+            ("low, % of FLOPs", "none has any" if t.low_flops is None else f"{t.low_flops:g}"),
+            ("low, % of bytes", "none" if t.low_bytes is None else f"{t.low_bytes:g}"),
+            ("MB cast", f"{(t.cast_bytes or 0) / 1e6:.3g}"),
+            ("MB saved for backward", f"{(t.saved_bytes or 0) / 1e6:.3g}"),
+        ]
 
     def _ops(self) -> list[tuple[str, str, int]]:
         counts = Counter((decision.op, decision.colour) for decision in self.plan.decisions)
@@ -109,7 +162,11 @@ def report(converted_or_plan: Diffable | TrainStep) -> Report:
             f"report: a {type(given).__name__} has no plan; give a Plan, the path of a saved one, "
             "or a module that fxamp.convert returned"
         )
-    return Report(plan, describe(step) if step is not None else ())
+    converted = given if isinstance(given, ConvertedModule) else None
+    return Report(
+        plan, describe(step) if step is not None else (), None if converted is None else record_of(converted),
+        "model" if converted is None else converted.original,
+    )  # fmt: skip
 
 
 def _row(decision: Decision, several: bool) -> tuple[str, ...]:
@@ -117,6 +174,13 @@ def _row(decision: Decision, several: bool) -> tuple[str, ...]:
     # Autocast's dtype is of interest where ours is another one.
     autocast = decision.autocast_dtype if decision.autocast_dtype != decision.colour else ""
     return key, decision.op, decision.colour, autocast, decision.reason, decision.source
+
+
+def _line(node: NodeRecord, several: bool) -> tuple[str, ...]:
+    autocast = node.autocast if node.autocast != node.colour else ""
+    place = f"{node.file}:{node.line}: {node.code}" if node.file else ""
+    key = f"{node.graph}:{node.key}" if several else node.key
+    return key, node.op, node.colour, autocast, f"{node.reason_code}: {node.reason}", place
 
 
 def _joined(counts: Counter[str]) -> str:

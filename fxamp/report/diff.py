@@ -20,7 +20,7 @@ from torch.fx.node import map_arg
 from passes.errors import FxampError
 from passes.plan import Decision, Plan
 
-from . import compiled
+from .. import compiled
 from .harmless import markdown, visible
 
 Diffable: TypeAlias = Union[Plan, nn.Module, str, "os.PathLike[str]"]
@@ -66,13 +66,13 @@ class GraphDiff:
     def __str__(self) -> str:
         """Write the listing: what each side is, the totals, one line per change."""
         titles = visible(f"--- {self.before}"), visible(f"+++ {self.after}")
-        lines = [*titles, f"@@ {self._totals()} @@", *map(str, self.changes)]
+        lines = [*titles, f"@@ {self.totals} @@", *map(str, self.changes)]
         return "\n".join(lines)
 
     def to_markdown(self) -> str:
         """Write the changes as a Markdown table."""
         before, after = (visible(title).replace("`", "'") for title in (self.before, self.after))
-        head = f"**before** `{before}`  \n**after** `{after}`\n\n{self._totals()}\n"
+        head = f"**before** `{before}`  \n**after** `{after}`\n\n{self.totals}\n"
         if not self.changes:
             return head
         rows = [[markdown(value or "") for value in asdict(change).values()] for change in self.changes]
@@ -84,7 +84,9 @@ class GraphDiff:
         data = asdict(self) | {"differ": bool(self)}
         return json.dumps(data, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
 
-    def _totals(self) -> str:
+    @property
+    def totals(self) -> str:
+        """Say in a line how many nodes were added, removed and changed."""
         if not self.changes:
             return "no difference"
         # One node can change in several fields.

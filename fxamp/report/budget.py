@@ -1,0 +1,99 @@
+"""Budgets of the gate: the furthest value of a total, or how far it may get worse than in the committed plan.
+
+casts=500          at most 500
+casts=+0           no more than in the plan
+cast_bytes=+5%     at most 5 % more than in the plan
+low_flops=80%      at least 80 % of the operations run low
+low_flops=-1%      at most one percentage point less than in the plan
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from passes.errors import PolicyError
+from passes.policy import nearest
+
+CEILINGS = ("casts", "cast_bytes", "saved_bytes", "fp32_ops", "unknown_ops")
+FLOORS = ("low_flops", "low_bytes")  # in percent
+KEYS = CEILINGS + FLOORS
+_LIMIT = re.compile(r"([+-]?)(\d{1,18}(?:\.\d{1,6})?)(%?)")
+
+
+@dataclass(frozen=True)
+class Budget:
+    """One limit.
+
+    Attributes:
+        key: of the total.
+        sign: "" for a value; "+" or "-" for a change against the plan.
+        limit: the number.
+        percent: it was written with "%".
+    """
+
+    key: str
+    sign: str
+    limit: float
+    percent: bool
+
+    @classmethod
+    def parse(cls, text: str) -> Budget:
+        """Read KEY=LIMIT.
+
+        Raises:
+            PolicyError: it does not parse, or allows what would be no limit.
+        """
+        key, equals, limit = (part.strip() for part in text.partition("="))
+        if key not in KEYS:
+            known = ", ".join(KEYS)
+            raise PolicyError(f"budget {text!r}: there is no total {key!r}{nearest(key, KEYS)}; one of {known}")
+        found = _LIMIT.fullmatch(limit)
+        if not equals or found is None:
+            raise PolicyError(f"budget {text!r}: write {key}=500 for a value, or {key}={_example(key)} for a change")
+        sign, number, percent = found.groups()
+        if sign and sign != ("+" if key in CEILINGS else "-"):
+            worse = "more" if key in CEILINGS else "less"
+            raise PolicyError(f"budget {text!r}: {worse} of {key} is what is limited; write {key}={_example(key)}")
+        if percent and not sign and key in CEILINGS:
+            raise PolicyError(f"budget {text!r}: {key} is no percentage; write {key}=500 or {key}={_example(key)}")
+        return cls(key, sign, float(number), bool(percent))
+
+    def __str__(self) -> str:
+        return f"{self.key}={self.sign}{self.limit:g}{'%' * self.percent}"
+
+    def broken(self, now: Mapping[str, float], before: Mapping[str, float] | None) -> str | None:
+        """Say how the totals break the budget, None where they keep it.
+
+        Args:
+            now: the totals.
+            before: those of the plan; None where there is no plan.
+
+        Raises:
+            PolicyError: the total is not known, now or in the plan.
+        """
+        value = _total(self, now, "the graph was captured without example inputs, or cannot be sized")
+        limit = self.limit
+        if self.sign:
+            was = _total(self, before, "the plan does not have it; write it anew with --update")
+            if self.key in FLOORS:
+                limit = was - self.limit
+            else:
+                limit = was * (1 + self.limit / 100) if self.percent else was + self.limit
+        if value < limit - 1e-9 if self.key in FLOORS else value > limit + 1e-9:
+            word = "at least" if self.key in FLOORS else "at most"
+            return f"{self.key} is {value:g}, and the budget {self} allows {word} {limit:g}"
+        return None
+
+
+def _total(budget: Budget, totals: Mapping[str, float] | None, why: str) -> float:
+    if totals is None:
+        raise PolicyError(f"budget {budget}: a change is against a plan; give --plan FILE")
+    if budget.key not in totals:
+        raise PolicyError(f"budget {budget}: {budget.key} is not known: {why}")
+    return totals[budget.key]
+
+
+def _example(key: str) -> str:
+    return "+0" if key in CEILINGS else "-1%"

@@ -1,0 +1,162 @@
+"""The gate: what a model's plan is now, against the plan that is committed and against budgets.
+
+Decisions, casts and totals are compared; lines, times and versions never are.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+import msgspec
+import torch
+
+from passes.errors import PlanError
+from passes.plan import Plan
+
+from ..module import ConvertedModule
+from .budget import KEYS, Budget
+from .build import record_of
+from .diff import Change, GraphDiff, diff
+from .record import Record
+
+KEPT, CHANGED, UNKNOWN = 0, 1, 2  # exit statuses
+_SAME_MODEL = 0.2  # of the nodes have to be known, or else the plan is of another model
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the author made a node."""
+
+    file: str
+    line: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the gate says of one target.
+
+    Attributes:
+        target: its name.
+        status: 0 kept, 1 changed or over a budget, 2 could not tell.
+        message: one line.
+        changes: against the plan.
+        places: of the nodes that changed, by key, where they are known.
+        broken: budgets that are not kept, a sentence each.
+        totals: now.
+    """
+
+    target: str
+    status: int
+    message: str
+    changes: tuple[Change, ...] = ()
+    places: dict[str, Place] = field(default_factory=dict)
+    broken: tuple[str, ...] = ()
+    totals: dict[str, float] = field(default_factory=dict)
+
+    def to_data(self) -> dict[str, object]:
+        """Return the outcome as data for JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_data(cls, data: object) -> Outcome:
+        """Read an outcome that another process has written."""
+        made: Outcome = msgspec.convert(data, cls)
+        return made
+
+
+def with_totals(module: ConvertedModule) -> tuple[Plan, Record]:
+    """Return the plan of a converted module with its totals, and its record."""
+    record = record_of(module)
+    found = {key: getattr(record.totals, key) for key in KEYS}
+    return replace(module.plan, totals={k: v for k, v in found.items() if v is not None}), record
+
+
+def check(
+    target: str, module: ConvertedModule, plan: str | os.PathLike[str] | None, budgets: Sequence[Budget], update: bool
+) -> Outcome:
+    """Compare a converted model with its plan, and its totals with budgets.
+
+    Args:
+        target: what the outcome calls it.
+        module: converted.
+        plan: path of the committed plan; None for none.
+        budgets: limits of totals.
+        update: write the plan where it is missing or has changed.
+
+    Raises:
+        PlanError: the plan is missing, cannot be read, or is of another model.
+        PolicyError: a budget is of a total that is not known.
+    """
+    now, record = with_totals(module)
+    before = None if plan is None else _committed(plan, update)
+    found = GraphDiff("", "", ()) if before is None else _difference(before, now, os.fspath(plan or ""), update)
+    against = now if update else before
+    broken = [text for b in budgets if (text := b.broken(now.totals, against.totals if against else None))]
+    places = {n.key: Place(n.file, n.line) for n in record.nodes if n.line}
+    wrote = update and plan is not None and (before is None or bool(found))
+    if wrote and plan is not None:
+        now.save(plan)
+    changes = () if update else found.changes
+    status = CHANGED if changes or broken else KEPT
+    return Outcome(
+        target, status, _message(target, found, before, broken, os.fspath(plan or ""), wrote), tuple(changes),
+        {c.key: places[c.key] for c in changes if c.key in places}, tuple(broken), dict(now.totals),
+    )  # fmt: skip
+
+
+def _committed(plan: str | os.PathLike[str], update: bool) -> Plan | None:
+    if Path(plan).exists():
+        return Plan.load(plan)
+    if update:
+        return None
+    raise PlanError(f"there is no plan {os.fspath(plan)!r} yet: write it with --update, and commit it")
+
+
+def _difference(before: Plan, now: Plan, name: str, update: bool) -> GraphDiff:
+    """Return what changed, totals too.
+
+    Raises:
+        PlanError: nearly every node did, so the plan is of another model.
+    """
+    old, new = ({d.key for d in p.decisions} for p in (before, now))
+    if not update and old and len(old & new) < _SAME_MODEL * min(len(old), len(new) or 1):
+        raise PlanError(
+            f"{name} is the plan of another model: of its {len(old)} nodes this one has {len(old & new)}; "
+            "write it anew with --update if that is meant"
+        )
+    found = diff(before, now)
+    extra = [*_policy(before, now), *_totals(before, now)]
+    return replace(found, changes=(*extra, *found.changes))
+
+
+def _policy(before: Plan, now: Plan) -> Iterable[Change]:
+    if before.policy != now.policy:
+        yield Change("changed", "(plan)", "policy", str(before.policy), str(now.policy))
+
+
+def _totals(before: Plan, now: Plan) -> Iterable[Change]:
+    for key in KEYS:
+        old, new = before.totals.get(key), now.totals.get(key)
+        if before.totals and key != "casts" and old != new:  # casts are compared with the plan
+            yield Change("changed", "(plan)", key, _text(old), _text(new))
+
+
+def _text(value: float | None) -> str:
+    return "not known" if value is None else f"{value:.10g}"
+
+
+def _message(target: str, found: GraphDiff, before: Plan | None, broken: Sequence[str], plan: str, wrote: bool) -> str:
+    if wrote:
+        return f"{target}: {'wrote' if before is None else 'updated'} {plan}"
+    parts = []
+    if found:
+        parts.append(f"{found.totals} against {plan}")
+    if broken:
+        parts.append(f"{len(broken)} budget{'s' * (len(broken) > 1)} broken")
+    text = f"{target}: {', '.join(parts) or 'as planned'}"
+    if found and before is not None and before.torch_version != str(torch.__version__):
+        text += f" (made with torch {before.torch_version}; this is {torch.__version__})"
+    return text

@@ -1,0 +1,134 @@
+"""What each node of a graph costs at the example's sizes: its values, its operations, what it keeps for backward.
+
+The graph runs once on fake tensors, which have dtypes and sizes and no values, so nothing is computed and no device is
+needed. Symbolic sizes count as the example had them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule, Interpreter, Node
+from torch.utils.flop_counter import FlopCounterMode
+
+from passes._torch import FakeTensorMode, pytree, quiet_fakes
+from passes.errors import FxampError
+from passes.values import no_autocast
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Size:
+    """What one node costs.
+
+    Attributes:
+        dtypes: of the floating tensors that it gives, without "torch.".
+        shapes: of the tensors that it gives, at the example's sizes.
+        read_bytes: of the tensors that it is given.
+        bytes: of the tensors that it gives.
+        flops: floating point operations of its forward, by torch's own formulas; 0 where there is none.
+        saved_bytes: of the storages that it is the first to keep for backward, parameters apart; what a fused kernel,
+            such as that of an LSTM, keeps inside is not seen.
+    """
+
+    dtypes: tuple[str, ...] = ()
+    shapes: tuple[tuple[int, ...], ...] = ()
+    read_bytes: int = 0
+    bytes: int = 0
+    flops: int = 0
+    saved_bytes: int = 0
+
+
+class SizeError(FxampError):
+    """A graph cannot be run on fake tensors."""
+
+
+def sizes_of(module: GraphModule) -> dict[Node, Size]:
+    """Return what every node costs.
+
+    Args:
+        module: a graph whose inputs say in `meta["val"]` what the example was.
+
+    Raises:
+        SizeError: it was captured without example inputs, or needs the values of tensors.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    inputs = [_example(node, mode) for node in module.graph.find_nodes(op="placeholder")]
+    walk = _Walk(module)
+    try:
+        with torch.random.fork_rng(), no_autocast(), torch.enable_grad(), quiet_fakes(), mode, walk.counter:
+            walk.run(*inputs, enable_io_processing=False)
+    except Exception as e:  # whatever an op says that has no values to work on
+        logger.debug("not sized", exc_info=True)
+        raise SizeError(f"the graph cannot be sized: {type(e).__name__}: {str(e).strip().splitlines()[:1]}") from e
+    return walk.sizes
+
+
+def _example(node: Node, mode: FakeTensorMode) -> Any:
+    value = node.meta.get("val")
+    if isinstance(value, Tensor):
+        with mode:
+            made = torch.empty([_hint(n) for n in value.shape], dtype=value.dtype, device=value.device)
+        return made.requires_grad_(value.requires_grad and value.is_floating_point())
+    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return _hint(value)
+    if value is None:
+        raise SizeError(f"the graph cannot be sized: nothing is known of its input '{node.name}'; give example inputs")
+    return value
+
+
+def _hint(size: Any) -> Any:
+    return size if isinstance(size, (int, float)) else size.node.hint
+
+
+class _Walk(Interpreter):
+    """Runs every node, and notes what it cost."""
+
+    def __init__(self, module: GraphModule) -> None:
+        super().__init__(module)
+        self.sizes: dict[Node, Size] = {}
+        self.counter: Any = FlopCounterMode(display=False)
+        self._kept: set[int] = set()
+        self._alive: list[Any] = []  # or the number of a storage that is gone would be given out again
+
+    def run_node(self, n: Node) -> Any:
+        before = self.counter.get_total_flops()
+        with self._saving() as saved:
+            made = super().run_node(n)
+        self._alive.append(made)
+        if n.op.startswith("call"):
+            given = [self.env.get(o) for o in n.all_input_nodes]
+            self.sizes[n] = Size(
+                tuple(str(t.dtype).removeprefix("torch.") for t in _tensors(made)),
+                tuple(tuple(int(s) for s in t.shape) for t in _tensors(made)),
+                sum(t.nbytes for t in _tensors(given)), sum(t.nbytes for t in _tensors(made)),
+                self.counter.get_total_flops() - before, sum(saved),
+            )  # fmt: skip
+        return made
+
+    @contextlib.contextmanager
+    def _saving(self) -> Iterator[list[int]]:
+        """Yield the sizes of the storages that are saved for backward inside, each once."""
+        saved: list[int] = []
+
+        def pack(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            if not isinstance(tensor, nn.Parameter) and storage._cdata not in self._kept:
+                self._kept.add(storage._cdata)
+                self._alive.append(storage)
+                saved.append(storage.nbytes())
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            yield saved
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [v for v in pytree.tree_leaves(values) if isinstance(v, Tensor)]

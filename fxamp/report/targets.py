@@ -1,0 +1,133 @@
+"""What `fxamp check` checks: targets of the command line, or those of the user's pyproject.toml.
+
+[tool.fxamp.targets.classifier]
+target = "net.py:make"
+policy = "O1,dtype=bf16"
+plan = "plans/classifier.json"
+budget = ["casts=+0", "low_flops=-1%"]
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from passes.errors import FxampError
+from passes.policy import nearest
+
+from .gate import UNKNOWN, Outcome
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+_FIELDS: dict[str, type[Any]] = {
+    "target": str, "policy": str, "plan": str, "budget": list, "capture": str, "device": str,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Target:
+    """One model to check.
+
+    Attributes:
+        name: what it is called in the outcome.
+        target: `package.module:callable` or `path/file.py:callable`.
+        policy: as text; None for the default.
+        plan: path of the committed plan; None for none.
+        budgets: as text.
+        capture: front end.
+        device: that is decided for; None for that of the model.
+    """
+
+    name: str
+    target: str
+    policy: str | None = None
+    plan: str | None = None
+    budgets: tuple[str, ...] = ()
+    capture: str = "auto"
+    device: str | None = None
+
+    def arguments(self) -> list[str]:
+        """Return the command line that checks this target alone."""
+        given = {"--policy": self.policy, "--plan": self.plan, "--device": self.device, "--capture": self.capture}
+        words = [self.target, "--name", self.name]
+        words += [f"{option}={value}" for option, value in given.items() if value is not None]
+        return [*words, *(f"--budget={budget}" for budget in self.budgets)]
+
+
+def find_pyproject(start: Path) -> Path:
+    """Return the nearest pyproject.toml, of a folder or one above it, that has targets.
+
+    Raises:
+        FxampError: there is none.
+    """
+    for folder in (start, *start.parents):
+        file = folder / "pyproject.toml"
+        if file.is_file() and "tool.fxamp" in file.read_text(encoding="utf-8", errors="replace"):
+            return file
+    raise FxampError(
+        "check: no TARGET was given, and no pyproject.toml here or above has [tool.fxamp.targets.NAME] with a target"
+    )
+
+
+def configured(file: Path, names: Sequence[str] = ()) -> list[Target]:
+    """Read the targets of a pyproject.toml, all or some by name.
+
+    Raises:
+        FxampError: it cannot be read, or a table is not as it should be.
+    """
+    try:
+        data = tomllib.loads(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeError, tomllib.TOMLDecodeError) as e:
+        raise FxampError(f"{file.name} cannot be read: {e}") from e
+    tables: dict[str, Any] = data.get("tool", {}).get("fxamp", {}).get("targets", {})
+    if not tables:
+        raise FxampError(f"{file.name} has no [tool.fxamp.targets.NAME]")
+    for name in names:
+        if name not in tables:
+            raise FxampError(f"{file.name} has no target {name!r}{nearest(name, list(tables))}")
+    return [_target(file, name, table) for name, table in tables.items() if not names or name in names]
+
+
+def _target(file: Path, name: str, table: Any) -> Target:
+    where = f"{file.name}: [tool.fxamp.targets.{name}]"
+    if not isinstance(table, dict) or "target" not in table:
+        raise FxampError(f"{where} needs a target, package.module:callable or path/file.py:callable")
+    for key, value in table.items():
+        if key not in _FIELDS:
+            raise FxampError(f"{where}: there is no setting {key!r}{nearest(key, list(_FIELDS))}")
+        if not isinstance(value, _FIELDS[key]) or (key == "budget" and not all(isinstance(v, str) for v in value)):
+            raise FxampError(f"{where}: {key} has to be {'a list of texts' if key == 'budget' else 'a text'}")
+    budgets = tuple(table.get("budget", ()))
+    if "plan" not in table and not budgets:
+        raise FxampError(f"{where} has neither a plan nor a budget, so there is nothing to check")
+    return Target(
+        name, table["target"], table.get("policy"), table.get("plan"), budgets, table.get("capture", "auto"),
+        table.get("device"),
+    )  # fmt: skip
+
+
+def run_alone(target: Target, folder: Path, update: bool) -> Outcome:
+    """Check one target in a process of its own, so that two files of one name do not clash.
+
+    Args:
+        target: to check; its paths are relative to `folder`.
+        folder: to run in.
+        update: write the plan where it changed.
+    """
+    command = [sys.executable, "-m", "fxamp", "check", *target.arguments(), "--output-format=json"]
+    done = subprocess.run(
+        [*command, *(["--update"] if update else [])], cwd=folder, capture_output=True, text=True, check=False
+    )
+    try:
+        return Outcome.from_data(json.loads(done.stdout)[0])
+    except (ValueError, LookupError, TypeError):
+        said = done.stderr.strip().splitlines() or [f"its process left with {done.returncode}"]
+        return Outcome(target.name, UNKNOWN, f"{target.name}: {said[-1].removeprefix('fxamp: error: ')}")

@@ -1,0 +1,88 @@
+"""The modules of a model as a tree, each with the totals of all that runs in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from tabulate import tabulate
+
+from .record import NodeRecord, Record
+
+HEADERS = ("module", "nodes", "low", "FP32", "casts", "MB out", "low, % of bytes", "low, % of FLOPs", "MB saved")
+_LOW = ("bfloat16", "float16")
+
+
+@dataclass
+class Branch:
+    """One module: its name, what runs in it itself, and its children in the order in which they run."""
+
+    name: str
+    nodes: list[NodeRecord] = field(default_factory=list)
+    children: dict[str, Branch] = field(default_factory=dict)
+
+    def all(self) -> Iterable[NodeRecord]:
+        """Yield every node in the module and below it."""
+        yield from self.nodes
+        for child in self.children.values():
+            yield from child.all()
+
+
+def grown(nodes: Iterable[NodeRecord], root: str) -> Branch:
+    """Return the tree of the modules that nodes were made in."""
+    tree = Branch(root)
+    for node in nodes:
+        branch = tree
+        for part in node.module.split(".") if node.module else ():
+            branch = branch.children.setdefault(part, Branch(part))
+        branch.nodes.append(node)
+    return tree
+
+
+def rows(branch: Branch, depth: int | None = None, prefix: str = "") -> list[tuple[str, ...]]:
+    """Return a row for every module, `depth` levels deep, drawn as a tree."""
+    out = [(f"{prefix}{branch.name}", *_totals(list(branch.all())))]
+    if depth == 0:
+        return out
+    for child in branch.children.values():
+        out += rows(child, None if depth is None else depth - 1, prefix + "· ")
+    return out
+
+
+def _totals(nodes: Sequence[NodeRecord]) -> tuple[str, ...]:
+    low = [n for n in nodes if n.colour in _LOW]
+    return (
+        str(len(nodes)), str(len(low)), str(sum(n.colour == "float32" for n in nodes)),
+        str(sum(len(n.casts) for n in nodes)), _mb(n.bytes for n in nodes), _share(low, nodes, "bytes"),
+        _share(low, nodes, "flops"), _mb(n.saved_bytes for n in nodes),
+    )  # fmt: skip
+
+
+def _mb(values: Iterable[int | None]) -> str:
+    known = [v for v in values if v is not None]
+    return f"{sum(known) / 1e6:.3g}" if known else ""
+
+
+def _share(part: Sequence[NodeRecord], whole: Sequence[NodeRecord], name: str) -> str:
+    total = sum(getattr(n, name) or 0 for n in whole)
+    return f"{100 * sum(getattr(n, name) or 0 for n in part) / total:.0f}" if total else ""
+
+
+def chosen(
+    record: Record, *, modules: Sequence[str] = (), ops: Sequence[str] = (), colours: Sequence[str] = (),
+    reasons: Sequence[str] = (),
+) -> list[NodeRecord]:
+    """Return the nodes that filters let pass: in one of the modules or below it, of an op, a colour, a reason code."""
+    def within(node: NodeRecord) -> bool:
+        return any(node.module == m or node.module.startswith(f"{m}.") for m in modules)
+
+    return [
+        n for n in record.nodes
+        if (not modules or within(n)) and (not ops or n.op in ops)
+        and (not colours or n.colour in colours) and (not reasons or n.reason_code in reasons)
+    ]  # fmt: skip
+
+
+def table(body: Sequence[tuple[str, ...]], style: str) -> str:
+    """Write rows of the tree as a table."""
+    return tabulate(body, HEADERS, style, disable_numparse=True, colalign=("left", *("right",) * (len(HEADERS) - 1)))

@@ -1,0 +1,201 @@
+"""`fxamp check`: a model against its committed plan and its budgets, as CI runs it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fxamp.cli import main
+from fxamp.report.budget import Budget
+from passes.errors import PolicyError
+
+NET = """
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Linear(16, 16)
+        self.body = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.LayerNorm(16))
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x):
+        h = self.body(self.stem(x))
+        return self.head(h)
+
+
+def make():
+    return Net(), (torch.randn(3, 16),)
+"""
+LOW = "--policy=O1,dtype=bf16"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "net.py").write_text(NET)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def check(folder: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    def run(*words: str) -> tuple[int, str, str]:
+        status = main(["check", *words])
+        out, err = capsys.readouterr()
+        return status, out, err
+
+    return run
+
+
+def change(folder: Path, before: str, after: str) -> None:
+    text = (folder / "net.py").read_text()
+    assert before in text
+    (folder / "net.py").write_text(text.replace(before, after))
+
+
+Check = Callable[..., "tuple[int, str, str]"]
+
+
+def test_a_plan_that_is_missing_is_no_answer_and_names_the_way_out(check: Check) -> None:
+    status, _, err = check("net.py:make", "--plan=net.json", LOW)
+    assert (status, "--update" in err) == (2, True)
+
+
+def test_what_is_as_planned_passes_and_what_changed_names_the_authors_line(folder: Path, check: Check) -> None:
+    assert check("net.py:make", "--plan=net.json", LOW, "--update")[0] == 0
+    assert check("net.py:make", "--plan=net.json", LOW)[0] == 0
+    change(folder, "return self.head(h)", "return self.head(h.float().softmax(-1))")
+    status, out, _ = check("net.py:make", "--plan=net.json", LOW)
+    assert status == 1
+    assert re.search(r"\+ /softmax#0 .*net\.py:15", out)
+    assert check("net.py:make", "--plan=net.json", LOW, "--update")[0] == 0
+    assert check("net.py:make", "--plan=net.json", LOW)[0] == 0
+
+
+def test_a_line_that_moves_is_no_change(folder: Path, check: Check) -> None:
+    check("net.py:make", "--plan=net.json", LOW, "--update")
+    before = (folder / "net.json").read_text()
+    change(folder, "class Net", "# a comment\n\n\nclass Net")
+    assert check("net.py:make", "--plan=net.json", LOW)[0] == 0
+    assert check("net.py:make", "--plan=net.json", LOW, "--update")[0] == 0
+    assert (folder / "net.json").read_text() == before
+
+
+def test_another_policy_is_a_change(check: Check) -> None:
+    check("net.py:make", "--plan=net.json", LOW, "--update")
+    status, out, _ = check("net.py:make", "--plan=net.json", "--policy=O2,dtype=bf16")
+    assert status == 1
+    assert "policy: O1,dtype=bf16,device=cpu -> O2,dtype=bf16,device=cpu" in out
+
+
+def test_a_plan_of_another_model_is_one_sentence(folder: Path, check: Check) -> None:
+    check("net.py:make", "--plan=net.json", LOW, "--update")
+    made = "torch.nn.Conv2d(1, 2, 3), torch.ones(1, 1, 8, 8)"
+    (folder / "other.py").write_text(f"import torch\ndef make():\n    return {made}")
+    status, out, err = check("other.py:make", "--plan=net.json", LOW)
+    assert (status, out) == (2, "")
+    assert "another model" in err
+
+
+@pytest.mark.parametrize(
+    ("budget", "status"),
+    [("casts=+0", 0), ("casts=500", 0), ("casts=1", 1), ("low_flops=100%", 0), ("low_bytes=-0%", 0), ("fp32_ops=0", 0)],
+)
+def test_a_budget_is_the_furthest_value_or_change_allowed(check: Check, budget: str, status: int) -> None:
+    check("net.py:make", "--plan=net.json", LOW, "--update")
+    found, out, _ = check("net.py:make", "--plan=net.json", LOW, f"--budget={budget}")
+    assert found == status
+    assert ("over budget: casts is" in out) is bool(status)
+
+
+def test_a_change_for_the_worse_breaks_a_relative_budget(folder: Path, check: Check) -> None:
+    check("net.py:make", "--plan=net.json", LOW, "--update")
+    change(folder, "return self.head(h)", "return self.head(h.float().exp().sum(-1, keepdim=True) + h)")
+    status, out, _ = check("net.py:make", "--plan=net.json", LOW, "--budget=fp32_ops=+0", "--budget=low_bytes=-1%")
+    assert status == 1
+    assert "over budget: fp32_ops is 4, and the budget fp32_ops=+0 allows at most 0" in out
+    assert "over budget: low_bytes is" in out
+
+
+@pytest.mark.parametrize(
+    "text", ["cats=1", "casts", "casts=", "casts=many", "casts=-1", "low_flops=+1", "casts=5%", "casts=1e9", "=3"]
+)
+def test_a_budget_that_does_not_parse_is_refused_by_name(text: str) -> None:
+    with pytest.raises(PolicyError, match=re.escape(repr(text))):
+        Budget.parse(text)
+
+
+@pytest.mark.parametrize(
+    "budget", [Budget("casts", "+", 5, True), Budget("low_flops", "-", 1, True), Budget("casts", "", 7, False)]
+)
+def test_a_budget_is_read_back_from_its_text(budget: Budget) -> None:
+    assert Budget.parse(str(budget)) == budget
+
+
+def test_a_relative_budget_without_a_plan_is_no_answer(check: Check) -> None:
+    assert check("net.py:make", LOW, "--budget=casts=+0")[0] == 2
+
+
+def test_nothing_to_check_by_is_no_answer(check: Check) -> None:
+    assert check("net.py:make", LOW)[0] == 2
+
+
+def test_targets_of_a_project_are_checked_each_in_a_process_of_its_own(folder: Path, check: Check) -> None:
+    for name in ("a", "b"):
+        (folder / name).mkdir()
+        (folder / name / "model.py").write_text(NET.replace("16, 4", "16, 4" if name == "a" else "16, 8"))
+    (folder / "pyproject.toml").write_text(
+        "".join(
+            f'[tool.fxamp.targets.{name}]\ntarget = "{name}/model.py:make"\npolicy = "O1,dtype=bf16"\n'
+            f'plan = "{name}/plan.json"\nbudget = ["casts=+0"]\n'
+            for name in ("a", "b")
+        )
+    )
+    status, _, err = check()
+    assert (status, err.count("--update")) == (2, 2)
+    assert check("--update")[0] == 0
+    assert check()[0] == 0
+    text = (folder / "b" / "model.py").read_text()
+    (folder / "b" / "model.py").write_text(text.replace("return self.head(h)", "return self.head(h).float().exp()"))
+    before = (folder / "a" / "plan.json").stat().st_mtime_ns
+    status, out, _ = check("--output-format=json")
+    assert status == 1
+    assert [o["status"] for o in json.loads(out)] == [0, 1]
+    assert check("a")[0] == 0
+    check("--update")
+    assert (folder / "a" / "plan.json").stat().st_mtime_ns == before
+    assert check()[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("table", "said"),
+    [
+        ('policy = "O1"', "needs a target"),
+        ('target = "net.py:make"', "neither a plan nor a budget"),
+        ('target = "net.py:make"\nplans = "x"', "no setting 'plans'"),
+        ('target = "net.py:make"\nplan = 3', "plan has to be a text"),
+        ("target = ", "cannot be read"),
+    ],
+)
+def test_a_table_that_is_wrong_is_named(folder: Path, check: Check, table: str, said: str) -> None:
+    (folder / "pyproject.toml").write_text(f"[tool.fxamp.targets.net]\n{table}\n")
+    status, _, err = check()
+    assert (status, said in err) == (2, True)
+
+
+def test_annotations_cannot_be_ended_by_a_name(folder: Path, check: Check) -> None:
+    check("net.py:make", "--plan=net.json", LOW, "--update")
+    change(folder, "return self.head(h)", "return self.head(h.float().exp())")
+    plan = json.loads((folder / "net.json").read_text())
+    plan["decisions"][0]["reason"] = "low: x\n::error::boo\r::stop-commands::a%0A"
+    (folder / "net.json").write_text(json.dumps(plan))
+    status, out, _ = check("net.py:make", "--plan=net.json", LOW, "--output-format=github")
+    assert status == 1
+    assert "boo" in out
+    assert all(line.startswith(("::error::", "::warning file=net.py,line=")) for line in out.splitlines())
