@@ -213,7 +213,7 @@ TASKS = {
     "resnet": Task(torch.bfloat16, resnet, **DIGITS, steps=500, learning_rate=3e-3),
     "vit": Task(torch.bfloat16, VisionTransformer, **DIGITS, steps=800, learning_rate=1e-3),
     "gpt": Task(
-        torch.bfloat16, functools.partial(CharacterGPT, 96, 4, 4, 64), **_characters(64, 8), steps=1200,
+        torch.bfloat16, functools.partial(CharacterGPT, 64, 4, 4, 64), **_characters(64, 8), steps=1000,
         learning_rate=2e-3,
     ),
     "gpt_fp16": Task(
