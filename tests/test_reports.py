@@ -67,6 +67,33 @@ def test_casts_counts_and_times_every_variant(tmp_path: Path, monkeypatch: pytes
     assert "± " in tmp_path.joinpath("casts.md").read_text()
 
 
+def test_casts_goes_on_where_it_stopped_and_times_whole_windows_of_the_sizes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(casts, "MODELS", {"tiny": _tiny, "bert_1": _tiny})
+    monkeypatch.setattr(casts, "SIZES", {"bert_1": (6, 1, 4, 1)})
+
+    def run(*arguments: str) -> list[casts.Row]:
+        casts.main([*arguments, "-o", str(tmp_path)])
+        return [casts._row(**row) for row in json.loads(tmp_path.joinpath("casts.json").read_text())["rows"]]
+
+    run("bert_1", "--no-times")
+    assert "MB cast in one of 4" in tmp_path.joinpath("casts.md").read_text()
+    first = run("tiny", "--rounds", "2")
+    second = run("--missing", "--rounds", "2")
+    assert second[:7] == first[:7] == [row for row in first if row.model == "tiny"]
+    assert all(row.step_time is None for row in second[:7])
+    assert all(row.time and row.step_time and row.step_spread for row in second[7:])
+    assert run("--missing", "--rounds", "2") == second
+    last = tmp_path.joinpath("casts.md").read_text().split("## ")[-1]
+    assert "AdamW" in last
+    header, _, line = (
+        [cell.strip() for cell in line.strip("|").split("|")] for line in last.splitlines() if line[:1] == "|"
+    )
+    assert header == ["width, layers, batch, length", *(row.variant for row in second[7:])]
+    assert line[1] == f"{second[7].step_time:.2f} ± {(second[7].step_spread or 0) / 2:.2f}"
+
+
 def test_casts_without_times_is_the_same_on_every_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(casts, "MODELS", {"tiny": _tiny})
     texts = []
