@@ -44,7 +44,7 @@ FP32, AUTOCAST, ALL_LOW = "FP32", "torch.autocast", "all low"
 LEVELS = ("O1", "O2")
 COMPILED, PER_STEP = ", compiled", " per_step"
 WINDOW = 4  # micro-batches that a weight is cast once for, where it is
-ROUNDS, WARMUP = 9, 2
+ROUNDS, WARMUP = 9, 1
 TOKENS, BATCH = 256, 4
 _SMALL = {"num_hidden_layers": 4, "hidden_size": 512, "num_attention_heads": 8, "intermediate_size": 2048}
 

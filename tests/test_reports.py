@@ -210,6 +210,26 @@ def test_cast_once_a_window_weights_leave_a_part_of_what_autocast_casts(model: s
         assert rows[f"{level} per_step"]["saved_bytes"] <= rows["torch.autocast"]["saved_bytes"]
 
 
+def test_the_first_table_of_the_readme_is_that_of_the_report() -> None:
+    rows = [casts._row(**row) for row in _committed("casts.json")["rows"]]
+    readme = REPORTS.parent.joinpath("README.md").read_text(encoding="utf-8")
+    tables = [casts.by_size(rows, quantity) for quantity in casts.QUANTITIES.values()]
+    assert tables[0]
+    assert all(table in REPORTS.joinpath("casts.md").read_text() for table in tables)
+    first = readme[readme.index("\n| ") + 1 :].split("\n\n")[0]
+    assert first in [table for table in tables if table]
+
+
+@pytest.mark.parametrize("model", [*casts.SIZES])
+def test_in_every_size_weights_cast_once_a_window_leave_less_to_cast(model: str) -> None:
+    rows = {row["variant"]: row["counts"] for row in _committed("casts.json")["rows"] if row["model"] == model}
+    moved = {variant: counts["cast_bytes"] for variant, counts in rows.items()}
+    assert moved["fxamp O2 per_step"] <= 0.63 * moved["torch.autocast"]
+    assert moved["fxamp O1 per_step"] < 0.8 * moved["fxamp O1"]
+    for variant in ("fxamp O1 per_step", "fxamp O2 per_step"):
+        assert rows[variant]["saved_bytes"] <= rows["torch.autocast"]["saved_bytes"]
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize("model", AT_MOST)
 def test_the_committed_counts_are_what_the_script_counts(model: str) -> None:
