@@ -230,6 +230,20 @@ def test_in_every_size_weights_cast_once_a_window_leave_less_to_cast(model: str)
         assert rows[variant]["saved_bytes"] <= rows["torch.autocast"]["saved_bytes"]
 
 
+@pytest.mark.parametrize("task", training.TASKS)
+def test_the_committed_training_is_that_of_fp32_but_for_noise(task: str) -> None:
+    found = [training.Run(**run) for run in _committed("training.json")["runs"]]
+    runs = {(run.variant, run.seed): run for run in found if run.task == task}
+    assert {run.steps for run in runs.values()} == {training.TASKS[task].steps}
+    rows = {row[0]: row for row in training.compare(found, task)}
+    assert {rows[variant][3] for variant in training.VARIANTS[1:]} == {"yes"}
+    for (variant, seed), run in runs.items():  # wherever weights are cast, what is rounded is the same
+        twin = {"fxamp O1": training.AUTOCAST, training.PER_STEP: "fxamp O2"}.get(variant, variant)
+        assert (run.loss, run.losses, run.scales) == (
+            runs[twin, seed].loss, runs[twin, seed].losses, runs[twin, seed].scales
+        )  # fmt: skip
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize("model", AT_MOST)
 def test_the_committed_counts_are_what_the_script_counts(model: str) -> None:
