@@ -14,9 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.amp import GradScaler
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils import parametrize
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import StepLR
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import fxamp
@@ -248,6 +251,49 @@ def test_what_is_saved_for_backward_is_no_more_than_under_autocast() -> None:
     with step.weights.in_use():
         saved = step_counts(lambda: loss_of(model(batch(0)), (batch(0), 1.0))).saved_bytes
     assert saved <= step_counts(autocast).saved_bytes
+
+
+class Peak(TorchDispatchMode):
+    """Adds up the storages that ops made and that live, and notes the most at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.bytes = 0
+        self._live: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self._live = {key: one for key, one in self._live.items() if not one[0].expired()}
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                self._live.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes()))
+        self.bytes = max(self.bytes, sum(size for _, size in self._live.values()))
+        return out
+
+
+def test_the_peak_of_a_window_at_o2_is_no_more_than_under_autocast() -> None:
+    zoo = BY_NAME["hf_bert"]
+    torch.manual_seed(0)
+    model = zoo.build().train()
+    args, kwargs = zoo.inputs(16)
+
+    def by_hand() -> None:
+        for _ in range(4):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = zoo.loss(model(*args, **kwargs))
+            loss.backward()
+        model.zero_grad()
+
+    module = fxamp.convert(model, args, kwargs, policy="O2,dtype=bf16")
+    step = TrainStep(module, lambda o: zoo.loss(o), SGD(model.parameters(), lr=0.0), accumulate_steps=4)
+    assert step.weights.mode == "per_step"
+    peaks = []
+    for run in (by_hand, lambda: [step(kwargs or args) for _ in range(4)]):
+        with Peak() as peak:
+            run()
+        peaks.append(peak.bytes)
+    assert 0 < peaks[1] < peaks[0]
 
 
 def test_copies_live_no_longer_than_the_last_backward() -> None:
