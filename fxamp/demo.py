@@ -1,6 +1,7 @@
 """The demo: two small models trained on real digits, in FP32, under `torch.autocast`, and by fxamp.
 
-Every variant starts from the same weights and sees the same batches. Their steps take turns, so that the times compare.
+Every variant starts from the same weights and sees the same windows of micro-batches. Their steps take turns, so that
+the times compare.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -24,12 +26,14 @@ from passes.errors import FxampError, PolicyError
 from passes.plan import write_text
 
 from .convert import convert
-from .measure import StepCounts, interleaved, step_counts
+from .measure import StepCounts, interleaved
 from .train.step import TrainStep
+from .train.weights import WeightCasts
+from .train.window_counts import window_counts
 
-BATCH = 32
+BATCH, WINDOW = 32, 4  # images in a micro-batch, and micro-batches in a step
 TEST_IMAGES = 898  # half of the 1,797: with fewer, one image more or less shows in the table
-FP32, AUTOCAST, O1, O2 = VARIANTS = ("FP32", "torch.autocast", "fxamp O1", "fxamp O2")
+FP32, AUTOCAST, O1, O2, PER_STEP = VARIANTS = ("FP32", "torch.autocast", "fxamp O1", "fxamp O2", "fxamp O2 per_step")
 LOSS = partial(F.cross_entropy, label_smoothing=0.1)
 
 
@@ -110,8 +114,8 @@ class Task:
 
 
 TASKS = (
-    Task("LeNet-5", LeNet5, 800, 4e-3, 0.05),
-    Task("vision transformer", VisionTransformer, 800, 2e-3, 0.3),
+    Task("LeNet-5", LeNet5, 200, 8e-3, 0.05),
+    Task("vision transformer", VisionTransformer, 200, 2e-3, 0.3),
 )
 
 
@@ -156,14 +160,16 @@ class Trainee:
     Attributes:
         model: The module trained, in whose parameters the gradients are.
         predict: Gives the logits of a batch of images.
-        loss: Gives the loss of a batch, as a training step computes it.
-        step: Trains on a batch.
+        loss: Gives the loss of a micro-batch, as a training step computes it.
+        step: Trains on a window of micro-batches.
+        weights: Which casts of weights are kept for a window, if any are.
     """
 
     model: nn.Module
     predict: Callable[[Tensor], Tensor]
     loss: Callable[[Tensor, Tensor], Tensor]
-    step: Callable[[Tensor, Tensor], object]
+    step: Callable[[Sequence[tuple[Tensor, Tensor]]], object]
+    weights: WeightCasts | None = None
 
 
 def run(seeds: int = 1, output: str | Path | None = None, tasks: Sequence[Task] = TASKS) -> list[Row]:
@@ -227,10 +233,16 @@ def _trainee(variant: str, model: nn.Module, task: Task, example: Tensor) -> Tra
     # Fused, so that little but the model is timed.
     optimizer = torch.optim.AdamW(model.parameters(), lr=task.learning_rate, weight_decay=task.weight_decay, fused=True)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, task.learning_rate, total_steps=task.steps)
-    if variant in (O1, O2):
-        converted = convert(model, (example,), policy=variant.removeprefix("fxamp "))
-        step = TrainStep(converted, LOSS, optimizer, scheduler=scheduler)
-        return Trainee(model, converted, lambda x, y: LOSS(converted(x), y), step)
+    if variant in (O1, O2, PER_STEP):
+        converted = convert(model, (example,), policy=variant.split()[1])
+        step = TrainStep(
+            converted, LOSS, optimizer, accumulate_steps=WINDOW, scheduler=scheduler,
+            weights="per_step" if variant == PER_STEP else "per_use",
+        )  # fmt: skip
+        kept = step.weights if variant == PER_STEP else None
+        return Trainee(
+            model, converted, lambda x, y: LOSS(converted(x), y), lambda window: [step(x, y) for x, y in window], kept
+        )
     return _by_hand(model, optimizer, scheduler, example.device.type, autocast=variant == AUTOCAST)
 
 
@@ -255,8 +267,9 @@ def _by_hand(
         with torch.autocast(device, dtype=low, enabled=autocast):
             return LOSS(model(x), y)
 
-    def step(x: Tensor, y: Tensor) -> None:
-        scaler.scale(loss(x, y)).backward()
+    def step(window: Sequence[tuple[Tensor, Tensor]]) -> None:
+        for x, y in window:
+            scaler.scale(loss(x, y) / len(window)).backward()
         before = scaler.get_scale()
         scaler.step(optimizer)
         scaler.update()
@@ -269,11 +282,11 @@ def _by_hand(
 
 
 def _stepper(trainee: Trainee, batches: Iterator[tuple[Tensor, Tensor]]) -> Callable[[], object]:
-    return lambda: trainee.step(*next(batches))
+    return lambda: trainee.step(list(islice(batches, WINDOW)))
 
 
 def _count(trainee: Trainee, x: Tensor, y: Tensor) -> StepCounts:
-    counts = step_counts(lambda: trainee.loss(x, y))
+    counts = window_counts(lambda: trainee.loss(x, y), WINDOW, trainee.weights)
     trainee.model.zero_grad(set_to_none=True)
     return counts
 
@@ -339,6 +352,8 @@ def _to_markdown(rows: Sequence[Row], seeds: int, device: str) -> str:
         f"Two models trained on scikit-learn's digits ({TEST_IMAGES} test images). {machine}, {low}, torch "
         f"{torch.__version__}, {seeds} seed{'s' if seeds > 1 else ''}.\n\n"
         f"{tabulate(table, headers, 'pipe', disable_numparse=True, colalign=aligned)}\n\n"
-        "Times are medians of whole training steps, the variants taking turns, and good as ratios only. Casts, the "
-        f"bytes they\nread and write, and the bytes saved for backward are those of one step on {BATCH} images.\n"
+        f"A step is {WINDOW} micro-batches of {BATCH} images; `per_step` casts weights once for all of them, as a "
+        "TrainStep does by default.\nTimes are medians of whole steps, the variants taking turns, and good as ratios "
+        "only. Casts and the bytes that they\nread and write are those of one step, the bytes saved for backward those "
+        "of one micro-batch.\n"
     )

@@ -36,7 +36,7 @@ class Timing(NamedTuple):
 
 
 class _Counter(TorchDispatchMode):
-    """Counts ops, and the casts among them; a batched copy is one cast."""
+    """Counts ops, and among them those that change a floating dtype; a batched copy is one cast."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -47,13 +47,21 @@ class _Counter(TorchDispatchMode):
     ) -> Any:
         out = func(*args, **(kwargs or {}))
         self.ops += 1
-        if func is torch.ops.aten._to_copy.default and out.is_floating_point() and out.dtype != args[0].dtype:
-            self.casts += 1
-            self.cast_bytes += args[0].nbytes + out.nbytes
-        if func is torch.ops.aten._foreach_copy_.default:
-            self.casts += 1
-            self.cast_bytes += sum(to.nbytes + source.nbytes for to, source in zip(args[0], args[1], strict=True))
+        pairs: list[tuple[Tensor, Tensor]] = []
+        if func is torch.ops.aten._to_copy.default:
+            pairs = [(out, args[0])]
+        elif func is torch.ops.aten.copy_.default:
+            pairs = [(args[0], args[1])]
+        elif func is torch.ops.aten._foreach_copy_.default:
+            pairs = list(zip(args[0], args[1], strict=True))
+        moved = [to.nbytes + source.nbytes for to, source in pairs if _is_cast(to, source)]
+        self.casts += bool(moved)
+        self.cast_bytes += sum(moved)
         return out
+
+
+def _is_cast(to: Tensor, source: Tensor) -> bool:
+    return to.is_floating_point() and to.dtype != source.dtype
 
 
 def step_counts(fn: Callable[[], Tensor]) -> StepCounts:
@@ -68,11 +76,11 @@ def step_counts(fn: Callable[[], Tensor]) -> StepCounts:
         with _Counter() as counter:
             fn().backward()
         torch.manual_seed(0)
-        saved = _saved_bytes(fn)
+        saved = saved_bytes(fn)
     return StepCounts(counter.casts, counter.cast_bytes, saved, counter.ops)
 
 
-def _saved_bytes(fn: Callable[[], Tensor]) -> int:
+def saved_bytes(fn: Callable[[], Tensor]) -> int:
     """Add up the distinct storages that the forward of `fn` saves for backward, parameters apart."""
     storages: dict[int, int] = {}
 

@@ -1,19 +1,23 @@
 """Count what a training step does about dtypes: FP32, `torch.autocast`, fxamp, and the whole model in low.
 
-    python reports/casts.py                      # every model
+    python reports/casts.py                                      # every model
+    python reports/casts.py bert_64 bert_128 bert_256 bert_256_1 # the four sizes
+    python reports/casts.py --missing                            # those without times, as after one was stopped
     python reports/casts.py bert vit --no-times
 
-Four `transformers` models, four layers deep where they are transformers, with random weights. The loss is computed
-inside the model, and inside the autocast region. "per_step" is a model whose weights are cast once in a window of
-micro-batches, as TrainStep does. On CUDA, FP16 is added, and the same variants under `torch.compile`.
-Writes `casts.md` and `casts.json` beside this file.
+Four `transformers` models, four layers deep where they are transformers, with random weights, and BERT in four smaller
+sizes. The loss is computed inside the model, and inside the autocast region. "per_step" is a model whose weights are
+cast once in a window of micro-batches, as TrainStep does. In the four sizes whole windows with AdamW are timed too:
+fxamp by a TrainStep, the others by the loop that one writes by hand. On CUDA, FP16 is added, and the same variants
+under `torch.compile`. After every model `casts.md` and `casts.json` are written beside this file; what they have of
+other models stays.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import copy
+import functools
 import json
 import sys
 import warnings
@@ -33,13 +37,14 @@ sys.path.insert(0, str(HERE.parent))
 import fxamp  # noqa: E402  (the path comes first)
 from fxamp.measure import StepCounts, Timing, interleaved, step_counts  # noqa: E402
 from fxamp.train.weights import WeightCasts  # noqa: E402
+from fxamp.train.window_counts import last_loss, window_counts  # noqa: E402
 
 Inputs = dict[str, Tensor]
 FP32, AUTOCAST, ALL_LOW = "FP32", "torch.autocast", "all low"
 LEVELS = ("O1", "O2")
 COMPILED, PER_STEP = ", compiled", " per_step"
 WINDOW = 4  # micro-batches that a weight is cast once for, where it is
-ROUNDS, WARMUP = 9, 2
+ROUNDS, WARMUP = 9, 1
 TOKENS, BATCH = 256, 4
 _SMALL = {"num_hidden_layers": 4, "hidden_size": 512, "num_attention_heads": 8, "intermediate_size": 2048}
 
@@ -75,11 +80,32 @@ def _gpt2() -> tuple[nn.Module, Inputs]:
     return GPT2LMHeadModel(GPT2Config(n_layer=4, n_embd=512, n_head=8, vocab_size=8000, use_cache=False)), _text()
 
 
+# BERT by width, layers, batch and length.
+SIZES = {
+    "bert_64": (64, 4, 2, 16),
+    "bert_128": (128, 4, 4, 32),
+    "bert_256": (256, 6, 4, 64),
+    "bert_256_1": (256, 6, 1, 32),
+}
+
+
+def _sized(width: int, layers: int, batch: int, length: int) -> tuple[nn.Module, Inputs]:
+    from transformers import BertConfig, BertForMaskedLM
+
+    config = BertConfig(
+        vocab_size=8000, hidden_size=width, num_hidden_layers=layers, num_attention_heads=width // 32,
+        intermediate_size=4 * width,
+    )  # fmt: skip
+    ids = torch.randint(0, 8000, (batch, length))
+    return BertForMaskedLM(config), {"input_ids": ids, "labels": ids}
+
+
 MODELS: dict[str, Callable[[], tuple[nn.Module, Inputs]]] = {
     "bert": _bert,
     "vit": _vit,
     "resnet": _resnet,
     "gpt2": _gpt2,
+    **{name: functools.partial(_sized, *size) for name, size in SIZES.items()},
 }
 
 
@@ -88,34 +114,27 @@ class Variant:
     """One way to run a model: `loss` computes it once; `module` is whose gradients are to be cleared.
 
     What `torch.compile` compiled can be timed and not counted. `weights` are those cast once a window, if any are.
+    `step` trains on a window.
     """
 
     module: nn.Module
     loss: Callable[[], Tensor]
+    step: Callable[[], object]
     counted: bool = True
     weights: WeightCasts | None = None
 
     def window(self) -> None:
         """Run the forwards and backwards of a window."""
         self.module.zero_grad(set_to_none=True)
-        self.last_loss().backward()
-
-    def last_loss(self) -> Tensor:
-        """Run a window up to its last backward."""
-        with self.weights.in_use() if self.weights is not None else contextlib.nullcontext():
-            for _ in range(WINDOW - 1):
-                self.loss().backward()
-                if self.weights is not None:
-                    self.weights.next_micro_batch()
-            loss = self.loss()
-        if self.weights is not None:
-            self.weights.forget()
-        return loss
+        last_loss(self.loss, WINDOW, self.weights).backward()
 
 
 @dataclass(frozen=True)
 class Row:
-    """What one variant of one model did; times are ratios to that of autocast, None where not measured."""
+    """What one variant of one model did; times are ratios to that of autocast, None where not measured.
+
+    `time` is of the forwards and backwards of a window, `step_time` of a whole one with AdamW.
+    """
 
     model: str
     dtype: str
@@ -123,6 +142,8 @@ class Row:
     counts: StepCounts | None
     time: float | None = None
     spread: float | None = None
+    step_time: float | None = None
+    step_spread: float | None = None
 
 
 def measure(name: str, device: str, low: torch.dtype, rounds: int) -> list[Row]:
@@ -132,12 +153,15 @@ def measure(name: str, device: str, low: torch.dtype, rounds: int) -> list[Row]:
     model, inputs = model.to(device).train(), {k: v.to(device) for k, v in inputs.items()}
     variants = dict(_variants(model, inputs, device, low))
     counts = {kind: _count(variant) if variant.counted else None for kind, variant in variants.items()}
-    timings: dict[str, Timing] = {}
-    if rounds:
-        progress = tqdm(range(rounds + WARMUP), desc=f"{name}, {_word(low)}", unit="round")
-        timings = interleaved({kind: variant.window for kind, variant in variants.items()}, progress, warmup=WARMUP)
+
+    def timed(what: str, runs: dict[str, Callable[[], object]]) -> dict[str, Timing]:
+        progress = tqdm(range(rounds + WARMUP), desc=f"{name}, {_word(low)}, {what}", unit="round")
+        return interleaved(runs, progress, warmup=WARMUP)
+
+    windows = timed("windows", {kind: v.window for kind, v in variants.items()}) if rounds else {}
+    steps = timed("with AdamW", {kind: v.step for kind, v in variants.items()}) if rounds and name in SIZES else {}
     return [
-        Row(name, _word(low), kind, counts[kind], *_ratios(timings.get(kind), timings.get(AUTOCAST)))
+        Row(name, _word(low), kind, counts[kind], *_ratios(windows, kind), *_ratios(steps, kind))
         for kind in variants
         if rounds or counts[kind] is not None
     ]
@@ -152,14 +176,39 @@ def _variants(model: nn.Module, inputs: Inputs, device: str, low: torch.dtype) -
     modules[ALL_LOW] = copy.deepcopy(model).to(low), halved
     for kind, (module, given) in modules.items():
         loss = _loss(module, given, device, low, autocast=kind == AUTOCAST)
-        yield kind, Variant(module, loss)
         if isinstance(module, fxamp.ConvertedModule):
-            yield kind + PER_STEP, Variant(module, loss, weights=WeightCasts(module, "per_step", WINDOW))
+            yield kind, Variant(module, loss, _train_step(module, given, "per_use"))
+            kept = WeightCasts(module, "per_step", WINDOW)
+            yield kind + PER_STEP, Variant(module, loss, _train_step(module, given, "per_step"), weights=kept)
+        else:
+            yield kind, Variant(module, loss, _by_hand(module, loss))
     if device == "cuda":
         for kind, (module, given) in modules.items():
             compiled: Any = torch.compile(module)
             loss = _loss(compiled, given, device, low, autocast=kind == AUTOCAST)
-            yield kind + COMPILED, Variant(module, loss, counted=False)
+            yield kind + COMPILED, Variant(module, loss, _by_hand(module, loss), counted=False)
+
+
+def _adamw(module: nn.Module) -> torch.optim.AdamW:
+    # The variants share their weights, which had better stay what they are.
+    return torch.optim.AdamW(module.parameters(), lr=1e-6, fused=True)
+
+
+def _by_hand(module: nn.Module, loss: Callable[[], Tensor]) -> Callable[[], object]:
+    optimizer = _adamw(module)
+
+    def window() -> None:
+        for _ in range(WINDOW):
+            (loss() / WINDOW).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return window
+
+
+def _train_step(module: nn.Module, inputs: Inputs, weights: Any) -> Callable[[], object]:
+    step = fxamp.TrainStep(module, None, _adamw(module), scaler=None, accumulate_steps=WINDOW, weights=weights)
+    return lambda: [step(inputs) for _ in range(WINDOW)]
 
 
 def _loss(module: nn.Module, inputs: Inputs, device: str, low: torch.dtype, *, autocast: bool) -> Callable[[], Tensor]:
@@ -177,20 +226,16 @@ def _count(variant: Variant) -> StepCounts:
     if variant.weights is None:
         counts = step_counts(variant.loss)
     else:
-        with variant.weights.in_use():
-            saved = step_counts(variant.loss).saved_bytes
-        variant.weights.forget()
-        variant.module.zero_grad(set_to_none=True)
-        whole = step_counts(variant.last_loss)
-        counts = StepCounts(whole.casts // WINDOW, whole.cast_bytes // WINDOW, saved, whole.ops // WINDOW)
+        whole = window_counts(variant.loss, WINDOW, variant.weights)
+        counts = StepCounts(whole.casts // WINDOW, whole.cast_bytes // WINDOW, whole.saved_bytes, whole.ops // WINDOW)
     variant.module.zero_grad(set_to_none=True)
     return counts
 
 
-def _ratios(timing: Timing | None, reference: Timing | None) -> tuple[float | None, float | None]:
-    if timing is None or reference is None:
+def _ratios(timings: dict[str, Timing], kind: str) -> tuple[float | None, float | None]:
+    if not timings:
         return None, None
-    return timing.median / reference.median, timing.spread / reference.median
+    return timings[kind].median / timings[AUTOCAST].median, timings[kind].spread / timings[AUTOCAST].median
 
 
 def _word(dtype: torch.dtype) -> str:
@@ -205,20 +250,12 @@ def _machine(device: str) -> str:
 
 
 def to_markdown(rows: Sequence[Row], machine: str) -> str:
-    """Return the report as one Markdown table."""
+    """Return the report as Markdown: one table of all, and one a quantity of the four sizes."""
     headers = (
         "model", "low", "variant", "casts", "MB cast", "MB saved for backward", "ops", "time / autocast", "spread",
     )  # fmt: skip
     table = [
-        (
-            row.model,
-            row.dtype,
-            row.variant,
-            *_shown(row.counts),
-            "" if row.time is None else f"{row.time:.2f}",
-            "" if row.spread is None else f"± {row.spread / 2:.2f}",
-        )
-        for row in rows
+        (row.model, row.dtype, row.variant, *_shown(row.counts), *_with_spread(row.time, row.spread)) for row in rows
     ]
     columns = 9 if any(row.time is not None for row in rows) else 7
     shown = tabulate(
@@ -229,6 +266,7 @@ def to_markdown(rows: Sequence[Row], machine: str) -> str:
         f" Times are medians of windows of {WINDOW}, the variants taking turns, and good as\n"
         "ratios only; the spread is half the distance between the quartiles."
     )
+    parts = [f"## {title}\n\n{sized}\n" for title, quantity in QUANTITIES.items() if (sized := by_size(rows, quantity))]
     return (
         "# What a training step does about dtypes\n\n"
         f"Written by `reports/casts.py` on {machine}, torch {torch.__version__}.\n\n"
@@ -237,7 +275,37 @@ def to_markdown(rows: Sequence[Row], machine: str) -> str:
         "they read and wrote; MB saved for backward are distinct storages that autograd keeps, parameters apart; ops\n"
         "are all that was dispatched. Where weights are cast once a window, `per_step`, figures are the mean over its\n"
         f"{WINDOW} micro-batches, rounded down.{times if columns == 9 else ''}\n"
+        + "".join("\n" + part for part in parts)
     )
+
+
+def by_size(rows: Sequence[Row], quantity: Callable[[Row], str]) -> str:
+    """Return a table of the sizes of BERT down and the variants across, "" where there is nothing in it."""
+    found = {(r.model, r.variant): quantity(r) for r in rows if r.model in SIZES and r.dtype == "BF16"}
+    models = dict.fromkeys(model for model, _ in found)
+    variants = dict.fromkeys(variant for _, variant in found)
+    if not any(found.values()):
+        return ""
+    table = [[", ".join(map(str, SIZES[m])), *(found.get((m, v), "") for v in variants)] for m in models]
+    headers = ("width, layers, batch, length", *variants)
+    return tabulate(table, headers, "pipe", disable_numparse=True, colalign=("left", *["right"] * len(variants)))
+
+
+def _with_spread(time: float | None, spread: float | None) -> tuple[str, str]:
+    return "" if time is None else f"{time:.2f}", "" if spread is None else f"± {spread / 2:.2f}"
+
+
+QUANTITIES: dict[str, Callable[[Row], str]] = {
+    f"BERT in four sizes: MB cast in one of {WINDOW} micro-batches": (
+        lambda row: "" if row.counts is None else f"{row.counts.cast_bytes / 1e6:.1f}"
+    ),
+    f"BERT in four sizes: time of {WINDOW} forwards and backwards, over that of autocast": (
+        lambda row: " ".join(_with_spread(row.time, row.spread)).strip()
+    ),
+    f"BERT in four sizes: time of {WINDOW} micro-batches and AdamW, over that of autocast": (
+        lambda row: " ".join(_with_spread(row.step_time, row.step_spread)).strip()
+    ),
+}
 
 
 def _shown(counts: StepCounts | None) -> tuple[object, ...]:
@@ -247,10 +315,11 @@ def _shown(counts: StepCounts | None) -> tuple[object, ...]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure the models asked for, print the table and write both files."""
+    """Measure the models asked for, write both files after each, and print the report."""
     parser = argparse.ArgumentParser(description="Count what a training step does about dtypes.")
     parser.add_argument("model", nargs="*", metavar="MODEL", help=", ".join(MODELS))
     parser.add_argument("--no-times", action="store_true", help="count only")
+    parser.add_argument("--missing", action="store_true", help="only models of which the report has no times yet")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="timed rounds per model (default: %(default)s)")
     parser.add_argument("-o", "--output", type=Path, default=HERE, metavar="FOLDER", help="where to write")
     options = parser.parse_args(arguments)
@@ -259,17 +328,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     lows = (torch.bfloat16, torch.float16) if device == "cuda" else (torch.bfloat16,)
     rounds = 0 if options.no_times else options.rounds
-    rows: list[Row] = []
+    file = options.output / "casts.json"
+    rows = [_row(**row) for row in json.loads(file.read_text())["rows"]] if file.exists() else []
+    timed = {row.model for row in rows} - {row.model for row in rows if row.time is None}
+    wanted = [name for name in options.model or MODELS if not (options.missing and name in timed)]
+    machine = _machine(device)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="FP16 gradients without a loss scale")  # nothing is trained here
-        for name in tqdm(options.model or MODELS, desc="models", unit="model"):
-            for low in lows:
-                rows += measure(name, device, low, rounds)
-    text, machine = to_markdown(rows, _machine(device)), _machine(device)
-    sys.stdout.write(text)
-    data = {"torch": torch.__version__, "machine": machine, "rows": [asdict(row) for row in rows]}
-    options.output.joinpath("casts.md").write_text(text)
-    options.output.joinpath("casts.json").write_text(json.dumps(data, indent=1) + "\n")
+        warnings.filterwarnings("ignore", message="training in FP16 without loss scaling")
+        for name in tqdm(wanted, desc="models", unit="model"):
+            measured = [row for low in lows for row in measure(name, device, low, rounds)]
+            others = [row for row in rows if row.model != name and row.model in MODELS]
+            rows = sorted([*others, *measured], key=lambda row: list(MODELS).index(row.model))
+            data = {"torch": torch.__version__, "machine": machine, "rows": [asdict(row) for row in rows]}
+            options.output.joinpath("casts.md").write_text(to_markdown(rows, machine))
+            file.write_text(json.dumps(data, indent=1) + "\n")
+    sys.stdout.write(to_markdown(rows, machine))
+
+
+def _row(counts: dict[str, int] | None, **others: Any) -> Row:
+    return Row(counts=None if counts is None else StepCounts(**counts), **others)
 
 
 if __name__ == "__main__":

@@ -24,10 +24,13 @@ def test_prints_and_writes_one_row_per_model_and_variant(tmp_path: Path, capsys:
     assert [line[5] for line in cells[1:]] == [str(casts[variant]) for variant in demo.VARIANTS]
     assert casts[demo.FP32] == 0
     assert 0 < casts[demo.O1] <= casts[demo.AUTOCAST]
+    assert 0 < casts[demo.PER_STEP] < casts[demo.O2]
+    by_variant = {row.variant: row.accuracies for row in rows}
+    assert by_variant[demo.PER_STEP] == by_variant[demo.O2]
 
 
 def test_the_vision_transformer_trains_in_every_variant(tmp_path: Path) -> None:
-    rows = demo.run(output=tmp_path / "demo.md", tasks=[_short(demo.TASKS[1], 80)])
+    rows = demo.run(output=tmp_path / "demo.md", tasks=[_short(demo.TASKS[1], 30)])
 
     # A tenth is what guessing gives.
     assert min(row.accuracy for row in rows) > 50

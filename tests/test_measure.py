@@ -44,6 +44,21 @@ def test_a_batched_copy_is_one_cast() -> None:
     assert (counts.casts, counts.cast_bytes) == (1, (3 + 5) * (2 + 4))
 
 
+def test_a_copy_into_another_dtype_is_a_cast() -> None:
+    low, full = torch.zeros(3, dtype=torch.bfloat16), torch.ones(3)
+    x = torch.randn(2, requires_grad=True)
+
+    def loss() -> Tensor:
+        low.copy_(full)
+        full.copy_(full + 1)
+        torch._foreach_copy_([full], [full + 1])
+        return x.sum()
+
+    counts = step_counts(loss)
+
+    assert (counts.casts, counts.cast_bytes) == (1, 3 * (2 + 4))
+
+
 def test_saved_bytes_leave_parameters_out_and_count_a_storage_once() -> None:
     norm = nn.LayerNorm(16)
     x = torch.randn(4, 16, requires_grad=True)

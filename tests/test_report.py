@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from pathlib import Path
@@ -12,6 +13,7 @@ from torch import nn
 
 import fxamp
 from fxamp.report import report
+from fxamp.train.describe import describe
 from passes.errors import FxampError
 from passes.plan import Decision, Plan
 from passes.policy import Policy
@@ -118,7 +120,7 @@ def test_of_a_train_step_it_says_how_it_trains() -> None:
     found = fxamp.report(step)
     assert dict(found.training) == {
         "window": "2 micro-batches, 2 windows finished",
-        "weights": "per_step: 4 weights are cast once a window",
+        "weights": "per_step: 4 weights are cast once a window, instead of up to 2 times",
         "waits for the device": "once a window, since SGD steps or not as Python decides",
         "loss scaling": "dynamic, scale 4",
         "steps skipped": "1 of the last 2",
@@ -130,3 +132,31 @@ def test_of_a_train_step_it_says_how_it_trains() -> None:
     plain = nn.Linear(4, 1)
     with pytest.raises(FxampError, match="a Linear has no plan"):
         fxamp.report(fxamp.TrainStep(plain, None, torch.optim.SGD(plain.parameters(), lr=0.1)))
+
+
+def test_of_a_train_step_it_names_what_is_cast_at_every_use() -> None:
+    class Half(nn.Module):
+        """One layer converted ahead of time, one compiled."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = fxamp.convert(nn.Linear(4, 4), (torch.randn(2, 4),), policy="O1,dtype=bf16")
+            self.second = fxamp.compile(nn.Linear(4, 1), policy="O1,dtype=bf16", backend="eager")
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.second(self.first(x))
+
+    why = "is compiled by torch.compile, whose graphs cast weights themselves"
+    half = Half()
+    step = fxamp.TrainStep(half, None, torch.optim.SGD(half.parameters(), lr=0.1), accumulate_steps=2)
+    assert dict(describe(step)) | {"per use: second": why} == dict(describe(step))
+    assert dict(describe(step))["weights"].startswith("per_step: 2 weights")
+    wrapped = nn.Sequential(half.second)
+    step = fxamp.TrainStep(wrapped, lambda o: o.mean(), torch.optim.SGD(half.parameters(), lr=0.1), accumulate_steps=2)
+    step(torch.randn(2, 4))
+    shown = dict(fxamp.report(step).training)
+    assert (shown["weights"], shown["per use: 0"]) == ("per_use: at every use", why)
+    many = nn.ModuleList(copy.deepcopy(half.second) for _ in range(7))
+    step = fxamp.TrainStep(many, None, torch.optim.SGD(many.parameters(), lr=0.1))
+    named = [text for name, text in describe(step) if name.startswith("per use")]
+    assert named == [why] * 5 + ["2 more, which step.weights.per_use names"]

@@ -67,6 +67,33 @@ def test_casts_counts_and_times_every_variant(tmp_path: Path, monkeypatch: pytes
     assert "± " in tmp_path.joinpath("casts.md").read_text()
 
 
+def test_casts_goes_on_where_it_stopped_and_times_whole_windows_of_the_sizes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(casts, "MODELS", {"tiny": _tiny, "bert_1": _tiny})
+    monkeypatch.setattr(casts, "SIZES", {"bert_1": (6, 1, 4, 1)})
+
+    def run(*arguments: str) -> list[casts.Row]:
+        casts.main([*arguments, "-o", str(tmp_path)])
+        return [casts._row(**row) for row in json.loads(tmp_path.joinpath("casts.json").read_text())["rows"]]
+
+    run("bert_1", "--no-times")
+    assert "MB cast in one of 4" in tmp_path.joinpath("casts.md").read_text()
+    first = run("tiny", "--rounds", "2")
+    second = run("--missing", "--rounds", "2")
+    assert second[:7] == first[:7] == [row for row in first if row.model == "tiny"]
+    assert all(row.step_time is None for row in second[:7])
+    assert all(row.time and row.step_time and row.step_spread for row in second[7:])
+    assert run("--missing", "--rounds", "2") == second
+    last = tmp_path.joinpath("casts.md").read_text().split("## ")[-1]
+    assert "AdamW" in last
+    header, _, line = (
+        [cell.strip() for cell in line.strip("|").split("|")] for line in last.splitlines() if line[:1] == "|"
+    )
+    assert header == ["width, layers, batch, length", *(row.variant for row in second[7:])]
+    assert line[1] == f"{second[7].step_time:.2f} ± {(second[7].step_spread or 0) / 2:.2f}"
+
+
 def test_casts_without_times_is_the_same_on_every_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(casts, "MODELS", {"tiny": _tiny})
     texts = []
@@ -181,6 +208,40 @@ def test_cast_once_a_window_weights_leave_a_part_of_what_autocast_casts(model: s
     for level in ("fxamp O1", "fxamp O2"):
         assert rows[f"{level} per_step"]["cast_bytes"] < rows[level]["cast_bytes"]
         assert rows[f"{level} per_step"]["saved_bytes"] <= rows["torch.autocast"]["saved_bytes"]
+
+
+def test_the_first_table_of_the_readme_is_that_of_the_report() -> None:
+    rows = [casts._row(**row) for row in _committed("casts.json")["rows"]]
+    readme = REPORTS.parent.joinpath("README.md").read_text(encoding="utf-8")
+    tables = [casts.by_size(rows, quantity) for quantity in casts.QUANTITIES.values()]
+    assert tables[0]
+    assert all(table in REPORTS.joinpath("casts.md").read_text() for table in tables)
+    first = readme[readme.index("\n| ") + 1 :].split("\n\n")[0]
+    assert first in [table for table in tables if table]
+
+
+@pytest.mark.parametrize("model", [*casts.SIZES])
+def test_in_every_size_weights_cast_once_a_window_leave_less_to_cast(model: str) -> None:
+    rows = {row["variant"]: row["counts"] for row in _committed("casts.json")["rows"] if row["model"] == model}
+    moved = {variant: counts["cast_bytes"] for variant, counts in rows.items()}
+    assert moved["fxamp O2 per_step"] <= 0.63 * moved["torch.autocast"]
+    assert moved["fxamp O1 per_step"] < 0.8 * moved["fxamp O1"]
+    for variant in ("fxamp O1 per_step", "fxamp O2 per_step"):
+        assert rows[variant]["saved_bytes"] <= rows["torch.autocast"]["saved_bytes"]
+
+
+@pytest.mark.parametrize("task", training.TASKS)
+def test_the_committed_training_is_that_of_fp32_but_for_noise(task: str) -> None:
+    found = [training.Run(**run) for run in _committed("training.json")["runs"]]
+    runs = {(run.variant, run.seed): run for run in found if run.task == task}
+    assert {run.steps for run in runs.values()} == {training.TASKS[task].steps}
+    rows = {row[0]: row for row in training.compare(found, task)}
+    assert {rows[variant][3] for variant in training.VARIANTS[1:]} == {"yes"}
+    for (variant, seed), run in runs.items():  # wherever weights are cast, what is rounded is the same
+        twin = {"fxamp O1": training.AUTOCAST, training.PER_STEP: "fxamp O2"}.get(variant, variant)
+        assert (run.loss, run.losses, run.scales) == (
+            runs[twin, seed].loss, runs[twin, seed].losses, runs[twin, seed].scales
+        )  # fmt: skip
 
 
 @pytest.mark.matrix

@@ -14,9 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.amp import GradScaler
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils import parametrize
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import StepLR
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import fxamp
@@ -24,9 +27,11 @@ from fxamp.measure import _Counter, step_counts
 from fxamp.train.step import TrainStep
 from fxamp.train.weights import WeightCasts
 from passes.errors import PolicyError
+from passes.insert_casts import is_inserted
 from tests.models import BY_NAME
 
 WIDTH, VOCABULARY = 16, 11
+NEVER = "O1,dtype=bf16,share_casts=never"
 
 
 class Tied(nn.Module):
@@ -159,7 +164,7 @@ def test_two_hundred_steps_are_those_of_a_gradscaler_loop_by_hand(
         assert all(map(torch.equal, parameters, expected[1]))
 
 
-@pytest.mark.parametrize("policy", ["O1,dtype=bf16", "O2,dtype=bf16", "O1,dtype=bf16,share_casts=never"])
+@pytest.mark.parametrize("policy", ["O1,dtype=bf16", "O2,dtype=bf16", NEVER])
 def test_every_gradient_within_a_window_is_that_of_casts_at_every_use(policy: str) -> None:
     ours, theirs = converted(policy), converted(policy)
     one, other = make_step(ours), make_step(theirs, "per_use")
@@ -248,6 +253,49 @@ def test_what_is_saved_for_backward_is_no_more_than_under_autocast() -> None:
     assert saved <= step_counts(autocast).saved_bytes
 
 
+class Peak(TorchDispatchMode):
+    """Adds up the storages that ops made and that live, and notes the most at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.bytes = 0
+        self._live: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self._live = {key: one for key, one in self._live.items() if not one[0].expired()}
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                self._live.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes()))
+        self.bytes = max(self.bytes, sum(size for _, size in self._live.values()))
+        return out
+
+
+def test_the_peak_of_a_window_at_o2_is_no_more_than_under_autocast() -> None:
+    zoo = BY_NAME["hf_bert"]
+    torch.manual_seed(0)
+    model = zoo.build().train()
+    args, kwargs = zoo.inputs(16)
+
+    def by_hand() -> None:
+        for _ in range(4):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = zoo.loss(model(*args, **kwargs))
+            loss.backward()
+        model.zero_grad()
+
+    module = fxamp.convert(model, args, kwargs, policy="O2,dtype=bf16")
+    step = TrainStep(module, lambda o: zoo.loss(o), SGD(model.parameters(), lr=0.0), accumulate_steps=4)
+    assert step.weights.mode == "per_step"
+    peaks = []
+    for run in (by_hand, lambda: [step(kwargs or args) for _ in range(4)]):
+        with Peak() as peak:
+            run()
+        peaks.append(peak.bytes)
+    assert 0 < peaks[1] < peaks[0]
+
+
 def test_copies_live_no_longer_than_the_last_backward() -> None:
     model = converted()
     step = make_step(model, accumulate_steps=2)
@@ -268,6 +316,54 @@ def test_auto_keeps_casts_where_a_window_has_several_micro_batches() -> None:
     modes = {n: make_step(converted(), "auto", accumulate_steps=n).weights.mode for n in (1, 2)}
     assert modes == {1: "per_use", 2: "per_step"}
     assert make_step(Tied(), "auto").weights.mode == "per_use"
+
+
+class Distilled(nn.Module):
+    """Reads every weight of its encoder in two places: without gradients and with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = Tied()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        with torch.no_grad():
+            teacher = self.encoder(ids.flip(-1))
+        return self.encoder(ids) - teacher
+
+
+@functools.cache
+def _distilled() -> fxamp.ConvertedModule:
+    torch.manual_seed(0)
+    return fxamp.convert(Distilled(), (batch(0),), policy="O2,dtype=bf16")
+
+
+@pytest.mark.parametrize(("make", "times", "kept"), [(_distilled, 2, 5), (lambda: _converted(NEVER), 2, 5)])
+def test_auto_counts_a_weight_that_is_cast_at_two_places_of_the_graph(
+    make: Callable[[], fxamp.ConvertedModule], times: int, kept: int
+) -> None:
+    ours, theirs = copy.deepcopy(make()), copy.deepcopy(make())
+    step, other = make_step(ours, "auto", accumulate_steps=1), make_step(theirs, "per_use", accumulate_steps=1)
+    assert (step.weights.mode, step.weights.times, len(step.weights.kept)) == ("per_step", times, kept)
+    casts = [casts_of(functools.partial(run_window, s, [0])) for s in (other, step)]
+    places = sum(1 for node in ours.graph.nodes if is_inserted(node) and node.args[0].op == "get_attr")
+    assert casts[0] - casts[1] == places - kept
+    assert len(step.weights.casts) == kept
+    assert all(map(torch.equal, ours.parameters(), theirs.parameters()))
+
+
+def test_a_weight_that_many_graphs_read_is_kept_once() -> None:
+    torch.manual_seed(0)
+    inner = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5), nn.Linear(WIDTH, WIDTH))
+    x = torch.randn(3, WIDTH)
+    one, other = (fxamp.convert(inner, (x,), policy="O1,dtype=bf16") for _ in range(2))
+    assert WeightCasts(one, "auto", 1).mode == "per_use"  # each of its graphs casts a weight once
+    both = nn.Sequential(one, other)  # the same weights in two converted modules
+    step = TrainStep(both, lambda o: o.mean(), SGD(inner.parameters(), lr=0.1), accumulate_steps=2)
+    assert step.weights.times == 4
+    step(x)
+    both.eval()
+    step(x)
+    assert len(step.weights.casts) == 4
 
 
 # ------------------------------------------------------------------------------------- nothing left behind
@@ -528,15 +624,37 @@ def test_per_step_is_refused_where_nothing_was_converted() -> None:
         make_step(Tied())
 
 
-def test_per_step_is_refused_for_a_compiled_model_with_the_reason() -> None:
-    compiled = fxamp.compile(Tied(), backend="eager")
+def _compiled_by_fxamp() -> nn.Module:
+    return fxamp.compile(Tied(), backend="eager")
+
+
+def _captured_at_the_first_call() -> nn.Module:
+    return fxamp.convert(Tied(), capture="jit")
+
+
+def _compiled_in_place() -> nn.Module:
+    model = Tied()
+    model.compile(backend="fxamp", options={"backend": "eager"})
+    return model
+
+
+def _converted_and_compiled() -> nn.Module:
+    made: Any = torch.compile(converted(), backend="eager")
+    return made
+
+
+@pytest.mark.parametrize(
+    "make", [_compiled_by_fxamp, _captured_at_the_first_call, _compiled_in_place, _converted_and_compiled]
+)
+def test_per_step_is_refused_for_a_compiled_model_with_the_reason(make: Callable[[], nn.Module]) -> None:
+    model = make()
     with pytest.raises(PolicyError, match=r"'the model' is compiled by torch\.compile.*'per_use'"):
-        make_step(compiled)
-    already: Any = torch.compile(converted(), backend="eager")
-    inside = nn.Sequential(already)
+        make_step(model)
+    inside = nn.Sequential(model)
     with pytest.raises(PolicyError, match=r"'0' is compiled by torch\.compile"):
         make_step(inside)
-    assert make_step(inside, "auto").weights.mode == "per_use"
+    weights = make_step(inside, "auto").weights
+    assert (weights.mode, list(weights.per_use)) == ("per_use", ["0"])
 
 
 def test_per_step_is_refused_where_parameters_are_gone() -> None:

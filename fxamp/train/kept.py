@@ -19,7 +19,7 @@ from passes._torch import in_transform, run_as_soon_as_ready
 
 
 class KeptCast:
-    """One cast node of one graph, called in its place.
+    """A cast of one weight, called in the place of all cast nodes that make it, of one graph or several.
 
     It casts anew when the weight is another object than before, was written to, or moved. An edit through `.data`
     leaves no trace in a tensor, and is not seen before the cast is forgotten.

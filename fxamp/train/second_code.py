@@ -10,14 +10,14 @@ After:  to = kept_to(w, torch.bfloat16)
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
 from passes.aliases import mutated_operands
-from passes.insert_casts import is_inserted
+from passes.insert_casts import CAST, cast_weight, is_inserted
 
 from ..bindings import called_directly, read_directly
 from ..in_place import called_by_name
@@ -45,21 +45,23 @@ def running(module: ConvertedModule, codes: Sequence[SecondCode]) -> Iterator[No
 class SecondCode:
     """The code of one graph with casts that are kept.
 
+    Args:
+        module: Whose graph it is.
+        graph: The graph as the module has it.
+        known: The casts that are kept already, by `same_cast`; those that are new are added.
+
     Attributes:
         graph: The graph as the module has it.
-        casts: The casts that are kept.
         run: The code, a function of the module and its flat inputs.
     """
 
-    def __init__(self, module: ConvertedModule, graph: Graph) -> None:
+    def __init__(self, module: ConvertedModule, graph: Graph, known: dict[Hashable, KeptCast]) -> None:
         self.graph = graph
-        self.casts: list[KeptCast] = []
-        names = {cast.name for cast in weight_casts(module, graph) if not why_not(module, cast)}
+        keys = {c.name: same_cast(module, c) for c in weight_casts(module, graph) if not why_not(module, c)}
         copied = graph_from_data(graph_to_data(graph))
         for node in copied.nodes:
-            if node.name in names:
-                node.target = KeptCast(node.target, f"kept_{node.name}")
-                self.casts.append(node.target)
+            if node.name in keys:
+                node.target = known.setdefault(keys[node.name], KeptCast(node.target, f"kept_{node.name}"))
         with called_directly(copied), called_by_name(copied), read_directly(copied):
             self.run: Callable[..., Any] = type(GraphModule(module, copied)).forward
 
@@ -73,11 +75,17 @@ def weight_casts(module: ConvertedModule, graph: Graph) -> Iterator[Node]:
                 yield node
 
 
+def same_cast(module: ConvertedModule, cast: Node) -> Hashable:
+    """Return what all casts have in common that make the same tensor of the same weight.
+
+    That is as the module is now. Where a weight is put in another's place later, what was one copy is made by turns.
+    """
+    return id(_weight(module, cast)), cast.args[1], CAST if cast.target is cast_weight else cast.target
+
+
 def why_not(module: ConvertedModule, cast: Node) -> str:
     """Return why a cast is not kept, "" if it is."""
-    source: Any = cast.args[0]
-    owner, _, name = str(source.target).rpartition(".")
-    weight = module.get_submodule(owner)._parameters.get(name)
+    weight = _weight(module, cast)
     if weight is None:
         return "is no parameter of its module any more"
     if type(weight) is not nn.Parameter:
@@ -85,3 +93,10 @@ def why_not(module: ConvertedModule, cast: Node) -> str:
     if any(user.op == "output" or cast in mutated_operands(user) for user in cast.users):
         return "leaves the graph, or is written to in it"
     return ""
+
+
+def _weight(module: ConvertedModule, cast: Node) -> nn.Parameter | None:
+    """Return the parameter that is cast, None if it is none any more."""
+    source: Any = cast.args[0]
+    owner, _, name = str(source.target).rpartition(".")
+    return module.get_submodule(owner)._parameters.get(name)

@@ -71,7 +71,10 @@ class TrainStep:
         weights: "per_step" casts the weights that the graphs of a converted model read low once a window, and keeps
             those copies until its last backward. Gradients are those of "per_use", bit for bit, which casts at every
             call. A weight that is written to in a window, moved or replaced is cast anew; an edit through `.data` in a
-            window is not seen before the next one. "auto" is "per_step" where a window has several micro-batches.
+            window is not seen before the next one. "auto" is "per_step" where a weight would be cast more than once a
+            window: where that has several micro-batches, or a graph reads one weight low in two places that share no
+            cast, as with and without gradients. What `torch.compile` compiled casts at every use, and "per_step" is
+            refused where nothing else is there; `weights.per_use` names it.
         on_overflow: "skip_window" skips a step if any micro-batch had gradients that were not finite.
             "skip_microbatch" leaves those micro-batches out, and the gradients are the mean of the others; the scale
             backs off all the same. It costs one more set of gradients, and under DistributedDataParallel an exchange
@@ -156,7 +159,7 @@ class TrainStep:
     @property
     def converted_model(self) -> nn.Module:
         """The model, or the converted one in it where it is but a wrapper of one, such as DistributedDataParallel."""
-        inside = self.weights.converted
+        inside = self.weights.parts
         return inside[0] if len(inside) == 1 else self.model
 
     def __call__(self, inputs: Any, target: Any = None, *, scale: float | None = None) -> StepResult:

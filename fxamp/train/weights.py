@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Hashable, Iterator
 from typing import Any, Literal
 
 from torch import nn
+from torch.fx import Graph
 
 from passes.errors import PolicyError
 
 from ..compiled import is_compiled
 from ..module import ConvertedModule
 from .kept import KeptCast
-from .second_code import SecondCode, graphs_of, running, weight_casts, why_not
+from .second_code import SecondCode, graphs_of, running, same_cast, weight_casts, why_not
 
 Mode = Literal["auto", "per_step", "per_use"]
 MODES = ("auto", "per_step", "per_use")
@@ -29,7 +31,10 @@ class WeightCasts:
     Attributes:
         mode: "per_step" when their casts are kept for a window, else "per_use".
         kept: Paths of the weights whose casts are kept.
+        times: How often a window would cast one of them else, the one that is cast most often, as far as the graphs
+            say: every converted module is called once a micro-batch.
         per_use: Of the others, why not, by path of the weight or of the module that reads it.
+        parts: The parts of the model that were converted ahead of time, or are at their first call.
     """
 
     def __init__(self, model: nn.Module, mode: Mode, accumulate_steps: int) -> None:
@@ -37,7 +42,7 @@ class WeightCasts:
 
         Args:
             model: The model as a TrainStep calls it: converted, or with converted modules inside.
-            mode: What was asked for. "auto" is "per_step" where a window has several micro-batches.
+            mode: What was asked for. "auto" is "per_step" where a weight would be cast more than once a window.
             accumulate_steps: Micro-batches in a window.
 
         Raises:
@@ -46,32 +51,35 @@ class WeightCasts:
         if mode not in MODES:
             raise PolicyError(f"weights must be one of {', '.join(map(repr, MODES))}, got {mode!r}")
         self.per_use: dict[str, str] = {}
-        self._modules = list(_converted(model, self.per_use))
-        kept: list[str] = []
+        self.parts: list[nn.Module] = []
+        self._modules: list[tuple[str, ConvertedModule]] = []
+        for path, module in _parts(model):
+            self.parts.append(module)
+            reason = _why_not(module)
+            if reason:
+                self.per_use[path or "the model"] = reason
+            elif isinstance(module, ConvertedModule):
+                self._modules.append((path, module))
+        kept: dict[str, None] = {}
+        a_micro_batch: Counter[Hashable] = Counter()
         for path, module in self._modules:
-            for cast in (cast for graph in graphs_of(module) for cast in weight_casts(module, graph)):
-                weight = ".".join(filter(None, (path, str(cast.args[0].target))))  # type: ignore[union-attr]
-                reason = why_not(module, cast)
-                if reason:
-                    self.per_use[weight] = reason
-                else:
-                    kept.append(weight)
-        self.kept = tuple(dict.fromkeys(kept))
-        wanted = mode == "per_step" or (mode == "auto" and accumulate_steps > 1)
+            a_call: Counter[Hashable] = Counter()
+            for graph in graphs_of(module):  # of which a call runs one
+                a_call |= self._count(path, module, graph, kept)
+            a_micro_batch += a_call
+        self.kept = tuple(kept)
+        self.times = accumulate_steps * max(a_micro_batch.values(), default=0)
+        wanted = mode == "per_step" or (mode == "auto" and self.times > 1)
         self.mode = "per_step" if wanted and self.kept else "per_use"
         if mode == "per_step" and not self.kept:
             raise PolicyError(f"weights='per_step' keeps casts of weights, and {self._nothing()}")
         self._codes: dict[int, list[SecondCode]] = {}
-
-    @property
-    def converted(self) -> list[ConvertedModule]:
-        """The converted modules whose casts may be kept."""
-        return [module for _, module in self._modules]
+        self._casts: dict[Hashable, KeptCast] = {}
 
     @property
     def casts(self) -> list[KeptCast]:
-        """The casts that are kept, once they were in use."""
-        return [cast for codes in self._codes.values() for code in codes for cast in code.casts]
+        """The casts that are kept, once they were in use: one for all that read the same weight in the same dtype."""
+        return list(self._casts.values())
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
@@ -80,7 +88,7 @@ class WeightCasts:
             yield
             return
         with contextlib.ExitStack() as stack:
-            for module in self.converted:
+            for _, module in self._modules:
                 stack.enter_context(running(module, self._codes_of(module)))
             self.next_micro_batch()
             yield
@@ -99,14 +107,28 @@ class WeightCasts:
         """Copy nothing that is kept: it belongs to the window of the original."""
         new = WeightCasts.__new__(WeightCasts)
         new.__dict__.update(self.__dict__)
-        new._modules, new._codes = copy.deepcopy(self._modules, memo), {}
+        new.parts, new._modules = copy.deepcopy((self.parts, self._modules), memo)
+        new._codes, new._casts = {}, {}
         return new
+
+    def _count(self, path: str, module: ConvertedModule, graph: Graph, kept: dict[str, None]) -> Counter[Hashable]:
+        """Count the casts of a graph that can be kept, and note which weights they are of, or why they cannot."""
+        found: Counter[Hashable] = Counter()
+        for cast in weight_casts(module, graph):
+            weight = ".".join(filter(None, (path, str(cast.args[0].target))))  # type: ignore[union-attr]
+            reason = why_not(module, cast)
+            if reason:
+                self.per_use[weight] = reason
+            else:
+                kept[weight] = None
+                found[same_cast(module, cast)] += 1
+        return found
 
     def _codes_of(self, module: ConvertedModule) -> list[SecondCode]:
         """Return the second codes of a module's graphs, made anew where it has other graphs by now."""
         known, graphs = self._codes.get(id(module), []), graphs_of(module)
         if len(known) != len(graphs) or any(c.graph is not g for c, g in zip(known, graphs, strict=True)):
-            known = self._codes[id(module)] = [SecondCode(module, graph) for graph in graphs]
+            known = self._codes[id(module)] = [SecondCode(module, graph, self._casts) for graph in graphs]
         return known
 
     def _nothing(self) -> str:
@@ -116,14 +138,19 @@ class WeightCasts:
         return f"there is none here that can be{': ' + why if why else ''}. Use 'auto' or 'per_use'."
 
 
-def _converted(model: nn.Module, per_use: dict[str, str], path: str = "") -> Iterator[tuple[str, ConvertedModule]]:
-    """Yield the converted modules in a model whose casts may be kept, and note why others may not."""
-    if is_compiled(model):
-        per_use[path or "the model"] = "is compiled by torch.compile, whose graphs cast weights themselves"
-    elif type(model).__name__ in _REPLACE_PARAMETERS:
-        per_use[path or "the model"] = f"is a {type(model).__name__}, which replaces parameters at each call"
-    elif isinstance(model, ConvertedModule):
+def _parts(model: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Yield what is converted or compiled in a model, or stands between it and its parameters; nothing inside that."""
+    if isinstance(model, ConvertedModule) or _why_not(model):
         yield path, model
     else:
         for name, child in model.named_children():
-            yield from _converted(child, per_use, f"{path}.{name}".removeprefix("."))
+            yield from _parts(child, f"{path}.{name}".removeprefix("."))
+
+
+def _why_not(module: nn.Module) -> str:
+    """Return why no casts in a module are kept, "" if they may be."""
+    if is_compiled(module):
+        return "is compiled by torch.compile, whose graphs cast weights themselves"
+    if type(module).__name__ in _REPLACE_PARAMETERS:
+        return f"is a {type(module).__name__}, which replaces parameters at each call"
+    return ""
