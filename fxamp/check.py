@@ -38,11 +38,21 @@ GRADIENT_TOLERANCE = 1e-6  # the exporter may reorder a sum of gradients
 GRADIENT_NOISE = torch.finfo(torch.float32).eps
 
 
-def refuse_low_parameters(named: Iterable[tuple[str, Any]]) -> None:
-    """Raise PolicyError when a trainable parameter is FP16 or BF16: updates below its resolution vanish."""
+def refuse_low_parameters(named: Iterable[tuple[str, Any]], gathered: Callable[[], bool] = lambda: False) -> None:
+    """Raise PolicyError when a trainable parameter is FP16 or BF16: updates below its resolution vanish.
+
+    Args:
+        named: parameters, and other values, by name.
+        gathered: says whether these are what FSDP2 has gathered, of parameters that may well be FP32.
+    """
     low = [(n, p.dtype) for n, p in named if isinstance(p, nn.Parameter) and p.requires_grad and p.dtype in LOW]
     if low:
         listed = ", ".join(f"'{n}' ({str(d).removeprefix('torch.')})" for n, d in low[:3])
+        if gathered():
+            raise PolicyError(
+                f"FSDP2 gathers {len(low)} trainable parameter(s) in a low dtype: {listed}. Leave param_dtype out of "
+                "its MixedPrecisionPolicy: the graph casts parameters itself, those that the plan says."
+            )
         raise PolicyError(
             f"{len(low)} trainable parameter(s) are low already: {listed}. Updates below their resolution vanish."
             " Call model.float() before building the optimizer and convert that (the casts live in the graph), or "
