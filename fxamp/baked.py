@@ -59,7 +59,8 @@ class _Tree:
         if name in _OWN or (name != "forward" and hasattr(nn.Module, name)):
             return
         if name in attributes:
-            self._compare(path, attributes, name)
+            if not _holds_parameters(attributes[name]):
+                self._compare(path, attributes, name)
         elif name in module._modules:
             self._compare(path, module._modules, name)
         elif name in module._parameters or name in module._buffers:
@@ -167,6 +168,11 @@ class Baked:
                 self._converted.add_children(path, converted)
             elif path or not (attribute in vars(converted) or hasattr(type(converted), attribute)):
                 self._converted.add(path, twins[path], attribute)
+        self._numbers = [
+            (twins[path], name, vars(twins[path])[name])
+            for path, name in _sorted(reads)
+            if path in twins and type(vars(twins[path]).get(name)) in (bool, int, float) and name != "training"
+        ]
         self._gradients = list(_gradients(reads, converted))
         self._inputs = [(i, *reads.inputs[i]) for i in sorted(reads.inputs)]
         self._twins: list[nn.Module] = []
@@ -207,6 +213,16 @@ class Baked:
             if table[key].requires_grad is not required:
                 raise _asked(f"'{name}'", required, place)
 
+    def guard(self) -> None:
+        """Compare the numbers of the converted module's layers where `torch.compile` traces it, which then guards them.
+
+        Raises:
+            CaptureError: one has changed; `check` says more, where the call then runs as it is.
+        """
+        for module, name, value in self._numbers:
+            if getattr(module, name) != value:
+                raise CaptureError(f"'{name}' of a layer is not what it was when the model was captured.")
+
     def check_inputs(self, flat: Sequence[Any], call: CallSpec) -> None:
         """Raise CaptureError when a tensor requires gradients, or does not, and forward() asked for that."""
         for i, required, place in self._inputs:
@@ -246,6 +262,13 @@ def _gradients(reads: Reads, converted: nn.Module) -> Any:
             place = reads.gradients.get(f"{path}.{key}".lstrip("."), reads.gradients.get(""))
             if parameter is not None and place is not None:
                 yield module._parameters, key, parameter.requires_grad, f"{path}.{key}".lstrip("."), place
+
+
+def _holds_parameters(value: Any) -> bool:
+    """Say whether a container is another place for parameters, which graphs follow, as recurrent layers have one."""
+    if type(value) not in _CONTAINERS:
+        return isinstance(value, (nn.Parameter, weakref.ref))
+    return any(map(_holds_parameters, value.values() if isinstance(value, dict) else value))
 
 
 def _copy(value: Any) -> Any:

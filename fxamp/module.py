@@ -232,7 +232,9 @@ class ConvertedModule(GraphModule):
         return None
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
+            self._baked.guard()
+        else:
             self._baked.check()
         at = 0 if self._by_state is None else self._holding()
         if at is None:

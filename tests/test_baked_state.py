@@ -291,11 +291,33 @@ def test_copies_compare_their_own_layers(both: tuple[Net, Any]) -> None:
                 other(example())
 
 
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_a_number_that_changes_after_torch_compile_is_refused_too(both: tuple[Net, Any], fullgraph: bool) -> None:
+    converted = both[1]
+    torch._dynamo.reset()
+    compiled: Any = torch.compile(converted, backend="eager", fullgraph=fullgraph)
+    for _ in range(2):
+        compiled(example())
+    with left_alone(converted):
+        converted.drop.p = 0.0
+        with pytest.raises(Exception, match=r"(?s)CaptureError|'drop\.p' of the converted Net was 0\.5"):
+            compiled(example())
+
+
 def test_a_changed_module_is_not_copied_as_if_it_were_right(both: tuple[Net, Any]) -> None:
     with left_alone(both[1]):
         both[1].drop.p = 0.0
         with pytest.raises(fxamp.CaptureError, match=r"'drop\.p'"):
             copy.deepcopy(both[1])
+
+
+def test_parameters_that_are_put_in_the_place_of_others_are_followed_in_every_layer() -> None:
+    model = Two(lambda self, x: self.m(self.lstm(self.l(x)[None])[0][0]), lstm=nn.LSTM(6, 6))
+    converted = o0(model)
+    model.load_state_dict({k: v * 0.5 for k, v in model.state_dict().items()}, assign=True)
+    assert_same(converted(example()), model(example()))
+    model.double().float()
+    assert_same(converted(example()), model(example()))
 
 
 def test_layers_that_run_as_they_are_follow_their_own_attributes() -> None:
