@@ -6,7 +6,7 @@ once for each name. Only the generated code is concerned: the graph keeps its ov
 
 Before: weight = getattr(self.blocks, "0").fc.weight
         linear = torch.ops.aten.linear.default(x, weight)
-After:  weight = self._modules["blocks"]._modules["0"]._modules["fc"]._parameters.get("weight")
+After:  weight = self._modules["blocks"]._modules["0"]._modules["fc"]._parameters.get("weight")  # if it is there
         linear = torch._C._nn.linear(x, weight)
 """
 
@@ -77,16 +77,33 @@ def _takes(node: Node) -> bool:
 def read_directly(graph: Graph) -> contextlib.AbstractContextManager[None]:
     """Let the code that is generated inside read parameters where modules keep them.
 
-    What is not there is asked for: it is parametrized, or no parameter.
+    What is not there is asked for: it is parametrized, or no parameter. A child is no attribute of the module, for it
+    may be called like one.
     """
     paths = {n.name: str(n.target).split(".") for n in graph.nodes if n.op == "get_attr"}
-    kept = {n: "".join(f"._modules[{part!r}]" for part in path) for n, (*path, _) in paths.items()}
+    called = {n.name: str(n.target) for n in graph.nodes if n.op == "call_module"}
+
+    def owner(path: list[str]) -> str:
+        return "self" + "".join(f"._modules[{part!r}]" for part in path)
 
     def write(line: str) -> str:
-        name, _, asked = line.partition(" = ")
+        name, _, rest = line.partition(" = ")
+        if name in called:
+            path = called[name].split(".")
+            return f"{name} = {rest.replace(_asked(path), owner(path), 1)}"
         if name not in paths:
             return line
-        found = f"_found := self{kept[name]}._parameters.get({paths[name][-1]!r})"
-        return f"{name} = {asked} if ({found}) is None else _found"
+        *path, last = paths[name]
+        tables = [f"(_found := {owner(path)}.{table}.get({last!r})) is None" for table in ("_parameters", "_buffers")]
+        _, end, forgotten = rest.partition(";")
+        return f"{name} = getattr({owner(path)}, {last!r}) if {' and '.join(tables)} else _found{end}{forgotten}"
 
     return graph.on_generate_code(lambda before: lambda body: list(map(write, before(body) if before else body)))
+
+
+def _asked(path: list[str]) -> str:
+    """Return how fx asks for a child."""
+    out = "self"
+    for part in path:
+        out = f"{out}.{part}" if part.isidentifier() else f'getattr({out}, "{part}")'
+    return out

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -92,6 +92,15 @@ class CallSpec:
         specs = {name: _spec_from_data(state[name]) for name in ("in_spec", "out_spec")}
         vars(self).update({**state, **specs})
 
+    def signature(self) -> inspect.Signature:
+        """Return what `forward` takes, in Python's form; without annotations, which may be anything."""
+        kinds = inspect.Parameter
+        variadic = ((self.var_positional, kinds.VAR_POSITIONAL), (self.var_keyword, kinds.VAR_KEYWORD))
+        found = [kinds(n, kinds.POSITIONAL_OR_KEYWORD, default=self.defaults.get(n, kinds.empty)) for n in self.names]
+        found += [kinds(n, kinds.KEYWORD_ONLY, default=self.defaults.get(n, kinds.empty)) for n in self.keyword_only]
+        found += [kinds(n, kind) for n, kind in variadic if n is not None]
+        return inspect.Signature(sorted(found, key=lambda p: p.kind))
+
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """Return the graph's flat inputs for a call, or raise TypeError (as Python would) or CaptureError."""
         values = self.by_name(args, kwargs)
@@ -157,6 +166,8 @@ class CallSpec:
         values = list(flat)
         for index, value in self.out_constants:
             values.insert(index, value)
+        if self.out_spec is not None and _has_size(self.out_spec):
+            return _with_sizes(iter(values), self.out_spec)
         return pytree.tree_unflatten(values, self.out_spec)
 
     def by_name(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -286,6 +297,21 @@ def flatten_outputs(output: Any) -> tuple[list[Any], tuple[tuple[int, Any], ...]
 def same_constant(a: Any, b: Any) -> bool:
     """Say whether two constants are the same; anything but a plain value by identity."""
     return a is b or (type(a) is type(b) and isinstance(a, CONSTANTS) and bool(a == b))
+
+
+def _has_size(spec: Any) -> bool:
+    return not spec.is_leaf() and (spec.type is torch.Size or any(map(_has_size, spec.children())))
+
+
+def _with_sizes(leaves: Iterator[Any], spec: Any) -> Any:
+    """Return leaves in their containers; torch itself makes a tuple of a torch.Size."""
+    if spec.is_leaf():
+        return next(leaves)
+    parts = [_with_sizes(leaves, part) for part in spec.children()]
+    if spec.type is torch.Size:
+        return torch.Size(parts)
+    leaf = pytree.tree_structure(0)
+    return pytree.tree_unflatten(parts, pytree.TreeSpec(spec.type, spec.context, [leaf] * len(parts)))
 
 
 def _ordered(value: Any, spec: Any) -> Any:

@@ -27,6 +27,7 @@ from passes.values import mutated_operands, source
 from . import frames
 from .call import CallSpec, flatten_outputs
 from .capture.patches import replaced, traced_here_alone
+from .capture.reads import Recorder
 from .in_place import IN_PLACE
 from .tensors import held
 
@@ -291,7 +292,7 @@ def given_by_default(call: CallSpec) -> CallSpec:
 
 
 def trace(
-    model: nn.Module, call: CallSpec, flat: list[Any]
+    model: nn.Module, call: CallSpec, flat: list[Any], recorder: Recorder
 ) -> tuple[Graph, CallSpec, dict[str, nn.Module], dict[str, Any]]:
     """Trace a model in its present mode, a placeholder for each tensor of the example (`flat`), or each argument.
 
@@ -311,7 +312,7 @@ def trace(
             leaves = zip(call.leaves, flat, strict=True)
             values = call.unflatten([placeholder(leaf.name) if leaf.tensor else v for leaf, v in leaves])
         args, kwargs = call.arguments(values)
-        with traced_here_alone():
+        with traced_here_alone(), recorder():
             kept, *outputs[:] = flatten_outputs(model.forward(*args, **kwargs))
         _refuse_assigned(model, before, tracer.graph)
         return tuple(kept)

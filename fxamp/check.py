@@ -20,6 +20,7 @@ from passes._torch import pytree
 from passes.errors import INSTEAD, FxampError, NotFaithfulError, PolicyError, RejectedError, VerificationError
 from passes.values import LOW, Aliases, module_path, no_autocast, source
 
+from .bindings import read_directly
 from .call import CONSTANTS, CallSpec, same_constant
 from .in_place import called_by_name
 from .module import ConvertedModule, constant_target, skeleton
@@ -37,11 +38,21 @@ GRADIENT_TOLERANCE = 1e-6  # the exporter may reorder a sum of gradients
 GRADIENT_NOISE = torch.finfo(torch.float32).eps
 
 
-def refuse_low_parameters(named: Iterable[tuple[str, Any]]) -> None:
-    """Raise PolicyError when a trainable parameter is FP16 or BF16: updates below its resolution vanish."""
+def refuse_low_parameters(named: Iterable[tuple[str, Any]], gathered: Callable[[], bool] = lambda: False) -> None:
+    """Raise PolicyError when a trainable parameter is FP16 or BF16: updates below its resolution vanish.
+
+    Args:
+        named: parameters, and other values, by name.
+        gathered: says whether these are what FSDP2 has gathered, of parameters that may well be FP32.
+    """
     low = [(n, p.dtype) for n, p in named if isinstance(p, nn.Parameter) and p.requires_grad and p.dtype in LOW]
     if low:
         listed = ", ".join(f"'{n}' ({str(d).removeprefix('torch.')})" for n, d in low[:3])
+        if gathered():
+            raise PolicyError(
+                f"FSDP2 gathers {len(low)} trainable parameter(s) in a low dtype: {listed}. Leave param_dtype out of "
+                "its MixedPrecisionPolicy: the graph casts parameters itself, those that the plan says."
+            )
         raise PolicyError(
             f"{len(low)} trainable parameter(s) are low already: {listed}. Updates below their resolution vanish."
             " Call model.float() before building the optimizer and convert that (the casts live in the graph), or "
@@ -153,10 +164,11 @@ def guard_small_sizes(captured: Captured, args: tuple[Any, ...], kwargs: dict[st
 def _caller(captured: Captured) -> Callable[..., Any]:
     """Return what runs a captured graph on flat tensors, over the model's own parameters."""
     root = skeleton(captured.model, captured.opaque, captured.constants)
-    with called_by_name(captured.graph):
-        graph = GraphModule(_Holder(root), captured.graph)
-    graph.__dict__.update({k: root.__dict__[k] for k in ("_modules", "_parameters", "_buffers", "training")})
-    return graph
+    holder = GraphModule(nn.Module(), Graph())  # it would copy children itself, but not all names
+    holder.__dict__.update({k: root.__dict__[k] for k in ("_modules", "_parameters", "_buffers", "training")})
+    with called_by_name(captured.graph), read_directly(captured.graph):
+        object.__setattr__(holder, "graph", captured.graph)  # a child may be called so
+    return holder
 
 
 def check_runs(module: ConvertedModule, captured: Captured, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -199,14 +211,6 @@ def written_parameters(captured: Captured) -> list[torch.Tensor]:
     constants = {constant_target(name): value for name, value in captured.constants.items()}
     named = dict(captured.model.named_parameters(remove_duplicate=False)) | constants
     return [t for name, t in named.items() if name in targets and isinstance(t, torch.Tensor)]
-
-
-class _Holder(nn.Module):
-    """Gives GraphModule the attributes it copies while it is built."""
-
-    def __init__(self, root: nn.Module) -> None:
-        super().__init__()
-        self.__dict__.update({k: root.__dict__[k] for k in ("_modules", "_parameters", "_buffers", "training")})
 
 
 class _Run(NamedTuple):

@@ -189,7 +189,7 @@ def emit(
     variants = [Variant(s, c.graph, c.call) for s, c in zip(states, found, strict=True)]
     decided = joined(plans, [str(s) for s in states])
     return ConvertedModule(
-        root, variants, decided, policy.device or "cpu", type(model).__name__, captures.missing
+        root, variants, decided, policy.device or "cpu", type(model).__name__, captures.missing, captures.reads, model
     )
 
 

@@ -32,7 +32,7 @@ from .capture_jit import ambient_dtype, attribute_of, describe, is_attribute, pa
 from .check import refuse_low_parameters
 from .optimized import adopted, is_low_of_its_own, note_low
 from .preflight import refuse_wrapped
-from .scope import scope
+from .scope import is_gathered, scope
 from .underflow import UnderflowWatch
 
 Inner = str | Callable[..., Any]
@@ -202,7 +202,8 @@ def rewrite(
     gm: GraphModule, example_inputs: list[Any], policy: Policy, notes: tuple[str, ...] = ()
 ) -> tuple[compiled.Converted, tuple[int, ...]]:
     """Convert one of Dynamo's graphs, in place; return what was decided, and which outputs are low by the model."""
-    refuse_low_parameters((parameter_path(n), v) for n, v in zip(gm.graph.nodes, example_inputs, strict=False))
+    named = ((parameter_path(n), v) for n, v in zip(gm.graph.nodes, example_inputs, strict=False))
+    refuse_low_parameters(named, is_gathered)
     device = policy.device or _device(example_inputs)
     on = torch.is_autocast_enabled(device)
     ambient = ambient_dtype(gm.graph, device)

@@ -7,7 +7,6 @@ user's promise that there is none.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -68,7 +67,8 @@ def _with_cast_weights(converted: ConvertedModule, live: Graph, held: nn.Module)
         path, dtype = str(cast.args[0].target), cast.args[1]
         name = f"{path}_{dtype}".replace(".", "_")
         if name not in held._buffers:
-            weight: Any = functools.reduce(getattr, path.split("."), converted)
+            owner, _, leaf = path.rpartition(".")
+            weight: Any = getattr(converted.get_submodule(owner), leaf)
             held.register_buffer(name, weight.detach().to(dtype), persistent=False)
         cast.op, cast.target, cast.args = "get_attr", f"{_HOME}.{name}", ()
     return graph

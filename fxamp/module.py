@@ -7,6 +7,8 @@ and nothing else: training it trains the original, `state_dict` keys are the sam
 from __future__ import annotations
 
 import copy
+import inspect
+import types
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,22 +22,35 @@ from torch.fx.graph import CodeGen
 from passes.errors import CaptureError
 from passes.plan import Plan
 
+from .baked import Baked
 from .bindings import called_directly, read_directly
 from .call import CallSpec
 from .capture.captured import State
+from .capture.reads import Reads
 from .in_place import called_by_name
+from .preflight import overridden
 from .serialize import graph_from_data, graph_to_data
 from .underflow import UnderflowWatch
 
 _CONSTANTS = "_fxamp"  # child module for lifted constants and sub-graphs; never in the state_dict
-_TREE = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set", "training")
 _STATE_HOOKS = (
     "_state_dict_hooks",
     "_state_dict_pre_hooks",
     "_load_state_dict_pre_hooks",
     "_load_state_dict_post_hooks",
 )
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_TREE = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set", "training", *_STATE_HOOKS)
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+_COUNTS = ("_size", "_keys")  # what containers of parameters keep beside them
+_HOOKS = frozenset(k for k in nn.Module().__dict__ if "hooks" in k) - {*_STATE_HOOKS}
+# What nn.Module would take for a child's name, were a child called like it.
+_OURS = frozenset(
+    {
+        *("graph", "plan", "meta", "variants", "functions", "missing", "device_type", "original", "container"),
+        *("uncopied", "call_spec", "shape_env", "_graph", "_code", "_lineno_map", "_prologue_start", "_watch"),
+        *("_baked", "_guards", "_by_state", "_chosen"),
+    }
+)
 
 
 class Containers(CodeGen):
@@ -82,6 +97,7 @@ class ConvertedModule(GraphModule):
         missing: states that could not be captured, and why.
         device_type: whose autocast is disabled round the graph.
         original: the name of the model's class.
+        container: the container of torch.nn that the model is, and whose indices it has; None for another model.
         uncopied: why it cannot be copied now, "" when it can.
     """
 
@@ -97,24 +113,48 @@ class ConvertedModule(GraphModule):
         device_type: str = "cpu",
         original: str = "the original model",
         missing: Sequence[tuple[State, str]] = (),
+        reads: Reads | None = None,
+        model: nn.Module | None = None,
+        container: type[nn.Module] | None = None,
     ) -> None:
-        # `torch.fx.GraphModule` knows one graph; these say which, already while it is made.
+        # `torch.fx.GraphModule` knows one graph; these say which, already while it is made. It would copy children from
+        # the root, and take one that is called like an attribute of its own for that.
         self.__dict__.update(variants=list(variants), functions={}, _guards=[], _by_state=None, _chosen=0)
-        super().__init__(root, variants[0].graph, class_name="ConvertedModule")
+        super().__init__(nn.Module(), Graph(), class_name="ConvertedModule")
         for key in _TREE:
             self.__dict__[key] = root.__dict__[key]
-        for at in range(1, len(variants)):
-            self.put(at, variants[at].graph)
+        for at, variant in enumerate(variants):
+            self.put(at, variant.graph)
         self.plan = plan
         self.device_type = device_type
         self.original = original
         self.missing = tuple(missing)
+        self.container = container if model is None else container_of(model)
+        if self.container is not None:
+            self._be_indexed()
         self.uncopied = ""
         self._watch = UnderflowWatch(plan)
+        self._baked = Baked(reads or Reads(), self, model, original)
         self._chosen: int | None = None
         self._guards = [variant.call_spec.guard_function() for variant in self.variants]
         if any(v.state.flags is not None or v.state.grad is not None for v in self.variants):
             self._by_state = [(v.state.grad, self._flags(v.state)) for v in self.variants]
+
+    def _be_indexed(self) -> None:
+        """Let this instance alone be read as the container that the model is."""
+
+        def reading(name: str) -> Callable[..., Any]:
+            def read(self: ConvertedModule, *args: Any) -> Any:
+                shell = nn.Module()
+                shell.__class__ = self.container or nn.Module
+                shell._modules = {k: m for k, m in self._modules.items() if not k.startswith(_CONSTANTS)}
+                return getattr(shell, name)(*args)
+
+            return read
+
+        for name in ("__len__", "__iter__", "__getitem__", "keys", "values", "items"):
+            if hasattr(self.container, name):
+                setattr(type(self), name, reading(name))
 
     def _flags(self, state: State) -> tuple[tuple[nn.Module, bool], ...]:
         return tuple((self.get_submodule(path), flag) for path, flag in (state.flags or {}).items())
@@ -157,7 +197,7 @@ class ConvertedModule(GraphModule):
         with called_directly(graph), called_by_name(graph), read_directly(graph):
             code = super().recompile()
         cls: Any = type(self)  # of this instance alone
-        self.functions[at], cls.forward = cls.forward, ConvertedModule._forward
+        self.functions[at], cls.forward = cls.forward, _with_signature(self.variants[at].call_spec)
         cls.__call__ = nn.Module.__call__  # fx's own catches errors, to print lines of the code to stderr
         return code
 
@@ -173,7 +213,9 @@ class ConvertedModule(GraphModule):
     def only(self, at: int) -> ConvertedModule:
         """Return a module of one of the graphs alone, which shares all but the choice."""
         variant = self.variants[at]
-        return ConvertedModule(self, [variant], self.plan.part(at), self.device_type, self.original)
+        alone = ConvertedModule(self, [variant], self.plan.part(at), self.device_type, self.original)
+        alone._baked = self._baked
+        return alone
 
     def _current(self) -> int:
         """Return which graph holds for the present state; the first where none does."""
@@ -190,10 +232,15 @@ class ConvertedModule(GraphModule):
         return None
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            self._baked.guard()
+        else:
+            self._baked.check()
         at = 0 if self._by_state is None else self._holding()
         if at is None:
             raise self._refusal()
         flat = self.variants[at].call_spec.bind(args, kwargs)
+        self._baked.check_inputs(flat, self.variants[at].call_spec)
         guards = self._guards[at]
         if guards is not None:
             holds = guards(*flat)
@@ -238,6 +285,19 @@ class ConvertedModule(GraphModule):
         """Return why there is one state alone, where the plan says it."""
         return next((f" ({note})" for note in self.plan.notes if "was fixed when it was exported" in note), "")
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; a child that is called like one of ours does not stand in its way."""
+        if name in _OURS:
+            object.__setattr__(self, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def get_submodule(self, target: str) -> nn.Module:
+        """Return a part by its path, whatever it is called."""
+        first, _, rest = target.partition(".")
+        child = self._modules.get(first)
+        return super().get_submodule(target) if child is None else child.get_submodule(rest)
+
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
@@ -271,30 +331,50 @@ class ConvertedModule(GraphModule):
             tree.__dict__[key] = copy.deepcopy(self.__dict__[key], memo)
         new = self._rebuild(tree)
         memo[id(self)] = new
-        for key in _HOOKS:
-            new.__dict__[key] = copy.deepcopy(self.__dict__[key], memo)
+        new.__dict__.update(copy.deepcopy(self._others(new), memo))
         return new
 
     def __reduce__(self) -> Any:
         self._refuse_copies()
         tree = {key: self.__dict__[key] for key in _TREE}
         graphs = [(v.state, graph_to_data(v.graph), v.call_spec) for v in self.variants]
-        return _load, (tree, graphs, (self.plan.to_json(), self.device_type, self.original, self.missing))
+        rest = (self.plan.to_json(), self.device_type, self.original, self.missing, self._baked.reads, self.container)
+        return _load, (tree, graphs, rest), self._others(self.only(0))
 
     def __copy__(self) -> ConvertedModule:
         self._refuse_copies()
         tree = nn.Module()
         for key in _TREE:
             tree.__dict__[key] = copy.copy(self.__dict__[key])
-        return self._rebuild(tree)
+        new = self._rebuild(tree)
+        new.__dict__.update({key: copy.copy(v) if key in _HOOKS else v for key, v in self._others(new).items()})
+        return new
+
+    def _others(self, fresh: ConvertedModule) -> dict[str, Any]:
+        """Return what the user has put on this module, that a fresh one has not: hooks, and attributes."""
+        return {k: v for k, v in self.__dict__.items() if k in _HOOKS or k not in fresh.__dict__}
 
     def _refuse_copies(self) -> None:
+        self._baked.check()
         if self.uncopied:
             raise CaptureError(f"this module cannot be copied: {self.uncopied}.")
 
     def _rebuild(self, tree: nn.Module) -> ConvertedModule:
         variants = [replace(v, graph=graph_from_data(graph_to_data(v.graph))) for v in self.variants]
-        return ConvertedModule(tree, variants, self.plan, self.device_type, self.original, self.missing)
+        reads = self._baked.reads
+        return ConvertedModule(
+            tree, variants, self.plan, self.device_type, self.original, self.missing, reads, None, self.container
+        )
+
+
+def _with_signature(call: CallSpec) -> Callable[..., Any]:
+    """Return the forward of converted modules as a function that says what the original's forward takes."""
+    forward: Any = types.FunctionType(ConvertedModule._forward.__code__, globals(), "forward")
+    own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    taken = call.signature().parameters.values()
+    if "self" not in call.signature().parameters:
+        forward.__signature__ = inspect.Signature([own, *taken])
+    return forward  # type: ignore[no-any-return]
 
 
 def _allows(state: State, flags: Mapping[str, bool], grad: bool) -> bool:
@@ -304,15 +384,16 @@ def _allows(state: State, flags: Mapping[str, bool], grad: bool) -> bool:
 def _load(tree: dict[str, Any], graphs: list[Any], rest: tuple[Any, ...]) -> ConvertedModule:
     root = nn.Module()
     root.__dict__.update(tree)
-    plan, device_type, original, missing = rest
+    plan, device_type, original, missing, reads, container = rest
     variants = [Variant(state, graph_from_data(graph), spec) for state, graph, spec in graphs]
-    return ConvertedModule(root, variants, Plan.from_json(plan), device_type, original, missing)
+    return ConvertedModule(root, variants, Plan.from_json(plan), device_type, original, missing, reads, None, container)
 
 
 def skeleton(model: nn.Module, opaque: dict[str, nn.Module], constants: dict[str, Any]) -> nn.Module:
     """Return a tree of empty modules that shares the model's parameter and buffer dictionaries.
 
-    Opaque leaves keep their class, to run, and layers of torch.nn theirs, to be found by isinstance(); each has a
+    Opaque leaves keep their class, to run, and layers and containers of torch.nn theirs, to be found by isinstance()
+    and by index; so do modules whose author says how they are saved or switched (`train`, `state_dict`). Each has a
     training flag, hooks and children of its own. Constants go under a child that is never saved in a state_dict.
     """
     new: dict[int, nn.Module] = {}
@@ -321,9 +402,11 @@ def skeleton(model: nn.Module, opaque: dict[str, nn.Module], constants: dict[str
         if id(module) in new:
             return new[id(module)]
         empty = nn.Module()
-        if keep:
+        if keep or overridden(type(module)):
             empty.__class__ = type(module)
             empty.__dict__.update({k: v for k, v in module.__dict__.items() if k not in empty.__dict__})
+        elif isinstance(module, _CONTAINERS):
+            _as_container(empty, module)
         for key in ("_parameters", "_buffers", "_non_persistent_buffers_set", *_STATE_HOOKS):
             empty.__dict__[key] = module.__dict__[key]
         empty.training = module.training
@@ -348,6 +431,25 @@ def skeleton(model: nn.Module, opaque: dict[str, nn.Module], constants: dict[str
                 setattr(child, name, value)
         root._modules[_CONSTANTS] = child
     return root
+
+
+def container_of(module: nn.Module) -> type[nn.Module] | None:
+    """Return the container of torch.nn that a module is, None where it is another."""
+    return next((kind for kind in _CONTAINERS if isinstance(module, kind)), None)
+
+
+def _as_container(empty: nn.Module, module: nn.Module) -> None:
+    """Make a container of torch.nn of an empty module; an author's own forward is not the container's."""
+    kind: Any = container_of(module)
+    empty.__class__ = kind
+    own = {k: v for k, v in module.__dict__.items() if k not in empty.__dict__}
+    empty.__dict__.update({k: v for k, v in own.items() if type(module) is kind or k in _COUNTS or k.isdigit()})
+    if type(module).forward is not kind.forward:
+        empty.__dict__["forward"] = _not_callable
+
+
+def _not_callable(*args: Any, **kwargs: Any) -> Any:
+    raise CaptureError("a part of a converted module is not called by itself: call the original's, or convert that.")
 
 
 def _is_library_leaf(module: nn.Module) -> bool:

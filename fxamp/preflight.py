@@ -6,7 +6,6 @@ import contextlib
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.utils.checkpoint
@@ -16,21 +15,10 @@ from passes._torch import global_module_hooks, pytree
 from passes.errors import INSTEAD, CaptureError, NotFaithfulError
 
 from . import frames
-from .capture.patches import capturing, is_capturing, replaced
+from .capture.patches import replaced
+from .capture.reads import HOOKS, label
 
-_HOOKS = {
-    "_forward_hooks": "forward hook",
-    "_forward_pre_hooks": "forward pre-hook",
-    "_backward_hooks": "backward hook",
-    "_backward_pre_hooks": "backward pre-hook",
-}
-_STATE_HOOKS = (
-    "_state_dict_hooks",
-    "_state_dict_pre_hooks",
-    "_load_state_dict_pre_hooks",
-    "_load_state_dict_post_hooks",
-)
-# Methods that training code calls on a module; a converted module has torch.nn.Module's own.
+# Methods that training code calls on a module; a converted module has torch.nn.Module's own, its layers their author's.
 _METHODS = {
     "train": "set the flags of the submodules outside",
     "eval": "set the flags of the submodules outside",
@@ -49,26 +37,23 @@ def refuse_modules(model: nn.Module, front_end: str) -> None:
     for path, module in model.named_modules(remove_duplicate=False):
         where = f"module '{path or '(root)'}' ({type(module).__name__})"
         _refuse_wrapper(module, where)
-        for attribute, kind in _HOOKS.items():
+        for attribute, kind in HOOKS.items():
             for hook in getattr(module, attribute).values():
                 _refuse_hook(where, kind, label(hook), front_end)
-        if not _from_library(module) and any(getattr(module, attribute) for attribute in _STATE_HOOKS):
-            raise NotFaithfulError(f"{where} has a state-dict hook; the converted module would not run it. {INSTEAD}.")
-        for method, instead in _METHODS.items():
-            if getattr(type(module), method) is not getattr(nn.Module, method) and not _from_library(module):
-                raise NotFaithfulError(
-                    f"{where} overrides {method}(), which the converted module would not call. {INSTEAD}, or {instead}."
-                )
+    for method in overridden(type(model)):
+        raise NotFaithfulError(
+            f"module '(root)' ({type(model).__name__}) overrides {method}(), which the converted module would not "
+            f"call. {INSTEAD}, or {_METHODS[method]}."
+        )
 
 
-def label(hook: Any) -> str:
-    """Return what a hook is called in an error."""
-    return str(getattr(hook, "__qualname__", type(hook).__name__))
+def overridden(kind: type[nn.Module]) -> list[str]:
+    """Return the methods that training code calls on a module and that its author, and no library, has overridden."""
 
+    def author(method: str) -> str:
+        return next(base.__module__ for base in kind.__mro__ if method in vars(base))
 
-def _from_library(module: nn.Module) -> bool:
-    """Say whether the module's class is one whose overrides are known to change nothing for a captured graph."""
-    return type(module).__module__.startswith(("torch.", "transformers."))
+    return [method for method in _METHODS if not author(method).startswith(("torch.", "transformers."))]
 
 
 def _refuse_wrapper(module: nn.Module, where: str) -> None:
@@ -218,35 +203,6 @@ def grad_mode_reads() -> Iterator[list[str]]:
 
     with replaced(torch, "is_grad_enabled", make):
         yield places
-
-
-@contextlib.contextmanager
-def training_flags_read(model: nn.Module) -> Iterator[Callable[[], bool]]:
-    """Yield what says whether the program may have asked a module of the model whether it is in training mode."""
-    asked, mine = False, {id(m) for m in model.modules()}
-
-    def read(module: nn.Module) -> bool:
-        nonlocal asked
-        asked = asked or (id(module) in mine and is_capturing())
-        try:
-            flag: bool = module.__dict__["training"]
-        except KeyError:
-            raise AttributeError(f"'{type(module).__name__}' object has no attribute 'training'") from None
-        return flag
-
-    def write(module: nn.Module, flag: bool) -> None:
-        module.__dict__["training"] = flag
-
-    def forget(module: nn.Module) -> None:
-        del module.__dict__["training"]
-
-    # A class with an attribute of that name, and code that Python does not run, read it unseen.
-    unseen = any(
-        isinstance(m, torch.jit.ScriptModule) or any("training" in vars(c) for c in type(m).__mro__)
-        for m in model.modules()
-    )
-    with capturing(), mock.patch.object(nn.Module, "training", property(read, write, forget), create=True):
-        yield lambda: asked or unseen
 
 
 @contextlib.contextmanager

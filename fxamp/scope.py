@@ -58,6 +58,18 @@ def scope() -> Scope | None:
     return Scope(root, modules, {id(p): path for path, p in root.named_parameters()}, inside)
 
 
+def is_gathered() -> bool:
+    """Say whether a call of a module that FSDP2 has sharded is under way, whose parameters are gathered for it."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        module = frame.f_locals["self"] if frame.f_code in _CALLS else None
+        # By name: torch.distributed is not in every build.
+        if any(base.__name__ == "FSDPModule" for base in type(module).__mro__):
+            return True
+        frame = frame.f_back
+    return False
+
+
 def _running() -> list[nn.Module]:
     """Return the modules whose call is under way, innermost first, up to the one that was compiled; else none."""
     found: list[nn.Module] = []

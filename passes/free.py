@@ -17,7 +17,7 @@ from .facts import facts_of
 from .literals import numbers
 from .rules import FOLLOW, FP32, LOW, PROMOTE, lookup
 from .simulate import Simulation
-from .values import is_floating, is_known, literal_dtype
+from .values import concrete_size, is_floating, is_known, literal_dtype
 
 
 def free_nodes(simulation: Simulation, grad: frozenset[Node]) -> dict[Node, None]:
@@ -72,9 +72,27 @@ def _is_free(simulation: Simulation, node: Node, grad: frozenset[Node]) -> bool:
         return all(d == low for d in held) and known.fp32_internal and known.status == "measured"
     # Rounding moves across moves of values, whatever the device, but not of a number that is rounded with them.
     moves = row.commutes == "both" or (row.commutes == "forward" and node not in grad)
+    if dtypes[node] == torch.float32 and _is_compacted(node.meta.get("val")):
+        return False
     scalar = dtypes[node] == low and torch.float32 in held  # which promotion lets pass
     exact = all(torch.tensor(x, dtype=low).item() == x for x in numbers(node))
     return moves and not colouring.casts and not scalar and exact
+
+
+def _is_compacted(value: object) -> bool:
+    """Say whether a cast changes how a tensor lies in memory, as of a slice: one that has gaps gets none.
+
+    Products of three dimensions and more go by that: of a slice that was cast before, another kernel would be taken.
+    """
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.dim() < 3:
+        return False
+    sizes, strides = ([concrete_size(s) for s in numbers] for numbers in (value.shape, value.stride()))
+    expected = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(strides, sizes, strict=True) if size != 1):
+        if stride != expected:
+            return True
+        expected *= size
+    return False
 
 
 def _is_free_product(simulation: Simulation, colouring: Colouring) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections import namedtuple
 from collections.abc import Callable
@@ -636,3 +637,15 @@ def test_what_is_logged_says_that_it_is_ours(caplog: pytest.LogCaptureFixture) -
     with caplog.at_level("WARNING", "fxamp"):
         fxamp.convert(Two(counts), policy="O1")
     assert [r.getMessage()[:32] for r in caplog.records] == ["fxamp: counts is captured at its"]
+
+
+def test_sizes_that_are_returned_are_sizes_and_those_of_the_call() -> None:
+    def forward(self: Any, x: Tensor) -> Any:
+        return self.l(x), torch.broadcast_shapes(x.shape, (1, 6)), {"sizes": [x.shape, (x.shape[0], "rows")]}
+
+    model = Two(forward)
+    for converted in (o0(model), copy.deepcopy(o0(model))):
+        _, shape, rest = converted(example(7))
+        assert type(shape) is torch.Size
+        assert type(rest["sizes"][0]) is torch.Size
+        assert (shape, rest) == model(example(7))[1:]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import importlib
+import inspect
+import pickle
 import threading
 import warnings
 from dataclasses import replace
@@ -293,3 +296,138 @@ def test_threads_share_it(converted: nn.Module) -> None:
     assert len(got) == 4
     for output in got:
         assert_same(output, expected)
+
+
+NAMES = ("graph", "code", "plan", "meta", "variants", "call_spec")
+
+
+class Named(nn.Module):
+    """Children, and a parameter and a buffer of its own, are called like attributes of a GraphModule or of ours."""
+
+    device_type: Tensor
+    missing: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in NAMES:
+            self.add_module(name, nn.Linear(6, 6))
+        self.add_module("original", nn.Sequential(nn.BatchNorm1d(6), nn.Dropout()))
+        self.add_module("functions", nn.Dropout())
+        self.register_parameter("device_type", nn.Parameter(torch.ones(6)))
+        self.register_buffer("missing", torch.ones(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for child in self.children():
+            x = child(x)
+        return x * self.device_type + self.missing
+
+
+def test_children_that_are_called_like_attributes_of_ours_are_kept(front_end: str) -> None:
+    model = Named()
+    converted = o0(model, front_end=front_end)
+    assert_is_eager(converted, model)
+    assert list(converted.state_dict()) == list(model.state_dict())
+    copies = [copy.deepcopy(converted), copy.copy(converted), pickle.loads(pickle.dumps(converted))]
+    for module in (converted, *copies):
+        assert isinstance(module.graph, torch.fx.Graph)
+        assert isinstance(module.plan, fxamp.Plan)
+        assert isinstance(module.get_submodule("graph"), nn.Linear)
+        assert isinstance(module.get_submodule("original.0"), nn.BatchNorm1d)
+        assert module.get_parameter("plan.weight").shape == (6, 6)
+        module.load_state_dict(model.state_dict())
+        assert_same(module.eval()(example()), model.eval()(example()))
+    with torch.no_grad(), fxamp.frozen(fxamp.convert(model, (example(),), policy="O1,dtype=bf16")) as frozen:
+        frozen(example())
+
+
+class Block(nn.Sequential):
+    """A container of the user's with a forward of its own."""
+
+    def forward(self, x: Any) -> Any:
+        return x + self[1](self[0](x))
+
+
+class Contained(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(6, 6), Block(nn.Linear(6, 6), nn.ReLU())])
+        self.heads = nn.ModuleDict({"a": nn.Linear(6, 6), "b": nn.Linear(6, 6)})
+        self.scales = nn.ParameterList([torch.ones(6), torch.ones(6)])
+        self.named = nn.ParameterDict({"shift": torch.zeros(6)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.heads["a"](x) * self.scales[0] + self.named["shift"]
+
+
+def test_containers_keep_their_class_and_their_indexing(front_end: str) -> None:
+    model = Contained()
+    for converted in (o0(model, front_end=front_end), copy.deepcopy(o0(model, front_end=front_end))):
+        module: Any = converted
+        assert [type(m) for m in (module.layers, module.heads)] == [nn.ModuleList, nn.ModuleDict]
+        assert len(module.layers) == 2
+        assert [type(m) for m in module.layers] == [nn.Linear, nn.Sequential]
+        assert isinstance(module.layers[1][0], nn.Linear)
+        assert list(module.heads) == ["a", "b"]
+        assert module.heads["b"].weight.shape == (6, 6)
+        assert [p.shape for p in module.scales] == [(6,), (6,)]
+        assert module.named["shift"] is module.named.shift
+    assert o0(model).layers[0].weight is model.layers[0].weight
+    with pytest.raises(fxamp.CaptureError, match="not called by itself"):
+        o0(model).layers[1](example())
+
+
+def test_a_sequence_is_indexed_as_the_model_is(front_end: str) -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6))
+    for module in (o0(model, front_end=front_end), copy.deepcopy(o0(model, front_end=front_end))):
+        converted: Any = module
+        assert len(converted) == 3
+        assert [type(m) for m in converted] == [nn.Linear, nn.ReLU, nn.Linear]
+        assert isinstance(converted[-1], nn.Linear)
+        assert [type(m) for m in converted[1:]] == [nn.ReLU, nn.Linear]
+    assert not hasattr(o0(Two()), "__len__")
+
+
+def test_forward_takes_what_the_models_forward_takes(front_end: str) -> None:
+    def forward(self: Any, x: Tensor, scale: float = 2.0, *, shift: float = 0.0) -> Tensor:
+        return self.l(x) * scale + shift
+
+    model = Two(forward)
+    converted = o0(model, front_end=front_end)
+    for module in (converted, copy.deepcopy(converted), pickle.loads(pickle.dumps(converted))):
+        assert str(inspect.signature(module.forward)) == "(x, scale=2.0, *, shift=0.0)"
+    variadic = Two(lambda self, x, *args, **kwargs: self.l(x))
+    assert str(inspect.signature(o0(variadic).forward)) == "(x, *args, **kwargs)"
+
+
+def test_it_can_be_exported_with_dynamic_shapes(converted: fxamp.ConvertedModule) -> None:
+    converted.eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        rows = {"x": {0: torch.export.Dim.DYNAMIC}}
+        program = torch.export.export(converted, (example(),), dynamic_shapes=rows, strict=False)
+    assert_same(program.module()(example(9)), converted(example(9)))
+
+
+def test_copies_have_the_hooks_and_attributes_of_the_user(converted: Any) -> None:
+    converted.eval()
+    converted.note, converted.history = "mine", [1]
+    converted.register_forward_hook(hook_with_kwargs, with_kwargs=True, always_call=True)
+    converted.register_forward_pre_hook(pre_hook_with_kwargs, with_kwargs=True)
+    expected = converted(example())
+    for copied in (copy.deepcopy(converted), copy.copy(converted), pickle.loads(pickle.dumps(converted))):
+        assert (copied.note, copied.history) == ("mine", [1])
+        assert_same(copied(example()), expected)
+        assert copied._forward_hooks_always_called
+    copied = copy.deepcopy(converted)
+    copied.history.append(2)
+    assert converted.history == [1]
+
+
+def hook_with_kwargs(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+    return output * 2
+
+
+def pre_hook_with_kwargs(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    return tuple(a * 3 for a in args), kwargs

@@ -853,6 +853,22 @@ def test_converted_blocks_are_sharded_and_sharded_models_refused(front_end: str)
 
 
 @pytest.mark.usefixtures("one_process")
+def test_a_low_dtype_that_parameters_are_gathered_in_is_named_with_the_policy_to_change() -> None:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    def sharded(policy: Any) -> nn.Module:
+        block: Any = fxamp.compile(Two(), policy="O1,dtype=bf16", backend="eager")
+        return fully_shard(block, mp_policy=policy)
+
+    said = r"FSDP2 gathers 4 .* 'l.weight' \(bfloat16\).* param_dtype out of its MixedPrecisionPolicy"
+    with pytest.raises(fxamp.PolicyError, match=said):
+        sharded(MixedPrecisionPolicy(param_dtype=torch.bfloat16))(example())
+    model = sharded(MixedPrecisionPolicy())
+    model(example()).sum().backward()
+    assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {F32}
+
+
+@pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize("front_end", ["fx", "export"])
 def test_data_parallel_training_finds_every_parameter(front_end: str) -> None:
     model = Two()

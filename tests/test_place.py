@@ -415,3 +415,14 @@ def test_an_upcast_is_free_beside_an_fp32_tensor_and_not_beside_a_number() -> No
     model = Two(f).requires_grad_(False)
     module = fxamp.convert(model, example(), policy="O2,dtype=fp16")
     assert {d.colour for d in module.plan.decisions if d.op == "add"} == {"float16"}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_slice_is_cast_after_it_is_taken_so_that_a_product_reads_what_autocasts_reads(seed: int) -> None:
+    torch.manual_seed(seed)
+    model = Net(lambda m, x: m.first(x[..., :8]) + m.first(x[..., 8:]))
+    x = torch.randn(2, 16, 16)
+    module = fxamp.convert(model, (x,), policy="O1,dtype=bf16")
+    with torch.no_grad():
+        assert torch.equal(module(x), under_autocast(model, x).float())
+    assert [c for c in casts(module) if c.startswith("slice")] == ["slice_1 -> bfloat16", "slice_2 -> bfloat16"]

@@ -418,20 +418,69 @@ def test_a_train_override_is_refused() -> None:
         o0(Frozen())
 
 
-def test_extra_state_is_refused() -> None:
-    class Counts(Two):
-        def get_extra_state(self) -> int:
-            return 3
+class Counts(Two):
+    """Keeps a state of its own, has some layers frozen whatever the mode, and names its weights otherwise in files."""
 
-    with pytest.raises(fxamp.CaptureError, match=r"overrides get_extra_state\(\)"):
-        o0(nn.Sequential(Counts()))
+    seen = 3
+
+    def get_extra_state(self) -> int:
+        return self.seen
+
+    def set_extra_state(self, state: int) -> None:
+        self.seen = state
+
+    def train(self, mode: bool = True) -> Counts:
+        super().train(mode)
+        self.m.eval()
+        return self
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        for name in [n for n in state_dict if n.startswith(f"{prefix}old.")]:
+            state_dict[name.replace("old", "l")] = state_dict.pop(name)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
-def test_a_state_dict_hook_is_refused() -> None:
+def test_extra_state_of_the_whole_is_refused() -> None:
+    with pytest.raises(fxamp.CaptureError, match=r"'\(root\)' \(Counts\) overrides .*which the converted"):
+        o0(Counts())
+
+
+@pytest.mark.parametrize("front_end", FRONT_ENDS)
+def test_what_the_author_of_a_part_says_of_modes_and_files_is_kept(front_end: str) -> None:
+    model: Any = nn.Sequential(Counts(), nn.ReLU())
+    converted: Any = o0(model, front_end=front_end)
+    for module in (model, converted):
+        module.train()
+        assert [m.training for m in module[0].children()] == [True, False]
+    state = converted.state_dict()
+    assert state["0._extra_state"] == 3
+    state["0._extra_state"], state["0.old.weight"] = 4, torch.ones(6, 6)
+    del state["0.l.weight"]
+    converted.load_state_dict(state)
+    assert converted.state_dict()["0._extra_state"] == 4
+    assert torch.equal(model[0].l.weight, torch.ones(6, 6))
+    assert_is_eager(converted, model)
+
+
+class Norm(nn.BatchNorm1d):
+    """A norm of torch's with an activation, as libraries of vision models have it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).relu()
+
+
+def test_what_torch_says_of_the_files_of_its_layers_is_kept_for_subclasses_of_them() -> None:
+    model = nn.Sequential(nn.Linear(6, 6), Norm(6))
+    converted = fxamp.convert(model, (example(),), policy="O0")
+    assert isinstance(converted, fxamp.ConvertedModule)
+    assert_is_eager(converted, model)
+
+
+def test_hooks_of_a_state_dict_run(tmp_path: Any) -> None:
     model = Two()
-    model.register_state_dict_post_hook(lambda *_: None)  # type: ignore[no-untyped-call]
-    with pytest.raises(fxamp.CaptureError, match="state-dict hook"):
-        o0(model)
+    model.register_state_dict_post_hook(lambda m, state, *_: state.update(mark=torch.ones(1)))  # type: ignore[no-untyped-call]
+    model.l.register_state_dict_post_hook(lambda m, state, *_: state.update(inner=torch.ones(1)))
+    assert {"mark", "inner"} <= o0(model).state_dict().keys()
 
 
 def test_wrappers_are_refused_with_the_order_to_use() -> None:
@@ -506,4 +555,5 @@ def test_a_hook_that_forward_installs_is_gone_after_capture() -> None:
     converted = o0(model)
     assert not model.l._forward_hooks
     assert not model.installed
+    model(example())  # it is there now, as it was while the model was captured
     assert torch.equal(converted(example()), model(example()))

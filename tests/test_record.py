@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fxamp
-from fxamp.measure import _saved_bytes
+from fxamp.measure import saved_bytes
 from fxamp.report.build import record_of
 from fxamp.report.record import SCHEMA, Record, schema
 from fxamp.report.sizes import sizes_of
@@ -27,7 +27,7 @@ def test_what_is_kept_for_backward_is_what_a_step_keeps(name: str, policy: str) 
     module.train()
     predicted = sum(size.saved_bytes for size in sizes_of(module).values())
     with unchanged(found.model):
-        counted = _saved_bytes(lambda: module(*found.args, **found.kwargs))
+        counted = saved_bytes(lambda: module(*found.args, **found.kwargs))
     assert predicted == pytest.approx(counted, rel=0.01)
 
 

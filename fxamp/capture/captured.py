@@ -13,6 +13,7 @@ from torch.fx import Graph
 from passes.errors import CaptureError
 
 from ..call import CallSpec
+from .reads import Reads
 
 
 @dataclass(frozen=True)
@@ -83,10 +84,12 @@ class Captures:
     Attributes:
         graphs: one for each state in which the model computes something of its own, that of its present state first.
         missing: the states that could not be captured, and why.
+        reads: what forward() read of the model, in any of them.
     """
 
     graphs: list[Captured]
     missing: list[tuple[State, str]] = field(default_factory=list)
+    reads: Reads = field(default_factory=Reads)
 
 
 def as_inputs(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]] | None:

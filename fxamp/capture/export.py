@@ -28,6 +28,7 @@ from ..functions import Functions
 from ..preflight import untouched
 from .casts import ExplicitCasts, TooLong, drop_aliases
 from .patches import traced_here_alone
+from .reads import Recorder
 
 _PREFIX = "model."
 Result = TypeVar("Result")
@@ -105,9 +106,10 @@ class _Box:
 class _Flat(nn.Module):
     """The model behind flat tensor inputs and outputs, so that every container is ours to bind and to pack."""
 
-    def __init__(self, model: nn.Module, call: CallSpec, flat: list[Any]) -> None:
+    def __init__(self, model: nn.Module, call: CallSpec, flat: list[Any], recorder: Recorder) -> None:
         super().__init__()
         self.model = model
+        self.recorder = recorder
         self.call_spec = call
         self.flat = tuple(None if isinstance(v, torch.Tensor) else v for v in flat)
         self.box = _Box()
@@ -118,7 +120,7 @@ class _Flat(nn.Module):
         flat = [next(given) if leaf.tensor else v for leaf, v in zip(self.call_spec.leaves, self.flat, strict=True)]
         args, kwargs = self.call_spec.arguments(self.call_spec.unflatten(flat))
         # Here, for the exporter undoes assignments without a word.
-        with traced_here_alone(), untouched(self.model) as self.box.changed:
+        with traced_here_alone(), untouched(self.model) as self.box.changed, self.recorder(tensors):
             output = self.model(*args, **kwargs)
         kept, self.box.constants, self.box.spec = flatten_outputs(output)
         return tuple(kept)
@@ -209,7 +211,7 @@ def _quiet() -> Iterator[None]:
 
 def export(
     model: nn.Module, call: CallSpec, flat: list[Any], dims: tuple[Any, ...],
-    autocast: Autocast | None, limit: tuple[float, float] | None,
+    autocast: Autocast | None, limit: tuple[float, float] | None, recorder: Recorder,
 ) -> tuple[GraphModule, CallSpec, list[str]]:  # fmt: skip
     """Export a model in its present mode.
 
@@ -220,13 +222,14 @@ def export(
         dims: one dynamic-shape specification per tensor.
         autocast: what to export it under; its casts are not in the graph, but every value has its dtype.
         limit: how many seconds it may take, and how many more for each call; None for any time.
+        recorder: notes what forward() reads.
 
     Returns its graph module, the call specification with outputs filled in, and the attributes that forward() changes.
 
     Raises whatever `torch.export.export` raises, or the refusal inside it.
     """
-    wrapper = _Flat(model, call, flat)
-    wrapper.training = vars(model)["training"]  # it is not the program that asks
+    wrapper = _Flat(model, call, flat, recorder)
+    wrapper.training = model.training
     tensors = _distinct([v for v in flat if isinstance(v, torch.Tensor)])
     functions = Functions()
     with _quiet():

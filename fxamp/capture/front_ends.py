@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from passes.errors import CaptureError, FxampError, NotFaithfulError, RejectedError
@@ -18,10 +19,11 @@ from passes.errors import CaptureError, FxampError, NotFaithfulError, RejectedEr
 from .. import capture_fx
 from ..call import CallSpec, both
 from ..check import preserved, rejected
-from ..preflight import grad_mode_reads, refuse_assigned, refuse_constructs, training_flags_read, untouched
+from ..preflight import grad_mode_reads, refuse_assigned, refuse_constructs, untouched
 from ..tensors import held, kept
 from . import export
 from .captured import Captured
+from .reads import Reads, Recorder
 from .relate import relate, settle
 
 Run = Callable[[], Captured]
@@ -29,8 +31,9 @@ ALONE = "the model runs under torch.autocast alone, so nothing was compared: {}"
 
 
 def by_export(
-    model: nn.Module, call: CallSpec, flat: list[Any], dynamic_shapes: Any, autocast: export.Autocast | None
-) -> Run:
+    model: nn.Module, call: CallSpec, flat: list[Any], dynamic_shapes: Any, autocast: export.Autocast | None,
+    reads: Reads,
+) -> Run:  # fmt: skip
     """Return what captures a model by `torch.export`, as it is and under autocast.
 
     Args:
@@ -39,21 +42,22 @@ def by_export(
         flat: the flat example inputs.
         dynamic_shapes: "auto", None, or as `torch.export.export` takes it.
         autocast: None to capture without it alone.
+        reads: takes what forward() reads.
     """
     dims = export.Dims(dynamic_shapes, call, flat)
 
     def run() -> Captured:
         try:
-            plain = _export(model, call, flat, dims, None)
+            plain = _export(model, call, flat, dims, None, reads)
         except RejectedError as e:
-            low = None if autocast is None else _under_autocast(model, call, flat, dims, autocast)
+            low = None if autocast is None else _under_autocast(model, call, flat, dims, autocast, reads)
             if not isinstance(low, Captured):
                 raise
             settle(low.graph, low.constants, [])
             return replace(low, notes=[*low.notes, ALONE.format(str(e).splitlines()[0])], plain=False)
         if autocast is None:
             return plain
-        low = _under_autocast(model, call, flat, dims, autocast)
+        low = _under_autocast(model, call, flat, dims, autocast, reads)
         if not isinstance(low, Captured):
             plain.notes.append(f"captured without torch.autocast, which cannot run it: {low}")
             return plain
@@ -83,47 +87,50 @@ def _same_outputs(a: CallSpec, b: CallSpec) -> bool:
 
 
 def _under_autocast(
-    model: nn.Module, call: CallSpec, flat: list[Any], dims: export.Dims, autocast: export.Autocast
+    model: nn.Module, call: CallSpec, flat: list[Any], dims: export.Dims, autocast: export.Autocast, reads: Reads
 ) -> Captured | str:
     """Return the capture under autocast, or why there is none."""
     try:
-        return _export(model, call, flat, dims, autocast)
+        return _export(model, call, flat, dims, autocast, reads)
     except CaptureError as e:
         return str(e).split("\n")[0]
 
 
 def _export(
-    model: nn.Module, call: CallSpec, flat: list[Any], dims: export.Dims, autocast: export.Autocast | None
+    model: nn.Module, call: CallSpec, flat: list[Any], dims: export.Dims, autocast: export.Autocast | None, reads: Reads
 ) -> Captured:
     try:
-        with (
-            kept(held(model).values()), refuse_constructs("export"), untouched(model), grad_mode_reads() as asked,
-            training_flags_read(model) as flags_read,
-        ):  # fmt: skip
-            gm, spec, changed = dims.try_each(lambda d, limit: export.export(model, call, flat, d, autocast, limit))
+        with kept(held(model).values()), refuse_constructs("export"), untouched(model), grad_mode_reads() as asked:
+            gm, spec, changed = dims.try_each(
+                lambda d, limit: export.export(model, call, flat, d, autocast, limit, Recorder(model, reads, asked))
+            )
     except (FxampError, *export.NOT_ABOUT_THE_MODEL):
         raise
     except Exception as e:
         if autocast is None:
             _refuse_inputs(model, call, flat)
         raise NotFaithfulError(export.explain(model, e)) from e
+    reads.assigned |= set(changed)
     graph, constants = export.normalise(gm, model)
     lifted = {id(c) for c in constants.values()}
     refuse_assigned(changed, [name for name, t in held(model).items() if id(t) in lifted], "export")
     return Captured(
         graph, spec, "export", {}, constants, [*dims.notes, *_side_effects(changed)], grad_reads=tuple(asked),
-        flag_reads=flags_read(),
+        flag_reads=reads.ask_for("training") or any(isinstance(m, torch.jit.ScriptModule) for m in model.modules()),
     )  # fmt: skip
 
 
-def by_fx(model: nn.Module, call: CallSpec, flat: list[Any]) -> Run:
+def by_fx(model: nn.Module, call: CallSpec, flat: list[Any], reads: Reads) -> Run:
     """Return what captures a model by symbolic tracing; arguments as `by_export`."""
 
     def run() -> Captured:
         with (
             kept(held(model).values()), refuse_constructs("fx"), untouched(model) as changed, grad_mode_reads() as asked
         ):  # fmt: skip
-            graph, spec, leaves, constants = capture_fx.trace(model, call, flat)
+            graph, spec, leaves, constants = capture_fx.trace(model, call, flat, Recorder(model, reads, asked))
+        reads.assigned |= set(changed)
+        for path, leaf in leaves.items():
+            reads.add_opaque(path, leaf)
         return Captured(graph, spec, "fx", leaves, constants, _side_effects(changed), grad_reads=tuple(asked))
 
     return run

@@ -36,6 +36,7 @@ from .export import Autocast, program_module
 from .front_ends import Run
 from .merge import follows_mode, merge, same_graphs
 from .patches import capturing
+from .reads import Reads
 
 logger = logging.getLogger("fxamp")
 FRONT_ENDS = ("auto", "fx", "export", "jit")  # the last is `dynamo`
@@ -74,13 +75,15 @@ def capture(
         raise CaptureError("capture='export' needs example inputs: fxamp.convert(model, args, kwargs).")
     refuse_modules(module, front_end)
     call, flat = _call_of(module, inputs)
+    reads = Reads()
     with capturing(), no_autocast(), same_random_state():
         random.seed(random.getrandbits(64))  # a draw that is baked in must not be the one that the check makes
         if front_end == "export":
-            run = front_ends.by_export(module, call, flat, dynamic_shapes, autocast)
+            run = front_ends.by_export(module, call, flat, dynamic_shapes, autocast, reads)
         else:
-            run = front_ends.by_fx(module, call, flat)
+            run = front_ends.by_fx(module, call, flat, reads)
         captures = _as_it_is(module, run) if isinstance(model, ExportedProgram) else _all_states(module, run)
+    captures.reads = reads
     for captured in captures.graphs:
         captured.model = module
         if captured.without is not None:

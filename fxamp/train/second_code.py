@@ -63,7 +63,13 @@ class SecondCode:
             if node.name in keys:
                 node.target = known.setdefault(keys[node.name], KeptCast(node.target, f"kept_{node.name}"))
         with called_directly(copied), called_by_name(copied), read_directly(copied):
-            self.run: Callable[..., Any] = type(GraphModule(module, copied)).forward
+            self.run: Callable[..., Any] = _code(copied)
+
+
+def _code(graph: Graph) -> Callable[..., Any]:
+    made = GraphModule(nn.Module(), Graph())  # whose attributes the code does not read: it is called with another
+    made.graph = graph
+    return type(made).forward
 
 
 def weight_casts(module: ConvertedModule, graph: Graph) -> Iterator[Node]:

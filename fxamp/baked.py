@@ -1,0 +1,295 @@
+"""What a graph has as a constant, compared at every call with what the model and the converted module have now.
+
+The converted module shares the model's parameters, and has training flags of its own; but a dropout's `p`, a number
+that forward() read, a layer that it called, are in the graph as they were. A change of one of them, on the model or on
+the converted module, is refused at the next call, by name. Training flags of single layers of the model are followed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import weakref
+from collections import OrderedDict
+from collections.abc import Sequence, Set
+from typing import Any
+
+import torch
+from torch import nn
+
+from passes.errors import CaptureError
+
+from .call import CallSpec
+from .capture.reads import HOOKS, Reads, label
+
+_OWN = frozenset(nn.Module().__dict__) - {"_modules"}  # torch's tables and flags
+_CONTAINERS = (list, tuple, dict, set, OrderedDict)
+
+
+class _Missing:
+    def __repr__(self) -> str:
+        return "not there"
+
+
+_MISSING = _Missing()
+
+
+_FLAG = operator.itemgetter("training")
+_ANY = itertools.repeat(_MISSING)
+
+
+class _Tree:
+    """What is compared of one tree of modules: entries of tables with what they were, and tables of hooks."""
+
+    def __init__(self, whose: str, own_hooks: Set[str]) -> None:
+        self.whose = whose
+        self._own_hooks = own_hooks
+        self._names: dict[tuple[int, str], str] = {}
+        self._tables: list[dict[str, Any]] = []
+        self._keys: list[str] = []
+        self._values: list[Any] = []
+        self._hooks: list[Any] = []
+        self._owners: list[tuple[str, dict[str, Any], str]] = []
+        self._modules: list[nn.Module] = []
+        self._classes: list[type] = []
+
+    def add(self, path: str, module: nn.Module, name: str) -> None:
+        """Compare an attribute from now on, wherever `nn.Module` keeps it; what graphs follow is left out."""
+        attributes = vars(module)
+        if name in _OWN or (name != "forward" and hasattr(nn.Module, name)):
+            return
+        if name in attributes:
+            if not _holds_parameters(attributes[name]):
+                self._compare(path, attributes, name)
+        elif name in module._modules:
+            self._compare(path, module._modules, name)
+        elif name in module._parameters or name in module._buffers:
+            table: Any = module._parameters if name in module._parameters else module._buffers
+            if table[name] is None:
+                self._compare(path, table, name)
+        elif not isinstance(getattr(type(module), name, None), property):
+            self._compare(path, attributes, name)
+
+    def add_object(self, path: str, held: Any, name: str) -> None:
+        """Compare an attribute of an object that a module holds."""
+        if name in getattr(held, "__dict__", ()):
+            self._compare(path, vars(held), name)
+
+    def add_children(self, path: str, module: nn.Module) -> None:
+        """Compare the children that a module has now, each by itself: others may come."""
+        for name in module._modules:
+            self._compare(path, module._modules, name)
+
+    def add_hooks(self, path: str, module: nn.Module) -> None:
+        """Refuse hooks of a module from now on."""
+        self._hooks += [module.__dict__[name] for name in HOOKS]
+        self._owners += [(path, vars(module), name) for name in HOOKS]
+
+    def add_class(self, module: nn.Module) -> None:
+        """Refuse another class of a module, which a parametrization gives it."""
+        self._modules.append(module)
+        self._classes.append(type(module))
+
+    def _compare(self, path: str, table: dict[str, Any], key: str) -> None:
+        if (id(table), key) not in self._names:
+            self._names[id(table), key] = f"{path}.{key}".lstrip(".")
+            self._tables.append(table)
+            self._keys.append(key)
+            self._values.append(_copy(table.get(key, _MISSING)))
+
+    def holds(self) -> bool:
+        """Say whether all is as it was: what every call waits for, so nothing in it is a loop of Python's."""
+        try:
+            if list(map(dict.get, self._tables, self._keys, _ANY)) != self._values:
+                return False
+        except Exception:  # the comparison of an object of the user's
+            return False
+        return not any(self._hooks) and list(map(type, self._modules)) == self._classes
+
+    def refuse(self) -> None:
+        """Raise CaptureError for the first thing that is not as it was."""
+        for (path, attributes, name), table in zip(self._owners[:], self._hooks[:], strict=True):
+            for hook in table.values():
+                if label(hook) not in self._own_hooks:
+                    raise CaptureError(
+                        f"module '{path or '(root)'}' of {self.whose} has a {HOOKS[name]} now ({label(hook)}), which "
+                        "the graph does not run. Remove it, or use fxamp.compile, which runs hooks."
+                    )
+            if table:  # forward's own, which ran while it was captured
+                self._owners = [own for own in self._owners if own[1] is not attributes or own[2] != name]
+                self._hooks = [other for other in self._hooks if other is not table]
+                self._compare(path, attributes, name)
+        slots = zip(self._names.values(), self._tables, self._keys, self._values, strict=True)
+        for name, table, key, value in slots:
+            now = table.get(key, _MISSING)
+            if not _same(now, value):
+                raise self._changed(name, value, now)
+        for module, kind_then in zip(self._modules, self._classes, strict=True):
+            if type(module) is not kind_then:
+                raise CaptureError(
+                    f"a {kind_then.__name__} of {self.whose} is a {type(module).__name__} now, as a parametrization or "
+                    "a sharded wrapper makes it, whose code the graph does not run. Convert again."
+                )
+
+    def _changed(self, name: str, value: Any, now: Any) -> CaptureError:
+        if name.endswith("_modules") and isinstance(now, dict):  # name the layer
+            child = next((k for k in (*value, *now) if value.get(k, _MISSING) is not now.get(k, _MISSING)), "")
+            name, value, now = f"{name.removesuffix('_modules')}{child}", value.get(child), now.get(child)
+        then = "was not set" if value is _MISSING else f"was {_show(value)}"
+        return CaptureError(
+            f"'{name}' of {self.whose} {then} when the model was captured, and is {_show(now)} now: the graph goes on "
+            "with what it was. Set it back, or change the original model and convert that again."
+        )
+
+
+class Baked:
+    """What the graphs of a converted module have as constants.
+
+    Args:
+        reads: what forward() read.
+        converted: the root of the converted module's tree.
+        original: the model; None for a copy, which has none. What no one refers to any more is not compared.
+        name: the name of the model's class.
+    """
+
+    def __init__(self, reads: Reads, converted: nn.Module, original: nn.Module | None, name: str) -> None:
+        self.reads = reads
+        self._converted = _Tree(f"the converted {name}", frozenset())
+        self._original = _Tree(f"the original {name}", reads.hooks)
+        self._alive = None if original is None else weakref.ref(original)
+        twins = _modules(converted)
+        for path, twin in twins.items():
+            if path and path not in reads.opaque:
+                self._converted.add_hooks(path, twin)
+        for path, attribute in _sorted(reads):
+            if path == attribute == "" or path in reads.opaque or path not in twins:
+                continue
+            if path == "" and attribute == "_modules":
+                self._converted.add_children(path, converted)
+            elif path or not (attribute in vars(converted) or hasattr(type(converted), attribute)):
+                self._converted.add(path, twins[path], attribute)
+        self._numbers = [
+            (twins[path], name, vars(twins[path])[name])
+            for path, name in _sorted(reads)
+            if path in twins and type(vars(twins[path]).get(name)) in (bool, int, float) and name != "training"
+        ]
+        self._gradients = list(_gradients(reads, converted))
+        self._inputs = [(i, *reads.inputs[i]) for i in sorted(reads.inputs)]
+        self._twins: list[nn.Module] = []
+        self._layers: list[dict[str, Any]] = []
+        if original is not None:
+            self._compare_original(original, twins)
+
+    def _compare_original(self, original: nn.Module, twins: dict[str, nn.Module]) -> None:
+        modules = _modules(original)
+        for path, module in modules.items():
+            self._original.add_hooks(path, module)
+            if path:
+                self._original.add_class(module)
+        for path, attribute in _sorted(self.reads):
+            if path in modules:
+                self._original.add(path, modules[path], attribute)
+        for path, held, attribute in sorted(self.reads.objects):
+            if path in modules:
+                self._original.add_object(f"{path}.{held}".lstrip("."), vars(modules[path]).get(held), attribute)
+        both = [path for path in modules if path in twins]
+        self._twins, self._layers = [twins[path] for path in both], [vars(modules[path]) for path in both]
+        self._flags = list(map(_FLAG, self._layers))
+
+    def check(self) -> None:
+        """Follow training flags of the model's layers; raise CaptureError for what is not as it was captured."""
+        if not self._converted.holds():
+            self._converted.refuse()
+        if self._alive is not None:
+            if self._alive() is None:
+                self._alive, self._layers, self._original = None, [], _Tree("", frozenset())
+            else:
+                if not self._original.holds():
+                    self._original.refuse()
+                flags = list(map(_FLAG, self._layers))
+                if flags != self._flags:
+                    self._follow(flags)
+        for table, key, required, name, place in self._gradients:
+            if table[key].requires_grad is not required:
+                raise _asked(f"'{name}'", required, place)
+
+    def guard(self) -> None:
+        """Compare the numbers of the converted module's layers where `torch.compile` traces it, which then guards them.
+
+        Raises:
+            CaptureError: one has changed; `check` says more, where the call then runs as it is.
+        """
+        for module, name, value in self._numbers:
+            if getattr(module, name) != value:
+                raise CaptureError(f"'{name}' of a layer is not what it was when the model was captured.")
+
+    def check_inputs(self, flat: Sequence[Any], call: CallSpec) -> None:
+        """Raise CaptureError when a tensor requires gradients, or does not, and forward() asked for that."""
+        for i, required, place in self._inputs:
+            if i < len(flat) and flat[i].requires_grad is not required:
+                name = [leaf.name for leaf in call.leaves if leaf.tensor][i]
+                raise _asked(f"input '{name}'", required, place)
+
+    def _follow(self, flags: list[bool]) -> None:
+        """Give the flags of single layers of the model to those of the converted module; not one for all of them."""
+        before, self._flags = self._flags, flags
+        for i, twin in enumerate(self._twins):
+            odd, was_odd = flags[i] is not flags[0], before[i] is not before[0]
+            if (odd and (not was_odd or flags[i] is not before[i])) or (was_odd and not odd and flags[0] is before[0]):
+                twin.training = flags[i]
+
+
+def _asked(name: str, required: bool, place: str) -> CaptureError:
+    now, then = ("does not require", "required") if required else ("requires", "did not require")
+    return CaptureError(
+        f"{name} {now} gradients, and {then} them when the model was captured, where forward() asks for that ({place}) "
+        "and takes a way that the graph has alone. Convert again in the state wanted."
+    )
+
+
+def _modules(root: nn.Module) -> dict[str, nn.Module]:
+    return {p: m for p, m in root.named_modules() if not p.startswith("_fxamp")}
+
+
+def _sorted(reads: Reads) -> list[tuple[str, str]]:
+    return sorted((p, name) for p, name in reads.attributes if f"{p}.{name}".lstrip(".") not in reads.assigned)
+
+
+def _gradients(reads: Reads, converted: nn.Module) -> Any:
+    """Yield table, key, flag, name and place of each parameter on whose flag a graph depends."""
+    for path, module in _modules(converted).items():
+        for key, parameter in module._parameters.items():
+            place = reads.gradients.get(f"{path}.{key}".lstrip("."), reads.gradients.get(""))
+            if parameter is not None and place is not None:
+                yield module._parameters, key, parameter.requires_grad, f"{path}.{key}".lstrip("."), place
+
+
+def _holds_parameters(value: Any) -> bool:
+    """Say whether a container is another place for parameters, which graphs follow, as recurrent layers have one."""
+    if type(value) not in _CONTAINERS:
+        return isinstance(value, (nn.Parameter, weakref.ref))
+    return any(map(_holds_parameters, value.values() if isinstance(value, dict) else value))
+
+
+def _copy(value: Any) -> Any:
+    """Return a value that stays as it is when this one changes, containers apart from what is in them."""
+    if type(value) not in _CONTAINERS:
+        return value
+    if isinstance(value, dict):
+        return {k: _copy(v) for k, v in value.items()}
+    return type(value)(map(_copy, value))
+
+
+def _same(now: Any, value: Any) -> bool:
+    try:
+        return now is value or bool(now == value)
+    except Exception:
+        return False
+
+
+def _show(value: Any) -> str:
+    if isinstance(value, (bool, int, float, str, type(None), torch.dtype, torch.device, _Missing)):
+        return repr(value)
+    if isinstance(value, _CONTAINERS) and all(isinstance(v, (bool, int, float, str)) for v in value):
+        return repr(value)[:200]
+    return f"a {type(value).__name__}"

@@ -1,0 +1,171 @@
+"""What a model's forward() reads while it is captured, and a graph has as a constant.
+
+A front end carries a model's Python out once. What that reads of the model (`self.scale`, a dropout's `p`, the layer
+that it calls, `self.config.eps`, whether a weight requires gradients) is in the graph as it was, so the converted
+module has to know what that is: `baked.py` compares it at every call.
+
+Before: self.norm(x) * self.scale
+After:  attributes = {("", "norm"), ("", "scale"), ("norm", "eps"), ("norm", "forward"), ...}
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+
+from .. import frames
+from .patches import is_capturing, replaced
+
+HOOKS = {
+    "_forward_hooks": "forward hook",
+    "_forward_pre_hooks": "forward pre-hook",
+    "_backward_hooks": "backward hook",
+    "_backward_pre_hooks": "backward pre-hook",
+}
+_HEAP_TYPE = 1 << 9  # of a class's __flags__: it was made by Python, and can be changed
+_WALK = nn.Module.named_modules.__code__  # by which tracers find the names of modules
+_AUTOGRAD = ("requires_grad", "grad_fn", "is_leaf")
+
+
+@dataclass
+class Reads:
+    """What forward() read, whatever state it was captured in.
+
+    Attributes:
+        attributes: module path and name.
+        objects: module path, attribute that holds an object of the user's, such as a configuration, and name in it.
+        assigned: "path.name" of what forward() itself assigns, which is no state of the model's.
+        opaque: paths of modules that run as they are.
+        gradients: parameters that were asked whether they require gradients, by name, and where; "" for a computed
+            value, which depends on all of them.
+        hooks: what forward() itself installs as hooks at its first call, by their names.
+        inputs: whether inputs required gradients, by their place among the tensors, and where it was asked.
+    """
+
+    attributes: set[tuple[str, str]] = field(default_factory=set)
+    objects: set[tuple[str, str, str]] = field(default_factory=set)
+    assigned: set[str] = field(default_factory=set)
+    opaque: set[str] = field(default_factory=set)
+    gradients: dict[str, str] = field(default_factory=dict)
+    inputs: dict[int, tuple[bool, str]] = field(default_factory=dict)
+    hooks: set[str] = field(default_factory=set)
+
+    def ask_for(self, name: str) -> bool:
+        """Say whether an attribute of this name was read of any module."""
+        return any(read == name for _, read in self.attributes)
+
+    def add_opaque(self, path: str, leaf: nn.Module) -> None:
+        """Count everything of a module that is not looked into as read."""
+        for inner, module in leaf.named_modules(prefix=path):
+            self.opaque.add(inner)
+            self.attributes |= {(inner, name) for name in (*module.__dict__, "forward", "_modules")}
+
+
+class Recorder:
+    """Notes what is read while it is entered, by this thread alone.
+
+    Args:
+        model: whose forward is called inside.
+        reads: takes what is read.
+        asked: takes the lines where a computed value is asked whether it requires gradients, which depends on the grad
+            mode too.
+    """
+
+    def __init__(self, model: nn.Module, reads: Reads, asked: list[str]) -> None:
+        self._model, self._reads, self._asked = model, reads, asked
+
+    @contextlib.contextmanager
+    def __call__(self, inputs: Sequence[torch.Tensor] = ()) -> Iterator[None]:
+        """Note what is read inside, where forward() is called with these tensors."""
+        modules = dict(self._model.named_modules())
+        held = {(path, name): v for path, m in modules.items() for name, v in vars(m).items() if _looked_into(v)}
+        kinds = {nn.Module, *map(type, held.values())}
+        note = self._noting({id(m): p for p, m in modules.items()}, {id(v): where for where, v in held.items()})
+        note_gradient = self._noting_gradients(inputs)
+        with contextlib.ExitStack() as stack:
+            for kind in kinds:
+                with contextlib.suppress(TypeError, AttributeError):  # a class that does not let itself be changed
+                    stack.enter_context(replaced(kind, "__getattribute__", note))
+            for name in _AUTOGRAD:
+                stack.enter_context(mock.patch.object(torch.Tensor, name, _noted_property(name, note_gradient)))
+            yield
+        for module in modules.values():
+            for table in HOOKS:
+                self._reads.hooks |= set(map(label, vars(module)[table].values()))
+
+    def _noting(self, paths: dict[int, str], held: dict[int, tuple[str, str]]) -> Callable[..., Any]:
+        attributes, objects = self._reads.attributes, self._reads.objects
+
+        def noting(get: Callable[..., Any]) -> Callable[..., Any]:
+            def read(owner: Any, name: str) -> Any:
+                if id(owner) in paths and not (name == "_modules" and sys._getframe(2).f_code is _WALK):
+                    attributes.add((paths[id(owner)], name))
+                elif id(owner) in held:
+                    objects.add((*held[id(owner)], name))
+                return get(owner, name)
+
+            return read
+
+        return noting
+
+    def _noting_gradients(self, inputs: Sequence[torch.Tensor]) -> Callable[[torch.Tensor], None]:
+        reads = self._reads
+        parameters = {id(p): name for name, p in self._model.named_parameters()}
+        buffers = {id(b) for b in self._model.buffers()}
+        places = {id(t): i for i, t in enumerate(inputs)}
+        required, ambient = [t.requires_grad for t in inputs], torch.is_grad_enabled()
+
+        def note(tensor: torch.Tensor) -> None:
+            asker = frames.caller(("user", "nn", "torch"))
+            if asker is None or frames.kind(asker.f_code.co_filename) == "torch" or id(tensor) in buffers:
+                return
+            place = frames.place()
+            if id(tensor) in parameters:
+                reads.gradients.setdefault(parameters[id(tensor)], place)
+            elif id(tensor) in places:
+                at = places[id(tensor)]
+                reads.inputs.setdefault(at, (required[at], place))
+            elif torch.is_grad_enabled() is ambient:  # else in a region of the program's own, where it never does
+                reads.gradients.setdefault("", place)
+                for at, flag in enumerate(required):
+                    reads.inputs.setdefault(at, (flag, place))
+                self._asked.append(place)
+
+        return note
+
+
+def label(hook: Any) -> str:
+    """Return what a hook is called in an error."""
+    return str(getattr(hook, "__qualname__", type(hook).__name__))
+
+
+def _looked_into(value: Any) -> bool:
+    """Say whether a value is an object of the user's whose attributes forward() may read, such as a configuration."""
+    kind = type(value)
+    return (
+        bool(kind.__flags__ & _HEAP_TYPE)
+        and hasattr(value, "__dict__")
+        and not isinstance(value, (nn.Module, torch.Tensor, type))
+        and not kind.__module__.startswith(("torch.", "collections", "functools", "enum"))
+    )
+
+
+def _noted_property(name: str, note: Callable[[torch.Tensor], object]) -> Any:
+    own: Any = getattr(torch.Tensor, name)
+
+    def get(self: torch.Tensor) -> Any:
+        if is_capturing():
+            note(self)
+        return own.__get__(self)
+
+    def put(self: torch.Tensor, value: Any) -> None:
+        own.__set__(self, value)
+
+    return property(get, put)
