@@ -39,7 +39,8 @@ def decide(state: State, node: Node, name: str, floats: list[ops.Operand]) -> Co
         why = "mutated: its storage is written, and shared with FP32 values"
         if not state.aliases.is_mutated(node):
             why = "keep: the program reads its bits, or how many it has"
-        return all_to(state, torch.float32, row, floats, kind, why)
+        # Not FP32: what the author made low shares its storage with no cast of it.
+        return keep(state, node, floats, kind, why)
     moves_written = may_alias(node) and state.aliases.is_mutated(node)
     if not state.autocast and not moves_written and (pinned := _override(state, node, name, row, floats)):
         return pinned
