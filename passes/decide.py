@@ -17,7 +17,7 @@ from .kinds import by_kind, fp32, in_place, user_cast
 from .levels import by_level
 from .operand_casts import all_to, keep, natural
 from .policy import module_override, op_override
-from .rules import FOLLOW, LOW, PROMOTE, Rule
+from .rules import FOLLOW, FP32, LOW, PROMOTE, Rule
 from .state import State, first_float
 from .values import ANY, may_alias, mutated_operands, out_operands
 from .values import LOW as LOW_DTYPES
@@ -49,17 +49,19 @@ def decide(state: State, node: Node, name: str, floats: list[ops.Operand]) -> Co
         if not region[1]:
             return natural(state, row, floats, "region", "autocast_region: the model disables autocast here")
         low = region[2] or low
-    if any(state.dtypes[o.node] == torch.float64 for o in floats):
+    held = {state.dtypes[o.node] for o in floats if isinstance(state.dtypes[o.node], torch.dtype)}
+    # Beside one of 64 bits autocast goes on casting the others to FP32.
+    if torch.float64 in held and not (kind == FP32 and held & {*LOW_DTYPES}):
         return natural(state, row, floats, kind, "float64: left as it is")
     if state.autocast:
         return by_kind(state, node, name, row, kind, floats, low)
     if node in state.islands:
         return fp32(state, node, row, floats, "island: a norm written by hand is FP32 throughout")
     if state.aggressive:
-        held = [o.node for o in floats]
-        extreme = any(n in state.extremes.values for n in held) or converts(node, name, state.dtypes)
-        by_rule, kind = kind, by_level(state.policy, node, row, kind, held, extreme)
-        if kind == LOW != by_rule and any(state.dtypes[n] is ANY for n in held):
+        values = [o.node for o in floats]
+        extreme = any(n in state.extremes.values for n in values) or converts(node, name, state.dtypes)
+        by_rule, kind = kind, by_level(state.policy, node, row, kind, values, extreme)
+        if kind == LOW != by_rule and any(state.dtypes[n] is ANY for n in values):
             kind = PROMOTE  # what has an unknown dtype may be complex, or an index
     if kind in (PROMOTE, FOLLOW) and not moves_written and _lowers(state, row, floats):
         why = f"{state.policy.level}_low: not sensitive, beside low operands"

@@ -24,7 +24,7 @@ from .policy import Policy
 
 FORMAT_VERSION = 2
 # Reasons for which a node may differ from what torch.autocast does, at O1. The list is complete.
-DEVIATIONS = ("user_cast", "literal", "composite", "keep")
+DEVIATIONS = ("user_cast", "literal", "composite", "keep", "mutated")
 REMEDY = "make the plan anew, with `fxamp report TARGET --save-plan FILE` or `fxamp.plan(model, ...).save(path)`"
 _SURROGATE = re.compile("[\ud800-\udfff]")  # text that a path may hold and UTF-8 has not
 

@@ -61,20 +61,26 @@ def unequal(runs: Iterable[tuple[int, Record, Record]], plan: fxamp.Plan) -> tup
     """
     for index, expected, got in runs:
         names = {n.name: key for n, key in (expected.names | got.names).items()}  # where both have a node, ours
+        ours = {n.name for n in got.names}
         differs: dict[Node, bool] = {}  # by node, whether more differs than how it is stored
         for node in expected.names:
             a, b = expected.made.get(node.name), got.made.get(node.name)
             if isinstance(a, Tensor) and isinstance(b, Tensor) and not torch.equal(a.double(), b.double()):
                 # What is only stored low early is no difference as long as every reader rounds it.
                 differs[node] = not torch.equal(a.to(b.dtype), b)
+            elif isinstance(a, Tensor) and not a.is_complex() and node.name not in ours:
+                differs[node] = False  # decomposed: what reads it shows whether it differs
             if not differs.get(node) and node is not expected.stopped:
                 continue
             first = node
             while before := [n for n in first.all_input_nodes if n in differs and n is not first]:
                 first = before[0]
+            while ops.name(first) == "getitem" and isinstance(first.args[0], Node):
+                first = first.args[0]  # what gave several values is what was decided on
             key, line = names[first.name], source(first)
             found = [d for d in plan.decisions if d.key == key and d.graph == index]
             found = found or [d for d in plan.decisions if (d.op, d.source) == (ops.name(first), line)]
+            found = found or [d for d in plan.deviations if d.source == line]  # a part of what was decomposed
             return (found[0].code if found else ""), key
     return None
 
@@ -105,8 +111,12 @@ def first_difference(
     with preserved(found.model), torch.set_grad_enabled(grad), contextlib.suppress(Stopped):
         torch.manual_seed(0)
         got.run(*_flat(module, found), enable_io_processing=False)
-    code, key = unequal([(0, expected, got)], module.plan) or ("", "what no node shows")
-    return code, key
+    shown = unequal([(0, expected, got)], module.plan)
+    if shown is not None:
+        return shown
+    known = {*expected.names.values()}
+    inside = next((d for d in module.plan.deviations if d.key not in known), None)  # a part of the last op
+    return ("", "what no node shows") if inside is None else (inside.code, inside.key)
 
 
 def _flat(module: fxamp.ConvertedModule, found: Compared) -> list[Any]:
