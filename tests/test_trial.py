@@ -58,12 +58,13 @@ def test_an_ordinary_model_is_ok_at_every_level(front_end: str) -> None:
 def test_a_changed_value_is_a_mismatch_at_every_level(monkeypatch: pytest.MonkeyPatch) -> None:
     emitted = judge._emitted
 
-    def off_by_a_tenth(*args: Any) -> Any:
+    def twice_as_much(*args: Any) -> Any:
         module = emitted(*args)
-        module.register_forward_hook(lambda m, a, out: out * 1.1)
+        module.register_forward_hook(lambda m, a, out: out * 2)
         return module
 
-    monkeypatch.setattr(judge, "_emitted", off_by_a_tenth)
+    torch.manual_seed(0)
+    monkeypatch.setattr(judge, "_emitted", twice_as_much)
     found = judged(Subject(Net(), (torch.randn(4, 6),)), "export")
     assert {verdict.kind for verdict in found.values()} == {"mismatch"}
 

@@ -239,8 +239,8 @@ class Allowed:
     gradients: float = 0.0
 
     def __post_init__(self) -> None:
-        self.outputs = torch.finfo(self.dtype).eps * norm(self.plain.floats)
-        self.gradients = torch.finfo(self.dtype).eps * norm(_present(self.plain))
+        self.outputs = _rounding(self.plain.floats, self.dtype)
+        self.gradients = _rounding(_present(self.plain), self.dtype)
         if self.autocast is not None:
             self._widen(self.autocast)
 
@@ -279,6 +279,12 @@ class Allowed:
         if not slope <= FACTOR * self.gradients and slope:
             return f"gradients are {slope:.3g} from FP32, where {self.gradients:.3g} is what low precision does"
         return ""
+
+
+def _rounding(values: list[Tensor], dtype: torch.dtype) -> float:
+    """Return what one rounding of all values may change, of those too that the dtype holds as subnormal numbers."""
+    info, count = torch.finfo(dtype), sum(t.numel() for t in values)
+    return max(info.eps * norm(values), info.smallest_normal * info.eps * math.sqrt(count))
 
 
 def _pattern(found: Run) -> list[bool]:
