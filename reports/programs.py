@@ -170,7 +170,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         one(options.seed, options.front_end, options.low, options.shrink)
         return
     record = Record(options.record)
-    forget(record, options.again)
+    record.forget(options.again, failed)
     until = None if options.seconds is None else time.monotonic() + options.seconds
     seeds = (str(seed) for seed in range(options.first, options.first + 2 * options.limit))
     while (left := options.limit - sum(bool(e.get("found")) for e in record.found.values())) > 0:
@@ -183,15 +183,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     text = to_markdown(data)
     options.output.joinpath("programs.md").write_text(text)
     sys.stdout.write(text)
-
-
-def forget(record: Record, which: str | None) -> None:
-    """Forget the cases of a record that are to be run anew."""
-    now = code()
-    if which == "outdated":
-        record.found = {c: e for c, e in record.found.items() if e["code"] == now}
-    if which == "failed":
-        record.found = {c: e for c, e in record.found.items() if not failed(e)}
 
 
 def failed(entry: Found) -> bool:

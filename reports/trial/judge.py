@@ -101,7 +101,7 @@ def judged(found: Subject, front_end: str, levels: tuple[str, ...] = LEVELS) -> 
         try:
             captures = _captured(found, front_end)
         except Exception as e:
-            return dict.fromkeys(levels, _raised(e))
+            return dict.fromkeys(levels, as_verdict(e))
         return {level: _ahead_of_time(found, captures, level) for level in levels}
 
 
@@ -144,7 +144,7 @@ def _ahead_of_time(found: Subject, captures: Captures, level: str) -> Verdict:
             got = _low_made_fp32(got, found.plain)  # without inputs nothing says whether 0-dim values promote
         verdict = _judge(found, got, level, module.plan)
     except Exception as e:
-        return _raised(e)
+        return as_verdict(e)
     if verdict.kind == DEVIATION and level == "O1":
         if any(c.without is not None for c in captures.graphs):
             return verdict  # two programs, which cannot be laid side by side
@@ -199,7 +199,7 @@ def _compiled(found: Subject, front_end: str, level: str) -> Verdict:
             module = torch.compile(found.model, backend=fxamp.backend(policy, "eager"))
             got = found.run(module, None if level == "O0" else found.ambient())
     except Exception as e:
-        return _raised(e)
+        return as_verdict(e)
     try:
         plan = fxamp.plan_of(module)
     except FxampError:
@@ -266,7 +266,7 @@ def _dtypes(found: Run) -> list[str]:
     return [str(t.dtype)[6:] for t in found.outputs if isinstance(t, torch.Tensor)]
 
 
-def _raised(error: BaseException) -> Verdict:
+def as_verdict(error: BaseException) -> Verdict:
     """Judge an error: on purpose, and then which, or not."""
     line = " ".join(str(error).split())[:300]
     chain: BaseException | None = error

@@ -39,6 +39,14 @@ class Record:
         lines = path.read_text().splitlines() if path.exists() else []
         self.found: dict[str, Found] = {entry["case"]: entry for entry in map(json.loads, lines)}
 
+    def forget(self, which: str | None, failed: Callable[[Found], bool]) -> None:
+        """Forget the cases that are to be run anew: those that "failed", or those that are "outdated"."""
+        now = code()
+        if which == "outdated":
+            self.found = {case: e for case, e in self.found.items() if e["code"] == now}
+        if which == "failed":
+            self.found = {case: e for case, e in self.found.items() if not failed(e)}
+
     def add(self, entry: Found) -> None:
         """Keep what a case came to."""
         self.found[entry["case"]] = entry
