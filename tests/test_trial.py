@@ -56,7 +56,7 @@ def test_an_ordinary_model_is_ok_at_every_level(front_end: str) -> None:
 
 
 def test_a_changed_value_is_a_mismatch_at_every_level(monkeypatch: pytest.MonkeyPatch) -> None:
-    emitted = judge._emitted
+    emitted = judge.emitted
 
     def twice_as_much(*args: Any) -> Any:
         module = emitted(*args)
@@ -64,7 +64,7 @@ def test_a_changed_value_is_a_mismatch_at_every_level(monkeypatch: pytest.Monkey
         return module
 
     torch.manual_seed(0)
-    monkeypatch.setattr(judge, "_emitted", twice_as_much)
+    monkeypatch.setattr(judge, "emitted", twice_as_much)
     found = judged(Subject(Net(), (torch.randn(4, 6),)), "export")
     assert {verdict.kind for verdict in found.values()} == {"mismatch"}
 

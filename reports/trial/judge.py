@@ -99,7 +99,7 @@ def judged(found: Subject, front_end: str, levels: tuple[str, ...] = LEVELS) -> 
         if front_end in ("jit", "ambient"):
             return {level: _at_first_call(found, front_end, level) for level in levels}
         try:
-            captures = _captured(found, front_end)
+            captures = captured(found, front_end)
         except Exception as e:
             return dict.fromkeys(levels, as_verdict(e))
         return {level: _ahead_of_time(found, captures, level) for level in levels}
@@ -113,7 +113,7 @@ def quiet() -> Iterator[None]:
         yield
 
 
-def _captured(found: Subject, front_end: str) -> Captures:
+def captured(found: Subject, front_end: str) -> Captures:
     """Capture once for all levels, as `fxamp.convert` does for one, and check it as that does."""
     inputs = (found.args, found.kwargs) if front_end == "export" else (None, None)
     settled = resolve(Policy.parse(f"O1,dtype={found.low}"), found.model, as_inputs(*inputs))
@@ -125,7 +125,8 @@ def _captured(found: Subject, front_end: str) -> Captures:
     return captures
 
 
-def _emitted(found: Subject, captures: Captures, level: str) -> fxamp.ConvertedModule:
+def emitted(found: Subject, captures: Captures, level: str) -> fxamp.ConvertedModule:
+    """Return a subject that was captured converted at one level, and run once as `fxamp.convert` does."""
     inputs = as_inputs(found.args, found.kwargs) if captures.graphs[0].front_end == "export" else None
     settled = resolve(Policy.parse(f"{level},dtype={found.low}"), found.model, inputs)
     captures = copied(captures)
@@ -138,7 +139,7 @@ def _emitted(found: Subject, captures: Captures, level: str) -> fxamp.ConvertedM
 
 def _ahead_of_time(found: Subject, captures: Captures, level: str) -> Verdict:
     try:
-        module = _emitted(found, captures, level)
+        module = emitted(found, captures, level)
         got = found.run(module)
         if module.plan.verified == "symbolic":
             got = _low_made_fp32(got, found.plain)  # without inputs nothing says whether 0-dim values promote
@@ -148,7 +149,7 @@ def _ahead_of_time(found: Subject, captures: Captures, level: str) -> Verdict:
     if verdict.kind == DEVIATION and level == "O1":
         if any(c.without is not None for c in captures.graphs):
             return verdict  # two programs, which cannot be laid side by side
-        code, where = first_difference(found, _emitted(found, captures, "O0"), module)
+        code, where = first_difference(found, emitted(found, captures, "O0"), module)
         symbolic = module.plan.verified == "symbolic" and code == "unknown_rank"
         if code not in DEVIATIONS and not symbolic:
             return Verdict(MISMATCH, f"{verdict.why}; first at {where}, of which the plan says {code!r}")
