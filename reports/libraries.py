@@ -18,6 +18,7 @@ import argparse
 import contextlib
 import importlib
 import importlib.metadata
+import itertools
 import json
 import logging
 import sys
@@ -492,7 +493,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     record = Record(options.record)
     record.forget(options.again, lambda e: "by" not in e or not e.get("equal", True) or "problem" in e)
     until = None if options.seconds is None else time.monotonic() + options.seconds
-    cases = [f"{lib}:{n}" for lib in options.library or BUILDERS for n in BUILDERS[lib][1][: options.limit]]
+    each = [[f"{lib}:{n}" for n in BUILDERS[lib][1][: options.limit]] for lib in options.library or BUILDERS]
+    cases = [c for row in itertools.zip_longest(*each) for c in row if c is not None]  # of every library some first
     run_all(cases, work, record, processes=options.processes, until=until, seconds=400, name="models")
     data = summary(record.found)
     options.output.joinpath("libraries.json").write_text(json.dumps(data, indent=1) + "\n")

@@ -44,6 +44,7 @@ from reports.trial.judge import (  # noqa: E402
     judged,
     quiet,
 )
+from reports.trial.runs import changed  # noqa: E402
 from reports.trial.workers import Found, Record, code, run_all  # noqa: E402
 
 RECORD = HERE.parent / "build" / "trial" / "op_coverage.jsonl"
@@ -71,13 +72,14 @@ def work(case: str) -> Found:
     except Exception as e:
         return {"found": {level: [RAISES, f"{type(e).__name__}: {e}"[:200]] for level in LEVELS}}
     verdicts = judged(subject, front)
-    why = _exports(found) if front == "export" and any(v.kind == REFUSED for v in verdicts.values()) else ""
+    odd = any(v.kind in (REFUSED, MISMATCH) for v in verdicts.values())
+    why = _exports(found, subject) if front == "export" and odd else ""
     return {"found": {level: _settled(v, why, deterministic) for level, v in verdicts.items()}}
 
 
 def _settled(verdict: Verdict, exports: str, deterministic: bool) -> list[str]:
     """Say who refuses what was refused."""
-    if verdict.kind == REFUSED and exports:
+    if verdict.kind in (REFUSED, MISMATCH) and exports:
         return [REFUSED, f"torch.export: {exports}"]
     if verdict.kind == REFUSED and not deterministic:
         return [RANDOM, verdict.why]
@@ -86,14 +88,18 @@ def _settled(verdict: Verdict, exports: str, deterministic: bool) -> list[str]:
     return [ALONE if verdict.kind == REFUSED else verdict.kind, verdict.why]
 
 
-def _exports(found: samples.Sample) -> str:
-    """Say why torch.export itself refuses a model, "" if it does not."""
+def _exports(found: samples.Sample, subject: Subject | None = None) -> str:
+    """Say why torch.export itself refuses a model, or what it makes of it that is not the model; "" if it is."""
     try:
         with quiet():
-            torch.export.export(found.model, found.args)
+            program = torch.export.export(found.model, found.args)
+            if subject is None:
+                return ""
+            made = program.module()  # over the model's own parameters
+            why = changed(subject.run(made), subject.plain)
     except Exception as e:
         return f"{type(e).__name__}: {' '.join(str(e).split())}"[:160]
-    return ""
+    return f"its program is not the model: {why}" if why else ""
 
 
 def planned_for_cuda(found: samples.Sample) -> tuple[str, str, list[str]]:
