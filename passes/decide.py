@@ -18,7 +18,7 @@ from .levels import by_level
 from .operand_casts import all_to, keep, natural
 from .policy import module_override, op_override
 from .reasons import Code
-from .rules import FOLLOW, LOW, PROMOTE, Rule
+from .rules import FOLLOW, FP32, LOW, PROMOTE, Rule
 from .state import State, first_float
 from .values import ANY, may_alias, mutated_operands, out_operands
 from .values import LOW as LOW_DTYPES
@@ -40,7 +40,8 @@ def decide(state: State, node: Node, name: str, floats: list[ops.Operand]) -> Co
         why = Code.MUTATED("its storage is written, and shared with FP32 values")
         if not state.aliases.is_mutated(node):
             why = Code.KEEP("the program reads its bits, or how many it has")
-        return all_to(state, torch.float32, row, floats, kind, why)
+        # Not FP32: what the author made low shares its storage with no cast of it.
+        return keep(state, node, floats, kind, why)
     moves_written = may_alias(node) and state.aliases.is_mutated(node)
     if not state.autocast and not moves_written and (pinned := _override(state, node, name, row, floats)):
         return pinned
@@ -49,17 +50,19 @@ def decide(state: State, node: Node, name: str, floats: list[ops.Operand]) -> Co
         if not region[1]:
             return natural(state, row, floats, "region", Code.AUTOCAST_REGION("the model disables autocast here"))
         low = region[2] or low
-    if any(state.dtypes[o.node] == torch.float64 for o in floats):
+    held = {state.dtypes[o.node] for o in floats if isinstance(state.dtypes[o.node], torch.dtype)}
+    # Beside one of 64 bits autocast goes on casting the others to FP32.
+    if torch.float64 in held and not (kind == FP32 and held & {*LOW_DTYPES}):
         return natural(state, row, floats, kind, Code.FLOAT64("left as it is"))
     if state.autocast:
         return by_kind(state, node, name, row, kind, floats, low)
     if node in state.islands:
         return fp32(state, node, row, floats, Code.ISLAND("a norm written by hand is FP32 throughout"))
     if state.aggressive:
-        held = [o.node for o in floats]
-        extreme = any(n in state.extremes.values for n in held) or converts(node, name, state.dtypes)
-        by_rule, kind = kind, by_level(state.policy, node, row, kind, held, extreme)
-        if kind == LOW != by_rule and any(state.dtypes[n] is ANY for n in held):
+        values = [o.node for o in floats]
+        extreme = any(n in state.extremes.values for n in values) or converts(node, name, state.dtypes)
+        by_rule, kind = kind, by_level(state.policy, node, row, kind, values, extreme)
+        if kind == LOW != by_rule and any(state.dtypes[n] is ANY for n in values):
             kind = PROMOTE  # what has an unknown dtype may be complex, or an index
     if kind in (PROMOTE, FOLLOW) and not moves_written and _lowers(state, row, floats):
         code = Code.O2_LOW if state.policy.level == "O2" else Code.O3_LOW

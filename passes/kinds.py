@@ -59,7 +59,11 @@ def by_kind(
     if kind == KEEP and (reference := dtype_reference(node)) is not None:
         dtype = first_float(state.dtypes[reference]) or torch.float32
         return Colouring(dtype, FOLLOW, Code.FOLLOW("made with the dtype of its reference"))
-    kept = keep(state, node, floats, kind, Code.COMPOSITE("kept whole") if kind == COMPOSITE else Code.KEEP(row.reason))
+    why = Code.COMPOSITE("kept whole") if kind == COMPOSITE else Code.KEEP(row.reason)
+    kept = keep(state, node, floats, kind, why)
+    held = {kept.casts.get((o.name, o.index), state.dtypes[o.node]) for o in floats}
+    if kind == COMPOSITE and node.op == "call_function" and len(held & {*ELIGIBLE}) > 1:
+        return all_to(state, torch.float32, row, floats, kind, why)  # autocast, which made them one, is off
     if known and kind == KEEP and not kept.casts:
         kept.reason = Code.AS_WRITTEN(row.reason)
     return kept

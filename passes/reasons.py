@@ -54,7 +54,7 @@ class Code(str, enum.Enum):
 
 
 # Reasons for which a node may differ from what torch.autocast does, at O1. The list is complete.
-DEVIATIONS = (Code.USER_CAST, Code.LITERAL, Code.COMPOSITE, Code.KEEP)
+DEVIATIONS = (Code.USER_CAST, Code.LITERAL, Code.COMPOSITE, Code.KEEP, Code.MUTATED)
 
 
 @dataclass(frozen=True)

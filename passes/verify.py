@@ -109,7 +109,9 @@ def _is_touched(node: Node, assignment: Assignment) -> bool:
     colouring = assignment.colours.get(node)
     read = "read" in node.meta and ops.name(node) not in ("to", "type_as")
     told = "dtype_argument" in node.meta  # by eliminate_casts
-    return read or is_inserted(node) or told or (colouring is not None and colouring.set_dtype is not None)
+    # An operand that was cast may be the author's own cast by now, which has the dtype that it always had.
+    changed = colouring is not None and (colouring.set_dtype is not None or bool(colouring.casts))
+    return read or is_inserted(node) or told or changed
 
 
 def _name(node: Node) -> str:

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from tabulate import tabulate
 from torch import Tensor, nn
-from torch.fx import GraphModule, Interpreter, Node
+from torch.fx import GraphModule, Node
 from torch.overrides import TorchFunctionMode
 from tqdm import tqdm
 
@@ -41,11 +41,10 @@ from fxamp.capture.states import capture  # noqa: E402
 from fxamp.convert import autocast_for, emit, resolve  # noqa: E402
 from fxamp.measure import _Counter, step_counts  # noqa: E402
 from fxamp.optimized import adopted  # noqa: E402
-from passes import ops  # noqa: E402
 from passes._torch import pytree  # noqa: E402
 from passes.reasons import DEVIATIONS  # noqa: E402
-from passes.values import keys, source  # noqa: E402
 from reports.architectures import BY_NAME, Inputs  # noqa: E402
+from reports.trial.first import Record, Stopped, unequal  # noqa: E402
 from tests.harness import UnderAutocast, distance, floats  # noqa: E402
 
 POLICY, LOW = "O1,dtype=bf16", torch.bfloat16
@@ -218,9 +217,9 @@ def by_export(name: str) -> Row:
     plain = _unrounded(model.eval(), inputs)
     module.eval()
     with torch.no_grad():
-        expected, got = _AsUnderAutocast(plain), _Record(module)
+        expected, got = _AsUnderAutocast(plain), Record(module)
         flat = module.call_spec.bind((), inputs)
-        with torch.autocast("cpu", dtype=LOW), contextlib.suppress(_Stopped):
+        with torch.autocast("cpu", dtype=LOW), contextlib.suppress(Stopped):
             expected.run(*flat, enable_io_processing=False)
         got.run(*flat, enable_io_processing=False)
     return _explained(row, [(0, expected, got)], module.plan)
@@ -258,7 +257,7 @@ class _Backend:
     def __init__(self) -> None:
         self.graphs = 0
         self.counter: _Counter | None = None
-        self.records: list[tuple[int, _Record]] | None = None
+        self.records: list[tuple[int, Record]] | None = None
 
     def __call__(self, gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         index, author = self.graphs, {node.name for node in gm.graph.nodes}
@@ -271,7 +270,7 @@ class _Backend:
 
     def _call(self, converted: GraphModule, index: int, author: set[str], *args: Any) -> Any:
         if self.records is not None:
-            record = _Record(converted, author)
+            record = Record(converted, author)
             self.records.append((index, record))
             return record.run(*args, enable_io_processing=False)
         with self.counter or contextlib.nullcontext():
@@ -322,13 +321,13 @@ def _equal_under_autocast(model: nn.Module, inputs: Inputs) -> bool:
     return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(*outputs, strict=True))
 
 
-def _recorded(model: nn.Module, inputs: Inputs) -> tuple[list[tuple[int, _Record, _Record]], fxamp.Plan]:
+def _recorded(model: nn.Module, inputs: Inputs) -> tuple[list[tuple[int, Record, Record]], fxamp.Plan]:
     """Record what the graphs captured under autocast make there, and what ours make, in eval mode."""
-    expected: list[_Record] = []
+    expected: list[Record] = []
 
     def under_autocast(gm: GraphModule, _: list[Any]) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
-            expected.append(_Record(gm))
+            expected.append(Record(gm))
             return expected[-1].run(*args, enable_io_processing=False)
 
         return call
@@ -410,40 +409,7 @@ def _ratio(got: dict[str, Tensor], autocast: dict[str, Tensor], truth: dict[str,
     return ours / theirs if theirs else None
 
 
-class _Stopped(Exception):  # noqa: N818 - a signal inside this file, not an error
-    pass
-
-
-class _Record(Interpreter):
-    """Keeps what every node of the author's gave, assertions apart; where one raises, the rest is left out.
-
-    What holds nothing yet, as `new_empty` and parts of it do, is not kept.
-    """
-
-    def __init__(self, module: GraphModule, author: set[str] | None = None) -> None:
-        super().__init__(module)
-        self.made: dict[str, Any] = {}
-        self.stopped: Node | None = None
-        mine = [n for n in module.graph.nodes if author is None or n.name in author]
-        self.names = keys(mine)
-        self._unwritten: set[Node] = set()
-
-    def run_node(self, n: Node) -> Any:
-        if ops.name(n).startswith("_assert"):
-            return None
-        try:
-            made = super().run_node(n)
-        except Exception as e:
-            self.stopped = n
-            raise _Stopped from e
-        if "empty" in ops.name(n) or (ops.name(n) in _PARTS and n.args[0] in self._unwritten):
-            self._unwritten.add(n)
-        elif isinstance(made, Tensor) and not torch._C._functorch.is_functorch_wrapped_tensor(made):
-            self.made[n.name] = made.detach().clone()  # as it was before anything writes to it
-        return made
-
-
-class _AsUnderAutocast(_Record):
+class _AsUnderAutocast(Record):
     """Gives every value the dtype that it has under autocast: a dtype that the program read there is in no graph."""
 
     def run_node(self, n: Node) -> Any:
@@ -456,28 +422,11 @@ class _AsUnderAutocast(_Record):
         return made
 
 
-_PARTS = ("getitem", "slice", "select", "narrow")
-
-
-def _explained(row: Row, runs: list[tuple[int, _Record, _Record]], plan: fxamp.Plan) -> Row:
+def _explained(row: Row, runs: list[tuple[int, Record, Record]], plan: fxamp.Plan) -> Row:
     """Fill in the first node whose value differs from what autocast gives the unrounded graph, and its decision."""
-    for index, expected, got in runs:
-        names = {n.name: key for n, key in (expected.names | got.names).items()}  # where both have a node, ours
-        unequal: dict[Node, bool] = {}  # by node, whether more differs than how it is stored
-        for node in expected.names:
-            a, b = expected.made.get(node.name), got.made.get(node.name)
-            if isinstance(a, Tensor) and isinstance(b, Tensor) and not torch.equal(a.double(), b.double()):
-                # What is only stored low early is no difference as long as every reader rounds it.
-                unequal[node] = not torch.equal(a.to(b.dtype), b)
-            if not unequal.get(node) and node is not expected.stopped:
-                continue
-            first = node
-            while before := [n for n in first.all_input_nodes if n in unequal and n is not first]:
-                first = before[0]
-            key, line = names[first.name], source(first)
-            found = [d for d in plan.decisions if d.key == key and d.graph == index]
-            found = found or [d for d in plan.decisions if (d.op, d.source) == (ops.name(first), line)]
-            return replace(row, deviation=found[0].code if found else "", where=key)
+    found = unequal(runs, plan)
+    if found is not None:
+        return replace(row, deviation=found[0], where=found[1])
     return replace(row, deviation=OUTSIDE, where="what Dynamo leaves to Python") if row.graphs > 1 else row
 
 

@@ -207,6 +207,46 @@ def test_storage_that_is_written_has_one_dtype_and_aliases_stay() -> None:
     assert {d.colour for d in fxamp.plan_of(module).decisions} == {"float32"}
 
 
+def test_a_write_through_a_view_reaches_what_the_author_made_low() -> None:
+    def write(m: Any, x: Tensor) -> Tensor:
+        low = x.bfloat16()
+        low[..., 0] = 3  # through a view
+        return low
+
+    assert torch.equal(convert(write)(X), Net(write)(X))
+
+
+def test_a_copy_that_autocast_makes_of_written_storage_is_a_deviation_by_name() -> None:
+    def write(m: Any, x: Tensor) -> Tensor:
+        y = m.first(x)
+        wide = y.float()  # the same tensor in FP32, a copy under autocast
+        y.mul_(2)
+        return wide
+
+    module = convert(write)
+    assert torch.equal(module(X), Net(write)(X))
+    assert {d.code for d in fxamp.plan_of(module).deviations} == {"mutated"}
+
+
+def test_beside_64_bits_what_autocast_makes_fp32_is_fp32() -> None:
+    def loss(m: Any, x: Tensor) -> Tensor:
+        return F.binary_cross_entropy_with_logits(m.first(x), x.double().sigmoid())
+
+    got = convert(loss)(X)
+    assert got.dtype == torch.float64
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(got, Net(loss)(X))
+
+
+def test_an_author_s_cast_serves_a_reader_that_was_coloured_low() -> None:
+    def twice(m: Any, x: Tensor) -> Any:
+        return x.type(torch.bfloat16), (x.abs() + 1).log()
+
+    low, log = convert(twice, "O3")(X)
+    assert torch.equal(low, X.bfloat16())
+    assert torch.allclose(log, (X.abs() + 1).log(), atol=0.02)
+
+
 def test_an_in_place_op_runs_in_the_dtype_of_its_target() -> None:
     def update(m: Any, x: Tensor) -> Tensor:
         y = m.first(x)

@@ -48,7 +48,20 @@ def with_constants(self: Any, x: Tensor, flag: bool = False, times: int = 2) -> 
     return self.l(x) * times if flag else self.l(x) + times
 
 
+def in_training_alone(self: Any, x: Tensor) -> Tensor:
+    x.add_(1)
+    if self.training:
+        y = self.l(x)
+    return y
+
+
 # Ways to call.
+
+
+def test_the_example_is_as_it_was_where_one_state_of_the_model_rejects_it() -> None:
+    x = example()
+    o0(Two(in_training_alone).train(), (x,))
+    assert torch.equal(x, example())
 
 
 @both

@@ -384,6 +384,16 @@ def test_a_region_inside_the_model_is_a_pin() -> None:
     assert colours == {"l": ("bfloat16", "low"), "m": ("float32", "autocast_region")}
 
 
+def test_a_composite_in_a_region_runs_where_the_region_alone_made_its_operands_one() -> None:
+    def f(self: Two, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return torch.einsum("...i,ij->...j", x.bfloat16(), self.l.weight)
+
+    model = Two(f)
+    got = compiled(model)(example())
+    assert torch.allclose(got.float(), model(example()).float(), rtol=0.02, atol=0.02)
+
+
 # Higher-order ops.
 
 

@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from passes._torch import pytree
 from passes.errors import CaptureError, FxampError, NotFaithfulError, RejectedError
 
 from .. import capture_fx
 from ..call import CallSpec, both
-from ..check import preserved, rejected
+from ..check import fresh, preserved, rejected
 from ..preflight import grad_mode_reads, refuse_assigned, refuse_constructs, untouched
 from ..tensors import held, kept
 from . import export
@@ -145,6 +146,6 @@ def _refuse_inputs(model: nn.Module, call: CallSpec, flat: list[Any]) -> None:
     args, kwargs = call.arguments(call.unflatten(flat))
     with untouched(model), preserved(model):
         try:
-            model(*args, **kwargs)
+            model(*pytree.tree_map(fresh, args), **pytree.tree_map(fresh, kwargs))
         except Exception as e:
             raise rejected(model, call, flat, e) from e

@@ -1,0 +1,233 @@
+"""torch's own samples of every op and module through every level and front end, forward and gradients.
+
+    python reports/op_coverage.py                                  # all of it; goes on where the record ends
+    python reports/op_coverage.py --only op:softmax. --only module:nn.Linear
+    python reports/op_coverage.py --case "export fp32 product op:softmax."
+
+A case is a front end (`export`, `jit`, or `cuda`: planned for CUDA, its dtypes against the autocast kernels on fake
+tensors), the dtype of the inputs, `plain` or behind a `product`, and what is called. Each runs in a process that may
+die. Writes `op_coverage.md` and `op_coverage.json` beside this file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import logging
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tabulate import tabulate
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+
+from passes.errors import PolicyError  # noqa: E402  (the path comes first)
+from passes.reasons import DEVIATIONS  # noqa: E402
+from reports.trial import samples  # noqa: E402
+from reports.trial.cuda import POLICY, dtypes_under_cuda  # noqa: E402
+from reports.trial.judge import (  # noqa: E402
+    FAILURES,
+    LEVELS,
+    MISMATCH,
+    OK,
+    RAISES,
+    REFUSED,
+    Subject,
+    Verdict,
+    as_verdict,
+    judged,
+    quiet,
+)
+from reports.trial.runs import changed  # noqa: E402
+from reports.trial.workers import Found, Record, code, run_all  # noqa: E402
+
+RECORD = HERE.parent / "build" / "trial" / "op_coverage.jsonl"
+NONE, BANNED, ALONE, RANDOM = "no sample", "banned", "refused by fxamp alone", "random memory"
+# Front end, dtype of the inputs, and whether they come from a product.
+KINDS = (
+    ("export", "fp32", "product"), ("jit", "fp32", "product"), ("cuda", "fp32", "product"), ("export", "fp32", "plain"),
+    ("jit", "fp32", "plain"), ("export", "fp16", "plain"), ("cuda", "fp16", "plain"), ("jit", "fp16", "plain"),
+)  # fmt: skip
+
+
+def work(case: str) -> Found:
+    """Judge one case: by level, [kind, why]."""
+    front, dtype, behind, name = case.split(" ", 3)
+    found = samples.sample(name, dtype, product=behind == "product")
+    if found is None:
+        return {"found": {level: [NONE, ""] for level in LEVELS}}
+    if front == "cuda":
+        kind, why, unrun = planned_for_cuda(found)
+        return {"found": {"O1": [kind, why]}, "unrun": unrun}
+    low = "fp16" if dtype == "fp16" else "bf16"
+    deterministic = name.partition(":")[2].partition(".")[0] not in samples.UNINITIALISED
+    try:
+        subject = Subject(found.model, found.args, low=low, deterministic=deterministic)
+    except Exception as e:
+        return {"found": {level: [RAISES, f"{type(e).__name__}: {e}"[:200]] for level in LEVELS}}
+    verdicts = judged(subject, front)
+    odd = any(v.kind in (REFUSED, MISMATCH) for v in verdicts.values())
+    why = _exports(found, subject) if front == "export" and odd else ""
+    return {"found": {level: _settled(v, why, deterministic) for level, v in verdicts.items()}}
+
+
+def _settled(verdict: Verdict, exports: str, deterministic: bool) -> list[str]:
+    """Say who refuses what was refused."""
+    if verdict.kind in (REFUSED, MISMATCH) and exports:
+        return [REFUSED, f"torch.export: {exports}"]
+    if verdict.kind == REFUSED and not deterministic:
+        return [RANDOM, verdict.why]
+    if verdict.kind == REFUSED and "bans" in verdict.why:
+        return [BANNED, verdict.why]
+    return [ALONE if verdict.kind == REFUSED else verdict.kind, verdict.why]
+
+
+def _exports(found: samples.Sample, subject: Subject | None = None) -> str:
+    """Say why torch.export itself refuses a model, or what it makes of it that is not the model; "" if it is."""
+    try:
+        with quiet():
+            program = torch.export.export(found.model, found.args)
+            if subject is None:
+                return ""
+            made = program.module()  # over the model's own parameters
+            why = changed(subject.run(made), subject.plain)
+    except Exception as e:
+        return f"{type(e).__name__}: {' '.join(str(e).split())}"[:160]
+    return f"its program is not the model: {why}" if why else ""
+
+
+def planned_for_cuda(found: samples.Sample) -> tuple[str, str, list[str]]:
+    """Judge the plan for CUDA: kind, why, and the ops that fake tensors cannot run."""
+    import fxamp
+
+    try:
+        with quiet():
+            plain, module = (
+                fxamp.convert(found.model, found.args, policy=policy, capture="export", dynamic_shapes=None)
+                for policy in ("O0", POLICY)
+            )
+    except PolicyError as e:
+        return (BANNED if "bans" in str(e) else ALONE), str(e)[:200], []
+    except Exception as e:
+        verdict = as_verdict(e)
+        if verdict.kind in FAILURES:
+            return verdict.kind, verdict.why, []
+        exports = _exports(found)
+        return (REFUSED, f"torch.export: {exports}", []) if exports else (verdict.kind, verdict.why, [])
+    try:
+        with quiet():
+            rows, unrun = dtypes_under_cuda(plain, module, found.args, {})
+    except Exception as e:  # what no fake CUDA tensor gets through
+        return OK, f"not run: {type(e).__name__}: {e}"[:200], ["(none of it)"]
+    for key, op, expected, autocast, got, why in rows:
+        if op not in unrun and (autocast != expected or (got != expected and why not in ("cut", *DEVIATIONS))):
+            return MISMATCH, f"{key} gives {expected}; autocast is planned as {autocast}, run {got}: {why}", unrun
+    return OK, "", unrun
+
+
+def summary(found: dict[str, Found]) -> dict[str, Any]:
+    """Return what the report says of a record, as plain data."""
+    counts: dict[str, dict[str, int]] = {}
+    failures, alone, named, unrun = [], [], collections.Counter[str](), set[str]()
+    refused = collections.Counter[str]()
+    for case, entry in sorted(found.items()):
+        front, dtype, behind, _ = case.split(" ", 3)
+        unrun |= {*entry.get("unrun", ())}
+        for key in {"died", "harness"} & set(entry):
+            failures.append((case, "", key, entry[key]))
+        for level, (kind, why) in entry.get("found", {}).items():
+            at = counts.setdefault(f"{front} {dtype} {behind} {level}", {})
+            at[kind] = at.get(kind, 0) + 1
+            if kind in FAILURES:
+                failures.append((case, level, kind, why))
+            if kind == ALONE:
+                alone.append((case, level, why))
+            if kind == REFUSED and level == "O1":
+                refused[why.partition(":")[0] + ":" + why.partition(":")[2][:60]] += 1
+            if kind == "deviation" and level == "O1":
+                named[why.partition(" at ")[0] if " at " in why else "named in the plan"] += 1
+    kinds = sorted({k for c in counts.values() for k in c}, key=lambda k: (k != OK, k))
+    now = code()
+    return {
+        "torch": torch.__version__, "cases": len(found), "current": sum(e["code"] == now for e in found.values()),
+        "hours": sum(e.get("seconds", 0) for e in found.values()) / 3600, "counts": counts, "kinds": kinds,
+        "deviations": sorted(named.items()), "refused": refused.most_common(20), "alone": alone,
+        "failures": failures, "unrun": sorted(unrun),
+    }  # fmt: skip
+
+
+def to_markdown(data: dict[str, Any]) -> str:
+    """Return the report: what became of how many, deviations, refusals, every failure with its command."""
+    rows = [(at, sum(c.values()), *(c.get(kind, 0) for kind in data["kinds"])) for at, c in data["counts"].items()]
+    table = tabulate(rows, ("case", "samples", *data["kinds"]), "pipe")
+    parts = [
+        "# torch's own samples of ops and modules\n\n"
+        f"Written by `reports/op_coverage.py` on a CPU, torch {data['torch']}: {data['cases']} cases, of which\n"
+        f"{data['current']} by the present code, in {data['hours']:.1f} hours of processor time. A case is one sample\n"
+        "of an op of `op_db` or a module of `module_db`, by a front end, from FP32 or FP16 inputs, as they are or\n"
+        "behind a product. O0 is compared with eager PyTorch to the bit, gradients within 1e-6; O1 with\n"
+        "`torch.autocast` to the bit; its gradients, and all of O2 and O3, with FP32 within four times what autocast,\n"
+        "or one rounding an op,\n"
+        f"changes. `cuda` compares the dtypes planned with those of the autocast kernels on fake tensors.\n\n{table}\n"
+    ]
+    for title, headers, of in (
+        ("Deviations at O1, by code", ("code", "cases"), data["deviations"]),
+        ("Refused by `torch.export` itself", ("why", "cases"), data["refused"]),
+    ):
+        parts.append(f"## {title}\n\n{tabulate(of, headers, 'pipe')}\n" if of else "")
+    lists = (
+        ("Refused by fxamp alone", [f"- `{case}` {level}: {why}" for case, level, why in data["alone"]]),
+        ("Failures", [f"- `--case \"{case}\"` {level}: {kind}: {why}" for case, level, kind, why in data["failures"]]),
+        ("What fake CUDA tensors cannot run", [", ".join(f"`{name}`" for name in data["unrun"])]),
+    )
+    parts += [f"## {title}\n\n" + ("\n".join(lines) or "None.") + "\n" for title, lines in lists]
+    return "\n".join(p for p in parts if p)
+
+
+def failed(entry: Found) -> bool:
+    """Say whether a case failed, or was refused by fxamp alone."""
+    kinds = {kind for kind, _ in entry.get("found", {}).values()}
+    return bool(kinds & {*FAILURES, ALONE}) or bool({"died", "harness"} & set(entry))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the cases asked for; print and write the report, or what became of one."""
+    parser = argparse.ArgumentParser(description="Try torch's own samples of ops and modules at every level.")
+    parser.add_argument("--case", help="this one alone: print what becomes of it")
+    parser.add_argument("--only", action="append", metavar="NAME", help="op:NAME.VARIANT or module:NAME; may repeat")
+    parser.add_argument("--limit", type=int, help="how many cases")
+    parser.add_argument("--seconds", type=float, help="end after so long")
+    parser.add_argument("--processes", type=int, default=2, help="how many at a time (default: %(default)s)")
+    parser.add_argument("--again", choices=("failed", "outdated"), help="run these of the record anew")
+    parser.add_argument("--record", type=Path, default=RECORD, help="where to note what was run (default: %(default)s)")
+    parser.add_argument("-o", "--output", type=Path, default=HERE, metavar="FOLDER", help="where to write")
+    options = parser.parse_args(arguments)
+    if options.case:
+        logging.disable(logging.ERROR)
+        for level, (kind, why) in work(options.case)["found"].items():
+            sys.stdout.write(f"{level}: {kind} {why}\n")
+        return
+    record = Record(options.record)
+    record.forget(options.again, failed)
+    until = None if options.seconds is None else time.monotonic() + options.seconds
+    wanted = options.only or samples.names()
+    cases = [" ".join((*kind, name)) for kind in KINDS for name in wanted]
+    for device in (False, True):  # fake CUDA tensors change a process for good
+        mine = [c for c in cases if c.startswith("cuda") == device][: options.limit]
+        run_all(mine, work, record, processes=options.processes, until=until, name="cuda" if device else "cases")
+    data = summary(record.found)
+    options.output.joinpath("op_coverage.json").write_text(json.dumps(data, indent=1) + "\n")
+    text = to_markdown(data)
+    options.output.joinpath("op_coverage.md").write_text(text)
+    sys.stdout.write(text)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)  # how a sum is shared out decides how it rounds
+    main()

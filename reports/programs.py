@@ -1,0 +1,213 @@
+"""Random programs through every level and front end, judged against eager PyTorch and `torch.autocast`.
+
+    python reports/programs.py                                   # 10,000 programs; goes on where the record ends
+    python reports/programs.py --limit 500 --seconds 600         # less
+    python reports/programs.py --seed 123 --front-end export     # one program: its text, and what becomes of it
+    python reports/programs.py --seed 123 --front-end jit --shrink
+
+Every program is converted without inputs (`fx`) and, in turn, by one of the other front ends, at every level, with low
+BF16 or FP16. Writes `programs.md` and `programs.json` beside this file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import logging
+import re
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tabulate import tabulate
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+
+from reports.trial.generate import generate, runs  # noqa: E402  (the path comes first)
+from reports.trial.judge import FAILURES, FRONT_ENDS, LEVELS, Subject, Verdict, judged  # noqa: E402
+from reports.trial.program import Program  # noqa: E402
+from reports.trial.shrink import shrink  # noqa: E402
+from reports.trial.workers import Found, Record, code, run_all  # noqa: E402
+
+WANTED = 10_000
+RECORD = HERE.parent / "build" / "trial" / "programs.jsonl"
+
+
+def front_ends(seed: int) -> tuple[str, ...]:
+    """Return the front ends that a seed is tried by: `fx`, which takes no time, and one of the others."""
+    return "fx", FRONT_ENDS[1 + seed % 3]
+
+
+def low(seed: int) -> str:
+    """Return the low dtype that a seed is tried with."""
+    return "fp16" if seed % 10 in (3, 7) else "bf16"
+
+
+def verdicts(program: Program, front_end: str, dtype: str) -> dict[str, Verdict]:
+    """Judge one program at every level."""
+    model, args = program.build()
+    return judged(Subject(model, args, low=dtype), front_end)
+
+
+def work(case: str) -> Found:
+    """Make the program of a seed and judge it: by front end and level, [kind, why]."""
+    seed = int(case)
+    program = generate(seed)
+    if program is None:
+        return {"found": None}
+    found = {front: verdicts(program, front, low(seed)) for front in front_ends(seed)}
+    return {"found": {f: {level: [v.kind, v.why] for level, v in of.items()} for f, of in found.items()}}
+
+
+def smallest(seed: int, front_end: str, level: str, dtype: str | None = None) -> Program:
+    """Return the program of a seed, made as small as it fails in the same way."""
+    program = generate(seed)
+    if program is None:
+        raise SystemExit(f"seed {seed} gives no program that runs")
+    dtype = dtype or low(seed)
+    kind = verdicts(program, front_end, dtype)[level].kind
+
+    def fails(smaller: Program) -> bool:
+        try:
+            return runs(smaller) and verdicts(smaller, front_end, dtype)[level].kind == kind
+        except Exception:  # it is no program
+            return False
+
+    return shrink(program, fails)
+
+
+def to_markdown(data: dict[str, Any]) -> str:
+    """Return the report: how many of what, deviations, reasons of refusals, and every failure with its command."""
+    rows = []
+    for front in FRONT_ENDS:
+        for level in LEVELS:
+            counts = data["counts"].get(front, {}).get(level, {})
+            rows.append((front, level, sum(counts.values()), *(counts.get(kind, 0) for kind in data["kinds"])))
+    table = tabulate(rows, ("front end", "level", "programs", *data["kinds"]), "pipe")
+    parts = [
+        "# Random programs\n\n"
+        f"Written by `reports/programs.py` on a CPU, torch {data['torch']}: {data['programs']} programs from\n"
+        f"the seeds 0 to {data['last']}, of which {data['current']} by the present code, in {data['hours']:.1f} hours\n"
+        "of processor time. Each is a model of 3 to 14 random lines: products, casts of every spelling, reads of\n"
+        "dtypes, views, writes in place, buffers, regions, checkpoints, branches on shapes and dtypes, shared and\n"
+        "frozen weights. `fx` is without inputs, `export` with them, `jit` is `fxamp.compile`, `ambient` is the\n"
+        "backend called under autocast. O0 is compared with eager PyTorch to the bit, gradients within 1e-6; O1 with\n"
+        "`torch.autocast` to the bit; its gradients, and all of O2 and O3, with FP32 within four times what autocast,\n"
+        f"or one rounding an op, changes.\n\n{table}\n"
+    ]
+    if data["deviations"]:
+        table = tabulate(data["deviations"], ("front end", "code", "programs"), "pipe")
+        parts.append(f"## Deviations at O1, by code\n\n{table}\n")
+    table = tabulate(data["refused"], ("front end", "why", "programs"), "pipe")
+    parts.append(f"## Refused, by reason\n\n{table}\n")
+    failures = [
+        f"- `python reports/programs.py --seed {seed} --front-end {front}`: {level}, {kind}: {why}"
+        for seed, front, level, kind, why in data["failures"]
+    ]
+    parts.append("## Failures\n\n" + ("\n".join(failures) or "None.") + "\n")
+    return "\n".join(parts)
+
+
+def summary(found: dict[str, Found]) -> dict[str, Any]:
+    """Return what the report says of a record, as plain data."""
+    counts: dict[str, dict[str, dict[str, int]]] = {}
+    deviations, refused = collections.Counter[tuple[str, str]](), collections.Counter[tuple[str, str]]()
+    failures = []
+    ended = {"died", "harness"}
+    programs = {int(case): entry for case, entry in found.items() if entry.get("found") or ended & set(entry)}
+    for seed, entry in sorted(programs.items()):
+        for key in ended & set(entry):
+            failures.append((seed, front_ends(seed)[1], "", key, entry[key]))
+        for front, levels in (entry.get("found") or {}).items():
+            for level, (kind, why) in levels.items():
+                at = counts.setdefault(front, {}).setdefault(level, {})
+                at[kind] = at.get(kind, 0) + 1
+                if kind in FAILURES:
+                    failures.append((seed, front, level, kind, why))
+                if kind == "deviation" and level == "O1":
+                    deviations[front, why.partition(" at ")[0] if " at " in why else "named in the plan"] += 1
+                if kind == "refused" and level == "O0":
+                    refused[front, _reason(why)] += 1
+    kinds = sorted({k for levels in counts.values() for c in levels.values() for k in c}, key=lambda k: (k != "ok", k))
+    now = code()
+    return {
+        "torch": torch.__version__, "programs": len(programs), "last": max(map(int, found), default=0),
+        "current": sum(e["code"] == now for e in programs.values()),
+        "hours": sum(e.get("seconds", 0) for e in found.values()) / 3600, "counts": counts, "kinds": kinds,
+        "deviations": [(*key, n) for key, n in sorted(deviations.items())],
+        "refused": [(*key, n) for key, n in refused.most_common() if n > 2],
+        "failures": failures,
+    }  # fmt: skip
+
+
+def _reason(why: str) -> str:
+    """Return a refusal without what differs from program to program."""
+    why = re.sub(r" at program_\S+( \(.*?\)+)?", "", why.partition(": ")[2])
+    return re.sub(r"'\w+'|\d+|\(program.*", "…", why).partition(". ")[0][:110]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the programs asked for; print and write the report, or what became of one."""
+    parser = argparse.ArgumentParser(description="Try random programs at every level, by every front end.")
+    parser.add_argument("--seed", type=int, help="this program alone: print it, and what becomes of it")
+    parser.add_argument("--front-end", choices=FRONT_ENDS, help="of that one; both of its own otherwise")
+    parser.add_argument("--low", choices=("bf16", "fp16"), help="of that one (default: as its number says)")
+    parser.add_argument("--shrink", action="store_true", help="and make it as small as it fails")
+    parser.add_argument("--limit", type=int, default=WANTED, help="how many programs (default: %(default)s)")
+    parser.add_argument("--first", type=int, default=0, help="the first seed (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, help="end after so long")
+    parser.add_argument("--processes", type=int, default=2, help="how many at a time (default: %(default)s)")
+    parser.add_argument("--again", choices=("failed", "outdated"), help="run these of the record anew")
+    parser.add_argument("--record", type=Path, default=RECORD, help="where to note what was run (default: %(default)s)")
+    parser.add_argument("-o", "--output", type=Path, default=HERE, metavar="FOLDER", help="where to write")
+    options = parser.parse_args(arguments)
+    if options.seed is not None:
+        one(options.seed, options.front_end, options.low, options.shrink)
+        return
+    record = Record(options.record)
+    record.forget(options.again, failed)
+    until = None if options.seconds is None else time.monotonic() + options.seconds
+    seeds = (str(seed) for seed in range(options.first, options.first + 2 * options.limit))
+    while (left := options.limit - sum(bool(e.get("found")) for e in record.found.values())) > 0:
+        batch = [s for s, _ in zip((s for s in seeds if s not in record.found), range(left), strict=False)]
+        if not batch or (until is not None and time.monotonic() > until):
+            break
+        run_all(batch, work, record, processes=options.processes, until=until, name="programs")
+    data = summary(record.found)
+    options.output.joinpath("programs.json").write_text(json.dumps(data, indent=1) + "\n")
+    text = to_markdown(data)
+    options.output.joinpath("programs.md").write_text(text)
+    sys.stdout.write(text)
+
+
+def failed(entry: Found) -> bool:
+    """Say whether a program failed anywhere."""
+    kinds = {kind for levels in (entry.get("found") or {}).values() for kind, _ in levels.values()}
+    return bool(kinds & {*FAILURES}) or bool({"died", "harness"} & set(entry))
+
+
+def one(seed: int, front_end: str | None, dtype: str | None, smaller: bool) -> None:
+    """Print one program and what becomes of it; made small, where it fails and that is asked for."""
+    logging.disable(logging.ERROR)
+    program = generate(seed)
+    if program is None:
+        raise SystemExit(f"seed {seed} gives no program that runs")
+    sys.stdout.write(program.text())
+    for front in [front_end] if front_end else front_ends(seed):
+        found = verdicts(program, front, dtype or low(seed))
+        for level, verdict in found.items():
+            sys.stdout.write(f"{front} {level} {dtype or low(seed)}: {verdict.kind} {verdict.why}\n")
+        bad = next((level for level, verdict in found.items() if verdict.failed), None)
+        if smaller and bad is not None:
+            small = smallest(seed, front, bad, dtype)
+            sys.stdout.write(f"\n{small.text()}{verdicts(small, front, dtype or low(seed))[bad]}\n")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)  # how a sum is shared out decides how it rounds
+    main()

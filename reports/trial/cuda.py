@@ -1,0 +1,99 @@
+"""Dtypes that the real CUDA autocast kernels give, on fake tensors, without a GPU.
+
+Fake CUDA tensors change torch's state for good: run this in a process of its own.
+
+The ops that fake CUDA tensors cannot run (they need a device guard) get the dtype of the rule table and are listed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Interpreter, Node
+
+from passes import ops
+from passes._torch import FakeTensorMode, pytree
+from passes.rules import FP32, LOW, lookup
+from passes.values import keys
+
+LOW_DTYPE = torch.float16
+POLICY = "O1,dtype=fp16,device=cuda"
+
+
+class Oracle(Interpreter):
+    """Runs a graph on fake CUDA tensors under CUDA autocast."""
+
+    def __init__(self, module: torch.fx.GraphModule, mode: FakeTensorMode) -> None:
+        super().__init__(module)
+        self.mode, self.dtypes, self.unrun = mode, dict[str, torch.dtype](), list[str]()
+
+    def fake(self, value: Any) -> Any:
+        """Return a fake CUDA tensor in a tensor's place."""
+        if isinstance(value, Tensor):
+            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cuda")
+        return value
+
+    def run_node(self, n: Node) -> Any:
+        """Run one node, and note the dtype that it gives."""
+        if n.op == "get_attr":
+            return self.fake(super().run_node(n))
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        made = self._called(n, args, dict(kwargs)) if n.op == "call_function" else super().run_node(n)
+        if isinstance(made, Tensor):
+            self.dtypes[n.name] = made.dtype
+        return made
+
+    def _called(self, n: Node, args: Any, kwargs: dict[str, Any]) -> Any:
+        if ops.name(n) == "_assert_tensor_metadata":
+            return None
+        moved: Any = lambda a: torch.device("cuda", 0) if isinstance(a, torch.device) else a  # noqa: E731
+        args, kwargs = pytree.tree_map(moved, (args, kwargs))
+        try:
+            return n.target(*args, **kwargs)  # type: ignore[operator]
+        except Exception:  # no device guard for this op in a build without CUDA, or no device: the table's dtype
+            self.unrun.append(ops.name(n))
+            kind = lookup(ops.name(n), "cuda")[1]
+            first = next(a.dtype for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, Tensor))
+            dtype = {LOW: LOW_DTYPE, FP32: torch.float32}.get(kind, first)
+            like: Any = lambda v: self.fake(torch.empty(_sizes(v.shape), dtype=dtype, device="meta"))  # noqa: E731
+            return pytree.tree_map_only(Tensor, like, n.meta["val"])
+
+
+def _sizes(shape: Any) -> list[int]:
+    """Return concrete sizes for a symbolic shape: those of the example."""
+    return [int(s) if isinstance(s, int) else int(s.node.hint) for s in shape]
+
+
+def dtypes_under_cuda(plain: Any, module: Any, args: Any, kwargs: Any) -> tuple[list[list[str]], list[str]]:
+    """Return a row for each node, and the ops that fake tensors cannot run.
+
+    A row is [key, op, the dtype under the real kernels, what the plan says of autocast, what the converted graph gives,
+    the code of the reason].
+
+    Args:
+        plain: the model converted at O0.
+        module: the same converted under POLICY.
+        args: its example inputs.
+        kwargs: its example inputs by keyword.
+    """
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
+        torch.set_autocast_enabled("cuda", True)
+        torch.set_autocast_dtype("cuda", LOW_DTYPE)
+        try:
+            oracle = Oracle(plain, mode)
+            inputs = [oracle.fake(t) for t in plain.call_spec.bind(args, kwargs)]
+            oracle.run(*inputs, enable_io_processing=False)
+        finally:
+            torch.set_autocast_enabled("cuda", False)
+    ours = {key: n for n, key in keys(module.graph.nodes).items() if n.meta.get("fxamp") != "cast"}
+    decisions = {d.key: d for d in module.plan.decisions}
+    rows = []
+    for node, key in keys(plain.graph.nodes).items():
+        expected = oracle.dtypes.get(node.name)
+        if expected is not None and expected.is_floating_point and key in ours:
+            decision, got = decisions.get(key), str(ours[key].meta["val"].dtype)[6:]
+            autocast, code = (decision.autocast_dtype, decision.code) if decision is not None else (got, "")
+            rows.append([key, ops.name(node), str(expected)[6:], autocast, got, code])
+    return rows, sorted(set(oracle.unrun))

@@ -1,0 +1,282 @@
+"""One model by one front end at every level, judged: is it the model, is it autocast, is it close to FP32?
+
+O0 has to be eager PyTorch to the bit. O1 has to have the forward values of `torch.autocast` to the bit, or a deviation
+that its plan names at the first node that differs; its gradients, and all of O2 and O3, are as close to FP32 as low
+precision allows (`runs.Allowed`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch._dynamo.backends.registry import lookup_backend
+
+import fxamp
+from fxamp.capture.captured import Captures, as_inputs
+from fxamp.capture.states import capture, copied
+from fxamp.check import check_runs
+from fxamp.convert import _check_faithful, autocast_for, emit, resolve
+from passes.errors import FxampError, RejectedError, VerificationError
+from passes.policy import Policy
+from passes.reasons import DEVIATIONS
+
+from .first import first_difference
+from .runs import Allowed, Run, changed, gradients_differ, no_fused_kernels, run, values_differ
+
+LEVELS = ("O0", "O1", "O2", "O3")
+# Without inputs; with them; at the first call; at a call under autocast, by the name of the backend.
+FRONT_ENDS = ("fx", "export", "jit", "ambient")
+LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+OK, DEVIATION, REFUSED, RAISES, TORCH = "ok", "deviation", "refused", "eager raises", "torch.compile alone"
+MISMATCH, ERROR, VERIFICATION, DIED = "mismatch", "error", "verification", "died"
+FAILURES = (MISMATCH, ERROR, VERIFICATION, DIED)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of a model at one level.
+
+    Attributes:
+        kind: one of the words above.
+        why: what differs, the code of the deviation, or the error.
+    """
+
+    kind: str
+    why: str = ""
+
+    @property
+    def failed(self) -> bool:
+        """Say whether this is what trial is looking for."""
+        return self.kind in FAILURES
+
+
+@dataclass
+class Subject:
+    """A model and its inputs, and what they give without fxamp: plain, and under autocast."""
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    low: str = "bf16"
+    backward: bool = True
+    deterministic: bool = True
+    plain: Run = field(init=False)
+    autocast: Run | None = field(init=False, default=None)
+    allowed: Allowed = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Run the model; raises what it raises."""
+        self.plain = self.run(self.model)
+        with contextlib.suppress(RuntimeError, TypeError, ValueError, NotImplementedError, IndexError):
+            self.autocast = self.run(self.model, self.ambient())
+        self.allowed = Allowed(lambda c: self.run(self.model, c), self.plain, self.autocast, self.dtype)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The low dtype."""
+        return LOW[self.low]
+
+    def ambient(self) -> torch.autocast:
+        """Return the autocast that it is compared with."""
+        return torch.autocast("cpu", dtype=self.dtype)
+
+    def run(self, module: Callable[..., Any], context: Any = None) -> Run:
+        """Run a module that has the model's parameters."""
+        return run(module, self.model, self.args, self.kwargs, context=context, backward=self.backward)
+
+
+def judged(found: Subject, front_end: str, levels: tuple[str, ...] = LEVELS) -> dict[str, Verdict]:
+    """Convert a subject at every level, and judge each."""
+    with quiet(), no_fused_kernels():
+        if front_end in ("jit", "ambient"):
+            return {level: _at_first_call(found, front_end, level) for level in levels}
+        try:
+            captures = captured(found, front_end)
+        except Exception as e:
+            return dict.fromkeys(levels, as_verdict(e))
+        return {level: _ahead_of_time(found, captures, level) for level in levels}
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Keep warnings, and what torch prints of an error of its own, from the terminal."""
+    with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+        warnings.simplefilter("ignore")
+        yield
+
+
+def captured(found: Subject, front_end: str) -> Captures:
+    """Capture once for all levels, as `fxamp.convert` does for one, and check it as that does."""
+    inputs = (found.args, found.kwargs) if front_end == "export" else (None, None)
+    settled = resolve(Policy.parse(f"O1,dtype={found.low}"), found.model, as_inputs(*inputs))
+    autocast = autocast_for(settled, found.model, as_inputs(*inputs))
+    options: Any = {"dynamic_shapes": None} if front_end == "export" else {}
+    captures = capture(found.model, *inputs, front_end=front_end, autocast=autocast, **options)
+    if front_end == "export":
+        _check_faithful(captures, autocast, found.args, found.kwargs)
+    return captures
+
+
+def emitted(found: Subject, captures: Captures, level: str) -> fxamp.ConvertedModule:
+    """Return a subject that was captured converted at one level, and run once as `fxamp.convert` does."""
+    inputs = as_inputs(found.args, found.kwargs) if captures.graphs[0].front_end == "export" else None
+    settled = resolve(Policy.parse(f"{level},dtype={found.low}"), found.model, inputs)
+    captures = copied(captures)
+    present = captures.graphs[0]
+    converted = emit(captures, settled)
+    if inputs is not None:
+        check_runs(converted, present, *inputs)
+    return converted
+
+
+def _ahead_of_time(found: Subject, captures: Captures, level: str) -> Verdict:
+    try:
+        module = emitted(found, captures, level)
+        got = found.run(module)
+        if module.plan.verified == "symbolic":
+            got = _low_made_fp32(got, found.plain)  # without inputs nothing says whether 0-dim values promote
+        verdict = _judge(found, got, level, module.plan)
+    except Exception as e:
+        return as_verdict(e)
+    if verdict.kind == DEVIATION and level == "O1":
+        if any(c.without is not None for c in captures.graphs):
+            return verdict  # two programs, which cannot be laid side by side
+        code, where = first_difference(found, emitted(found, captures, "O0"), module)
+        symbolic = module.plan.verified == "symbolic" and code == "unknown_rank"
+        if code not in DEVIATIONS and not symbolic:
+            return Verdict(MISMATCH, f"{verdict.why}; first at {where}, of which the plan says {code!r}")
+        return Verdict(DEVIATION, f"{code} at {where}")
+    return verdict
+
+
+def _at_first_call(found: Subject, front_end: str, level: str) -> Verdict:
+    verdict = _compiled(found, front_end, level)
+    if not verdict.failed:
+        return verdict
+    why = _without_fxamp(found, under=level != "O0")
+    return Verdict(TORCH, why) if why else verdict
+
+
+def _without_fxamp(found: Subject, *, under: bool) -> str:
+    """Say what `torch.compile` alone does not keep of eager, its graphs run as they are; "" if it keeps all.
+
+    A graph with checkpoints in it is run by "aot_eager", as the plan says.
+    """
+    expected = found.autocast if under else found.plain
+    for backend in ("eager", "aot_eager"):
+        torch._dynamo.reset()
+        seen: list[str] = []
+
+        def inner(gm: Any, inputs: Any, backend: str = backend, seen: list[str] = seen) -> Any:
+            seen += [str(n.target) for part in gm.modules() if hasattr(part, "graph") for n in part.graph.nodes]
+            return lookup_backend(backend)(gm, inputs)
+
+        try:
+            got = found.run(torch.compile(found.model, backend=inner), found.ambient() if under else None)
+        except Exception as e:
+            return f"{type(e).__name__}: {' '.join(str(e).split())[:200]}"
+        why = changed(got, expected) if expected is not None else ""
+        if why or not any("checkpoint" in name for name in seen):
+            return why
+    return ""
+
+
+def _compiled(found: Subject, front_end: str, level: str) -> Verdict:
+    policy = f"{level},dtype={found.low}"
+    torch._dynamo.reset()
+    try:
+        if front_end == "jit":
+            module = fxamp.compile(found.model, policy=policy, backend="eager")
+            got = found.run(module)
+        else:
+            module = torch.compile(found.model, backend=fxamp.backend(policy, "eager"))
+            got = found.run(module, None if level == "O0" else found.ambient())
+    except Exception as e:
+        return as_verdict(e)
+    try:
+        plan = fxamp.plan_of(module)
+    except FxampError:
+        plan = None  # no graph: all of it ran as it is
+    if front_end == "jit" or level == "O0":
+        return _judge(found, _low_made_fp32(got, found.plain) if level != "O0" else got, level, plan)
+    return _judge_ambient(found, got, level, plan)
+
+
+def _judge(found: Subject, got: Run, level: str, plan: fxamp.Plan | None) -> Verdict:
+    if level == "O0":
+        why = changed(got, found.plain) if found.deterministic else ""
+        return Verdict(MISMATCH, why) if why else Verdict(OK)
+    if level == "O1" and found.autocast is not None and found.deterministic:
+        why = values_differ(got, found.autocast)
+        if not why and not torch.equal(got.random, found.autocast.random):
+            why = "another random state"
+        if why:
+            named = plan is not None and bool(plan.deviations or plan.verified == "symbolic")
+            far = found.allowed.too_far(got)
+            return Verdict(DEVIATION, why) if named and not far else Verdict(MISMATCH, far if named else why)
+        if not gradients_differ(got, found.autocast) and got.spec == found.plain.spec:
+            why = found.allowed.too_far(got) if _other_dtypes(got, found.plain) else ""
+            return Verdict(MISMATCH, why) if why else Verdict(OK)
+    if not found.deterministic:
+        return Verdict(OK)
+    why = found.allowed.too_far(got)
+    return Verdict(MISMATCH, why) if why else Verdict(OK)
+
+
+def _other_dtypes(got: Run, plain: Run) -> bool:
+    return any(isinstance(a, torch.Tensor) and a.dtype != b.dtype
+               for a, b in zip(got.outputs, plain.outputs, strict=True))  # fmt: skip
+
+
+def _judge_ambient(found: Subject, got: Run, level: str, plan: fxamp.Plan | None) -> Verdict:
+    """Judge a call under autocast: at O1 dtypes are autocast's too."""
+    if level != "O1" or found.autocast is None:
+        pairs = zip(got.outputs, found.plain.outputs, strict=False)
+        return _judge(found, replace(got, outputs=[_as(a, b) for a, b in pairs]), level, plan)
+    why = values_differ(got, found.autocast)
+    if not why and _other_dtypes(got, found.autocast):
+        why = f"dtypes are {_dtypes(got)}, not {_dtypes(found.autocast)}"
+    if why and plan is not None and plan.deviations:
+        return Verdict(DEVIATION, why)
+    return Verdict(MISMATCH, why) if why else Verdict(OK)
+
+
+def _low_made_fp32(got: Run, plain: Run) -> Run:
+    """Pass over dtypes that the README's limits name: what the author made low by `.to(dtype)` may come out FP32."""
+    outputs = [
+        a.to(b.dtype) if isinstance(a, torch.Tensor) and a.dtype is torch.float32 and b.dtype in LOW.values() else a
+        for a, b in zip(got.outputs, plain.outputs, strict=False)
+    ]
+    return replace(got, outputs=[*outputs, *got.outputs[len(outputs) :]])
+
+
+def _as(a: Any, b: Any) -> Any:
+    both = isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
+    return a.to(b.dtype) if both and a.is_floating_point() and b.is_floating_point() else a
+
+
+def _dtypes(found: Run) -> list[str]:
+    return [str(t.dtype)[6:] for t in found.outputs if isinstance(t, torch.Tensor)]
+
+
+def as_verdict(error: BaseException) -> Verdict:
+    """Judge an error: on purpose, and then which, or not."""
+    line = " ".join(str(error).split())[:300]
+    chain: BaseException | None = error
+    while chain is not None and not isinstance(chain, FxampError):
+        chain = getattr(chain, "inner_exception", None) or chain.__cause__
+    if isinstance(chain, VerificationError):
+        return Verdict(VERIFICATION, line)
+    if isinstance(error, RejectedError):
+        return Verdict(RAISES, line)
+    if isinstance(chain, FxampError):
+        return Verdict(REFUSED, f"{type(chain).__name__}: {line}")
+    return Verdict(ERROR, f"{type(error).__name__}: {line}")

@@ -1,0 +1,161 @@
+"""The harness of trial finds what it is made to find, and a small sample of it finds nothing.
+
+All of it: `python -m pytest -m trial`, which takes hours; `reports/programs.py`, `reports/op_coverage.py` and
+`reports/libraries.py` do the same with a record, so that a run can be ended and gone on with.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from passes._torch import pytree
+from passes.reasons import DEVIATIONS
+from reports import libraries, op_coverage, programs
+from reports.trial import judge, samples
+from reports.trial.generate import generate, runs
+from reports.trial.judge import LEVELS, Subject, judged
+from reports.trial.program import Line, Program
+from reports.trial.shrink import shrink
+from reports.trial.workers import Record, run_all
+from tests.front_ends import WARNINGS
+
+pytestmark = WARNINGS
+SAMPLE = (101, 102)
+
+
+def test_a_seed_gives_the_same_program_in_every_process() -> None:
+    made = [generate(seed) for seed in SAMPLE]
+    assert made == [generate(seed) for seed in SAMPLE]
+    assert len({program.text() for program in made if program is not None}) > 1
+
+
+@pytest.mark.parametrize("seed", SAMPLE)
+def test_a_random_program_has_no_failure(seed: int) -> None:
+    assert not programs.failed(programs.work(str(seed)))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.l = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.l(x).softmax(-1)
+
+
+@pytest.mark.parametrize("front_end", judge.FRONT_ENDS)
+def test_an_ordinary_model_is_ok_at_every_level(front_end: str) -> None:
+    torch.manual_seed(0)
+    found = judged(Subject(Net(), (torch.randn(4, 6),)), front_end)
+    assert {level: verdict.kind for level, verdict in found.items()} == dict.fromkeys(LEVELS, "ok")
+
+
+def test_a_changed_value_is_a_mismatch_at_every_level(monkeypatch: pytest.MonkeyPatch) -> None:
+    emitted = judge.emitted
+
+    def twice_as_much(*args: Any) -> Any:
+        module = emitted(*args)
+        module.register_forward_hook(lambda m, a, out: out * 2)
+        return module
+
+    torch.manual_seed(0)
+    monkeypatch.setattr(judge, "emitted", twice_as_much)
+    found = judged(Subject(Net(), (torch.randn(4, 6),)), "export")
+    assert {verdict.kind for verdict in found.values()} == {"mismatch"}
+
+
+def test_a_failing_program_shrinks_to_the_line_that_fails() -> None:
+    lines = (
+        Line("v0", "self.l(x)"),
+        Line("", "with torch.no_grad():", (Line("v1a", "v0 * 2"), Line("v1b", "v1a.cumsum(0)"))),
+        Line("v2", "v1b + y"),
+        Line("v3", "v2.sum(-1)"),
+    )
+    program = Program(lines, "(v3, v0)", training=True)
+    small = shrink(program, lambda p: "cumsum" in p.text() and runs(p))
+    assert small.rendered_lines() == ["v1b = x.cumsum(0)"]
+    assert (small.output, small.training, small.parts) == ("v1b", False, [])
+
+
+def _work(case: str) -> dict[str, Any]:
+    if case == "dies":
+        os._exit(3)
+    while case == "hangs":
+        pass
+    return {"found": case}
+
+
+def test_a_case_that_dies_or_hangs_ends_no_run_and_a_run_goes_on_where_its_record_ends(tmp_path: Path) -> None:
+    record = Record(tmp_path / "record.jsonl")
+    run_all(["a", "dies", "b"], _work, record, seconds=60)
+    run_all(["a", "hangs", "c"], _work, record, seconds=1)
+    again = Record(record.path).found
+    assert {case: entry.get("died", "") for case, entry in again.items()} == {
+        "a": "", "b": "", "c": "", "dies": "its process ended with 3", "hangs": "took longer than 1 s",
+    }  # fmt: skip
+    assert [json.loads(line)["case"] for line in record.path.read_text().splitlines()].count("a") == 1
+
+
+def _softmax(name: str, dtype: str, *, product: bool) -> samples.Sample | None:
+    if name == "op:none":
+        return None
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0), dtype=samples.DTYPES[dtype])
+    leaves, tree = pytree.tree_flatten(((x, -1), {}))
+    return samples.Sample(samples.Call(torch.softmax, leaves, tree, product), (x,))
+
+
+def test_a_sample_of_an_op_is_judged_and_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(samples, "sample", _softmax)
+    cases = ["export fp32 product op:softmax.", "export fp16 plain op:softmax.", "jit fp32 plain op:none"]
+    found = {case: {"case": case, "code": "", **op_coverage.work(case)} for case in cases}
+    kinds = {case: {kind for kind, _ in entry["found"].values()} for case, entry in found.items()}
+    assert list(kinds.values()) == [{"ok"}, {"ok"}, {"no sample"}]
+    text = op_coverage.to_markdown(op_coverage.summary(found))
+    assert "| export fp32 product O1 | " in text
+    assert "## Failures\n\nNone." in text
+
+
+def test_a_model_of_a_library_is_compared_and_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(libraries.BUILDERS, "own", (lambda name: (Net(), (torch.randn(4, 6),), {}), ["net"]))
+    row = {"case": "own:net", "code": "", **libraries.work("own:net")}
+    assert (row["by"], row["same"], row["equal"], row["trains"]) == ("export", True, True, True)
+    assert 0 < row["O2"] <= 2 * row["autocast"] < 0.1
+    assert "| own:net | export | yes  | yes" in libraries.to_markdown(libraries.summary({"own:net": row}))
+
+
+@pytest.mark.trial
+def test_no_sample_of_an_op_fails(tmp_path: Path) -> None:
+    # A process of its own: torch's test suite changes global settings when it is imported.
+    script = Path(op_coverage.__file__)
+    subprocess.run([sys.executable, script, "--record", tmp_path / "ops.jsonl", "-o", tmp_path], check=True)
+    found = json.loads(tmp_path.joinpath("op_coverage.json").read_text())
+    assert (found["failures"], found["alone"]) == ([], [])
+
+
+@pytest.mark.trial
+def test_models_of_other_libraries_are_converted_as_promised(tmp_path: Path) -> None:
+    for package in libraries.LIBRARIES.values():
+        pytest.importorskip(package.replace("-", "_"))
+    libraries.main(["--record", str(tmp_path / "libraries.jsonl"), "-o", str(tmp_path)])
+    rows = [r for r in json.loads(tmp_path.joinpath("libraries.json").read_text())["rows"] if r.get("autocast_runs")]
+    assert len(rows) >= 100
+    assert all("by" in row and row["same"] for row in rows)
+    assert sum(row["by"] == "export" for row in rows) >= 0.95 * len(rows)
+    assert sum(row["equal"] for row in rows) >= 0.97 * len(rows)
+    assert {row.get("code") for row in rows if not row["equal"]} <= {*DEVIATIONS}
+    assert all(row["O2"] <= (2 if row["autocast"] > 1e-4 else 10) * row["autocast"] for row in rows)
+
+
+@pytest.mark.trial
+def test_no_random_program_fails(tmp_path: Path) -> None:
+    programs.main(["--record", str(tmp_path / "programs.jsonl"), "-o", str(tmp_path)])
+    assert json.loads(tmp_path.joinpath("programs.json").read_text())["failures"] == []
