@@ -89,12 +89,33 @@ class Recorder:
         kinds = {nn.Module, *map(type, held.values())}
         note = self._noting({id(m): p for p, m in modules.items()}, {id(v): where for where, v in held.items()})
         note_gradient = self._noting_gradients(inputs)
-        with contextlib.ExitStack() as stack:
+        patches = contextlib.ExitStack()
+
+        def patch() -> None:
             for kind in kinds:
                 with contextlib.suppress(TypeError, AttributeError):  # a class that does not let itself be changed
-                    stack.enter_context(replaced(kind, "__getattribute__", note))
+                    patches.enter_context(replaced(kind, "__getattribute__", note))
             for name in _AUTOGRAD:
-                stack.enter_context(mock.patch.object(torch.Tensor, name, _noted_property(name, note_gradient)))
+                patches.enter_context(mock.patch.object(torch.Tensor, name, _noted_property(name, note_gradient)))
+
+        def unpatched(compile: Callable[..., Any]) -> Callable[..., Any]:
+            def compiling(*args: Any, **kwargs: Any) -> Any:
+                compiled = compile(*args, **kwargs)
+
+                def call(*args: Any, **kwargs: Any) -> Any:
+                    patches.close()
+                    try:
+                        return compiled(*args, **kwargs)
+                    finally:
+                        patch()
+
+                return call
+
+            return compiling
+
+        # Loops over tensors and their like are traced by Dynamo, which would trace what is put in here too.
+        with patches, replaced(torch, "compile", unpatched):
+            patch()
             yield
         for module in modules.values():
             for table in HOOKS:
