@@ -172,9 +172,9 @@ def to_markdown(data: dict[str, Any]) -> str:
         f"{data['current']} by the present code, in {data['hours']:.1f} hours of processor time. A case is one sample\n"
         "of an op of `op_db` or a module of `module_db`, by a front end, from FP32 or FP16 inputs, as they are or\n"
         "behind a product. O0 is compared with eager PyTorch to the bit, gradients within 1e-6; O1 with\n"
-        "`torch.autocast` to the bit; its gradients, and all of O2 and O3, with FP32 within four times what autocast,\n"
-        "or one rounding an op,\n"
-        f"changes. `cuda` compares the dtypes planned with those of the autocast kernels on fake tensors.\n\n{table}\n"
+        "`torch.autocast` to the bit; its gradients, and all of O2 and O3, with FP32 within four times (at O3 eight)\n"
+        "what autocast, or one rounding an op, changes.\n"
+        f"`cuda` compares the dtypes planned with those of the autocast kernels on fake tensors.\n\n{table}\n"
     ]
     for title, headers, of in (
         ("Deviations at O1, by code", ("code", "cases"), data["deviations"]),

@@ -97,8 +97,8 @@ def to_markdown(data: dict[str, Any]) -> str:
         "dtypes, views, writes in place, buffers, regions, checkpoints, branches on shapes and dtypes, shared and\n"
         "frozen weights. `fx` is without inputs, `export` with them, `jit` is `fxamp.compile`, `ambient` is the\n"
         "backend called under autocast. O0 is compared with eager PyTorch to the bit, gradients within 1e-6; O1 with\n"
-        "`torch.autocast` to the bit; its gradients, and all of O2 and O3, with FP32 within four times what autocast,\n"
-        f"or one rounding an op, changes.\n\n{table}\n"
+        "`torch.autocast` to the bit; its gradients, and all of O2 and O3, with FP32 within four times (at O3 eight)\n"
+        f"what autocast, or one rounding an op, changes.\n\n{table}\n"
     ]
     if data["deviations"]:
         table = tabulate(data["deviations"], ("front end", "code", "programs"), "pipe")

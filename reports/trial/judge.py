@@ -2,7 +2,7 @@
 
 O0 has to be eager PyTorch to the bit. O1 has to have the forward values of `torch.autocast` to the bit, or a deviation
 that its plan names at the first node that differs; its gradients, and all of O2 and O3, are as close to FP32 as low
-precision allows (`runs.Allowed`).
+precision allows (`runs.Allowed`), twice as far at O3.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from passes.policy import Policy
 from passes.reasons import DEVIATIONS
 
 from .first import first_difference
-from .runs import Allowed, Run, changed, gradients_differ, no_fused_kernels, run, values_differ
+from .runs import Allowed, Run, changed, gradients_differ, no_fused_kernels, run, tensors, values_differ
 
 LEVELS = ("O0", "O1", "O2", "O3")
 # Without inputs; with them; at the first call; at a call under autocast, by the name of the backend.
@@ -150,7 +150,9 @@ def _ahead_of_time(found: Subject, captures: Captures, level: str) -> Verdict:
         if any(c.without is not None for c in captures.graphs):
             return verdict  # two programs, which cannot be laid side by side
         code, where = first_difference(found, emitted(found, captures, "O0"), module)
-        symbolic = module.plan.verified == "symbolic" and code == "unknown_rank"
+        # Without inputs neither ranks are known, nor that an input is not FP32: O1's promise is not for those.
+        others = any(t.is_floating_point() and t.dtype != torch.float32 for t in tensors(found.args))
+        symbolic = module.plan.verified == "symbolic" and (code == "unknown_rank" or others)
         if code not in DEVIATIONS and not symbolic:
             return Verdict(MISMATCH, f"{verdict.why}; first at {where}, of which the plan says {code!r}")
         return Verdict(DEVIATION, f"{code} at {where}")
@@ -220,14 +222,14 @@ def _judge(found: Subject, got: Run, level: str, plan: fxamp.Plan | None) -> Ver
             why = "another random state"
         if why:
             named = plan is not None and bool(plan.deviations or plan.verified == "symbolic")
-            far = found.allowed.too_far(got)
+            far = found.allowed.too_far(got, level)
             return Verdict(DEVIATION, why) if named and not far else Verdict(MISMATCH, far if named else why)
         if not gradients_differ(got, found.autocast) and got.spec == found.plain.spec:
-            why = found.allowed.too_far(got) if _other_dtypes(got, found.plain) else ""
+            why = found.allowed.too_far(got, level) if _other_dtypes(got, found.plain) else ""
             return Verdict(MISMATCH, why) if why else Verdict(OK)
     if not found.deterministic:
         return Verdict(OK)
-    why = found.allowed.too_far(got)
+    why = found.allowed.too_far(got, level)
     return Verdict(MISMATCH, why) if why else Verdict(OK)
 
 

@@ -18,7 +18,8 @@ from fxamp.check import GRADIENT_NOISE, GRADIENT_TOLERANCE, preserved
 from fxamp.preflight import untouched
 from passes._torch import pytree
 
-FACTOR = 4.0  # how much further from FP32 than autocast, or than one rounding an op, a result may be
+# How much further from FP32 than autocast, or than one rounding an op, a result may be; and at O3, which sums in low.
+FACTOR, FACTOR_OF_O3 = 4.0, 8.0
 TRIES = (3, 20)  # how often a model is run with noise; more often where that did not explain a difference
 
 
@@ -248,7 +249,7 @@ class Allowed:
         self.outputs = max(self.outputs, _far(found.floats, self.plain.floats))
         self.gradients = max(self.gradients, _far(_present(found), _present(self.plain)))
 
-    def too_far(self, got: Run) -> str:
+    def too_far(self, got: Run, level: str = "") -> str:
         """Say how a run in low is further from FP32 than low precision explains; "" if it is not."""
         if got.spec != self.plain.spec:
             return f"output has the structure {got.spec}, not {self.plain.spec}"
@@ -267,16 +268,16 @@ class Allowed:
                 self.tried += 1
                 with contextlib.suppress(RuntimeError):  # an index that noise made
                     self._widen(self.again(Noise(self.dtype, self.tried)))
-            found = self._beyond(got)
+            found = self._beyond(got, FACTOR_OF_O3 if level == "O3" else FACTOR)
             if not found:
                 return ""
         return found
 
-    def _beyond(self, got: Run) -> str:
+    def _beyond(self, got: Run, factor: float) -> str:
         far, slope = _far(got.floats, self.plain.floats), _far(_present(got), _present(self.plain))
-        if not far <= FACTOR * self.outputs and far:
+        if not far <= factor * self.outputs and far:
             return f"outputs are {far:.3g} from FP32, where {self.outputs:.3g} is what low precision does"
-        if not slope <= FACTOR * self.gradients and slope:
+        if not slope <= factor * self.gradients and slope:
             return f"gradients are {slope:.3g} from FP32, where {self.gradients:.3g} is what low precision does"
         return ""
 
