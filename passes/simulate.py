@@ -81,7 +81,7 @@ class Simulation(State):
             # Without shapes `y.to(x.dtype)` has any dtype, that of y at run time too: then it is y, if y has it still.
             unknown = any(self.dtypes.get(m) is ANY and not is_opaque(m) for m in members)
             floats = {d for d in held if isinstance(d, torch.dtype) and d.is_floating_point}
-            if len(floats) > 1 or (unknown and floats & {*LOW}):
+            if len(floats) > 1 or (unknown and floats & {*LOW}) or any(map(self._no_copy_any_more, members)):
                 self.pinned.add(root)
         for node, colouring in self.colours.items():
             written = mutated_operands(node)
@@ -89,6 +89,13 @@ class Simulation(State):
             if sums_low or any(o.node in written and (o.name, o.index) in colouring.casts for o in ops.operands(node)):
                 self.pinned.update(self.aliases.find(w) for w in written)
         return len(self.pinned) > self._pinned_before
+
+    def _no_copy_any_more(self, node: Node) -> bool:
+        """Say whether the author's cast copied its operand, and now only passes it on, for that is low beyond O1."""
+        value = node.args[0] if self.aggressive and ops.name(node) in ("to", "type_as") else None
+        if not isinstance(value, Node) or not isinstance(self.dtypes[node], torch.dtype):
+            return False
+        return bool(self.original[value] != self.original[node] and self.dtypes[value] == self.dtypes[node])
 
     def _sums_low(self, node: Node, written: Sequence[Node]) -> bool:
         """Say whether many values are summed in place into a low one, which the author had in FP32."""

@@ -125,8 +125,12 @@ def planned_for_cuda(found: samples.Sample) -> tuple[str, str, list[str]]:
             rows, unrun = dtypes_under_cuda(plain, module, found.args, {})
     except Exception as e:  # what no fake CUDA tensor gets through
         return OK, f"not run: {type(e).__name__}: {e}"[:200], ["(none of it)"]
+    if any("read" in n.meta or n.meta.get("cast") == "relative" for n in module.graph.nodes):
+        return OK, "not compared: it reads a dtype, which the unrounded graph has as it is without autocast", unrun
     for key, op, expected, autocast, got, why in rows:
-        if op not in unrun and (autocast != expected or (got != expected and why not in ("cut", *DEVIATIONS))):
+        if op in (*unrun, "getitem") or why in DEVIATIONS:  # nothing is decided on a getitem
+            continue
+        if autocast != expected or (got != expected and why != "cut"):
             return MISMATCH, f"{key} gives {expected}; autocast is planned as {autocast}, run {got}: {why}", unrun
     return OK, "", unrun
 

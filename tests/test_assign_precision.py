@@ -228,6 +228,17 @@ def test_a_copy_that_autocast_makes_of_written_storage_is_a_deviation_by_name() 
     assert {d.code for d in fxamp.plan_of(module).deviations} == {"mutated"}
 
 
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_a_cast_of_the_author_s_stays_a_copy_where_what_it_casts_is_written(level: str) -> None:
+    def write(m: Any, x: Tensor) -> Tensor:
+        y = F.log_softmax(x, -1)
+        low = y.to(torch.bfloat16)
+        y *= 3
+        return low
+
+    assert torch.allclose(convert(write, level)(X).float(), F.log_softmax(X, -1), atol=0.05)
+
+
 def test_beside_64_bits_what_autocast_makes_fp32_is_fp32() -> None:
     def loss(m: Any, x: Tensor) -> Tensor:
         return F.binary_cross_entropy_with_logits(m.first(x), x.double().sigmoid())
