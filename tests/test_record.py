@@ -71,3 +71,13 @@ def test_a_line_is_the_authors_and_the_one_inside_torch_stands_beside_it() -> No
     module = fxamp.convert(torch.nn.Sequential(torch.nn.Linear(4, 4)), (torch.randn(2, 4),))
     node = record_of(module).nodes[0]
     assert node.torch_source == "" or node.torch_source.startswith("linear.py:")
+
+
+def test_a_report_leaves_the_model_as_it_was() -> None:
+    module = converted("resnet18", "O1,dtype=bf16").train()
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    torch.manual_seed(3)
+    random = torch.get_rng_state()
+    assert record_of(module).totals.saved_bytes
+    assert all(torch.equal(before[name], value) for name, value in module.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), random)

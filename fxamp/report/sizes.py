@@ -21,6 +21,9 @@ from passes._torch import FakeTensorMode, pytree, quiet_fakes
 from passes.errors import FxampError
 from passes.values import no_autocast
 
+from ..check import same_random_state
+from ..tensors import held, kept
+
 logger = logging.getLogger(__name__)
 
 
@@ -61,9 +64,13 @@ def sizes_of(module: GraphModule) -> dict[Node, Size]:
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     inputs = [_example(node, mode) for node in module.graph.find_nodes(op="placeholder")]
-    walk = _Walk(module)
+    walk = _Walk(module, mode)
+    opaque = module.graph.find_nodes(op="call_module")  # modules that read their own tensors, and may write to them
     try:
-        with torch.random.fork_rng(), no_autocast(), torch.enable_grad(), quiet_fakes(), mode, walk.counter:
+        with (
+            kept(held(module).values() if opaque else ()), same_random_state(), no_autocast(), torch.enable_grad(),
+            quiet_fakes(), mode, walk.counter,
+        ):  # fmt: skip
             walk.run(*inputs, enable_io_processing=False)
     except Exception as e:  # whatever an op says that has no values to work on
         logger.debug("not sized", exc_info=True)
@@ -91,8 +98,9 @@ def _hint(size: Any) -> Any:
 class _Walk(Interpreter):
     """Runs every node, and notes what it cost."""
 
-    def __init__(self, module: GraphModule) -> None:
+    def __init__(self, module: GraphModule, mode: FakeTensorMode) -> None:
         super().__init__(module)
+        self._mode = mode
         self.sizes: dict[Node, Size] = {}
         self.counter: Any = FlopCounterMode(display=False)
         self._kept: set[int] = set()
@@ -112,6 +120,11 @@ class _Walk(Interpreter):
                 self.counter.get_total_flops() - before, sum(saved),
             )  # fmt: skip
         return made
+
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """Return a fake of a tensor, or what the graph writes to would be the model's own."""
+        value = super().get_attr(target, args, kwargs)
+        return self._mode.from_tensor(value) if type(value) in (Tensor, nn.Parameter) else value
 
     @contextlib.contextmanager
     def _saving(self) -> Iterator[list[int]]:
