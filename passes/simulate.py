@@ -95,7 +95,8 @@ class Simulation(State):
         value = node.args[0] if self.aggressive and ops.name(node) in ("to", "type_as") else None
         if not isinstance(value, Node) or not isinstance(self.dtypes[node], torch.dtype):
             return False
-        return bool(self.original[value] != self.original[node] and self.dtypes[value] == self.dtypes[node])
+        copied = any(held.get(value) != held.get(node) for held in (self.original, self.reference))
+        return copied and bool(self.dtypes[value] == self.dtypes[node])
 
     def _sums_low(self, node: Node, written: Sequence[Node]) -> bool:
         """Say whether many values are summed in place into a low one, which the author had in FP32."""
