@@ -382,6 +382,22 @@ def by_layer(self: Any, x: Tensor) -> Tensor:
     return self.l(x) * (2.0 if self.m.training else 1.0)
 
 
+def in_a_branch(self: Any, x: Tensor) -> Tensor:
+    def doubled(y: Tensor) -> Tensor:
+        return y * (2.0 if self.training else 1.0)
+
+    made: Tensor = torch.cond(x.sum() > -1e9, doubled, torch.neg, (self.l(x),))
+    return made
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo's own
+def test_a_flag_that_is_read_where_dynamo_traces_is_followed() -> None:
+    model = Two(in_a_branch)
+    converted = fxamp.convert(model, (example(),), policy="O0", capture="export")
+    for training in (True, False, True):
+        assert_is_eager(converted.train(training), model.train(training))
+
+
 @pytest.mark.parametrize(
     ("model", "exports"),
     [(nn.LayerNorm(6), 2), (nn.Dropout(), 4), (Two(by_layer), 4), (FlagOfItsClass(), 4)],

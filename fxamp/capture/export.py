@@ -234,7 +234,7 @@ def export(
     functions = Functions()
     with _quiet():
         try:
-            with _without_fused_layers(), _entered(autocast), ExplicitCasts(*(limit or (None,))), functions.kept():
+            with without_fused_layers(), _entered(autocast), ExplicitCasts(*(limit or (None,))), functions.kept():
                 program = torch.export.export(
                     wrapper, tensors, dynamic_shapes={"tensors": dims} if tensors else None, strict=False
                 )
@@ -265,7 +265,7 @@ def _entered(autocast: Autocast | None) -> contextlib.AbstractContextManager[Any
 
 
 @contextlib.contextmanager
-def _without_fused_layers() -> Iterator[None]:
+def without_fused_layers() -> Iterator[None]:
     """Let layers of attention be what they are made of, whatever the mode: a fused kernel rounds differently."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)

@@ -47,6 +47,7 @@ class Reads:
             value, which depends on all of them.
         hooks: what forward() itself installs as hooks at its first call, by their names.
         inputs: whether inputs required gradients, by their place among the tensors, and where it was asked.
+        unseen: something was traced by Dynamo, and what that read is not known.
     """
 
     attributes: set[tuple[str, str]] = field(default_factory=set)
@@ -56,10 +57,11 @@ class Reads:
     gradients: dict[str, str] = field(default_factory=dict)
     inputs: dict[int, tuple[bool, str]] = field(default_factory=dict)
     hooks: set[str] = field(default_factory=set)
+    unseen: bool = False
 
     def ask_for(self, name: str) -> bool:
-        """Say whether an attribute of this name was read of any module."""
-        return any(read == name for _, read in self.attributes)
+        """Say whether an attribute of this name may have been read of any module."""
+        return self.unseen or any(read == name for _, read in self.attributes)
 
     def add_opaque(self, path: str, leaf: nn.Module) -> None:
         """Count everything of a module that is not looked into as read."""
@@ -104,6 +106,7 @@ class Recorder:
 
                 def call(*args: Any, **kwargs: Any) -> Any:
                     patches.close()
+                    self._reads.unseen = True
                     try:
                         return compiled(*args, **kwargs)
                     finally:
