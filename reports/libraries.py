@@ -35,11 +35,12 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
 import fxamp  # noqa: E402  (the path comes first)
+from fxamp.capture.export import without_fused_layers  # noqa: E402
 from passes.errors import FxampError  # noqa: E402
 from passes.reasons import DEVIATIONS  # noqa: E402
 from reports.trial.first import first_difference  # noqa: E402
 from reports.trial.judge import Subject, captured, emitted, quiet  # noqa: E402
-from reports.trial.runs import distance, no_fused_kernels, norm, run, values_differ  # noqa: E402
+from reports.trial.runs import distance, norm, run, values_differ  # noqa: E402
 from reports.trial.workers import Found, Record, code, run_all  # noqa: E402
 
 RECORD = HERE.parent / "build" / "trial" / "libraries.jsonl"
@@ -350,7 +351,7 @@ def build(case: str) -> Made:
 
 def work(case: str) -> Found:
     """Convert one model at O1 and O2, and compare it in eval mode with autocast and FP32."""
-    with quiet(), no_fused_kernels():
+    with quiet(), without_fused_layers():
         try:
             model, args, kwargs = build(case)
         except Exception as e:

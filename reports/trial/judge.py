@@ -20,6 +20,7 @@ from torch._dynamo.backends.registry import lookup_backend
 
 import fxamp
 from fxamp.capture.captured import Captures, as_inputs
+from fxamp.capture.export import without_fused_layers
 from fxamp.capture.states import capture, copied
 from fxamp.check import check_runs
 from fxamp.convert import _check_faithful, autocast_for, emit, resolve
@@ -28,7 +29,7 @@ from passes.policy import Policy
 from passes.reasons import DEVIATIONS
 
 from .first import first_difference
-from .runs import Allowed, Run, changed, gradients_differ, no_fused_kernels, run, tensors, values_differ
+from .runs import Allowed, Run, changed, gradients_differ, run, tensors, values_differ
 
 LEVELS = ("O0", "O1", "O2", "O3")
 # Without inputs; with them; at the first call; at a call under autocast, by the name of the backend.
@@ -95,7 +96,7 @@ class Subject:
 
 def judged(found: Subject, front_end: str, levels: tuple[str, ...] = LEVELS) -> dict[str, Verdict]:
     """Convert a subject at every level, and judge each."""
-    with quiet(), no_fused_kernels():
+    with quiet(), without_fused_layers():
         if front_end in ("jit", "ambient"):
             return {level: _at_first_call(found, front_end, level) for level in levels}
         try:

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -305,14 +305,3 @@ def _far(got: list[Tensor], expected: list[Tensor]) -> float:
         wide = [torch.broadcast_tensors(a, b) for a, b in pairs]
         return distance([a for a, _ in wide], [b for _, b in wide]) if len(pairs) == len(expected) else math.inf
     return distance(got, expected)
-
-
-@contextlib.contextmanager
-def no_fused_kernels() -> Iterator[None]:
-    """Keep eager from kernels that it takes in eval mode alone, and that round differently."""
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)
