@@ -39,7 +39,7 @@ def decide(state: State, node: Node, name: str, floats: list[ops.Operand]) -> Co
     if not state.autocast and state.aliases.find(node) in state.pinned:
         why = Code.MUTATED("its storage is written, and shared with FP32 values")
         if not state.aliases.is_mutated(node):
-            why = Code.KEEP("the program reads its bits, or how many it has")
+            why = Code.KEEP("the program reads its bits, how many it has, or its dtype for what is written")
         # Not FP32: what the author made low shares its storage with no cast of it.
         return keep(state, node, floats, kind, why)
     moves_written = may_alias(node) and state.aliases.is_mutated(node)

@@ -83,12 +83,19 @@ class Simulation(State):
             floats = {d for d in held if isinstance(d, torch.dtype) and d.is_floating_point}
             if len(floats) > 1 or (unknown and floats & {*LOW}) or any(map(self._no_copy_any_more, members)):
                 self.pinned.add(root)
+                self.pinned.update(map(self.aliases.find, self._would_copy(members)))
         for node, colouring in self.colours.items():
             written = mutated_operands(node)
             sums_low = self.policy.level == "O2" and not self.autocast and self._sums_low(node, written)
             if sums_low or any(o.node in written and (o.name, o.index) in colouring.casts for o in ops.operands(node)):
                 self.pinned.update(self.aliases.find(w) for w in written)
         return len(self.pinned) > self._pinned_before
+
+    def _would_copy(self, members: Sequence[Node]) -> list[Node]:
+        """Return the values, low beyond O1 only, by whose dtype a cast copies what it passed on (`x.type_as(y)`)."""
+        references = [self.casts.reference(m) for m in members if self.aggressive and ops.name(m) in ("to", "type_as")]
+        known = [r for r in references if r is not None and self.original[r] == self.reference.get(r)]
+        return [r for r in known if self.dtypes[r] != self.original[r]]
 
     def _no_copy_any_more(self, node: Node) -> bool:
         """Say whether the author's cast copied its operand, and now only passes it on, for that is low beyond O1."""

@@ -77,7 +77,7 @@ class Casts:
         value: Any = node.args[0]
         held = dtypes.get(value)
         baked = self.baked(node)
-        reference = self._reference(node)
+        reference = self.reference(node)
         if reference is not None:
             found = dtypes[reference]
             found = found if isinstance(found, torch.dtype) else None
@@ -108,7 +108,7 @@ class Casts:
         restored = None if exact else self._restores(node, dtypes)
         return Intent(restored or observed, False, Code.CAST("undecided, for under autocast it does nothing"))
 
-    def _reference(self, node: Node) -> Node | None:
+    def reference(self, node: Node) -> Node | None:
         """Return the tensor whose dtype the cast takes, where the graph still has it."""
         if ops.name(node) == "type_as" or (
             isinstance(node.target, torch._ops.OpOverload) and node.target._overloadname == "other"

@@ -239,6 +239,17 @@ def test_a_cast_of_the_author_s_stays_a_copy_where_what_it_casts_is_written(leve
     assert torch.allclose(convert(write, level)(X).float(), F.log_softmax(X, -1), atol=0.05)
 
 
+@pytest.mark.parametrize("spelling", ["type_as", "to"])
+def test_a_cast_that_passes_on_what_is_written_does_not_become_a_copy(spelling: str) -> None:
+    def write(m: Any, x: Tensor) -> Tensor:
+        same = getattr(x, spelling)(F.mse_loss(x, x + 1))  # a scalar in FP32, which O3 would make low
+        return same.add_(1)
+
+    given = X.clone()
+    convert(write, "O3")(given)
+    assert torch.equal(given, X + 1)
+
+
 def test_beside_64_bits_what_autocast_makes_fp32_is_fp32() -> None:
     def loss(m: Any, x: Tensor) -> Tensor:
         return F.binary_cross_entropy_with_logits(m.first(x), x.double().sigmoid())
