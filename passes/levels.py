@@ -9,7 +9,7 @@ from torch.fx import Node
 
 from .facts import accumulates, facts_of, lacks_low, rounds_once
 from .policy import Policy
-from .rules import BANNED, COMPOSITE, FOLLOW, FP32, KEEP, LOW, PROMOTE, RULES, Rule
+from .rules import BANNED, COMPOSITE, FOLLOW, FP32, KEEP, LOW, NO_LOW_BACKWARD, PROMOTE, RULES, Rule
 
 _LOSSES = frozenset(n for n, r in RULES.items() if r.reason.startswith("loss"))
 
@@ -29,7 +29,7 @@ def by_level(policy: Policy, node: Node, row: Rule, kind: str, floats: list[Node
     low: Any = policy.dtype
     if kind in (LOW, KEEP, BANNED, COMPOSITE):
         return kind
-    if lacks_low(node, row, device):
+    if lacks_low(node, row, device) or row.name in NO_LOW_BACKWARD:
         return FP32
     several = PROMOTE if kind == PROMOTE or len(floats) > 1 else FOLLOW
     if policy.level == "O3" and not extreme:

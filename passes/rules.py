@@ -363,6 +363,9 @@ NO_LOW: dict[tuple[str, ...], str] = {
      histogramdd""",
 }
 
+# What has a low kernel for the forward only, as torch's own tests say; beyond autocast it stays FP32.
+NO_LOW_BACKWARD = frozenset(["special_i1", "special_i1e"])
+
 # Arguments for which an op lacks a low kernel on any device, though it has one otherwise.
 NO_LOW_FOR: dict[str, tuple[str, tuple[Any, ...]]] = {
     "linalg_matrix_norm": ("ord", (2, -2, "nuc")),

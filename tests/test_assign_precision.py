@@ -346,6 +346,13 @@ def test_o3_runs_everything_low_that_has_a_low_kernel() -> None:
     assert colours["linalg_inv"] == "float32"
 
 
+@pytest.mark.parametrize("op", ["i1", "i1e"])
+def test_o3_trains_through_an_op_that_has_a_low_kernel_for_the_forward_only(op: str) -> None:
+    module = convert(lambda m, x: getattr(torch.special, op)(m.first(x)), "O3")
+    module(X).sum().backward()
+    assert module.get_submodule("first").weight.grad is not None
+
+
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_every_level_trains(level: str) -> None:
     net = Net(lambda m, x: m.second(F.gelu(F.layer_norm(m.first(x), (8,)))))
