@@ -501,14 +501,11 @@ def _head(case: tuple[str, str]) -> tuple[str, str, str]:
 
 def to_markdown(rows: Sequence[Row], versions: Mapping[str, str]) -> str:
     """Return the report: totals, a table for each front end, deviations, and what was not captured."""
-    # Files of before `fxamp.compile` set autocast do not say what they were made by.
-    backend = versions.get("backend", "`torch.compile` with `fxamp.backend`")
-    dtypes = "dtypes too, " if "backend" in versions else ""
     parts = [
         "# Coverage: `transformers` architectures\n\n"
         f"Written by `reports/coverage.py` on a CPU, torch {versions['torch']}, transformers\n"
         f"{versions['transformers']}: small random configs, policy `{POLICY}`, one step and one evaluation each.\n"
-        f"`export` is `fxamp.convert` ahead of time; `backend` is {backend}, its graphs run\n"
+        f"`export` is `fxamp.convert` ahead of time; `backend` is `fxamp.compile`, its graphs run\n"
         f"as they are, for batches of {BATCHES[0]} and {BATCHES[1]}, in train and in eval mode.\n",
         _totals(rows),
     ]
@@ -519,8 +516,8 @@ def to_markdown(rows: Sequence[Row], versions: Mapping[str, str]) -> str:
     parts.append(
         "torch: whether torch captures it without fxamp. Equal: outputs in eval mode are those of `torch.autocast`\n"
         "bit for bit, else the code of the first node that differs, or `outside` where that is in what Dynamo leaves\n"
-        f"to Python. Under autocast: the same, {dtypes}for a model that is called under `torch.autocast`, as trainers "
-        "do.\n"
+        "to Python. Under autocast: the same, dtypes too, for a model that is called under `torch.autocast`, as "
+        "trainers do.\n"
         "Outputs (eval) and gradients (train, all parameters) are distances from float64, as ratios to autocast's:\n"
         "less than 1 is nearer. Casts are those executed in a training step; of code between graphs, they are in\n"
         "autocast's only. Graphs: by `export`, two where a model computes differently in eval mode; by `backend`,\n"
@@ -601,7 +598,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         getattr(transformers, name)  # loaded once, here, and not in every process
     fronts = [options.front_end] if options.front_end else list(FRONT_ENDS)
     rows = run_all([(name, front) for name in options.only or BY_NAME for front in fronts], options.processes)
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__, "backend": "`fxamp.compile`"}
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
     text = to_markdown(rows, versions)
     sys.stdout.write(text)
     options.output.joinpath("coverage.md").write_text(text)
