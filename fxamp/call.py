@@ -12,6 +12,7 @@ import torch
 
 from passes._torch import GUARD_NAMES, pytree
 from passes.errors import CaptureError
+from passes.values import LOW
 
 _REGISTER = "register it once with torch.export.register_dataclass (or torch.utils._pytree.register_pytree_node)"
 _TORCH_VALUES = (torch.dtype, torch.device, torch.layout, torch.Size, torch.memory_format)
@@ -47,9 +48,12 @@ class Leaf:
                 "with such a value."
             )
         if value.dtype != self.dtype:
+            trainer = value.dtype in LOW and self.dtype == torch.float32
             raise CaptureError(
                 f"input '{self.name}' was captured as {self.dtype}; this call gives {value.dtype}. Cast it, or convert "
                 "with an example of this dtype."
+                + " Where a trainer casts inputs (Fabric's precision='bf16-mixed'), ask it for full precision "
+                "('32-true'): a converted module does its own casts." * trainer
             )
         if self.ndim is not None and value.dim() != self.ndim:
             raise CaptureError(

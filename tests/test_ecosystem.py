@@ -201,3 +201,17 @@ def test_a_frozen_low_base_is_not_cast() -> None:
         assert model.a.weight.grad is not None
         assert model.a.weight.grad.dtype == torch.float32
         assert model.base.weight.grad is None
+
+
+def test_fabric_runs_a_converted_module_in_full_precision_and_a_compiled_one_in_mixed() -> None:
+    lightning: Any = pytest.importorskip("lightning")
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)), torch.randn(4, 8)
+    with torch.autocast("cpu"):
+        expected = model(x)
+    converted = fxamp.convert(model, (x,))
+    full, mixed = (lightning.Fabric(accelerator="cpu", precision=p) for p in ("32-true", "bf16-mixed"))
+    assert torch.equal(full.setup(converted)(x), expected.float())
+    with pytest.raises(fxamp.CaptureError, match="32-true"):
+        mixed.setup(converted)(x)
+    assert torch.equal(mixed.setup(fxamp.compile(model, backend="eager"))(x), expected.float())
