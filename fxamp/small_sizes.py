@@ -8,6 +8,7 @@ inputs that nobody gave. What cannot be run on fake tensors, for its data decide
 
 from __future__ import annotations
 
+import functools
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +24,7 @@ from .call import CallSpec
 _EQUAL = re.compile(r"args\[(\d+)\]\.size\(\)\[(\d+)\] == args\[(\d+)\]\.size\(\)\[(\d+)\]")
 _PLAIN = (bool, int, float, complex, torch.dtype)
 _SCALARS = ("number", "float", "bool", "Scalar", "ScalarType", "Tensor")  # arguments whose plain values are no sizes
+_NONE: Any = (Counter(), Counter(), True)  # what differs where nothing does
 Dimension = tuple[int, int]  # which tensor, which of its dimensions
 Run = Callable[[list[Any]], Any]  # of flat tensors
 
@@ -35,19 +37,23 @@ class _Calls(TorchDispatchMode):
         self.count: Counter[Any] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        arguments = func._schema.arguments
+        kwargs = kwargs or {}
         if not _is_view(func):
-            given = [*zip((a.type for a in arguments), args, strict=False)]
-            given += [(a.type, (kwargs or {})[a.name]) for a in arguments if a.name in (kwargs or {})]
-            numbers = [(type(v), v) for kind, v in given if _of_scalars(kind) and isinstance(v, _PLAIN)]
-            self.count[(str(func), *numbers)] += 1
-        return func(*args, **(kwargs or {}))
+            positional, named = _scalars_of(func)
+            given = [args[i] for i in positional if i < len(args)] + [kwargs[n] for n in named if n in kwargs]
+            self.count[(func, *((type(v), v) for v in given if isinstance(v, _PLAIN)))] += 1
+        return func(*args, **kwargs)
 
 
-def _of_scalars(kind: Any) -> bool:
-    return str(kind).removeprefix("Optional[").removesuffix("]") in _SCALARS
+@functools.cache
+def _scalars_of(func: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Return the places and the names of the arguments of an op that take numbers which are no sizes."""
+    kinds = [str(a.type).removeprefix("Optional[").removesuffix("]") for a in func._schema.arguments]
+    found = [i for i, kind in enumerate(kinds) if kind in _SCALARS]
+    return tuple(found), tuple(func._schema.arguments[i].name for i in found)
 
 
+@functools.cache
 def _is_view(func: Any) -> bool:
     returned = func._schema.returns
     only_views = bool(returned) and all(r.alias_info is not None and not r.alias_info.is_write for r in returned)
@@ -74,8 +80,11 @@ def guards_of_small_sizes(call: CallSpec, tensors: Sequence[torch.Tensor], model
             if not _hold(holds, [_meta(t, cut.get(i, set()), size) for i, t in enumerate(tensors)]):
                 continue
             try:
-                usual = usual if usual is not None else _difference(tensors, {}, 0, model, graph)
-                differs = _difference(tensors, cut, size, model, graph) != usual
+                difference = _difference(tensors, cut, size, model, graph)
+                differs = difference != _NONE
+                if differs:  # as it may on the example's sizes too
+                    usual = usual if usual is not None else _difference(tensors, {}, 0, model, graph)
+                    differs = difference != usual
             except Exception as e:  # whatever a model has against such inputs, it has
                 differs = undecided_by_fakes(e)
             if differs:
