@@ -361,6 +361,15 @@ def test_an_exported_program_that_no_mode_changes_serves_both() -> None:
     assert_same(converted.eval()(example()), program.module()(example()))
 
 
+def test_an_exported_program_keeps_the_dynamic_sizes_it_was_exported_with() -> None:
+    model, x = nn.Sequential(nn.Linear(6, 6), nn.ReLU()), example()
+    free = torch.export.export(model, (x,), dynamic_shapes=({0: torch.export.Dim("batch")},))
+    longer = torch.cat([x, x])
+    assert_same(o0(free)(longer), model(longer))  # type: ignore[arg-type]
+    with pytest.raises(fxamp.CaptureError, match="dimension 0 of input 'input' was specialised"):
+        o0(torch.export.export(model, (x,)))(longer)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
 def test_symbolic_tracing_needs_no_inputs(level: str) -> None:
     model = LeNet5()

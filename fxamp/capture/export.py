@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch.export import Dim, ExportedProgram
+from torch.export.graph_signature import InputKind
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.graph import CodeGen
 
@@ -386,3 +387,17 @@ def program_module(program: ExportedProgram) -> nn.Module:
     module._forward_pre_hooks.clear()  # the exporter's own; ours is the check of the inputs
     module._forward_hooks.clear()
     return module
+
+
+def program_dims(program: ExportedProgram) -> Any:
+    """Return which dimensions an ExportedProgram was exported with as dynamic, as `torch.export.export` takes it."""
+    values = {n.name: n.meta.get("val") for n in program.graph.nodes if n.op == "placeholder"}
+    flat = []
+    for spec in program.graph_signature.input_specs:
+        if spec.kind == InputKind.USER_INPUT:
+            value = values.get(getattr(spec.arg, "name", ""))
+            sizes = enumerate(value.shape) if isinstance(value, torch.Tensor) else ()
+            flat.append({d: Dim.AUTO for d, size in sizes if not isinstance(size, int)})
+    assert program.call_spec.in_spec is not None
+    args, kwargs = pytree.tree_unflatten(flat, program.call_spec.in_spec)
+    return (*args, *kwargs.values())

@@ -32,7 +32,7 @@ from ..module import ConvertedModule
 from ..preflight import refuse_modules
 from . import front_ends
 from .captured import Captured, Captures, State, as_inputs
-from .export import Autocast, program_module
+from .export import Autocast, program_dims, program_module
 from .front_ends import Run
 from .merge import follows_mode, merge, same_graphs
 from .patches import capturing
@@ -79,6 +79,8 @@ def capture(
     with capturing(), no_autocast(), same_random_state():
         random.seed(random.getrandbits(64))  # a draw that is baked in must not be the one that the check makes
         if front_end == "export":
+            if isinstance(model, ExportedProgram) and dynamic_shapes == "auto":
+                dynamic_shapes = program_dims(model)  # no other sizes are its own
             run = front_ends.by_export(module, call, flat, dynamic_shapes, autocast, reads)
         else:
             run = front_ends.by_fx(module, call, flat, reads)
