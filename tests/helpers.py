@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -36,6 +37,17 @@ class Two(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         return self.m(self.l(x))
+
+
+@functools.cache
+def autocast_runs_lstms(dtype: torch.dtype = torch.bfloat16) -> bool:
+    """Say whether oneDNN has LSTMs in a low dtype for this CPU, without which `torch.autocast` raises."""
+    try:
+        with torch.no_grad(), torch.autocast("cpu", dtype=dtype):
+            nn.LSTM(6, 6)(torch.randn(3, 6))
+    except RuntimeError:
+        return False
+    return True
 
 
 def example(rows: int = 4) -> Tensor:

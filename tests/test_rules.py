@@ -24,7 +24,7 @@ from passes import ops, rules
 from passes._torch import FakeTensorMode, autocast_registrations, pytree
 from passes.errors import PolicyError
 from passes.rules import BANNED, COMPOSITE, FOLLOW, FP32, KEEP, KIND_NAMES, LOW, PROMOTE, RULES, Rule
-from tests.helpers import OTHER_RELEASES
+from tests.helpers import OTHER_RELEASES, autocast_runs_lstms
 
 aten = torch.ops.aten
 ELIGIBLE = (torch.float32, torch.bfloat16, torch.float16)
@@ -361,7 +361,8 @@ def disagreements(kind_of: Callable[[Rule], str], names: Callable[[Rule], bool])
 
 def test_each_row_does_on_a_cpu_what_autocast_does_bit_for_bit() -> None:
     found = disagreements(lambda r: r.cpu, lambda r: r.cpu != COMPOSITE and r.name not in UNDEFINED)
-    wrong = {name: calls for name, calls in found.items() if calls}
+    unable = set() if autocast_runs_lstms() else {"lstm"}  # it raises, where the row is obeyed
+    wrong = {name: calls for name, calls in found.items() if calls and name not in unable}
     assert not wrong, json.dumps(wrong, indent=1)
     # Rows that nothing above calls: of CUDA alone, of shards, without floating operands, or a tensor for a result.
     since = {"native_group_norm"} if torch.__version__ < "2.13" else set()  # called by torch's samples since then
