@@ -90,7 +90,7 @@ def sample(name: str, dtype: str, *, product: bool) -> Sample | None:
 
 def _of_op(info: Any, dtype: torch.dtype) -> Generator[tuple[Any, Any], None, None]:
     if dtype in info.supported_dtypes("cpu"):
-        for s in info.sample_inputs("cpu", dtype):
+        for s in info.sample_inputs_func(info, "cpu", dtype, False):
             yield info.op, ((s.input, *s.args), s.kwargs)
 
 
