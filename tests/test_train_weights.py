@@ -184,7 +184,7 @@ def test_gradients_of_real_models_are_those_of_casts_at_every_use(name: str, pol
     torch.manual_seed(0)
     model = zoo.build().train()
     args, kwargs = zoo.inputs(2)
-    module = fxamp.convert(model, args, kwargs, policy=policy)
+    module = fxamp.convert(model, args, kwargs, policy=policy, dynamic_shapes=None)
     found, states = [], []
     buffers = [b.clone() for b in model.buffers()]
     for weights in ("per_step", "per_use"):
