@@ -24,6 +24,8 @@ class KeptCast:
     It casts anew when the weight is another object than before, was written to, or moved. An edit through `.data`
     leaves no trace in a tensor, and is not seen before the cast is forgotten.
 
+    Where `torch.compile` traces it, what it keeps is an input of the graph: see `make_ready`.
+
     Args:
         cast: What the graph calls: `cast(weight, dtype)`.
         name: What generated code calls it.
@@ -39,6 +41,8 @@ class KeptCast:
 
     def __call__(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the weight in `dtype`."""
+        if torch.compiler.is_dynamo_compiling():
+            return self._given(weight, dtype)
         low = self._low
         if (
             low is None
@@ -58,6 +62,19 @@ class KeptCast:
             return _Again.apply(weight, low)  # type: ignore[no-untyped-call, no-any-return]
         self._used = True
         return low
+
+    def make_ready(self, weight: Tensor, dtype: torch.dtype) -> None:
+        """Make the cast, or make sure of it, before a compiled graph is called that takes it as an input."""
+        self._used = False
+        self(weight, dtype)
+        self._used = False
+
+    def _given(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return what is kept, as `torch.compile` traces it: a second use in a micro-batch casts in the graph."""
+        if self._low is None or self._used:
+            return self._cast(weight, dtype)
+        self._used = torch.is_grad_enabled()
+        return self._low
 
     def next_micro_batch(self) -> None:
         """Say that a backward has passed: until the next one the gradients of another forward are added up."""
