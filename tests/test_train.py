@@ -116,8 +116,9 @@ def train_by_hand(
 
 
 def train_with_trainstep(
-    scaler: LossScaler, batches: list[tuple[Tensor, Target]], *, two: bool, accumulate: int, clip: float | None
-) -> Run:
+    scaler: LossScaler, batches: list[tuple[Tensor, Target]], *, two: bool, accumulate: int, clip: float | None,
+    compile: bool | str = False,
+) -> Run:  # fmt: skip
     model, optimizers, schedulers = make_training(two)
     step = TrainStep(
         model,
@@ -127,6 +128,7 @@ def train_with_trainstep(
         accumulate_steps=accumulate,
         max_grad_norm=clip,
         scheduler=schedulers if two else schedulers[0],
+        compile=compile,
     )
     run = Run(model)
     for x, target in batches:
@@ -158,14 +160,15 @@ def assert_same_run(ours: Run, theirs: Run) -> None:
 # ------------------------------------------------------------------------------------- against a loop by hand
 
 
+@pytest.mark.parametrize("compile", [False, "aot_eager"])
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize(("two", "clip"), [(False, None), (False, 0.5), (True, None)])
 def test_fifty_steps_with_random_overflows_are_bit_equal_to_gradscaler(
-    accumulate: int, two: bool, clip: float | None
+    accumulate: int, two: bool, clip: float | None, compile: bool | str
 ) -> None:
     batches = make_batches(STEPS * accumulate, both=not two)
     how: dict[str, Any] = {"two": two, "accumulate": accumulate, "clip": clip}
-    ours = train_with_trainstep(LossScaler(growth_interval=2), batches, **how)
+    ours = train_with_trainstep(LossScaler(growth_interval=2), batches, **how, compile=compile)
     theirs = train_by_hand(GradScaler("cpu", growth_interval=2), batches, **how)
     assert len(ours.scales) == STEPS
     assert_same_run(ours, theirs)

@@ -10,6 +10,7 @@ The casts of weights that are kept for a window are made between the two, and ar
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from ..optimized import under_autocast
 from .compile_settings import CompileSettings
 from .compiled_region import Region
 from .compiled_update import CompiledUpdate
+from .kept import KeptCast
 from .loss import LossFunction, loss_of
 from .weights import WeightCasts
 
@@ -35,7 +37,7 @@ class CompiledStep:
 
     def __init__(self, settings: CompileSettings) -> None:
         self.settings = settings
-        self.loss = Region("model and loss", loss_of, settings)
+        self.loss = Region("model and loss", loss_region, settings)
         self.update = CompiledUpdate(settings)
 
     @property
@@ -59,14 +61,28 @@ class CompiledStep:
         """Return the loss of a micro-batch; arguments and errors are those of `fxamp.train.loss.loss_of`."""
         if self.settings.captures:
             torch.compiler.cudagraph_mark_step_begin()
-        weights.make_ready()
+        casts, lows = weights.make_ready()
         with contextlib.ExitStack() as stack:
             backend = self.settings.backend
             if isinstance(backend, dynamo.Backend):  # whose graphs are converted to what autocast would do
                 stack.enter_context(under_autocast(backend.policy, model, inputs, {}))
-            loss: Tensor = self.loss(model, loss_fn, inputs, target)
+            loss: Tensor = self.loss(casts, lows, model, loss_fn, inputs, target)
         return loss
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompiledStep:
         """Compile anew for the copy: compiled code holds on to what it was compiled for."""
         return CompiledStep(self.settings)
+
+
+def loss_region(
+    casts: Sequence[KeptCast],
+    lows: Sequence[Tensor | None],
+    model: nn.Module,
+    loss_fn: LossFunction | None,
+    inputs: Any,
+    target: Any,
+) -> Tensor:
+    """Return the loss; what `torch.compile` compiles. The model reads low copies of weights, which are inputs."""
+    for cast, low in zip(casts, lows, strict=True):
+        cast.give(low)
+    return loss_of(model, loss_fn, inputs, target)

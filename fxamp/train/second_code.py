@@ -14,7 +14,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
 from passes.aliases import mutated_operands
@@ -70,12 +70,12 @@ class SecondCode:
             self.run: Callable[..., Any] = _code(copied)
 
 
-    def make_ready(self, module: ConvertedModule) -> None:
-        """Make the casts before a compiled graph is called that takes them as inputs."""
+    def make_ready(self, module: ConvertedModule) -> Iterator[tuple[KeptCast, Tensor | None]]:
+        """Make the casts for a compiled graph, and yield them with what they are."""
         for cast, path, dtype in self._casts:
             weight = _parameter(module, path)
             if weight is not None:
-                cast.make_ready(weight, dtype)
+                yield cast, cast.make_ready(weight, dtype)
 
 
 def _code(graph: Graph) -> Callable[..., Any]:

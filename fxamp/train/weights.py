@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterator
 from typing import Any, Literal
 
-from torch import nn
+from torch import Tensor, nn
 from torch.fx import Graph
 
 from passes.errors import PolicyError
@@ -94,12 +94,12 @@ class WeightCasts:
             self.next_micro_batch()
             yield
 
-    def make_ready(self) -> None:
-        """Make the casts that are in use, which compiled graphs take as inputs."""
-        if self.mode == "per_step":
-            for _, module in self._modules:
-                for code in self._codes_of(module):
-                    code.make_ready(module)
+    def make_ready(self) -> tuple[list[KeptCast], list[Tensor | None]]:
+        """Make the casts that are in use, for a compiled graph that takes them; return them and what they made."""
+        modules = self._modules if self.mode == "per_step" else []
+        codes = [(code, module) for _, module in modules for code in self._codes_of(module)]
+        made = dict(pair for code, module in codes for pair in code.make_ready(module))
+        return list(made), list(made.values())
 
     def next_micro_batch(self) -> None:
         """Say, where several backwards run in one use, that one has passed."""
