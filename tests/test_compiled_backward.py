@@ -34,6 +34,7 @@ class LargeGradients(nn.Module):
     """A head in FP32, whose gradient of 65536 is out of FP16's range."""
 
     low = torch.float16
+    ones: Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,19 +80,22 @@ def by_torch(model: Any, backend: str | None) -> None:
     run = model if backend is None else torch.compile(model, backend=backend)
     with torch.autocast("cpu", dtype=model.low):
         out = run(model.example())
-    model.loss(out).backward()
+    loss: Tensor = model.loss(out)
+    loss.backward()
 
 
 def by_the_backend(model: Any) -> None:
-    run = torch.compile(model, backend="fxamp", options={"backend": "aot_eager"})
+    run: Any = torch.compile(model, backend="fxamp", options={"backend": "aot_eager"})
     with torch.autocast("cpu", dtype=model.low):
         out = run(model.example())
-    model.loss(out).backward()
+    loss: Tensor = model.loss(out)
+    loss.backward()
 
 
 def by_compile(model: Any) -> None:
     run = fxamp.compile(model, policy=fxamp.Policy(dtype=model.low), backend="aot_eager")
-    model.loss(run(model.example())).backward()
+    loss: Tensor = model.loss(run(model.example()))
+    loss.backward()
 
 
 def _by_step(model: Any, called: nn.Module, compile: Any) -> None:

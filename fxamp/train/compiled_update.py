@@ -18,7 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from .compile_settings import CompileSettings
 from .compiled_region import Region
 from .conditional import holds_inf_or_nan, is_fused, parameters
-from .rates import rates_as_tensors
+from .rates import Constants, rates_as_tensors
 from .result import HeldBack
 from .scaler import LossScaler
 from .update import Update, clip, take_step
@@ -37,6 +37,7 @@ class CompiledUpdate:
         self.eager = ""
         self._stepped: Any = WeakIdKeyDictionary()  # parameters whose state is there
         self._rates: dict[int, Tensor] = {}
+        self._constants = Constants()
 
     def takes(self, optimizers: Sequence[Optimizer]) -> bool:
         """Say whether the end of this window is compiled; if not, `eager` says why."""
@@ -56,6 +57,9 @@ class CompiledUpdate:
                 return f"{name} {reason}"
             if any(p.grad is not None and p.grad.is_sparse for p in parameters(optimizer)):
                 return f"{name} has sparse gradients"
+        if name := self._constants.changing(optimizers):
+            self.region.fallbacks.append(f"'{name}' changes from step to step, and would be compiled anew at each")
+            return self.region.fallbacks[-1]
         live = [p for optimizer in optimizers for p in parameters(optimizer) if p.grad is not None]
         if not all(p in self._stepped for p in live):
             self._stepped.update((p, True) for p in live)
@@ -82,11 +86,15 @@ class CompiledUpdate:
         try:
             with rates_as_tensors(optimizers, self._rates), torch.no_grad():
                 founds, norm = self.region(optimizers, live, states, inverse, nothing_kept, max_grad_norm)
-        except torch._dynamo.exc.TorchDynamoException as error:
+        except _NotCompiled:
+            self.eager = "torch.compile is off where it was called"
+            return take_step(scaler, optimizers, max_grad_norm, nothing_kept, overflow)
+        except (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit) as error:
             if self.region.failed:
                 raise
             # One graph or none: nothing of it has run.
-            self.region.fallbacks.append(str(error).strip().partition("\n")[0])
+            self.eager = str(error).strip().partition("\n")[0]
+            self.region.fallbacks.append(self.eager)
             return take_step(scaler, optimizers, max_grad_norm, nothing_kept, overflow)
         held_back: dict[Optimizer, HeldBack] = {}
         for optimizer, found in zip(optimizers, founds, strict=True):
@@ -118,6 +126,8 @@ def update_region(
     Returns:
         For each optimizer not 0 where it is held back, None where nothing was looked for; and the norm before clipping.
     """
+    if not torch.compiler.is_compiling():
+        raise _NotCompiled
     founds: list[Tensor | None] = [nothing_kept for _ in optimizers]
     norm = None
     if inverse is not None:
@@ -139,6 +149,10 @@ def update_region(
             for now, then in zip(changed, before, strict=True):
                 now.copy_(torch.where(held.to(now.device) != 0, then, now))
     return founds, norm
+
+
+class _NotCompiled(Exception):  # noqa: N818 - no error: nobody but CompiledUpdate sees it
+    """Says that the function is run as it is, by torch.compiler.set_stance or under a mode; it has done nothing yet."""
 
 
 def step_of(kind: type[Optimizer]) -> Callable[[Optimizer], Any]:
