@@ -51,7 +51,12 @@ class Region:
         # Dynamo keeps what it compiles by code object: two steps would compete for one limit of recompiles.
         own = types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
         how = {"dynamic": settings.dynamic, "fullgraph": settings.fullgraph, **given}
-        self._run = torch.compile(own, backend=self._compile, **how)
+
+        def backend(gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+            return self._compile(gm, example_inputs)
+
+        backend.__name__ = settings.name  # which is what torch calls it in errors
+        self._run = torch.compile(own, backend=backend, **how)
 
     def __call__(self, *args: Any) -> Any:
         """Run the function, compiled where it is not yet.

@@ -14,6 +14,8 @@ def describe(step: TrainStep) -> tuple[tuple[str, str], ...]:
     casts = "at every use"
     if weights.mode == "per_step":
         casts = f"{len(weights.kept)} weights are cast once a window, instead of up to {weights.times} times"
+        if step.compiled is not None:
+            casts = f"{len(weights.kept)} weights are cast once a window, and are inputs of the compiled graph"
     named = list(weights.per_use.items())
     rows = [
         ("window", f"{step.accumulate_steps} micro-batches, {step.windows} windows finished"),
@@ -44,8 +46,8 @@ def compiled_rows(compiled: CompiledStep | None) -> list[tuple[str, str]]:
     if compiled.cuda_graph:
         rows.append(("CUDA graph", compiled.cuda_graph))
     for region in compiled.regions:
-        counts = ((region.breaks, "graph breaks"), (region.recompiles, "recompiles"), (region.fallbacks, "fallbacks"))
-        said = ", ".join(f"{len(found)} {what}" for found, what in counts)
+        counts = ((region.breaks, "graph break"), (region.recompiles, "recompile"), (region.fallbacks, "fallback"))
+        said = ", ".join(f"{len(found)} {what}{'s' * (len(found) != 1)}" for found, what in counts)
         rows.append((region.name, f"{region.frames} compiled, {said}"))
         for found, what in counts:
             rows += [(f"{region.name}: {what}", text) for text in found[:_SHOWN]]
