@@ -91,29 +91,28 @@ def test_thirty_compiled_steps_are_as_near_the_eager_ones_as_those_of_torch_comp
 
 
 COUNTS = """
-import json, torch, fxamp
+import json, torch, torch._inductor.config, fxamp
 from torch._dynamo.utils import counters
+torch._inductor.config.cpp.simdlen = 1  # nothing is built to find out what this machine has
 x, model = torch.ones(2, 4), torch.nn.Linear(4, 3)
-torch.compile(model, backend="fxamp", options={"policy": "O1,dtype=bf16"})(x).float().sum().backward()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-converted = fxamp.convert(model, (x,), policy="O1,dtype=bf16")
-step = fxamp.TrainStep(converted, lambda out: out.square().sum(), optimizer, compile=True)
+step = fxamp.TrainStep(model, lambda out: out.square().sum(), optimizer, compile="fxamp")
 step(x)
 step(x)
 print(json.dumps(counters["aot_autograd"]))
 """
 
 
-def test_another_process_finds_all_graphs_in_the_cache(tmp_path: Path) -> None:
+def test_another_process_finds_all_graphs_of_backend_fxamp_in_the_cache(tmp_path: Path) -> None:
+    cached = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0"}
     found = []
     for _ in range(2):
         done = subprocess.run(
-            [sys.executable, "-c", COUNTS], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[1],
-            env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)},
+            [sys.executable, "-c", COUNTS], capture_output=True, text=True, check=True, env={**os.environ, **cached},
         )  # fmt: skip
         found.append(json.loads(done.stdout.splitlines()[-1]))
     first, second = found
-    assert first["autograd_cache_saved"] == first["total"] == 3
-    assert second["autograd_cache_hit"] == second["total"] == 3
+    assert first["autograd_cache_saved"] == first["total"] == 2
+    assert second["autograd_cache_hit"] == second["total"] == 2
     assert not second.get("autograd_cache_miss")
     assert not second.get("autograd_cache_bypass")
