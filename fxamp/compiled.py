@@ -98,7 +98,7 @@ def record(
     paths = [known.get(id(example_inputs[i])) or parameter_path(placeholders[i]) for i in places]
     copied = Graph()
     copied.output(copied.graph_copy(gm.graph, {}))
-    entry = Converted(GraphModule(gm, copied), plan, (), places, _break_of(gm), autocast)
+    entry = Converted(GraphModule(gm, copied), plan, (), places, break_of(gm), autocast)
     if any(isinstance(example_inputs[i], FakeTensor) for i in places):
         return entry  # one of the parts that torch makes of a graph for DistributedDataParallel; kept at its first call
     return _keep(entry, example_inputs, paths, scope)
@@ -149,7 +149,8 @@ def _refuse_another_colour(policy: Policy, path: str, other: str) -> None:
         )
 
 
-def _break_of(gm: GraphModule) -> str:
+def break_of(gm: GraphModule) -> str:
+    """Return where and why Dynamo ended a graph early, "" where it did not."""
     reason: Any = getattr(gm, "compile_subgraph_reason", None)
     if reason is None or not getattr(reason, "graph_break", False):
         return ""

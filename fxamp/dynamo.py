@@ -32,6 +32,7 @@ from .capture_jit import ambient_dtype, attribute_of, describe, is_attribute, pa
 from .check import refuse_low_parameters
 from .optimized import adopted, is_low_of_its_own, note_low
 from .preflight import refuse_wrapped
+from .recompute import recompute_weight_casts
 from .scope import is_gathered, scope
 from .underflow import UnderflowWatch
 
@@ -76,11 +77,12 @@ class Backend:
     ) -> Callable[..., Any]:  # fmt: skip
         """Convert one graph in place and hand it to the inner backend; return what that made of it."""
         if mode or options:
-            ours, rest = _split(options)
+            ours, rest = split(options)
             given = {"policy": self.policy, "backend": self.backend, "mode": mode or self.mode}
             return backend(**{**given, **ours}, options={**dict(self.options), **rest})(gm, example_inputs)
         inner, notes = _inner(self.backend, gm)
         converted, low = rewrite(gm, example_inputs, self.policy, notes)
+        recompute_weight_casts(gm, example_inputs)
         with no_autocast():
             run = inner_backend(inner, self.mode, dict(self.options))(gm, example_inputs)
         return at_call(run, converted, example_inputs, low)
@@ -120,13 +122,18 @@ def backend(
         )
     if isinstance(backend, Backend) or backend == "fxamp":
         raise PolicyError("the inner backend of fxamp cannot be fxamp itself: use 'inductor', 'aot_eager' or 'eager'.")
+    require_backend(backend)
+    return Backend(chosen, backend, mode, tuple(sorted((options or {}).items())))
+
+
+def require_backend(backend: object) -> None:
+    """Raise PolicyError unless `torch.compile` takes this as a backend: a callable, or a name that it knows."""
     if isinstance(backend, str):
         known = torch.compiler.list_backends(())
         if backend not in known:
             raise PolicyError(f"there is no torch.compile backend {backend!r}{nearest(backend, known)}.")
     elif not callable(backend):
         raise PolicyError(f"an inner backend is a name or a callable, not {type(backend).__name__}.")
-    return Backend(chosen, backend, mode, tuple(sorted((options or {}).items())))
 
 
 _backend = backend  # `compile` has an argument of that name
@@ -139,14 +146,15 @@ def entry_point(
 
     Of the options, "policy", "backend" and "mode" are fxamp's; the rest goes to the inner backend.
     """
-    ours, rest = _split(options)
+    ours, rest = split(options)
     for key in rest:
         if meant := difflib.get_close_matches(key, _OURS, n=1, cutoff=0.75):
             raise PolicyError(f"there is no option {key!r}; the nearest name is {meant[0]!r}.")
     return backend(**{"mode": mode, **ours}, options=rest)(gm, example_inputs)
 
 
-def _split(options: Mapping[str, Any] | None) -> tuple[dict[str, Any], dict[str, Any]]:
+def split(options: Mapping[str, Any] | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the options that are fxamp's, and those that are the inner backend's."""
     given = dict(options or {})
     return {k: v for k, v in given.items() if k in _OURS}, {k: v for k, v in given.items() if k not in _OURS}
 
@@ -187,7 +195,7 @@ def compile(
     if not isinstance(model, nn.Module):
         raise NotAModuleError(f"fxamp.compile takes a torch.nn.Module, not {type(model).__name__}.")
     refuse_wrapped(model)
-    if given := _split(options)[0]:
+    if given := split(options)[0]:
         raise PolicyError(
             f"{', '.join(map(repr, given))}: of fxamp.compile these are arguments, fxamp.compile(model, policy=...); "
             "options go to the inner backend."

@@ -186,6 +186,14 @@ def on_recompile_limit(call: Callable[[str], None]) -> None:
         log.addFilter(_RecompileLimit(call))
 
 
+def compile_records() -> list[Any]:
+    """Return what Dynamo has noted of the last frames that it compiled, or gave up, in this process; oldest first.
+
+    Each has `compile_id`, `co_name`, `recompile_reason`, `fail_reason` and more. It is what `tlparse` shows.
+    """
+    return list(torch._dynamo.utils.get_compilation_metrics())
+
+
 __all__ = [
     "GUARD_NAMES",
     "FakeTensor",
@@ -194,6 +202,7 @@ __all__ = [
     "TorchFunctionMode",
     "autocast_registrations",
     "boolean_dispatched",
+    "compile_records",
     "enter_autocast",
     "example_sizes",
     "exit_autocast",

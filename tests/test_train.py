@@ -116,8 +116,9 @@ def train_by_hand(
 
 
 def train_with_trainstep(
-    scaler: LossScaler, batches: list[tuple[Tensor, Target]], *, two: bool, accumulate: int, clip: float | None
-) -> Run:
+    scaler: LossScaler, batches: list[tuple[Tensor, Target]], *, two: bool, accumulate: int, clip: float | None,
+    compile: bool | str = False,
+) -> Run:  # fmt: skip
     model, optimizers, schedulers = make_training(two)
     step = TrainStep(
         model,
@@ -127,6 +128,7 @@ def train_with_trainstep(
         accumulate_steps=accumulate,
         max_grad_norm=clip,
         scheduler=schedulers if two else schedulers[0],
+        compile=compile,
     )
     run = Run(model)
     for x, target in batches:
@@ -158,14 +160,15 @@ def assert_same_run(ours: Run, theirs: Run) -> None:
 # ------------------------------------------------------------------------------------- against a loop by hand
 
 
+@pytest.mark.parametrize("compile", [False, "aot_eager"])
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize(("two", "clip"), [(False, None), (False, 0.5), (True, None)])
 def test_fifty_steps_with_random_overflows_are_bit_equal_to_gradscaler(
-    accumulate: int, two: bool, clip: float | None
+    accumulate: int, two: bool, clip: float | None, compile: bool | str
 ) -> None:
     batches = make_batches(STEPS * accumulate, both=not two)
     how: dict[str, Any] = {"two": two, "accumulate": accumulate, "clip": clip}
-    ours = train_with_trainstep(LossScaler(growth_interval=2), batches, **how)
+    ours = train_with_trainstep(LossScaler(growth_interval=2), batches, **how, compile=compile)
     theirs = train_by_hand(GradScaler("cpu", growth_interval=2), batches, **how)
     assert len(ours.scales) == STEPS
     assert_same_run(ours, theirs)
@@ -586,8 +589,13 @@ def test_fp16_without_loss_scaling_warns_once() -> None:
         ({"ema": object()}, "ema must be a torch.optim.swa_utils.AveragedModel or a list of them, got object"),
         ({"weights": "shadow"}, "weights must be one of 'auto', 'per_step', 'per_use', got 'shadow'"),
         ({"on_overflow": "skip"}, "on_overflow must be .* got 'skip'"),
-        ({"compile": True}, "compile=True is not yet supported"),
-        ({"cuda_graph": True}, "cuda_graph=True is not yet supported"),
+        ({"compile": 1}, "compile must be False, True, the name of a torch.compile backend or a mapping"),
+        ({"compile": "inductr"}, "there is no torch.compile backend 'inductr'; the nearest name is 'inductor'"),
+        ({"compile": {"mod": "default"}}, "compile has no option 'mod'; the nearest name is 'mode'"),
+        ({"compile": {"options": {"freezin": True}}}, "Unexpected optimization option freezin"),
+        ({"cuda_graph": True}, "cuda_graph=True captures what compile=True has compiled"),
+        ({"cuda_graph": True, "compile": "aot_eager"}, "an option of Inductor, and the backend is 'aot_eager'"),
+        ({"cuda_graph": "yes", "compile": True}, "cuda_graph must be True or False, got 'yes'"),
     ],
 )
 def test_bad_arguments_are_named(settings: dict[str, Any], message: str) -> None:

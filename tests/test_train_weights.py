@@ -104,7 +104,9 @@ def casts_of(run: Callable[[], object]) -> int:
 # ------------------------------------------------------------------------------------- the same bits
 
 
-def _train(weights: str | None, policy: str, steps: int, accumulate: int, clip: float | None) -> list[Any]:
+def _train(
+    weights: str | None, policy: str, steps: int, accumulate: int, clip: float | None, compile: bool | str = False
+) -> list[Any]:
     """Train by TrainStep, or by hand where `weights` is None; return all that a run shows."""
     model = converted(policy)
     decayed = [p for p in model.parameters() if p.dim() > 1]
@@ -140,7 +142,7 @@ def _train(weights: str | None, policy: str, steps: int, accumulate: int, clip: 
         scaler = fxamp.LossScaler(growth_interval=3)
         step = TrainStep(
             model, loss_of, optimizers, scaler=scaler, accumulate_steps=accumulate, max_grad_norm=clip,
-            scheduler=schedulers, weights=weights,  # type: ignore[arg-type]
+            scheduler=schedulers, weights=weights, compile=compile,  # type: ignore[arg-type]
         )  # fmt: skip
         for index in range(steps):
             for micro in range(accumulate):
@@ -158,10 +160,12 @@ def test_two_hundred_steps_are_those_of_a_gradscaler_loop_by_hand(
     expected = _train(None, policy, 200, accumulate, clip)
     scales = [scale for scale, _ in expected[0]]
     assert {2.0, 0.5} <= {b / a for a, b in itertools.pairwise(scales)}
-    for weights in ("per_use", "per_step"):
-        shown, parameters = _train(weights, policy, 200, accumulate, clip)
-        assert shown == expected[0]
-        assert all(map(torch.equal, parameters, expected[1]))
+    compiled: tuple[bool | str, ...] = (False, "aot_eager")
+    for compile in compiled:
+        for weights in ("per_use", "per_step"):
+            shown, parameters = _train(weights, policy, 200, accumulate, clip, compile)
+            assert shown == expected[0]
+            assert all(map(torch.equal, parameters, expected[1]))
 
 
 @pytest.mark.parametrize("policy", ["O1,dtype=bf16", "O2,dtype=bf16", NEVER])

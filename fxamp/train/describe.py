@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .compiled_step import CompiledStep
 from .step import TrainStep
 
 _SHOWN = 5  # weights and events named one by one
@@ -13,12 +14,15 @@ def describe(step: TrainStep) -> tuple[tuple[str, str], ...]:
     casts = "at every use"
     if weights.mode == "per_step":
         casts = f"{len(weights.kept)} weights are cast once a window, instead of up to {weights.times} times"
+        if step.compiled is not None:
+            casts = f"{len(weights.kept)} weights are cast once a window, and are inputs of the compiled graph"
     named = list(weights.per_use.items())
     rows = [
         ("window", f"{step.accumulate_steps} micro-batches, {step.windows} windows finished"),
         ("weights", f"{weights.mode}: {casts}"),
         *((f"per use: {path}", reason) for path, reason in named[:_SHOWN]),
         *[("per use", f"{len(named) - _SHOWN} more, which step.weights.per_use names")] * (len(named) > _SHOWN),
+        *compiled_rows(step.compiled),
         ("waits for the device", "; ".join(f"once a window, since {why}" for why in step.waits) or "never"),
         ("loss scaling", f"{scaler.kind}, scale {scaler.get_scale():g}" if scaler.is_enabled() else scaler.kind),
     ]
@@ -32,3 +36,21 @@ def describe(step: TrainStep) -> tuple[tuple[str, str], ...]:
         for event in skipped[-_SHOWN:]
     ]
     return tuple(rows)
+
+
+def compiled_rows(compiled: CompiledStep | None) -> list[tuple[str, str]]:
+    """Return what became of what a step compiles, nothing where it compiles nothing."""
+    if compiled is None:
+        return []
+    rows = [("compiled", f"by '{compiled.settings.name}'")]
+    if compiled.cuda_graph:
+        rows.append(("CUDA graph", compiled.cuda_graph))
+    for region in compiled.regions:
+        counts = ((region.breaks, "graph break"), (region.recompiles, "recompile"), (region.fallbacks, "fallback"))
+        said = ", ".join(f"{len(found)} {what}{'s' * (len(found) != 1)}" for found, what in counts)
+        rows.append((region.name, f"{region.frames} compiled, {said}"))
+        for found, what in counts:
+            rows += [(f"{region.name}: {what}", text) for text in found[:_SHOWN]]
+    if compiled.update.eager:
+        rows.append((f"{compiled.update.region.name}: last ran uncompiled", compiled.update.eager))
+    return rows

@@ -24,6 +24,8 @@ class KeptCast:
     It casts anew when the weight is another object than before, was written to, or moved. An edit through `.data`
     leaves no trace in a tensor, and is not seen before the cast is forgotten.
 
+    Where `torch.compile` traces it, what it keeps is an input of the graph.
+
     Args:
         cast: What the graph calls: `cast(weight, dtype)`.
         name: What generated code calls it.
@@ -34,11 +36,14 @@ class KeptCast:
         self._cast = cast
         self._weight: Tensor | None = None
         self._low: Tensor | None = None
+        self._input: Tensor | None = None  # of a graph that is being traced
         self._version, self._pointer, self._trained = 0, 0, False
         self._used = False  # by a forward whose backward has not passed yet
 
     def __call__(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the weight in `dtype`."""
+        if torch.compiler.is_dynamo_compiling():
+            return self._given(weight, dtype)
         low = self._low
         if (
             low is None
@@ -59,13 +64,35 @@ class KeptCast:
         self._used = True
         return low
 
+    def make_ready(self, weight: Tensor, dtype: torch.dtype) -> Tensor | None:
+        """Make the cast, or make sure of it, for a compiled graph; return it, None where nothing can be kept."""
+        self._used = False
+        self(weight, dtype)
+        self._used = False
+        return self._low
+
+    def give(self, low: Tensor | None) -> None:
+        """Let the code that `torch.compile` traces next read an input of its graph: what `make_ready` returned.
+
+        By an argument, and not by what is kept here: AOTAutograd's cache goes by where inputs come from, and globals of
+        generated code have no name that another process would know.
+        """
+        self._input, self._used = low, False
+
+    def _given(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the input, as `torch.compile` traces it; a second use in a micro-batch casts in the graph."""
+        if self._input is None or self._used:
+            return self._cast(weight, dtype)
+        self._used = torch.is_grad_enabled()
+        return self._input
+
     def next_micro_batch(self) -> None:
         """Say that a backward has passed: until the next one the gradients of another forward are added up."""
         self._used = False
 
     def forget(self) -> None:
         """Let go of what is kept."""
-        self._weight = self._low = None
+        self._weight = self._low = self._input = None
 
     def _make(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         with torch.enable_grad():

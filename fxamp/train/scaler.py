@@ -128,7 +128,7 @@ class LossScaler(torch.amp.GradScaler):
         found = torch.autograd.grad(self.scale(loss), inputs, create_graph=create_graph)
         if not self._enabled or self._scale is None:
             return found
-        inverse = self._scale.double().reciprocal().float()
+        inverse = self.inverse_scale()
         return tuple(g.to(torch.promote_types(g.dtype, torch.float32)) * inverse.to(g.device) for g in found)
 
     def found_inf(self, optimizer: Optimizer) -> bool:
@@ -154,19 +154,25 @@ class LossScaler(torch.amp.GradScaler):
 
     def unscale_again(self, optimizer: Optimizer) -> None:
         """Unscale the gradients of `optimizer`, of which a step may have several in turn; none is looked at."""
-        assert self._scale is not None, "a loss was scaled"
-        inverse = self._scale.double().reciprocal().float()
+        inverse = self.inverse_scale()
         with torch.no_grad():
             for _, gradient in self._gradients([optimizer]):
                 gradient.mul_(inverse.to(gradient.device))
 
-    def note(self, optimizer: Optimizer, held_back: bool) -> None:
-        """Note what became of an optimizer that did not step by `step`."""
+    def inverse_scale(self) -> torch.Tensor:
+        """Return what gradients are multiplied by to unscale them, as GradScaler computes it."""
+        assert self._scale is not None, "a loss was scaled"
+        return self._scale.double().reciprocal().float()
+
+    def note(self, optimizer: Optimizer, held_back: bool | torch.Tensor) -> None:
+        """Note what became of an optimizer that did not step by `step`; a tensor is read by nobody."""
         if self._enabled:
             assert self._scale is not None, "a loss was scaled"
-            found = torch.full((), float(held_back), device=self._scale.device)
             state = self._per_optimizer_states[id(optimizer)]
-            state.update(optimizer=optimizer, overflowed=held_back, found_inf_per_device={found.device: found})
+            if isinstance(held_back, bool):
+                state["overflowed"] = held_back
+            found = torch.as_tensor(held_back, dtype=torch.float32, device=self._scale.device).view(())
+            state.update(optimizer=optimizer, found_inf_per_device={found.device: found})
 
     def join_found_inf(self, optimizers: Sequence[Optimizer]) -> None:
         """Let optimizers whose gradients are unscaled be held back together, if one is; nothing is read."""

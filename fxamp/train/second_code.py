@@ -13,7 +13,8 @@ import contextlib
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
 from passes.aliases import mutated_operands
@@ -59,11 +60,22 @@ class SecondCode:
         self.graph = graph
         keys = {c.name: same_cast(module, c) for c in weight_casts(module, graph) if not why_not(module, c)}
         copied = graph_from_data(graph_to_data(graph))
+        self._casts: list[tuple[KeptCast, str, torch.dtype]] = []
         for node in copied.nodes:
             if node.name in keys:
-                node.target = known.setdefault(keys[node.name], KeptCast(node.target, f"kept_{node.name}"))
+                cast = known.setdefault(keys[node.name], KeptCast(node.target, f"kept_{node.name}"))
+                self._casts.append((cast, str(node.args[0].target), node.args[1]))
+                node.target = cast
         with called_directly(copied), called_by_name(copied), read_directly(copied):
             self.run: Callable[..., Any] = _code(copied)
+
+
+    def make_ready(self, module: ConvertedModule) -> Iterator[tuple[KeptCast, Tensor | None]]:
+        """Make the casts for a compiled graph, and yield them with what they are."""
+        for cast, path, dtype in self._casts:
+            weight = _parameter(module, path)
+            if weight is not None:
+                yield cast, cast.make_ready(weight, dtype)
 
 
 def _code(graph: Graph) -> Callable[..., Any]:
@@ -104,5 +116,9 @@ def why_not(module: ConvertedModule, cast: Node) -> str:
 def _weight(module: ConvertedModule, cast: Node) -> nn.Parameter | None:
     """Return the parameter that is cast, None if it is none any more."""
     source: Any = cast.args[0]
-    owner, _, name = str(source.target).rpartition(".")
+    return _parameter(module, str(source.target))
+
+
+def _parameter(module: ConvertedModule, path: str) -> nn.Parameter | None:
+    owner, _, name = path.rpartition(".")
     return module.get_submodule(owner)._parameters.get(name)

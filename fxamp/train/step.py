@@ -27,6 +27,8 @@ from passes.errors import NotAModuleError, PolicyError
 from .. import compiled
 from . import checkpoint
 from .closure import needs_closure, refuse_company, step_by_closure
+from .compile_settings import refuse_unfit, settings_of
+from .compiled_step import CompiledStep
 from .conditional import parameters, waits
 from .distributed import exchange, exchanging
 from .ema import averages_of, follow
@@ -73,18 +75,25 @@ class TrainStep:
             call. A weight that is written to in a window, moved or replaced is cast anew; an edit through `.data` in a
             window is not seen before the next one. "auto" is "per_step" where a weight would be cast more than once a
             window: where that has several micro-batches, or a graph reads one weight low in two places that share no
-            cast, as with and without gradients. What `torch.compile` compiled casts at every use, and "per_step" is
-            refused where nothing else is there; `weights.per_use` names it.
+            cast, as with and without gradients; and with `compile`, where the copies are inputs of the graph. What
+            `torch.compile` compiled before casts at every use, and "per_step" is refused where nothing else is there;
+            `weights.per_use` names it.
         on_overflow: "skip_window" skips a step if any micro-batch had gradients that were not finite.
             "skip_microbatch" leaves those micro-batches out, and the gradients are the mean of the others; the scale
             backs off all the same. It costs one more set of gradients, and under DistributedDataParallel an exchange
             of gradients in every micro-batch.
-        compile: Only False yet.
-        cuda_graph: Only False yet.
+        compile: True compiles model and loss as one graph by Inductor, and what comes after backward as another, from
+            the second window on and but for fused optimizers. Or the name of another backend, or a mapping of
+            `torch.compile`'s backend, mode, options, dynamic and fullgraph. Backend "fxamp" converts the model as well,
+            which is then given as it is; torch's "eager" ones trace, and give the bits of a step that is not compiled.
+            `compiled` counts graphs, breaks, recompiles and what runs uncompiled.
+        cuda_graph: True lets Inductor capture CUDA graphs of what it compiles. Gradients are then zeroed in place after
+            a window, and one that a window does not make is zero, not None. Without CUDA it does nothing.
 
     Attributes:
         scaler: The LossScaler in use; a disabled one without loss scaling.
         weights: Which casts of weights are kept for a window.
+        compiled: What is compiled, and what became of it; None where nothing is.
         windows: How many windows were finished.
     """
 
@@ -101,12 +110,9 @@ class TrainStep:
         ema: AveragedModel | Sequence[AveragedModel] | None = None,
         weights: Mode = "auto",
         on_overflow: Literal["skip_window", "skip_microbatch"] = "skip_window",
-        compile: object = False,
-        cuda_graph: object = False,
+        compile: bool | str | Mapping[str, Any] = False,
+        cuda_graph: bool = False,
     ) -> None:
-        for name, value in (("compile", compile), ("cuda_graph", cuda_graph)):
-            if value is not False:
-                raise PolicyError(f"{name}={value!r} is not yet supported: leave it at False")
         if on_overflow not in ("skip_window", "skip_microbatch"):
             raise PolicyError(f'on_overflow must be "skip_window" or "skip_microbatch", got {on_overflow!r}')
         if not isinstance(model, nn.Module):
@@ -126,12 +132,17 @@ class TrainStep:
         self.averages = averages_of(ema, model)
         self.on_overflow = on_overflow
         refuse_company(self.optimizers, max_grad_norm, on_overflow)
-        self.weights = WeightCasts(model, weights, accumulate_steps)
+        settings = settings_of(compile, cuda_graph)
+        if settings is not None:
+            refuse_unfit(model, self.optimizers, settings)
+        self.compiled = None if settings is None else CompiledStep(settings)
+        self.weights = WeightCasts(model, weights, accumulate_steps, settings is not None)
         self._low_dtype = low_dtype_of(model)
         self.scaler = scaler_of(scaler, self._low_dtype)
         self.scaler.name_parameters(model.named_parameters())
         # A compiled model is converted at its first call; until then nobody knows to what.
         compiles = any(compiled.is_compiled(module) for module in model.modules())
+        compiles |= settings is not None and settings.converts
         self._undecided = isinstance(scaler, str) and self._low_dtype is None and compiles
         self._scaler_state: Mapping[str, Any] | None = None  # loaded before that call
         self._warned = False
@@ -228,7 +239,7 @@ class TrainStep:
         """Run forward and backward; gradients are those of the window so far."""
         last = self._position + 1 == self.accumulate_steps or self._kept is not None
         with self.weights.in_use(), exchanging(self.model, last):
-            loss = loss_of(self.model, self.loss_fn, inputs, target)
+            loss = self._loss_of(inputs, target)
             if not loss.requires_grad and any(p.requires_grad for o in self.optimizers for p in parameters(o)):
                 raise PolicyError(
                     "the loss does not depend on any trainable parameter: look for torch.no_grad(), .detach() or "
@@ -244,8 +255,20 @@ class TrainStep:
                 self._kept.after_backward()
         self._position += 1
         self._loss = loss.detach()
+        if self._in_place:
+            self._loss = self._loss.clone()  # out of the graph's memory
         if self._again is not None:
             self._again.append((inputs, target))
+
+    def _loss_of(self, inputs: Any, target: Any) -> torch.Tensor:
+        if self.compiled is None:
+            return loss_of(self.model, self.loss_fn, inputs, target)
+        return self.compiled.loss_of(self.weights, self.model, self.loss_fn, inputs, target)
+
+    @property
+    def _in_place(self) -> bool:
+        """Whether gradients stay where they are, for a CUDA graph that knows their addresses."""
+        return self.compiled is not None and self.compiled.settings.captures
 
     def _open_window(self, scale: float | None) -> None:
         if scale is not None:
@@ -253,6 +276,10 @@ class TrainStep:
         if self._position == 0:
             self._use_scale(scale)
             self._cleared = [p for p in self.model.parameters() if p.grad is None]
+            if self._in_place:
+                for p in (p for o in self.optimizers for p in parameters(o) if p.grad is None):
+                    p.grad = torch.zeros_like(p)
+                self._cleared = [p for p in self._cleared if p.grad is None]
         elif scale is not None and scale != self._given_scale:
             raise PolicyError(
                 f"scale={scale!r} within a window that began with {self._given_scale or 'the scale of the scaler'}: "
@@ -305,7 +332,9 @@ class TrainStep:
             multiply(live, self.accumulate_steps / kept)
         self._scale_now()  # before the update changes it
         overflow = None if self._kept is None else self._kept.overflow()
-        return take_step(self._window_scaler, live, self.max_grad_norm, nothing, overflow)
+        compiled = self.compiled is not None and self.compiled.update.takes(live)
+        step = self.compiled.update if self.compiled is not None and compiled else take_step
+        return step(self._window_scaler, live, self.max_grad_norm, nothing, overflow)
 
     def _update_by_closure(self, optimizer: Optimizer) -> Update:
         micro_batches, scaler = tuple(self._again or ()), self._window_scaler
@@ -339,7 +368,7 @@ class TrainStep:
         self.weights.forget()
         self._window_scaler._forget_step()
         for optimizer in self.optimizers:
-            optimizer.zero_grad(set_to_none=True)
+            optimizer.zero_grad(set_to_none=not self._in_place)
         for p in self._cleared:
             p.grad = None
         self._cleared.clear()

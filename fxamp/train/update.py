@@ -55,7 +55,7 @@ def take_step(
             scaler.join_found_inf(optimizers)
         else:
             found_inf = holds_inf_or_nan(gradients(optimizers))
-        grad_norm = _clip([p for optimizer in optimizers for p in parameters(optimizer)], max_grad_norm)
+        grad_norm = clip([p for optimizer in optimizers for p in parameters(optimizer)], max_grad_norm)
     held_back: dict[Optimizer, HeldBack] = {}
     for optimizer in optimizers:
         if scaler.is_enabled():
@@ -76,7 +76,7 @@ def _step_scaled(scaler: LossScaler, optimizer: Optimizer) -> HeldBack:
     return scaler.held_back(optimizer)
 
 
-def _clip(params: Sequence[Tensor], max_norm: float) -> Tensor:
+def clip(params: Sequence[Tensor], max_norm: float) -> Tensor:
     """Clip the gradients to `max_norm` and give the norm that they had."""
     if math.isinf(max_norm):  # measure only: inf/inf would make every gradient a NaN
         return nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterator
 from typing import Any, Literal
 
-from torch import nn
+from torch import Tensor, nn
 from torch.fx import Graph
 
 from passes.errors import PolicyError
@@ -37,13 +37,14 @@ class WeightCasts:
         parts: The parts of the model that were converted ahead of time, or are at their first call.
     """
 
-    def __init__(self, model: nn.Module, mode: Mode, accumulate_steps: int) -> None:
+    def __init__(self, model: nn.Module, mode: Mode, accumulate_steps: int, compiles: bool = False) -> None:
         """Find out which casts can be kept.
 
         Args:
             model: The model as a TrainStep calls it: converted, or with converted modules inside.
             mode: What was asked for. "auto" is "per_step" where a weight would be cast more than once a window.
             accumulate_steps: Micro-batches in a window.
+            compiles: Whether the graphs that read them are compiled by the step, which then takes the casts as inputs.
 
         Raises:
             PolicyError: `mode` is none of the three, or "per_step" and nothing can be kept.
@@ -69,7 +70,7 @@ class WeightCasts:
             a_micro_batch += a_call
         self.kept = tuple(kept)
         self.times = accumulate_steps * max(a_micro_batch.values(), default=0)
-        wanted = mode == "per_step" or (mode == "auto" and self.times > 1)
+        wanted = mode == "per_step" or (mode == "auto" and (compiles or self.times > 1))
         self.mode = "per_step" if wanted and self.kept else "per_use"
         if mode == "per_step" and not self.kept:
             raise PolicyError(f"weights='per_step' keeps casts of weights, and {self._nothing()}")
@@ -92,6 +93,13 @@ class WeightCasts:
                 stack.enter_context(running(module, self._codes_of(module)))
             self.next_micro_batch()
             yield
+
+    def make_ready(self) -> tuple[list[KeptCast], list[Tensor | None]]:
+        """Make the casts that are in use, for a compiled graph that takes them; return them and what they made."""
+        modules = self._modules if self.mode == "per_step" else []
+        codes = [(code, module) for _, module in modules for code in self._codes_of(module)]
+        made = dict(pair for code, module in codes for pair in code.make_ready(module))
+        return list(made), list(made.values())
 
     def next_micro_batch(self) -> None:
         """Say, where several backwards run in one use, that one has passed."""

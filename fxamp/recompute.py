@@ -1,0 +1,26 @@
+"""Casts of weights that backward makes again: their copies are not kept from forward to backward.
+
+AOTAutograd saves what moves the fewest bytes, and a low copy of a weight has half the bytes of the weight; but the
+weight is there anyway, and a copy of all of them is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+from torch.fx import GraphModule
+from torch.utils.checkpoint import CheckpointPolicy
+
+from passes import ops
+
+
+def recompute_weight_casts(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
+    """Mark the casts of parameters in one of Dynamo's graphs, as torch's checkpointing marks what is recomputed."""
+    for node, value in zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=False):
+        if isinstance(value, nn.Parameter):
+            for user in node.users:
+                if user.op.startswith("call") and ops.name(user) == "to":
+                    user.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+                    user.meta["ac_graph_id"] = 0

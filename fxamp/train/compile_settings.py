@@ -1,0 +1,143 @@
+"""What `TrainStep(compile=...)` may be: a backend, and the options of `torch.compile`. All else is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from passes._torch import inner_backend
+from passes.errors import PolicyError
+from passes.policy import nearest
+
+from .. import compiled, dynamo
+from ..module import ConvertedModule
+from .closure import needs_closure
+
+_KEYS = ("backend", "mode", "options", "dynamic", "fullgraph")
+_CUDA_GRAPHS = "triton.cudagraphs"
+
+
+@dataclass(frozen=True)
+class CompileSettings:
+    """What compiles a training step.
+
+    Attributes:
+        backend: A name or a callable, as `torch.compile` takes it; or fxamp's own, which converts the graphs too.
+        mode: As `torch.compile` takes it.
+        options: Of the backend.
+        dynamic: As `torch.compile` takes it.
+        fullgraph: As `torch.compile` takes it; the loss function is in the graph.
+        cuda_graph: Whether Inductor is asked to capture CUDA graphs of what it compiles.
+        captures: Whether it can: there is CUDA.
+    """
+
+    backend: dynamo.Inner | dynamo.Backend = "inductor"
+    mode: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    dynamic: bool | None = None
+    fullgraph: bool = False
+    cuda_graph: bool = False
+    captures: bool = False
+
+    @property
+    def name(self) -> str:
+        """What the backend is called."""
+        return self.backend if isinstance(self.backend, str) else getattr(self.backend, "__name__", str(self.backend))
+
+    @property
+    def converts(self) -> bool:
+        """Whether the backend is fxamp's own."""
+        return isinstance(self.backend, dynamo.Backend)
+
+    @property
+    def fuses(self) -> bool:
+        """Whether the inner backend makes kernels of its own, and does not only trace, as torch's "eager" ones do."""
+        return "eager" not in self.inner.name
+
+    @property
+    def inner(self) -> CompileSettings:
+        """The settings for graphs that are not to be converted."""
+        if not isinstance(self.backend, dynamo.Backend):
+            return self
+        return replace(self, backend=self.backend.backend, mode=self.backend.mode, options=dict(self.backend.options))
+
+    def run(self) -> Any:
+        """Return the backend with its mode and options in it."""
+        if isinstance(self.backend, dynamo.Backend):
+            return self.backend
+        return inner_backend(self.backend, self.mode, dict(self.options))
+
+
+def settings_of(compile: object, cuda_graph: object) -> CompileSettings | None:
+    """Return what `compile` asks for, None where nothing is to be compiled.
+
+    Args:
+        compile: False, True for Inductor, the name of a backend, or a mapping of `torch.compile`'s options.
+        cuda_graph: Whether Inductor is asked for CUDA graphs.
+
+    Raises:
+        PolicyError: It is none of these; there is no such backend or option; CUDA graphs of another backend.
+    """
+    if not isinstance(cuda_graph, bool):
+        raise PolicyError(f"cuda_graph must be True or False, got {cuda_graph!r}")
+    if compile is False:
+        if cuda_graph:
+            raise PolicyError("cuda_graph=True captures what compile=True has compiled: give compile=True too")
+        return None
+    given = {} if compile is True else {"backend": compile} if isinstance(compile, str) else compile
+    if not isinstance(given, Mapping):
+        raise PolicyError(
+            "compile must be False, True, the name of a torch.compile backend or a mapping of torch.compile's options, "
+            f"got {compile!r}"
+        )
+    for key in given:
+        if key not in _KEYS:
+            raise PolicyError(f"compile has no option {key!r}{nearest(str(key), _KEYS)}: it takes {', '.join(_KEYS)}")
+    settings = CompileSettings(**given)
+    options = dict(settings.options or {})
+    if cuda_graph and settings.inner.name != "inductor":
+        raise PolicyError(f"cuda_graph=True is an option of Inductor, and the backend is {settings.name!r}")
+    captures = cuda_graph and torch.cuda.is_available()
+    if captures:
+        options[_CUDA_GRAPHS] = True
+    backend = _backend(settings.backend, settings.mode, options)
+    settings = replace(settings, backend=backend, options=options, cuda_graph=cuda_graph, captures=captures)
+    try:
+        settings.run()
+    except RuntimeError as error:  # of Inductor, for an option that it does not have
+        raise PolicyError(f"compile: {error}") from error
+    return settings
+
+
+def refuse_unfit(model: nn.Module, optimizers: Sequence[Optimizer], settings: CompileSettings) -> None:
+    """Raise PolicyError where a step cannot be compiled: by its model, its optimizers or the backend."""
+    closure = next((o for o in optimizers if needs_closure(o)), None)
+    if closure is not None:
+        raise PolicyError(
+            f"compile={settings.name!r} with {type(closure).__name__}, which calls the loss again and again: "
+            "leave compile at False, or take an optimizer whose step() needs no closure"
+        )
+    for path, module in model.named_modules():
+        what = f"'{path}'" if path else "the model"
+        if compiled.is_compiled(module):
+            raise PolicyError(
+                f"{what} is compiled by torch.compile already: leave compile at False, or give TrainStep what "
+                "fxamp.convert returns, or the model as it is with compile='fxamp'"
+            )
+        if settings.converts and isinstance(module, ConvertedModule):
+            raise PolicyError(f"compile='fxamp' converts the model, and {what} is converted already: compile=True")
+
+
+def _backend(backend: Any, mode: str | None, options: Mapping[str, Any]) -> dynamo.Inner | dynamo.Backend:
+    if isinstance(backend, dynamo.Backend):
+        return backend
+    if backend == "fxamp":
+        ours, rest = dynamo.split(options)
+        return dynamo.backend(**{"mode": mode, **ours}, options=rest)
+    dynamo.require_backend(backend)
+    return backend  # type: ignore[no-any-return]

@@ -1,0 +1,114 @@
+"""A function that `torch.compile` compiles for a training step, with a count of what became of it."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from passes._torch import compile_records
+
+from ..compiled import break_of
+from ..recompute import recompute_weight_casts
+from .compile_settings import CompileSettings
+
+
+class Region:
+    """A compiled function.
+
+    Attributes:
+        name: What it computes.
+        settings: What compiles it.
+        frames: How many pieces of code were compiled, each into a graph for one form of the inputs.
+        breaks: Where and why a graph ended early.
+        recompiles: Why code was compiled once more.
+        fallbacks: What runs uncompiled, and why.
+        uncaptured: Why there is no CUDA graph of something.
+        failed: Whether the backend itself has raised an error.
+    """
+
+    def __init__(self, name: str, function: Callable[..., Any], settings: CompileSettings, **given: Any) -> None:
+        """Compile nothing yet.
+
+        Args:
+            name: What the function computes.
+            function: A plain function, without a closure.
+            settings: What compiles it.
+            given: Options of `torch.compile`, in the place of those in the settings.
+        """
+        self.name = name
+        self.settings = settings
+        self.frames = 0
+        self.breaks: list[str] = []
+        self.recompiles: list[str] = []
+        self.fallbacks: list[str] = []
+        self.uncaptured: list[str] = []
+        self.failed = False
+        self._backend = settings.run()
+        # Dynamo keeps what it compiles by code object: two steps would compete for one limit of recompiles.
+        own = types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
+        how = {"dynamic": settings.dynamic, "fullgraph": settings.fullgraph, **given}
+
+        def backend(gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+            return self._compile(gm, example_inputs)
+
+        backend.__name__ = settings.name  # which is what torch calls it in errors
+        self._run = torch.compile(own, backend=backend, **how)
+
+    def __call__(self, *args: Any) -> Any:
+        """Run the function, compiled where it is not yet.
+
+        Raises:
+            Exception: What the function raises, or what compiles it; to that a note is added of what was done here.
+        """
+        before = compile_records()
+        try:
+            return self._run(*args)
+        except Exception as error:
+            if self.failed:
+                _add_note(error, self._said(str(error)))
+            raise
+        finally:
+            self._look_back(before)
+
+    def _compile(self, gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        if reason := break_of(gm):
+            self.breaks.append(reason)
+        recompute_weight_casts(gm, example_inputs)
+        try:
+            run: Callable[..., Any] = self._backend(gm, example_inputs)
+        except Exception:
+            self.failed = True
+            raise
+        return run
+
+    def _said(self, error: str) -> str:
+        way_out = "compile='aot_eager' says whether the graph is at fault, and compile=False goes without."
+        if "C++ compiler" in error:
+            way_out = "Without a C++ compiler, compile='aot_eager' compiles no kernels, and compile=False nothing."
+        return f"fxamp gave backend '{self.settings.name}' the '{self.name}' of this TrainStep as a graph. {way_out}"
+
+    def _look_back(self, before: list[Any]) -> None:
+        """Read off Dynamo's records what it has compiled since, and what it has given up."""
+        after = compile_records()
+        if not after or (before and after[-1] is before[-1]):
+            return
+        known = set(map(id, before))
+        for record in after:
+            if id(record) in known:
+                continue
+            self.frames += bool(record.has_guarded_code and record.graph_op_count)
+            if record.recompile_reason:
+                self.recompiles.append(record.recompile_reason)
+            if record.fail_reason and not self.failed:
+                self.fallbacks.append(f"{record.co_name}: {record.fail_reason.splitlines()[0]}")
+            if record.cudagraph_skip_reason:
+                self.uncaptured.append(record.cudagraph_skip_reason)
+
+
+def _add_note(error: Exception, note: str) -> None:
+    if hasattr(error, "add_note"):  # from Python 3.11 on
+        error.add_note(note)

@@ -1,0 +1,176 @@
+"""The end of a window as one compiled graph: unscale, look for inf and NaN, clip, step, put back what overflowed.
+
+Fused optimizers do most of that in kernels of their own, and are left alone. So is what the graph would not show: hooks
+on the step, and an optimizer that has no state yet, whose first step makes it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
+
+from .compile_settings import CompileSettings
+from .compiled_region import Region
+from .conditional import holds_inf_or_nan, is_fused, parameters
+from .rates import Constants, rates_as_tensors
+from .result import HeldBack
+from .scaler import LossScaler
+from .update import Update, clip, take_step
+
+
+class CompiledUpdate:
+    """Lets optimizers step by compiled code where that gains something.
+
+    Attributes:
+        region: What is compiled.
+        eager: Why a window's end ran as it is, the last time that it did; "" where it is compiled.
+    """
+
+    def __init__(self, settings: CompileSettings) -> None:
+        self.region = Region("unscale, clip and step", update_region, settings.inner, fullgraph=True)
+        self.eager = ""
+        self._stepped: Any = WeakIdKeyDictionary()  # parameters whose state is there
+        self._rates: dict[int, Tensor] = {}
+        self._constants = Constants()
+
+    def takes(self, optimizers: Sequence[Optimizer]) -> bool:
+        """Say whether the end of this window is compiled; if not, `eager` says why."""
+        self.eager = self._why_not(optimizers)
+        return not self.eager
+
+    def _why_not(self, optimizers: Sequence[Optimizer]) -> str:
+        if not self.region.settings.fuses:
+            return f"'{self.region.settings.name}' makes no kernels, so nothing would be gained"
+        if self.region.fallbacks:
+            return self.region.fallbacks[-1]
+        for optimizer in optimizers:
+            name = type(optimizer).__name__
+            if is_fused(optimizer):
+                return f"{name} is fused"
+            if reason := _hidden(optimizer):
+                return f"{name} {reason}"
+            if any(p.grad is not None and p.grad.is_sparse for p in parameters(optimizer)):
+                return f"{name} has sparse gradients"
+        if name := self._constants.changing(optimizers):
+            self.region.fallbacks.append(f"'{name}' changes from step to step, and would be compiled anew at each")
+            return self.region.fallbacks[-1]
+        live = [p for optimizer in optimizers for p in parameters(optimizer) if p.grad is not None]
+        if not all(p in self._stepped for p in live):
+            self._stepped.update((p, True) for p in live)
+            return "the first step makes the state of the optimizer"
+        return ""
+
+    def forget_state(self) -> None:
+        """Let the next step run as it is: other states were loaded."""
+        self._stepped.clear()
+
+    def __call__(
+        self,
+        scaler: LossScaler,
+        optimizers: Sequence[Optimizer],
+        max_grad_norm: float | None,
+        nothing_kept: Tensor | None = None,
+        overflow: Tensor | None = None,
+    ) -> Update:
+        """Let optimizers step, and update the scale; arguments are those of `take_step`."""
+        live = [[p for p in parameters(o) if p.grad is not None] for o in optimizers]
+        states = [[t for p in ps for t in o.state.get(p, {}).values() if isinstance(t, Tensor)]
+                  for o, ps in zip(optimizers, live, strict=True)]  # fmt: skip
+        inverse = scaler.inverse_scale() if scaler.is_enabled() else None
+        try:
+            with rates_as_tensors(optimizers, self._rates), torch.no_grad():
+                founds, norm = self.region(optimizers, live, states, inverse, nothing_kept, max_grad_norm)
+        except _NotCompiled:
+            self.eager = "torch.compile is off where it was called"
+            return take_step(scaler, optimizers, max_grad_norm, nothing_kept, overflow)
+        except (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit) as error:
+            if self.region.failed:
+                raise
+            # One graph or none: nothing of it has run.
+            self.eager = str(error).strip().partition("\n")[0]
+            self.region.fallbacks.append(self.eager)
+            return take_step(scaler, optimizers, max_grad_norm, nothing_kept, overflow)
+        held_back: dict[Optimizer, HeldBack] = {}
+        for optimizer, found in zip(optimizers, founds, strict=True):
+            # Where the host has it anyway, it is read, so that the scaler can name a culprit.
+            held_back[optimizer] = False if found is None else bool(found) if found.device.type == "cpu" else found
+            scaler.note(optimizer, held_back[optimizer])
+        scaler.update_after(overflow)
+        return Update(held_back, norm)
+
+
+def update_region(
+    optimizers: Sequence[Optimizer],
+    live: Sequence[Sequence[Tensor]],
+    states: Sequence[Sequence[Tensor]],
+    inverse: Tensor | None,
+    nothing_kept: Tensor | None,
+    max_grad_norm: float | None,
+) -> tuple[list[Tensor | None], Tensor | None]:
+    """Unscale, clip and step; what `torch.compile` compiles.
+
+    Args:
+        optimizers: Those that have gradients.
+        live: The parameters of each that have gradients.
+        states: The tensors of each one's state.
+        inverse: 1 / the loss scale, None without loss scaling.
+        nothing_kept: Not 0 where the gradients are of nothing.
+        max_grad_norm: To which the gradients of all together are clipped.
+
+    Returns:
+        For each optimizer not 0 where it is held back, None where nothing was looked for; and the norm before clipping.
+    """
+    if not torch.compiler.is_compiling():
+        raise _NotCompiled
+    founds: list[Tensor | None] = [nothing_kept for _ in optimizers]
+    norm = None
+    if inverse is not None:
+        for index, params in enumerate(live):
+            gradients = [p.grad for p in params if p.grad is not None]
+            founds[index] = holds_inf_or_nan(gradients)
+            for gradient in gradients:
+                gradient.mul_(inverse.to(gradient.device))
+    if max_grad_norm is not None:
+        together = [p for params in live for p in params]
+        found = holds_inf_or_nan([p.grad for p in together if p.grad is not None])
+        founds = [found for _ in optimizers]
+        norm = clip(together, max_grad_norm)
+    for optimizer, params, state, held in zip(optimizers, live, states, founds, strict=True):
+        changed = [*params, *state]
+        before = [] if held is None else [t.clone() for t in changed]
+        step_of(type(optimizer))(optimizer)
+        if held is not None:
+            for now, then in zip(changed, before, strict=True):
+                now.copy_(torch.where(held.to(now.device) != 0, then, now))
+    return founds, norm
+
+
+class _NotCompiled(Exception):  # noqa: N818 - no error: nobody but CompiledUpdate sees it
+    """Says that the function is run as it is, by torch.compiler.set_stance or under a mode; it has done nothing yet."""
+
+
+def step_of(kind: type[Optimizer]) -> Callable[[Optimizer], Any]:
+    """Return the step of an optimizer without what torch wraps it in: hooks, a profiler's mark, and a graph break."""
+    step: Callable[[Optimizer], Any] = inspect.unwrap(kind.step)
+    return step
+
+
+def _hidden(optimizer: Optimizer) -> str:
+    """Return what of a step the graph would not show, "" where it shows all of it."""
+    if not type(optimizer).step.__module__.startswith("torch.optim."):
+        return "is no optimizer of torch.optim"
+    own = vars(optimizer).get("step")
+    if own is not None and not hasattr(own, "_wrapped_by_lr_sched"):
+        return "has a step() of its own"
+    hooks = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    if any(getattr(optimizer, name, None) for name in hooks):
+        return "has hooks on its step"
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        return "is differentiable"
+    return ""

@@ -1,0 +1,272 @@
+"""A compiled training step is the step that is not compiled, in few graphs that are compiled once."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.fx import GraphModule
+from torch.optim import LBFGS, SGD, AdamW
+from torch.optim.lr_scheduler import LambdaLR
+
+import fxamp
+from fxamp.train.describe import compiled_rows
+from fxamp.train.step import TrainStep
+from passes.errors import PolicyError
+
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # of a module that torch imports
+
+VOCABULARY, TOKENS = 61, 11
+
+
+@pytest.fixture(autouse=True)
+def _forget_other_sizes() -> None:
+    """Let Dynamo begin with fixed sizes: for code that it has seen with several, it goes on with symbols."""
+    torch.compiler.reset()
+
+
+def _bert() -> nn.Module:
+    from transformers import BertConfig, BertForMaskedLM
+
+    # Of a dropout in a low dtype AOTAutograd computes the backward by another kernel, with or without fxamp.
+    none = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    small = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
+    return BertForMaskedLM(BertConfig(vocab_size=VOCABULARY, max_position_embeddings=48, **small, **none))
+
+
+def _gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    small = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 48, "bos_token_id": 0, "eos_token_id": 0}
+    none = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    return GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, use_cache=False, **small, **none))
+
+
+def ids_of(seed: int, rows: int = 4) -> Tensor:
+    return torch.randint(VOCABULARY, (rows, TOKENS), generator=torch.Generator().manual_seed(seed))
+
+
+def loss_fn(output: Any, ids: Tensor) -> Tensor:
+    return F.cross_entropy(output.logits.flatten(0, 1), ids.flatten())
+
+
+@functools.cache
+def _converted(name: str, policy: str) -> fxamp.ConvertedModule:
+    torch.manual_seed(0)
+    model = {"bert": _bert, "gpt2": _gpt2}[name]().train()
+    return fxamp.convert(model, kwargs={"input_ids": ids_of(0)}, policy=policy)
+
+
+def converted(name: str, policy: str = "O1,dtype=bf16") -> fxamp.ConvertedModule:
+    return copy.deepcopy(_converted(name, policy))
+
+
+def train(name: str, policy: str, windows: int, accumulate: int = 1, **settings: Any) -> tuple[TrainStep, list[Any]]:
+    """Train with clipping and a scheduler; the last window is of smaller batches. Returns what a run shows."""
+    model = converted(name, policy)
+    optimizer = AdamW(model.parameters(), lr=1e-3)
+    step = TrainStep(
+        model, loss_fn, optimizer, accumulate_steps=accumulate, max_grad_norm=1.0,
+        scheduler=LambdaLR(optimizer, lambda i: min(1.0, (i + 1) / 4)), **settings,
+    )  # fmt: skip
+    shown: list[Any] = []
+    torch.manual_seed(1)
+    for window in range(windows):
+        for micro in range(accumulate):
+            ids = ids_of(window * accumulate + micro, 4 if window + 1 < windows else 3)
+            result = step({"input_ids": ids}, ids)
+        shown.append((result.loss.item(), result.scale, result.stepped, result.grad_norm.item()))  # type: ignore[union-attr]
+    return step, [shown, [p.detach().clone() for p in model.parameters()]]
+
+
+# ------------------------------------------------------------------------------------- the same bits
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize(("name", "policy"), [("bert", "O1,dtype=bf16"), ("gpt2", "O2,dtype=fp16")])
+def test_a_traced_step_gives_the_bits_of_the_eager_one(name: str, policy: str, accumulate: int) -> None:
+    step, (shown, parameters) = train(name, policy, 6, accumulate, compile="aot_eager")
+    _, (expected, theirs) = train(name, policy, 6, accumulate)
+    assert shown == expected
+    assert all(map(torch.equal, parameters, theirs))
+    assert step.compiled is not None
+    assert step.weights.mode == "per_step"
+    assert not step.compiled.loss.breaks
+    assert not step.compiled.loss.fallbacks
+    assert step.compiled.loss.frames == 2  # the second for the smaller batch
+
+
+# ------------------------------------------------------------------------------------- what is saved for backward
+
+
+def _without_views(node: torch.fx.Node) -> torch.fx.Node:
+    while node.target in (torch.ops.aten.t.default, torch.ops.aten.permute.default, torch.ops.aten.view.default):
+        node = node.all_input_nodes[0]
+    return node
+
+
+class Saved:
+    """A backend with torch's min-cut partitioner, as Inductor has, that notes what forward hands to backward."""
+
+    def __init__(self) -> None:
+        self.tensors: list[Tensor] = []
+
+    def __call__(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        from functorch.compile import (  # type: ignore[import-untyped]
+            make_boxed_func,
+            min_cut_rematerialization_partition,
+        )
+        from torch._dynamo.backends.common import aot_autograd
+
+        def forward(graph: GraphModule, _: Any) -> Any:
+            outputs = graph.graph.output_node().all_input_nodes
+            made = [node.meta.get("val") for node in outputs if _without_views(node).op != "placeholder"]
+            self.tensors += [value for value in made if isinstance(value, Tensor)]
+            return make_boxed_func(graph.forward)
+
+        def backward(graph: GraphModule, _: Any) -> Any:
+            return make_boxed_func(graph.forward)
+
+        run: Any = aot_autograd(
+            fw_compiler=forward, bw_compiler=backward, partition_fn=min_cut_rematerialization_partition
+        )
+        return run(gm, inputs)
+
+
+def low_weights_among(tensors: Sequence[Tensor], model: nn.Module) -> list[tuple[int, ...]]:
+    shapes = {tuple(p.shape) for p in model.parameters() if p.dim() == 2} | {
+        tuple(p.shape[::-1]) for p in model.parameters() if p.dim() == 2
+    }
+    return [tuple(t.shape) for t in tensors if t.dtype == torch.bfloat16 and tuple(t.shape) in shapes]
+
+
+def by_step(model: nn.Module, backend: Saved, weights: Any) -> None:
+    step = TrainStep(model, loss_fn, SGD(model.parameters(), lr=0.1), weights=weights, compile={"backend": backend})
+    step({"input_ids": ids_of(0)}, ids_of(0))
+
+
+def by_compile(model: nn.Module, backend: Saved, weights: Any) -> None:
+    original = _gpt2().train()
+    loss_fn(fxamp.compile(original, policy="O1,dtype=bf16", backend=backend)(ids_of(0)), ids_of(0)).backward()
+
+
+@pytest.mark.parametrize(("run", "weights"), [(by_step, "per_step"), (by_step, "per_use"), (by_compile, None)])
+def test_no_low_copy_of_a_weight_is_saved_for_backward(run: Callable[..., None], weights: Any) -> None:
+    model, backend = converted("gpt2"), Saved()
+    run(model, backend, weights)
+    assert backend.tensors
+    assert not low_weights_among(backend.tensors, model)
+
+
+def test_the_partitioner_saves_low_copies_of_weights_where_nothing_keeps_it_from_that(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("fxamp.train.compiled_region.recompute_weight_casts", lambda *_: None)
+    model, backend = converted("gpt2"), Saved()
+    by_step(model, backend, "per_use")
+    assert low_weights_among(backend.tensors, model)
+
+
+# ------------------------------------------------------------------------------------- what goes wrong, and is said
+
+
+def small(**settings: Any) -> TrainStep:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    return TrainStep(model, lambda out: out.square().mean(), SGD(model.parameters(), lr=0.1), **settings)
+
+
+def test_an_optimizer_that_needs_a_closure_is_refused() -> None:
+    model = nn.Linear(4, 3)
+    with pytest.raises(PolicyError, match="compile='inductor' with LBFGS, which calls the loss again and again"):
+        TrainStep(model, None, LBFGS(model.parameters()), compile=True)
+
+
+def test_what_is_compiled_already_is_refused_with_the_way_out() -> None:
+    model: Any = fxamp.compile(nn.Linear(4, 3), backend="eager")
+    with pytest.raises(PolicyError, match=r"the model is compiled by torch\.compile already"):
+        TrainStep(model, None, SGD(model.parameters(), lr=0.1), compile=True)
+
+
+def test_what_is_converted_already_is_not_converted_again() -> None:
+    model = fxamp.convert(nn.Linear(4, 3), (torch.randn(2, 4),))
+    with pytest.raises(PolicyError, match="compile='fxamp' converts the model, and the model is converted already"):
+        TrainStep(model, None, SGD(model.parameters(), lr=0.1), compile="fxamp")
+
+
+HAS_NOTES = pytest.mark.skipif(sys.version_info < (3, 11), reason="errors have no notes before Python 3.11")
+
+
+def fails(gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    raise ZeroDivisionError("this backend divides by zero")
+
+
+@HAS_NOTES
+def test_the_error_of_a_backend_is_its_own_with_a_note_of_what_it_was_given() -> None:
+    step = small(compile={"backend": fails})
+    with pytest.raises(Exception, match="this backend divides by zero") as raised:
+        step(torch.randn(2, 4))
+    assert raised.value.__notes__ == [
+        "fxamp gave backend 'fails' the 'model and loss' of this TrainStep as a graph. compile='aot_eager' says "
+        "whether the graph is at fault, and compile=False goes without."
+    ]
+    assert all(p.grad is None for p in step.model.parameters())
+
+
+@HAS_NOTES
+def test_without_a_cpp_compiler_the_way_that_needs_none_is_named() -> None:
+    step = small(compile={"options": {"cpp.cxx": ("no-such-compiler",)}})
+    with pytest.raises(Exception, match="No working C") as raised:
+        step(torch.randn(2, 4))
+    assert "compile='aot_eager' compiles no kernels" in raised.value.__notes__[0]
+
+
+def test_an_error_in_the_loss_is_the_one_of_the_eager_step() -> None:
+    model = nn.Linear(4, 3)
+    step = TrainStep(model, None, SGD(model.parameters(), lr=0.1), compile="aot_eager")
+    with pytest.raises(PolicyError, match=r"the output \(Tensor\) has no loss"):
+        step(torch.randn(2, 4))
+
+
+# ------------------------------------------------------------------------------------- what became of it
+
+
+class Breaks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        torch._dynamo.graph_break()
+        return self.last(x)
+
+
+def test_breaks_recompiles_and_fallbacks_are_counted_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 2)
+    torch.manual_seed(0)
+    model = Breaks()
+    step = TrainStep(model, lambda out: out.square().mean(), SGD(model.parameters(), lr=0.1),
+                     compile={"backend": "aot_eager", "dynamic": False})  # fmt: skip
+    for rows in (2, 3, 4):
+        step(torch.randn(rows, 4))
+    said = dict(compiled_rows(step.compiled))
+    assert said["compiled"] == "by 'aot_eager'"
+    assert "graph break" in said["model and loss"]
+    assert "test_train_compiled.py" in said["model and loss: graph break"]
+    assert "size mismatch" in said["model and loss: recompile"]
+    assert "recompile limit" in said["model and loss: fallback"]
+
+
+def test_a_cuda_graph_is_not_captured_where_there_is_no_cuda_and_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    step = small(compile=True, cuda_graph=True)
+    assert step.compiled is not None
+    assert step.compiled.cuda_graph == "none: there is no CUDA device here"

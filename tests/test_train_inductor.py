@@ -1,0 +1,118 @@
+"""A training step compiled by Inductor: near the eager one, compiled once, and found again by another process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import LambdaLR
+
+import fxamp
+from fxamp.train.step import TrainStep
+
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # of a module that torch imports
+STEPS = 30
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 32), nn.LayerNorm(32), nn.GELU(), nn.Linear(32, 8))
+
+
+def batch(index: int, rows: int = 12) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(index)
+    return torch.randn(rows, 16, generator=generator), torch.randint(8, (rows,), generator=generator)
+
+
+def warm_up(optimizer: Any) -> LambdaLR:
+    return LambdaLR(optimizer, lambda i: min(1.0, (i + 1) / 5) * 0.95**i)
+
+
+def by_torch(compile: bool) -> list[Tensor]:
+    """Train under autocast, in eager or compiled; return the parameters."""
+    model = net()
+    optimizer = AdamW(model.parameters(), lr=0.01)
+    scheduler = warm_up(optimizer)
+    called: Any = torch.compile(model) if compile else model
+    for index in range(STEPS):
+        x, y = batch(index)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = F.cross_entropy(called(x), y)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    return [p.detach() for p in model.parameters()]
+
+
+def by_step(compile: bool) -> tuple[list[Tensor], TrainStep, list[list[int]]]:
+    """Train by TrainStep; return the parameters, the step, and how many frames were compiled after each window."""
+    model = net()
+    optimizer = AdamW(model.parameters(), lr=0.01)
+    converted = fxamp.convert(model, (batch(0)[0],), policy="O1,dtype=bf16")
+    step = TrainStep(
+        converted, F.cross_entropy, optimizer, max_grad_norm=0.5, scheduler=warm_up(optimizer), compile=compile
+    )
+    frames = []
+    for index in range(STEPS):
+        assert step(*batch(index)).stepped
+        frames.append([region.frames for region in step.compiled.regions] if step.compiled is not None else [])
+    return [p.detach().clone() for p in model.parameters()], step, frames
+
+
+def distance(a: list[Tensor], b: list[Tensor]) -> float:
+    return torch.cat([(x - y).flatten() for x, y in zip(a, b, strict=True)]).norm().item()
+
+
+def test_thirty_compiled_steps_are_as_near_the_eager_ones_as_those_of_torch_compile_under_autocast() -> None:
+    torch.compiler.reset()
+    eager, _, _ = by_step(False)
+    ours, step, frames = by_step(True)
+    torchs = distance(by_torch(True), by_torch(False))
+    assert torchs > 0
+    assert distance(ours, eager) <= 1.5 * torchs
+    assert frames[4] == frames[-1] == [1, 1]
+    assert step.compiled is not None
+    step(*batch(STEPS, rows=7))
+    assert [region.frames for region in step.compiled.regions] == [2, 1]
+    for region in step.compiled.regions:
+        assert not region.breaks
+        assert not region.fallbacks
+
+
+COUNTS = """
+import json, torch, torch._inductor.config, fxamp
+from torch._dynamo.utils import counters
+torch._inductor.config.cpp.simdlen = 1  # nothing is built to find out what this machine has
+x, model = torch.ones(2, 4), torch.nn.Linear(4, 3)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+step = fxamp.TrainStep(model, lambda out: out.square().sum(), optimizer, compile="fxamp")
+step(x)
+step(x)
+print(json.dumps(counters["aot_autograd"]))
+"""
+
+
+def test_another_process_finds_all_graphs_of_backend_fxamp_in_the_cache(tmp_path: Path) -> None:
+    cached = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0"}
+    found = []
+    for _ in range(2):
+        done = subprocess.run(
+            [sys.executable, "-c", COUNTS], capture_output=True, text=True, check=True, env={**os.environ, **cached},
+        )  # fmt: skip
+        found.append(json.loads(done.stdout.splitlines()[-1]))
+    first, second = found
+    assert first["autograd_cache_saved"] == first["total"] == 2
+    assert second["autograd_cache_hit"] == second["total"] == 2
+    assert not second.get("autograd_cache_miss")
+    assert not second.get("autograd_cache_bypass")
