@@ -25,7 +25,7 @@ from tabulate import tabulate
 
 from passes.errors import FxampError, PolicyError
 from passes.plan import Plan, write_text
-from passes.policy import nearest
+from passes.policy import Policy, nearest
 
 from .report import harmless
 
@@ -128,10 +128,35 @@ def _report(args: argparse.Namespace) -> int:
 
 def _diff(args: argparse.Namespace) -> int:
     from .report.diff import diff
+    from .report.listing import coloured
 
-    made = diff(args.before, args.after)
-    _write(args, text=lambda: str(made), markdown=made.to_markdown, json=made.to_json)
+    with contextlib.redirect_stdout(sys.stderr):  # standard output is the difference's
+        made = diff(*_sides(args))
+    _write(args, coloured, text=lambda: str(made), markdown=made.to_markdown, json=made.to_json, html=made.to_html)
     return FOUND if made else DONE
+
+
+def _sides(args: argparse.Namespace) -> list[Path | ConvertedModule]:
+    """Return the two things to compare: saved plans, or targets converted, one of them by two policies."""
+    if len(args.policy) > 2:
+        raise PolicyError("diff: two --policy are enough, one for each side")
+    names = [args.before, args.after] if args.after is not None else [args.before]
+    targets = {name for name in names if not name.endswith(".json") and name.rpartition(":")[0]}
+    if len(names) == 1 and (len(args.policy) != 2 or not targets):
+        raise FxampError(
+            "the following arguments are required: B; see `fxamp diff --help` (or give one TARGET and two --policy)"
+        )
+    policies = args.policy if len(args.policy) == 2 else [*args.policy, None][:1] * 2
+    names = names * 2 if len(names) == 1 else names
+    for name, policy in zip(names, policies, strict=True):
+        if policy is not None and name not in targets and (len(args.policy) == 2 or not targets):
+            raise PolicyError(f"{name!r} is a saved plan and has its own policy; leave out --policy")
+    asked = [Policy.of(policy) for policy in policies]
+    made = {name: load_target(name) for name in dict.fromkeys(names) if name in targets}
+    return [
+        _read(made[name], policy, args.capture, args.device) if name in made else Path(name)
+        for name, policy in zip(names, asked, strict=True)
+    ]  # fmt: skip
 
 
 def _check(args: argparse.Namespace) -> int:
@@ -179,14 +204,15 @@ def _checked(target: Target, update: bool) -> Outcome:
 
 
 def _converted(target: str, policy: str | None, capture: str, device: str | None) -> ConvertedModule:
-    from passes.policy import Policy
+    asked = Policy.of(policy)
+    return _read(load_target(target), asked, capture, device)
 
+
+def _read(made: tuple[object, object, object], policy: Policy, capture: str, device: str | None) -> ConvertedModule:
     from .convert import to_read
 
-    asked = Policy.of(policy)
-    model, args, kwargs = load_target(target)
-    if device is not None:
-        asked = replace(asked, device=device)
+    model, args, kwargs = made
+    asked = policy if device is None else replace(policy, device=device)
     return to_read(model, args, kwargs, asked, capture)  # type: ignore[arg-type]  # it says what a model is not
 
 
@@ -237,8 +263,8 @@ def _import_file(path: Path) -> ModuleType:
     return module
 
 
-def _write(args: argparse.Namespace, **formats: Callable[[], str]) -> None:
-    """Write one of the formats to the file asked for, or to standard output."""
+def _write(args: argparse.Namespace, paint: Callable[[str], str] = str, **formats: Callable[[], str]) -> None:
+    """Write one of the formats to the file asked for, or to standard output, where a terminal may have colours."""
     # Workflow commands escape what they are given, and begin as no other line may.
     own: dict[str, Callable[[str], str]] = {"json": harmless.as_json, "github": str}
     shown = own.get(args.output_format, harmless.lines)
@@ -247,11 +273,15 @@ def _write(args: argparse.Namespace, **formats: Callable[[], str]) -> None:
         write_text(args.output, text)
         return
     try:
-        sys.stdout.write(text)
+        sys.stdout.write(paint(text) if args.output_format == "text" and _has_colours() else text)
         sys.stdout.flush()
     except BrokenPipeError:
         # The reader (`| head`) has seen enough. Python flushes once more at exit, so give it somewhere to flush to.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _has_colours() -> bool:
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def _failed(message: str) -> int:
@@ -312,9 +342,14 @@ def _parser() -> argparse.ArgumentParser:
         report.add_argument(f"--{name}", metavar=what, action="append", default=[], help=f"only this {name}")
     report.add_argument("--save-plan", metavar="FILE", type=Path, help="save the plan as JSON too")
 
-    diff = verb("diff", _diff, "Show what differs between two saved plans; exit with 1 when they differ.")
-    diff.add_argument("before", metavar="A", type=Path)
-    diff.add_argument("after", metavar="B", type=Path)
+    diff = verb("diff", _diff, "Show what differs between two plans or models; exit with 1 when they differ.")
+    diff.add_argument("before", metavar="A", help="plan.json, package.module:callable or path/file.py:callable")
+    diff.add_argument("after", metavar="B", nargs="?", help="likewise; left out, A is compared under two policies")
+    diff.add_argument("--policy", action="append", default=[], help="of A and B; given twice, of A, then of B")
+    _add_capture(diff)
+    for action in diff._actions:
+        if action.dest == "output_format":
+            action.choices = ("text", "markdown", "json", "html")
 
     check = verb("check", _check, "Compare models with their committed plans and budgets; exit with 1 on a difference.")
     check.add_argument(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -339,3 +340,63 @@ def test_names_in_a_plan_are_shown_and_not_obeyed(here: Path, capsys: Capture, v
         data = json.loads(out)
         shown = data["plan"]["notes"][0] if verb[0] == "report" else data["changes"][0]["key"].rpartition("/")[0]
         assert shown == name
+
+
+NET = """
+import torch
+
+def make():
+    return torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Softmax(-1)), (torch.ones(2, 4),)
+"""
+
+
+def test_one_target_is_compared_under_two_policies(here: Path, capsys: Capture) -> None:
+    (here / "net.py").write_text(f"print('hello')\n{NET}\n")
+    assert main(["diff", "net.py:make", "--policy", "O1,dtype=bf16,modules.0=fp32", "--policy", "O1,dtype=bf16"]) == 1
+    captured = capsys.readouterr()
+    assert captured.err == "hello\n"
+    assert captured.out.startswith("--- O1,dtype=bf16,device=cpu,modules.0=fp32  export")
+    assert "! 0/linear#0  casts: none -> float32 to bfloat16 (3)" in captured.out
+    assert main(["diff", "net.py:make", "net.py:make", "--policy", "O1"]) == 0
+    capsys.readouterr()
+    assert main(["report", "net.py:make", "--policy", "O1,dtype=bf16", "--save-plan", "net.json"]) == 0
+    assert main(["diff", "net.json", "net.py:make", "--policy", "O1,dtype=bf16"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["net.py:make", "--policy", "O1"], "or give one TARGET and two --policy"),
+        (["a.json", "--policy", "O1", "--policy", "O2"], "or give one TARGET and two --policy"),
+        (["a.json", "b.json", "--policy", "O1"], "'a.json' is a saved plan and has its own policy"),
+        (["net.py:make", "b.json", "--policy", "O1", "--policy", "O2"], "'b.json' is a saved plan and has its own"),
+        (["net.py:make", *["--policy", "O1"] * 3], "two --policy are enough"),
+        (["net.py:make", "--policy", "O1", "--policy", "O9"], "unknown level 'O9'"),
+    ],
+)
+def test_policies_that_belong_to_nothing_are_refused(here: Path, capsys: Capture, words: list[str], said: str) -> None:
+    assert main(["diff", *words]) == 2
+    assert said in error_of(capsys)
+
+
+def test_a_difference_is_coloured_on_terminals_alone(
+    here: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    main(["diff", "a.json", "b.json"])
+    plain = capsys.readouterr().out
+    assert "\x1b" not in plain
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    main(["diff", "a.json", "b.json"])
+    coloured = capsys.readouterr().out
+    assert "\x1b[33m! fc/linear#0  colour: bfloat16 -> float32\x1b[0m\n" in coloured
+    assert re.sub(r"\x1b\[\d+m", "", coloured) == plain
+    monkeypatch.setenv("NO_COLOR", "1")
+    main(["diff", "a.json", "b.json"])
+    assert capsys.readouterr().out == plain
+
+
+def test_a_difference_is_written_as_a_page(here: Path, capsys: Capture) -> None:
+    assert main(["diff", "a.json", "b.json", "--output-format", "html"]) == 1
+    page = capsys.readouterr().out
+    assert page.startswith("<!doctype html>")
+    assert "<td>fc/linear#0</td><td>colour</td><td>bfloat16</td><td>float32</td>" in page

@@ -103,6 +103,19 @@ def test_a_plan_of_another_model_is_one_sentence(folder: Path, check: Check) -> 
     assert "another model" in err
 
 
+def test_a_layer_put_in_between_changes_no_other_and_a_renamed_one_is_a_line(folder: Path, check: Check) -> None:
+    check("net.py:make", "--plan=net.json", LOW, "--update")
+    change(folder, "nn.Sequential(nn.Linear", "nn.Sequential(nn.Tanh(), nn.Linear")
+    status, out, _ = check("net.py:make", "--plan=net.json", LOW)
+    assert status == 1
+    assert "! (modules)  path: body.0 to 2 -> body.1 to 3" in out
+    assert [line.split()[1] for line in out.splitlines() if line.startswith("  +")] == ["body.0/tanh#0"]
+    check("net.py:make", "--plan=net.json", LOW, "--update")
+    change(folder, "self.stem", "self.first")
+    status, out, _ = check("net.py:make", "--plan=net.json", LOW)
+    assert (status, out.splitlines()[1:]) == (1, ["  ! (modules)  path: stem -> first"])
+
+
 @pytest.mark.parametrize(
     ("budget", "status"),
     [("casts=+0", 0), ("casts=500", 0), ("casts=1", 1), ("low_flops=100%", 0), ("low_bytes=-0%", 0), ("fp32_ops=0", 0)],
