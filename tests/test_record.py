@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import msgspec
 import pytest
 import torch
 
 import fxamp
+from fxamp import compiled
 from fxamp.measure import saved_bytes
 from fxamp.report.build import record_of
 from fxamp.report.record import SCHEMA, Record, schema
@@ -16,7 +21,9 @@ from fxamp.report.sizes import sizes_of
 from passes.errors import PlanError
 from passes.insert_casts import is_inserted
 from tests.harness import converted, subject, unchanged
+from tests.models import BY_NAME
 
+ROOT = Path(fxamp.__file__).parent.parent
 MODELS = ("lenet5", "hf_bert", "vit", "hf_gpt2", "resnet18")
 
 
@@ -81,3 +88,51 @@ def test_a_report_leaves_the_model_as_it_was() -> None:
     assert record_of(module).totals.saved_bytes
     assert all(torch.equal(before[name], value) for name, value in module.state_dict().items())
     assert torch.equal(torch.get_rng_state(), random)
+
+
+def test_a_model_compiled_for_several_sizes_has_the_record_that_it_had_after_one() -> None:
+    zoo = BY_NAME["gpt"]
+    module = fxamp.compile(zoo.build(), policy="O1,dtype=bf16", backend="eager")
+    records = []
+    for batch in (3, 5, 7):
+        args, kwargs = zoo.inputs(batch)
+        module(*args, **kwargs)
+        records.append(record_of(fxamp.plan_of(module)).to_json())
+    recompiled = sum(len(entry.plan.decisions) > 0 for entry in compiled._BY_ROOT[module._orig_mod])
+    assert recompiled > 1
+    assert records[1:] == records[:1] * 2
+
+
+RECORDS = """
+import sys
+turn = slice(None, None, int(sys.argv[1]))
+for name in ("decimal", "sqlite3", "torch", "fxamp.report.build")[turn]:
+    __import__(name)
+import fxamp
+from fxamp.report.build import record_of
+from tests.models import BY_NAME
+
+made = {}
+for name in ("vit", "lenet5")[turn]:
+    model, (args, kwargs) = BY_NAME[name].build(), BY_NAME[name].inputs(3)
+    children = list(model.named_children())
+    for child, _ in children:
+        delattr(model, child)
+    for child, module in children[turn]:
+        setattr(model, child, module)
+    made[name] = fxamp.convert(model, args, kwargs, policy="O2,dtype=bf16", check=False)
+print(*(record_of(made[name]).to_json() for name in sorted(made)))
+"""
+
+
+def test_records_are_the_same_in_other_processes_orders_and_hash_seeds() -> None:
+    def start(seed: int, turn: int) -> subprocess.Popen[str]:
+        environment = {**os.environ, "PYTHONHASHSEED": str(seed), "PYTHONPATH": str(ROOT)}
+        command = [sys.executable, "-c", RECORDS, str(turn)]
+        return subprocess.Popen(command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+
+    running = [start(0, 1), start(1, -1)]
+    texts = [process.communicate()[0] for process in running]
+    assert [process.returncode for process in running] == [0, 0]
+    assert texts[0] == texts[1]
+    assert texts[0].count('"policy": "O2,dtype=bf16,device=cpu"') == 2
