@@ -15,7 +15,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import ModuleType
@@ -113,7 +113,7 @@ def _report(args: argparse.Namespace) -> int:
         plan = Plan.load(args.target)
         made = report(plan)
     else:
-        with contextlib.redirect_stdout(sys.stderr):  # standard output is the report's
+        with _aside():  # standard output is the report's
             module = _converted(args.target, args.policy, args.capture, args.device)
             plan, made = with_totals(module)[0], report(module)
     if args.save_plan:
@@ -130,7 +130,7 @@ def _diff(args: argparse.Namespace) -> int:
     from .report.diff import diff
     from .report.listing import coloured
 
-    with contextlib.redirect_stdout(sys.stderr):  # standard output is the difference's
+    with _aside():  # standard output is the difference's
         made = diff(*_sides(args))
     _write(args, coloured, text=lambda: str(made), markdown=made.to_markdown, json=made.to_json, html=made.to_html)
     return FOUND if made else DONE
@@ -198,7 +198,7 @@ def _checked(target: Target, update: bool) -> Outcome:
     from .report.gate import check
 
     budgets = [Budget.parse(text) for text in target.budgets]
-    with contextlib.redirect_stdout(sys.stderr):  # standard output is the outcome's
+    with _aside():  # standard output is the outcome's
         module = _converted(target.target, target.policy, target.capture, target.device)
         return check(target.name, module, target.plan, budgets, update)
 
@@ -261,6 +261,26 @@ def _import_file(path: Path) -> ModuleType:
         del sys.modules[name]
         raise
     return module
+
+
+@contextlib.contextmanager
+def _aside() -> Iterator[None]:
+    """Let what a model prints go to standard error, what C and child processes print too."""
+    sys.stdout.flush()
+    try:
+        out, err = sys.__stdout__.fileno(), sys.__stderr__.fileno()  # type: ignore[union-attr]
+        kept = os.dup(out)
+    except (AttributeError, OSError, ValueError):  # there is no terminal and no file behind them
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+        return
+    os.dup2(err, out)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(kept, out)
+        os.close(kept)
 
 
 def _write(args: argparse.Namespace, paint: Callable[[str], str] = str, **formats: Callable[[], str]) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -65,7 +67,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, ...]]:
         calls.append((model, args, kwargs, str(policy)))
         return converted()
 
-    monkeypatch.setattr(sys.modules["fxamp.convert"], "to_read", to_read)
+    monkeypatch.setattr(importlib.import_module("fxamp.convert"), "to_read", to_read)
     return calls
 
 
@@ -235,7 +237,7 @@ def test_error_while_planning_is_one_line(
     def to_read(*args: object, **kwargs: object) -> None:
         raise error
 
-    monkeypatch.setattr(sys.modules["fxamp.convert"], "to_read", to_read)
+    monkeypatch.setattr(importlib.import_module("fxamp.convert"), "to_read", to_read)
     (here / "net.py").write_text("def build(): return 'model'", encoding="utf-8")
     assert main(["report", "net.py:build"]) == 2
     assert "two lines" in error_of(capsys)
@@ -400,3 +402,33 @@ def test_a_difference_is_written_as_a_page(here: Path, capsys: Capture) -> None:
     page = capsys.readouterr().out
     assert page.startswith("<!doctype html>")
     assert "<td>fc/linear#0</td><td>colour</td><td>bfloat16</td><td>float32</td>" in page
+
+
+def test_what_a_model_prints_by_other_ways_does_not_mix_with_the_report(here: Path) -> None:
+    prints = "import atexit, os, subprocess\nos.write(1, b'raw')\nsubprocess.run(['echo', 'child'])\n"
+    (here / "net.py").write_text(f"{prints}{NET}")
+    command = [sys.executable, "-m", "fxamp", "report", "net.py:make", "--output-format=json"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=here, env=environment, capture_output=True, text=True, check=False)
+    assert json.loads(done.stdout)["totals"]["nodes"] == 2
+    assert "raw" in done.stderr
+    assert "child" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        ("3", "not int"),
+        ("None", "not NoneType"),
+        ("lambda x: x", "not function"),
+        ("torch.nn.Linear", "not the class Linear; call it first"),
+        ("torch.nn.Linear(4, 4), torch.ones(2, 5)", "Linear rejects the example inputs"),
+        ("torch.nn.Linear(4, 4), 3, 4, 5", "returned 4 things"),
+    ],
+)
+@pytest.mark.parametrize("verb", ["report", "check", "diff"])
+def test_what_is_no_model_is_named(here: Path, capsys: Capture, verb: str, made: str, said: str) -> None:
+    (here / "net.py").write_text(f"import torch\ndef make(): return {made}")
+    words = {"check": ["--budget=casts=1"], "diff": ["--policy=O1", "--policy=O2"]}.get(verb, [])
+    assert main([verb, "net.py:make", *words]) == 2
+    assert said in error_of(capsys)

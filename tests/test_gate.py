@@ -202,6 +202,22 @@ def test_a_table_that_is_wrong_is_named(folder: Path, check: Check, table: str, 
     assert (status, said in err) == (2, True)
 
 
+def test_a_target_that_leaves_is_no_answer_and_one_that_prints_is(folder: Path, check: Check) -> None:
+    (folder / "leaves.py").write_text("import os\nos._exit(0)")
+    (folder / "prints.py").write_text(f"import atexit, os\nos.write(1, b'{{')\natexit.register(print, '[1]')\n{NET}")
+    tables = [f'[tool.fxamp.targets.{n}]\ntarget = "{n}.py:make"\nbudget = ["casts=1"]\n' for n in ("leaves", "prints")]
+    (folder / "pyproject.toml").write_text("".join(tables))
+    status, out, err = check()
+    assert status == 2
+    assert "leaves: its process left with 0" in err
+    assert "over budget: casts is" in out
+
+
+def test_a_budget_that_does_not_parse_is_no_answer(check: Check) -> None:
+    status, _, err = check("net.py:make", LOW, "--budget=cats=1")
+    assert (status, "budget 'cats=1': there is no total 'cats'" in err) == (2, True)
+
+
 def test_annotations_cannot_be_ended_by_a_name(folder: Path, check: Check) -> None:
     check("net.py:make", "--plan=net.json", LOW, "--update")
     change(folder, "return self.head(h)", "return self.head(h.float().exp())")

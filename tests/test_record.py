@@ -62,6 +62,33 @@ def test_a_record_is_read_back_and_refused_where_it_is_wrong() -> None:
         Record.from_json(json.dumps({**json.loads(text), "more": 1}))
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"version": 1', "record:1: not JSON, or cut short"),
+        ('{"version": 1, "version": 1}', "'version' is there twice"),
+        ('{"version": NaN}', "NaN is no number"),
+        ("[" * 100_000, "not a record"),
+        ("[]", "not a record of fxamp"),
+    ],
+    ids=["cut short", "twice", "no number", "deep", "list"],
+)
+def test_a_record_of_nonsense_is_refused(text: str, said: str) -> None:
+    with pytest.raises(PlanError, match=said):
+        Record.from_json(text)
+
+
+def test_a_record_that_is_too_long_for_any_model_is_refused() -> None:
+    with pytest.raises(PlanError, match="longer than 64 MB"):
+        Record.from_json('{"version": "' + "x" * (65 << 20) + '"}')
+
+
+def test_a_record_of_another_format_says_which() -> None:
+    text = record_of(converted("lenet5", "O1,dtype=bf16")).to_json()
+    with pytest.raises(PlanError, match="record format 9; this fxamp reads 1"):
+        Record.from_json(text.replace('"version": 1', '"version": 9', 1))
+
+
 def test_the_published_schema_is_that_of_the_record() -> None:
     assert json.loads(SCHEMA.read_text()) == schema()
     assert schema()["$schema"].endswith("2020-12/schema")
