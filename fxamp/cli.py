@@ -16,6 +16,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import ModuleType
@@ -179,9 +180,11 @@ def _check(args: argparse.Namespace) -> int:
         folder, chosen = file.parent, configured(file, args.targets)
         if args.policy or args.plan or args.budget:
             raise FxampError(f"check: targets of {file.name} have their policy, plan and budget there")
-    found = [_checked(chosen[0], args.update)] if args.targets and len(chosen) == 1 and ":" in args.targets[0] else [
-        run_alone(target, folder, args.update) for target in chosen
-    ]
+    if args.targets and len(chosen) == 1 and ":" in args.targets[0]:
+        found = [_checked(chosen[0], args.update)]
+    else:
+        with ThreadPoolExecutor(args.jobs) as pool:
+            found = list(pool.map(lambda target: run_alone(target, folder, args.update), chosen))
     _write(
         args, text=lambda: shown.to_text(found), markdown=lambda: shown.to_markdown(found),
         json=lambda: shown.to_json(found), github=lambda: shown.to_github(found),
@@ -331,6 +334,12 @@ def _add_capture(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--device", choices=("cpu", "cuda"), help="decide for it, whether it is here or not")
 
 
+def _positive(text: str) -> int:
+    if not text.isdecimal() or not 0 < int(text) < 1000:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of processes")
+    return int(text)
+
+
 class _Parser(argparse.ArgumentParser):
     """Raise usage errors as fxamp's own, so that they print as one line."""
 
@@ -380,6 +389,7 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--plan", metavar="FILE", help="the committed plan")
     check.add_argument("--update", action="store_true", help="write plans that are missing or have changed")
     check.add_argument("--budget", metavar="KEY=LIMIT", action="append", default=[], help='such as "casts=+0"')
+    check.add_argument("--jobs", metavar="N", type=_positive, default=1, help="targets to check at once")
     check.add_argument("--name", help=argparse.SUPPRESS)
     _add_capture(check)
     for action in check._actions:
