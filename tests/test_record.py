@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -163,3 +164,24 @@ def test_records_are_the_same_in_other_processes_orders_and_hash_seeds() -> None
     assert [process.returncode for process in running] == [0, 0]
     assert texts[0] == texts[1]
     assert texts[0].count('"policy": "O2,dtype=bf16,device=cpu"') == 2
+
+
+TRACED = """
+import torch, fxamp
+module = fxamp.compile(torch.nn.Sequential(torch.nn.Linear(4, 4)), policy="O1,dtype=bf16", backend="eager")
+module(torch.randn(3, 4))
+from fxamp.report.build import record_of
+print(record_of(fxamp.plan_of(module)).to_json())
+"""
+
+
+def test_a_compilation_that_is_traced_has_the_record_as_an_artefact(tmp_path: Path) -> None:
+    environment = {**os.environ, "TORCH_TRACE": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", TRACED], env=environment, capture_output=True, text=True, check=True)
+    (trace,) = tmp_path.iterdir()
+    _, _, rest = trace.read_text(encoding="utf-8").partition('{"artifact": {"name": "fxamp_precision"')
+    _, *lines = rest.splitlines()
+    payload = itertools.takewhile(lambda line: line.startswith("\t"), lines)
+    found = Record.from_json("\n".join(line[1:] for line in payload))
+    assert found == Record.from_json(done.stdout)
+    assert [n.op for n in found.nodes] == ["linear"]
