@@ -2,42 +2,94 @@
 
 converted = fxamp.convert(model, (example,))    # values of torch.autocast, fewer casts
 print(fxamp.report(converted))                  # every decision, with its reason
+
+Each name is loaded when it is first asked for, so that `import fxamp` by itself imports neither torch nor the compiler.
 """
 
 from __future__ import annotations
+
+import importlib
+import sys
+import types
+from typing import TYPE_CHECKING, Any
 
 from .guard import refuse_foreign_passes
 
 refuse_foreign_passes()
 
-from passes.errors import CaptureError as CaptureError  # noqa: E402 - the guard comes first
-from passes.errors import FxampError as FxampError  # noqa: E402
-from passes.errors import NotAModuleError as NotAModuleError  # noqa: E402
-from passes.errors import PlanError as PlanError  # noqa: E402
-from passes.errors import PolicyError as PolicyError  # noqa: E402
-from passes.errors import ScaleCollapseError as ScaleCollapseError  # noqa: E402
-from passes.errors import VerificationError as VerificationError  # noqa: E402
-from passes.plan import Decision as Decision  # noqa: E402
-from passes.plan import Plan as Plan  # noqa: E402
-from passes.policy import Policy as Policy  # noqa: E402
-from passes.rules import register_rule as register_rule  # noqa: E402
-from passes.rules import rules as rules  # noqa: E402
+if TYPE_CHECKING:
+    from passes.errors import CaptureError as CaptureError
+    from passes.errors import FxampError as FxampError
+    from passes.errors import NotAModuleError as NotAModuleError
+    from passes.errors import PlanError as PlanError
+    from passes.errors import PolicyError as PolicyError
+    from passes.errors import ScaleCollapseError as ScaleCollapseError
+    from passes.errors import VerificationError as VerificationError
+    from passes.plan import Decision as Decision
+    from passes.plan import Plan as Plan
+    from passes.policy import Policy as Policy
+    from passes.rules import register_rule as register_rule
+    from passes.rules import rules as rules
 
-from .convert import convert as convert  # noqa: E402
-from .convert import graphs as graphs  # noqa: E402
-from .convert import plan as plan  # noqa: E402
-from .convert import plan_of as plan_of  # noqa: E402
-from .dynamo import Backend as Backend  # noqa: E402
-from .dynamo import backend as backend  # noqa: E402
-from .dynamo import compile as compile  # noqa: E402
-from .freeze import frozen as frozen  # noqa: E402
-from .module import ConvertedModule as ConvertedModule  # noqa: E402
-from .report.diff import GraphDiff as GraphDiff  # noqa: E402
-from .report.diff import diff as diff  # noqa: E402
-from .report.report import Report as Report  # noqa: E402
-from .report.report import report as report  # noqa: E402
-from .train.result import StepResult as StepResult  # noqa: E402
-from .train.scaler import LossScaler as LossScaler  # noqa: E402
-from .train.step import TrainStep as TrainStep  # noqa: E402
+    from .convert import convert as convert
+    from .convert import graphs as graphs
+    from .convert import plan as plan
+    from .convert import plan_of as plan_of
+    from .dynamo import Backend as Backend
+    from .dynamo import backend as backend
+    from .dynamo import compile as compile
+    from .freeze import frozen as frozen
+    from .module import ConvertedModule as ConvertedModule
+    from .report.diff import GraphDiff as GraphDiff
+    from .report.diff import diff as diff
+    from .report.report import Report as Report
+    from .report.report import report as report
+    from .train.result import StepResult as StepResult
+    from .train.scaler import LossScaler as LossScaler
+    from .train.step import TrainStep as TrainStep
 
 __version__ = "0.1.0"
+
+# The same names again, for those who run and do not read: module -> names.
+_FOUND_IN = {
+    "passes.errors": (
+        "CaptureError", "FxampError", "NotAModuleError", "PlanError", "PolicyError", "ScaleCollapseError",
+        "VerificationError",
+    ),
+    "passes.plan": ("Decision", "Plan"),
+    "passes.policy": ("Policy",),
+    "passes.rules": ("register_rule", "rules"),
+    "fxamp.convert": ("convert", "graphs", "plan", "plan_of"),
+    "fxamp.dynamo": ("Backend", "backend", "compile"),
+    "fxamp.freeze": ("frozen",),
+    "fxamp.module": ("ConvertedModule",),
+    "fxamp.report.diff": ("GraphDiff", "diff"),
+    "fxamp.report.report": ("Report", "report"),
+    "fxamp.train.result": ("StepResult",),
+    "fxamp.train.scaler": ("LossScaler",),
+    "fxamp.train.step": ("TrainStep",),
+}  # fmt: skip
+_MODULE_OF = {name: module for module, names in _FOUND_IN.items() for name in names}
+__all__ = [*_MODULE_OF]  # what `import *` loads
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = globals()[name] = getattr(importlib.import_module(_MODULE_OF[name]), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULE_OF})
+
+
+class _Package(types.ModuleType):
+    """This package: `fxamp.convert` stays the function when Python has imported the file of that name."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name not in _MODULE_OF or not isinstance(value, types.ModuleType):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

@@ -15,7 +15,8 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import ModuleType
@@ -25,7 +26,7 @@ from tabulate import tabulate
 
 from passes.errors import FxampError, PolicyError
 from passes.plan import Plan, write_text
-from passes.policy import nearest
+from passes.policy import Policy, nearest
 
 from .report import harmless
 
@@ -113,7 +114,7 @@ def _report(args: argparse.Namespace) -> int:
         plan = Plan.load(args.target)
         made = report(plan)
     else:
-        with contextlib.redirect_stdout(sys.stderr):  # standard output is the report's
+        with _aside():  # standard output is the report's
             module = _converted(args.target, args.policy, args.capture, args.device)
             plan, made = with_totals(module)[0], report(module)
     if args.save_plan:
@@ -128,10 +129,35 @@ def _report(args: argparse.Namespace) -> int:
 
 def _diff(args: argparse.Namespace) -> int:
     from .report.diff import diff
+    from .report.listing import coloured
 
-    made = diff(args.before, args.after)
-    _write(args, text=lambda: str(made), markdown=made.to_markdown, json=made.to_json)
+    with _aside():  # standard output is the difference's
+        made = diff(*_sides(args))
+    _write(args, coloured, text=lambda: str(made), markdown=made.to_markdown, json=made.to_json, html=made.to_html)
     return FOUND if made else DONE
+
+
+def _sides(args: argparse.Namespace) -> list[Path | ConvertedModule]:
+    """Return the two things to compare: saved plans, or targets converted, one of them by two policies."""
+    if len(args.policy) > 2:
+        raise PolicyError("diff: two --policy are enough, one for each side")
+    names = [args.before, args.after] if args.after is not None else [args.before]
+    targets = {name for name in names if not name.endswith(".json") and name.rpartition(":")[0]}
+    if len(names) == 1 and (len(args.policy) != 2 or not targets):
+        raise FxampError(
+            "the following arguments are required: B; see `fxamp diff --help` (or give one TARGET and two --policy)"
+        )
+    policies = args.policy if len(args.policy) == 2 else [*args.policy, None][:1] * 2
+    names = names * 2 if len(names) == 1 else names
+    for name, policy in zip(names, policies, strict=True):
+        if policy is not None and name not in targets and (len(args.policy) == 2 or not targets):
+            raise PolicyError(f"{name!r} is a saved plan and has its own policy; leave out --policy")
+    asked = [Policy.of(policy) for policy in policies]
+    made = {name: load_target(name) for name in dict.fromkeys(names) if name in targets}
+    return [
+        _read(made[name], policy, args.capture, args.device) if name in made else Path(name)
+        for name, policy in zip(names, asked, strict=True)
+    ]  # fmt: skip
 
 
 def _check(args: argparse.Namespace) -> int:
@@ -154,9 +180,11 @@ def _check(args: argparse.Namespace) -> int:
         folder, chosen = file.parent, configured(file, args.targets)
         if args.policy or args.plan or args.budget:
             raise FxampError(f"check: targets of {file.name} have their policy, plan and budget there")
-    found = [_checked(chosen[0], args.update)] if args.targets and len(chosen) == 1 and ":" in args.targets[0] else [
-        run_alone(target, folder, args.update) for target in chosen
-    ]
+    if args.targets and len(chosen) == 1 and ":" in args.targets[0]:
+        found = [_checked(chosen[0], args.update)]
+    else:
+        with ThreadPoolExecutor(args.jobs) as pool:
+            found = list(pool.map(lambda target: run_alone(target, folder, args.update), chosen))
     _write(
         args, text=lambda: shown.to_text(found), markdown=lambda: shown.to_markdown(found),
         json=lambda: shown.to_json(found), github=lambda: shown.to_github(found),
@@ -173,20 +201,21 @@ def _checked(target: Target, update: bool) -> Outcome:
     from .report.gate import check
 
     budgets = [Budget.parse(text) for text in target.budgets]
-    with contextlib.redirect_stdout(sys.stderr):  # standard output is the outcome's
+    with _aside():  # standard output is the outcome's
         module = _converted(target.target, target.policy, target.capture, target.device)
         return check(target.name, module, target.plan, budgets, update)
 
 
 def _converted(target: str, policy: str | None, capture: str, device: str | None) -> ConvertedModule:
-    from passes.policy import Policy
+    asked = Policy.of(policy)
+    return _read(load_target(target), asked, capture, device)
 
+
+def _read(made: tuple[object, object, object], policy: Policy, capture: str, device: str | None) -> ConvertedModule:
     from .convert import to_read
 
-    asked = Policy.of(policy)
-    model, args, kwargs = load_target(target)
-    if device is not None:
-        asked = replace(asked, device=device)
+    model, args, kwargs = made
+    asked = policy if device is None else replace(policy, device=device)
     return to_read(model, args, kwargs, asked, capture)  # type: ignore[arg-type]  # it says what a model is not
 
 
@@ -237,8 +266,28 @@ def _import_file(path: Path) -> ModuleType:
     return module
 
 
-def _write(args: argparse.Namespace, **formats: Callable[[], str]) -> None:
-    """Write one of the formats to the file asked for, or to standard output."""
+@contextlib.contextmanager
+def _aside() -> Iterator[None]:
+    """Let what a model prints go to standard error, what C and child processes print too."""
+    sys.stdout.flush()
+    try:
+        out, err = sys.__stdout__.fileno(), sys.__stderr__.fileno()  # type: ignore[union-attr]
+        kept = os.dup(out)
+    except (AttributeError, OSError, ValueError):  # there is no terminal and no file behind them
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+        return
+    os.dup2(err, out)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(kept, out)
+        os.close(kept)
+
+
+def _write(args: argparse.Namespace, paint: Callable[[str], str] = str, **formats: Callable[[], str]) -> None:
+    """Write one of the formats to the file asked for, or to standard output, where a terminal may have colours."""
     # Workflow commands escape what they are given, and begin as no other line may.
     own: dict[str, Callable[[str], str]] = {"json": harmless.as_json, "github": str}
     shown = own.get(args.output_format, harmless.lines)
@@ -247,11 +296,15 @@ def _write(args: argparse.Namespace, **formats: Callable[[], str]) -> None:
         write_text(args.output, text)
         return
     try:
-        sys.stdout.write(text)
+        sys.stdout.write(paint(text) if args.output_format == "text" and _has_colours() else text)
         sys.stdout.flush()
     except BrokenPipeError:
         # The reader (`| head`) has seen enough. Python flushes once more at exit, so give it somewhere to flush to.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _has_colours() -> bool:
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def _failed(message: str) -> int:
@@ -279,6 +332,12 @@ def _texts(values: Iterable[object]) -> list[str]:
 def _add_capture(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--capture", choices=("auto", "fx", "export"), default="auto", help="front end")
     verb.add_argument("--device", choices=("cpu", "cuda"), help="decide for it, whether it is here or not")
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or not 0 < int(text) < 1000:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of processes")
+    return int(text)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -312,9 +371,14 @@ def _parser() -> argparse.ArgumentParser:
         report.add_argument(f"--{name}", metavar=what, action="append", default=[], help=f"only this {name}")
     report.add_argument("--save-plan", metavar="FILE", type=Path, help="save the plan as JSON too")
 
-    diff = verb("diff", _diff, "Show what differs between two saved plans; exit with 1 when they differ.")
-    diff.add_argument("before", metavar="A", type=Path)
-    diff.add_argument("after", metavar="B", type=Path)
+    diff = verb("diff", _diff, "Show what differs between two plans or models; exit with 1 when they differ.")
+    diff.add_argument("before", metavar="A", help="plan.json, package.module:callable or path/file.py:callable")
+    diff.add_argument("after", metavar="B", nargs="?", help="likewise; left out, A is compared under two policies")
+    diff.add_argument("--policy", action="append", default=[], help="of A and B; given twice, of A, then of B")
+    _add_capture(diff)
+    for action in diff._actions:
+        if action.dest == "output_format":
+            action.choices = ("text", "markdown", "json", "html")
 
     check = verb("check", _check, "Compare models with their committed plans and budgets; exit with 1 on a difference.")
     check.add_argument(
@@ -325,6 +389,7 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--plan", metavar="FILE", help="the committed plan")
     check.add_argument("--update", action="store_true", help="write plans that are missing or have changed")
     check.add_argument("--budget", metavar="KEY=LIMIT", action="append", default=[], help='such as "casts=+0"')
+    check.add_argument("--jobs", metavar="N", type=_positive, default=1, help="targets to check at once")
     check.add_argument("--name", help=argparse.SUPPRESS)
     _add_capture(check)
     for action in check._actions:

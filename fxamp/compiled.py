@@ -73,9 +73,12 @@ def _is_made(node: Node) -> bool:
 
 
 def _unsized(argument: Any) -> Any:
-    """Return what an argument is, but for values and sizes."""
-    literal = argument is None or isinstance(argument, (bool, float, str, torch.dtype))
-    return argument if literal else type(argument).__name__ if isinstance(argument, (int, Node)) else str(argument)
+    """Return what an argument is, but for values and sizes: what is a number in one graph is a node in another."""
+    if argument is None or isinstance(argument, (bool, float, str, torch.dtype)):
+        return argument
+    if isinstance(argument, Node):
+        return "tensor" if _is_made(argument) else "int"
+    return "int" if isinstance(argument, int) else str(argument)
 
 
 _BY_PARAMETER: Any = WeakIdKeyDictionary()

@@ -22,8 +22,9 @@ from torch import nn
 from torch.fx import GraphModule
 
 from passes import compile_graph, ops
-from passes._torch import FakeTensor, inner_backend
+from passes._torch import FakeTensor, inner_backend, trace_artifact
 from passes.errors import NotAModuleError, PolicyError
+from passes.plan import Plan
 from passes.policy import Policy, check_used, nearest, type_names
 from passes.values import LOW, no_autocast, retyped
 
@@ -240,7 +241,15 @@ def rewrite(
             node.meta["example_value"] = node.meta["val"]
     gm.recompile()
     recompile_limit.watch()
+    trace_artifact("fxamp_precision", functools.partial(_record_of, plan))
     return compiled.record(gm, plan, example_inputs, found, autocast=under), low
+
+
+def _record_of(plan: Plan) -> str:
+    """Return the record of a plan as JSON; what writes it is loaded where somebody traces."""
+    from .report.build import record_of
+
+    return record_of(plan).to_json()
 
 
 def _device(example_inputs: list[Any]) -> str:

@@ -25,6 +25,7 @@ from .reasons import DEVIATIONS, Code, Reason
 
 FORMAT_VERSION = 3
 REMEDY = "make the plan anew, with `fxamp report TARGET --save-plan FILE` or `fxamp.plan(model, ...).save(path)`"
+LONGEST = 64 << 20  # characters; 50,000 nodes take 13 MB
 _CODES = {code.value: code for code in Code}
 _SURROGATE = re.compile("[\ud800-\udfff]")  # text that a path may hold and UTF-8 has not
 
@@ -154,12 +155,7 @@ class Plan:
     @classmethod
     def from_json(cls, text: str, *, name: str = "plan") -> Plan:
         """Read a plan from text; `name` is what errors call it."""
-        try:
-            data = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise PlanError(f"{name}:{error.lineno}: not JSON, or cut short ({error.msg}); {REMEDY}") from error
-        except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets within brackets
-            raise PlanError(f"{name}: not a plan ({error}); {REMEDY}") from error
+        data = strictly(text, name, "plan")
         if not isinstance(data, dict) or not isinstance(data.get("version"), int):
             raise PlanError(f'{name}: JSON, but not a plan (no "version"); {REMEDY}')
         if data["version"] < 1:
@@ -193,12 +189,47 @@ class Plan:
     def load(cls, path: str | os.PathLike[str]) -> Plan:
         """Read a plan from a file."""
         try:
-            text = Path(path).read_text(encoding="utf-8")
+            with Path(path).open(encoding="utf-8") as file:
+                text = file.read(LONGEST + 1)  # of a device that never ends, too
         except UnicodeDecodeError as error:
             raise PlanError(f"{os.fspath(path)}:1: not a plan (not UTF-8 text); {REMEDY}") from error
         except (OSError, ValueError) as error:
             raise PlanError(f"cannot read the plan {os.fspath(path)!r}: {_why(error)}; {REMEDY}") from error
         return cls.from_json(text, name=os.fspath(path))
+
+
+def strictly(text: str, name: str, what: str) -> Any:
+    """Read JSON in which nothing is said twice, and every number is one.
+
+    Args:
+        text: to read.
+        name: what errors call it.
+        what: it should be.
+
+    Raises:
+        PlanError: it is no such JSON, or longer than what any model needs.
+    """
+    if len(text) > LONGEST:
+        raise PlanError(f"{name}: not a {what} (longer than {LONGEST >> 20} MB, which no model needs); {REMEDY}")
+    try:
+        return json.loads(text, object_pairs_hook=_said_once, parse_constant=_refuse_constant)
+    except json.JSONDecodeError as error:
+        raise PlanError(f"{name}:{error.lineno}: not JSON, or cut short ({error.msg}); {REMEDY}") from error
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets within brackets
+        raise PlanError(f"{name}: not a {what} ({error}); {REMEDY}") from error
+
+
+def _said_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    data = dict(pairs)
+    if len(data) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"{reprlib.repr(twice)} is there twice in one object")
+    return data
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is no number")
 
 
 def _in_this_format(data: dict[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 import json
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -64,7 +67,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, ...]]:
         calls.append((model, args, kwargs, str(policy)))
         return converted()
 
-    monkeypatch.setattr(sys.modules["fxamp.convert"], "to_read", to_read)
+    monkeypatch.setattr(importlib.import_module("fxamp.convert"), "to_read", to_read)
     return calls
 
 
@@ -234,7 +237,7 @@ def test_error_while_planning_is_one_line(
     def to_read(*args: object, **kwargs: object) -> None:
         raise error
 
-    monkeypatch.setattr(sys.modules["fxamp.convert"], "to_read", to_read)
+    monkeypatch.setattr(importlib.import_module("fxamp.convert"), "to_read", to_read)
     (here / "net.py").write_text("def build(): return 'model'", encoding="utf-8")
     assert main(["report", "net.py:build"]) == 2
     assert "two lines" in error_of(capsys)
@@ -339,3 +342,93 @@ def test_names_in_a_plan_are_shown_and_not_obeyed(here: Path, capsys: Capture, v
         data = json.loads(out)
         shown = data["plan"]["notes"][0] if verb[0] == "report" else data["changes"][0]["key"].rpartition("/")[0]
         assert shown == name
+
+
+NET = """
+import torch
+
+def make():
+    return torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Softmax(-1)), (torch.ones(2, 4),)
+"""
+
+
+def test_one_target_is_compared_under_two_policies(here: Path, capsys: Capture) -> None:
+    (here / "net.py").write_text(f"print('hello')\n{NET}\n")
+    assert main(["diff", "net.py:make", "--policy", "O1,dtype=bf16,modules.0=fp32", "--policy", "O1,dtype=bf16"]) == 1
+    captured = capsys.readouterr()
+    assert captured.err == "hello\n"
+    assert captured.out.startswith("--- O1,dtype=bf16,device=cpu,modules.0=fp32  export")
+    assert "! 0/linear#0  casts: none -> float32 to bfloat16 (3)" in captured.out
+    assert main(["diff", "net.py:make", "net.py:make", "--policy", "O1"]) == 0
+    capsys.readouterr()
+    assert main(["report", "net.py:make", "--policy", "O1,dtype=bf16", "--save-plan", "net.json"]) == 0
+    assert main(["diff", "net.json", "net.py:make", "--policy", "O1,dtype=bf16"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["net.py:make", "--policy", "O1"], "or give one TARGET and two --policy"),
+        (["a.json", "--policy", "O1", "--policy", "O2"], "or give one TARGET and two --policy"),
+        (["a.json", "b.json", "--policy", "O1"], "'a.json' is a saved plan and has its own policy"),
+        (["net.py:make", "b.json", "--policy", "O1", "--policy", "O2"], "'b.json' is a saved plan and has its own"),
+        (["net.py:make", *["--policy", "O1"] * 3], "two --policy are enough"),
+        (["net.py:make", "--policy", "O1", "--policy", "O9"], "unknown level 'O9'"),
+    ],
+)
+def test_policies_that_belong_to_nothing_are_refused(here: Path, capsys: Capture, words: list[str], said: str) -> None:
+    assert main(["diff", *words]) == 2
+    assert said in error_of(capsys)
+
+
+def test_a_difference_is_coloured_on_terminals_alone(
+    here: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    main(["diff", "a.json", "b.json"])
+    plain = capsys.readouterr().out
+    assert "\x1b" not in plain
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    main(["diff", "a.json", "b.json"])
+    coloured = capsys.readouterr().out
+    assert "\x1b[33m! fc/linear#0  colour: bfloat16 -> float32\x1b[0m\n" in coloured
+    assert re.sub(r"\x1b\[\d+m", "", coloured) == plain
+    monkeypatch.setenv("NO_COLOR", "1")
+    main(["diff", "a.json", "b.json"])
+    assert capsys.readouterr().out == plain
+
+
+def test_a_difference_is_written_as_a_page(here: Path, capsys: Capture) -> None:
+    assert main(["diff", "a.json", "b.json", "--output-format", "html"]) == 1
+    page = capsys.readouterr().out
+    assert page.startswith("<!doctype html>")
+    assert "<td>fc/linear#0</td><td>colour</td><td>bfloat16</td><td>float32</td>" in page
+
+
+def test_what_a_model_prints_by_other_ways_does_not_mix_with_the_report(here: Path) -> None:
+    prints = "import atexit, os, subprocess\nos.write(1, b'raw')\nsubprocess.run(['echo', 'child'])\n"
+    (here / "net.py").write_text(f"{prints}{NET}")
+    command = [sys.executable, "-m", "fxamp", "report", "net.py:make", "--output-format=json"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=here, env=environment, capture_output=True, text=True, check=False)
+    assert json.loads(done.stdout)["totals"]["nodes"] == 2
+    assert "raw" in done.stderr
+    assert "child" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        ("3", "not int"),
+        ("None", "not NoneType"),
+        ("lambda x: x", "not function"),
+        ("torch.nn.Linear", "not the class Linear; call it first"),
+        ("torch.nn.Linear(4, 4), torch.ones(2, 5)", "Linear rejects the example inputs"),
+        ("torch.nn.Linear(4, 4), 3, 4, 5", "returned 4 things"),
+    ],
+)
+@pytest.mark.parametrize("verb", ["report", "check", "diff"])
+def test_what_is_no_model_is_named(here: Path, capsys: Capture, verb: str, made: str, said: str) -> None:
+    (here / "net.py").write_text(f"import torch\ndef make(): return {made}")
+    words = {"check": ["--budget=casts=1"], "diff": ["--policy=O1", "--policy=O2"]}.get(verb, [])
+    assert main([verb, "net.py:make", *words]) == 2
+    assert said in error_of(capsys)

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
+import time
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+import fxamp
+from fxamp.report.changes import compared
 from fxamp.report.diff import PLAN_KEY, Change, diff
+from fxamp.report.match import Item, match
 from passes.errors import FxampError, PlanError
 from passes.plan import Decision, Plan
 from passes.policy import Policy
@@ -111,9 +116,134 @@ def test_listing_reads_like_a_diff() -> None:
         "--- O1,dtype=bf16,device=cpu  fx, torch 2.13.0, 2 nodes",
         "+++ O2,dtype=bf16,device=cpu  fx, torch 2.13.0, 2 nodes",
         "@@ 1 added, 1 removed, 0 changed @@",
+        "@@ (model): 1 removed",
         "- relu#0  colour: bfloat16",
+        "@@ head: 1 added",
         "+ head/softmax#0  colour: bfloat16",
     ]
+
+
+def test_changes_are_listed_module_by_module() -> None:
+    other = [decision(f"{path}#0", "float32") for path in ("a/relu", "b/relu", "a/add", "b/add")]
+    same = [dataclasses.replace(d, colour="bfloat16", reason="autocast_low") for d in other]
+    lines = str(diff(plan(*same), plan(*other))).splitlines()
+    assert [line.split()[1] for line in lines if line.startswith(("@@", "!"))][1:] == [
+        "a:", "a/relu#0", "a/relu#0", "a/add#0", "a/add#0", "b:", "b/relu#0", "b/relu#0", "b/add#0", "b/add#0"
+    ]  # fmt: skip
+
+
+def layers(*paths: str, colour: str = "bfloat16") -> list[Decision]:
+    names = ("norm/layer_norm#0", "attention/linear#0", "attention/softmax#0", "attention/linear#1", "add#0")
+    return [decision(f"{path}.{name}" if "/" in name else f"{path}/{name}", colour) for path in paths for name in names]
+
+
+def test_a_layer_put_in_between_is_all_that_differs() -> None:
+    before = [decision("embed/embedding#0"), *layers("h.0", "h.1", "h.2"), decision("norm/layer_norm#0")]
+    adapter = [decision("h.1.down/linear#0"), decision("h.1/tanh#0"), decision("h.1.up/linear#0")]
+    after = [before[0], *layers("h.0"), *adapter, *layers("h.2", "h.3"), before[-1]]
+    found = diff(plan(*before), plan(*after))
+    assert [(c.kind, c.key) for c in found.changes] == [("added", d.key) for d in adapter]
+    assert [(c.before, c.after, len(c.nodes)) for c in found.renamed] == [("h.1 to 2", "h.2 to 3", 10)]
+    assert "= h.1 to 2  is now  h.2 to 3  (10 nodes)" in str(found).splitlines()
+    assert "h.1 to 2" in found.to_markdown()
+    assert json.loads(found.to_json())["renamed"][0]["after"] == "h.2 to 3"
+
+
+def test_an_equal_layer_more_is_the_last() -> None:
+    tail = decision("norm/layer_norm#0")
+    found = diff(plan(*layers("h.0", "h.1"), tail), plan(*layers("h.0", "h.1", "h.2"), tail))
+    assert {c.module.partition("/")[0] for c in found.changes} == {"h.2.norm", "h.2.attention", "h.2"}
+    assert not found.renamed
+
+
+def test_edits_in_two_places_leave_what_is_between_them_alone() -> None:
+    before = layers("h.0", "h.1", "h.2", "h.3")
+    first, last = decision("first/gelu#0"), decision("last/tanh#0")
+    after = [*layers("h.0"), first, *layers("h.1", "h.2"), last, *layers("h.3", colour="float32")]
+    found = diff(plan(*before), plan(*after))
+    assert [c.key for c in found.changes if c.kind == "added"] == ["first/gelu#0", "last/tanh#0"]
+    assert {c.key for c in found.changes if c.kind == "changed"} == {d.key for d in layers("h.3")}
+
+
+def test_a_renamed_module_is_one_line_and_a_difference() -> None:
+    found = diff(plan(*layers("encoder.0", "encoder.1")), plan(*layers("model.encoder.0", "model.encoder.1")))
+    assert found.changes == ()
+    assert [(c.before, c.after) for c in found.renamed] == [("(model)", "model")]
+    assert found
+
+
+def test_a_node_that_stands_elsewhere_says_where() -> None:
+    a, b, c = layers("a"), layers("b"), layers("c")
+    moved = decision("a/dropout#0")
+    found = diff(plan(*a, moved, *b, *c), plan(*a, *b, moved, *c))
+    assert found.changes == (Change("changed", "a/dropout#0", "position", "after a/add#0", "after b/add#0"),)
+    inside = dataclasses.replace(moved, key="b/dropout#0", module_path="b")
+    found = diff(plan(*a, moved, *b, *c), plan(*a, inside, *b, *c))
+    assert found.changes == (Change("changed", "b/dropout#0", "position", "a/dropout#0", "b/dropout#0"),)
+
+
+def test_a_rule_that_another_torch_has_changed_is_one_line() -> None:
+    def made(torch_version: str, colour: str, kind: str) -> Plan:
+        norms = [dataclasses.replace(decision(f"h.{i}/rms_norm#0", colour), kind=kind) for i in range(24)]
+        both = [d for i, norm in enumerate(norms) for d in (*layers(f"h.{i}"), norm)]
+        return dataclasses.replace(plan(*both), torch_version=torch_version)
+
+    before, after = made("2.11.0", "bfloat16", "follow"), made("2.12.1", "float32", "fp32")
+    found = diff(before, after)
+    line = "! torch 2.11 to 2.12: rule rms_norm, 24 decisions: follow, bfloat16 -> fp32, float32"
+    assert str(found).splitlines()[2:] == ["@@ 0 added, 0 removed, 24 changed @@", line]
+    assert len(json.loads(found.to_json())["changes"][0]["nodes"]) == 24
+    same = diff(before, dataclasses.replace(after, torch_version="2.11.1"))
+    assert {c.key for c in same.changes} == {f"h.{i}/rms_norm#0" for i in range(24)}
+
+
+def test_a_plan_of_another_model_is_one_line() -> None:
+    other = [decision(f"stage.{i}.conv/{op}#0") for i in range(9) for op in ("conv2d", "batch_norm", "relu")]
+    found = diff(plan(*layers(*(f"h.{i}" for i in range(9)))), plan(*other))
+    said = "! (plan)  model: one of 45 nodes -> another, of 27, 0 of them like nodes of the first"
+    assert str(found).splitlines()[3:] == [said]
+
+
+def test_fifty_thousand_nodes_are_compared_in_seconds() -> None:
+    def many(layer: int) -> list[Item]:
+        names = ["norm", "split", "scores", "softmax", "mix", "out", "add", "up", "gelu", "down"] * 5
+        keys = [(f"h.{i}", f"h.{i}/{name}#{at // 10}", name) for i in range(1000) for at, name in enumerate(names)]
+        new = [("adapter", f"adapter/{name}#0", name) for name in ("linear", "tanh")]
+        keys[50 * layer : 50 * layer] = new
+        low = {"colour": "bfloat16"}
+        return [Item(k, m, name, (at - 1,) if at else (), low) for at, (m, k, name) in enumerate(keys)]
+
+    before, after = many(500), many(200)
+    start = time.process_time()
+    found = match(before, after)
+    changes = compared(before, after, found.pairs, "colour")
+    assert time.process_time() - start < 5
+    assert {(c.kind, c.module) for c in changes} == {("changed", "adapter")}
+    assert len(found.pairs) == len(before) > 50_000
+
+
+def test_html_is_a_table_in_which_names_are_text() -> None:
+    odd = Decision("\x1b[31m/<b>|`x\n", 0, "linear", "<script>", "", "bfloat16", "float32", "low", "x <i>")
+    page = diff(plan(LINEAR), plan(LINEAR, odd)).to_html()
+    assert re.fullmatch(r"(<[^<>]*>|[^<>\x1b])*", page)
+    assert not re.search("<(b|i|script)>", page)
+    assert "&lt;b&gt;|`x\\n" in page
+
+
+def test_markdown_shortens_itself_and_says_so() -> None:
+    long = [decision(f"{'m' * 500}.{i}/relu#0") for i in range(3000)]
+    text = diff(plan(LINEAR), plan(LINEAR, *long)).to_markdown()
+    assert len(text.encode()) < 2**20
+    assert re.search(r"\d+ more changes are left out here", text)
+
+
+def test_casts_of_converted_modules_are_compared() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), (torch.randn(2, 4),)
+    low, kept = (fxamp.convert(model, x, policy=f"O1,dtype=bf16{more}") for more in ("", ",modules.0=fp32"))
+    fields = {c.field: (c.before, c.after) for c in diff(low, kept).changes if c.key == "0/linear#0"}
+    assert fields["casts"] == ("float32 to bfloat16 (3)", "none")
+    assert "casts" not in {c.field for c in diff(low.plan, kept).changes if c.key == "0/linear#0"}
+    assert not diff(low, low.plan)
 
 
 def test_json_holds_every_change() -> None:

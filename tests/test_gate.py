@@ -103,6 +103,19 @@ def test_a_plan_of_another_model_is_one_sentence(folder: Path, check: Check) -> 
     assert "another model" in err
 
 
+def test_a_layer_put_in_between_changes_no_other_and_a_renamed_one_is_a_line(folder: Path, check: Check) -> None:
+    check("net.py:make", "--plan=net.json", LOW, "--update")
+    change(folder, "nn.Sequential(nn.Linear", "nn.Sequential(nn.Tanh(), nn.Linear")
+    status, out, _ = check("net.py:make", "--plan=net.json", LOW)
+    assert status == 1
+    assert "! (modules)  path: body.0 to 2 -> body.1 to 3" in out
+    assert [line.split()[1] for line in out.splitlines() if line.startswith("  +")] == ["body.0/tanh#0"]
+    check("net.py:make", "--plan=net.json", LOW, "--update")
+    change(folder, "self.stem", "self.first")
+    status, out, _ = check("net.py:make", "--plan=net.json", LOW)
+    assert (status, out.splitlines()[1:]) == (1, ["  ! (modules)  path: stem -> first"])
+
+
 @pytest.mark.parametrize(
     ("budget", "status"),
     [("casts=+0", 0), ("casts=500", 0), ("casts=1", 1), ("low_flops=100%", 0), ("low_bytes=-0%", 0), ("fp32_ops=0", 0)],
@@ -185,6 +198,22 @@ def test_a_table_that_is_wrong_is_named(folder: Path, check: Check, table: str, 
     (folder / "pyproject.toml").write_text(f"[tool.fxamp.targets.net]\n{table}\n")
     status, _, err = check()
     assert (status, said in err) == (2, True)
+
+
+def test_a_target_that_leaves_is_no_answer_and_one_that_prints_is(folder: Path, check: Check) -> None:
+    (folder / "leaves.py").write_text("import os\nos._exit(0)")
+    (folder / "prints.py").write_text(f"import atexit, os\nos.write(1, b'{{')\natexit.register(print, '[1]')\n{NET}")
+    tables = [f'[tool.fxamp.targets.{n}]\ntarget = "{n}.py:make"\nbudget = ["casts=1"]\n' for n in ("leaves", "prints")]
+    (folder / "pyproject.toml").write_text("".join(tables))
+    status, out, err = check()
+    assert status == 2
+    assert "leaves: its process left with 0" in err
+    assert "over budget: casts is" in out
+
+
+def test_a_budget_that_does_not_parse_is_no_answer(check: Check) -> None:
+    status, _, err = check("net.py:make", LOW, "--budget=cats=1")
+    assert (status, "budget 'cats=1': there is no total 'cats'" in err) == (2, True)
 
 
 def test_annotations_cannot_be_ended_by_a_name(folder: Path, check: Check) -> None:

@@ -165,6 +165,9 @@ DAMAGED = {
     "deep": '{"version": 1, "notes": ' + "[" * 100_000,
     "digits": '{"version": 1, "casts": ' + "1" * 5000 + "}",
     "infinity": '{"version": Infinity}',
+    "no number": '{"version": 3, "totals": {"casts": NaN}}',
+    "said twice": '{"version": 3, "casts": 1, "casts": 2}',
+    "said twice inside": '{"version": 3, "totals": {"casts": 1, "casts": 2}}',
 }
 
 
@@ -173,6 +176,24 @@ def test_a_plan_of_nonsense_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text(text)
     with pytest.raises(PlanError, match=r"plan\.json.*make the plan anew"):
         Plan.load(tmp_path / "plan.json")
+
+
+@pytest.mark.skipif(not Path("/dev/zero").exists(), reason="there is no /dev/zero")
+def test_a_device_that_never_ends_is_no_plan() -> None:
+    with pytest.raises(PlanError, match=r"longer than 64 MB, which no model needs"):
+        Plan.load("/dev/zero")
+
+
+def test_a_hundred_megabytes_are_no_plan(tmp_path: Path) -> None:
+    with (tmp_path / "plan.json").open("w") as file:
+        file.write('{"version": 3, "notes": [' + '"x", ' * (20 << 20))
+    with pytest.raises(PlanError, match=r"plan\.json: not a plan .longer than 64 MB.*make the plan anew"):
+        Plan.load(tmp_path / "plan.json")
+
+
+def test_what_is_said_twice_is_named(plan: Plan) -> None:
+    with pytest.raises(PlanError, match=r"'casts' is there twice in one object"):
+        Plan.from_json(plan.to_json().replace('"casts": 2', '"casts": 2, "casts": 0'))
 
 
 def test_negative_numbers_are_refused(plan: Plan) -> None:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import msgspec
 import pytest
 import torch
 
 import fxamp
+from fxamp import compiled
 from fxamp.measure import saved_bytes
 from fxamp.report.build import record_of
 from fxamp.report.record import SCHEMA, Record, schema
@@ -16,7 +22,9 @@ from fxamp.report.sizes import sizes_of
 from passes.errors import PlanError
 from passes.insert_casts import is_inserted
 from tests.harness import converted, subject, unchanged
+from tests.models import BY_NAME
 
+ROOT = Path(fxamp.__file__).parent.parent
 MODELS = ("lenet5", "hf_bert", "vit", "hf_gpt2", "resnet18")
 
 
@@ -55,6 +63,33 @@ def test_a_record_is_read_back_and_refused_where_it_is_wrong() -> None:
         Record.from_json(json.dumps({**json.loads(text), "more": 1}))
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"version": 1', "record:1: not JSON, or cut short"),
+        ('{"version": 1, "version": 1}', "'version' is there twice"),
+        ('{"version": NaN}', "NaN is no number"),
+        ("[" * 100_000, "not a record"),
+        ("[]", "not a record of fxamp"),
+    ],
+    ids=["cut short", "twice", "no number", "deep", "list"],
+)
+def test_a_record_of_nonsense_is_refused(text: str, said: str) -> None:
+    with pytest.raises(PlanError, match=said):
+        Record.from_json(text)
+
+
+def test_a_record_that_is_too_long_for_any_model_is_refused() -> None:
+    with pytest.raises(PlanError, match="longer than 64 MB"):
+        Record.from_json('{"version": "' + "x" * (65 << 20) + '"}')
+
+
+def test_a_record_of_another_format_says_which() -> None:
+    text = record_of(converted("lenet5", "O1,dtype=bf16")).to_json()
+    with pytest.raises(PlanError, match="record format 9; this fxamp reads 1"):
+        Record.from_json(text.replace('"version": 1', '"version": 9', 1))
+
+
 def test_the_published_schema_is_that_of_the_record() -> None:
     assert json.loads(SCHEMA.read_text()) == schema()
     assert schema()["$schema"].endswith("2020-12/schema")
@@ -81,3 +116,72 @@ def test_a_report_leaves_the_model_as_it_was() -> None:
     assert record_of(module).totals.saved_bytes
     assert all(torch.equal(before[name], value) for name, value in module.state_dict().items())
     assert torch.equal(torch.get_rng_state(), random)
+
+
+def test_a_model_compiled_for_several_sizes_has_the_record_that_it_had_after_one() -> None:
+    zoo = BY_NAME["gpt"]
+    module = fxamp.compile(zoo.build(), policy="O1,dtype=bf16", backend="eager")
+    records = []
+    for batch in (3, 5, 7):
+        args, kwargs = zoo.inputs(batch)
+        module(*args, **kwargs)
+        records.append(record_of(fxamp.plan_of(module)).to_json())
+    recompiled = sum(len(entry.plan.decisions) > 0 for entry in compiled._BY_ROOT[module._orig_mod])
+    assert recompiled > 1
+    assert records[1:] == records[:1] * 2
+
+
+RECORDS = """
+import sys
+turn = slice(None, None, int(sys.argv[1]))
+for name in ("decimal", "sqlite3", "torch", "fxamp.report.build")[turn]:
+    __import__(name)
+import fxamp
+from fxamp.report.build import record_of
+from tests.models import BY_NAME
+
+made = {}
+for name in ("vit", "lenet5")[turn]:
+    model, (args, kwargs) = BY_NAME[name].build(), BY_NAME[name].inputs(3)
+    children = list(model.named_children())
+    for child, _ in children:
+        delattr(model, child)
+    for child, module in children[turn]:
+        setattr(model, child, module)
+    made[name] = fxamp.convert(model, args, kwargs, policy="O2,dtype=bf16", check=False)
+print(*(record_of(made[name]).to_json() for name in sorted(made)))
+"""
+
+
+def test_records_are_the_same_in_other_processes_orders_and_hash_seeds() -> None:
+    def start(seed: int, turn: int) -> subprocess.Popen[str]:
+        environment = {**os.environ, "PYTHONHASHSEED": str(seed), "PYTHONPATH": str(ROOT)}
+        command = [sys.executable, "-c", RECORDS, str(turn)]
+        return subprocess.Popen(command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+
+    running = [start(0, 1), start(1, -1)]
+    texts = [process.communicate()[0] for process in running]
+    assert [process.returncode for process in running] == [0, 0]
+    assert texts[0] == texts[1]
+    assert texts[0].count('"policy": "O2,dtype=bf16,device=cpu"') == 2
+
+
+TRACED = """
+import torch, fxamp
+module = fxamp.compile(torch.nn.Sequential(torch.nn.Linear(4, 4)), policy="O1,dtype=bf16", backend="eager")
+module(torch.randn(3, 4))
+from fxamp.report.build import record_of
+print(record_of(fxamp.plan_of(module)).to_json())
+"""
+
+
+def test_a_compilation_that_is_traced_has_the_record_as_an_artefact(tmp_path: Path) -> None:
+    environment = {**os.environ, "TORCH_TRACE": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", TRACED], env=environment, capture_output=True, text=True, check=True)
+    (trace,) = tmp_path.iterdir()
+    _, _, rest = trace.read_text(encoding="utf-8").partition('{"artifact": {"name": "fxamp_precision"')
+    _, *lines = rest.splitlines()
+    payload = itertools.takewhile(lambda line: line.startswith("\t"), lines)
+    found = Record.from_json("\n".join(line[1:] for line in payload))
+    assert found == Record.from_json(done.stdout)
+    assert [n.op for n in found.nodes] == ["linear"]

@@ -13,8 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import fxamp
+from fxamp.report.targets import configured
+from passes.plan import Plan
 from passes.reasons import DEVIATIONS
-from reports import accuracy, architectures, casts, coverage, scaling, training
+from reports import accuracy, architectures, casts, coverage, gate, scaling, training
 from tests.models import BY_NAME
 
 REPORTS = Path(__file__).resolve().parent.parent / "reports"
@@ -254,3 +257,18 @@ def test_the_committed_counts_are_what_the_script_counts(model: str) -> None:
         for _, counts in counted + rows:
             del counts["ops"]
     assert counted == rows
+
+
+def test_precision_reports_are_those_of_the_targets_and_without_source_lines(tmp_path: Path) -> None:
+    names = [target.name for target in configured(REPORTS.parent / "pyproject.toml")]
+    committed = {path.name for path in REPORTS.joinpath("precision").iterdir()}
+    assert committed == {f"{name}.{kind}" for name in names for kind in ("md", "plan.json")}
+    for name in names:
+        plan = Plan.load(REPORTS / "precision" / f"{name}.plan.json")
+        assert plan.totals["casts"] > 0
+        assert not any(d.source for d in plan.decisions)
+    gate.main(["gpt", "-o", str(tmp_path)])
+    made, before = (Plan.load(folder / "gpt.plan.json") for folder in (tmp_path, REPORTS / "precision"))
+    assert not fxamp.diff(before, made)
+    if made.torch_version == before.torch_version:
+        assert (tmp_path / "gpt.md").read_text() == REPORTS.joinpath("precision", "gpt.md").read_text()

@@ -1,116 +1,121 @@
-"""What differs between two plans, or between two graphs.
+"""What differs between two plans, two converted modules, or two graphs.
 
-Nodes are matched by key (module path, op, ordinal), so a line moved or a node renamed elsewhere is no difference.
+Nodes are matched by structure (`match`), so a line moved, a node renamed or a layer put in elsewhere is no difference
+of the others.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import Literal, TypeAlias, Union
+from typing import TypeAlias, Union
 
-import torch
-from tabulate import tabulate
 from torch import nn
-from torch.fx.node import map_arg
+from torch.fx import GraphModule
 
 from passes.errors import FxampError
-from passes.plan import Decision, Plan
+from passes.plan import Plan
 
 from .. import compiled
-from .harmless import markdown, visible
+from ..module import ConvertedModule
+from . import listing
+from .changes import PLAN_KEY as PLAN_KEY
+from .changes import Change as Change
+from .changes import another_model, by_rule, compared, renamed
+from .items import arguments, node_keys, of_graph, of_plan
+from .marked import Marked, marked
+from .match import match
 
 Diffable: TypeAlias = Union[Plan, nn.Module, str, "os.PathLike[str]"]
-# For every node, by key and in graph order: the fields that are compared.
-Rows: TypeAlias = dict[str, dict[str, str]]
 
-DECISION_FIELDS = ("colour", "autocast_dtype", "kind", "reason")
 PLAN_FIELDS = ("capture", "inserted_casts", "casts")  # not what was asked for, which both titles say
-PLAN_KEY = "(plan)"
-
-
-@dataclass(frozen=True)
-class Change:
-    """Say what became of one field of one node; a node added or removed has its colour or target as the field."""
-
-    kind: Literal["added", "removed", "changed"]
-    key: str
-    field: str
-    before: str | None
-    after: str | None
-
-    def __str__(self) -> str:
-        """Write the change as one line of the listing."""
-        if self.kind == "added":
-            return visible(f"+ {self.key}  {self.field}: {self.after}")
-        if self.kind == "removed":
-            return visible(f"- {self.key}  {self.field}: {self.before}")
-        return visible(f"! {self.key}  {self.field}: {self.before} -> {self.after}")
 
 
 @dataclass(frozen=True)
 class GraphDiff:
-    """Hold the changes, in graph order, and what each side is. It is true when the two differ."""
+    """Hold the changes, in graph order, and what each side is. It is true when the two differ.
+
+    Attributes:
+        before: what the one side is, in a line.
+        after: what the other is.
+        changes: of nodes and of totals.
+        renamed: modules that have another path now, with all that is in them; their nodes are no changes.
+        code: of a graph and what it was converted to: the code of the first, with what conversion did marked.
+    """
 
     before: str
     after: str
     changes: tuple[Change, ...]
+    renamed: tuple[Change, ...] = ()
+    code: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
         """Say whether the two differ."""
-        return bool(self.changes)
+        return bool(self.changes or self.renamed)
 
     def __str__(self) -> str:
-        """Write the listing: what each side is, the totals, one line per change."""
-        titles = visible(f"--- {self.before}"), visible(f"+++ {self.after}")
-        lines = [*titles, f"@@ {self.totals} @@", *map(str, self.changes)]
-        return "\n".join(lines)
+        """Write the listing: what each side is, the totals, then module by module one line per change."""
+        if self.code:
+            head = listing.to_text((self.before, self.after), self.totals, self.renamed, ())
+            return "\n".join([head, *self.code])
+        return listing.to_text((self.before, self.after), self.totals, self.renamed, self.changes)
+
+    @property
+    def another_model(self) -> bool:
+        """Say whether the two have so little in common that one cannot be a version of the other."""
+        return any(c.field == "model" and c.key == PLAN_KEY for c in self.changes)
 
     def to_markdown(self) -> str:
         """Write the changes as a Markdown table."""
-        before, after = (visible(title).replace("`", "'") for title in (self.before, self.after))
-        head = f"**before** `{before}`  \n**after** `{after}`\n\n{self.totals}\n"
-        if not self.changes:
-            return head
-        rows = [[markdown(value or "") for value in asdict(change).values()] for change in self.changes]
-        headers = ("change", "node", "field", "before", "after")
-        return f"{head}\n{tabulate(rows, headers, 'pipe', disable_numparse=True)}\n"
+        return listing.to_markdown((self.before, self.after), self.totals, self.renamed, self.changes)
+
+    def to_html(self) -> str:
+        """Write the changes as a table, on a page that needs nothing else."""
+        return listing.to_html((self.before, self.after), self.totals, self.renamed, self.changes)
 
     def to_json(self) -> str:
         """Write the changes as JSON, the same text for the same changes."""
-        data = asdict(self) | {"differ": bool(self)}
+        changes, moved = ([_data(c) for c in found] for found in (self.changes, self.renamed))
+        data = {"before": self.before, "after": self.after, "changes": changes, "renamed": moved, "differ": bool(self)}
         return json.dumps(data, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
 
     @property
     def totals(self) -> str:
         """Say in a line how many nodes were added, removed and changed."""
-        if not self.changes:
+        if not self:
             return "no difference"
         # One node can change in several fields.
-        nodes = Counter(kind for kind, _ in {(change.kind, change.key) for change in self.changes})
-        return ", ".join(f"{nodes[kind]} {kind}" for kind in ("added", "removed", "changed"))
+        nodes = {(c.kind, key) for c in self.changes for key in (c.nodes or (c.key,))}
+        return ", ".join(f"{sum(k == kind for k, _ in nodes)} {kind}" for kind in ("added", "removed", "changed"))
 
 
 def diff(before: Diffable, after: Diffable) -> GraphDiff:
-    """Compare two plans, or two graphs where one of them has no plan.
+    """Compare two plans, two converted modules, two graphs, or a graph with the module that it was converted to.
 
     Args:
         before: A plan, the path of a saved one, a converted module, or any `torch.fx.GraphModule`.
         after: Likewise.
 
     Returns:
-        The changes from `before` to `after`; true when there are any.
+        The changes from `before` to `after`; true when there are any. Casts are compared where both are converted
+        modules. Where `before` is a graph without a plan and `after` was converted, the listing is its code with casts
+        marked.
+
+    Raises:
+        PlanError: a file cannot be read.
+        FxampError: the two cannot be compared.
     """
     old, new = plan_in(before), plan_in(after)
     if old and new:
-        changes = (*_plan_changes(old, new), *_changes(_decision_rows(old), _decision_rows(new), "colour"))
-        return GraphDiff(_plan_title(old), _plan_title(new), changes)
+        return _of_plans(before, after, old, new)
     old_graph, new_graph = _graph_in("before", before), _graph_in("after", after)
-    changes = (*_changes(_node_rows(old_graph), _node_rows(new_graph), "target"),)
-    return GraphDiff(_graph_title(old_graph), _graph_title(new_graph), changes)
+    titles = _graph_title(old_graph), _graph_title(new_graph)
+    if new:
+        found: Marked = marked(old_graph, new_graph)
+        return GraphDiff(*titles, found.changes, code=found.code)
+    return _of_graphs(titles, old_graph, new_graph)
 
 
 def plan_in(value: object) -> Plan | None:
@@ -130,8 +135,38 @@ def plan_in(value: object) -> Plan | None:
     return compiled.plan_of(value) if isinstance(value, nn.Module) and compiled.is_compiled(value) else None
 
 
-def _graph_in(name: str, value: object) -> torch.fx.GraphModule:
-    if isinstance(value, torch.fx.GraphModule):
+def _of_plans(before: Diffable, after: Diffable, old: Plan, new: Plan) -> GraphDiff:
+    sides = (before, old), (after, new)
+    left, right = (of_plan(p, given if isinstance(given, ConvertedModule) else None) for given, p in sides)
+    titles = _plan_title(old), _plan_title(new)
+    found = match(left, right)
+    if not found.alike:
+        return GraphDiff(*titles, (another_model(left, right, found),))
+    ops = {item.key: item.label for item in right}
+    changes = by_rule(old, new, compared(left, right, found.pairs, "colour"), ops)
+    moved = renamed(left, right, found.pairs)
+    return GraphDiff(*titles, (*_plan_changes(old, new), *changes), tuple(moved))
+
+
+def _of_graphs(titles: tuple[str, str], before: GraphModule, after: GraphModule) -> GraphDiff:
+    left, right = of_graph(before.graph), of_graph(after.graph)
+    found = match(left, right)
+    if not found.alike:
+        return GraphDiff(*titles, (another_model(left, right, found),))
+    pairs = found.pairs
+    olds, news = list(before.graph.nodes), list(after.graph.nodes)
+    own, names = node_keys(before.graph), node_keys(after.graph)
+    shared = own | {olds[o]: names[news[n]] for n, o in pairs.items()}  # one node has one name on both sides
+    written = {n: (arguments(olds[o], shared), arguments(news[n], names)) for n, o in pairs.items()}
+    for new, (theirs, ours) in written.items():
+        if theirs != ours:
+            left[pairs[new]].fields["operands"] = arguments(olds[pairs[new]], own)
+            right[new].fields["operands"] = ours
+    return GraphDiff(*titles, tuple(compared(left, right, pairs, "target")), tuple(renamed(left, right, pairs)))
+
+
+def _graph_in(name: str, value: object) -> GraphModule:
+    if isinstance(value, GraphModule):
         return value
     raise FxampError(
         f"diff: {name} is a {type(value).__name__}, which cannot be compared here; give two plans (or converted "
@@ -143,7 +178,7 @@ def _plan_title(plan: Plan) -> str:
     return f"{plan.policy}  {plan.capture}, torch {plan.torch_version}, {len(plan.decisions)} nodes"
 
 
-def _graph_title(module: torch.fx.GraphModule) -> str:
+def _graph_title(module: GraphModule) -> str:
     return f"{type(module).__name__}  {len(module.graph.nodes)} nodes"
 
 
@@ -154,97 +189,9 @@ def _plan_changes(before: Plan, after: Plan) -> Iterable[Change]:
             yield Change("changed", PLAN_KEY, field, old, new)
 
 
-def _changes(before: Rows, after: Rows, shown: str) -> Iterable[Change]:
-    """Compare node by node; of a node that one side lacks, the field `shown` stands for all."""
-    for key in _merged(list(before), list(after)):
-        if key not in before:
-            yield Change("added", key, shown, None, after[key][shown])
-        elif key not in after:
-            yield Change("removed", key, shown, before[key][shown], None)
-        else:
-            for field, old in before[key].items():
-                if old != after[key][field]:
-                    yield Change("changed", key, field, old, after[key][field])
-
-
-def _merged(before: list[str], after: list[str]) -> list[str]:
-    """Merge two key lists: in the order of `after`, a removed key following the one it followed in `before`."""
-    kept = set(after)
-    removed: dict[str | None, list[str]] = {None: []}
-    anchor = None
-    for key in before:
-        if key in kept:
-            anchor = key
-        else:
-            removed.setdefault(anchor, []).append(key)
-    merged = removed[None]
-    for key in after:
-        merged += [key, *removed.get(key, [])]
-    return merged
-
-
-def _decision_rows(plan: Plan) -> Rows:
-    return {_graph_key(d): {field: getattr(d, field) for field in DECISION_FIELDS} for d in plan.decisions}
-
-
-def _graph_key(decision: Decision) -> str:
-    return f"{decision.graph}:{decision.key}" if decision.graph else decision.key
-
-
-def _node_rows(module: torch.fx.GraphModule) -> Rows:
-    keys = _node_keys(module.graph)
-    return {
-        key: {
-            "op": node.op,
-            "target": _target(node),
-            "dtype": _dtype(node.meta.get("val")),
-            "operands": _operands(node, keys),
-        }
-        for node, key in keys.items()
-    }
-
-
-def _node_keys(graph: torch.fx.Graph) -> dict[torch.fx.Node, str]:
-    """Key every node by module path, name of the target, and ordinal among those that share both."""
-    seen: Counter[str] = Counter()
-    keys = {}
-    for node in graph.nodes:
-        stack = list((node.meta.get("nn_module_stack") or {}).values())
-        path = f"{stack[-1][0]}/" if stack and stack[-1][0] else ""
-        name = f"{path}{_short_name(node)}"
-        keys[node] = f"{name}#{seen[name]}"
-        seen[name] += 1
-    return keys
-
-
-def _short_name(node: torch.fx.Node) -> str:
-    target = node.target
-    if isinstance(target, torch._ops.OpOverload):
-        return str(target.overloadpacket.__name__)
-    return target if isinstance(target, str) else getattr(target, "__name__", str(target))
-
-
-def _target(node: torch.fx.Node) -> str:
-    """Write the target without the addresses that a function's repr holds."""
-    if isinstance(node.target, str | torch._ops.OpOverload):
-        return str(node.target)
-    return f"{getattr(node.target, '__module__', '')}.{_short_name(node)}"
-
-
-def _dtype(value: object) -> str:
-    if isinstance(value, list | tuple):
-        return f"({', '.join(map(_dtype, value))})"
-    return str(getattr(value, "dtype", None)).removeprefix("torch.")
-
-
-def _operands(node: torch.fx.Node, keys: Mapping[torch.fx.Node, str]) -> str:
-    """Write the arguments with keys in place of node names, which an edit elsewhere may renumber."""
-    args, kwargs = map_arg((node.args, node.kwargs), lambda operand: _Bare(keys[operand]))
-    return f"{args!r} {kwargs!r}" if kwargs else f"{args!r}"
-
-
-class _Bare(str):
-    """Show a key without quotes."""
-
-    __slots__ = ()
-    __repr__ = str.__str__
+def _data(change: Change) -> dict[str, object]:
+    """Return a change as data; the keys of nodes where it stands for several."""
+    data = asdict(change)
+    if not change.nodes:
+        del data["nodes"]
+    return data

@@ -121,15 +121,15 @@ def _difference(before: Plan, now: Plan, name: str, update: bool) -> GraphDiff:
     Raises:
         PlanError: nearly every node did, so the plan is of another model.
     """
-    old, new = ({d.key for d in p.decisions} for p in (before, now))
-    if not update and old and len(old & new) < _SAME_MODEL * min(len(old), len(new) or 1):
+    found = diff(before, now)
+    old, new = len(before.decisions), len(now.decisions)
+    known = 0 if found.another_model else new - sum(c.kind == "added" for c in found.changes)
+    if not update and old and known < _SAME_MODEL * min(old, new or 1):
         raise PlanError(
-            f"{name} is the plan of another model: of its {len(old)} nodes this one has {len(old & new)}; "
+            f"{name} is the plan of another model: of its {old} nodes this one has {known}; "
             "write it anew with --update if that is meant"
         )
-    found = diff(before, now)
-    extra = [*_policy(before, now), *_totals(before, now)]
-    return replace(found, changes=(*extra, *found.changes))
+    return replace(found, changes=(*_policy(before, now), *_totals(before, now), *found.renamed, *found.changes))
 
 
 def _policy(before: Plan, now: Plan) -> Iterable[Change]:

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from passes.errors import PlanError
+from passes.plan import strictly
 
 RECORD_VERSION = 1
 SCHEMA = Path(__file__).parent.parent / "schemas" / "record.json"
@@ -161,8 +162,8 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             PlanError: it is not one; says where.
         """
         try:
-            made: Record = msgspec.json.decode(text, type=cls)
-        except (msgspec.DecodeError, RecursionError, UnicodeError) as e:
+            made: Record = msgspec.convert(strictly(text, name, "record"), cls)
+        except msgspec.ValidationError as e:
             raise PlanError(f"{name}: not a record of fxamp ({e})") from e
         if made.version != RECORD_VERSION:
             raise PlanError(f"{name}: record format {made.version}; this fxamp reads {RECORD_VERSION}")

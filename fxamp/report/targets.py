@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -122,12 +123,16 @@ def run_alone(target: Target, folder: Path, update: bool) -> Outcome:
         folder: to run in.
         update: write the plan where it changed.
     """
-    command = [sys.executable, "-m", "fxamp", "check", *target.arguments(), "--output-format=json"]
-    done = subprocess.run(
-        [*command, *(["--update"] if update else [])], cwd=folder, capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, "-m", "fxamp", "check", *target.arguments(), *(["--update"] if update else [])]
+    with tempfile.TemporaryDirectory() as own:  # for what a model prints may come at any time, even at the end
+        file = Path(own, "outcome.json")
+        done = subprocess.run(
+            [*command, "--output-format=json", f"--output={file}"],
+            cwd=folder, capture_output=True, text=True, errors="replace", check=False,
+        )  # fmt: skip
+        text = file.read_text(encoding="utf-8") if file.exists() else ""
     try:
-        return Outcome.from_data(json.loads(done.stdout)[0])
+        return Outcome.from_data(json.loads(text)[0])
     except (ValueError, LookupError, TypeError):
         said = done.stderr.strip().splitlines() or [f"its process left with {done.returncode}"]
         return Outcome(target.name, UNKNOWN, f"{target.name}: {said[-1].removeprefix('fxamp: error: ')}")

@@ -1,0 +1,200 @@
+"""What is different about nodes that were matched: field by field, where they stand; what has one cause in one line.
+
+`embed` gone, a new `adapter`, and `rms_norm` run in FP32 by a newer torch:
+
+    - embed/embedding#0  colour: float32
+    + adapter/linear#0  colour: bfloat16
+    ! torch 2.11 to 2.12: rule rms_norm, 24 decisions: follow, bfloat16 -> fp32, float32
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from passes.plan import Plan
+
+from .harmless import visible
+from .match import Item, Matching, in_order
+
+PLAN_KEY, MODULES, RULE = "(plan)", "(modules)", "(rule"
+_LAST_NUMBER = re.compile(r"\d+(?!.*\d)")
+
+
+@dataclass(frozen=True)
+class Change:
+    """Say what became of one field of one node; a node added or removed has its colour or target as the field.
+
+    Attributes:
+        kind: what became of it.
+        key: of the node; in parentheses where it is not one.
+        field: that differs; "position" where the node stands elsewhere in the model.
+        before: of the field; None of a node that is new.
+        after: of the field; None of a node that is gone.
+        nodes: keys of all nodes that this one line stands for, where they are several.
+    """
+
+    kind: Literal["added", "removed", "changed"]
+    key: str
+    field: str
+    before: str | None
+    after: str | None
+    nodes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        """Write the change as one line of the listing."""
+        if self.kind == "added":
+            return visible(f"+ {self.key}  {self.field}: {self.after}")
+        if self.kind == "removed":
+            return visible(f"- {self.key}  {self.field}: {self.before}")
+        if self.key.startswith(RULE):
+            rule, count = self.key.strip("()"), len(self.nodes)
+            many = f"{count} decision{'s' * (count > 1)}"
+            return visible(f"! {self.field}: {rule}, {many}: {self.before} -> {self.after}")
+        return visible(f"! {self.key}  {self.field}: {self.before} -> {self.after}")
+
+    @property
+    def module(self) -> str:
+        """Return the path of the module that the node is in, "" for the outermost."""
+        return self.key.rpartition("/")[0]
+
+
+def compared(before: Sequence[Item], after: Sequence[Item], pairs: Mapping[int, int], shown: str) -> list[Change]:
+    """Return what differs, in graph order; of a node that one side lacks, the field `shown` stands for all.
+
+    Args:
+        before: nodes of one side.
+        after: nodes of the other.
+        pairs: places of those that are one, after -> before.
+        shown: a field that every node has.
+    """
+    twin = {old: new for new, old in pairs.items()}
+    moved = _moved(before, after, pairs)
+    out = []
+    for old, new in _merged(len(before), len(after), twin):
+        if new is None and old is not None:
+            out.append(Change("removed", before[old].key, shown, before[old].fields[shown], None))
+        elif old is None and new is not None:
+            out.append(Change("added", after[new].key, shown, None, after[new].fields[shown]))
+        elif old is not None and new is not None:
+            if new in moved:
+                out.append(Change("changed", after[new].key, "position", *moved[new]))
+            theirs = after[new].fields
+            out += [
+                Change("changed", after[new].key, name, value, theirs[name])
+                for name, value in before[old].fields.items() if theirs.get(name, value) != value
+            ]  # fmt: skip
+    return out
+
+
+def _merged(old: int, new: int, twin: Mapping[int, int]) -> Iterator[tuple[int | None, int | None]]:
+    """Merge two lists: in the order of the second, what is gone behind what it followed in the first."""
+    gone: dict[int, list[int]] = {}
+    anchor = -1
+    for at in range(old):
+        if at in twin:
+            anchor = at
+        else:
+            gone.setdefault(anchor, []).append(at)
+    yield from ((at, None) for at in gone.get(-1, ()))
+    partner = {n: o for o, n in twin.items()}
+    for at in range(new):
+        yield partner.get(at), at
+        yield from ((o, None) for o in gone.get(partner.get(at, -2), ()))
+
+
+def _moved(before: Sequence[Item], after: Sequence[Item], pairs: Mapping[int, int]) -> dict[int, tuple[str, str]]:
+    """Return where the nodes stood that stand elsewhere now: in another module, or at another place in the order."""
+    instead = corresponding(before, after, pairs)
+    kept = in_order(sorted((old, new) for new, old in pairs.items()))
+    out = {}
+    for new, old in pairs.items():
+        if instead[before[old].module] != after[new].module:
+            out[new] = before[old].key, after[new].key
+        elif (old, new) not in kept and (found := (_place(before, old), _place(after, new)))[0] != found[1]:
+            out[new] = found  # of several that moved together, the first says it
+    return out
+
+
+def _place(items: Sequence[Item], at: int) -> str:
+    return f"after {items[at - 1].key}" if at else "first"
+
+
+def corresponding(before: Sequence[Item], after: Sequence[Item], pairs: Mapping[int, int]) -> dict[str, str]:
+    """Return for each module before the one after that has most of its nodes; the one of its name, if that does too."""
+    votes: dict[str, Counter[str]] = {}
+    for new, old in pairs.items():
+        votes.setdefault(before[old].module, Counter())[after[new].module] += 1
+    return {a: max(found, key=lambda b: (found[b], b == a)) for a, found in votes.items()}
+
+
+def renamed(before: Sequence[Item], after: Sequence[Item], pairs: Mapping[int, int]) -> list[Change]:
+    """Return a line for modules that have another path now, neighbours with rising numbers in one."""
+    instead = corresponding(before, after, pairs)
+    runs: dict[tuple[str, str, int], dict[int, list[str]]] = {}
+    for new, old in pairs.items():
+        a, b = before[old].module, after[new].module
+        a, b = (m.partition(":")[2] if m.partition(":")[0].isdigit() else m for m in (a, b))
+        if a == b or instead[before[old].module] != after[new].module:
+            continue
+        a, b = _without_common_end(a, b)
+        first, second = _LAST_NUMBER.search(a), _LAST_NUMBER.search(b)
+        number = int(first[0]) if first else 0
+        step = int(second[0]) - number if first and second else 0
+        shape = (a, b, 0) if not step else (_LAST_NUMBER.sub("*", a), _LAST_NUMBER.sub("*", b), step)
+        runs.setdefault(shape, {}).setdefault(number if step else 0, []).append(after[new].key)
+    return [Change(
+        "changed", MODULES, "path", _numbered(a, list(at), 0), _numbered(b, list(at), step),
+        tuple(key for keys in at.values() for key in keys),
+    ) for (a, b, step), at in runs.items()]  # fmt: skip
+
+
+def _without_common_end(a: str, b: str) -> tuple[str, str]:
+    left, right = a.split(".") if a else [], b.split(".") if b else []
+    while left and right and left[-1] == right[-1]:
+        left.pop()
+        right.pop()
+    return ".".join(left), ".".join(right)
+
+
+def _numbered(path: str, numbers: Sequence[int], step: int) -> str:
+    low, high = min(numbers) + step, max(numbers) + step
+    text = path.replace("*", str(low), 1) or "(model)"
+    return f"{text} to {high}" if high > low else text
+
+
+def another_model(before: Sequence[object], after: Sequence[object], found: Matching) -> Change:
+    """Return the line that stands for all, where there is too little in common to call it changes."""
+    same = f"{len(found.pairs)} of them like nodes of the first"
+    return Change("changed", PLAN_KEY, "model", f"one of {len(before)} nodes", f"another, of {len(after)}, {same}")
+
+
+def by_rule(before: Plan, after: Plan, changes: Iterable[Change], ops: Mapping[str, str]) -> list[Change]:
+    """Put all decisions on an op in one line whose rule another torch has changed.
+
+    Args:
+        before: made by one torch.
+        after: made by another, by the same policy.
+        changes: between the two.
+        ops: op of every node after, by key.
+    """
+    old, new = (".".join(p.torch_version.split(".")[:2]) for p in (before, after))
+    changes = list(changes)
+    if old == new or before.policy != after.policy:
+        return changes
+    changed = {ops[c.key] for c in changes if c.field == "kind" and c.kind == "changed"}
+    of_rule: dict[str, list[Change]] = {op: [] for op in changed}
+    rest: list[Change] = []
+    for change in changes:
+        mine = change.kind == "changed" and change.field not in ("position", "casts") and ops.get(change.key) in changed
+        (of_rule[ops[change.key]] if mine else rest).append(change)
+    lines = []
+    for op, found in sorted(of_rule.items()):
+        sides = [{c.field: (c.before, c.after)[side] for c in reversed(found)} for side in (0, 1)]
+        was, now = (", ".join(str(side[f]) for f in ("kind", "colour") if f in side) for side in sides)
+        nodes = tuple(dict.fromkeys(c.key for c in found))
+        lines.append(Change("changed", f"{RULE} {op})", f"torch {old} to {new}", was, now, nodes))
+    return [*lines, *rest]

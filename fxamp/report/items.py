@@ -1,0 +1,147 @@
+"""The nodes of plans, converted modules and graphs as `match` and `diff` look at them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+from passes import ops
+from passes.insert_casts import is_inserted
+from passes.plan import Decision, Plan
+from passes.values import keys, module_path
+
+from ..module import ConvertedModule
+from .match import Item
+
+DECISION_FIELDS = ("colour", "autocast_dtype", "kind", "reason")
+
+
+def of_plan(plan: Plan, module: ConvertedModule | None = None) -> list[Item]:
+    """Return the decisions in order, each as if it read the one before it: a plan has no edges.
+
+    Args:
+        plan: whose decisions.
+        module: that carries it out, which knows what is cast in front of each node too.
+    """
+    nodes = _by_key(plan, module) if module is not None else {}
+    last: dict[int, int] = {}
+    items = []
+    for at, d in enumerate(plan.decisions):
+        node = nodes.get(d.graph, {}).get(d.key)
+        fields = {name: getattr(d, name) for name in DECISION_FIELDS}
+        if node is not None:
+            fields["casts"] = casts_of(node)
+        operands = (last[d.graph],) if d.graph in last else ()
+        items.append(Item(_in_graph(d, d.key), _in_graph(d, d.module_path), d.op, operands, fields))
+        last[d.graph] = at
+    return items
+
+
+def _by_key(plan: Plan, module: ConvertedModule) -> dict[int, dict[str, Node]]:
+    """Return the author's nodes by the keys that they had before anything was inserted, for every graph of a module."""
+    firsts = [int(state.partition(":")[0]) for state in plan.states] or [0]
+    return {
+        first: {key: n for n, key in keys(n for n in variant.graph.nodes if not is_inserted(n)).items()}
+        for first, variant in zip(firsts, module.variants, strict=True)
+    }
+
+
+def _in_graph(d: Decision, text: str) -> str:
+    return f"{d.graph}:{text}" if d.graph else text
+
+
+def casts_of(node: Node) -> str:
+    """Say from which dtypes to which operands of a node are cast by fxamp: "float32 to bfloat16 (2)"."""
+    casts = Counter(arrow(n) for n in node.all_input_nodes if is_inserted(n))
+    return ", ".join(f"{a} ({count})" if count > 1 else a for a, count in sorted(casts.items())) or "none"
+
+
+def arrow(cast: Node) -> str:
+    """Say what an inserted cast does."""
+    return f"{dtype_of(cast.all_input_nodes[0])} to {dtype_of(cast)}"
+
+
+def of_graph(graph: Graph) -> list[Item]:
+    """Return the nodes of a graph, with the keys of `node_keys`; `operands` of two that are one are compared apart."""
+    named, places = node_keys(graph), {node: at for at, node in enumerate(graph.nodes)}
+    return [
+        Item(
+            key, module_path(node), label(node), tuple(places[n] for n in node.all_input_nodes),
+            {"target": target_of(node), "dtype": dtype_of(node)},
+        )
+        for node, key in named.items()
+    ]  # fmt: skip
+
+
+def label(node: Node) -> str:
+    """Return the op of a node by its canonical name, in whatever dialect it is spelled."""
+    if node.op.startswith("call") and node.op != "call_module":
+        return ops.name(node)
+    return f"{node.op} {node.target}" if node.op != "call_module" else f"call_module {_kind(node)}"
+
+
+def _kind(node: Node) -> str:
+    owner = node.graph.owning_module
+    try:
+        return type(owner.get_submodule(str(node.target))).__name__ if owner is not None else ""
+    except AttributeError:
+        return str(node.target)
+
+
+def node_keys(graph: Graph) -> dict[Node, str]:
+    """Key every node by module path, name of the target, and ordinal among those that share both."""
+    seen: Counter[str] = Counter()
+    named = {}
+    for node in graph.nodes:
+        path = module_path(node)
+        name = f"{path}/{_short_name(node)}" if path else _short_name(node)
+        named[node] = f"{name}#{seen[name]}"
+        seen[name] += 1
+    return named
+
+
+def _short_name(node: Node) -> str:
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target.overloadpacket.__name__)
+    return target if isinstance(target, str) else getattr(target, "__name__", str(target))
+
+
+def target_of(node: Node) -> str:
+    """Write the target without the addresses that a function's repr holds."""
+    if isinstance(node.target, str | torch._ops.OpOverload):
+        return str(node.target)
+    return f"{getattr(node.target, '__module__', '')}.{_short_name(node)}"
+
+
+def dtype_of(node: Node) -> str:
+    """Write the dtype of what a node gives, "None" where that is not known or no tensor."""
+    return _dtype(node.meta.get("val"))
+
+
+def _dtype(value: object) -> str:
+    if isinstance(value, list | tuple):
+        return f"({', '.join(map(_dtype, value))})"
+    return str(getattr(value, "dtype", None)).removeprefix("torch.")
+
+
+def arguments(node: Node, names: Mapping[Node, str]) -> str:
+    """Write the arguments with names of one's own, since an edit elsewhere may renumber those of the graph."""
+    args, kwargs = map_arg((node.args, dict(node.kwargs)), lambda operand: _Bare(names[operand]))
+    written: Sequence[str] = [*(_shown(a) for a in args), *(f"{k}={_shown(v)}" for k, v in kwargs.items())]
+    return ", ".join(written)
+
+
+def _shown(value: object) -> str:
+    return repr(value) if not callable(value) or isinstance(value, type) else getattr(value, "__name__", "function")
+
+
+class _Bare(str):
+    """Show a key without quotes."""
+
+    __slots__ = ()
+    __repr__ = str.__str__

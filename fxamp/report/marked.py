@@ -1,0 +1,243 @@
+"""The code of a graph with what conversion did to it marked: casts that it inserted, and what runs in another dtype.
+
+      x = input
+    + x.to(bfloat16)
+    + fc.weight.to(bfloat16)
+    ! fc = self.fc(x)                                    runs in bfloat16
+    + fc.to(float32)
+      return fc
+
+A graph of functions and modules is written in another dialect than what it was converted to, which is ATen: a module
+that is called is all the nodes that were made inside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from passes import ops
+from passes.insert_casts import is_inserted
+from passes.values import LOW, dtypes_of, module_path
+
+from .changes import Change, another_model
+from .harmless import visible
+from .items import arguments, arrow, dtype_of, node_keys, target_of
+from .match import Item, match
+
+_LOW = tuple(str(dtype).removeprefix("torch.") for dtype in LOW)
+# What has no dtype to speak of.
+_SILENT = ("getattr", "size", "sym_size", "dim", "numel", "stride", "module _guards_fn", "placeholder", "get_attr")
+_WIDE = 60
+
+
+@dataclass
+class Marked:
+    """The listing, and the changes in it."""
+
+    code: tuple[str, ...]
+    changes: tuple[Change, ...]
+
+
+@dataclass
+class _Unit:
+    """One node of the original, or the nodes that it may have become."""
+
+    label: str
+    nodes: list[Node] = field(default_factory=list)
+
+
+def marked(original: GraphModule, converted: GraphModule) -> Marked:
+    """Write the code of a graph with marks of what it was converted to.
+
+    Args:
+        original: as it was traced or exported.
+        converted: what `fxamp.convert` made of it, or of the model that it is a graph of.
+    """
+    called = [str(n.target) for n in original.graph.find_nodes(op="call_module")]
+    before = [_Unit(_label(n), [n]) for n in original.graph.nodes]
+    after = _units(converted.graph, called)
+    found = match(_items(before), _items(after))
+    if not found.alike:
+        change = another_model(before, after, found)
+        return Marked((str(change),), (change,))
+    return _Writer(original.graph, before, after, found.pairs).marked()
+
+
+def _units(graph: Graph, called: Sequence[str]) -> list[_Unit]:
+    """Return the author's nodes of a converted graph, those of one call of a module as one."""
+    paths, inside = set(called), dict[str, list[_Unit]]()
+    out = []
+    for node in graph.nodes:
+        if is_inserted(node):
+            continue
+        path = module_path(node) if node.op.startswith("call") else ""
+        parts = path.split(".")
+        owner = next((p for p in (".".join(parts[:i]) for i in range(len(parts), 0, -1)) if p in paths), None)
+        unit = _Unit(_label(node) if owner is None else f"module {owner}", [node])
+        if owner is not None:
+            inside.setdefault(owner, []).append(unit)
+        out.append(unit)
+    absorbed = set()
+    for owner, units in inside.items():  # a module that is called twice has made the same nodes each time
+        calls = called.count(owner)
+        size = len(units) // calls if len(units) % calls == 0 else len(units)
+        for at, unit in enumerate(units):
+            if at % size:
+                units[at - at % size].nodes += unit.nodes
+                absorbed.add(id(unit))
+    return [unit for unit in out if id(unit) not in absorbed]
+
+
+def _label(node: Node) -> str:
+    if node.op == "call_module":
+        return f"module {node.target}"
+    if node.op.startswith("call"):
+        return ops.name(node)
+    return f"{node.op} {node.target}" if node.op == "get_attr" else node.op
+
+
+def _items(units: Sequence[_Unit]) -> list[Item]:
+    """Return the units as they are matched: a module's own parameters are no operands of a call of it."""
+    places = {node: at for at, unit in enumerate(units) for node in unit.nodes}
+    counts: dict[str, int] = {}
+    out = []
+    for at, unit in enumerate(units):
+        read = [_source(n) for node in unit.nodes for n in node.all_input_nodes]
+        of_module = unit.label.startswith("module ")
+        operands = [places[n] for n in read if n in places and not (of_module and n.op == "get_attr")]
+        counts[unit.label] = counts.get(unit.label, -1) + 1
+        key = f"{unit.label}#{counts[unit.label]}"
+        out.append(Item(key, "", unit.label, tuple(o for o in dict.fromkeys(operands) if o < at), {}))
+    return out
+
+
+def _source(node: Node) -> Node:
+    """Return the value that an inserted cast is of; any other node as it is."""
+    while is_inserted(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
+class _Writer:
+    """Writes the original's code, and beside each node what became of it."""
+
+    def __init__(self, graph: Graph, before: Sequence[_Unit], after: Sequence[_Unit], pairs: dict[int, int]) -> None:
+        self.before, self.after = before, after
+        self.keys = node_keys(graph)
+        self.became = {old: new for new, old in pairs.items()}
+        self.names = {node: before[old].nodes[0].name for new, old in pairs.items() for node in after[new].nodes[-1:]}
+        self.shown: set[Node] = set()
+        self.silent: set[Node] = set()
+        self.code: list[str] = []
+        self.changes: list[Change] = []
+
+    def marked(self) -> Marked:
+        rest = self._unmatched()
+        waiting = rest.get(-1, [])  # for what is gone, which is written first
+        for old, unit in enumerate(self.before):
+            (node,) = unit.nodes
+            became = self.became.get(old)
+            if became is not None:
+                self._added(waiting)
+                waiting = rest.get(became, [])
+                self._kept(node, self.after[became])
+            elif self._is_silent(node, unit.label):
+                self.silent.add(node)
+                self.code.append(visible(f"  {_written(node)}"))
+            else:
+                self.code.append(visible(f"- {_written(node)}"))
+                self.changes.append(Change("removed", self.keys[node], "target", target_of(node), None))
+        self._added(waiting)
+        return Marked(tuple(self.code), tuple(self.changes))
+
+    def _unmatched(self) -> dict[int, list[int]]:
+        """Return what has no node in the original, by the place of what it follows that has one."""
+        out: dict[int, list[int]] = {}
+        last, kept = -1, set(self.became.values())
+        for at, unit in enumerate(self.after):
+            if at in kept:
+                last = at
+            elif _computes(unit):
+                out.setdefault(last, []).append(at)
+        return out
+
+    def _is_silent(self, node: Node, label: str) -> bool:
+        """Say whether a node without a counterpart has none to have: an input unread, a size, a part of what is one."""
+        read = node.all_input_nodes
+        part = label == "getitem" and read[0].op == "call_module"
+        return label in _SILENT or node.op in _SILENT or part or (bool(read) and all(n in self.silent for n in read))
+
+    def _kept(self, node: Node, unit: _Unit) -> None:
+        self._casts(unit, module_path(node))
+        old, now = _dtype(node), _dtype(unit.nodes[-1])
+        known = node.meta.get("val") is not None
+        changed = node.op.startswith("call") and (old != now if known else now in _LOW)
+        line = _written(node)
+        if changed:
+            self.changes.append(Change("changed", self.keys[node], "dtype", old if known else "as captured", now))
+            line = f"{line:<{_WIDE}} runs in {now}"
+        self.code.append(visible(f"{'!' if changed else ' '} {line}"))
+
+    def _added(self, places: Sequence[int]) -> None:
+        for unit in (self.after[at] for at in places):
+            module = module_path(unit.nodes[0])
+            self._casts(unit, module)
+            for node in unit.nodes:
+                line = f"{node.name} = {target_of(node)}({arguments(node, _Names(self.names))})"
+                self.code.append(visible(f"+ {line:<{_WIDE}} {dtype_of(node)}"))
+                self.changes.append(Change("added", f"{module}/{node.name}", "target", None, target_of(node)))
+
+    def _casts(self, unit: _Unit, module: str) -> None:
+        """Write the casts that a unit reads, each where it is first read."""
+        for cast in dict.fromkeys(n for node in unit.nodes for n in node.all_input_nodes if is_inserted(n)):
+            if cast in self.shown:
+                continue
+            self.shown.add(cast)
+            source = _source(cast)
+            name = str(source.target) if source.op == "get_attr" else self.names.get(source, source.name)
+            self.code.append(visible(f"+ {name}.to({dtype_of(cast)})"))
+            key = f"{module}/{name}.to({dtype_of(cast)})"
+            self.changes.append(Change("added", key, "cast", None, arrow(cast)))
+
+
+def _computes(unit: _Unit) -> bool:
+    """Say whether a unit gives tensors, and is neither an input nor a parameter."""
+    node = unit.nodes[0]
+    return node.op.startswith("call") and unit.label not in _SILENT and isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def _dtype(node: Node) -> str:
+    """Return the dtype of what a node gives; of several tensors, the one that they have."""
+    value = node.meta.get("val")
+    if isinstance(value, (tuple, list)):
+        found = {str(dtype).removeprefix("torch.") for dtype in map(dtypes_of, value)}
+        return found.pop() if len(found) == 1 else dtype_of(node)
+    return dtype_of(node)
+
+
+class _Names(dict[Node, str]):
+    """The names that nodes have in the original; their own where they have none."""
+
+    def __missing__(self, node: Node) -> str:
+        return self.get(_source(node), node.name)
+
+
+def _written(node: Node) -> str:
+    """Write a node as a line of Python, near enough."""
+    names = _Names()
+    if node.op == "placeholder":
+        return f"{node.name} = input"
+    if node.op == "get_attr":
+        return f"{node.name} = self.{node.target}"
+    if node.op == "output":
+        return f"return {arguments(node, names)}"
+    if node.op == "call_module":
+        return f"{node.name} = self.{node.target}({arguments(node, names)})"
+    if node.op == "call_method":
+        first, _, rest = arguments(node, names).partition(", ")
+        return f"{node.name} = {first}.{node.target}({rest})"
+    return f"{node.name} = {target_of(node)}({arguments(node, names)})"

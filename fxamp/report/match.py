@@ -1,0 +1,231 @@
+"""Which node of one graph is which of another: by structure, so that an edit costs what it is worth, and not all below.
+
+    before   embed  ln.0  fc.0  ln.1  fc.1  head
+    after    embed  ln.0  fc.0  adapter  ln.1  fc.1  head        "adapter" is new, and nothing else
+
+label -> fingerprint -> anchor -> propagate along edges -> assign the rest -> verify each pair. The labels are hashed
+with all that a node is made of, and with all that is made of it; where such a hash is that of one node on either side,
+these are one node. From there operand goes to operand, what lies between is aligned by the fewest insertions and
+removals, and a pair that only its label speaks for has to lie in modules that correspond.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections import Counter
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+_NUMBER = re.compile(r"\d+")
+_EDITS = 1_000  # insertions and removals that are looked for in one piece; beyond it nodes are found by key alone
+# Of nodes that have to be found by more than their op, or else two graphs are of two models; of graphs of this size.
+ALIKE, MANY = 0.2, 10
+
+
+@dataclass(frozen=True)
+class Item:
+    """One node as it is matched.
+
+    Attributes:
+        key: `module.path/op#ordinal`, with the number of its graph in front where that is not the first.
+        module: path of its module, with the number of its graph likewise.
+        label: what two nodes have in common that may be one.
+        operands: places of the items that it reads, all before its own.
+        fields: what is compared of two that are one.
+    """
+
+    key: str
+    module: str
+    label: str
+    operands: tuple[int, ...]
+    fields: dict[str, str] = field(hash=False)
+
+
+@dataclass(frozen=True)
+class Matching:
+    """Which items are one: the place before by the place after; and whether the graphs are of one model at all."""
+
+    pairs: dict[int, int]
+    alike: bool
+
+
+def match(before: Sequence[Item], after: Sequence[Item]) -> Matching:
+    """Find the nodes of one graph in another."""
+    found = _Matcher(before, after)
+    below, above = found.cones(_operands), found.cones(_readers)
+    keys = tuple([i.key for i in side] for side in (before, after))
+    found.anchor(*(list(zip(*both, strict=True)) for both in zip(keys, below, strict=True)))
+    found.anchor(*(list(zip(*both, strict=True)) for both in zip(keys, above, strict=True)))
+    found.anchor(*below)
+    found.anchor(*above)
+    found.propagate()
+    sure = dict(found.pairs)
+    found.assign(*([(_NUMBER.sub("*", i.module), i.label) for i in side] for side in (before, after)))
+    least = min(len(before), len(after))
+    if least >= MANY and len(found.pairs) < ALIKE * least:
+        return Matching(found.pairs, alike=False)
+    found.anchor(*([(i.key, i.label) for i in side] for side in (before, after)))
+    found.assign(*([i.label for i in side] for side in (before, after)))
+    found.verify(sure)
+    return Matching(found.pairs, alike=True)
+
+
+def in_order(pairs: Sequence[tuple[int, int]]) -> set[tuple[int, int]]:
+    """Return the most pairs, sorted by their first place, whose second places rise too: the others have moved."""
+    ends: list[int] = []  # of rising runs, by length: the pair that the run ends with
+    previous: list[int | None] = []
+    for at, (_, place) in enumerate(pairs):
+        low, high = 0, len(ends)
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (middle + 1, high) if pairs[ends[middle]][1] < place else (low, middle)
+        previous.append(ends[low - 1] if low else None)
+        ends[low : low + 1] = [at]
+    kept, last = set(), ends[-1] if ends else None
+    while last is not None:
+        kept.add(pairs[last])
+        last = previous[last]
+    return kept
+
+
+def _operands(items: Sequence[Item]) -> list[tuple[int, ...]]:
+    return [item.operands for item in items]
+
+
+def _readers(items: Sequence[Item]) -> list[tuple[int, ...]]:
+    out: list[list[int]] = [[] for _ in items]
+    for at, item in enumerate(items):
+        for operand in item.operands:
+            out[operand].append(at)
+    return [tuple(readers) for readers in out]
+
+
+class _Matcher:
+    """The pairs found so far, place after -> place before."""
+
+    def __init__(self, before: Sequence[Item], after: Sequence[Item]) -> None:
+        self.before, self.after = before, after
+        self.pairs: dict[int, int] = {}
+        self.taken: set[int] = set()
+
+    def pair(self, old: int, new: int) -> None:
+        self.pairs[new] = old
+        self.taken.add(old)
+
+    def cones(self, edges: object) -> tuple[list[int], list[int]]:
+        """Return a hash for every item of both sides: of its label, and of all that the edges lead to."""
+        numbers: dict[Hashable, int] = {}  # equal structures have equal numbers
+        out: tuple[list[int], list[int]] = ([], [])
+        for items, made in zip((self.before, self.after), out, strict=True):
+            leads = edges(items)  # type: ignore[operator]
+            made.extend([0] * len(items))
+            for at in range(len(items)) if edges is _operands else reversed(range(len(items))):
+                shape = (items[at].label, *(made[other] for other in leads[at]))
+                made[at] = numbers.setdefault(shape, len(numbers))
+        return out
+
+    def anchor(self, before: Sequence[Hashable], after: Sequence[Hashable]) -> None:
+        """Pair the items that have a token which nothing else has that is left on their side."""
+        old = dict(_unique((t, at) for at, t in enumerate(before) if at not in self.taken))
+        for token, new in _unique((t, at) for at, t in enumerate(after) if at not in self.pairs):
+            if token in old:
+                self.pair(old[token], new)
+
+    def propagate(self) -> None:
+        """Follow the edges from every pair: operand by operand, and reader by reader where each has one such."""
+        readers = _readers(self.before), _readers(self.after)
+        work = list(self.pairs.items())
+        while work:
+            new, old = work.pop()
+            sides: list[tuple[Iterable[int], Iterable[int]]] = []
+            if len(self.before[old].operands) == len(self.after[new].operands):
+                sides.append((self.before[old].operands, self.after[new].operands))
+            ours = dict(_unique((self._slot(self.after, at, new), at) for at in readers[1][new]))
+            theirs = dict(_unique((self._slot(self.before, at, old), at) for at in readers[0][old]))
+            both = [slot for slot in theirs if slot in ours]
+            sides.append(([theirs[slot] for slot in both], [ours[slot] for slot in both]))
+            for olds, news in sides:
+                for o, n in zip(olds, news, strict=True):
+                    free = n not in self.pairs and o not in self.taken
+                    if free and self.before[o].label == self.after[n].label and self._modules_agree(o, n):
+                        self.pair(o, n)
+                        work.append((n, o))
+
+    def _slot(self, items: Sequence[Item], reader: int, operand: int) -> tuple[str, tuple[int, ...]]:
+        places = tuple(i for i, at in enumerate(items[reader].operands) if at == operand)
+        return items[reader].label, places
+
+    def _modules_agree(self, old: int, new: int) -> bool:
+        """Say whether two items lie in modules that are called the same, but for numbers."""
+        return _NUMBER.sub("*", self.before[old].module) == _NUMBER.sub("*", self.after[new].module)
+
+    def assign(self, before: Sequence[Hashable], after: Sequence[Hashable]) -> None:
+        """Align what is left between pairs in order, by the fewest insertions and removals."""
+        order = in_order(sorted((old, new) for new, old in self.pairs.items()))
+        fences = [(-1, -1), *sorted(order), (len(before), len(after))]
+        for (old, new), (old_end, new_end) in itertools.pairwise(fences):
+            olds = [at for at in range(old + 1, old_end) if at not in self.taken]
+            news = [at for at in range(new + 1, new_end) if at not in self.pairs]
+            for i, j in _common([before[at] for at in olds], [after[at] for at in news]):
+                self.pair(olds[i], news[j])
+
+    def verify(self, sure: dict[int, int]) -> None:
+        """Part the pairs that their labels alone speak for, where their modules correspond to others."""
+        votes: dict[tuple[bool, str], Counter[str]] = {}
+        for new, old in self.pairs.items():
+            a, b = self.before[old].module, self.after[new].module
+            votes.setdefault((False, a), Counter())[b] += 1
+            votes.setdefault((True, b), Counter())[a] += 1
+        for new, old in list(self.pairs.items()):
+            a, b = self.before[old].module, self.after[new].module
+            here, there = votes[False, a], votes[True, b]
+            if sure.get(new) != old and (here[b] < max(here.values()) or there[a] < max(there.values())):
+                del self.pairs[new]
+
+
+def _unique(found: Iterable[tuple[Hashable, int]]) -> Iterable[tuple[Hashable, int]]:
+    """Yield what has a token of its own."""
+    once: dict[Hashable, int | None] = {}
+    for token, at in found:
+        once[token] = None if token in once else at
+    return ((token, at) for token, at in once.items() if at is not None)
+
+
+def _common(before: Sequence[Hashable], after: Sequence[Hashable]) -> list[tuple[int, int]]:
+    """Return the places of the longest common subsequence, by Myers' algorithm; none where it is too far away."""
+    n, m = len(before), len(after)
+    if not n or not m:
+        return []
+    reach = {1: 0}
+    trail: list[dict[int, int]] = []
+    for edits in range(min(n + m, _EDITS) + 1):
+        trail.append(dict(reach))
+        for k in range(-edits, edits + 1, 2):
+            down = k == -edits or (k != edits and reach.get(k - 1, -1) < reach.get(k + 1, -1))
+            x = reach.get(k + 1, 0) if down else reach[k - 1] + 1
+            while x < n and x - k < m and before[x] == after[x - k]:
+                x += 1
+            reach[k] = x
+            if x >= n and x - k >= m:
+                return _walked_back(trail, n, m)
+    return []
+
+
+def _walked_back(trail: list[dict[int, int]], x: int, y: int) -> list[tuple[int, int]]:
+    pairs = []
+    for edits in reversed(range(len(trail))):
+        reach, k = trail[edits], x - y
+        down = k == -edits or (k != edits and reach.get(k - 1, -1) < reach.get(k + 1, -1))
+        from_k = k + 1 if down else k - 1
+        from_x = reach.get(from_k, 0)
+        while edits and x > from_x + (not down) and y > from_x - from_k + down:
+            x, y = x - 1, y - 1
+            pairs.append((x, y))
+        if not edits:
+            while x > 0 and y > 0:
+                x, y = x - 1, y - 1
+                pairs.append((x, y))
+            break
+        x, y = from_x, from_x - from_k
+    return pairs[::-1]

@@ -1,0 +1,113 @@
+"""The fixture `precision_plan` of the pytest plugin: a model against the plan that is committed beside its test.
+
+tests/test_net.py::test_small[3-wide]  ->  tests/test_net/test_small_3_wide_.plan.json
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import unicodedata
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+from passes.errors import PlanError
+from passes.policy import Policy
+
+from ..convert import to_read
+from ..module import ConvertedModule
+from .gate import KEPT, check, with_totals
+from .outcomes import to_text
+
+OPTION = "--update-precision-plans"
+_LONGEST = 120  # characters of a file name; Windows has 260 for a whole path
+# What Windows takes for a device, whatever stands behind the first dot.
+_DEVICES = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)", re.IGNORECASE)
+
+
+class PrecisionPlan:
+    """Compares models with plans, each in a file of its own."""
+
+    def __init__(self, request: pytest.FixtureRequest, temporary: pytest.TempPathFactory) -> None:
+        self._test: str = request.node.nodeid
+        self._name: str = request.node.name
+        self._folder = request.path.parent / request.path.stem
+        self._root = request.config.rootpath
+        self._update = bool(request.config.getoption(OPTION))
+        self._here: set[Path] = set()
+        # One for all processes that share in a run: pytest-xdist gives each a folder in that of the run.
+        shared = temporary.getbasetemp()
+        self._claims = (shared.parent if hasattr(request.config, "workerinput") else shared) / "precision_plans"
+
+    def check(
+        self, model: nn.Module, args: Any = None, kwargs: Any = None, *, policy: Policy | str = "O1",
+        basename: str | None = None,
+    ) -> None:  # fmt: skip
+        """Fail the test where decisions, casts or totals of a model are not as in the committed plan.
+
+        Args:
+            model: to be converted and read, not run; or a module that `fxamp.convert` returned, read as it is.
+            args: example inputs, as `fxamp.convert` takes them.
+            kwargs: example keyword inputs.
+            policy: a level, a policy string or a Policy.
+            basename: of the file, instead of the test's name.
+
+        Raises:
+            FxampError: the model cannot be converted under the policy.
+        """
+        path = self._claimed(file_name(self._name if basename is None else basename))
+        shown = path.relative_to(self._root).as_posix() if path.is_relative_to(self._root) else path.as_posix()
+        if not self._update and not path.exists():
+            pytest.fail(f"there is no {shown} yet: write it with pytest {OPTION}, and commit it", pytrace=False)
+        module = model if isinstance(model, ConvertedModule) else to_read(model, args, kwargs, Policy.of(policy))
+        said = "there was none" if not path.exists() else _changed(shown, module, path)
+        if said is None:
+            return
+        if not self._update:
+            pytest.fail(f"{said}\nIf that is meant, write it anew with pytest {OPTION}", pytrace=False)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with_totals(module)[0].save(path)
+        pytest.fail(f"wrote {shown}, to be read and committed; before that\n{said}", pytrace=False)
+
+    def _claimed(self, name: str) -> Path:
+        """Return the path of a file, which is this test's alone."""
+        path = self._folder / f"{name}.plan.json"
+        self._claims.mkdir(exist_ok=True)
+        claim = self._claims / hashlib.sha256(str(path).casefold().encode(errors="replace")).hexdigest()
+        try:
+            with claim.open("x", encoding="utf-8") as file:
+                file.write(self._test)
+            owner = self._test
+        except FileExistsError:
+            owner = claim.read_text(encoding="utf-8")
+        if owner != self._test or path in self._here:
+            other = "this test again" if owner == self._test else owner or "another test"
+            pytest.fail(
+                f"{path.name} is the plan of two checks, here and in {other}: give one of them a basename of its own",
+                pytrace=False,
+            )
+        self._here.add(path)
+        return path
+
+
+def _changed(shown: str, module: ConvertedModule, path: Path) -> str | None:
+    """Say how a model differs from its plan, or why that cannot be told; None where it does not."""
+    try:
+        found = check(shown, module, path, (), update=False)
+    except PlanError as e:
+        return str(e).replace("--update", OPTION)  # which is what it is called here
+    return None if found.status == KEPT else to_text([found])
+
+
+def file_name(name: str) -> str:
+    """Return a name that every file system takes: of word characters alone, no device of Windows, not too long."""
+    plain = re.sub(r"\W", "_", unicodedata.normalize("NFC", name)) or "_"
+    if _DEVICES.fullmatch(plain):
+        plain += "_"
+    if len(plain.encode()) <= _LONGEST:
+        return plain
+    kept = plain.encode()[: _LONGEST - 9].decode(errors="ignore")
+    return f"{kept}_{hashlib.sha256(plain.encode()).hexdigest()[:8]}"

@@ -1,0 +1,33 @@
+"""The pytest plugin of fxamp: a precision plan beside each test that asks for one.
+
+    def test_net(precision_plan):
+        precision_plan.check(Net(), (torch.randn(3, 16),))    # compared with test_module/test_net.plan.json
+
+pytest imports this file in every run of an environment that has fxamp, so it imports nothing before it is used, fxamp
+included, and stands outside of it: where another package named `passes` hides ours, tests that do not ask go on.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from fxamp.report.precision_plan import PrecisionPlan
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option that writes plans."""
+    parser.getgroup("fxamp").addoption(
+        "--update-precision-plans", action="store_true",
+        help="write precision plans that are missing or have changed; the tests that they belong to fail this once",
+    )  # fmt: skip
+
+
+@pytest.fixture
+def precision_plan(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> PrecisionPlan:
+    """Compare models with the precision plans committed beside the test."""
+    from fxamp.report.precision_plan import PrecisionPlan
+
+    return PrecisionPlan(request, tmp_path_factory)
