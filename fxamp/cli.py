@@ -118,11 +118,11 @@ def _report(args: argparse.Namespace) -> int:
             plan, made = with_totals(module)[0], report(module)
     if args.save_plan:
         plan.save(args.save_plan)
-    shown = functools.partial(
-        made.to_tree, depth=args.depth, nodes=args.nodes, modules=args.module, ops=args.op, colours=args.colour,
-        reasons=args.reason,
-    )  # fmt: skip
-    _write(args, text=shown, markdown=lambda: shown(style="pipe"), json=made.to_json)
+    only = {"modules": args.module, "ops": args.op, "colours": args.colour, "reasons": args.reason}
+    shown = functools.partial(made.to_tree, depth=args.depth, nodes=args.nodes, **only)
+    _write(
+        args, text=shown, markdown=lambda: shown(style="pipe"), json=made.to_json, html=lambda: made.to_html(**only)
+    )
     return DONE
 
 
@@ -239,8 +239,8 @@ def _import_file(path: Path) -> ModuleType:
 
 def _write(args: argparse.Namespace, **formats: Callable[[], str]) -> None:
     """Write one of the formats to the file asked for, or to standard output."""
-    # Workflow commands escape what they are given, and begin as no other line may.
-    own: dict[str, Callable[[str], str]] = {"json": harmless.as_json, "github": str}
+    # What escapes what it is given by itself is left as it is. Workflow commands begin as no other line may.
+    own: dict[str, Callable[[str], str]] = {"json": harmless.as_json, "github": str, "html": str}
     shown = own.get(args.output_format, harmless.lines)
     text = shown(formats[args.output_format]().rstrip("\n")) + "\n"
     if args.output is not None:
@@ -294,15 +294,20 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"fxamp {_version()}")
     verbs = parser.add_subparsers(metavar="VERB", required=True)
 
-    def verb(name: str, run: Callable[[argparse.Namespace], int], summary: str) -> argparse.ArgumentParser:
+    def verb(
+        name: str, run: Callable[[argparse.Namespace], int], summary: str,
+        formats: Sequence[str] = ("text", "markdown", "json"),
+    ) -> argparse.ArgumentParser:  # fmt: skip
         made = verbs.add_parser(name, help=summary, description=summary)
         made.set_defaults(run=run)
-        made.add_argument("--output-format", choices=("text", "markdown", "json"), default="text")
+        made.add_argument("--output-format", choices=formats, default="text")
         made.add_argument("-o", "--output", metavar="FILE", type=Path, help="write there instead of printing")
         made.add_argument("--exit-zero", action="store_true", help="exit with 0 where it would be 1")
         return made
 
-    report = verb("report", _report, "Show in which dtype every node runs, and why.")
+    report = verb(
+        "report", _report, "Show in which dtype every node runs, and why.", formats=("text", "markdown", "json", "html")
+    )
     report.add_argument("target", metavar="TARGET", help="package.module:callable, path/file.py:callable or plan.json")
     report.add_argument("--policy", help='such as "O1" or "O2,dtype=bf16,modules.fc3=fp32"')
     _add_capture(report)
@@ -316,7 +321,10 @@ def _parser() -> argparse.ArgumentParser:
     diff.add_argument("before", metavar="A", type=Path)
     diff.add_argument("after", metavar="B", type=Path)
 
-    check = verb("check", _check, "Compare models with their committed plans and budgets; exit with 1 on a difference.")
+    check = verb(
+        "check", _check, "Compare models with their committed plans and budgets; exit with 1 on a difference.",
+        formats=("text", "markdown", "json", "github"),
+    )  # fmt: skip
     check.add_argument(
         "targets", metavar="TARGET", nargs="*",
         help="package.module:callable, path/file.py:callable, or names of [tool.fxamp.targets]; else all of those",
@@ -327,9 +335,6 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--budget", metavar="KEY=LIMIT", action="append", default=[], help='such as "casts=+0"')
     check.add_argument("--name", help=argparse.SUPPRESS)
     _add_capture(check)
-    for action in check._actions:
-        if action.dest == "output_format":
-            action.choices = ("text", "markdown", "json", "github")
 
     rules = verb("rules", _rules, "Show the op table, or what is known of one op.")
     rules.add_argument("op", metavar="OP", nargs="?", help="canonical name, such as softmax")

@@ -27,7 +27,7 @@ HEADERS = ("node", "op", "colour", "autocast", "reason", "source")
 
 @dataclass(frozen=True)
 class Report:
-    """Show one plan as a table, as Markdown, or as JSON.
+    """Show one plan as a table, as Markdown, as JSON, or as a page.
 
     Attributes:
         plan: What was decided.
@@ -93,9 +93,23 @@ class Report:
             data["training"] = dict(self.training)
         return json.dumps(data, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
 
-    def to_html(self) -> str:
-        """Refuse: HTML is not written yet."""
-        raise FxampError("a report cannot be written as HTML yet; use str(report), to_markdown() or to_json()")
+    def to_html(
+        self, *, modules: Sequence[str] = (), ops: Sequence[str] = (), colours: Sequence[str] = (),
+        reasons: Sequence[str] = (),
+    ) -> str:  # fmt: skip
+        """Write one page that needs nothing else: no network, no other file.
+
+        Args:
+            modules: paths of modules; only what runs in one of them or below it is shown.
+            ops: canonical names; only these are shown.
+            colours: dtypes; only what runs in one of them is shown.
+            reasons: codes; only these are shown.
+        """
+        from .page import page  # the templates cost time to load, and most reports are text
+
+        record = self.record or record_of(self.plan)
+        found = chosen(record, modules=modules, ops=ops, colours=colours, reasons=reasons)
+        return page(record, self.model, self.training, found)
 
     def _totals(self) -> dict[str, object]:
         plan = self.plan

@@ -10,7 +10,7 @@ from tabulate import tabulate
 from .record import NodeRecord, Record
 
 HEADERS = ("module", "nodes", "low", "FP32", "casts", "MB out", "low, % of bytes", "low, % of FLOPs", "MB saved")
-_LOW = ("bfloat16", "float16")
+LOW = ("bfloat16", "float16")
 
 
 @dataclass
@@ -50,7 +50,7 @@ def rows(branch: Branch, depth: int | None = None, prefix: str = "") -> list[tup
 
 
 def _totals(nodes: Sequence[NodeRecord]) -> tuple[str, ...]:
-    low = [n for n in nodes if n.colour in _LOW]
+    low = [n for n in nodes if n.colour in LOW]
     return (
         str(len(nodes)), str(len(low)), str(sum(n.colour == "float32" for n in nodes)),
         str(sum(len(n.casts) for n in nodes)), _mb(n.bytes for n in nodes), _share(low, nodes, "bytes"),
