@@ -120,9 +120,13 @@ def _report(args: argparse.Namespace) -> int:
         plan.save(args.save_plan)
     only = {"modules": args.module, "ops": args.op, "colours": args.colour, "reasons": args.reason}
     shown = functools.partial(made.to_tree, depth=args.depth, nodes=args.nodes, **only)
+    if args.output_format == "model-explorer":
+        _write_pair(args, *made.to_model_explorer(**only))
+        return DONE
     _write(
-        args, text=shown, markdown=lambda: shown(style="pipe"), json=made.to_json, html=lambda: made.to_html(**only)
-    )
+        args, text=shown, markdown=lambda: shown(style="pipe"), json=made.to_json, html=lambda: made.to_html(**only),
+        dot=lambda: made.to_dot(**only),
+    )  # fmt: skip
     return DONE
 
 
@@ -254,6 +258,15 @@ def _write(args: argparse.Namespace, **formats: Callable[[], str]) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+def _write_pair(args: argparse.Namespace, graph: str, data: str) -> None:
+    """Write a graph to the file asked for, and the data of its nodes beside it."""
+    if args.output is None:
+        raise FxampError("model-explorer: there are two files, a graph and the data of its nodes; give -o FILE.json")
+    beside = args.output.with_name(f"{args.output.stem}.node_data.json")
+    write_text(args.output, harmless.as_json(graph))
+    write_text(beside, harmless.as_json(data))
+
+
 def _failed(message: str) -> int:
     sys.stderr.write(f"fxamp: error: {harmless.visible(' '.join(message.split()))}\n")
     return UNKNOWN
@@ -306,8 +319,9 @@ def _parser() -> argparse.ArgumentParser:
         return made
 
     report = verb(
-        "report", _report, "Show in which dtype every node runs, and why.", formats=("text", "markdown", "json", "html")
-    )
+        "report", _report, "Show in which dtype every node runs, and why.",
+        formats=("text", "markdown", "json", "html", "dot", "model-explorer"),
+    )  # fmt: skip
     report.add_argument("target", metavar="TARGET", help="package.module:callable, path/file.py:callable or plan.json")
     report.add_argument("--policy", help='such as "O1" or "O2,dtype=bf16,modules.fc3=fp32"')
     _add_capture(report)

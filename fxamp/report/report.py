@@ -18,7 +18,9 @@ from ..train.describe import describe
 from ..train.step import TrainStep
 from .build import record_of
 from .diff import Diffable, plan_in
+from .dot import to_dot
 from .harmless import markdown, visible
+from .model_explorer import to_model_explorer
 from .record import NodeRecord, Record
 from .tree import chosen, grown, rows, table
 
@@ -27,7 +29,7 @@ HEADERS = ("node", "op", "colour", "autocast", "reason", "source")
 
 @dataclass(frozen=True)
 class Report:
-    """Show one plan as a table, as Markdown, as JSON, or as a page.
+    """Show one plan: as a table, as a tree, as Markdown, JSON, a page, or a graph for other tools.
 
     Attributes:
         plan: What was decided.
@@ -93,23 +95,24 @@ class Report:
             data["training"] = dict(self.training)
         return json.dumps(data, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
 
-    def to_html(
-        self, *, modules: Sequence[str] = (), ops: Sequence[str] = (), colours: Sequence[str] = (),
-        reasons: Sequence[str] = (),
-    ) -> str:  # fmt: skip
+    def to_html(self, **only: Sequence[str]) -> str:
         """Write one page that needs nothing else: no network, no other file.
 
         Args:
-            modules: paths of modules; only what runs in one of them or below it is shown.
-            ops: canonical names; only these are shown.
-            colours: dtypes; only what runs in one of them is shown.
-            reasons: codes; only these are shown.
+            only: filters of `to_tree`: modules, ops, colours, reasons; without any of them every node is shown.
         """
         from .page import page  # the templates cost time to load, and most reports are text
 
         record = self.record or record_of(self.plan)
-        found = chosen(record, modules=modules, ops=ops, colours=colours, reasons=reasons)
-        return page(record, self.model, self.training, found)
+        return page(record, self.model, self.training, chosen(record, **only))
+
+    def to_dot(self, **only: Sequence[str]) -> str:
+        """Write the nodes and what they read of each other in the language of Graphviz; filters as in `to_html`."""
+        return to_dot(chosen(self.record or record_of(self.plan), **only), self.model)
+
+    def to_model_explorer(self, **only: Sequence[str]) -> tuple[str, str]:
+        """Return a graph for Google's Model Explorer, and the data that colours its nodes; filters as in `to_html`."""
+        return to_model_explorer(chosen(self.record or record_of(self.plan), **only), self.model)
 
     def _totals(self) -> dict[str, object]:
         plan = self.plan
