@@ -141,6 +141,8 @@ def _diff(args: argparse.Namespace) -> int:
 def _check(args: argparse.Namespace) -> int:
     from .report import outcomes as shown
     from .report.gate import UNKNOWN as COULD_NOT_TELL
+    from .report.junit import to_junit
+    from .report.sarif import to_sarif
     from .report.targets import Target, configured, find_pyproject, run_alone
 
     if args.targets and all(":" in target for target in args.targets):
@@ -163,7 +165,8 @@ def _check(args: argparse.Namespace) -> int:
     ]
     _write(
         args, text=lambda: shown.to_text(found), markdown=lambda: shown.to_markdown(found),
-        json=lambda: shown.to_json(found), github=lambda: shown.to_github(found),
+        json=lambda: shown.to_json(found), github=lambda: shown.to_github(found), junit=lambda: to_junit(found),
+        sarif=lambda: to_sarif(found),
     )  # fmt: skip
     for outcome in found:
         if outcome.status == COULD_NOT_TELL:
@@ -244,7 +247,8 @@ def _import_file(path: Path) -> ModuleType:
 def _write(args: argparse.Namespace, **formats: Callable[[], str]) -> None:
     """Write one of the formats to the file asked for, or to standard output."""
     # What escapes what it is given by itself is left as it is. Workflow commands begin as no other line may.
-    own: dict[str, Callable[[str], str]] = {"json": harmless.as_json, "github": str, "html": str}
+    own: dict[str, Callable[[str], str]] = {"json": harmless.as_json, "sarif": harmless.as_json}
+    own |= dict.fromkeys(("github", "html", "junit"), str)
     shown = own.get(args.output_format, harmless.lines)
     text = shown(formats[args.output_format]().rstrip("\n")) + "\n"
     if args.output is not None:
@@ -337,7 +341,7 @@ def _parser() -> argparse.ArgumentParser:
 
     check = verb(
         "check", _check, "Compare models with their committed plans and budgets; exit with 1 on a difference.",
-        formats=("text", "markdown", "json", "github"),
+        formats=("text", "markdown", "json", "github", "junit", "sarif"),
     )  # fmt: skip
     check.add_argument(
         "targets", metavar="TARGET", nargs="*",

@@ -19,6 +19,20 @@ from fxamp.report.page.views import MOST, View, views
 from fxamp.report.record import NodeRecord, Read, Record
 from tests.harness import converted
 
+# What a stranger may call a module, a file or a line, and what it must not do anywhere.
+HOSTILE = [
+    "<script>boo()</script><img src=x onerror=boo()>",
+    "</script><script>boo()</script>",
+    "\"'><svg/onload=boo()>",
+    "]]><x>&boo;<!--",
+    "a|b\n## c\n[d](http://e.f)`g`",
+    "\x1b[2J\x1b]0;boo\x07\x9b31m\x00",
+    "::error file=x::boo\r\n::stop-commands::y ##[error]z",
+    "\u202eoob\u2066 \ud800",
+    "{{ 7 * 7 }}{% boo %}${boo}{0}",
+    "\\\";boo[",
+    "../../boo%0A%00:*?<>|",
+]
 EMPTY_TAGS = {"meta", "input", "br", "link", "rect", "path"}
 
 
