@@ -11,9 +11,11 @@ import functools
 import importlib
 import importlib.metadata
 import importlib.util
+import io
 import json
 import logging
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
@@ -119,13 +121,13 @@ def _report(args: argparse.Namespace) -> int:
     if args.save_plan:
         plan.save(args.save_plan)
     only = {"modules": args.module, "ops": args.op, "colours": args.colour, "reasons": args.reason}
-    shown = functools.partial(made.to_tree, depth=args.depth, nodes=args.nodes, **only)
+    shown = functools.partial(made.to_tree, depth=args.depth, nodes=args.nodes, width=_width(args), **only)
     if args.output_format == "model-explorer":
         _write_pair(args, *made.to_model_explorer(**only))
         return DONE
     _write(
-        args, text=shown, markdown=lambda: shown(style="pipe"), json=made.to_json, html=lambda: made.to_html(**only),
-        dot=lambda: made.to_dot(**only),
+        args, text=shown, markdown=lambda: shown(style="pipe", width=None), json=made.to_json,
+        html=lambda: made.to_html(**only), dot=lambda: made.to_dot(**only),
     )  # fmt: skip
     return DONE
 
@@ -223,7 +225,8 @@ def _demo(args: argparse.Namespace) -> int:
         from .demo import run
     except ModuleNotFoundError as error:
         raise FxampError(f"the demo needs {error.name!r}; install it with: pip install 'fxamp[demo]'") from error
-    run(seeds=args.seeds, output=args.output)
+    with contextlib.redirect_stdout(io.StringIO()) if args.quiet else contextlib.nullcontext():
+        run(seeds=args.seeds, output=args.output)
     return DONE
 
 
@@ -250,6 +253,8 @@ def _write(args: argparse.Namespace, **formats: Callable[[], str]) -> None:
     own: dict[str, Callable[[str], str]] = {"json": harmless.as_json, "sarif": harmless.as_json}
     own |= dict.fromkeys(("github", "html", "junit"), str)
     shown = own.get(args.output_format, harmless.lines)
+    if args.quiet and args.output is None:
+        return
     text = shown(formats[args.output_format]().rstrip("\n")) + "\n"
     if args.output is not None:
         write_text(args.output, text)
@@ -260,6 +265,11 @@ def _write(args: argparse.Namespace, **formats: Callable[[], str]) -> None:
     except BrokenPipeError:
         # The reader (`| head`) has seen enough. Python flushes once more at exit, so give it somewhere to flush to.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _width(args: argparse.Namespace) -> int | None:
+    """Return how wide the terminal is that is written to; None for a file or a pipe, which take any width."""
+    return shutil.get_terminal_size().columns if args.output is None and sys.stdout.isatty() else None
 
 
 def _write_pair(args: argparse.Namespace, graph: str, data: str) -> None:
@@ -319,6 +329,7 @@ def _parser() -> argparse.ArgumentParser:
         made.set_defaults(run=run)
         made.add_argument("--output-format", choices=formats, default="text")
         made.add_argument("-o", "--output", metavar="FILE", type=Path, help="write there instead of printing")
+        made.add_argument("-q", "--quiet", action="store_true", help="print nothing; the exit status says it")
         made.add_argument("--exit-zero", action="store_true", help="exit with 0 where it would be 1")
         return made
 

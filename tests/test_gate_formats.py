@@ -18,7 +18,7 @@ from fxamp.report.junit import to_junit
 from fxamp.report.sarif import MOST, to_sarif
 from passes.plan import Plan
 from passes.policy import Policy
-from tests.test_page import HOSTILE
+from tests.records import HOSTILE
 
 SCHEMAS = Path(__file__).parent / "schemas"
 CHANGED = Outcome(

@@ -16,23 +16,10 @@ import fxamp
 from fxamp.report.page.layout import GAP, layered
 from fxamp.report.page.report import MOST_NODES, MOST_ROWS, page
 from fxamp.report.page.views import MOST, View, views
-from fxamp.report.record import NodeRecord, Read, Record
+from fxamp.report.record import Record
 from tests.harness import converted
+from tests.records import node
 
-# What a stranger may call a module, a file or a line, and what it must not do anywhere.
-HOSTILE = [
-    "<script>boo()</script><img src=x onerror=boo()>",
-    "</script><script>boo()</script>",
-    "\"'><svg/onload=boo()>",
-    "]]><x>&boo;<!--",
-    "a|b\n## c\n[d](http://e.f)`g`",
-    "\x1b[2J\x1b]0;boo\x07\x9b31m\x00",
-    "::error file=x::boo\r\n::stop-commands::y ##[error]z",
-    "\u202eoob\u2066 \ud800",
-    "{{ 7 * 7 }}{% boo %}${boo}{0}",
-    "\\\";boo[",
-    "../../boo%0A%00:*?<>|",
-]
 EMPTY_TAGS = {"meta", "input", "br", "link", "rect", "path"}
 
 
@@ -64,18 +51,6 @@ class Page(html.parser.HTMLParser):
 
     def all(self, tag: str) -> list[dict[str, str | None]]:
         return [attributes for name, attributes in self.tags if name == tag]
-
-
-def node(at: int, reads: list[int] | None = None, module: str = "", **more: Any) -> NodeRecord:
-    """Make the record of a node; it reads the one before unless said otherwise."""
-    before = [at - 1] * (at > 0) if reads is None else reads
-    return NodeRecord(**{
-        "key": f"/op#{at}", "graph": 0, "op": "op", "module": module, "file": "net.py", "line": at + 1, "code": "x",
-        "torch_source": "", "colour": "bfloat16", "autocast": "bfloat16", "original": "float32", "kind": "low",
-        "reason_code": "low", "reason": "because", "causes": (), "dtypes": ("bfloat16",), "shapes": (("3",),),
-        "bytes": 6, "flops": 2, "saved_bytes": 6, "casts": (),
-        "reads": tuple(Read(f"/op#{a}", "node", "") for a in before), **more,
-    })  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -12,9 +12,10 @@ import msgspec
 import pytest
 
 import fxamp
+from fxamp.report.harmless import visible
 from fxamp.report.page import page as made_page
 from tests.harness import converted
-from tests.test_page import node
+from tests.records import HOSTILE, hostile_report, node
 
 CHROMIUM = shutil.which("chromium")
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
@@ -171,6 +172,20 @@ def test_a_link_to_a_node_opens_it(opened: Opened) -> None:
     key = page.locator("#panel h2").inner_text()
     again = opened(page.evaluate("location.hash"))
     assert again.locator("#panel h2").inner_text() == key
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_names_that_want_to_be_markup_are_text(opened: Opened, tmp_path: Path, text: str) -> None:
+    (tmp_path / "hostile.html").write_text(hostile_report(text).to_html(), encoding="utf-8")
+    page = opened(at=tmp_path / "hostile.html")
+    assert page.title().startswith(visible(text)[:5])
+    page.locator("#canvas .box").last.click()
+    assert visible(text) in page.locator("#panel").text_content()
+    for name in ("nodes", "compare"):
+        page.locator(f"#tab-{name}").click()
+    page.locator("#search").fill(text.replace("\n", " "))
+    assert page.locator("script").count() == 2
+    assert page.locator("img, main svg svg, [onload], [onerror]").count() == 0
 
 
 def luminance(colour: str) -> float:

@@ -48,5 +48,6 @@ def _attributes(node: NodeRecord) -> Iterable[str]:
 
 
 def _quoted(*lines: str) -> str:
-    """Return lines of text as a string of DOT, which takes a backslash for the start of an escape."""
-    return '"' + r"\n".join(_QUOTED.sub(r"\\\g<0>", visible(line)) for line in lines) + '"'
+    """Return lines of text as a string of DOT, in which a backslash and an ampersand begin an escape."""
+    shown = (_QUOTED.sub(r"\\\g<0>", visible(line)).replace("&", "&amp;") for line in lines)
+    return '"' + r"\n".join(shown) + '"'

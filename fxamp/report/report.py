@@ -22,7 +22,7 @@ from .dot import to_dot
 from .harmless import markdown, visible
 from .model_explorer import to_model_explorer
 from .record import NodeRecord, Record
-from .tree import chosen, grown, rows, table
+from .tree import chosen, fits, grown, rows, table
 
 HEADERS = ("node", "op", "colour", "autocast", "reason", "source")
 
@@ -49,7 +49,7 @@ class Report:
 
     def to_tree(
         self, *, style: str = "simple", depth: int | None = None, nodes: bool = False, modules: Sequence[str] = (),
-        ops: Sequence[str] = (), colours: Sequence[str] = (), reasons: Sequence[str] = (),
+        ops: Sequence[str] = (), colours: Sequence[str] = (), reasons: Sequence[str] = (), width: int | None = None,
     ) -> str:  # fmt: skip
         """Write the totals, the notes and the modules as a tree.
 
@@ -61,6 +61,7 @@ class Report:
             ops: canonical names; only these are counted.
             colours: dtypes; only what runs in one of them is counted.
             reasons: codes; only these are counted.
+            width: of the terminal that it has to fit; None for any.
         """
         record = self.record or record_of(self.plan)
         found = chosen(record, modules=modules, ops=ops, colours=colours, reasons=reasons)
@@ -70,11 +71,12 @@ class Report:
         if self.plan.notes:
             parts += [f"{heading}Notes", "\n".join(f"- {cell(note)}" for note in self.plan.notes)]
         body = [(cell(name), *rest) for name, *rest in rows(grown(found, self.model), depth)]
-        parts += [f"{heading}Modules", table(body, style)]
+        parts += [f"{heading}Modules", table(body, style, width)]
         if nodes:
             several = any(node.graph for node in found)
             lines = [tuple(cell(v) for v in _line(node, several)) for node in found]
-            parts += [f"{heading}Nodes", tabulate(lines, HEADERS, style, disable_numparse=True)]
+            text = tabulate(lines, HEADERS, style, disable_numparse=True)
+            parts += [f"{heading}Nodes", text if width is None or fits(text, width) else _narrow(lines)]
         return "\n\n".join(parts) + "\n"
 
     def to_markdown(self) -> str:
@@ -198,6 +200,15 @@ def _line(node: NodeRecord, several: bool) -> tuple[str, ...]:
     place = f"{node.file}:{node.line}: {node.code}" if node.file else ""
     key = f"{node.graph}:{node.key}" if several else node.key
     return key, node.op, node.colour, autocast, f"{node.reason_code}: {node.reason}", place
+
+
+def _narrow(lines: Sequence[tuple[str, ...]]) -> str:
+    """Write each node over several lines, where a terminal has no room for a table."""
+    out = []
+    for key, _, colour, autocast, reason, place in lines:
+        out += [f"{key}  {colour}" + f" (autocast: {autocast})" * bool(autocast), f"  {reason}"]
+        out += [f"  {place}"] * bool(place)
+    return "\n".join(out)
 
 
 def _joined(counts: Counter[str]) -> str:

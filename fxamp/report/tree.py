@@ -83,6 +83,24 @@ def chosen(
     ]  # fmt: skip
 
 
-def table(body: Sequence[tuple[str, ...]], style: str) -> str:
-    """Write rows of the tree as a table."""
-    return tabulate(body, HEADERS, style, disable_numparse=True, colalign=("left", *("right",) * (len(HEADERS) - 1)))
+def table(body: Sequence[tuple[str, ...]], style: str, width: int | None = None) -> str:
+    """Write rows of the tree as a table.
+
+    Args:
+        body: the rows.
+        style: as tabulate names it.
+        width: of the terminal, which columns on the right are left out for; None for as much as there is.
+    """
+    for columns in range(len(HEADERS), 0, -1):
+        align = ("left", *("right",) * (columns - 1))
+        shown = [row[:columns] for row in body]
+        text = tabulate(shown, HEADERS[:columns], style, disable_numparse=True, colalign=align)
+        if width is None or fits(text, width):
+            break
+    left = ", ".join(HEADERS[columns:])
+    return f"{text}\n\nA wider terminal, or a file, shows also: {left}" if left else text
+
+
+def fits(text: str, width: int) -> bool:
+    """Say whether no line is wider than that."""
+    return all(len(line) <= width for line in text.splitlines())

@@ -10,7 +10,6 @@ import base64
 import functools
 import hashlib
 import json
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,7 +20,6 @@ from ..harmless import visible
 
 # What HTML, and the script that reads it, could take for the end of the data. JSON takes the escape for the same text.
 _ENDS = {ord(c): f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"}
-_SURROGATE = re.compile("[\ud800-\udfff]")  # half a character, which a name may hold and UTF-8 has not
 
 
 def render(template: str, *, title: str, data: Any, scripts: Sequence[str], **values: Any) -> str:
@@ -36,8 +34,7 @@ def render(template: str, *, title: str, data: Any, scripts: Sequence[str], **va
     """
     style = _source("page.css")
     code = "\n".join(_source(name) for name in scripts)
-    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
-    text = _SURROGATE.sub(lambda found: f"\\u{ord(found.group()):04x}", text).translate(_ENDS)
+    text = json.dumps(_all_shown(data), ensure_ascii=False, separators=(",", ":")).translate(_ENDS)
     return _environment().get_template(template).render(
         title=title, style=Markup(style), code=Markup(code), data=Markup(text), style_hash=_hash(style),
         code_hash=_hash(code), **values,
@@ -57,6 +54,18 @@ def _environment() -> jinja2.Environment:
 def _shown(value: Any) -> Any:
     """Return a text so that nothing in it acts on how the rest is shown, such as a change of direction."""
     return visible(value) if type(value) is str else value
+
+
+def _all_shown(data: Any) -> Any:
+    """Return data in which every text is as it is to be shown, since a script shows it as it is."""
+    if isinstance(data, str):
+        return _cached(data)
+    if isinstance(data, dict):
+        return {_cached(key): _all_shown(value) for key, value in data.items()}
+    return [_all_shown(value) for value in data] if isinstance(data, (list, tuple)) else data
+
+
+_cached = functools.lru_cache(maxsize=10_000)(visible)  # most texts of a page are there many times
 
 
 def _source(name: str) -> str:
