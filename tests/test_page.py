@@ -7,10 +7,13 @@ import html.parser
 import itertools
 import json
 import re
+import time
 from typing import Any
 
 import networkx as nx
 import pytest
+import torch
+from transformers import BertConfig, BertForMaskedLM
 
 import fxamp
 from fxamp.report.page.layout import GAP, layered
@@ -173,6 +176,20 @@ def test_very_many_nodes_are_left_out_with_a_word(record: Record) -> None:
     assert f"50000 nodes are more than the {MOST_NODES} that a page can hold" in text
     assert 0 < len([a for a in found.all("tr") if "data-path" in a]) <= MOST_ROWS
     assert len(text) < 1_500_000
+
+
+@pytest.mark.matrix
+def test_twelve_layers_make_a_page_of_less_than_a_megabyte_and_a_half_in_less_than_three_seconds() -> None:
+    config = BertConfig(
+        vocab_size=1000, hidden_size=96, num_hidden_layers=12, num_attention_heads=4, intermediate_size=384,
+        attn_implementation="eager",
+    )  # fmt: skip
+    inputs = {"input_ids": torch.randint(0, 1000, (2, 16)), "attention_mask": torch.ones(2, 16, dtype=torch.long)}
+    module = fxamp.convert(BertForMaskedLM(config), (), inputs, policy="O2,dtype=bf16")
+    begin = time.process_time()
+    text = fxamp.report(module).to_html()
+    assert time.process_time() - begin < 3
+    assert len(text.encode()) < 1_500_000
 
 
 def test_a_page_of_a_part_says_what_it_is_of(record: Record) -> None:

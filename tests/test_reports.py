@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 from xml.etree import ElementTree
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from passes.reasons import DEVIATIONS
-from reports import accuracy, architectures, casts, coverage, scaling, training
+from reports import accuracy, architectures, casts, coverage, scaling, shown, training
 from tests.models import BY_NAME
 
 REPORTS = Path(__file__).resolve().parent.parent / "reports"
@@ -254,3 +255,12 @@ def test_the_committed_counts_are_what_the_script_counts(model: str) -> None:
         for _, counts in counted + rows:
             del counts["ops"]
     assert counted == rows
+
+
+def test_the_printed_report_of_the_readme_is_what_its_example_prints() -> None:
+    found = shown.BLOCK.search(shown.README.read_text(encoding="utf-8"))
+    assert found is not None
+    made_with = re.search(r"^torch +(\S+)$", found.group(2), re.MULTILINE)
+    if made_with is None or made_with.group(1) != torch.__version__:
+        pytest.skip(f"it was printed with another torch than {torch.__version__}, which may have other rules")
+    assert found.group(2) == shown.printed()

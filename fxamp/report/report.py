@@ -21,7 +21,7 @@ from .diff import Diffable, plan_in
 from .dot import to_dot
 from .harmless import markdown, visible
 from .model_explorer import to_model_explorer
-from .record import NodeRecord, Record
+from .record import NodeRecord, Record, Totals
 from .tree import chosen, fits, grown, rows, table
 
 HEADERS = ("node", "op", "colour", "autocast", "reason", "source")
@@ -139,7 +139,7 @@ class Report:
             ("low, % of FLOPs", "none has any" if t.low_flops is None else f"{t.low_flops:g}"),
             ("low, % of bytes", "none" if t.low_bytes is None else f"{t.low_bytes:g}"),
             ("MB cast", f"{(t.cast_bytes or 0) / 1e6:.3g}"),
-            ("MB saved for backward", f"{(t.saved_bytes or 0) / 1e6:.3g}"),
+            ("MB saved for backward", f"{(t.saved_bytes or 0) / 1e6:.3g}" + _instead(t)),
         ]
 
     def _ops(self) -> list[tuple[str, str, int]]:
@@ -200,6 +200,13 @@ def _line(node: NodeRecord, several: bool) -> tuple[str, ...]:
     place = f"{node.file}:{node.line}: {node.code}" if node.file else ""
     key = f"{node.graph}:{node.key}" if several else node.key
     return key, node.op, node.colour, autocast, f"{node.reason_code}: {node.reason}", place
+
+
+def _instead(totals: Totals) -> str:
+    """Say what FP32 and autocast would save for backward, where that is known."""
+    others = (("FP32", totals.saved_bytes_fp32), ("autocast", totals.saved_bytes_autocast))
+    said = ", ".join(f"{name} {saved / 1e6:.3g}" for name, saved in others if saved is not None)
+    return f" ({said})" if said else ""
 
 
 def _narrow(lines: Sequence[tuple[str, ...]]) -> str:

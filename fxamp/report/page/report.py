@@ -104,7 +104,7 @@ def page(
     return render(
         "report.html", title=f"{model}: precision under {record.policy}", data=data, scripts=SCRIPTS, record=record,
         model=model, training=training, rows=rows, unfolded=_levels(rows, UNFOLDED), said=said,
-        compared=_compared(record),
+        differing=sum(n.colour != n.autocast for n in record.nodes), compared=_compared(record),
     )  # fmt: skip
 
 

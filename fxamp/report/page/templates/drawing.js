@@ -11,6 +11,7 @@ function drawing(canvas, { chooseNode, chooseModule, openModule }) {
   let heights = new Map(); // of the layers that are drawn: where, by where they stand in the whole
   let scale = 1;
   let current = -1; // the box that has the focus
+  let chosen = false; // whether that box was chosen, and is not only where Tab leads to
   let near = false;
 
   function make(name, attributes, parent, text) {
@@ -39,8 +40,9 @@ function drawing(canvas, { chooseNode, chooseModule, openModule }) {
     const group = make("g", { class: "edge" }, svg);
     make("path", { d: path(points), "marker-end": "url(#arrow)" }, group);
     if (!edge.cast) return;
-    const [[px, py], [x, y]] = points.slice(-2);
-    const mark = make("g", { class: "cast", transform: `translate(${(x + px) / 2} ${(y + py) / 2})` }, group);
+    const [x, y] = points[points.length - 1]; // right in front of the reader, where edges stand apart
+    const down = y > points[points.length - 2][1] ? 1 : -1;
+    const mark = make("g", { class: "cast", transform: `translate(${x} ${y - down * (HEIGHT / 2 + 13)})` }, group);
     diamond(mark);
     make("text", { x: 9, y: 4 }, mark, edge.cast);
     make("title", {}, mark, `cast to ${edge.cast}`);
@@ -103,7 +105,7 @@ function drawing(canvas, { chooseNode, chooseModule, openModule }) {
     for (const [i, at] of shown) at.element = drawBox(svg, view.boxes[i], i, at);
     canvas.append(svg);
     size();
-    mark(current);
+    mark(current, chosen);
   }
 
   // Set how large the drawing is.
@@ -121,10 +123,11 @@ function drawing(canvas, { chooseNode, chooseModule, openModule }) {
 
   const fitting = () => Math.min(1, canvas.clientWidth / (view.width + 2 * MARGIN) || 1);
 
-  function mark(index) {
+  function mark(index, pick = true) {
+    chosen = pick;
     for (const [i, { element }] of shown) {
       element.setAttribute("tabindex", i === index ? 0 : -1);
-      element.classList.toggle("chosen", i === index);
+      element.classList.toggle("chosen", chosen && i === index);
     }
     current = index;
   }
@@ -171,7 +174,7 @@ function drawing(canvas, { chooseNode, chooseModule, openModule }) {
   return {
     show(given) {
       view = given;
-      near = false;
+      near = chosen = false;
       current = view === null ? -1 : view.boxes.findIndex((box) => box.style !== "outside");
       if (view !== null) scale = Math.max(0.6, fitting());
       render();
