@@ -80,27 +80,28 @@ class _Graph:
     number: int
     nodes: dict[int, NodeRecord] = field(default_factory=dict)
     places: dict[str, int] = field(default_factory=dict)
+    within: dict[str, list[int]] = field(default_factory=dict)  # by module, what is in it or below it
 
 
 def views(nodes: Sequence[NodeRecord]) -> list[View]:
-    """Return the drawings of every module with nodes in it; none where it is not known what they read."""
+    """Return the drawings of every module with several nodes; none where it is not known what they read."""
     graphs: dict[int, _Graph] = {}
     for place, node in enumerate(nodes):
         graph = graphs.setdefault(node.graph, _Graph(node.graph))
         graph.nodes[place] = node
         graph.places[node.key] = place
+        for path in ("", *_upwards(node.module)):
+            graph.within.setdefault(path, []).append(place)
     if not any(node.reads for node in nodes):
         return []
     return [view for graph in graphs.values() for view in _of_graph(graph, several=len(graphs) > 1)]
 
 
 def _of_graph(graph: _Graph, several: bool) -> Iterator[View]:
-    within: dict[str, list[int]] = {"": list(graph.nodes)}
-    for place, node in graph.nodes.items():
-        for path in _upwards(node.module):
-            within.setdefault(path, []).append(place)
-    for module, places in within.items():
-        boxed = _folded(graph, module, places, {path: len(found) for path, found in within.items()})
+    for module, places in graph.within.items():
+        if len(places) == 1 and module:
+            continue  # it is drawn in the module round it
+        boxed = _folded(graph, module)
         names = list(dict.fromkeys(boxed.values()))
         parts = [names[at : at + MOST] for at in range(0, len(names), MOST)]
         for number, part in enumerate(parts, 1):
@@ -115,16 +116,16 @@ def _upwards(path: str) -> Iterator[str]:
         yield ".".join(parts[:end])
 
 
-def _folded(graph: _Graph, module: str, places: Sequence[int], sizes: dict[str, int]) -> dict[int, int | str]:
+def _folded(graph: _Graph, module: str) -> dict[int, int | str]:
     """Return the box of each node, its own or that of a folded module: at the greatest depth that is easy to read."""
     skip = module.count(".") + 1 if module else 0
     made: dict[int, int | str] = {}
     for depth in itertools.count():
         finer: dict[int, int | str] = {}
-        for place in places:
+        for place in graph.within[module]:
             path = ".".join(graph.nodes[place].module.split(".")[: skip + depth + 1])
             deeper = graph.nodes[place].module.count(".") + bool(graph.nodes[place].module) > skip + depth
-            finer[place] = path if deeper and sizes[path] > 1 else place
+            finer[place] = path if deeper and len(graph.within[path]) > 1 else place
         if made and (finer == made or len(set(finer.values())) > EASY):
             return made
         made = finer
@@ -140,7 +141,8 @@ def _drawn(graph: _Graph, module: str, words: str, boxed: dict[int, int | str], 
     edges: dict[tuple[object, object], str] = {}
     for place, name in inside:
         node = graph.nodes[place]
-        boxes.setdefault(name, _box(graph, module, place, name))
+        if name not in boxes:
+            boxes[name] = _box(graph, module, place, name)
         for read in node.reads:
             if read.kind == "attribute":
                 continue
@@ -148,7 +150,8 @@ def _drawn(graph: _Graph, module: str, words: str, boxed: dict[int, int | str], 
             origin: object = boxed.get(start) if isinstance(start, int) else None
             if origin is None or origin not in part:
                 origin = ("outside", read.value, name if readers[read.value] > _SHARED else "")
-                boxes.setdefault(origin, _outside(graph, read.value, start))
+                if origin not in boxes:
+                    boxes[origin] = _outside(graph, read.value, start)
             if origin != name:
                 edges[origin, name] = edges.get((origin, name)) or read.cast
     order = sorted(boxes, key=lambda name: not isinstance(name, tuple))  # what comes from outside stands first
@@ -172,7 +175,7 @@ def _box(graph: _Graph, module: str, place: int, name: int | str) -> Box:
 
 def _module(graph: _Graph, module: str, path: str) -> Box:
     """Return the box of a folded module, which is called by its last name, and by one more where that is a number."""
-    found = [n for n in graph.nodes.values() if n.module == path or n.module.startswith(f"{path}.")]
+    found = [graph.nodes[place] for place in graph.within[path]]
     low, fp32 = (sum(test(n) for n in found) for test in (lambda n: n.colour in LOW, lambda n: n.colour == "float32"))
     parts = _below(path, module).split(".")
     named = 2 if parts[-1].isdecimal() and len(parts) > 1 else 1

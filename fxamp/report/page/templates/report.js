@@ -153,11 +153,19 @@ function chooseModule(path) {
   module = path;
   byId("chosen").textContent = path || document.querySelector("h1").textContent;
   tree.reveal(path);
-  const found = views.filter((view) => view.module === path);
+  const found = viewsOf(path);
   byId("parts").replaceChildren(...found.map((view, i) => element("option", { value: i }, view.title || "1")));
   byId("parts-label").hidden = found.length < 2;
   draw(found[0]);
+  const only = nodes.findIndex((node) => node.module === path);
+  if (found.length && found[0].module !== path && only >= 0) canvas.mark(only);
   fill();
+}
+
+// The drawings of a module, or of the one round it where it is a node alone.
+function viewsOf(path) {
+  const found = views.filter((view) => view.module === path);
+  return found.length || path === "" ? found : viewsOf(path.slice(0, Math.max(0, path.lastIndexOf("."))));
 }
 
 function draw(view) {
@@ -194,7 +202,7 @@ const toggleNear = () => byId("near").setAttribute("aria-pressed", String(canvas
 
 byId("search").addEventListener("input", search);
 byId("which").addEventListener("change", compareTable);
-byId("parts").addEventListener("change", (event) => draw(views.filter((view) => view.module === module)[event.target.value]));
+byId("parts").addEventListener("change", (event) => draw(viewsOf(module)[event.target.value]));
 byId("closer").addEventListener("click", () => canvas.zoom(1.25));
 byId("farther").addEventListener("click", () => canvas.zoom(0.8));
 byId("whole").addEventListener("click", () => canvas.zoom(null));
