@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from .guard import refuse_foreign_passes
 
-refuse_foreign_passes()
+if "pytest" not in sys.modules:  # which imports our plugin in every run: there it is said to those who use it
+    refuse_foreign_passes()
 
 if TYPE_CHECKING:
     from passes.errors import CaptureError as CaptureError
@@ -76,6 +77,7 @@ __all__ = [*_MODULE_OF]  # what `import *` loads
 def __getattr__(name: str) -> Any:
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    refuse_foreign_passes()
     found = globals()[name] = getattr(importlib.import_module(_MODULE_OF[name]), name)
     return found
 

@@ -11,9 +11,11 @@ import functools
 import importlib
 import importlib.metadata
 import importlib.util
+import io
 import json
 import logging
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -119,11 +121,15 @@ def _report(args: argparse.Namespace) -> int:
             plan, made = with_totals(module)[0], report(module)
     if args.save_plan:
         plan.save(args.save_plan)
-    shown = functools.partial(
-        made.to_tree, depth=args.depth, nodes=args.nodes, modules=args.module, ops=args.op, colours=args.colour,
-        reasons=args.reason,
+    only = {"modules": args.module, "ops": args.op, "colours": args.colour, "reasons": args.reason}
+    shown = functools.partial(made.to_tree, depth=args.depth, nodes=args.nodes, width=_width(args), **only)
+    if args.output_format == "model-explorer":
+        _write_pair(args, *made.to_model_explorer(**only))
+        return DONE
+    _write(
+        args, text=shown, markdown=lambda: shown(style="pipe", width=None), json=made.to_json,
+        html=lambda: made.to_html(**only), dot=lambda: made.to_dot(**only),
     )  # fmt: skip
-    _write(args, text=shown, markdown=lambda: shown(style="pipe"), json=made.to_json)
     return DONE
 
 
@@ -163,6 +169,8 @@ def _sides(args: argparse.Namespace) -> list[Path | ConvertedModule]:
 def _check(args: argparse.Namespace) -> int:
     from .report import outcomes as shown
     from .report.gate import UNKNOWN as COULD_NOT_TELL
+    from .report.junit import to_junit
+    from .report.sarif import to_sarif
     from .report.targets import Target, configured, find_pyproject, run_alone
 
     if args.targets and all(":" in target for target in args.targets):
@@ -187,7 +195,8 @@ def _check(args: argparse.Namespace) -> int:
             found = list(pool.map(lambda target: run_alone(target, folder, args.update), chosen))
     _write(
         args, text=lambda: shown.to_text(found), markdown=lambda: shown.to_markdown(found),
-        json=lambda: shown.to_json(found), github=lambda: shown.to_github(found),
+        json=lambda: shown.to_json(found), github=lambda: shown.to_github(found), junit=lambda: to_junit(found),
+        sarif=lambda: to_sarif(found),
     )  # fmt: skip
     for outcome in found:
         if outcome.status == COULD_NOT_TELL:
@@ -245,7 +254,8 @@ def _demo(args: argparse.Namespace) -> int:
         from .demo import run
     except ModuleNotFoundError as error:
         raise FxampError(f"the demo needs {error.name!r}; install it with: pip install 'fxamp[demo]'") from error
-    run(seeds=args.seeds, output=args.output)
+    with contextlib.redirect_stdout(io.StringIO()) if args.quiet else contextlib.nullcontext():
+        run(seeds=args.seeds, output=args.output)
     return DONE
 
 
@@ -288,9 +298,12 @@ def _aside() -> Iterator[None]:
 
 def _write(args: argparse.Namespace, paint: Callable[[str], str] = str, **formats: Callable[[], str]) -> None:
     """Write one of the formats to the file asked for, or to standard output, where a terminal may have colours."""
-    # Workflow commands escape what they are given, and begin as no other line may.
-    own: dict[str, Callable[[str], str]] = {"json": harmless.as_json, "github": str}
+    # What escapes what it is given by itself is left as it is. Workflow commands begin as no other line may.
+    own: dict[str, Callable[[str], str]] = {"json": harmless.as_json, "sarif": harmless.as_json}
+    own |= dict.fromkeys(("github", "html", "junit"), str)
     shown = own.get(args.output_format, harmless.lines)
+    if args.quiet and args.output is None:
+        return
     text = shown(formats[args.output_format]().rstrip("\n")) + "\n"
     if args.output is not None:
         write_text(args.output, text)
@@ -305,6 +318,20 @@ def _write(args: argparse.Namespace, paint: Callable[[str], str] = str, **format
 
 def _has_colours() -> bool:
     return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def _width(args: argparse.Namespace) -> int | None:
+    """Return how wide the terminal is that is written to; None for a file or a pipe, which take any width."""
+    return shutil.get_terminal_size().columns if args.output is None and sys.stdout.isatty() else None
+
+
+def _write_pair(args: argparse.Namespace, graph: str, data: str) -> None:
+    """Write a graph to the file asked for, and the data of its nodes beside it."""
+    if args.output is None:
+        raise FxampError("model-explorer: there are two files, a graph and the data of its nodes; give -o FILE.json")
+    beside = args.output.with_name(f"{args.output.stem}.node_data.json")
+    write_text(args.output, harmless.as_json(graph))
+    write_text(beside, harmless.as_json(data))
 
 
 def _failed(message: str) -> int:
@@ -353,15 +380,22 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"fxamp {_version()}")
     verbs = parser.add_subparsers(metavar="VERB", required=True)
 
-    def verb(name: str, run: Callable[[argparse.Namespace], int], summary: str) -> argparse.ArgumentParser:
+    def verb(
+        name: str, run: Callable[[argparse.Namespace], int], summary: str,
+        formats: Sequence[str] = ("text", "markdown", "json"),
+    ) -> argparse.ArgumentParser:  # fmt: skip
         made = verbs.add_parser(name, help=summary, description=summary)
         made.set_defaults(run=run)
-        made.add_argument("--output-format", choices=("text", "markdown", "json"), default="text")
+        made.add_argument("--output-format", choices=formats, default="text")
         made.add_argument("-o", "--output", metavar="FILE", type=Path, help="write there instead of printing")
+        made.add_argument("-q", "--quiet", action="store_true", help="print nothing; the exit status says it")
         made.add_argument("--exit-zero", action="store_true", help="exit with 0 where it would be 1")
         return made
 
-    report = verb("report", _report, "Show in which dtype every node runs, and why.")
+    report = verb(
+        "report", _report, "Show in which dtype every node runs, and why.",
+        formats=("text", "markdown", "json", "html", "dot", "model-explorer"),
+    )  # fmt: skip
     report.add_argument("target", metavar="TARGET", help="package.module:callable, path/file.py:callable or plan.json")
     report.add_argument("--policy", help='such as "O1" or "O2,dtype=bf16,modules.fc3=fp32"')
     _add_capture(report)
@@ -371,16 +405,19 @@ def _parser() -> argparse.ArgumentParser:
         report.add_argument(f"--{name}", metavar=what, action="append", default=[], help=f"only this {name}")
     report.add_argument("--save-plan", metavar="FILE", type=Path, help="save the plan as JSON too")
 
-    diff = verb("diff", _diff, "Show what differs between two plans or models; exit with 1 when they differ.")
+    diff = verb(
+        "diff", _diff, "Show what differs between two plans or models; exit with 1 when they differ.",
+        formats=("text", "markdown", "json", "html"),
+    )  # fmt: skip
     diff.add_argument("before", metavar="A", help="plan.json, package.module:callable or path/file.py:callable")
     diff.add_argument("after", metavar="B", nargs="?", help="likewise; left out, A is compared under two policies")
     diff.add_argument("--policy", action="append", default=[], help="of A and B; given twice, of A, then of B")
     _add_capture(diff)
-    for action in diff._actions:
-        if action.dest == "output_format":
-            action.choices = ("text", "markdown", "json", "html")
 
-    check = verb("check", _check, "Compare models with their committed plans and budgets; exit with 1 on a difference.")
+    check = verb(
+        "check", _check, "Compare models with their committed plans and budgets; exit with 1 on a difference.",
+        formats=("text", "markdown", "json", "github", "junit", "sarif"),
+    )  # fmt: skip
     check.add_argument(
         "targets", metavar="TARGET", nargs="*",
         help="package.module:callable, path/file.py:callable, or names of [tool.fxamp.targets]; else all of those",
@@ -392,9 +429,6 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--jobs", metavar="N", type=_positive, default=1, help="targets to check at once")
     check.add_argument("--name", help=argparse.SUPPRESS)
     _add_capture(check)
-    for action in check._actions:
-        if action.dest == "output_format":
-            action.choices = ("text", "markdown", "json", "github")
 
     rules = verb("rules", _rules, "Show the op table, or what is known of one op.")
     rules.add_argument("op", metavar="OP", nargs="?", help="canonical name, such as softmax")

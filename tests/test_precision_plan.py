@@ -47,7 +47,7 @@ def everything_is_imported() -> None:
 
 @pytest.fixture
 def run(pytester: pytest.Pytester) -> Run:
-    return lambda *words: pytester.runpytest_inprocess("-p", "pytest_fxamp", *words)
+    return lambda *words: pytester.runpytest_inprocess("-p", "fxamp.pytest_plugin", *words)
 
 
 def test_a_plan_is_written_on_demand_and_then_compared(pytester: pytest.Pytester, run: Run) -> None:
@@ -149,8 +149,8 @@ PLAIN_RUN = """
 import pathlib, pytest, sys, tempfile
 file = pathlib.Path(tempfile.mkdtemp(), "test_plain.py")
 file.write_text("def test_plain(tmp_path): pass")
-sys.exit(pytest.main(["-q", "-p", "pytest_fxamp", "-p", "no:cacheprovider", str(file)])
-         or sorted({"torch", "fxamp", "passes"} & set(sys.modules)) or 0)
+sys.exit(pytest.main(["-q", "-p", "fxamp.pytest_plugin", "-p", "no:cacheprovider", str(file)])
+         or sorted({"torch", "passes"} & set(sys.modules)) or 0)
 """
 
 
@@ -196,4 +196,4 @@ def test_type_checkers_are_told_the_names_that_are_loaded() -> None:
 
 def test_the_plugin_is_an_entry_point() -> None:
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    assert re.search(r'\[project\.entry-points\.pytest11\]\npytest_fxamp = "pytest_fxamp"\n', text)
+    assert re.search(r'\[project\.entry-points\.pytest11\]\n"fxamp\.pytest_plugin" = "fxamp\.pytest_plugin"', text)

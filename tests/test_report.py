@@ -93,9 +93,11 @@ def test_json_holds_the_whole_plan() -> None:
     assert [decision["key"] for decision in data["deviations"]] == ["mul#0"]
 
 
-def test_html_is_not_there_yet() -> None:
-    with pytest.raises(FxampError, match=r"HTML yet; use str\(report\)"):
-        report(PLAN).to_html()
+def test_html_has_the_totals_and_every_node() -> None:
+    text = report(PLAN).to_html()
+    assert text.startswith("<!doctype html>")
+    assert all(decision.key in text for decision in PLAN.decisions)
+    assert "O1,dtype=bf16,device=cpu" in text
 
 
 def test_saved_plan_is_read(tmp_path: Path) -> None:

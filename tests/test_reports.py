@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 from xml.etree import ElementTree
@@ -17,7 +18,7 @@ import fxamp
 from fxamp.report.targets import configured
 from passes.plan import Plan
 from passes.reasons import DEVIATIONS
-from reports import accuracy, architectures, casts, coverage, gate, scaling, training
+from reports import accuracy, architectures, casts, coverage, gate, scaling, shown, training
 from tests.models import BY_NAME
 
 REPORTS = Path(__file__).resolve().parent.parent / "reports"
@@ -272,3 +273,12 @@ def test_precision_reports_are_those_of_the_targets_and_without_source_lines(tmp
     assert not fxamp.diff(before, made)
     if made.torch_version == before.torch_version:
         assert (tmp_path / "gpt.md").read_text() == REPORTS.joinpath("precision", "gpt.md").read_text()
+
+
+def test_the_printed_report_of_the_readme_is_what_its_example_prints() -> None:
+    found = shown.BLOCK.search(shown.README.read_text(encoding="utf-8"))
+    assert found is not None
+    made_with = re.search(r"^torch +(\S+)$", found.group(2), re.MULTILINE)
+    if made_with is None or made_with.group(1) != torch.__version__:
+        pytest.skip(f"it was printed with another torch than {torch.__version__}, which may have other rules")
+    assert found.group(2) == shown.printed()

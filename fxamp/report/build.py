@@ -5,18 +5,21 @@ from __future__ import annotations
 import importlib.metadata
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 
 from passes.insert_casts import is_inserted
 from passes.plan import Decision, Plan
 from passes.rules import RULES
-from passes.values import LOW, frames, keys, own_frame
+from passes.values import LOW, frames, own_frame
 
 from ..module import ConvertedModule
-from .record import RECORD_VERSION, Cast, NodeRecord, Record, Totals
+from .reads import dtype, named, origins, reads
+from .record import RECORD_VERSION, Cast, NodeRecord, Read, Record, Totals
 from .sizes import Size, SizeError, sizes_of
 
 _LOW = tuple(str(dtype).removeprefix("torch.") for dtype in LOW)
@@ -27,43 +30,70 @@ def record_of(given: Plan | ConvertedModule) -> Record:
     """Return the record of a converted module, or of a plan, which says nothing of sizes and casts."""
     plan = given if isinstance(given, Plan) else given.plan
     parts = _parts(given) if isinstance(given, ConvertedModule) else {}
-    sized = bool(parts) and all(sizes is not None for _, sizes in parts.values())
-    nodes, seen = [], set[Node]()
-    for d in plan.decisions:
-        graph, sizes = parts.get(d.graph, ({}, None))
-        nodes.append(_node(d, graph.get(d.key), sizes, seen))
-    cast_bytes = sum(_bytes(sizes or {}, node) for graph, sizes in parts.values() for node in sizes or ())
+    sized = bool(parts) and all(part.sizes is not None for part in parts.values())
+    seen = set[Node]()
+    decided = [(d, parts.get(d.graph, _Part())) for d in plan.decisions]
+    nodes = [_node(d, part, seen) for d, part in decided]
+    saved = [_saved(decided, name) for name in ("fp32", "autocast")]
+    cast_bytes = sum(_bytes(part.sizes or {}, node) for part in parts.values() for node in part.sizes or ())
     return Record(
         version=RECORD_VERSION, policy=str(plan.policy), device=plan.policy.device or "cpu", capture=plan.capture,
         verified=plan.verified, torch=plan.torch_version, fxamp=_version(), states=plan.states,
         parameters=sum(p.numel() for p in given.parameters()) if isinstance(given, ConvertedModule) else None,
-        totals=_totals(nodes, plan, cast_bytes, sized), nodes=tuple(nodes), notes=plan.notes,
+        totals=_totals(nodes, plan, cast_bytes, sized, saved), nodes=tuple(nodes), notes=plan.notes,
     )  # fmt: skip
 
 
-Part = tuple[dict[str, Node], "dict[Node, Size] | None"]
+@dataclass(frozen=True)
+class _Part:
+    """One graph: the author's nodes by key, what values are called and come from, and what nodes cost if known.
+
+    That is as the graph is, without mixed precision, and under torch.autocast.
+    """
+
+    nodes: dict[str, Node] = field(default_factory=dict)
+    names: dict[Node, str] = field(default_factory=dict)
+    origins: dict[Node, tuple[Read, ...]] = field(default_factory=dict)
+    sizes: dict[Node, Size] | None = None
+    fp32: dict[Node, Size] | None = None
+    autocast: dict[Node, Size] | None = None
 
 
-def _parts(module: ConvertedModule) -> dict[int, Part]:
-    """Return the nodes by key and their sizes for every graph of the plan that is no body of another."""
+def _parts(module: ConvertedModule) -> dict[int, _Part]:
+    """Return every graph of the plan that is no body of another, by its number."""
     firsts = [int(state.partition(":")[0]) for state in module.plan.states] or [0]
-    parts: dict[int, Part] = {}
+    decided = {d.key for d in module.plan.decisions}
+    parts: dict[int, _Part] = {}
     for at, first in enumerate(firsts):
-        part: GraphModule = module.only(at) if len(firsts) > 1 else module
-        try:
-            sizes = sizes_of(part)
-        except SizeError:
-            sizes = None
-        parts[first] = (_by_key(part.graph), sizes)
+        part = module.only(at) if len(firsts) > 1 else module
+        call = part.variants[0].call_spec
+        names = named(part.graph, [leaf.name for leaf in call.leaves if leaf.tensor])
+        sizes = _sizes(part)
+        fp32 = _sizes(part, casts=False) if sizes else None
+        autocast = _sizes(part, casts=False, autocast=_autocast(module)) if sizes and _autocast(module) else None
+        nodes = {name: node for node, name in names.items() if node.op.startswith("call")}
+        parts[first] = _Part(nodes, names, origins(part.graph, names, decided), sizes, fp32, autocast)
     return parts
 
 
-def _by_key(graph: Graph) -> dict[str, Node]:
-    """Return the author's nodes by the keys that they had before anything was inserted."""
-    return {key: node for node, key in keys(n for n in graph.nodes if not is_inserted(n)).items()}
+def _sizes(module: GraphModule, **how: Any) -> dict[Node, Size] | None:
+    try:
+        return sizes_of(module, **how)
+    except SizeError:
+        return None
 
 
-def _node(d: Decision, node: Node | None, sizes: dict[Node, Size] | None, seen: set[Node]) -> NodeRecord:
+def _autocast(module: ConvertedModule) -> tuple[str, torch.dtype] | None:
+    """Return the autocast that a module is compared with, where the model is on its device and anything is rounded."""
+    policy = module.plan.policy
+    if policy.dtype is None or policy.device is None or policy.level == "O0":
+        return None
+    here = all(t.device.type == policy.device for t in (*module.parameters(), *module.buffers()))
+    return (policy.device, policy.dtype) if here else None
+
+
+def _node(d: Decision, part: _Part, seen: set[Node]) -> NodeRecord:
+    node, sizes = part.nodes.get(d.key), part.sizes
     size = sizes.get(node, _NONE) if sizes is not None and node is not None else None
     frame = own_frame(node) if node is not None else None
     file, line, code = frame or ("", 0, "")
@@ -73,17 +103,24 @@ def _node(d: Decision, node: Node | None, sizes: dict[Node, Size] | None, seen: 
         line = int(number) if number.isdecimal() else 0
     inner = frames(node)[-1] if node is not None and frames(node) else None
     torch_source = f"{inner[0].rsplit('/', 1)[-1]}:{inner[1]}" if inner is not None and inner != frame else ""
-    casts = _casts(node, sizes, seen) if node is not None else ()
     return NodeRecord(
         key=d.key, graph=d.graph, op=d.op, module=d.module_path, file=_relative(file), line=line, code=code,
-        torch_source=torch_source, colour=d.colour, autocast=d.autocast_dtype, kind=d.kind, reason_code=d.code,
-        reason=d.reason.removeprefix(f"{d.code}:").strip(), causes=d.causes,
+        torch_source=torch_source, colour=d.colour, autocast=d.autocast_dtype, original=_original(node, part),
+        kind=d.kind, reason_code=d.code, reason=d.reason.removeprefix(f"{d.code}:").strip(), causes=d.causes,
         dtypes=size.dtypes if size else (), shapes=_shapes(node), bytes=size.bytes if size else None,
-        flops=size.flops if size else None, saved_bytes=size.saved_bytes if size else None, casts=casts,
+        flops=size.flops if size else None, saved_bytes=size.saved_bytes if size else None,
+        casts=_casts(node, part, seen) if node is not None else (),
+        reads=reads(node, part.origins) if node is not None else (),
     )  # fmt: skip
 
 
-def _casts(node: Node, sizes: dict[Node, Size] | None, seen: set[Node]) -> tuple[Cast, ...]:
+def _original(node: Node | None, part: _Part) -> str:
+    """Return the dtype that a node gives without mixed precision, "" where it is not known or there is none."""
+    size = (part.fp32 or {}).get(node, _NONE) if node is not None else _NONE
+    return size.dtypes[0] if size.dtypes else ""
+
+
+def _casts(node: Node, part: _Part, seen: set[Node]) -> tuple[Cast, ...]:
     """Return the casts in front of a node, each at the first node that reads it."""
     out = []
     for cast in node.all_input_nodes:
@@ -92,23 +129,17 @@ def _casts(node: Node, sizes: dict[Node, Size] | None, seen: set[Node]) -> tuple
         seen.add(cast)
         value = cast.all_input_nodes[0]
         out.append(Cast(
-            operand=str(value.target) if value.op == "get_attr" else value.name,
-            before=_dtype(value), after=_dtype(cast),
-            bytes=_bytes(sizes, cast) if sizes is not None else None, shared=len(cast.users),
+            operand=part.names.get(value, value.name), before=dtype(value), after=dtype(cast),
+            bytes=_bytes(part.sizes, cast) if part.sizes is not None else None, shared=len(cast.users),
         ))  # fmt: skip
     return tuple(out)
 
 
 def _bytes(sizes: dict[Node, Size], node: Node) -> int:
     """Return what an inserted cast reads and writes; 0 for any other node, and for one that changes no dtype."""
-    if not is_inserted(node) or _dtype(node) == _dtype(node.all_input_nodes[0]):
+    if not is_inserted(node) or dtype(node) == dtype(node.all_input_nodes[0]):
         return 0
     return sizes[node].read_bytes + sizes[node].bytes
-
-
-def _dtype(node: Node) -> str:
-    value = node.meta.get("val")
-    return str(value.dtype).removeprefix("torch.") if isinstance(value, torch.Tensor) else "unknown"
 
 
 def _shapes(node: Node | None) -> tuple[tuple[str, ...], ...]:
@@ -123,7 +154,21 @@ def _relative(file: str) -> str:
     return file.removeprefix(here) if file.startswith(here) else file.rsplit("/", 1)[-1]
 
 
-def _totals(nodes: Sequence[NodeRecord], plan: Plan, cast_bytes: int, sized: bool) -> Totals:
+def _saved(decided: Iterable[tuple[Decision, _Part]], variant: str) -> int | None:
+    """Return what the nodes keep for backward without mixed precision, or under autocast."""
+    total = 0
+    for decision, part in decided:
+        sizes: dict[Node, Size] | None = getattr(part, variant)
+        if sizes is None:
+            return None
+        node = part.nodes.get(decision.key)
+        total += sizes[node].saved_bytes if node in sizes else 0
+    return total
+
+
+def _totals(
+    nodes: Sequence[NodeRecord], plan: Plan, cast_bytes: int, sized: bool, saved: Sequence[int | None]
+) -> Totals:
     colours = Counter("low" if n.colour in _LOW else n.colour for n in nodes)
 
     def total(field: str, low: bool = False) -> int:
@@ -139,7 +184,8 @@ def _totals(nodes: Sequence[NodeRecord], plan: Plan, cast_bytes: int, sized: boo
         cast_bytes=cast_bytes if sized else None,
         bytes=total("bytes") if sized else None, low_bytes=share("bytes"),
         flops=total("flops") if sized else None, low_flops=share("flops"),
-        saved_bytes=total("saved_bytes") if sized else None, deviations=len(plan.deviations),
+        saved_bytes=total("saved_bytes") if sized else None, saved_bytes_fp32=saved[0], saved_bytes_autocast=saved[1],
+        deviations=len(plan.deviations),
     )  # fmt: skip
 
 

@@ -46,6 +46,7 @@ class Outcome:
         places: of the nodes that changed, by key, where they are known.
         broken: budgets that are not kept, a sentence each.
         totals: now.
+        plan: path of the committed plan; "" for none.
     """
 
     target: str
@@ -55,6 +56,7 @@ class Outcome:
     places: dict[str, Place] = field(default_factory=dict)
     broken: tuple[str, ...] = ()
     totals: dict[str, float] = field(default_factory=dict)
+    plan: str = ""
 
     def to_data(self) -> dict[str, object]:
         """Return the outcome as data for JSON."""
@@ -104,6 +106,7 @@ def check(
     return Outcome(
         target, status, _message(target, found, before, broken, os.fspath(plan or ""), wrote), tuple(changes),
         {c.key: places[c.key] for c in changes if c.key in places}, tuple(broken), dict(now.totals),
+        os.fspath(plan or ""),
     )  # fmt: skip
 
 

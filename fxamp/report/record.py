@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -23,7 +23,7 @@ class Cast(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A cast that was inserted in front of a node.
 
     Attributes:
-        operand: key of the node whose value is cast, or the name of an input or a parameter.
+        operand: key of the node whose value is cast, or the name of an input, a parameter or a buffer.
         before: dtype of the value.
         after: dtype that the node reads.
         bytes: read and written by the cast; None where sizes are not known.
@@ -35,6 +35,20 @@ class Cast(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     after: str
     bytes: int | None
     shared: int
+
+
+class Read(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A value that a node reads.
+
+    Attributes:
+        value: key of the node that gives it, or the name of an input, a parameter or a buffer.
+        kind: which of these.
+        cast: dtype that an inserted cast gives it on the way; "" where there is none.
+    """
+
+    value: str
+    kind: Literal["node", "input", "attribute"]
+    cast: str
 
 
 class NodeRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -51,6 +65,7 @@ class NodeRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         torch_source: the line inside torch, where the author's called into it.
         colour: dtype that it runs in.
         autocast: dtype that torch.autocast gives it.
+        original: dtype of what it gives without mixed precision; "" where that is not known.
         kind: of the rule that was applied.
         reason_code: one of `passes.reasons.Code`.
         reason: a sentence.
@@ -61,6 +76,7 @@ class NodeRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         flops: of its forward, by torch's formulas.
         saved_bytes: of the storages that it is the first to keep for backward.
         casts: inserted in front of it.
+        reads: the values that it is given.
     """
 
     key: str
@@ -73,6 +89,7 @@ class NodeRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     torch_source: str
     colour: str
     autocast: str
+    original: str
     kind: str
     reason_code: str
     reason: str
@@ -83,6 +100,7 @@ class NodeRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     flops: int | None
     saved_bytes: int | None
     casts: tuple[Cast, ...]
+    reads: tuple[Read, ...]
 
 
 class Totals(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -101,6 +119,8 @@ class Totals(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         flops: of the forward.
         low_flops: of these, of nodes that run low, in percent.
         saved_bytes: kept for backward.
+        saved_bytes_fp32: likewise, without mixed precision.
+        saved_bytes_autocast: likewise, under torch.autocast; None where its device is absent.
         deviations: nodes that may differ from torch.autocast on purpose.
     """
 
@@ -116,6 +136,8 @@ class Totals(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     flops: int | None
     low_flops: float | None
     saved_bytes: int | None
+    saved_bytes_fp32: int | None
+    saved_bytes_autocast: int | None
     deviations: int
 
 

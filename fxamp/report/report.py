@@ -18,16 +18,18 @@ from ..train.describe import describe
 from ..train.step import TrainStep
 from .build import record_of
 from .diff import Diffable, plan_in
+from .dot import to_dot
 from .harmless import markdown, visible
-from .record import NodeRecord, Record
-from .tree import chosen, grown, rows, table
+from .model_explorer import to_model_explorer
+from .record import NodeRecord, Record, Totals
+from .tree import chosen, fits, grown, rows, table
 
 HEADERS = ("node", "op", "colour", "autocast", "reason", "source")
 
 
 @dataclass(frozen=True)
 class Report:
-    """Show one plan as a table, as Markdown, or as JSON.
+    """Show one plan: as a table, as a tree, as Markdown, JSON, a page, or a graph for other tools.
 
     Attributes:
         plan: What was decided.
@@ -47,7 +49,7 @@ class Report:
 
     def to_tree(
         self, *, style: str = "simple", depth: int | None = None, nodes: bool = False, modules: Sequence[str] = (),
-        ops: Sequence[str] = (), colours: Sequence[str] = (), reasons: Sequence[str] = (),
+        ops: Sequence[str] = (), colours: Sequence[str] = (), reasons: Sequence[str] = (), width: int | None = None,
     ) -> str:  # fmt: skip
         """Write the totals, the notes and the modules as a tree.
 
@@ -59,6 +61,7 @@ class Report:
             ops: canonical names; only these are counted.
             colours: dtypes; only what runs in one of them is counted.
             reasons: codes; only these are counted.
+            width: of the terminal that it has to fit; None for any.
         """
         record = self.record or record_of(self.plan)
         found = chosen(record, modules=modules, ops=ops, colours=colours, reasons=reasons)
@@ -68,11 +71,12 @@ class Report:
         if self.plan.notes:
             parts += [f"{heading}Notes", "\n".join(f"- {cell(note)}" for note in self.plan.notes)]
         body = [(cell(name), *rest) for name, *rest in rows(grown(found, self.model), depth)]
-        parts += [f"{heading}Modules", table(body, style)]
+        parts += [f"{heading}Modules", table(body, style, width)]
         if nodes:
             several = any(node.graph for node in found)
             lines = [tuple(cell(v) for v in _line(node, several)) for node in found]
-            parts += [f"{heading}Nodes", tabulate(lines, HEADERS, style, disable_numparse=True)]
+            text = tabulate(lines, HEADERS, style, disable_numparse=True)
+            parts += [f"{heading}Nodes", text if width is None or fits(text, width) else _narrow(lines)]
         return "\n\n".join(parts) + "\n"
 
     def to_markdown(self) -> str:
@@ -93,9 +97,24 @@ class Report:
             data["training"] = dict(self.training)
         return json.dumps(data, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
 
-    def to_html(self) -> str:
-        """Refuse: HTML is not written yet."""
-        raise FxampError("a report cannot be written as HTML yet; use str(report), to_markdown() or to_json()")
+    def to_html(self, **only: Sequence[str]) -> str:
+        """Write one page that needs nothing else: no network, no other file.
+
+        Args:
+            only: filters of `to_tree`: modules, ops, colours, reasons; without any of them every node is shown.
+        """
+        from .page import page  # the templates cost time to load, and most reports are text
+
+        record = self.record or record_of(self.plan)
+        return page(record, self.model, self.training, chosen(record, **only))
+
+    def to_dot(self, **only: Sequence[str]) -> str:
+        """Write the nodes and what they read of each other in the language of Graphviz; filters as in `to_html`."""
+        return to_dot(chosen(self.record or record_of(self.plan), **only), self.model)
+
+    def to_model_explorer(self, **only: Sequence[str]) -> tuple[str, str]:
+        """Return a graph for Google's Model Explorer, and the data that colours its nodes; filters as in `to_html`."""
+        return to_model_explorer(chosen(self.record or record_of(self.plan), **only), self.model)
 
     def _totals(self) -> dict[str, object]:
         plan = self.plan
@@ -120,7 +139,7 @@ class Report:
             ("low, % of FLOPs", "none has any" if t.low_flops is None else f"{t.low_flops:g}"),
             ("low, % of bytes", "none" if t.low_bytes is None else f"{t.low_bytes:g}"),
             ("MB cast", f"{(t.cast_bytes or 0) / 1e6:.3g}"),
-            ("MB saved for backward", f"{(t.saved_bytes or 0) / 1e6:.3g}"),
+            ("MB saved for backward", f"{(t.saved_bytes or 0) / 1e6:.3g}" + _instead(t)),
         ]
 
     def _ops(self) -> list[tuple[str, str, int]]:
@@ -181,6 +200,22 @@ def _line(node: NodeRecord, several: bool) -> tuple[str, ...]:
     place = f"{node.file}:{node.line}: {node.code}" if node.file else ""
     key = f"{node.graph}:{node.key}" if several else node.key
     return key, node.op, node.colour, autocast, f"{node.reason_code}: {node.reason}", place
+
+
+def _instead(totals: Totals) -> str:
+    """Say what FP32 and autocast would save for backward, where that is known."""
+    others = (("FP32", totals.saved_bytes_fp32), ("autocast", totals.saved_bytes_autocast))
+    said = ", ".join(f"{name} {saved / 1e6:.3g}" for name, saved in others if saved is not None)
+    return f" ({said})" if said else ""
+
+
+def _narrow(lines: Sequence[tuple[str, ...]]) -> str:
+    """Write each node over several lines, where a terminal has no room for a table."""
+    out = []
+    for key, _, colour, autocast, reason, place in lines:
+        out += [f"{key}  {colour}" + f" (autocast: {autocast})" * bool(autocast), f"  {reason}"]
+        out += [f"  {place}"] * bool(place)
+    return "\n".join(out)
 
 
 def _joined(counts: Counter[str]) -> str:

@@ -19,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from passes._torch import FakeTensorMode, pytree, quiet_fakes
 from passes.errors import FxampError
+from passes.insert_casts import is_inserted
 from passes.values import no_autocast
 
 from ..check import same_random_state
@@ -53,22 +54,27 @@ class SizeError(FxampError):
     """A graph cannot be run on fake tensors."""
 
 
-def sizes_of(module: GraphModule) -> dict[Node, Size]:
+def sizes_of(
+    module: GraphModule, casts: bool = True, autocast: tuple[str, torch.dtype] | None = None
+) -> dict[Node, Size]:
     """Return what every node costs.
 
     Args:
         module: a graph whose inputs say in `meta["val"]` what the example was.
+        casts: with those that were inserted; without them it is the author's graph.
+        autocast: device and dtype of a `torch.autocast` to run under; None for none.
 
     Raises:
         SizeError: it was captured without example inputs, or needs the values of tensors.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     inputs = [_example(node, mode) for node in module.graph.find_nodes(op="placeholder")]
-    walk = _Walk(module, mode)
+    walk = _Walk(module, mode, casts)
+    ambient = no_autocast() if autocast is None else torch.autocast(autocast[0], dtype=autocast[1])
     opaque = module.graph.find_nodes(op="call_module")  # modules that read their own tensors, and may write to them
     try:
         with (
-            kept(held(module).values() if opaque else ()), same_random_state(), no_autocast(), torch.enable_grad(),
+            kept(held(module).values() if opaque else ()), same_random_state(), ambient, torch.enable_grad(),
             quiet_fakes(), mode, walk.counter,
         ):  # fmt: skip
             walk.run(*inputs, enable_io_processing=False)
@@ -98,15 +104,17 @@ def _hint(size: Any) -> Any:
 class _Walk(Interpreter):
     """Runs every node, and notes what it cost."""
 
-    def __init__(self, module: GraphModule, mode: FakeTensorMode) -> None:
+    def __init__(self, module: GraphModule, mode: FakeTensorMode, casts: bool) -> None:
         super().__init__(module)
-        self._mode = mode
+        self._mode, self._casts = mode, casts
         self.sizes: dict[Node, Size] = {}
         self.counter: Any = FlopCounterMode(display=False)
         self._kept: set[int] = set()
         self._alive: list[Any] = []  # or the number of a storage that is gone would be given out again
 
     def run_node(self, n: Node) -> Any:
+        if not self._casts and is_inserted(n):
+            return self.env[n.all_input_nodes[0]]
         before = self.counter.get_total_flops()
         with self._saving() as saved:
             made = super().run_node(n)

@@ -10,7 +10,7 @@ from tabulate import tabulate
 from .record import NodeRecord, Record
 
 HEADERS = ("module", "nodes", "low", "FP32", "casts", "MB out", "low, % of bytes", "low, % of FLOPs", "MB saved")
-_LOW = ("bfloat16", "float16")
+LOW = ("bfloat16", "float16")
 
 
 @dataclass
@@ -50,7 +50,7 @@ def rows(branch: Branch, depth: int | None = None, prefix: str = "") -> list[tup
 
 
 def _totals(nodes: Sequence[NodeRecord]) -> tuple[str, ...]:
-    low = [n for n in nodes if n.colour in _LOW]
+    low = [n for n in nodes if n.colour in LOW]
     return (
         str(len(nodes)), str(len(low)), str(sum(n.colour == "float32" for n in nodes)),
         str(sum(len(n.casts) for n in nodes)), _mb(n.bytes for n in nodes), _share(low, nodes, "bytes"),
@@ -83,6 +83,24 @@ def chosen(
     ]  # fmt: skip
 
 
-def table(body: Sequence[tuple[str, ...]], style: str) -> str:
-    """Write rows of the tree as a table."""
-    return tabulate(body, HEADERS, style, disable_numparse=True, colalign=("left", *("right",) * (len(HEADERS) - 1)))
+def table(body: Sequence[tuple[str, ...]], style: str, width: int | None = None) -> str:
+    """Write rows of the tree as a table.
+
+    Args:
+        body: the rows.
+        style: as tabulate names it.
+        width: of the terminal, which columns on the right are left out for; None for as much as there is.
+    """
+    for columns in range(len(HEADERS), 0, -1):
+        align = ("left", *("right",) * (columns - 1))
+        shown = [row[:columns] for row in body]
+        text = tabulate(shown, HEADERS[:columns], style, disable_numparse=True, colalign=align)
+        if width is None or fits(text, width):
+            break
+    left = ", ".join(HEADERS[columns:])
+    return f"{text}\n\nA wider terminal, or a file, shows also: {left}" if left else text
+
+
+def fits(text: str, width: int) -> bool:
+    """Say whether no line is wider than that."""
+    return all(len(line) <= width for line in text.splitlines())

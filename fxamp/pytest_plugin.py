@@ -3,8 +3,8 @@
     def test_net(precision_plan):
         precision_plan.check(Net(), (torch.randn(3, 16),))    # compared with test_module/test_net.plan.json
 
-pytest imports this file in every run of an environment that has fxamp, so it imports nothing before it is used, fxamp
-included, and stands outside of it: where another package named `passes` hides ours, tests that do not ask go on.
+pytest imports this file in every run of an environment that has fxamp, so it imports nothing before it is used, neither
+torch nor the compiler; where another package named `passes` hides ours, tests that do not ask go on.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from fxamp.report.precision_plan import PrecisionPlan
+    from .report.precision_plan import PrecisionPlan
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -28,6 +28,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.fixture
 def precision_plan(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> PrecisionPlan:
     """Compare models with the precision plans committed beside the test."""
-    from fxamp.report.precision_plan import PrecisionPlan
+    from .report.precision_plan import PrecisionPlan
 
     return PrecisionPlan(request, tmp_path_factory)

@@ -1,0 +1,165 @@
+"""The page of a report: totals, the tree of modules, and of a chosen one its drawing, its nodes and a comparison."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+
+import msgspec
+
+from passes.reasons import Code
+
+from ..record import NodeRecord, Record
+from ..tree import LOW, Branch, grown
+from .render import render
+from .views import MOST, views
+
+MOST_NODES = 5_000  # of a page; more of them make a file that no browser likes
+MOST_ROWS = 2_000  # of its tree
+UNFOLDED = 30  # rows of it that are seen at first
+SCRIPTS = ("treegrid.js", "tabs.js", "drawing.js", "report.js")
+
+
+@dataclass(frozen=True)
+class Share:
+    """How much of something is low, how much FP32 and how much neither, in percent."""
+
+    low: float
+    fp32: float
+
+    @property
+    def said(self) -> str:
+        """Return the shares as words."""
+        return f"{self.low:.0f} % low, {self.fp32:.0f} % FP32"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One module of the tree.
+
+    Attributes:
+        path: of the module; "" for the whole model.
+        name: its last part.
+        level: 1 for the whole model.
+        place: among its siblings, from 1.
+        siblings: how many there are, itself counted.
+        children: whether there are modules inside.
+        nodes: in it and below.
+        low: of these.
+        fp32: of these.
+        casts: in front of them.
+        bytes: shares of what they give; None where that is not known, or nothing.
+        flops: likewise.
+        saved: bytes for backward; None where that is not known.
+    """
+
+    path: str
+    name: str
+    level: int
+    place: int
+    siblings: int
+    children: bool
+    nodes: int
+    low: int
+    fp32: int
+    casts: int
+    bytes: Share | None
+    flops: Share | None
+    saved: int | None
+
+
+def page(
+    record: Record,
+    model: str = "model",
+    training: Sequence[tuple[str, str]] = (),
+    nodes: Sequence[NodeRecord] | None = None,
+) -> str:
+    """Return the page of a record.
+
+    Args:
+        record: of the whole model.
+        model: the name of its class.
+        training: what there is to say of the training step, as names and texts.
+        nodes: those to show; all of them where it is None.
+    """
+    shown = record.nodes if nodes is None else tuple(nodes)
+    rows = list(_rows(grown(shown, model)))
+    said = []
+    if len(shown) < len(record.nodes):
+        said.append(f"{len(shown)} of {len(record.nodes)} nodes were chosen for this page; the totals are of all.")
+    if len(shown) > MOST_NODES:
+        said.append(
+            f"{len(shown)} nodes are more than the {MOST_NODES} that a page can hold: it shows modules only. "
+            "Choose some of them with --module PATH, or take --output-format json."
+        )
+        shown = ()
+    level = _levels(rows, MOST_ROWS)
+    if level < max(row.level for row in rows):
+        said.append(f"{len(rows)} modules are more than the {MOST_ROWS} that a page can hold: it shows {level} levels.")
+        rows = [replace(row, children=row.children and row.level < level) for row in rows if row.level <= level]
+    data = {
+        "nodes": msgspec.to_builtins(shown), "views": [asdict(view) for view in views(shown)],
+        "meanings": {code.value: code.meaning for code in Code}, "most": MOST,
+    }  # fmt: skip
+    return render(
+        "report.html", title=f"{model}: precision under {record.policy}", data=data, scripts=SCRIPTS, record=record,
+        model=model, training=training, rows=rows, unfolded=_levels(rows, UNFOLDED), said=said,
+        differing=sum(n.colour != n.autocast for n in record.nodes), compared=_compared(record),
+    )  # fmt: skip
+
+
+def _levels(rows: Sequence[Row], most: int) -> int:
+    """Return how many levels of the tree have no more rows than that, at least one."""
+    deepest = max(row.level for row in rows)
+    return max((at for at in range(1, deepest + 1) if sum(row.level <= at for row in rows) <= most), default=1)
+
+
+def _rows(branch: Branch, path: str = "", level: int = 1, place: int = 1, siblings: int = 1) -> Iterator[Row]:
+    nodes = list(branch.all())
+    saved = [n.saved_bytes for n in nodes if n.saved_bytes is not None]
+    yield Row(
+        path, branch.name, level, place, siblings, bool(branch.children), len(nodes),
+        sum(n.colour in LOW for n in nodes), sum(n.colour == "float32" for n in nodes),
+        sum(len(n.casts) for n in nodes), _share(nodes, "bytes"), _share(nodes, "flops"), sum(saved) if saved else None,
+    )  # fmt: skip
+    for at, child in enumerate(branch.children.values(), 1):
+        inside = f"{path}.{child.name}" if path else child.name
+        yield from _rows(child, inside, level + 1, at, len(branch.children))
+
+
+def _share(nodes: Sequence[NodeRecord], name: str) -> Share | None:
+    total = sum(getattr(n, name) or 0 for n in nodes)
+    if not total:
+        return None
+    low = sum(getattr(n, name) or 0 for n in nodes if n.colour in LOW)
+    fp32 = sum(getattr(n, name) or 0 for n in nodes if n.colour == "float32")
+    return Share(round(100 * low / total, 1), round(100 * fp32 / total, 1))
+
+
+def _compared(record: Record) -> list[tuple[str, ...]]:
+    """Return a row for each total of the model without mixed precision, under autocast, and under this policy."""
+    t = record.totals
+    columns = ("original", "autocast", "colour")
+    low = (str(sum(getattr(n, c) in LOW for n in record.nodes)) for c in columns)
+    out: list[tuple[str, ...]] = [("operations that run low", *low)]
+    for name, what in (("flops", "FLOPs that run low, %"), ("bytes", "values that are low, % of elements")):
+        shares = [_low_share(record.nodes, c, name) for c in columns]
+        if all(shares):
+            out.append((what, *(str(s) for s in shares)))
+    saved = (t.saved_bytes_fp32, t.saved_bytes_autocast, t.saved_bytes)
+    if any(s is not None for s in saved):
+        out.append(("MB saved for backward", *("not known" if s is None else f"{s / 1e6:.3g}" for s in saved)))
+    return out
+
+
+def _low_share(nodes: Sequence[NodeRecord], column: str, name: str) -> str | None:
+    def weight(n: NodeRecord) -> int:
+        return (n.flops or 0) if name == "flops" else _elements(n)
+
+    total = sum(map(weight, nodes))
+    return f"{100 * sum(weight(n) for n in nodes if getattr(n, column) in LOW) / total:.3g}" if total else None
+
+
+def _elements(node: NodeRecord) -> int:
+    size = 2 if node.colour in LOW else 4
+    return (node.bytes or 0) // size

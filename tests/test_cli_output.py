@@ -1,0 +1,108 @@
+"""Where the command writes: terminals wide and narrow, pipes, files that cannot be written, and nowhere."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import struct
+import subprocess
+import sys
+import termios
+from pathlib import Path
+
+import pytest
+
+from fxamp.cli import main
+from passes.plan import Decision, Plan
+from passes.policy import Policy
+from tests.records import node, report_of
+
+ROOT = Path(__file__).parents[1]
+LONG = Decision(
+    "encoder.layers.0.attention/linear#0", 0, "linear", "encoder.layers.0.attention", "net.py:12: q = self.query(x)",
+    "bfloat16", "bfloat16", "low", "low: matrix product, accumulated in FP32",
+)  # fmt: skip
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> Path:
+    Plan((LONG,), Policy("O1", dtype="bf16", device="cpu")).save(tmp_path / "plan.json")
+    return tmp_path / "plan.json"
+
+
+def in_terminal(columns: int, *words: str) -> str:
+    """Return what the command writes to a terminal of that width."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+    environment = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES")} | {"NO_COLOR": "1"}
+    command = [sys.executable, "-m", "fxamp", *words]
+    with subprocess.Popen(command, cwd=ROOT, stdout=theirs, stderr=theirs, env=environment) as process:
+        os.close(theirs)
+        said = b""
+        try:
+            while part := os.read(ours, 4096):
+                said += part
+        except OSError:  # the other end is closed
+            pass
+        finally:
+            os.close(ours)
+        assert process.wait() == 0
+    return said.decode().replace("\r\n", "\n")
+
+
+def test_a_narrow_terminal_is_not_written_over_its_edge(plan: Path) -> None:
+    text = in_terminal(60, "report", str(plan), "--nodes")
+    lines = text.splitlines()
+    assert all(len(line) <= 60 for line in lines[lines.index("Modules") : -1] if "wider terminal" not in line)
+    assert "A wider terminal, or a file, shows also:" in text
+    assert "\n  low: matrix product, accumulated in FP32\n  net.py:12: q = self.query(x)\n" in text
+    assert "\x1b" not in text
+
+
+def test_a_pipe_takes_any_width(plan: Path) -> None:
+    command = [sys.executable, "-m", "fxamp", "report", str(plan), "--nodes"]
+    environment = {**os.environ, "COLUMNS": "20"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    assert "wider terminal" not in done.stdout
+    assert any(LONG.key in line and "q = self.query(x)" in line for line in done.stdout.splitlines())
+
+
+def test_columns_are_left_out_from_the_right_until_the_tree_fits() -> None:
+    report = report_of([node(0, module="encoder.layers"), node(1, module="encoder.layers")])
+    whole = report.to_tree()
+    assert report.to_tree(width=200) == whole
+    for width in (100, 80, 60, 40):
+        text = report.to_tree(width=width).partition("Modules\n")[2].partition("\n\nA wider")[0]
+        assert max(map(len, text.splitlines())) <= width
+        assert "module" in text
+
+
+@pytest.mark.parametrize("form", ["text", "markdown", "json", "html", "dot"])
+def test_quiet_prints_nothing_and_still_writes_the_file(
+    plan: Path, form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["report", str(plan), "--quiet", f"--output-format={form}"]) == 0
+    assert main(["report", str(plan), "-q", f"--output-format={form}", "-o", str(tmp_path / "out")]) == 0
+    assert capsys.readouterr() == ("", "")
+    assert (tmp_path / "out").stat().st_size > 100
+
+
+def test_quiet_leaves_the_status_and_errors(plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Plan((), Policy("O1", dtype="bf16", device="cpu")).save(tmp_path / "other.json")
+    assert main(["diff", str(plan), str(tmp_path / "other.json"), "-q"]) == 1
+    assert capsys.readouterr() == ("", "")
+    assert main(["diff", str(plan), str(tmp_path / "none.json"), "-q"]) == 2
+    assert "none.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("form", ["html", "dot", "model-explorer"])
+def test_a_place_that_cannot_be_written_to_is_named(
+    plan: Path, form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "folder").mkdir()
+    for place in (tmp_path / "folder", tmp_path / "none" / "out.json", Path("/proc/out.json")):
+        assert main(["report", str(plan), f"--output-format={form}", "-o", str(place)]) == 2
+        said, error = capsys.readouterr()
+        assert said == ""
+        assert str(place.parent if place.name == "out.json" else place) in error

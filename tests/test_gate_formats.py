@@ -1,0 +1,152 @@
+"""What `fxamp check` writes for CI: JUnit XML and SARIF, each validated against its schema."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import xmlschema
+
+from fxamp.cli import main
+from fxamp.report.diff import Change
+from fxamp.report.gate import Outcome, Place
+from fxamp.report.junit import to_junit
+from fxamp.report.sarif import MOST, to_sarif
+from passes.plan import Plan
+from passes.policy import Policy
+from tests.records import HOSTILE
+
+SCHEMAS = Path(__file__).parent / "schemas"
+CHANGED = Outcome(
+    "net", 1, "net: 1 added, 1 removed, 1 changed against net.json, 1 budget broken",
+    (
+        Change("changed", "(plan)", "casts", "8", "9"),
+        Change("changed", "fc/linear#0", "colour", "bfloat16", "float32"),
+        Change("changed", "fc/linear#0", "reason", "low: rule", "override: by the policy"),
+        Change("added", "/softmax#0", "colour", None, "float32"),
+        Change("removed", "/exp#0", "colour", "float32", None),
+    ),
+    {"fc/linear#0": Place("src/my net.py", 12), "/softmax#0": Place("src/my net.py", 15)},
+    ("casts is 9, and the budget casts=+0 allows at most 8",), {"casts": 9}, "plans/net.json",
+)  # fmt: skip
+KEPT = Outcome("other", 0, "other: as planned")
+UNKNOWN = Outcome("third", 2, "third: there is no plan 'x.json' yet: write it with --update, and commit it")
+
+
+@pytest.fixture(scope="module")
+def sarif_schema() -> Any:
+    found = json.loads((SCHEMAS / "sarif-schema-2.1.0.json").read_text())
+    return jsonschema.Draft7Validator(found, format_checker=jsonschema.Draft7Validator.FORMAT_CHECKER)
+
+
+@pytest.fixture(scope="module")
+def junit_schema() -> Any:
+    return xmlschema.XMLSchema(str(SCHEMAS / "junit-10.xsd"))
+
+
+def hostile(text: str) -> Outcome:
+    """Make an outcome in which everything that a stranger may choose is that text."""
+    changes = (Change("changed", text, "reason", text, text), Change("added", f"{text}1", "colour", None, text))
+    return Outcome(text, 1, text, changes, {text: Place(text, 3)}, (text,), {}, text)
+
+
+def test_sarif_has_one_run_and_one_result_for_each_changed_decision(sarif_schema: Any) -> None:
+    log = json.loads(to_sarif([CHANGED, KEPT]))
+    sarif_schema.validate(log)
+    (run,) = log["runs"]
+    rules = [r["ruleId"] for r in run["results"]]
+    assert rules == ["over-budget", "plan-changed", "decision-changed", "decision-added", "decision-removed"]
+    assert set(rules) == {rule["id"] for rule in run["tool"]["driver"]["rules"]}
+    changed = run["results"][2]
+    assert "colour: bfloat16 -> float32" in changed["message"]["text"]
+    assert "reason: low: rule -> override: by the policy" in changed["message"]["text"]
+    place = changed["locations"][0]["physicalLocation"]
+    assert place["artifactLocation"] == {"uri": "src/my%20net.py", "uriBaseId": "%SRCROOT%"}
+    assert place["region"] == {"startLine": 12}
+    removed = run["results"][4]["locations"][0]
+    assert removed["physicalLocation"]["artifactLocation"]["uri"] == "plans/net.json"
+    assert removed["logicalLocations"] == [{"fullyQualifiedName": "/exp#0"}]
+    assert len({r["partialFingerprints"]["fxampDecision/v1"] for r in run["results"]}) == len(rules)
+    assert run["invocations"] == [{"executionSuccessful": True}]
+
+
+def test_sarif_knows_a_result_again_when_lines_move() -> None:
+    moved = Outcome(**{**vars(CHANGED), "places": {key: Place("other.py", 99) for key in CHANGED.places}})
+    before, after = (json.loads(to_sarif([o]))["runs"][0]["results"] for o in (CHANGED, moved))
+    assert before != after
+    assert [r["partialFingerprints"] for r in before] == [r["partialFingerprints"] for r in after]
+
+
+def test_sarif_says_what_it_could_not_tell_and_what_it_left_out(sarif_schema: Any) -> None:
+    many = tuple(Change("added", f"/op#{i}", "colour", None, "float32") for i in range(MOST + 7))
+    log = json.loads(to_sarif([UNKNOWN, Outcome("net", 1, "net", many)]))
+    sarif_schema.validate(log)
+    (run,) = log["runs"]
+    assert len(run["results"]) == MOST
+    (invocation,) = run["invocations"]
+    assert invocation["executionSuccessful"] is False
+    said = [n["message"]["text"] for n in invocation["toolExecutionNotifications"]]
+    assert "there is no plan 'x.json' yet" in said[0]
+    assert said[1] == f"7 of {MOST + 7} results are left out."
+
+
+def test_junit_has_a_suite_for_each_target(junit_schema: Any) -> None:
+    text = to_junit([CHANGED, KEPT, UNKNOWN])
+    junit_schema.validate(text)
+    whole = ET.fromstring(text)
+    suites = {suite.get("name"): suite for suite in whole}
+    assert list(suites) == ["net", "other", "third"]
+    assert [(s.get("tests"), s.get("failures"), s.get("errors")) for s in whole] == [
+        ("2", "2", "0"), ("1", "0", "0"), ("1", "0", "1"),
+    ]  # fmt: skip
+    plan, budget = suites["net"]
+    assert (plan.get("name"), budget.get("name")) == ("plan", "budget casts")
+    assert "+ /softmax#0  colour: float32  (src/my net.py:15)" in (plan[0].text or "")
+    assert suites["third"][0][0].tag == "error"
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_no_name_gets_out_of_its_place(text: str, sarif_schema: Any, junit_schema: Any) -> None:
+    log = to_sarif([hostile(text)])
+    sarif_schema.validate(json.loads(log))
+    assert all(c.isprintable() or c == "\n" for c in log)
+    assert len(json.loads(log)["runs"][0]["results"]) == 3
+    xml = to_junit([hostile(text)])
+    junit_schema.validate(xml)
+    assert all(c.isprintable() or c == "\n" for c in xml)
+    assert [(e.tag) for e in ET.fromstring(xml).iter()] == [
+        "testsuites", "testsuite", "testcase", "failure", "testcase", "failure",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("form", ["junit", "sarif"])
+def test_the_command_writes_them(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sarif_schema: Any, junit_schema: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "net.py").write_text(
+        "import torch\n\n\ndef make():\n    return torch.nn.Sequential(torch.nn.Linear(4, 4)), (torch.ones(2, 4),)\n"
+    )
+    Plan((), Policy("O1", dtype="bf16", device="cpu")).save("net.json")
+    words = ["check", "net.py:make", "--plan=net.json", "--policy=O1,dtype=bf16", f"--output-format={form}", "-o", form]
+    assert main(words) == 1
+    text = (tmp_path / form).read_text(encoding="utf-8")
+    if form == "sarif":
+        sarif_schema.validate(json.loads(text))
+        assert any(r["ruleId"] == "decision-added" for r in json.loads(text)["runs"][0]["results"])
+    else:
+        junit_schema.validate(text)
+
+
+def test_junit_without_its_library_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    from passes.errors import FxampError
+
+    monkeypatch.setitem(sys.modules, "junitparser", None)
+    with pytest.raises(FxampError, match=r"pip install 'fxamp\[ci\]'"):
+        to_junit([KEPT])
