@@ -226,16 +226,26 @@ def plan_of(module: nn.Module) -> Plan:
     """Return one plan over all graphs that were converted for a module, with module paths from its root."""
     found = entries(module)
     paths = {id(p): name.removeprefix("_orig_mod.") for name, p in module.named_parameters()}
+    plan = together([(_prefix(entry.paths, paths), entry.plan) for entry in found])
+    return replace(plan, notes=(*plan.notes, *_coverage(module, found), *reached(_root(module))))
+
+
+def together(parts: Sequence[tuple[str, Plan]]) -> Plan:
+    """Return one plan for parts of a model, with numbers for their graphs.
+
+    Args:
+        parts: where each lies, "encoder.", and its plan; the first one's policy stands for all.
+    """
     decisions: list[Decision] = []
-    for entry in found:
+    for prefix, plan in parts:
         first = max((d.graph for d in decisions), default=-1) + 1
-        prefix = _prefix(entry.paths, paths)
-        decisions += [_moved(d, prefix, first) for d in entry.plan.decisions]
-    plans = [e.plan for e in found]
+        decisions += [_moved(d, prefix, first) for d in plan.decisions]
+    plans = [plan for _, plan in parts]
     return replace(
         plans[0],
         decisions=tuple(decisions),
-        notes=(*dict.fromkeys(n for p in plans for n in p.notes), *_coverage(module, found), *reached(_root(module))),
+        states=(),
+        notes=tuple(dict.fromkeys(n for p in plans for n in p.notes)),
         inserted_casts=sum(p.inserted_casts for p in plans),
         casts=sum(p.casts for p in plans),
     )

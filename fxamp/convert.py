@@ -218,10 +218,15 @@ def to_read(
 def plan_of(module: nn.Module) -> Plan:
     """Return what was decided for a converted module, or a compiled one after its first call: one plan, all graphs.
 
+    Of a model in which several modules were converted, each by itself, it is one plan too, with their paths in it.
+
     Raises:
         CaptureError: nothing was converted for the module, or nothing yet.
     """
-    return module.plan if isinstance(module, ConvertedModule) else compiled.plan_of(_module(module))
+    if isinstance(module, ConvertedModule):
+        return module.plan
+    parts = [(f"{path}.", m.plan) for path, m in _module(module).named_modules() if isinstance(m, ConvertedModule)]
+    return compiled.together(parts) if parts and not compiled.is_compiled(module) else compiled.plan_of(module)
 
 
 def graphs(module: nn.Module) -> list[torch.fx.GraphModule]:

@@ -162,3 +162,26 @@ def test_of_a_train_step_it_names_what_is_cast_at_every_use() -> None:
     step = fxamp.TrainStep(many, None, torch.optim.SGD(many.parameters(), lr=0.1))
     named = [text for name, text in describe(step) if name.startswith("per use")]
     assert named == [why] * 5 + ["2 more, which step.weights.per_use names"]
+
+
+def test_of_several_converted_parts_there_is_one_report_with_their_paths() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(3, 6)
+    encoder, head = (fxamp.convert(nn.Sequential(nn.Linear(6, 6), nn.GELU()), (x,), policy="O2") for _ in range(2))
+    model = nn.ModuleDict({"encoder": encoder, "between": nn.Linear(6, 6), "head": head})
+    plan = fxamp.plan_of(model)
+    assert {d.key for d in plan.decisions} >= {"encoder.0/linear#0", "head.0/linear#0"}
+    assert plan.casts == encoder.plan.casts + head.plan.casts
+    step = fxamp.TrainStep(Chain(model), nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1))
+    assert "head.0/linear#0" in str(fxamp.report(step))
+
+
+class Chain(nn.Module):
+    def __init__(self, parts: nn.ModuleDict) -> None:
+        super().__init__()
+        self.parts = parts
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for part in self.parts.values():
+            x = part(x)
+        return x

@@ -19,6 +19,7 @@ from passes.errors import FxampError
 from passes.plan import Plan
 
 from .. import compiled
+from ..convert import plan_of
 from ..module import ConvertedModule
 from . import listing
 from .changes import PLAN_KEY as PLAN_KEY
@@ -132,7 +133,10 @@ def plan_in(value: object) -> Plan | None:
     plan = getattr(value, "plan", None)
     if isinstance(plan, Plan):
         return plan
-    return compiled.plan_of(value) if isinstance(value, nn.Module) and compiled.is_compiled(value) else None
+    if not isinstance(value, nn.Module):
+        return None
+    inside = compiled.is_compiled(value) or any(isinstance(m, ConvertedModule) for m in value.modules())
+    return plan_of(value) if inside else None
 
 
 def _of_plans(before: Diffable, after: Diffable, old: Plan, new: Plan) -> GraphDiff:
