@@ -112,7 +112,7 @@ def activation_casts(module: fxamp.ConvertedModule) -> list[torch.dtype]:
 def test_a_norm_written_by_hand_is_one_fp32_island_with_one_cast_in_and_one_out(
     norm: Callable[[Tensor], Tensor], low: str
 ) -> None:
-    module = fxamp.convert(Block(norm), (inputs(),), policy=f"O2,dtype={low}")
+    module = fxamp.convert(Block(norm), (inputs(),), policy=f"O2,dtype={low}", dynamic_shapes=None)
     dtype = fxamp.plan_of(module).policy.dtype
     assert colours(module) == {"island": {"float32"}}
     affine = [d.colour for d in fxamp.plan_of(module).decisions[-3:-1]]
@@ -122,7 +122,7 @@ def test_a_norm_written_by_hand_is_one_fp32_island_with_one_cast_in_and_one_out(
 
 @pytest.mark.parametrize("policy", ["O1,dtype=fp16", "O1"])
 def test_at_o1_there_are_no_islands(policy: str) -> None:
-    assert "island" not in colours(fxamp.convert(Block(rms), (inputs(),), policy=policy))
+    assert "island" not in colours(fxamp.convert(Block(rms), (inputs(),), policy=policy, dynamic_shapes=None))
 
 
 @pytest.mark.parametrize("policy", ["O2,dtype=fp16", "O3,dtype=fp16"])
@@ -133,7 +133,7 @@ def test_a_norm_of_large_values_matches_fp32(norm: Callable[[Tensor], Tensor], p
             return norm(x @ torch.eye(64) + 300)  # 300 squared is out of FP16's range
 
     x = inputs(8)
-    module = fxamp.convert(Large(), (x,), policy=policy)
+    module = fxamp.convert(Large(), (x,), policy=policy, dynamic_shapes=None)
     expected = norm((x.half() + 300).float())
     assert torch.isfinite(module(x)).all()
     bound = 2 * torch.finfo(torch.float16).eps * (1 + expected.abs().max())
@@ -146,7 +146,7 @@ def test_the_norm_of_a_zero_row_is_zero(low: str) -> None:
     for norm in (F.normalize, unit):
         for capture in ("export", "fx"):
             model = nn.Sequential(nn.Linear(64, 64, bias=False), _Call(norm))
-            module = fxamp.convert(model, (x,), policy=f"O2,dtype={low}", capture=capture)
+            module = fxamp.convert(model, (x,), policy=f"O2,dtype={low}", capture=capture, dynamic_shapes=None)
             assert torch.equal(module(x)[0], torch.zeros(64))
             assert torch.isfinite(module(x)).all()
 
@@ -188,7 +188,7 @@ class T5Norm(LlamaNorm):
 def test_a_stack_of_the_norms_of_transformers_has_one_cast_in_and_one_out_each(norm: type[nn.Module], low: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), norm(), nn.Linear(64, 64), norm(), nn.Linear(64, 64))
-    module = fxamp.convert(model, (inputs(),), policy=f"O2,dtype={low}")
+    module = fxamp.convert(model, (inputs(),), policy=f"O2,dtype={low}", dynamic_shapes=None)
     dtype = fxamp.plan_of(module).policy.dtype
     decisions = fxamp.plan_of(module).decisions
     internal = [d.colour for d in decisions if d.op in ("pow", "mean", "add", "rsqrt")]
@@ -211,7 +211,7 @@ def test_biases_gammas_and_scales_follow_the_activation(low: str) -> None:
         def forward(self, x: Tensor) -> Tensor:
             return ((x @ self.first + self.bias) * self.gamma * self.scale) @ self.second
 
-    module = fxamp.convert(Chain(), (inputs(),), policy=f"O2,dtype={low}")
+    module = fxamp.convert(Chain(), (inputs(),), policy=f"O2,dtype={low}", dynamic_shapes=None)
     dtype = fxamp.plan_of(module).policy.dtype
     assert {d.colour for d in fxamp.plan_of(module).decisions} == {str(dtype).removeprefix("torch.")}
     assert activation_casts(module) == [dtype, torch.float32]  # input and output
@@ -288,7 +288,7 @@ def test_another_quotient_is_no_island(body: str) -> None:
 
 def test_an_override_beats_an_island() -> None:
     policy = fxamp.Policy("O2", ops={"pow": "low"})
-    module = fxamp.convert(Block(rms), (inputs(),), policy=policy)
+    module = fxamp.convert(Block(rms), (inputs(),), policy=policy, dynamic_shapes=None)
     assert {d.op: d.colour for d in fxamp.plan_of(module).decisions}["pow"] == "bfloat16"
 
 
@@ -304,7 +304,7 @@ def test_gradients_through_an_island_are_near_float64(norm: Callable[[Tensor], T
         return torch.cat([p.grad.double().flatten() for p in of.parameters() if p.grad is not None])
 
     truth = gradients(double := Block(norm).double(), double, x.double())
-    got = gradients(fxamp.convert(model, (x,), policy="O2,dtype=fp16"), model, x)
+    got = gradients(fxamp.convert(model, (x,), policy="O2,dtype=fp16", dynamic_shapes=None), model, x)
     assert (got - truth).norm() <= 0.004 * truth.norm()
 
 

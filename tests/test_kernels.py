@@ -68,7 +68,7 @@ def test_an_lstm_in_fp16_runs_wherever_it_can(monkeypatch: pytest.MonkeyPatch) -
             return self.head(self.lstm(x)[0])
 
     model, x = Tagger(), torch.randn(2, 4, 6)
-    module = fxamp.convert(model, x, policy="O1,dtype=fp16", capture="export")
+    module = fxamp.convert(model, x, policy="O1,dtype=fp16", capture="export", dynamic_shapes=None)
     module(x).sum().backward()
     assert torch.allclose(module(x), model(x), atol=0.02)
     [lstm] = [d for d in fxamp.plan_of(module).decisions if d.op == "lstm"]
@@ -109,7 +109,7 @@ def test_an_op_that_one_low_dtype_lacks_in_training_alone(capture: str, level: s
 
     torch._dynamo.reset()
     model, x = Two(f), example()
-    module = fxamp.convert(model, x, policy=f"{level},dtype=fp16", capture=capture)
+    module = fxamp.convert(model, x, policy=f"{level},dtype=fp16", capture=capture, dynamic_shapes=None)
     torch.manual_seed(0)
     with torch.no_grad():
         got = module(x)
@@ -136,7 +136,7 @@ def test_an_op_of_torchs_without_a_low_kernel_is_kept(capture: str) -> None:
             return torch.complex(y, y).abs()  # which autocast would give BF16
 
     model, x = Model(), torch.randn(4, 6)
-    converted = fxamp.convert(model, (x,), policy="O1,dtype=bf16", capture=capture)
+    converted = fxamp.convert(model, (x,), policy="O1,dtype=bf16", capture=capture, dynamic_shapes=None)
     got = converted(x)
     with torch.autocast("cpu"):
         y = model.l(x).float()
@@ -157,7 +157,7 @@ def test_a_graph_over_two_devices(capture: str) -> None:
             return y, self.there(y.to("meta"))
 
     model, x = Model(), torch.randn(2, 4)
-    converted = fxamp.convert(model, (x,), policy="O1,dtype=bf16", capture=capture)
+    converted = fxamp.convert(model, (x,), policy="O1,dtype=bf16", capture=capture, dynamic_shapes=None)
     here, there = converted(x)
     with torch.autocast("cpu"):
         assert torch.equal(here, model.here(x).float())
@@ -173,7 +173,7 @@ def test_a_matrix_norm_that_has_no_low_kernel_is_fp32(kind: Any, policy: str) ->
 
     model, x = Two(f), example()
     for capture in ("export", "fx"):
-        module = fxamp.convert(model, x, policy=policy, capture=capture)
+        module = fxamp.convert(model, x, policy=policy, capture=capture, dynamic_shapes=None)
         assert {d.op: d.colour for d in fxamp.plan_of(module).decisions} == {
             "linear": "bfloat16",
             "linalg_matrix_norm": "float32",

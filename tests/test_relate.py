@@ -134,7 +134,7 @@ WAYS = [
 def test_what_the_code_reads_of_dtypes_is_autocasts(way: Callable[..., Any], low: str) -> None:
     torch.manual_seed(0)
     model, x = Two(way).eval(), example()
-    converted = fxamp.convert(model, (x,), policy=f"O1,dtype={low}", capture="export")
+    converted = fxamp.convert(model, (x,), policy=f"O1,dtype={low}", capture="export", dynamic_shapes=None)
     with torch.autocast("cpu", LOW[low]):
         expected = model(x)
     assert torch.equal(converted(x), expected.float())
@@ -147,7 +147,7 @@ def test_what_the_code_reads_of_dtypes_is_autocasts(way: Callable[..., Any], low
 def test_beyond_o1_it_stays_near(way: Callable[..., Any], level: str) -> None:
     torch.manual_seed(0)
     model, x = Two(way).eval(), example()
-    got = fxamp.convert(model, (x,), policy=f"{level},dtype=bf16", capture="export")(x)
+    got = fxamp.convert(model, (x,), policy=f"{level},dtype=bf16", capture="export", dynamic_shapes=None)(x)
     with torch.autocast("cpu", torch.bfloat16):
         expected = model(x).float()
     assert got.dtype == torch.float32
@@ -213,7 +213,7 @@ def test_a_model_that_takes_another_way_where_a_dtype_is_low_says_where() -> Non
         y = self.l(x)
         return self.m(y) if y.dtype == torch.float32 else self.m(y.relu())
 
-    notes = fxamp.plan(Two(forward), (example(),), policy="O1,dtype=bf16", capture="export").notes
+    notes = fxamp.plan(Two(forward), (example(),), policy="O1,dtype=bf16", capture="export", dynamic_shapes=None).notes
     (note,) = [n for n in notes if "takes another way under torch.autocast" in n]
     assert "aten.relu.default in module '' (test_relate.py:" in note
 
@@ -241,12 +241,12 @@ class OnlyLow(nn.Module):
 
 def test_a_model_that_runs_under_autocast_alone_is_converted_and_o0_refused_with_its_own_error() -> None:
     model, x = OnlyLow(), example()
-    converted = fxamp.convert(model, (x,), policy="O1,dtype=bf16", capture="export")
+    converted = fxamp.convert(model, (x,), policy="O1,dtype=bf16", capture="export", dynamic_shapes=None)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(converted(x).float(), model(x).float())
     assert [n for n in converted.plan.notes if "under torch.autocast alone" in n]
     with pytest.raises(fxamp.CaptureError, match="expected m1 and m2 to have the same dtype"):
-        fxamp.convert(model, (x,), policy="O0", capture="export")
+        fxamp.convert(model, (x,), policy="O0", capture="export", dynamic_shapes=None)
 
 
 def test_a_model_that_autocast_cannot_run_is_captured_without_it_and_that_is_said() -> None:
@@ -257,7 +257,7 @@ def test_a_model_that_autocast_cannot_run_is_captured_without_it_and_that_is_sai
         return y
 
     model, x = Two(forward), example()
-    converted = fxamp.convert(model, (x,), policy="O1,dtype=bf16", capture="export")
+    converted = fxamp.convert(model, (x,), policy="O1,dtype=bf16", capture="export", dynamic_shapes=None)
     assert [n for n in converted.plan.notes if "captured without torch.autocast" in n and "not under autocast" in n]
     assert (converted(x) - model(x)).norm() <= 0.02 * model(x).norm()
 
@@ -270,13 +270,13 @@ def test_a_region_of_another_low_dtype_inside() -> None:
 
     torch.manual_seed(0)
     model, x = Two(forward), example()
-    converted = fxamp.convert(model, (x,), policy="O1,dtype=bf16", capture="export")
+    converted = fxamp.convert(model, (x,), policy="O1,dtype=bf16", capture="export", dynamic_shapes=None)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(converted(x), model(x).float())
 
 
 def test_for_a_device_that_is_absent_reads_are_found_on_the_one_that_is_there() -> None:
-    plan = fxamp.plan(Two(by_keyword), (example(),), policy="O1,device=cuda,dtype=fp16", capture="export")
+    plan = fxamp.plan(Two(by_keyword), (example(),), policy="O1,device=cuda,dtype=fp16", dynamic_shapes=None)
     cast = [d for d in plan.decisions if d.op == "to"]
     assert [d.colour for d in cast] == ["float32", "float16"]
 

@@ -289,7 +289,7 @@ def test_the_peak_of_a_window_at_o2_is_no_more_than_under_autocast() -> None:
             loss.backward()
         model.zero_grad()
 
-    module = fxamp.convert(model, args, kwargs, policy="O2,dtype=bf16")
+    module = fxamp.convert(model, args, kwargs, policy="O2,dtype=bf16", dynamic_shapes=None)
     step = TrainStep(module, lambda o: zoo.loss(o), SGD(model.parameters(), lr=0.0), accumulate_steps=4)
     assert step.weights.mode == "per_step"
     peaks = []
