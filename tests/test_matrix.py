@@ -35,7 +35,7 @@ def test_o0_is_the_original_bit_for_bit(name: str, front_end: str, training: boo
 @pytest.mark.parametrize("name", [name for name in BY_NAME if name not in test_o0.FX])
 def test_symbolic_tracing_refuses_the_other_models(name: str) -> None:
     with pytest.raises(CaptureError):
-        subject(name, "fx")
+        converted(name, "O0", "fx")
 
 
 @every_model

@@ -25,9 +25,10 @@ POLICY = "O1,dtype=fp16,device=cuda"
 class Oracle(Interpreter):
     """Runs a graph on fake CUDA tensors under CUDA autocast."""
 
-    def __init__(self, module: torch.fx.GraphModule, mode: FakeTensorMode) -> None:
+    def __init__(self, module: torch.fx.GraphModule, mode: FakeTensorMode, read: dict[str, torch.dtype]) -> None:
         super().__init__(module)
         self.mode, self.dtypes, self.unrun = mode, dict[str, torch.dtype](), list[str]()
+        self.read = read  # dtype arguments by node: what the author's code read of another value under autocast
 
     def fake(self, value: Any) -> Any:
         """Return a fake CUDA tensor in a tensor's place."""
@@ -48,6 +49,8 @@ class Oracle(Interpreter):
     def _called(self, n: Node, args: Any, kwargs: dict[str, Any]) -> Any:
         if ops.name(n) == "_assert_tensor_metadata":
             return None
+        if n.name in self.read and "dtype" in kwargs:
+            kwargs["dtype"] = self.read[n.name]  # the plain graph has what it read in FP32
         moved: Any = lambda a: torch.device("cuda", 0) if isinstance(a, torch.device) else a  # noqa: E731
         args, kwargs = pytree.tree_map(moved, (args, kwargs))
         try:
@@ -78,19 +81,21 @@ def dtypes_under_cuda(plain: Any, module: Any, args: Any, kwargs: Any) -> tuple[
         args: its example inputs.
         kwargs: its example inputs by keyword.
     """
+    decisions, plain_keys = {d.key: d for d in module.plan.decisions}, keys(plain.graph.nodes)
+    found = {node.name: decisions[key] for node, key in plain_keys.items() if key in decisions}
+    read = {name: getattr(torch, d.autocast_dtype) for name, d in found.items() if d.code == "dtype_argument"}
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
         torch.set_autocast_enabled("cuda", True)
         torch.set_autocast_dtype("cuda", LOW_DTYPE)
         try:
-            oracle = Oracle(plain, mode)
+            oracle = Oracle(plain, mode, read)
             inputs = [oracle.fake(t) for t in plain.call_spec.bind(args, kwargs)]
             oracle.run(*inputs, enable_io_processing=False)
         finally:
             torch.set_autocast_enabled("cuda", False)
     ours = {key: n for n, key in keys(module.graph.nodes).items() if n.meta.get("fxamp") != "cast"}
-    decisions = {d.key: d for d in module.plan.decisions}
     rows = []
-    for node, key in keys(plain.graph.nodes).items():
+    for node, key in plain_keys.items():
         expected = oracle.dtypes.get(node.name)
         if expected is not None and expected.is_floating_point and key in ours:
             decision, got = decisions.get(key), str(ours[key].meta["val"].dtype)[6:]
