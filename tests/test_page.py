@@ -127,9 +127,17 @@ def test_no_drawing_is_too_large_to_read() -> None:
     assert [v.title for v in drawn] == [f"part {i} of 4" for i in (1, 2, 3, 4)]
     assert all(sum(b.style != "outside" for b in v.boxes) <= MOST for v in drawn)
     assert sorted(b.node for v in drawn for b in v.boxes if b.style != "outside") == list(range(len(many)))
-    layers = [node(i, module=f"layers.{i // 50}.block{i % 2}") for i in range(600)]
+    layers = [node(i, module=f"layers.{i // 50}.block{i // 25 % 2}") for i in range(600)]
     whole, *_ = views(layers)
     assert {b.module for b in whole.boxes} == {f"layers.{i}.block{j}" for i in range(12) for j in (0, 1)}
+
+
+def test_a_module_that_runs_twice_is_drawn_twice() -> None:
+    many = [node(i, module="act" if i in (3, 4, 9, 10) else f"layer{i}.x{i % 2}") for i in range(12)]
+    (whole,) = [v for v in views([*many, *(node(i, module=f"more.{i}") for i in range(12, 90))]) if not v.module]
+    twice = [b for b in whole.boxes if b.module == "act"]
+    assert [b.label for b in twice] == ["act (2)", "act (2)"]
+    assert all(whole.boxes[e.start].y < whole.boxes[e.end].y for e in whole.edges)
 
 
 def overlaps(view: View) -> list[tuple[int, int]]:

@@ -138,7 +138,7 @@ def test_a_drawing_is_walked_by_keys_and_its_node_is_explained(opened: Opened) -
 
 
 def test_a_folded_module_opens_its_own_drawing(opened: Opened, tmp_path: Path) -> None:
-    nodes = tuple(node(i, module=f"layers.{i // 50}.block{i % 2}") for i in range(600))
+    nodes = tuple(node(i, module=f"layers.{i // 50}.block{i // 25 % 2}") for i in range(600))
     record = fxamp.report(converted("hf_bert", "O2,dtype=bf16")).record
     assert record is not None
     (tmp_path / "folded.html").write_text(made_page(msgspec.structs.replace(record, nodes=nodes)), encoding="utf-8")
