@@ -10,6 +10,7 @@ import re
 import time
 from typing import Any
 
+import msgspec
 import networkx as nx
 import pytest
 import torch
@@ -140,6 +141,16 @@ def test_a_module_that_runs_twice_is_drawn_twice() -> None:
     assert all(whole.boxes[e.start].y < whole.boxes[e.end].y for e in whole.edges)
 
 
+def test_a_graph_of_another_state_reads_what_the_first_one_has() -> None:
+    first = [node(i) for i in range(4)]
+    second = [msgspec.structs.replace(node(i), graph=1) for i in (1, 3)]
+    training, evaluation = views([*first, *second], ("0: training", "1: evaluation"))
+    assert (training.title, evaluation.title) == ("training", "evaluation")
+    outside = {b.node for b in evaluation.boxes if b.style == "outside"}
+    assert outside == {0, 2}
+    assert [b.node for b in evaluation.boxes if b.style != "outside"] == [4, 5]
+
+
 def overlaps(view: View) -> list[tuple[int, int]]:
     boxes = list(enumerate(view.boxes))
     return [
@@ -178,8 +189,6 @@ def test_an_edge_back_is_drawn_upwards() -> None:
 
 
 def test_very_many_nodes_are_left_out_with_a_word(record: Record) -> None:
-    import msgspec
-
     many = tuple(node(i, module=f"layers.{i // 10}.part{i % 3}") for i in range(50_000))
     text = page(msgspec.structs.replace(record, nodes=many), "Net")
     found = Page(text)

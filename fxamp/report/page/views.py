@@ -80,20 +80,29 @@ _Run: TypeAlias = tuple[str, list[int]]
 
 @dataclass
 class _Graph:
-    """The nodes of one graph in their order, by place in the record, and where their values come from."""
+    """One graph: what it is called, all nodes of the record, and of its own the places there, by key and by module."""
 
-    number: int
-    nodes: dict[int, NodeRecord] = field(default_factory=dict)
-    places: dict[str, int] = field(default_factory=dict)
-    within: dict[str, list[int]] = field(default_factory=dict)  # by module, what is in it or below it
+    name: str
+    nodes: Sequence[NodeRecord]
+    places: dict[str, int]
+    within: dict[str, list[int]] = field(default_factory=dict)  # what is in a module or below it
 
 
-def views(nodes: Sequence[NodeRecord]) -> list[View]:
-    """Return the drawings of every module with several nodes; none where it is not known what they read."""
+def views(nodes: Sequence[NodeRecord], states: Sequence[str] = ()) -> list[View]:
+    """Return the drawings of every module with several nodes; none where it is not known what they read.
+
+    Args:
+        nodes: of a record.
+        states: of the model that its graphs hold for, each after the number of its graph, as "12: evaluation".
+    """
     graphs: dict[int, _Graph] = {}
+    called = dict(state.split(": ", 1) for state in states)
     for place, node in enumerate(nodes):
-        graph = graphs.setdefault(node.graph, _Graph(node.graph))
-        graph.nodes[place] = node
+        if node.graph not in graphs:
+            name = called.get(str(node.graph), f"graph {node.graph}")
+            # Where a graph shares decisions with the first, only that one has them.
+            graphs[node.graph] = _Graph(name, nodes, dict(next(iter(graphs.values())).places) if graphs else {})
+        graph = graphs[node.graph]
         graph.places[node.key] = place
         for path in ("", *_upwards(node.module)):
             graph.within.setdefault(path, []).append(place)
@@ -109,7 +118,7 @@ def _of_graph(graph: _Graph, several: bool) -> Iterator[View]:
         runs = _folded(graph, module)
         parts = [runs[at : at + MOST] for at in range(0, len(runs), MOST)]
         for number, part in enumerate(parts, 1):
-            words = [f"graph {graph.number}"] * several + [f"part {number} of {len(parts)}"] * (len(parts) > 1)
+            words = [graph.name] * several + [f"part {number} of {len(parts)}"] * (len(parts) > 1)
             yield _drawn(graph, module, ", ".join(words), part)
 
 
