@@ -30,6 +30,7 @@ from passes.plan import Plan, write_text
 from passes.policy import nearest
 
 from .report import harmless
+from .report.waiting import waiting
 
 if TYPE_CHECKING:
     from .module import ConvertedModule
@@ -107,7 +108,7 @@ def load_target(target: str) -> tuple[object, object, object]:
 
 def _report(args: argparse.Namespace) -> int:
     from .report.gate import with_totals
-    from .report.report import report
+    from .report.report import Report, report
 
     if args.target.endswith(".json"):
         if args.policy or args.device:
@@ -115,9 +116,11 @@ def _report(args: argparse.Namespace) -> int:
         plan = Plan.load(args.target)
         made = report(plan)
     else:
-        with contextlib.redirect_stdout(sys.stderr):  # standard output is the report's
+        # Standard output is the report's.
+        with contextlib.redirect_stdout(sys.stderr), _waiting(args, f"converting {args.target}"):
             module = _converted(args.target, args.policy, args.capture, args.device)
-            plan, made = with_totals(module)[0], report(module)
+            plan, record = with_totals(module)
+            made = Report(module.plan, record=record, model=module.original)
     if args.save_plan:
         plan.save(args.save_plan)
     only = {"modules": args.module, "ops": args.op, "colours": args.colour, "reasons": args.reason}
@@ -162,9 +165,11 @@ def _check(args: argparse.Namespace) -> int:
         folder, chosen = file.parent, configured(file, args.targets)
         if args.policy or args.plan or args.budget:
             raise FxampError(f"check: targets of {file.name} have their policy, plan and budget there")
-    found = [_checked(chosen[0], args.update)] if args.targets and len(chosen) == 1 and ":" in args.targets[0] else [
-        run_alone(target, folder, args.update) for target in chosen
-    ]
+    here = args.targets and len(chosen) == 1 and ":" in args.targets[0]
+    found = []
+    for number, target in enumerate(chosen, 1):
+        with _waiting(args, f"checking {target.name}" + f" ({number} of {len(chosen)})" * (len(chosen) > 1)):
+            found.append(_checked(target, args.update) if here else run_alone(target, folder, args.update))
     _write(
         args, text=lambda: shown.to_text(found), markdown=lambda: shown.to_markdown(found),
         json=lambda: shown.to_json(found), github=lambda: shown.to_github(found), junit=lambda: to_junit(found),
@@ -265,6 +270,10 @@ def _write(args: argparse.Namespace, **formats: Callable[[], str]) -> None:
     except BrokenPipeError:
         # The reader (`| head`) has seen enough. Python flushes once more at exit, so give it somewhere to flush to.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _waiting(args: argparse.Namespace, what: str) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext() if args.quiet else waiting(what, sys.stderr)
 
 
 def _width(args: argparse.Namespace) -> int | None:
