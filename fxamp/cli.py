@@ -31,6 +31,7 @@ from passes.plan import Plan, write_text
 from passes.policy import Policy, nearest
 
 from .report import harmless
+from .report.waiting import waiting
 
 if TYPE_CHECKING:
     from .module import ConvertedModule
@@ -108,7 +109,7 @@ def load_target(target: str) -> tuple[object, object, object]:
 
 def _report(args: argparse.Namespace) -> int:
     from .report.gate import with_totals
-    from .report.report import report
+    from .report.report import Report, report
 
     if args.target.endswith(".json"):
         if args.policy or args.device:
@@ -116,9 +117,11 @@ def _report(args: argparse.Namespace) -> int:
         plan = Plan.load(args.target)
         made = report(plan)
     else:
-        with _aside():  # standard output is the report's
+        # Standard output is the report's.
+        with _aside(), _waiting(args, f"converting {args.target}"):
             module = _converted(args.target, args.policy, args.capture, args.device)
-            plan, made = with_totals(module)[0], report(module)
+            plan, record = with_totals(module)
+            made = Report(module.plan, record=record, model=module.original)
     if args.save_plan:
         plan.save(args.save_plan)
     only = {"modules": args.module, "ops": args.op, "colours": args.colour, "reasons": args.reason}
@@ -189,9 +192,11 @@ def _check(args: argparse.Namespace) -> int:
         if args.policy or args.plan or args.budget:
             raise FxampError(f"check: targets of {file.name} have their policy, plan and budget there")
     if args.targets and len(chosen) == 1 and ":" in args.targets[0]:
-        found = [_checked(chosen[0], args.update)]
+        with _waiting(args, f"checking {chosen[0].name}"):
+            found = [_checked(chosen[0], args.update)]
     else:
-        with ThreadPoolExecutor(args.jobs) as pool:
+        many = f"{len(chosen)} targets" if len(chosen) != 1 else chosen[0].name
+        with _waiting(args, f"checking {many}"), ThreadPoolExecutor(args.jobs) as pool:
             found = list(pool.map(lambda target: run_alone(target, folder, args.update), chosen))
     _write(
         args, text=lambda: shown.to_text(found), markdown=lambda: shown.to_markdown(found),
@@ -318,6 +323,10 @@ def _write(args: argparse.Namespace, paint: Callable[[str], str] = str, **format
 
 def _has_colours() -> bool:
     return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def _waiting(args: argparse.Namespace, what: str) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext() if args.quiet else waiting(what, sys.stderr)
 
 
 def _width(args: argparse.Namespace) -> int | None:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import fcntl
+import io
 import os
 import pty
 import struct
 import subprocess
 import sys
 import termios
+import time
 from pathlib import Path
 
 import pytest
 
 from fxamp.cli import main
+from fxamp.report.waiting import waiting
 from passes.plan import Decision, Plan
 from passes.policy import Policy
 from tests.records import node, report_of
@@ -94,6 +97,23 @@ def test_quiet_leaves_the_status_and_errors(plan: Path, tmp_path: Path, capsys: 
     assert capsys.readouterr() == ("", "")
     assert main(["diff", str(plan), str(tmp_path / "none.json"), "-q"]) == 2
     assert "none.json" in capsys.readouterr().err
+
+
+class Terminal(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_what_takes_long_is_said_on_a_terminal_alone_and_taken_away() -> None:
+    for stream, said in ((Terminal(), "fxamp: converting x\\x1b.py ...\r\x1b[K"), (io.StringIO(), "")):
+        with waiting("converting x\x1b.py", stream, patience=0.01):
+            time.sleep(0.2)
+        assert stream.getvalue() == said
+    with waiting("converting", stream := Terminal()):
+        pass
+    assert stream.getvalue() == ""
 
 
 @pytest.mark.parametrize("form", ["html", "dot", "model-explorer"])

@@ -15,6 +15,7 @@ from fxamp.cli import main
 from fxamp.report.diff import Change
 from fxamp.report.gate import Outcome, Place
 from fxamp.report.junit import to_junit
+from fxamp.report.outcomes import to_github, to_json, to_markdown, to_text
 from fxamp.report.sarif import MOST, to_sarif
 from passes.plan import Plan
 from passes.policy import Policy
@@ -121,6 +122,23 @@ def test_no_name_gets_out_of_its_place(text: str, sarif_schema: Any, junit_schem
     assert [(e.tag) for e in ET.fromstring(xml).iter()] == [
         "testsuites", "testsuite", "testcase", "failure", "testcase", "failure",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_no_name_is_a_command_or_markup_in_the_other_formats(text: str) -> None:
+    outcome = hostile(text)
+    for shown in (to_text([outcome]), to_markdown([outcome])):
+        assert all(c.isprintable() or c == "\n" for c in shown)
+        assert not [line for line in shown.splitlines() if line.lstrip().startswith("::") or "##[" in line]
+    assert "<" not in to_markdown([outcome]).replace("&lt;", "")
+    assert to_markdown([outcome]).count("\n| ") == to_markdown([hostile("name")]).count("\n| ")
+    lines = to_github([outcome]).splitlines()
+    assert [line.partition("::")[2].partition("::")[0].partition(" ")[0] for line in lines] == [
+        "error", "error", "warning",
+    ]  # fmt: skip
+    assert all(c.isprintable() for line in lines for c in line)
+    assert all("\r" not in line and "##[" not in line for line in lines)
+    assert Outcome.from_data(json.loads(to_json([outcome]))[0]) == outcome
 
 
 @pytest.mark.parametrize("form", ["junit", "sarif"])

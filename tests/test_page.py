@@ -10,6 +10,7 @@ import re
 import time
 from typing import Any
 
+import msgspec
 import networkx as nx
 import pytest
 import torch
@@ -127,9 +128,27 @@ def test_no_drawing_is_too_large_to_read() -> None:
     assert [v.title for v in drawn] == [f"part {i} of 4" for i in (1, 2, 3, 4)]
     assert all(sum(b.style != "outside" for b in v.boxes) <= MOST for v in drawn)
     assert sorted(b.node for v in drawn for b in v.boxes if b.style != "outside") == list(range(len(many)))
-    layers = [node(i, module=f"layers.{i // 50}.block{i % 2}") for i in range(600)]
+    layers = [node(i, module=f"layers.{i // 50}.block{i // 25 % 2}") for i in range(600)]
     whole, *_ = views(layers)
     assert {b.module for b in whole.boxes} == {f"layers.{i}.block{j}" for i in range(12) for j in (0, 1)}
+
+
+def test_a_module_that_runs_twice_is_drawn_twice() -> None:
+    many = [node(i, module="act" if i in (3, 4, 9, 10) else f"layer{i}.x{i % 2}") for i in range(12)]
+    (whole,) = [v for v in views([*many, *(node(i, module=f"more.{i}") for i in range(12, 90))]) if not v.module]
+    twice = [b for b in whole.boxes if b.module == "act"]
+    assert [b.label for b in twice] == ["act (2)", "act (2)"]
+    assert all(whole.boxes[e.start].y < whole.boxes[e.end].y for e in whole.edges)
+
+
+def test_a_graph_of_another_state_reads_what_the_first_one_has() -> None:
+    first = [node(i) for i in range(4)]
+    second = [msgspec.structs.replace(node(i), graph=1) for i in (1, 3)]
+    training, evaluation = views([*first, *second], ("0: training", "1: evaluation"))
+    assert (training.title, evaluation.title) == ("training", "evaluation")
+    outside = {b.node for b in evaluation.boxes if b.style == "outside"}
+    assert outside == {0, 2}
+    assert [b.node for b in evaluation.boxes if b.style != "outside"] == [4, 5]
 
 
 def overlaps(view: View) -> list[tuple[int, int]]:
@@ -170,8 +189,6 @@ def test_an_edge_back_is_drawn_upwards() -> None:
 
 
 def test_very_many_nodes_are_left_out_with_a_word(record: Record) -> None:
-    import msgspec
-
     many = tuple(node(i, module=f"layers.{i // 10}.part{i % 3}") for i in range(50_000))
     text = page(msgspec.structs.replace(record, nodes=many), "Net")
     found = Page(text)

@@ -138,7 +138,7 @@ def test_a_drawing_is_walked_by_keys_and_its_node_is_explained(opened: Opened) -
 
 
 def test_a_folded_module_opens_its_own_drawing(opened: Opened, tmp_path: Path) -> None:
-    nodes = tuple(node(i, module=f"layers.{i // 50}.block{i % 2}") for i in range(600))
+    nodes = tuple(node(i, module=f"layers.{i // 50}.block{i // 25 % 2}") for i in range(600))
     record = fxamp.report(converted("hf_bert", "O2,dtype=bf16")).record
     assert record is not None
     (tmp_path / "folded.html").write_text(made_page(msgspec.structs.replace(record, nodes=nodes)), encoding="utf-8")
@@ -163,6 +163,22 @@ def test_tabs_are_walked_by_keys_and_the_comparison_marks_what_differs(opened: O
     marked = page.locator("#compare-table tbody tr")
     assert 0 < marked.count() < all_rows
     assert marked.count() == page.locator("#compare-table tbody tr.differs").count()
+
+
+def test_a_cause_is_followed_to_its_drawing_and_a_table_stays_where_it_is(opened: Opened) -> None:
+    page = opened()
+    page.locator("#tree tr[data-path='bert.encoder.layer.0']").click()
+    page.locator("#tab-nodes").click()
+    page.locator("#node-table tbody button").first.click()
+    first = page.locator("#panel h2").inner_text()
+    assert page.locator("#chosen").inner_text() == "bert.encoder.layer.0"
+    assert page.locator("#said").inner_text().startswith(f"{first} runs in ")
+    page.locator("#panel .chain button").first.click()
+    cause = page.locator("#panel h2").inner_text()
+    assert cause != first
+    assert page.evaluate("document.activeElement === document.querySelector('#panel h2')")
+    page.locator("#tab-graph").click()
+    assert cause.partition("/")[0] in page.locator("#canvas .box.chosen").get_attribute("aria-label")
 
 
 def test_a_link_to_a_node_opens_it(opened: Opened) -> None:

@@ -40,6 +40,27 @@ def test_what_is_kept_for_backward_is_what_a_step_keeps(name: str, policy: str) 
 
 
 @pytest.mark.parametrize("name", MODELS)
+def test_what_fp32_and_autocast_would_keep_is_what_they_keep(name: str) -> None:
+    found, module = subject(name), converted(name, "O2,dtype=bf16").train()
+    totals = record_of(module).totals
+    found.model.train()
+    with unchanged(found.model):
+        plain = saved_bytes(lambda: found.model(*found.args, **found.kwargs))
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            ambient = saved_bytes(lambda: found.model(*found.args, **found.kwargs))
+    assert totals.saved_bytes_fp32 == pytest.approx(plain, rel=0.01)
+    assert totals.saved_bytes_autocast == pytest.approx(ambient, rel=0.01)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_a_node_gives_without_mixed_precision_is_known(name: str) -> None:
+    record = record_of(converted(name, "O2,dtype=bf16"))
+    assert {n.original for n in record.nodes} <= {"float32", ""}
+    assert sum(n.original == "float32" for n in record.nodes) > 0.9 * len(record.nodes)
+    assert {n.original for n in record_of(converted(name, "O2,dtype=bf16").plan).nodes} == {""}
+
+
+@pytest.mark.parametrize("name", MODELS)
 def test_every_decision_is_found_in_the_graph(name: str) -> None:
     module = converted(name, "O2,dtype=bf16")
     record = record_of(module)

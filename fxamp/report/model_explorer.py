@@ -1,7 +1,7 @@
 """A report as two files for Google's Model Explorer: the graph, and data for its nodes, which colours them.
 
-Open the first with `model-explorer FILE`, and load the second there as custom node data: a folded module then shows how
-much of it runs in which dtype.
+`model-explorer graph.json --node_data_paths graph.node_data.json` opens both: a folded module then shows how much of it
+runs in which dtype.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ def page(
         said.append(f"{len(rows)} modules are more than the {MOST_ROWS} that a page can hold: it shows {level} levels.")
         rows = [replace(row, children=row.children and row.level < level) for row in rows if row.level <= level]
     data = {
-        "nodes": msgspec.to_builtins(shown), "views": [asdict(view) for view in views(shown)],
+        "nodes": msgspec.to_builtins(shown), "views": [asdict(view) for view in views(shown, record.states)],
         "meanings": {code.value: code.meaning for code in Code}, "most": MOST,
     }  # fmt: skip
     return render(

@@ -9,6 +9,7 @@ import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeAlias
 
 from ..record import NodeRecord
 from ..tree import LOW
@@ -73,22 +74,35 @@ class View:
     edges: tuple[Edge, ...]
 
 
+# What one box stands for: nodes that follow each other, by place, and the module that they are folded into, or "".
+_Run: TypeAlias = tuple[str, list[int]]
+
+
 @dataclass
 class _Graph:
-    """The nodes of one graph in their order, by place in the record, and where their values come from."""
+    """One graph: what it is called, all nodes of the record, and of its own the places there, by key and by module."""
 
-    number: int
-    nodes: dict[int, NodeRecord] = field(default_factory=dict)
-    places: dict[str, int] = field(default_factory=dict)
-    within: dict[str, list[int]] = field(default_factory=dict)  # by module, what is in it or below it
+    name: str
+    nodes: Sequence[NodeRecord]
+    places: dict[str, int]
+    within: dict[str, list[int]] = field(default_factory=dict)  # what is in a module or below it
 
 
-def views(nodes: Sequence[NodeRecord]) -> list[View]:
-    """Return the drawings of every module with several nodes; none where it is not known what they read."""
+def views(nodes: Sequence[NodeRecord], states: Sequence[str] = ()) -> list[View]:
+    """Return the drawings of every module with several nodes; none where it is not known what they read.
+
+    Args:
+        nodes: of a record.
+        states: of the model that its graphs hold for, each after the number of its graph, as "12: evaluation".
+    """
     graphs: dict[int, _Graph] = {}
+    called = dict(state.split(": ", 1) for state in states)
     for place, node in enumerate(nodes):
-        graph = graphs.setdefault(node.graph, _Graph(node.graph))
-        graph.nodes[place] = node
+        if node.graph not in graphs:
+            name = called.get(str(node.graph), f"graph {node.graph}")
+            # Where a graph shares decisions with the first, only that one has them.
+            graphs[node.graph] = _Graph(name, nodes, dict(next(iter(graphs.values())).places) if graphs else {})
+        graph = graphs[node.graph]
         graph.places[node.key] = place
         for path in ("", *_upwards(node.module)):
             graph.within.setdefault(path, []).append(place)
@@ -101,12 +115,11 @@ def _of_graph(graph: _Graph, several: bool) -> Iterator[View]:
     for module, places in graph.within.items():
         if len(places) == 1 and module:
             continue  # it is drawn in the module round it
-        boxed = _folded(graph, module)
-        names = list(dict.fromkeys(boxed.values()))
-        parts = [names[at : at + MOST] for at in range(0, len(names), MOST)]
+        runs = _folded(graph, module)
+        parts = [runs[at : at + MOST] for at in range(0, len(runs), MOST)]
         for number, part in enumerate(parts, 1):
-            words = [f"graph {graph.number}"] * several + [f"part {number} of {len(parts)}"] * (len(parts) > 1)
-            yield _drawn(graph, module, ", ".join(words), boxed, set(part))
+            words = [graph.name] * several + [f"part {number} of {len(parts)}"] * (len(parts) > 1)
+            yield _drawn(graph, module, ", ".join(words), part)
 
 
 def _upwards(path: str) -> Iterator[str]:
@@ -116,76 +129,85 @@ def _upwards(path: str) -> Iterator[str]:
         yield ".".join(parts[:end])
 
 
-def _folded(graph: _Graph, module: str) -> dict[int, int | str]:
-    """Return the box of each node, its own or that of a folded module: at the greatest depth that is easy to read."""
-    skip = module.count(".") + 1 if module else 0
-    made: dict[int, int | str] = {}
-    for depth in itertools.count():
-        finer: dict[int, int | str] = {}
-        for place in graph.within[module]:
-            path = ".".join(graph.nodes[place].module.split(".")[: skip + depth + 1])
-            deeper = graph.nodes[place].module.count(".") + bool(graph.nodes[place].module) > skip + depth
-            finer[place] = path if deeper and len(graph.within[path]) > 1 else place
-        if made and (finer == made or len(set(finer.values())) > EASY):
-            return made
+def _folded(graph: _Graph, module: str) -> list[_Run]:
+    """Return the boxes of a module: folded as little as it takes to be easy to read."""
+    depth = module.count(".") + 1 if module else 0
+    made = _runs(graph, module, depth)
+    while any(path for path, _ in made):
+        depth += 1
+        finer = _runs(graph, module, depth)
+        if len(finer) > EASY:
+            break
         made = finer
-    raise AssertionError("unreachable")
+    return made
 
 
-def _drawn(graph: _Graph, module: str, words: str, boxed: dict[int, int | str], part: set[int | str]) -> View:
-    """Draw one part of a module's boxes, with what it reads from elsewhere."""
-    inside = [(place, name) for place, name in boxed.items() if name in part]
-    readings = {(read.value, name) for place, name in inside for read in graph.nodes[place].reads}
+def _runs(graph: _Graph, module: str, depth: int) -> list[_Run]:
+    """Return the nodes of a module in their order, where what follows each other in one deeper module is together."""
+
+    def deeper(place: int) -> str | int:
+        parts = graph.nodes[place].module.split(".")
+        return ".".join(parts[: depth + 1]) if len(parts) > depth and graph.nodes[place].module else place
+
+    runs = []
+    for path, places in itertools.groupby(graph.within[module], key=deeper):
+        found = list(places)
+        runs.append((path if isinstance(path, str) and len(found) > 1 else "", found))
+    return runs
+
+
+def _drawn(graph: _Graph, module: str, words: str, runs: Sequence[_Run]) -> View:
+    """Draw some of a module's boxes, with what they read from elsewhere."""
+    boxed = {place: at for at, (_, places) in enumerate(runs) for place in places}
+    readings = {(read.value, at) for place, at in boxed.items() for read in graph.nodes[place].reads}
     readers = Counter(value for value, _ in readings)
-    boxes: dict[object, Box] = {}
+    boxes: dict[object, Box] = {at: _box(graph, module, run) for at, run in enumerate(runs)}
     edges: dict[tuple[object, object], str] = {}
-    for place, name in inside:
-        node = graph.nodes[place]
-        if name not in boxes:
-            boxes[name] = _box(graph, module, place, name)
-        for read in node.reads:
+    for place, at in boxed.items():
+        for read in graph.nodes[place].reads:
             if read.kind == "attribute":
                 continue
-            start: object = graph.places.get(read.value) if read.kind == "node" else read.value
-            origin: object = boxed.get(start) if isinstance(start, int) else None
-            if origin is None or origin not in part:
-                origin = ("outside", read.value, name if readers[read.value] > _SHARED else "")
+            start = graph.places.get(read.value) if read.kind == "node" else None
+            origin: object = boxed.get(start) if start is not None else None
+            if origin is None:
+                origin = (read.value, at if readers[read.value] > _SHARED else "")
                 if origin not in boxes:
                     boxes[origin] = _outside(graph, read.value, start)
-            if origin != name:
-                edges[origin, name] = edges.get((origin, name)) or read.cast
-    order = sorted(boxes, key=lambda name: not isinstance(name, tuple))  # what comes from outside stands first
+            if origin != at:
+                edges[origin, at] = edges.get((origin, at)) or read.cast
+    order = sorted(boxes, key=lambda name: isinstance(name, int))  # what comes from outside stands first
     layout = layered({name: boxes[name].width for name in order}, edges)
-    at = {name: i for i, name in enumerate(order)}
+    number = {name: i for i, name in enumerate(order)}
     return View(
         module, words, layout.width, layout.height,
         tuple(_moved(boxes[name], layout.places[name]) for name in order),
-        tuple(Edge(at[a], at[b], cast, tuple(layout.routes[a, b])) for (a, b), cast in edges.items()),
+        tuple(Edge(number[a], number[b], cast, tuple(layout.routes[a, b])) for (a, b), cast in edges.items()),
     )  # fmt: skip
 
 
-def _box(graph: _Graph, module: str, place: int, name: int | str) -> Box:
+def _box(graph: _Graph, module: str, run: _Run) -> Box:
+    path, places = run
+    if path:
+        return _module(module, path, [graph.nodes[place] for place in places])
+    (place,) = places
     node = graph.nodes[place]
-    if isinstance(name, str):
-        return _module(graph, module, name)
     casts = tuple(f"{read.value} to {read.cast}" for read in node.reads if read.kind == "attribute" and read.cast)
     style = "low" if node.colour in LOW else "fp32" if node.colour == "float32" else "other"
     return _sized(Box(place, "", node.op, _below(node.module, module), style, casts=casts))
 
 
-def _module(graph: _Graph, module: str, path: str) -> Box:
+def _module(module: str, path: str, nodes: Sequence[NodeRecord]) -> Box:
     """Return the box of a folded module, which is called by its last name, and by one more where that is a number."""
-    found = [graph.nodes[place] for place in graph.within[path]]
-    low, fp32 = (sum(test(n) for n in found) for test in (lambda n: n.colour in LOW, lambda n: n.colour == "float32"))
+    low, fp32 = sum(n.colour in LOW for n in nodes), sum(n.colour == "float32" for n in nodes)
     parts = _below(path, module).split(".")
     named = 2 if parts[-1].isdecimal() and len(parts) > 1 else 1
     label, below = ".".join(parts[-named:]), ".".join(parts[:-named])
-    shares = (round(100 * low / len(found)), round(100 * fp32 / len(found)))
-    return _sized(Box(-1, path, f"{label} ({len(found)})", below, "module", *shares))
+    shares = (round(100 * low / len(nodes)), round(100 * fp32 / len(nodes)))
+    return _sized(Box(-1, path, f"{label} ({len(nodes)})", below, "module", *shares))
 
 
-def _outside(graph: _Graph, value: str, place: object) -> Box:
-    if isinstance(place, int):
+def _outside(graph: _Graph, value: str, place: int | None) -> Box:
+    if place is not None:
         return _sized(Box(place, "", graph.nodes[place].op, graph.nodes[place].module, "outside"))
     return _sized(Box(-1, "", value, "input", "outside"))
 

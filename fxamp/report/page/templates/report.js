@@ -34,7 +34,7 @@ const styleOf = (dtype) => (LOW.includes(dtype) ? "low" : dtype === "float32" ? 
 const place = (node) => (node.file ? `${node.file}:${node.line}` : "");
 const amount = (n, unit) => (n === null ? "not known" : n >= 1e9 ? `${(n / 1e9).toPrecision(3)} G${unit}` : n >= 1e6 ? `${(n / 1e6).toPrecision(3)} M${unit}` : n >= 1e3 ? `${(n / 1e3).toPrecision(3)} k${unit}` : `${n} ${unit}`);
 const dtype = (name) => (name ? element("span", { class: `dtype ${styleOf(name)}` }, name) : "–");
-const link = (i, text) => element("button", { type: "button", class: "link", onclick: () => chooseNode(i, true) }, text || nodes[i].key);
+const link = (i, text, follow = true) => element("button", { type: "button", class: "link", onclick: () => chooseNode(i, follow) }, text || nodes[i].key);
 const keyOf = (node) => (several ? `${node.graph}:${node.key}` : node.key);
 // The key of a node as seen from the chosen module.
 const shortOf = (node) => (!words.length && module && node.key.startsWith(`${module}.`) ? keyOf(node).replace(`${module}.`, "") : keyOf(node));
@@ -57,7 +57,7 @@ function nodeTable() {
   const rows = found.map((i) => {
     const node = nodes[i];
     return element("tr", { "data-node": i, class: i === chosen ? "chosen" : "" },
-      element("th", { scope: "row" }, link(i, shortOf(node))), element("td", {}, dtype(node.colour)),
+      element("th", { scope: "row" }, link(i, shortOf(node), false)), element("td", {}, dtype(node.colour)),
       element("td", {}, node.casts.length ? `${node.casts.length}` : ""), element("td", {}, `${node.reason_code}: ${node.reason}`),
       element("td", {}, element("code", {}, place(node))));
   });
@@ -72,7 +72,7 @@ function compareTable() {
     const node = nodes[i];
     const differs = node.autocast !== node.colour;
     return element("tr", { class: differs ? "differs" : "" },
-      element("th", { scope: "row" }, link(i, shortOf(node)), differs ? element("span", { class: "mark" }, " differs") : null),
+      element("th", { scope: "row" }, link(i, shortOf(node), false), differs ? element("span", { class: "mark" }, " differs") : null),
       element("td", {}, dtype(node.original)), element("td", {}, dtype(node.autocast)), element("td", {}, dtype(node.colour)),
       element("td", {}, differs ? `${node.reason_code}: ${node.reason}` : ""));
   });
@@ -116,7 +116,7 @@ function panel() {
   });
   const shapes = node.shapes.map((shape) => `[${shape.join(", ")}]`).join(" ");
   byId("panel").replaceChildren(
-    element("h2", {}, keyOf(node)),
+    element("h2", { tabindex: -1 }, keyOf(node)),
     element("dl", {},
       ...term("op", node.op),
       ...term("runs in", dtype(node.colour), node.autocast !== node.colour ? element("span", { class: "mark" }, ` autocast: ${node.autocast}`) : null),
@@ -130,14 +130,17 @@ function panel() {
       ...term("size", node.bytes === null ? "" : `${amount(node.bytes, "B")}, ${amount(node.flops, "FLOPs")}, ${amount(node.saved_bytes, "B")} saved for backward`)));
 }
 
-function chooseNode(i, reveal = false) {
+// Explain a node; follow it to its drawing too, where it was chosen by a link from elsewhere.
+function chooseNode(i, follow = false) {
   chosen = i;
   panel();
+  byId("said").textContent = `${keyOf(nodes[i])} runs in ${nodes[i].colour}. ${nodes[i].reason_code}: ${nodes[i].reason}`;
   byId("node-table").querySelectorAll("tr[data-node]").forEach((row) => row.classList.toggle("chosen", Number(row.dataset.node) === i));
-  if (reveal && !canvas.mark(i)) {
+  if (!canvas.mark(i) && follow) {
     chooseModule(nodes[i].module);
     canvas.mark(i);
   }
+  if (follow) byId("panel").firstElementChild.focus();
   history.replaceState(null, "", `#${encodeURIComponent(keyOf(nodes[i]))}`);
 }
 

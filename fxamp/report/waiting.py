@@ -1,0 +1,44 @@
+"""Say on a terminal what takes long, while it does; a file or a pipe gets none of it."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import TextIO
+
+from .harmless import visible
+
+PATIENCE = 2.0  # seconds
+
+
+@contextlib.contextmanager
+def waiting(what: str, to: TextIO, patience: float = PATIENCE) -> Iterator[None]:
+    """Show a line once the body has taken longer than that, and take it away at the end.
+
+    Args:
+        what: is done.
+        to: standard error.
+        patience: in seconds.
+    """
+    if not to.isatty():
+        yield
+        return
+    shown = threading.Event()
+
+    def show() -> None:
+        shown.set()
+        to.write(visible(f"fxamp: {what} ..."))
+        to.flush()
+
+    timer = threading.Timer(patience, show)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
+        if shown.is_set():
+            to.write("\r\x1b[K")
+            to.flush()
