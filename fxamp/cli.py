@@ -23,6 +23,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, NoReturn
 
 from tabulate import tabulate
+from tqdm import tqdm
 
 from passes.errors import FxampError, PolicyError
 from passes.plan import Plan, write_text
@@ -184,7 +185,8 @@ def _check(args: argparse.Namespace) -> int:
         found = [_checked(chosen[0], args.update)]
     else:
         with ThreadPoolExecutor(args.jobs) as pool:
-            found = list(pool.map(lambda target: run_alone(target, folder, args.update), chosen))
+            running = pool.map(lambda target: run_alone(target, folder, args.update), chosen)
+            found = list(tqdm(running, total=len(chosen), unit="target", leave=False, delay=2, disable=None))
     _write(
         args, text=lambda: shown.to_text(found), markdown=lambda: shown.to_markdown(found),
         json=lambda: shown.to_json(found), github=lambda: shown.to_github(found),

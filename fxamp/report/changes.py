@@ -173,17 +173,17 @@ def another_model(before: Sequence[object], after: Sequence[object], found: Matc
 
 
 def by_rule(before: Plan, after: Plan, changes: Iterable[Change], ops: Mapping[str, str]) -> list[Change]:
-    """Put all decisions on an op in one line whose rule another torch has changed.
+    """Put all decisions on an op in one line whose rule another torch, or another fxamp, has changed.
 
     Args:
-        before: made by one torch.
+        before: made by one version.
         after: made by another, by the same policy.
         changes: between the two.
         ops: op of every node after, by key.
     """
-    old, new = (".".join(p.torch_version.split(".")[:2]) for p in (before, after))
+    versions = _versions(before, after)
     changes = list(changes)
-    if old == new or before.policy != after.policy:
+    if versions is None or before.policy != after.policy:
         return changes
     changed = {ops[c.key] for c in changes if c.field == "kind" and c.kind == "changed"}
     of_rule: dict[str, list[Change]] = {op: [] for op in changed}
@@ -196,5 +196,14 @@ def by_rule(before: Plan, after: Plan, changes: Iterable[Change], ops: Mapping[s
         sides = [{c.field: (c.before, c.after)[side] for c in reversed(found)} for side in (0, 1)]
         was, now = (", ".join(str(side[f]) for f in ("kind", "colour") if f in side) for side in sides)
         nodes = tuple(dict.fromkeys(c.key for c in found))
-        lines.append(Change("changed", f"{RULE} {op})", f"torch {old} to {new}", was, now, nodes))
+        lines.append(Change("changed", f"{RULE} {op})", versions, was, now, nodes))
     return [*lines, *rest]
+
+
+def _versions(before: Plan, after: Plan) -> str | None:
+    """Say between which versions of torch, or else of fxamp, two plans were made; None where these are the same."""
+    old, new = (".".join(p.torch_version.split(".")[:2]) for p in (before, after))
+    if old != new:
+        return f"torch {old} to {new}"
+    old, new = before.fxamp_version, after.fxamp_version
+    return f"fxamp {old} to {new}" if old and new and old != new else None

@@ -128,7 +128,7 @@ def plan_in(value: object) -> Plan | None:
     if isinstance(value, Plan):
         return value
     if isinstance(value, str | os.PathLike):
-        return Plan.load(value)
+        return Plan.load(value, newer=True)
     plan = getattr(value, "plan", None)
     if isinstance(plan, Plan):
         return plan
@@ -138,7 +138,8 @@ def plan_in(value: object) -> Plan | None:
 def _of_plans(before: Diffable, after: Diffable, old: Plan, new: Plan) -> GraphDiff:
     sides = (before, old), (after, new)
     left, right = (of_plan(p, given if isinstance(given, ConvertedModule) else None) for given, p in sides)
-    titles = _plan_title(old), _plan_title(new)
+    named = bool(old.fxamp_version and new.fxamp_version) and old.fxamp_version != new.fxamp_version
+    titles = _plan_title(old, named), _plan_title(new, named)
     found = match(left, right)
     if not found.alike:
         return GraphDiff(*titles, (another_model(left, right, found),))
@@ -174,8 +175,9 @@ def _graph_in(name: str, value: object) -> GraphModule:
     )
 
 
-def _plan_title(plan: Plan) -> str:
-    return f"{plan.policy}  {plan.capture}, torch {plan.torch_version}, {len(plan.decisions)} nodes"
+def _plan_title(plan: Plan, with_version: bool) -> str:
+    made_by = f"fxamp {plan.fxamp_version}, " if with_version else ""
+    return f"{plan.policy}  {plan.capture}, {made_by}torch {plan.torch_version}, {len(plan.decisions)} nodes"
 
 
 def _graph_title(module: GraphModule) -> str:
