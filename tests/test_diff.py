@@ -198,6 +198,15 @@ def test_edits_in_two_places_leave_what_is_between_them_alone() -> None:
     assert {c.key for c in found.changes if c.kind == "changed"} == {d.key for d in layers("h.3")}
 
 
+def test_layers_that_moved_apart_are_named_one_by_one() -> None:
+    before = [d for i in range(5) for d in layers(f"h.{i}")]
+    others = [decision(f"{path}/gelu#0") for path in ("h.1", "h.3")]
+    after = [*layers("h.0"), others[0], *layers("h.2"), others[1], *layers("h.4", "h.5", "h.6")]
+    found = diff(plan(*before), plan(*after))
+    assert [c.key for c in found.changes] == [d.key for d in others]
+    assert [(c.before, c.after) for c in found.renamed] == [("h.1", "h.2"), ("h.2 to 4", "h.4 to 6")]
+
+
 def test_a_renamed_module_is_one_line_and_a_difference() -> None:
     found = diff(plan(*layers("encoder.0", "encoder.1")), plan(*layers("model.encoder.0", "model.encoder.1")))
     assert found.changes == ()

@@ -9,8 +9,6 @@
 
 from __future__ import annotations
 
-import re
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -18,10 +16,10 @@ from typing import Literal
 from passes.plan import Plan
 
 from .harmless import visible
-from .match import Item, Matching, in_order
+from .match import Item, Matching, corresponding
+from .sequences import in_order
 
 PLAN_KEY, MODULES, RULE = "(plan)", "(modules)", "(rule"
-_LAST_NUMBER = re.compile(r"\d+(?!.*\d)")
 
 
 @dataclass(frozen=True)
@@ -121,49 +119,6 @@ def _moved(before: Sequence[Item], after: Sequence[Item], pairs: Mapping[int, in
 
 def _place(items: Sequence[Item], at: int) -> str:
     return f"after {items[at - 1].key}" if at else "first"
-
-
-def corresponding(before: Sequence[Item], after: Sequence[Item], pairs: Mapping[int, int]) -> dict[str, str]:
-    """Return for each module before the one after that has most of its nodes; the one of its name, if that does too."""
-    votes: dict[str, Counter[str]] = {}
-    for new, old in pairs.items():
-        votes.setdefault(before[old].module, Counter())[after[new].module] += 1
-    return {a: max(found, key=lambda b: (found[b], b == a)) for a, found in votes.items()}
-
-
-def renamed(before: Sequence[Item], after: Sequence[Item], pairs: Mapping[int, int]) -> list[Change]:
-    """Return a line for modules that have another path now, neighbours with rising numbers in one."""
-    instead = corresponding(before, after, pairs)
-    runs: dict[tuple[str, str, int], dict[int, list[str]]] = {}
-    for new, old in pairs.items():
-        a, b = before[old].module, after[new].module
-        a, b = (m.partition(":")[2] if m.partition(":")[0].isdigit() else m for m in (a, b))
-        if a == b or instead[before[old].module] != after[new].module:
-            continue
-        a, b = _without_common_end(a, b)
-        first, second = _LAST_NUMBER.search(a), _LAST_NUMBER.search(b)
-        number = int(first[0]) if first else 0
-        step = int(second[0]) - number if first and second else 0
-        shape = (a, b, 0) if not step else (_LAST_NUMBER.sub("*", a), _LAST_NUMBER.sub("*", b), step)
-        runs.setdefault(shape, {}).setdefault(number if step else 0, []).append(after[new].key)
-    return [Change(
-        "changed", MODULES, "path", _numbered(a, list(at), 0), _numbered(b, list(at), step),
-        tuple(key for keys in at.values() for key in keys),
-    ) for (a, b, step), at in runs.items()]  # fmt: skip
-
-
-def _without_common_end(a: str, b: str) -> tuple[str, str]:
-    left, right = a.split(".") if a else [], b.split(".") if b else []
-    while left and right and left[-1] == right[-1]:
-        left.pop()
-        right.pop()
-    return ".".join(left), ".".join(right)
-
-
-def _numbered(path: str, numbers: Sequence[int], step: int) -> str:
-    low, high = min(numbers) + step, max(numbers) + step
-    text = path.replace("*", str(low), 1) or "(model)"
-    return f"{text} to {high}" if high > low else text
 
 
 def another_model(before: Sequence[object], after: Sequence[object], found: Matching) -> Change:

@@ -23,10 +23,11 @@ from ..module import ConvertedModule
 from . import listing
 from .changes import PLAN_KEY as PLAN_KEY
 from .changes import Change as Change
-from .changes import another_model, by_rule, compared, renamed
+from .changes import another_model, by_rule, compared
 from .items import arguments, node_keys, of_graph, of_plan
 from .marked import Marked, marked
 from .match import match
+from .renamed import renamed
 
 Diffable: TypeAlias = Union[Plan, nn.Module, str, "os.PathLike[str]"]
 
