@@ -23,7 +23,6 @@ from types import ModuleType
 from typing import TYPE_CHECKING, NoReturn
 
 from tabulate import tabulate
-from tqdm import tqdm
 
 from passes.errors import FxampError, PolicyError
 from passes.plan import Plan, write_text
@@ -185,8 +184,7 @@ def _check(args: argparse.Namespace) -> int:
         found = [_checked(chosen[0], args.update)]
     else:
         with ThreadPoolExecutor(args.jobs) as pool:
-            running = pool.map(lambda target: run_alone(target, folder, args.update), chosen)
-            found = list(tqdm(running, total=len(chosen), unit="target", leave=False, delay=2, disable=None))
+            found = list(pool.map(lambda target: run_alone(target, folder, args.update), chosen))
     _write(
         args, text=lambda: shown.to_text(found), markdown=lambda: shown.to_markdown(found),
         json=lambda: shown.to_json(found), github=lambda: shown.to_github(found),
