@@ -69,12 +69,12 @@ class GraphDiff:
         return any(c.field == "model" and c.key == PLAN_KEY for c in self.changes)
 
     def to_markdown(self) -> str:
-        """Write the changes as a Markdown table."""
-        return listing.to_markdown((self.before, self.after), self.totals, self.renamed, self.changes)
+        """Write the changes as a Markdown table; the code as a block where there is one."""
+        return listing.to_markdown((self.before, self.after), self.totals, self.renamed, self.changes, self.code)
 
     def to_html(self) -> str:
         """Write the changes as a table, on a page that needs nothing else."""
-        return listing.to_html((self.before, self.after), self.totals, self.renamed, self.changes)
+        return listing.to_html((self.before, self.after), self.totals, self.renamed, self.changes, self.code)
 
     def to_json(self) -> str:
         """Write the changes as JSON, the same text for the same changes."""
