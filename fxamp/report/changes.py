@@ -55,6 +55,11 @@ class Change:
         return visible(f"! {self.key}  {self.field}: {self.before} -> {self.after}")
 
     @property
+    def counted(self) -> tuple[str, ...]:
+        """Return the keys of the nodes that have changed: a module that is called otherwise is one change."""
+        return self.nodes if self.key.startswith(RULE) else (self.key,)
+
+    @property
     def module(self) -> str:
         """Return the path of the module that the node is in, "" for the outermost."""
         return self.key.rpartition("/")[0]

@@ -84,11 +84,10 @@ class GraphDiff:
 
     @property
     def totals(self) -> str:
-        """Say in a line how many nodes were added, removed and changed."""
+        """Say in a line how many nodes were added, removed and changed, each once in however many fields."""
         if not self:
             return "no difference"
-        # One node can change in several fields.
-        nodes = {(c.kind, key) for c in self.changes for key in (c.nodes or (c.key,))}
+        nodes = {(c.kind, key) for c in self.changes for key in c.counted}
         return ", ".join(f"{sum(k == kind for k, _ in nodes)} {kind}" for kind in ("added", "removed", "changed"))
 
 
