@@ -6,6 +6,8 @@ plan always gives the same text.
 
 from __future__ import annotations
 
+import functools
+import importlib.metadata
 import itertools
 import json
 import os
@@ -23,11 +25,19 @@ from .errors import PlanError, PolicyError
 from .policy import Policy
 from .reasons import DEVIATIONS, Code, Reason
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 REMEDY = "make the plan anew, with `fxamp report TARGET --save-plan FILE` or `fxamp.plan(model, ...).save(path)`"
 LONGEST = 64 << 20  # characters; 50,000 nodes take 13 MB
 _CODES = {code.value: code for code in Code}
 _SURROGATE = re.compile("[\ud800-\udfff]")  # text that a path may hold and UTF-8 has not
+
+
+@functools.cache
+def _installed() -> str:
+    try:
+        return importlib.metadata.version("fxamp")
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 @dataclass(frozen=True)
@@ -93,6 +103,7 @@ class Plan:
         states: Of a model with several graphs: the states of the model that each holds for, and the number of its first
             graph, as "12: evaluation". A decision that the first of them has too, for the same key, stands there alone.
         totals: What the graphs cost at the example's sizes, as `fxamp check` compares it; empty where nobody asked.
+        fxamp_version: The fxamp it was made with; "" of a plan older than that is written down.
         version: Version of the file format.
     """
 
@@ -106,6 +117,7 @@ class Plan:
     torch_version: str = field(default_factory=lambda: str(torch.__version__))
     states: tuple[str, ...] = ()
     totals: Mapping[str, float] = field(default_factory=dict, compare=False)
+    fxamp_version: str = field(default_factory=_installed, compare=False)
     version: int = FORMAT_VERSION
 
     def __post_init__(self) -> None:
@@ -153,13 +165,24 @@ class Plan:
         return _SURROGATE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
     @classmethod
-    def from_json(cls, text: str, *, name: str = "plan") -> Plan:
-        """Read a plan from text; `name` is what errors call it."""
+    def from_json(cls, text: str, *, name: str = "plan", newer: bool = False) -> Plan:
+        """Read a plan from text.
+
+        Args:
+            text: as `to_json` writes it.
+            name: what errors call it.
+            newer: of a newer format read what this fxamp knows of, for comparisons; a note says that there is more.
+
+        Raises:
+            PlanError: it is no plan; says where.
+        """
         data = strictly(text, name, "plan")
         if not isinstance(data, dict) or not isinstance(data.get("version"), int):
             raise PlanError(f'{name}: JSON, but not a plan (no "version"); {REMEDY}')
         if data["version"] < 1:
             raise PlanError(f"{name}: there is no plan format {data['version']}; {REMEDY}")
+        if data["version"] > FORMAT_VERSION and newer:
+            data = _known_part(data)
         if data["version"] > FORMAT_VERSION:
             raise PlanError(
                 f"{name}: plan format {data['version']} is newer than {FORMAT_VERSION}, the newest this fxamp reads; "
@@ -186,8 +209,8 @@ class Plan:
             raise PlanError(f"cannot write the plan to {os.fspath(path)!r}: {_why(error)}") from error
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Plan:
-        """Read a plan from a file."""
+    def load(cls, path: str | os.PathLike[str], *, newer: bool = False) -> Plan:
+        """Read a plan from a file, as `from_json` reads its text."""
         try:
             with Path(path).open(encoding="utf-8") as file:
                 text = file.read(LONGEST + 1)  # of a device that never ends, too
@@ -195,7 +218,7 @@ class Plan:
             raise PlanError(f"{os.fspath(path)}:1: not a plan (not UTF-8 text); {REMEDY}") from error
         except (OSError, ValueError) as error:
             raise PlanError(f"cannot read the plan {os.fspath(path)!r}: {_why(error)}; {REMEDY}") from error
-        return cls.from_json(text, name=os.fspath(path))
+        return cls.from_json(text, name=os.fspath(path), newer=newer)
 
 
 def strictly(text: str, name: str, what: str) -> Any:
@@ -242,7 +265,22 @@ def _in_this_format(data: dict[str, Any]) -> dict[str, Any]:
             if isinstance(row, dict) and isinstance(row.get("reason"), str) else row
             for row in data["decisions"]
         ]}  # fmt: skip
-    return {"totals": {}, **data, "version": FORMAT_VERSION}
+    return {"totals": {}, "fxamp_version": "", **data, "version": FORMAT_VERSION}
+
+
+def _known_part(data: dict[str, Any]) -> dict[str, Any]:
+    """Return of a plan of a newer format the fields that this one has."""
+    plan, decision = ({f.name for f in fields(kind)} for kind in (Plan, Decision))
+    note = f"of plan format {data['version']}, newer than {FORMAT_VERSION}: what it has more is not read"
+    known = {name: value for name, value in data.items() if name in plan} | {"version": FORMAT_VERSION}
+    if isinstance(known.get("notes"), list):
+        known["notes"] = [*known["notes"], note]
+    if isinstance(known.get("decisions"), list):
+        known["decisions"] = [
+            {name: value for name, value in row.items() if name in decision} if isinstance(row, dict) else row
+            for row in known["decisions"]
+        ]  # fmt: skip
+    return known
 
 
 def _between(decisions: Sequence[Decision], first: int | None, end: int | None) -> list[Decision]:

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import re
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,9 @@ from fxamp.report.changes import compared
 from fxamp.report.diff import PLAN_KEY, Change, diff
 from fxamp.report.match import Item, match
 from passes.errors import FxampError, PlanError
-from passes.plan import Decision, Plan
+from passes.plan import FORMAT_VERSION, Decision, Plan
 from passes.policy import Policy
+from tests.models import GPT, CausalBlock
 
 
 def decision(key: str, colour: str = "bfloat16", graph: int = 0) -> Decision:
@@ -149,6 +151,37 @@ def test_a_layer_put_in_between_is_all_that_differs() -> None:
     assert json.loads(found.to_json())["renamed"][0]["after"] == "h.2 to 3"
 
 
+class Adapter(nn.Module):
+    """A layer that is none of the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.up = nn.Linear(32, 8), nn.Linear(8, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = x + self.up(torch.tanh(self.down(x)))
+        return made
+
+
+@pytest.mark.parametrize("inserted", [Adapter, lambda: CausalBlock(32, 4, 0.1)], ids=["another", "equal"])
+def test_of_gpt2_with_a_layer_more_that_layer_and_its_neighbours_differ(inserted: Callable[[], nn.Module]) -> None:
+    def planned(at: int | None) -> Plan:
+        model = GPT()
+        model.blocks = nn.ModuleList(CausalBlock(32, 4, 0.1) for _ in range(12))
+        if at is not None:
+            model.blocks.insert(at, inserted())
+        return fxamp.plan(model, capture="fx", policy="O2,dtype=bf16")
+
+    found = diff(planned(None), planned(6))
+    nodes = [c for c in found.changes if c.key != PLAN_KEY]
+    (layer,) = {c.module.split(".")[1] for c in nodes if c.kind == "added"}
+    near = {f"blocks.{int(layer) + step}" for step in (-1, 0, 1)}
+    assert {".".join(c.module.split(".")[:2]) for c in nodes} <= near | {"norm"}
+    assert not [c for c in nodes if c.kind == "removed"]
+    moved = [("blocks.6 to 11", "blocks.7 to 12")] if inserted is Adapter else []
+    assert [(c.before, c.after) for c in found.renamed] == moved
+
+
 def test_an_equal_layer_more_is_the_last() -> None:
     tail = decision("norm/layer_norm#0")
     found = diff(plan(*layers("h.0", "h.1"), tail), plan(*layers("h.0", "h.1", "h.2"), tail))
@@ -163,6 +196,15 @@ def test_edits_in_two_places_leave_what_is_between_them_alone() -> None:
     found = diff(plan(*before), plan(*after))
     assert [c.key for c in found.changes if c.kind == "added"] == ["first/gelu#0", "last/tanh#0"]
     assert {c.key for c in found.changes if c.kind == "changed"} == {d.key for d in layers("h.3")}
+
+
+def test_layers_that_moved_apart_are_named_one_by_one() -> None:
+    before = [d for i in range(5) for d in layers(f"h.{i}")]
+    others = [decision(f"{path}/gelu#0") for path in ("h.1", "h.3")]
+    after = [*layers("h.0"), others[0], *layers("h.2"), others[1], *layers("h.4", "h.5", "h.6")]
+    found = diff(plan(*before), plan(*after))
+    assert [c.key for c in found.changes] == [d.key for d in others]
+    assert [(c.before, c.after) for c in found.renamed] == [("h.1", "h.2"), ("h.2 to 4", "h.4 to 6")]
 
 
 def test_a_renamed_module_is_one_line_and_a_difference() -> None:
@@ -193,6 +235,10 @@ def test_a_rule_that_another_torch_has_changed_is_one_line() -> None:
     line = "! torch 2.11 to 2.12: rule rms_norm, 24 decisions: follow, bfloat16 -> fp32, float32"
     assert str(found).splitlines()[2:] == ["@@ 0 added, 0 removed, 24 changed @@", line]
     assert len(json.loads(found.to_json())["changes"][0]["nodes"]) == 24
+    newer = dataclasses.replace(after, torch_version="2.11.0", fxamp_version="99")
+    lines = str(diff(before, newer)).splitlines()
+    assert "fxamp 99, torch 2.11.0" in lines[1]
+    assert lines[-1].startswith(f"! fxamp {before.fxamp_version} to 99: rule rms_norm, 24 decisions")
     same = diff(before, dataclasses.replace(after, torch_version="2.11.1"))
     assert {c.key for c in same.changes} == {f"h.{i}/rms_norm#0" for i in range(24)}
 
@@ -264,6 +310,12 @@ def test_paths_are_read(tmp_path: Path) -> None:
     plan(LINEAR).save(tmp_path / "a.json")
     assert not diff(tmp_path / "a.json", plan(LINEAR))
     assert diff(str(tmp_path / "a.json"), plan(RELU))
+
+
+def test_a_plan_of_a_newer_format_is_compared_as_far_as_it_is_known(tmp_path: Path) -> None:
+    data = json.loads(plan(LINEAR, RELU).to_json()) | {"version": FORMAT_VERSION + 1, "more": 1}
+    (tmp_path / "newer.json").write_text(json.dumps(data))
+    assert {c.key for c in diff(tmp_path / "newer.json", plan(LINEAR)).changes} == {"relu#0"}
 
 
 def test_missing_path_is_refused(tmp_path: Path) -> None:

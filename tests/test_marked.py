@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import html
+import re
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxamp
+from fxamp.report.diff import GraphDiff
 
 
 class Net(nn.Module):
@@ -66,6 +69,22 @@ def test_it_reads_as_the_code_of_the_model(converted: Any) -> None:
         "+ add.to(float32)",
         "  return add",
     ]
+
+
+def test_the_code_is_a_block_in_markdown_and_on_a_page(converted: Any) -> None:
+    found = fxamp.diff(torch.fx.symbolic_trace(Net()), converted)
+    (block,) = re.findall(r"^```diff\n(.*?)^```$", found.to_markdown(), re.DOTALL | re.MULTILINE)
+    assert block.splitlines() == list(found.code)
+    (shown,) = re.findall(r"<pre>(.*?)</pre>", found.to_html(), re.DOTALL)
+    assert html.unescape(shown).splitlines() == list(found.code)
+
+
+def test_a_fence_is_longer_than_any_in_the_code() -> None:
+    odd = GraphDiff("a", "b", (), code=("  x = '````'", "+ " + "y" * 100))
+    assert "\n`````diff\n" in odd.to_markdown()
+    long = GraphDiff("a", "b", (), code=("+ " + "y" * 1000,) * 2000)
+    assert len(long.to_markdown().encode()) < 2**20
+    assert "more lines are left out here" in long.to_markdown()
 
 
 def test_a_graph_of_aten_says_what_ran_before(converted: Any) -> None:

@@ -7,7 +7,8 @@ import random
 
 import pytest
 
-from fxamp.report.match import Item, _common, in_order, match
+from fxamp.report.match import Item, match
+from fxamp.report.sequences import common, in_order
 
 
 def longest(a: str, b: str) -> int:
@@ -22,7 +23,7 @@ def test_sequences_are_aligned_by_the_fewest_edits() -> None:
     draw = random.Random(0)
     for _ in range(2000):
         a, b = ("".join(draw.choices("abc", k=draw.randrange(10))) for _ in range(2))
-        pairs = _common(a, b)
+        pairs = common(a, b)
         assert all(a[i] == b[j] for i, j in pairs)
         assert all(p[0] < q[0] and p[1] < q[1] for p, q in itertools.pairwise(pairs))
         assert len(pairs) == longest(a, b), (a, b)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import json
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -99,6 +100,28 @@ def test_newer_version_is_refused(plan: Plan) -> None:
         Plan.from_json(json.dumps(data))
 
 
+def test_of_a_newer_version_what_is_known_can_be_compared(plan: Plan, tmp_path: Path) -> None:
+    data = json.loads(plan.to_json()) | {"version": FORMAT_VERSION + 1, "something": "new"}
+    data["decisions"][0]["more"] = [1]
+    (tmp_path / "plan.json").write_text(json.dumps(data))
+    read = Plan.load(tmp_path / "plan.json", newer=True)
+    assert read.decisions == plan.decisions
+    assert read.notes[-1].startswith(f"of plan format {FORMAT_VERSION + 1}, newer than {FORMAT_VERSION}")
+    del data["casts"]
+    with pytest.raises(PlanError, match="'casts' is missing"):
+        Plan.from_json(json.dumps(data), newer=True)
+
+
+def test_a_plan_says_by_which_fxamp_it_was_made(plan: Plan) -> None:
+    assert plan.fxamp_version == importlib.metadata.version("fxamp")
+    other = dataclasses.replace(plan, fxamp_version="0.0.1")
+    assert other == plan
+    assert Plan.from_json(other.to_json()).fxamp_version == "0.0.1"
+    data = json.loads(plan.to_json()) | {"version": 3}
+    del data["fxamp_version"]
+    assert Plan.from_json(json.dumps(data)).fxamp_version == ""
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -165,7 +188,7 @@ DAMAGED = {
     "deep": '{"version": 1, "notes": ' + "[" * 100_000,
     "digits": '{"version": 1, "casts": ' + "1" * 5000 + "}",
     "infinity": '{"version": Infinity}',
-    "no number": '{"version": 3, "totals": {"casts": NaN}}',
+    "no number": '{"version": 4, "totals": {"casts": NaN}}',
     "said twice": '{"version": 3, "casts": 1, "casts": 2}',
     "said twice inside": '{"version": 3, "totals": {"casts": 1, "casts": 2}}',
 }

@@ -9,8 +9,6 @@
 
 from __future__ import annotations
 
-import re
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -18,10 +16,10 @@ from typing import Literal
 from passes.plan import Plan
 
 from .harmless import visible
-from .match import Item, Matching, in_order
+from .match import Item, Matching, corresponding
+from .sequences import in_order
 
 PLAN_KEY, MODULES, RULE = "(plan)", "(modules)", "(rule"
-_LAST_NUMBER = re.compile(r"\d+(?!.*\d)")
 
 
 @dataclass(frozen=True)
@@ -55,6 +53,11 @@ class Change:
             many = f"{count} decision{'s' * (count > 1)}"
             return visible(f"! {self.field}: {rule}, {many}: {self.before} -> {self.after}")
         return visible(f"! {self.key}  {self.field}: {self.before} -> {self.after}")
+
+    @property
+    def counted(self) -> tuple[str, ...]:
+        """Return the keys of the nodes that have changed: a module that is called otherwise is one change."""
+        return self.nodes if self.key.startswith(RULE) else (self.key,)
 
     @property
     def module(self) -> str:
@@ -123,49 +126,6 @@ def _place(items: Sequence[Item], at: int) -> str:
     return f"after {items[at - 1].key}" if at else "first"
 
 
-def corresponding(before: Sequence[Item], after: Sequence[Item], pairs: Mapping[int, int]) -> dict[str, str]:
-    """Return for each module before the one after that has most of its nodes; the one of its name, if that does too."""
-    votes: dict[str, Counter[str]] = {}
-    for new, old in pairs.items():
-        votes.setdefault(before[old].module, Counter())[after[new].module] += 1
-    return {a: max(found, key=lambda b: (found[b], b == a)) for a, found in votes.items()}
-
-
-def renamed(before: Sequence[Item], after: Sequence[Item], pairs: Mapping[int, int]) -> list[Change]:
-    """Return a line for modules that have another path now, neighbours with rising numbers in one."""
-    instead = corresponding(before, after, pairs)
-    runs: dict[tuple[str, str, int], dict[int, list[str]]] = {}
-    for new, old in pairs.items():
-        a, b = before[old].module, after[new].module
-        a, b = (m.partition(":")[2] if m.partition(":")[0].isdigit() else m for m in (a, b))
-        if a == b or instead[before[old].module] != after[new].module:
-            continue
-        a, b = _without_common_end(a, b)
-        first, second = _LAST_NUMBER.search(a), _LAST_NUMBER.search(b)
-        number = int(first[0]) if first else 0
-        step = int(second[0]) - number if first and second else 0
-        shape = (a, b, 0) if not step else (_LAST_NUMBER.sub("*", a), _LAST_NUMBER.sub("*", b), step)
-        runs.setdefault(shape, {}).setdefault(number if step else 0, []).append(after[new].key)
-    return [Change(
-        "changed", MODULES, "path", _numbered(a, list(at), 0), _numbered(b, list(at), step),
-        tuple(key for keys in at.values() for key in keys),
-    ) for (a, b, step), at in runs.items()]  # fmt: skip
-
-
-def _without_common_end(a: str, b: str) -> tuple[str, str]:
-    left, right = a.split(".") if a else [], b.split(".") if b else []
-    while left and right and left[-1] == right[-1]:
-        left.pop()
-        right.pop()
-    return ".".join(left), ".".join(right)
-
-
-def _numbered(path: str, numbers: Sequence[int], step: int) -> str:
-    low, high = min(numbers) + step, max(numbers) + step
-    text = path.replace("*", str(low), 1) or "(model)"
-    return f"{text} to {high}" if high > low else text
-
-
 def another_model(before: Sequence[object], after: Sequence[object], found: Matching) -> Change:
     """Return the line that stands for all, where there is too little in common to call it changes."""
     same = f"{len(found.pairs)} of them like nodes of the first"
@@ -173,17 +133,17 @@ def another_model(before: Sequence[object], after: Sequence[object], found: Matc
 
 
 def by_rule(before: Plan, after: Plan, changes: Iterable[Change], ops: Mapping[str, str]) -> list[Change]:
-    """Put all decisions on an op in one line whose rule another torch has changed.
+    """Put all decisions on an op in one line whose rule another torch, or another fxamp, has changed.
 
     Args:
-        before: made by one torch.
+        before: made by one version.
         after: made by another, by the same policy.
         changes: between the two.
         ops: op of every node after, by key.
     """
-    old, new = (".".join(p.torch_version.split(".")[:2]) for p in (before, after))
+    versions = _versions(before, after)
     changes = list(changes)
-    if old == new or before.policy != after.policy:
+    if versions is None or before.policy != after.policy:
         return changes
     changed = {ops[c.key] for c in changes if c.field == "kind" and c.kind == "changed"}
     of_rule: dict[str, list[Change]] = {op: [] for op in changed}
@@ -196,5 +156,14 @@ def by_rule(before: Plan, after: Plan, changes: Iterable[Change], ops: Mapping[s
         sides = [{c.field: (c.before, c.after)[side] for c in reversed(found)} for side in (0, 1)]
         was, now = (", ".join(str(side[f]) for f in ("kind", "colour") if f in side) for side in sides)
         nodes = tuple(dict.fromkeys(c.key for c in found))
-        lines.append(Change("changed", f"{RULE} {op})", f"torch {old} to {new}", was, now, nodes))
+        lines.append(Change("changed", f"{RULE} {op})", versions, was, now, nodes))
     return [*lines, *rest]
+
+
+def _versions(before: Plan, after: Plan) -> str | None:
+    """Say between which versions of torch, or else of fxamp, two plans were made; None where these are the same."""
+    old, new = (".".join(p.torch_version.split(".")[:2]) for p in (before, after))
+    if old != new:
+        return f"torch {old} to {new}"
+    old, new = before.fxamp_version, after.fxamp_version
+    return f"fxamp {old} to {new}" if old and new and old != new else None

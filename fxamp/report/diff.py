@@ -24,10 +24,11 @@ from ..module import ConvertedModule
 from . import listing
 from .changes import PLAN_KEY as PLAN_KEY
 from .changes import Change as Change
-from .changes import another_model, by_rule, compared, renamed
+from .changes import another_model, by_rule, compared
 from .items import arguments, node_keys, of_graph, of_plan
 from .marked import Marked, marked
 from .match import match
+from .renamed import renamed
 
 Diffable: TypeAlias = Union[Plan, nn.Module, str, "os.PathLike[str]"]
 
@@ -69,12 +70,12 @@ class GraphDiff:
         return any(c.field == "model" and c.key == PLAN_KEY for c in self.changes)
 
     def to_markdown(self) -> str:
-        """Write the changes as a Markdown table."""
-        return listing.to_markdown((self.before, self.after), self.totals, self.renamed, self.changes)
+        """Write the changes as a Markdown table; the code as a block where there is one."""
+        return listing.to_markdown((self.before, self.after), self.totals, self.renamed, self.changes, self.code)
 
     def to_html(self) -> str:
         """Write the changes as a table, on a page that needs nothing else."""
-        return listing.to_html((self.before, self.after), self.totals, self.renamed, self.changes)
+        return listing.to_html((self.before, self.after), self.totals, self.renamed, self.changes, self.code)
 
     def to_json(self) -> str:
         """Write the changes as JSON, the same text for the same changes."""
@@ -84,11 +85,10 @@ class GraphDiff:
 
     @property
     def totals(self) -> str:
-        """Say in a line how many nodes were added, removed and changed."""
+        """Say in a line how many nodes were added, removed and changed, each once in however many fields."""
         if not self:
             return "no difference"
-        # One node can change in several fields.
-        nodes = {(c.kind, key) for c in self.changes for key in (c.nodes or (c.key,))}
+        nodes = {(c.kind, key) for c in self.changes for key in c.counted}
         return ", ".join(f"{sum(k == kind for k, _ in nodes)} {kind}" for kind in ("added", "removed", "changed"))
 
 
@@ -129,7 +129,7 @@ def plan_in(value: object) -> Plan | None:
     if isinstance(value, Plan):
         return value
     if isinstance(value, str | os.PathLike):
-        return Plan.load(value)
+        return Plan.load(value, newer=True)
     plan = getattr(value, "plan", None)
     if isinstance(plan, Plan):
         return plan
@@ -142,7 +142,8 @@ def plan_in(value: object) -> Plan | None:
 def _of_plans(before: Diffable, after: Diffable, old: Plan, new: Plan) -> GraphDiff:
     sides = (before, old), (after, new)
     left, right = (of_plan(p, given if isinstance(given, ConvertedModule) else None) for given, p in sides)
-    titles = _plan_title(old), _plan_title(new)
+    named = bool(old.fxamp_version and new.fxamp_version) and old.fxamp_version != new.fxamp_version
+    titles = _plan_title(old, named), _plan_title(new, named)
     found = match(left, right)
     if not found.alike:
         return GraphDiff(*titles, (another_model(left, right, found),))
@@ -178,8 +179,9 @@ def _graph_in(name: str, value: object) -> GraphModule:
     )
 
 
-def _plan_title(plan: Plan) -> str:
-    return f"{plan.policy}  {plan.capture}, torch {plan.torch_version}, {len(plan.decisions)} nodes"
+def _plan_title(plan: Plan, with_version: bool) -> str:
+    made_by = f"fxamp {plan.fxamp_version}, " if with_version else ""
+    return f"{plan.policy}  {plan.capture}, {made_by}torch {plan.torch_version}, {len(plan.decisions)} nodes"
 
 
 def _graph_title(module: GraphModule) -> str:

@@ -104,7 +104,7 @@ def check(
     changes = () if update else found.changes
     status = CHANGED if changes or broken else KEPT
     return Outcome(
-        target, status, _message(target, found, before, broken, os.fspath(plan or ""), wrote), tuple(changes),
+        target, status, _message(target, found, before, now, broken, os.fspath(plan or ""), wrote), tuple(changes),
         {c.key: places[c.key] for c in changes if c.key in places}, tuple(broken), dict(now.totals),
         os.fspath(plan or ""),
     )  # fmt: skip
@@ -112,7 +112,7 @@ def check(
 
 def _committed(plan: str | os.PathLike[str], update: bool) -> Plan | None:
     if Path(plan).exists():
-        return Plan.load(plan)
+        return Plan.load(plan, newer=True)
     if update:
         return None
     raise PlanError(f"there is no plan {os.fspath(plan)!r} yet: write it with --update, and commit it")
@@ -151,7 +151,9 @@ def _text(value: float | None) -> str:
     return "not known" if value is None else f"{value:.10g}"
 
 
-def _message(target: str, found: GraphDiff, before: Plan | None, broken: Sequence[str], plan: str, wrote: bool) -> str:
+def _message(
+    target: str, found: GraphDiff, before: Plan | None, now: Plan, broken: Sequence[str], plan: str, wrote: bool
+) -> str:  # fmt: skip
     if wrote:
         return f"{target}: {'wrote' if before is None else 'updated'} {plan}"
     parts = []
@@ -160,6 +162,9 @@ def _message(target: str, found: GraphDiff, before: Plan | None, broken: Sequenc
     if broken:
         parts.append(f"{len(broken)} budget{'s' * (len(broken) > 1)} broken")
     text = f"{target}: {', '.join(parts) or 'as planned'}"
-    if found and before is not None and before.torch_version != str(torch.__version__):
-        text += f" (made with torch {before.torch_version}; this is {torch.__version__})"
-    return text
+    made = () if before is None else [
+        f"made with {name} {old}; this is {new}" for name, old, new in (
+            ("torch", before.torch_version, str(torch.__version__)), ("fxamp", before.fxamp_version, now.fxamp_version)
+        ) if old and old != new
+    ]  # fmt: skip
+    return f"{text} ({'; '.join(made)})" if found and made else text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import re
 from collections.abc import Iterable, Sequence
 
 from tabulate import tabulate
@@ -40,7 +41,7 @@ def to_text(titles: tuple[str, str], totals: str, renamed: Sequence[Change], cha
 
 def counted(changes: Iterable[Change]) -> str:
     """Say how many nodes were added, removed and changed, of which there are any."""
-    nodes = {(c.kind, key) for c in changes for key in (c.nodes or (c.key,))}
+    nodes = {(c.kind, key) for c in changes for key in c.counted}
     counts = {kind: sum(k == kind for k, _ in nodes) for kind in ("added", "removed", "changed")}
     return ", ".join(f"{count} {kind}" for kind, count in counts.items() if count)
 
@@ -51,10 +52,14 @@ def coloured(text: str) -> str:
     return "\n".join(lines)
 
 
-def to_markdown(titles: tuple[str, str], totals: str, renamed: Sequence[Change], changes: Sequence[Change]) -> str:
-    """Write the changes as a Markdown table, shortened where a job summary would be too long."""
+def to_markdown(
+    titles: tuple[str, str], totals: str, renamed: Sequence[Change], changes: Sequence[Change], code: Sequence[str] = ()
+) -> str:  # fmt: skip
+    """Write the changes as a Markdown table, or the code, shortened where a job summary would be too long."""
     before, after = (visible(title).replace("`", "'") for title in titles)
     head = f"**before** `{before}`  \n**after** `{after}`\n\n{totals}\n"
+    if code:
+        return f"{head}\n{_fenced(code)}"
     rows = [[markdown(cell) for cell in _cells(c)] for c in _ordered(renamed, changes)]
     if not rows:
         return head
@@ -66,8 +71,20 @@ def to_markdown(titles: tuple[str, str], totals: str, renamed: Sequence[Change],
     return f"{head}\n{table}\n{left_out}"
 
 
-def to_html(titles: tuple[str, str], totals: str, renamed: Sequence[Change], changes: Sequence[Change]) -> str:
-    """Write the changes as one page that needs nothing else: a table with a heading for every module."""
+def _fenced(code: Sequence[str]) -> str:
+    """Write code as a block in which added and removed lines have colours."""
+    room = _SUMMARY
+    shown = [line for line in code if (room := room - len(line.encode()) - 1) > 0]
+    fence = "`" * max(3, 1 + max((len(run) for line in shown for run in re.findall("`+", line)), default=0))
+    left_out = f"\n{len(code) - len(shown)} more lines are left out here.\n" if len(shown) < len(code) else ""
+    return "\n".join([f"{fence}diff", *shown, fence]) + f"\n{left_out}"
+
+
+def to_html(
+    titles: tuple[str, str], totals: str, renamed: Sequence[Change], changes: Sequence[Change], code: Sequence[str] = ()
+) -> str:  # fmt: skip
+    """Write the changes as one page that needs nothing else: the code, and a table with a heading for every module."""
+    written = f"<pre>{chr(10).join(map(_escaped, code))}</pre>\n" if code else ""
     body = []
     groups = {"(all)": list(renamed)} if renamed else {}
     for module, own in by_module(changes).items():
@@ -83,7 +100,7 @@ def to_html(titles: tuple[str, str], totals: str, renamed: Sequence[Change], cha
     return (
         '<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n<title>fxamp diff</title>\n'
         f"<style>{_STYLE}</style>\n<h1>{_escaped(totals)}</h1>\n<p>before: <code>{_escaped(titles[0])}</code><br>"
-        f"after: <code>{_escaped(titles[1])}</code></p>\n<table>\n<thead><tr>{heads}</tr></thead>\n<tbody>\n"
+        f"after: <code>{_escaped(titles[1])}</code></p>\n{written}<table>\n<thead><tr>{heads}</tr></thead>\n<tbody>\n"
         + "\n".join(body) + "\n</tbody>\n</table>\n</html>\n"
     )  # fmt: skip
 

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
 from passes import ops
@@ -29,8 +30,9 @@ from .items import arguments, arrow, dtype_of, node_keys, target_of
 from .match import Item, match
 
 _LOW = tuple(str(dtype).removeprefix("torch.") for dtype in LOW)
-# What has no dtype to speak of.
-_SILENT = ("getattr", "size", "sym_size", "dim", "numel", "stride", "module _guards_fn", "placeholder", "get_attr")
+_SIZES = ("getattr", "size", "sym_size", "dim", "numel", "stride")
+# What has no dtype to speak of, and what capture keeps or leaves out as it likes.
+_SILENT = (*_SIZES, "placeholder", "get_attr", "module _guards_fn", "_assert_tensor_metadata", "contiguous")
 _WIDE = 60
 
 
@@ -96,7 +98,7 @@ def _label(node: Node) -> str:
     if node.op == "call_module":
         return f"module {node.target}"
     if node.op.startswith("call"):
-        return ops.name(node)
+        return ops.name(node).rstrip("_")  # `x += y` is traced as `x + y`
     return f"{node.op} {node.target}" if node.op == "get_attr" else node.op
 
 
@@ -131,7 +133,7 @@ class _Writer:
         self.became = {old: new for new, old in pairs.items()}
         self.names = {node: before[old].nodes[0].name for new, old in pairs.items() for node in after[new].nodes[-1:]}
         self.shown: set[Node] = set()
-        self.silent: set[Node] = set()
+        self.sizes = _sizes(graph)
         self.code: list[str] = []
         self.changes: list[Change] = []
 
@@ -146,7 +148,6 @@ class _Writer:
                 waiting = rest.get(became, [])
                 self._kept(node, self.after[became])
             elif self._is_silent(node, unit.label):
-                self.silent.add(node)
                 self.code.append(visible(f"  {_written(node)}"))
             else:
                 self.code.append(visible(f"- {_written(node)}"))
@@ -166,10 +167,9 @@ class _Writer:
         return out
 
     def _is_silent(self, node: Node, label: str) -> bool:
-        """Say whether a node without a counterpart has none to have: an input unread, a size, a part of what is one."""
-        read = node.all_input_nodes
-        part = label == "getitem" and read[0].op == "call_module"
-        return label in _SILENT or node.op in _SILENT or part or (bool(read) and all(n in self.silent for n in read))
+        """Say whether a node without a counterpart needs none: a size, a module that does nothing, a part of one."""
+        part = label == "getitem" and node.all_input_nodes[0].op == "call_module"
+        return part or label in _SILENT or node.op in _SILENT or node in self.sizes or _does_nothing(node)
 
     def _kept(self, node: Node, unit: _Unit) -> None:
         self._casts(unit, module_path(node))
@@ -205,9 +205,26 @@ class _Writer:
 
 
 def _computes(unit: _Unit) -> bool:
-    """Say whether a unit gives tensors, and is neither an input nor a parameter."""
+    """Say whether a unit gives numbers that may be rounded, and is neither an input nor a parameter."""
     node = unit.nodes[0]
-    return node.op.startswith("call") and unit.label not in _SILENT and isinstance(node.meta.get("val"), torch.Tensor)
+    value = node.meta.get("val")
+    floating = isinstance(value, torch.Tensor) and value.is_floating_point()
+    return node.op.startswith("call") and unit.label not in _SILENT and floating
+
+
+def _does_nothing(node: Node) -> bool:
+    owner = node.graph.owning_module
+    return node.op == "call_module" and owner is not None and type(owner.get_submodule(str(node.target))) is nn.Identity
+
+
+def _sizes(graph: Graph) -> set[Node]:
+    """Return what is computed from sizes alone."""
+    found = set[Node]()
+    for node in graph.nodes:
+        read = node.all_input_nodes
+        if node.op.startswith("call") and (_label(node) in _SIZES or (read and found.issuperset(read))):
+            found.add(node)
+    return found
 
 
 def _dtype(node: Node) -> str:

@@ -14,11 +14,12 @@ from __future__ import annotations
 import itertools
 import re
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from .sequences import common, in_order
+
 _NUMBER = re.compile(r"\d+")
-_EDITS = 1_000  # insertions and removals that are looked for in one piece; beyond it nodes are found by key alone
 # Of nodes that have to be found by more than their op, or else two graphs are of two models; of graphs of this size.
 ALIKE, MANY = 0.2, 10
 
@@ -71,22 +72,12 @@ def match(before: Sequence[Item], after: Sequence[Item]) -> Matching:
     return Matching(found.pairs, alike=True)
 
 
-def in_order(pairs: Sequence[tuple[int, int]]) -> set[tuple[int, int]]:
-    """Return the most pairs, sorted by their first place, whose second places rise too: the others have moved."""
-    ends: list[int] = []  # of rising runs, by length: the pair that the run ends with
-    previous: list[int | None] = []
-    for at, (_, place) in enumerate(pairs):
-        low, high = 0, len(ends)
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (middle + 1, high) if pairs[ends[middle]][1] < place else (low, middle)
-        previous.append(ends[low - 1] if low else None)
-        ends[low : low + 1] = [at]
-    kept, last = set(), ends[-1] if ends else None
-    while last is not None:
-        kept.add(pairs[last])
-        last = previous[last]
-    return kept
+def corresponding(before: Sequence[Item], after: Sequence[Item], pairs: Mapping[int, int]) -> dict[str, str]:
+    """Return for each module before the one after that has most of its nodes; the one of its name, if that does too."""
+    votes: dict[str, Counter[str]] = {}
+    for new, old in pairs.items():
+        votes.setdefault(before[old].module, Counter())[after[new].module] += 1
+    return {a: max(found, key=lambda b: (found[b], b == a)) for a, found in votes.items()}
 
 
 def _operands(items: Sequence[Item]) -> list[tuple[int, ...]]:
@@ -167,7 +158,7 @@ class _Matcher:
         for (old, new), (old_end, new_end) in itertools.pairwise(fences):
             olds = [at for at in range(old + 1, old_end) if at not in self.taken]
             news = [at for at in range(new + 1, new_end) if at not in self.pairs]
-            for i, j in _common([before[at] for at in olds], [after[at] for at in news]):
+            for i, j in common([before[at] for at in olds], [after[at] for at in news]):
                 self.pair(olds[i], news[j])
 
     def verify(self, sure: dict[int, int]) -> None:
@@ -190,42 +181,3 @@ def _unique(found: Iterable[tuple[Hashable, int]]) -> Iterable[tuple[Hashable, i
     for token, at in found:
         once[token] = None if token in once else at
     return ((token, at) for token, at in once.items() if at is not None)
-
-
-def _common(before: Sequence[Hashable], after: Sequence[Hashable]) -> list[tuple[int, int]]:
-    """Return the places of the longest common subsequence, by Myers' algorithm; none where it is too far away."""
-    n, m = len(before), len(after)
-    if not n or not m:
-        return []
-    reach = {1: 0}
-    trail: list[dict[int, int]] = []
-    for edits in range(min(n + m, _EDITS) + 1):
-        trail.append(dict(reach))
-        for k in range(-edits, edits + 1, 2):
-            down = k == -edits or (k != edits and reach.get(k - 1, -1) < reach.get(k + 1, -1))
-            x = reach.get(k + 1, 0) if down else reach[k - 1] + 1
-            while x < n and x - k < m and before[x] == after[x - k]:
-                x += 1
-            reach[k] = x
-            if x >= n and x - k >= m:
-                return _walked_back(trail, n, m)
-    return []
-
-
-def _walked_back(trail: list[dict[int, int]], x: int, y: int) -> list[tuple[int, int]]:
-    pairs = []
-    for edits in reversed(range(len(trail))):
-        reach, k = trail[edits], x - y
-        down = k == -edits or (k != edits and reach.get(k - 1, -1) < reach.get(k + 1, -1))
-        from_k = k + 1 if down else k - 1
-        from_x = reach.get(from_k, 0)
-        while edits and x > from_x + (not down) and y > from_x - from_k + down:
-            x, y = x - 1, y - 1
-            pairs.append((x, y))
-        if not edits:
-            while x > 0 and y > 0:
-                x, y = x - 1, y - 1
-                pairs.append((x, y))
-            break
-        x, y = from_x, from_x - from_k
-    return pairs[::-1]
