@@ -105,8 +105,8 @@ class Region:
                 self.recompiles.append(record.recompile_reason)
             if record.fail_reason and not self.failed:
                 self.fallbacks.append(f"{record.co_name}: {record.fail_reason.splitlines()[0]}")
-            if record.cudagraph_skip_reason:
-                self.uncaptured.append(record.cudagraph_skip_reason)
+            if reason := getattr(record, "cudagraph_skip_reason", None):  # not in every torch
+                self.uncaptured.append(reason)
 
 
 def _add_note(error: Exception, note: str) -> None:

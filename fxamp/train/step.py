@@ -162,7 +162,9 @@ class TrainStep:
         """Why a step waits for the device at the end of a window, once; empty where it never does."""
         if not self.scaler.is_enabled() and self.max_grad_norm is None and self._kept is None:
             return ()
-        reasons = [f"{type(o).__name__} steps or not as Python decides" for o in self.optimizers if waits(o)]
+        in_graph = self.compiled is not None and self.windows > 1 and not self.compiled.update.eager
+        deciding = [] if in_graph else [o for o in self.optimizers if waits(o)]
+        reasons = [f"{type(o).__name__} steps or not as Python decides" for o in deciding]
         reasons += [f"{type(s).__name__} follows the steps that were taken" for s in self.schedulers]
         reasons += ["the average of the weights follows the steps that were taken"] * bool(self.averages)
         return tuple(dict.fromkeys(reasons))
