@@ -184,8 +184,9 @@ def measure(size: tuple[int, int, int, int], rounds: int, options: dict[str, Any
     return [Row(name, counts[name], t.median / base, t.spread / base) for name, t in timings.items()]
 
 
-def to_markdown(rows: Sequence[Row], size: Sequence[int], rounds: int) -> str:
+def to_markdown(found: dict[str, Any]) -> str:
     """Return the report."""
+    rows = [Row(**{**row, "counts": Counts(**row["counts"])}) for row in found["rows"]]
     base = next(row.counts for row in rows if row.variant == AUTOCAST)
     lines = [
         (
@@ -199,13 +200,16 @@ def to_markdown(rows: Sequence[Row], size: Sequence[int], rounds: int) -> str:
         for row in rows
     ]
     headers = ("variant", "time", "MB loaded and stored", "of autocast's", "kernels", "MB saved for backward")
-    width, layers, batch, tokens = size
+    width, layers, batch, tokens = found["size"]
+    times = (
+        f"Times: medians of {found['rounds']} rounds in turn, with the spread of the middle half, as ratios to "
+        "compiled autocast. "
+    ) * bool(found["rounds"])
     return (
         "# Training steps compiled by Inductor, over compiled autocast\n\n"
         f"BERT, width {width}, {layers} layers, batch {batch}, {tokens} tokens, BF16, fused AdamW, on a CPU with "
-        f"{torch.get_num_threads()} threads, torch {torch.__version__}. Times: medians of {rounds} rounds in turn, "
-        "with the spread of the middle half, as ratios to compiled autocast. Bytes and kernels: of one forward and "
-        "backward, as Inductor counts them, with casts of weights that are made outside. "
+        f"{found['threads']} threads, torch {found['torch']}. {times}Bytes and kernels: of one forward and backward, "
+        "as Inductor counts them, with casts of weights that are made outside. "
         "Made by `python reports/compiled_step.py`.\n\n"
         f"{tabulate(lines, headers, 'pipe', disable_numparse=True)}\n"
     )
@@ -220,8 +224,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     warnings.filterwarnings("ignore")
     rows = measure(tuple(args.size), args.rounds, {})
-    text = to_markdown(rows, args.size, args.rounds)
-    found = {"size": list(args.size), "rounds": args.rounds, "rows": [asdict(row) for row in rows]}
+    found = {
+        "torch": torch.__version__, "threads": torch.get_num_threads(), "size": list(args.size), "rounds": args.rounds,
+        "rows": [asdict(row) for row in rows],
+    }  # fmt: skip
+    text = to_markdown(found)
     (args.folder / "compiled_step.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     (args.folder / "compiled_step.md").write_text(text, encoding="utf-8")
     print(text)

@@ -107,9 +107,9 @@ def in_a_process(name: str) -> dict[str, Any]:
     return found
 
 
-def to_markdown(found: dict[str, dict[str, Any]]) -> str:
+def to_markdown(made: dict[str, Any]) -> str:
     """Return the report."""
-    rows = []
+    found, rows = made["architectures"], []
     for way in WAYS:
         cells = [row[way] for row in found.values()]
         counts = [sum(cell.get(what) is True for cell in cells) for what in ("outputs", "gradients")]
@@ -118,7 +118,7 @@ def to_markdown(found: dict[str, dict[str, Any]]) -> str:
     marks = [(name, *(_mark(row[way]) for way in WAYS)) for name, row in sorted(found.items())]
     return (
         "# O1 compiled by Inductor, against eager autocast, bit by bit\n\n"
-        f"BF16 on a CPU, torch {torch.__version__}. \"exact\": {', '.join(exact_options())}. "
+        f"BF16 on a CPU, torch {made['torch']}. \"exact\": {', '.join(made['options'])}. "
         "Made by `python reports/exact_numerics.py`.\n\n"
         f"{tabulate(rows, headers, 'pipe')}\n\n"
         "By architecture: outputs, and gradients; how far they are from eager autocast's, as a share of their norm.\n\n"
@@ -144,12 +144,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(json.dumps(compare(args.one)))
         return
     place = args.folder / "exact_numerics.json"
-    found: dict[str, Any] = json.loads(place.read_text()) if place.exists() else {}
+    found: dict[str, Any] = json.loads(place.read_text())["architectures"] if place.exists() else {}
+    made = {"torch": torch.__version__, "options": list(exact_options()), "architectures": found}
     for name in tqdm(args.only, desc="exact_numerics"):
         found[name] = in_a_process(name)
-        place.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-        (args.folder / "exact_numerics.md").write_text(to_markdown(found), encoding="utf-8")
-    print(to_markdown(found))
+        place.write_text(json.dumps(made, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+        (args.folder / "exact_numerics.md").write_text(to_markdown(made), encoding="utf-8")
+    print(to_markdown(made))
 
 
 if __name__ == "__main__":

@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fxamp.train.step import TrainStep
 from passes.reasons import DEVIATIONS
-from reports import accuracy, architectures, casts, coverage, scaling, training
+from reports import accuracy, architectures, casts, compiled_step, coverage, exact_numerics, scaling, training
 from tests.models import BY_NAME
 
 REPORTS = Path(__file__).resolve().parent.parent / "reports"
@@ -254,3 +255,18 @@ def test_the_committed_counts_are_what_the_script_counts(model: str) -> None:
         for _, counts in counted + rows:
             del counts["ops"]
     assert counted == rows
+
+
+@pytest.mark.parametrize("script", [compiled_step])
+def test_what_is_said_of_compiled_models_is_what_was_measured(script: Any) -> None:
+    name = script.__name__.rpartition(".")[2]
+    assert script.to_markdown(_committed(f"{name}.json")) == REPORTS.joinpath(f"{name}.md").read_text()
+
+
+def test_options_for_exact_numerics_reach_inductor() -> None:
+    model = nn.Linear(4, 3)
+    options = exact_numerics.exact_options()
+    assert "emulate_precision_casts" in options
+    step = TrainStep(model, None, torch.optim.SGD(model.parameters(), lr=0.1), compile={"options": options})
+    assert step.compiled is not None
+    assert {key: step.compiled.settings.run().config[key] for key in options} == options

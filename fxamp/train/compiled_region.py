@@ -27,7 +27,7 @@ class Region:
         recompiles: Why code was compiled once more.
         fallbacks: What runs uncompiled, and why.
         uncaptured: Why there is no CUDA graph of something.
-        failed: Whether the backend itself has raised an error.
+        failed: Whether the backend itself raised an error in the last call.
     """
 
     def __init__(self, name: str, function: Callable[..., Any], settings: CompileSettings, **given: Any) -> None:
@@ -65,6 +65,7 @@ class Region:
             Exception: What the function raises, or what compiles it; to that a note is added of what was done here.
         """
         before = compile_records()
+        self.failed = False
         try:
             return self._run(*args)
         except Exception as error:

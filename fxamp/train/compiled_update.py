@@ -88,6 +88,9 @@ class CompiledUpdate:
             self.eager = str(error).strip().partition("\n")[0]
             self.region.fallbacks.append(self.eager)
             return take_step(scaler, optimizers, max_grad_norm, nothing_kept, overflow)
+        if self.region.settings.captures:  # out of the graph's memory
+            founds = [None if found is None else found.clone() for found in founds]
+            norm = None if norm is None else norm.clone()
         held_back: dict[Optimizer, HeldBack] = {}
         for optimizer, found in zip(optimizers, founds, strict=True):
             # Where the host has it anyway, it is read, so that the scaler can name a culprit.
