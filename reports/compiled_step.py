@@ -126,14 +126,14 @@ def counting() -> Iterator[tuple[list[int], list[str]]]:
 
     moved: list[int] = []
     made: list[str] = []
-    generate = GraphLowering.codegen
+    generate: Any = GraphLowering.codegen
 
     def codegen(graph: Any) -> Any:
         code = generate(graph)
         moved.append(int(graph.count_bytes()[0]))
         return code
 
-    hooks = {"codegen": codegen, "save_output_code": made.append}
+    hooks: dict[str, Any] = {"codegen": codegen, "save_output_code": made.append}
     with config.patch(force_disable_caches=True), mock.patch.multiple(GraphLowering, **hooks):
         yield moved, made
 
@@ -142,7 +142,7 @@ def count(model: nn.Module, step: Callable[[], Tensor], weights: WeightCasts | N
     """Compile a step, and count what was made, and the casts that are made once a step outside the graphs."""
     saved: list[int] = []
     outside: list[Tensor] = []
-    backward = torch.Tensor.backward
+    backward: Any = torch.Tensor.backward
 
     def look(loss: Tensor, *args: Any, **kwargs: Any) -> None:
         saved.append(saved_by(loss, model))

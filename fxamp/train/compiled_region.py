@@ -12,8 +12,8 @@ from torch.fx import GraphModule
 from passes._torch import compile_records
 
 from ..compiled import break_of
-from ..recompute import recompute_weight_casts
 from .compile_settings import CompileSettings
+from .recompute import recompute_weight_casts
 
 
 class Region:

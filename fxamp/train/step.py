@@ -77,7 +77,7 @@ class TrainStep:
             window: where that has several micro-batches, or a graph reads one weight low in two places that share no
             cast, as with and without gradients; and with `compile`, where the copies are inputs of the graph. What
             `torch.compile` compiled before casts at every use, and "per_step" is refused where nothing else is there;
-            `weights.per_use` names it.
+            `weights.per_use` names it. "per_use" with `compile` casts again in backward, and keeps no copy at all.
         on_overflow: "skip_window" skips a step if any micro-batch had gradients that were not finite.
             "skip_microbatch" leaves those micro-batches out, and the gradients are the mean of the others; the scale
             backs off all the same. It costs one more set of gradients, and under DistributedDataParallel an exchange
