@@ -33,7 +33,6 @@ from .capture_jit import ambient_dtype, attribute_of, describe, is_attribute, pa
 from .check import refuse_low_parameters
 from .optimized import adopted, is_low_of_its_own, note_low
 from .preflight import refuse_wrapped
-from .recompute import recompute_weight_casts
 from .scope import is_gathered, scope
 from .underflow import UnderflowWatch
 
@@ -83,7 +82,6 @@ class Backend:
             return backend(**{**given, **ours}, options={**dict(self.options), **rest})(gm, example_inputs)
         inner, notes = _inner(self.backend, gm)
         converted, low = rewrite(gm, example_inputs, self.policy, notes)
-        recompute_weight_casts(gm, example_inputs)
         with no_autocast():
             run = inner_backend(inner, self.mode, dict(self.options))(gm, example_inputs)
         return at_call(run, converted, example_inputs, low)

@@ -16,9 +16,21 @@ from torch import Tensor, nn
 
 import fxamp
 from fxamp.report.targets import configured
+from fxamp.train.step import TrainStep
 from passes.plan import Plan
 from passes.reasons import DEVIATIONS
-from reports import accuracy, architectures, casts, coverage, gate, scaling, shown, training
+from reports import (
+    accuracy,
+    architectures,
+    casts,
+    compiled_step,
+    coverage,
+    exact_numerics,
+    gate,
+    scaling,
+    shown,
+    training,
+)
 from tests.models import BY_NAME
 
 REPORTS = Path(__file__).resolve().parent.parent / "reports"
@@ -282,3 +294,18 @@ def test_the_printed_report_of_the_readme_is_what_its_example_prints() -> None:
     if made_with is None or made_with.group(1) != torch.__version__:
         pytest.skip(f"it was printed with another torch than {torch.__version__}, which may have other rules")
     assert found.group(2) == shown.printed()
+
+
+@pytest.mark.parametrize("script", [compiled_step])
+def test_what_is_said_of_compiled_models_is_what_was_measured(script: Any) -> None:
+    name = script.__name__.rpartition(".")[2]
+    assert script.to_markdown(_committed(f"{name}.json")) == REPORTS.joinpath(f"{name}.md").read_text()
+
+
+def test_options_for_exact_numerics_reach_inductor() -> None:
+    model = nn.Linear(4, 3)
+    options = exact_numerics.exact_options()
+    assert "emulate_precision_casts" in options
+    step = TrainStep(model, None, torch.optim.SGD(model.parameters(), lr=0.1), compile={"options": options})
+    assert step.compiled is not None
+    assert {key: step.compiled.settings.run().config[key] for key in options} == options

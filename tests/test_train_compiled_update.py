@@ -200,10 +200,20 @@ def test_an_update_that_cannot_be_one_graph_runs_as_it_is_from_then_on_and_says_
     assert "graph_break" in ours.compiled.update.eager
 
 
-def test_after_a_state_was_loaded_the_first_step_makes_its_state_and_later_ones_are_compiled() -> None:
+def test_where_the_first_windows_overflow_the_state_is_made_by_the_first_step_that_is_taken() -> None:
+    settings: dict[str, Any] = {"factors": {0: float("inf"), 1: float("inf"), 4: float("nan")}}
+    runs = [train(KINDS["AdamW"], 6, scaler=fxamp.LossScaler(), **settings, **how) for how in (COMPILED, {})]
+    (ours, shown), (theirs, expected) = runs
+    assert shown == expected
+    assert_near(ours, theirs)
+    assert ours.compiled is not None
+    assert ours.compiled.update.region.frames == 1
+
+
+def test_after_a_state_was_loaded_steps_are_compiled() -> None:
     ours, _ = train(KINDS["AdamW"], 3, **COMPILED)
     saved = copy.deepcopy(ours.state_dict())
-    resumed, _ = train(KINDS["AdamW"], 1, **COMPILED)
+    resumed, _ = train(KINDS["AdamW"], 0, **COMPILED)
     resumed.load_state_dict(saved)
     for step in (ours, resumed):
         for index in range(3, 6):

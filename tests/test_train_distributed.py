@@ -56,12 +56,14 @@ def count_exchanges(replica: DistributedDataParallel) -> list[int]:
 
 
 @pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("compile", [False, "aot_eager"])
 @pytest.mark.parametrize("weights", ["per_use", "per_step"])
-def test_a_window_exchanges_gradients_once(weights: Any) -> None:
+def test_a_window_exchanges_gradients_once(weights: Any, compile: bool | str) -> None:
     model, alone = (fxamp.convert(make_model(), (X[0],), policy="O1,dtype=bf16") for _ in range(2))
     replica = DistributedDataParallel(model)
     exchanges = count_exchanges(replica)
-    step, other = make_step(replica, accumulate_steps=4, weights=weights), make_step(alone, accumulate_steps=4)
+    step = make_step(replica, accumulate_steps=4, weights=weights, compile=compile)
+    other = make_step(alone, accumulate_steps=4)
     for x in X:
         step(x)
         other(x)

@@ -13,6 +13,7 @@ from tabulate import tabulate
 from passes.errors import FxampError
 from passes.plan import Decision, Plan
 
+from ..compiled import plan_of
 from ..module import ConvertedModule
 from ..train.describe import describe
 from ..train.step import TrainStep
@@ -176,6 +177,8 @@ def report(converted_or_plan: Diffable | TrainStep) -> Report:
     step = converted_or_plan if isinstance(converted_or_plan, TrainStep) else None
     given = step.converted_model if step is not None else converted_or_plan
     plan = plan_in(given)
+    if plan is None and step is not None and step.compiled is not None and step.compiled.settings.converts:
+        plan = plan_of(step.model)
     if plan is None:
         raise FxampError(
             f"report: a {type(given).__name__} has no plan; give a Plan, the path of a saved one, "

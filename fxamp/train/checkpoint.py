@@ -70,8 +70,6 @@ def load(step: TrainStep, state: Mapping[str, Any]) -> None:
     parts: list[Any] = [*step.optimizers, *step.schedulers, *step.averages]
     for part, saved in zip(parts, [*state["optimizers"], *state["schedulers"], *state["ema"]], strict=True):
         part.load_state_dict(saved)
-    if step.compiled is not None:
-        step.compiled.update.forget_state()
     step.windows, step._position = state["windows"], state["position"]
     step._use_scale(state["given_scale"])
     if step._kept is not None:

@@ -57,7 +57,8 @@ class CompileSettings:
     @property
     def fuses(self) -> bool:
         """Whether the inner backend makes kernels of its own, and does not only trace, as torch's "eager" ones do."""
-        return "eager" not in self.inner.name
+        backend = self.inner.backend
+        return not (isinstance(backend, str) and "eager" in backend)
 
     @property
     def inner(self) -> CompileSettings:

@@ -12,8 +12,8 @@ from torch.fx import GraphModule
 from passes._torch import compile_records
 
 from ..compiled import break_of
-from ..recompute import recompute_weight_casts
 from .compile_settings import CompileSettings
+from .recompute import recompute_weight_casts
 
 
 class Region:
@@ -27,7 +27,7 @@ class Region:
         recompiles: Why code was compiled once more.
         fallbacks: What runs uncompiled, and why.
         uncaptured: Why there is no CUDA graph of something.
-        failed: Whether the backend itself has raised an error.
+        failed: Whether the backend itself raised an error in the last call.
     """
 
     def __init__(self, name: str, function: Callable[..., Any], settings: CompileSettings, **given: Any) -> None:
@@ -65,6 +65,7 @@ class Region:
             Exception: What the function raises, or what compiles it; to that a note is added of what was done here.
         """
         before = compile_records()
+        self.failed = False
         try:
             return self._run(*args)
         except Exception as error:
@@ -105,8 +106,8 @@ class Region:
                 self.recompiles.append(record.recompile_reason)
             if record.fail_reason and not self.failed:
                 self.fallbacks.append(f"{record.co_name}: {record.fail_reason.splitlines()[0]}")
-            if record.cudagraph_skip_reason:
-                self.uncaptured.append(record.cudagraph_skip_reason)
+            if reason := getattr(record, "cudagraph_skip_reason", None):  # not in every torch
+                self.uncaptured.append(reason)
 
 
 def _add_note(error: Exception, note: str) -> None:

@@ -13,11 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils.weak import WeakIdKeyDictionary
 
 from .compile_settings import CompileSettings
 from .compiled_region import Region
-from .conditional import holds_inf_or_nan, is_fused, parameters
+from .conditional import gradients, has_state, holds_inf_or_nan, is_fused, parameters
 from .rates import Constants, rates_as_tensors
 from .result import HeldBack
 from .scaler import LossScaler
@@ -35,7 +34,6 @@ class CompiledUpdate:
     def __init__(self, settings: CompileSettings) -> None:
         self.region = Region("unscale, clip and step", update_region, settings.inner, fullgraph=True)
         self.eager = ""
-        self._stepped: Any = WeakIdKeyDictionary()  # parameters whose state is there
         self._rates: dict[int, Tensor] = {}
         self._constants = Constants()
 
@@ -55,20 +53,14 @@ class CompiledUpdate:
                 return f"{name} is fused"
             if reason := _hidden(optimizer):
                 return f"{name} {reason}"
-            if any(p.grad is not None and p.grad.is_sparse for p in parameters(optimizer)):
+            if any(gradient.is_sparse for gradient in gradients([optimizer])):
                 return f"{name} has sparse gradients"
         if name := self._constants.changing(optimizers):
             self.region.fallbacks.append(f"'{name}' changes from step to step, and would be compiled anew at each")
             return self.region.fallbacks[-1]
-        live = [p for optimizer in optimizers for p in parameters(optimizer) if p.grad is not None]
-        if not all(p in self._stepped for p in live):
-            self._stepped.update((p, True) for p in live)
+        if not all(map(has_state, optimizers)):
             return "the first step makes the state of the optimizer"
         return ""
-
-    def forget_state(self) -> None:
-        """Let the next step run as it is: other states were loaded."""
-        self._stepped.clear()
 
     def __call__(
         self,
@@ -96,11 +88,15 @@ class CompiledUpdate:
             self.eager = str(error).strip().partition("\n")[0]
             self.region.fallbacks.append(self.eager)
             return take_step(scaler, optimizers, max_grad_norm, nothing_kept, overflow)
+        if self.region.settings.captures:  # out of the graph's memory
+            founds = [None if found is None else found.clone() for found in founds]
+            norm = None if norm is None else norm.clone()
         held_back: dict[Optimizer, HeldBack] = {}
         for optimizer, found in zip(optimizers, founds, strict=True):
             # Where the host has it anyway, it is read, so that the scaler can name a culprit.
             held_back[optimizer] = False if found is None else bool(found) if found.device.type == "cpu" else found
             scaler.note(optimizer, held_back[optimizer])
+            optimizer._opt_called = True  # type: ignore[attr-defined]  # which a scheduler asks for
         scaler.update_after(overflow)
         return Update(held_back, norm)
 
@@ -132,14 +128,13 @@ def update_region(
     norm = None
     if inverse is not None:
         for index, params in enumerate(live):
-            gradients = [p.grad for p in params if p.grad is not None]
-            founds[index] = holds_inf_or_nan(gradients)
-            for gradient in gradients:
+            found = [p.grad for p in params if p.grad is not None]
+            founds[index] = holds_inf_or_nan(found)
+            for gradient in found:
                 gradient.mul_(inverse.to(gradient.device))
     if max_grad_norm is not None:
         together = [p for params in live for p in params]
-        found = holds_inf_or_nan([p.grad for p in together if p.grad is not None])
-        founds = [found for _ in optimizers]
+        founds = [holds_inf_or_nan([p.grad for p in together if p.grad is not None])] * len(optimizers)
         norm = clip(together, max_grad_norm)
     for optimizer, params, state, held in zip(optimizers, live, states, founds, strict=True):
         changed = [*params, *state]

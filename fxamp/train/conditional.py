@@ -37,13 +37,18 @@ def is_fused(optimizer: Optimizer) -> bool:
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
+def has_state(optimizer: Optimizer) -> bool:
+    """Say whether a step makes no state: it is there, or there is none to make."""
+    if type(optimizer) is SGD and not any(group["momentum"] for group in optimizer.param_groups):
+        return True
+    return all(bool(optimizer.state.get(p)) for p in parameters(optimizer) if p.grad is not None)
+
+
 def can_be_taken_back(optimizer: Optimizer) -> bool:
     """Say whether all that a step changes is on an accelerator, and was there before."""
-    if not _changes_the_device_alone(optimizer):
+    if not _changes_the_device_alone(optimizer) or not has_state(optimizer):
         return False
-    stateless = type(optimizer) is SGD and not any(group["momentum"] for group in optimizer.param_groups)
-    live = [p for p in parameters(optimizer) if p.grad is not None]
-    return all(not p.grad.is_sparse and (stateless or bool(optimizer.state.get(p))) for p in live)  # type: ignore[union-attr]
+    return not any(gradient.is_sparse for gradient in gradients([optimizer]))
 
 
 def waits(optimizer: Optimizer) -> bool:

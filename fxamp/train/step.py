@@ -77,7 +77,7 @@ class TrainStep:
             window: where that has several micro-batches, or a graph reads one weight low in two places that share no
             cast, as with and without gradients; and with `compile`, where the copies are inputs of the graph. What
             `torch.compile` compiled before casts at every use, and "per_step" is refused where nothing else is there;
-            `weights.per_use` names it.
+            `weights.per_use` names it. "per_use" with `compile` casts again in backward, and keeps no copy at all.
         on_overflow: "skip_window" skips a step if any micro-batch had gradients that were not finite.
             "skip_microbatch" leaves those micro-batches out, and the gradients are the mean of the others; the scale
             backs off all the same. It costs one more set of gradients, and under DistributedDataParallel an exchange
@@ -162,7 +162,9 @@ class TrainStep:
         """Why a step waits for the device at the end of a window, once; empty where it never does."""
         if not self.scaler.is_enabled() and self.max_grad_norm is None and self._kept is None:
             return ()
-        reasons = [f"{type(o).__name__} steps or not as Python decides" for o in self.optimizers if waits(o)]
+        in_graph = self.compiled is not None and self.windows > 1 and not self.compiled.update.eager
+        deciding = [] if in_graph else [o for o in self.optimizers if waits(o)]
+        reasons = [f"{type(o).__name__} steps or not as Python decides" for o in deciding]
         reasons += [f"{type(s).__name__} follows the steps that were taken" for s in self.schedulers]
         reasons += ["the average of the weights follows the steps that were taken"] * bool(self.averages)
         return tuple(dict.fromkeys(reasons))

@@ -1,0 +1,238 @@
+"""Time and count training steps compiled by Inductor: FP32, autocast, fxamp at O1 and O2, and the whole model in low.
+
+    python reports/compiled_step.py                     # BERT of four layers, width 256, batch 4, 64 tokens
+    python reports/compiled_step.py --rounds 0          # counts alone
+
+Each step is forward, backward and a fused AdamW. Times are medians of rounds in which the variants take turns, as
+ratios to compiled autocast. Beside them stands what does not depend on the machine's mood: the bytes that Inductor's
+kernels load and store, the kernels that a forward and backward launch, and the bytes that forward saves for backward.
+Casts that are made once a step outside the graphs are added, of weights and of their gradients, and a low copy that is
+an input of the graph counts as saved. `compiled_step.md` and `compiled_step.json` are written beside this file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import json
+import re
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from tabulate import tabulate
+from torch import Tensor, nn
+from tqdm import tqdm
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+
+import fxamp  # noqa: E402  (the path comes first)
+from fxamp.measure import interleaved  # noqa: E402
+from fxamp.train.weights import WeightCasts  # noqa: E402
+from tests.harness import UnderAutocast  # noqa: E402
+
+FP32, AUTOCAST, ALL_LOW = "FP32", "torch.autocast", "all low"
+POLICIES = {
+    "fxamp O1": ("O1", "per_use"),
+    "fxamp O1 per_step": ("O1", "per_step"),
+    "fxamp O2": ("O2", "per_use"),
+    "fxamp O2 per_step": ("O2", "per_step"),
+    "fxamp O2 per_step, low output": ("O2,output_dtype=low", "per_step"),
+}
+ROUNDS, WARMUP = 11, 2
+SIZE = (256, 4, 4, 64)  # width, layers, batch, tokens
+_KERNEL = re.compile(r"^\s+(?:\w+ = )?(cpp_fused\w*|triton_\w+\.run|extern_kernels\.\w+|torch\.ops\.[\w.]+)\(", re.M)
+Inputs = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What Inductor made of one forward and backward."""
+
+    bytes_moved: int
+    launches: int
+    saved_bytes: int
+
+
+@dataclass(frozen=True)
+class Row:
+    """One variant; times are ratios to compiled autocast, None where not measured."""
+
+    variant: str
+    counts: Counts
+    time: float | None = None
+    spread: float | None = None
+
+
+def bert(width: int, layers: int, batch: int, tokens: int) -> tuple[nn.Module, Inputs]:
+    """Return a model and its inputs, labels among them."""
+    from transformers import BertConfig, BertForMaskedLM
+
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=8000, hidden_size=width, num_hidden_layers=layers, num_attention_heads=width // 32,
+        intermediate_size=4 * width,
+    )  # fmt: skip
+    ids = torch.randint(0, 8000, (batch, tokens))
+    return BertForMaskedLM(config).train(), {"input_ids": ids, "labels": ids}
+
+
+def variants(size: tuple[int, int, int, int], options: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
+    """Yield names, models, functions that run a whole step, and its casts of weights; each has weights of its own."""
+    model, inputs = bert(*size)
+    for name in (FP32, AUTOCAST, ALL_LOW):
+        own = copy.deepcopy(model)
+        own = own.bfloat16() if name == ALL_LOW else own
+        called: Any = UnderAutocast(own, torch.bfloat16) if name == AUTOCAST else own
+        yield name, own, _by_hand(own, torch.compile(called, options=options), inputs), None
+    for name, (policy, weights) in POLICIES.items():
+        own = copy.deepcopy(model)
+        converted = fxamp.convert(own, (), inputs, policy=f"{policy},dtype=bf16").train()
+        step = fxamp.TrainStep(
+            converted, None, _adamw(own), scaler=None, weights=weights, compile={"options": options}  # type: ignore[arg-type]
+        )
+        yield name, own, lambda step=step: step(inputs).loss, step.weights
+
+
+def _adamw(model: nn.Module) -> torch.optim.AdamW:
+    return torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
+
+
+def _by_hand(model: nn.Module, called: Callable[..., Any], inputs: Inputs) -> Callable[[], Tensor]:
+    optimizer = _adamw(model)
+
+    def step() -> Tensor:
+        loss: Tensor = called(**inputs).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss
+
+    return step
+
+
+@contextlib.contextmanager
+def counting() -> Iterator[tuple[list[int], list[str]]]:
+    """Let Inductor generate code anew, and collect the bytes that each graph moves, and its code."""
+    from torch._inductor import config
+    from torch._inductor.graph import GraphLowering
+
+    moved: list[int] = []
+    made: list[str] = []
+    generate: Any = GraphLowering.codegen
+
+    def codegen(graph: Any) -> Any:
+        code = generate(graph)
+        moved.append(int(graph.count_bytes()[0]))
+        return code
+
+    hooks: dict[str, Any] = {"codegen": codegen, "save_output_code": made.append}
+    with config.patch(force_disable_caches=True), mock.patch.multiple(GraphLowering, **hooks):
+        yield moved, made
+
+
+def count(model: nn.Module, step: Callable[[], Tensor], weights: WeightCasts | None = None) -> Counts:
+    """Compile a step, and count what was made, and the casts that are made once a step outside the graphs."""
+    saved: list[int] = []
+    outside: list[Tensor] = []
+    backward: Any = torch.Tensor.backward
+
+    def look(loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        saved.append(saved_by(loss, model))
+        outside.extend(low for low in (weights.make_ready()[1] if weights else ()) if low is not None)
+        backward(loss, *args, **kwargs)
+
+    with counting() as (moved, made), mock.patch.object(torch.Tensor, "backward", look):
+        step()
+    launches = sum(len(_KERNEL.findall(code)) for code in made)
+    casts = [low.numel() * (4 + low.element_size()) for low in outside]
+    return Counts(sum(moved) + 2 * sum(casts), launches + 2 * len(casts), saved[0])
+
+
+def saved_by(loss: Tensor, model: nn.Module) -> int:
+    """Add up the storages that compiled functions have saved for backward, parameters apart."""
+    storages = {p.untyped_storage().data_ptr(): 0 for p in model.parameters()}
+    nodes, seen = [loss.grad_fn], set()
+    while nodes:
+        node: Any = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        nodes += [before for before, _ in node.next_functions]
+        for tensor in getattr(node, "saved_tensors", ()) if "Compiled" in node.name() else ():
+            storage = tensor.untyped_storage()
+            storages.setdefault(storage.data_ptr(), storage.nbytes())
+    return sum(storages.values())
+
+
+def measure(size: tuple[int, int, int, int], rounds: int, options: dict[str, Any]) -> list[Row]:
+    """Count every variant, and time them in turn unless `rounds` is 0."""
+    steps, counts = {}, {}
+    for name, model, step, weights in tqdm(variants(size, options), desc="compile", total=3 + len(POLICIES)):
+        counts[name], steps[name] = count(model, step, weights), step
+    if not rounds:
+        return [Row(name, counts[name]) for name in steps]
+    timings = interleaved(steps, tqdm(range(rounds + WARMUP), desc="rounds"), warmup=WARMUP)
+    base = timings[AUTOCAST].median
+    return [Row(name, counts[name], t.median / base, t.spread / base) for name, t in timings.items()]
+
+
+def to_markdown(found: dict[str, Any]) -> str:
+    """Return the report."""
+    rows = [Row(**{**row, "counts": Counts(**row["counts"])}) for row in found["rows"]]
+    base = next(row.counts for row in rows if row.variant == AUTOCAST)
+    lines = [
+        (
+            row.variant,
+            "" if row.time is None else f"{row.time:.3f} ± {row.spread:.3f}",
+            f"{row.counts.bytes_moved / 1e6:.1f}",
+            f"{row.counts.bytes_moved / base.bytes_moved:.3f}",
+            row.counts.launches,
+            f"{row.counts.saved_bytes / 1e6:.2f}",
+        )
+        for row in rows
+    ]
+    headers = ("variant", "time", "MB loaded and stored", "of autocast's", "kernels", "MB saved for backward")
+    width, layers, batch, tokens = found["size"]
+    times = (
+        f"Times: medians of {found['rounds']} rounds in turn, with the spread of the middle half, as ratios to "
+        "compiled autocast. "
+    ) * bool(found["rounds"])
+    return (
+        "# Training steps compiled by Inductor, over compiled autocast\n\n"
+        f"BERT, width {width}, {layers} layers, batch {batch}, {tokens} tokens, BF16, fused AdamW, on a CPU with "
+        f"{found['threads']} threads, torch {found['torch']}. {times}Bytes and kernels: of one forward and backward, "
+        "as Inductor counts them, with casts of weights that are made outside. "
+        "Made by `python reports/compiled_step.py`.\n\n"
+        f"{tabulate(lines, headers, 'pipe', disable_numparse=True)}\n"
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, and write both reports."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--size", type=int, nargs=4, default=SIZE, metavar=("WIDTH", "LAYERS", "BATCH", "TOKENS"))
+    parser.add_argument("-o", "--folder", type=Path, default=HERE)
+    args = parser.parse_args(arguments)
+    warnings.filterwarnings("ignore")
+    rows = measure(tuple(args.size), args.rounds, {})
+    found = {
+        "torch": torch.__version__, "threads": torch.get_num_threads(), "size": list(args.size), "rounds": args.rounds,
+        "rows": [asdict(row) for row in rows],
+    }  # fmt: skip
+    text = to_markdown(found)
+    (args.folder / "compiled_step.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    (args.folder / "compiled_step.md").write_text(text, encoding="utf-8")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
