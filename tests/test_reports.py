@@ -296,7 +296,7 @@ def test_the_printed_report_of_the_readme_is_what_its_example_prints() -> None:
     assert found.group(2) == shown.printed()
 
 
-@pytest.mark.parametrize("script", [compiled_step])
+@pytest.mark.parametrize("script", [compiled_step, exact_numerics])
 def test_what_is_said_of_compiled_models_is_what_was_measured(script: Any) -> None:
     name = script.__name__.rpartition(".")[2]
     assert script.to_markdown(_committed(f"{name}.json")) == REPORTS.joinpath(f"{name}.md").read_text()

@@ -263,14 +263,14 @@ class Breaks(nn.Module):
         return self.last(x)
 
 
-def test_breaks_recompiles_and_fallbacks_are_counted_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 2)
+def test_breaks_recompiles_and_fallbacks_are_counted_and_named() -> None:
     torch.manual_seed(0)
     model = Breaks()
     step = TrainStep(model, lambda out: out.square().mean(), SGD(model.parameters(), lr=0.1),
                      compile={"backend": "aot_eager", "dynamic": False})  # fmt: skip
-    for rows in (2, 3, 4):
-        step(torch.randn(rows, 4))
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for rows in (2, 3, 4):
+            step(torch.randn(rows, 4))
     said = dict(compiled_rows(step.compiled))
     assert said["compiled"] == "by 'aot_eager'"
     assert "graph break" in said["model and loss"]
