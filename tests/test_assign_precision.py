@@ -216,6 +216,19 @@ def test_a_write_through_a_view_reaches_what_the_author_made_low() -> None:
     assert torch.equal(convert(write)(X), Net(write)(X))
 
 
+def test_a_write_through_a_view_reaches_a_cast_that_is_captured_at_the_first_call() -> None:
+    class Writes(nn.Module):
+        def forward(self, low: Tensor, wide: Tensor) -> Tensor:
+            made = wide.to(low.dtype)
+            made.t().add_(1)
+            return made
+
+    low = X.bfloat16()
+    torch._dynamo.reset()
+    got = fxamp.compile(Writes(), backend="eager")(low, X.double())
+    assert torch.equal(got.bfloat16(), Writes()(low, X.double()))
+
+
 def test_a_copy_that_autocast_makes_of_written_storage_is_a_deviation_by_name() -> None:
     def write(m: Any, x: Tensor) -> Tensor:
         y = m.first(x)
