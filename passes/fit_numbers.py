@@ -33,6 +33,8 @@ def fit_numbers(state: State, node: Node, name: str, floats: list[ops.Operand], 
         if mutated_operands(node):
             state.pinned.add(state.aliases.find(mutated_operands(node)[0]))
             return colouring
+        if state.original[node] in LOW_DTYPES and state.aliases.is_mutated(node):
+            return colouring  # the author's own low value, which a copy in FP32 would part from what is written
         row = lookup(name, state.device, state.low)[0]
         why = Code.LITERAL("a number does not fit the low dtype")
         colouring = all_to(state, torch.float32, row, floats, colouring.kind, why)

@@ -216,6 +216,16 @@ def test_a_write_through_a_view_reaches_what_the_author_made_low() -> None:
     assert torch.equal(convert(write)(X), Net(write)(X))
 
 
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_a_low_value_with_a_tiny_bound_that_is_written_stays_the_authors(level: str) -> None:
+    def write(m: Any, x: Tensor) -> Tensor:
+        bounded = x.bfloat16().clamp(1e-7, 1)
+        bounded.to(torch.bfloat16).mul_(2)  # no copy
+        return bounded
+
+    torch.testing.assert_close(convert(write, level)(X).float(), Net(write)(X).float(), rtol=0.02, atol=0.01)
+
+
 def test_a_write_through_a_view_reaches_a_cast_that_is_captured_at_the_first_call() -> None:
     class Writes(nn.Module):
         def forward(self, low: Tensor, wide: Tensor) -> Tensor:
