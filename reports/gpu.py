@@ -791,6 +791,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(f"no section {', '.join(sorted(unknown))}: choose from {', '.join(SECTIONS)}")
     if not CUDA and not options.small:
         parser.error("there is no GPU here: --small runs all of it on a CPU, with tiny models")
+    if options.small and options.output == HERE:
+        parser.error("--small measures nothing, and is no report to keep here: say by -o where to write")
     names = [name for name in SECTIONS if name in (options.section or SECTIONS)]
     until = time.monotonic()
     for name in names:

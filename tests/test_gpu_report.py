@@ -184,6 +184,12 @@ def test_without_a_gpu_only_the_small_form_is_offered(capsys: pytest.CaptureFixt
     assert "there is no GPU here: --small" in capsys.readouterr().err
 
 
+def test_the_small_form_is_not_written_beside_the_script(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        gpu.main(["--small"])
+    assert "say by -o where to write" in capsys.readouterr().err
+
+
 def test_an_unknown_section_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         gpu.main(["kernels"])
