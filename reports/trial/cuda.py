@@ -93,12 +93,24 @@ def dtypes_under_cuda(plain: Any, module: Any, args: Any, kwargs: Any) -> tuple[
             oracle.run(*inputs, enable_io_processing=False)
         finally:
             torch.set_autocast_enabled("cuda", False)
+    return beside(plain, module, oracle.dtypes), sorted(set(oracle.unrun))
+
+
+def beside(plain: Any, module: Any, dtypes: dict[str, torch.dtype]) -> list[list[str]]:
+    """Return a row for each node of floating dtype, as `dtypes_under_cuda` does.
+
+    Args:
+        plain: the model converted at O0.
+        module: the same converted at O1.
+        dtypes: what autocast gives the values of the first graph of `plain`, by the name of the node.
+    """
     ours = {key: n for n, key in keys(module.graph.nodes).items() if n.meta.get("fxamp") != "cast"}
+    decisions = {d.key: d for d in module.plan.decisions}
     rows = []
-    for node, key in plain_keys.items():
-        expected = oracle.dtypes.get(node.name)
+    for node, key in keys(plain.graph.nodes).items():
+        expected = dtypes.get(node.name)
         if expected is not None and expected.is_floating_point and key in ours:
             decision, got = decisions.get(key), str(ours[key].meta["val"].dtype)[6:]
             autocast, code = (decision.autocast_dtype, decision.code) if decision is not None else (got, "")
             rows.append([key, ops.name(node), str(expected)[6:], autocast, got, code])
-    return rows, sorted(set(oracle.unrun))
+    return rows

@@ -1,0 +1,836 @@
+"""Run, in at most nine minutes, what only a GPU can show, and write `gpu.md` and `gpu.json` beside this file.
+
+    python reports/gpu.py                       # every section, the most telling first
+    python reports/gpu.py eager compiled        # these
+    python reports/gpu.py --small -o /tmp       # tiny models, on a CPU too: to see that it runs
+
+Needs `pip install ".[test]"`, and no network: the models of `transformers` have random weights. Each section runs in a
+process of its own, which is ended when its time is over, and both files are written after every row. What `gpu.json`
+has of this machine is not measured again unless it failed: what was left out for lack of time, a second call makes up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import functools
+import gc
+import json
+import logging
+import math
+import subprocess
+import sys
+import time
+import traceback
+import types
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from tabulate import tabulate
+from torch import Tensor, nn
+from torch.autograd import DeviceType  # type: ignore[attr-defined]
+from torch.optim import SGD, AdamW, Optimizer
+from torch.profiler import ProfilerActivity, profile
+from tqdm import tqdm
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+
+import fxamp  # noqa: E402  (the path comes first)
+from fxamp.capture.captured import as_inputs  # noqa: E402
+from fxamp.capture.states import capture, copied  # noqa: E402
+from fxamp.convert import autocast_for, emit, resolve  # noqa: E402
+from fxamp.measure import interleaved  # noqa: E402
+from fxamp.train.describe import compiled_rows  # noqa: E402
+from passes.facts import NAMES  # noqa: E402
+from passes.reasons import DEVIATIONS  # noqa: E402
+from reports import measure_facts  # noqa: E402
+from reports.casts import _machine, _word  # noqa: E402
+from reports.trial.cuda import beside  # noqa: E402
+from reports.trial.first import Record  # noqa: E402
+
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+BF16, FP16 = torch.bfloat16, torch.float16
+SECONDS, GRACE = 510.0, 30.0  # in all, and what a section may take longer before it is ended
+WARMUP, ROUNDS, FEWEST, WINDOW = 3, 15, 5, 4
+UNFINISHED, NO_TIME = "was not finished", "left out for lack of time"
+
+Inputs = dict[str, Tensor]
+Row = dict[str, Any]
+Rows = Iterator[list[Row]]  # of one task, each time all that there are
+
+
+# The models.
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model of `transformers`: the beginning of its class's name, the class, its sizes, and those of other forms.
+
+    `tokens` is the length of a text, 0 for images; `large` a batch that fills a GPU.
+    """
+
+    family: str
+    task: str
+    tokens: int
+    large: int
+    sizes: Mapping[str, Any]
+    shallow: Mapping[str, Any]
+    small: Mapping[str, Any]
+
+    def build(self, batch: int, small: bool, **others: Any) -> tuple[Any, Inputs]:
+        """Return a model in train mode and its inputs, labels among them; `others` are sizes that differ."""
+        import transformers
+
+        torch.manual_seed(0)
+        config = getattr(transformers, f"{self.family}Config")(
+            **{**self.sizes, **(self.small if small else {}), **others}
+        )
+        with torch.device(DEVICE):
+            model = getattr(transformers, self.family + self.task)(config)
+            if self.tokens:
+                ids = torch.randint(1, config.vocab_size, (batch, 8 if small else self.tokens))
+                return model.train(), {"input_ids": ids, "labels": ids}
+            side = 32 if small else 224
+            images, labels = torch.randn(batch, 3, side, side), torch.randint(0, config.num_labels, (batch,))
+            return model.train(), {"pixel_values": images, "labels": labels}
+
+    def shown(self, batch: int) -> str:
+        """Return what a batch is, for a table."""
+        return f"{batch} x {self.tokens}" if self.tokens else str(batch)
+
+
+_LAYERS = {"num_hidden_layers": 2}
+_TINY = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64, "num_hidden_layers": 1}
+_GPT2_TINY = {"n_embd": 32, "n_head": 2, "n_layer": 1, "vocab_size": 60, "n_positions": 32}
+_LLAMA = {
+    "hidden_size": 1280, "num_hidden_layers": 24, "num_attention_heads": 20, "num_key_value_heads": 4,
+    "intermediate_size": 3584, "vocab_size": 32000, "use_cache": False,
+}  # fmt: skip
+_RESNET_TINY = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "num_labels": 3}
+SUBJECTS = {
+    "BERT-base": Subject("Bert", "ForMaskedLM", 128, 32, {}, _LAYERS, {**_TINY, "vocab_size": 60}),
+    "GPT-2": Subject(
+        "GPT2", "LMHeadModel", 512, 8, {"use_cache": False, "bos_token_id": 0, "eos_token_id": 0}, {"n_layer": 2},
+        _GPT2_TINY,
+    ),
+    "ResNet-50": Subject(
+        "ResNet", "ForImageClassification", 0, 64, {"num_labels": 1000}, {"depths": [1, 1, 1, 1]}, _RESNET_TINY
+    ),
+    "ViT-B": Subject(
+        "ViT", "ForImageClassification", 0, 64, {"num_labels": 1000}, _LAYERS,
+        {**_TINY, "image_size": 32, "num_labels": 3},
+    ),
+    "Llama 0.5B": Subject(
+        "Llama", "ForCausalLM", 512, 8, _LLAMA, _LAYERS, {**_TINY, "num_key_value_heads": 1, "vocab_size": 60}
+    ),
+}  # fmt: skip
+
+
+def converted(model: nn.Module, inputs: Inputs, low: torch.dtype, *levels: str) -> Iterator[fxamp.ConvertedModule]:
+    """Yield a model converted at each level, in train mode; it is captured once for all of them."""
+    given = as_inputs((), inputs)
+    policies = [resolve(fxamp.Policy(level, dtype=low), model, given) for level in levels]
+    under = autocast_for(policies[-1], model, given)
+    captures = capture(model, (), inputs, dynamic_shapes=None, autocast=under)
+    for policy in policies:
+        yield emit(copied(captures), policy).train()
+
+
+# A TrainStep: what it waits for, CUDA graphs, and whether it trains as a loop by hand does.
+
+
+def _fused(parameters: Any) -> Optimizer:
+    return AdamW(parameters, lr=1e-4, fused=True)
+
+
+def _plain(parameters: Any) -> Optimizer:
+    return AdamW(parameters, lr=1e-4, foreach=True, capturable=CUDA)
+
+
+def _sgd(parameters: Any) -> Optimizer:
+    return SGD(parameters, lr=1e-3, momentum=0.9)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A way to train."""
+
+    low: torch.dtype = FP16
+    optimizer: Callable[[Any], Optimizer] = _fused
+    window: int = 1
+    clip: float | None = 1.0
+    compile: bool = False
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+CASES = {
+    "FP16, fused AdamW": Case(clip=None),
+    "FP16, fused AdamW, clipped, windows of 4": Case(window=WINDOW),
+    "FP16, AdamW, clipped": Case(optimizer=_plain),
+    "FP16, SGD, clipped": Case(optimizer=_sgd),
+    "BF16, fused AdamW, clipped": Case(low=BF16),
+    "FP16, fused AdamW, clipped, compiled": Case(compile=True),
+    "FP16, fused AdamW, clipped, compiled, CUDA graphs": Case(compile=True, settings={"cuda_graph": True}),
+    "FP16, AdamW, clipped, compiled": Case(optimizer=_plain, compile=True),
+    "FP16, AdamW, clipped, compiled, CUDA graphs, windows of 4": Case(
+        optimizer=_plain, compile=True, window=WINDOW, settings={"cuda_graph": True}
+    ),
+}
+BEFORE, WATCHED = 8, 4  # windows, and how many more in which a wait is an error
+SCALE = 2.0**24  # so high that FP16 overflows at first
+SMALL_SCALE, SMALL_BEFORE = 2.0**20, 3
+SMALL_CASES = (
+    "FP16, fused AdamW, clipped, windows of 4",
+    "BF16, fused AdamW, clipped",
+    "FP16, AdamW, clipped, compiled",
+)
+
+
+def train_tasks(small: bool) -> dict[str, Callable[[float], Rows]]:
+    """Return a task for every way to train."""
+    chosen = SMALL_CASES if small else CASES
+    return {name: functools.partial(trained, name, CASES[name], small) for name in chosen}
+
+
+def trained(name: str, case: Case, small: bool, until: float) -> Rows:
+    """Train by a TrainStep, at last where a wait is an error, and by hand under autocast, and compare."""
+    none = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    layers = {} if small else SUBJECTS["BERT-base"].shallow
+    model, inputs = SUBJECTS["BERT-base"].build(2 if small else 8, small, **layers, **none)
+    start = [p.detach().clone() for p in model.parameters()]
+    twin = copy.deepcopy(model)
+    (module,) = converted(model, inputs, case.low, "O1")
+    scaled, scale = case.low == FP16, SMALL_SCALE if small else SCALE
+    windows = (SMALL_BEFORE if small else BEFORE) + WATCHED
+    # Inductor compiles for too long on a CPU, and has no CUDA graphs there.
+    compile: Any = case.compile and ("aot_eager" if small else "inductor")
+    settings = {} if small else case.settings
+    scaler = fxamp.LossScaler(init_scale=scale) if scaled else None
+    step = fxamp.TrainStep(
+        module, None, case.optimizer(model.parameters()), scaler=scaler, accumulate_steps=case.window,
+        max_grad_norm=case.clip, compile=compile, **settings,
+    )  # fmt: skip
+    while step.windows < windows - WATCHED:
+        step(inputs)
+    waited = waits_of(lambda: [step(inputs) for _ in range(WATCHED * case.window)])
+    while step.windows < windows:  # after a wait
+        step(inputs)
+    row: Row = {"step": name, "waited": waited, "says it waits": "; ".join(step.waits) or "never"}
+    row["compiled"] = "; ".join(f"{what}: {text}" for what, text in compiled_rows(step.compiled))
+    yield [row]
+    expected = torch.amp.GradScaler(DEVICE, init_scale=scale, enabled=scaled)
+    parameters = list(twin.parameters())
+    optimizer = case.optimizer(parameters)
+
+    def loss_of() -> Tensor:
+        with torch.autocast(DEVICE, dtype=case.low):
+            return own_loss(twin, inputs)
+
+    for _ in range(windows):
+        by_hand(loss_of, parameters, optimizer, expected, case.window, case.clip)
+    row["loss scale"] = f"{step.scaler.get_scale():g}, by hand {expected.get_scale():g}" if scaled else ""
+    row["distance"] = distance(model, twin, start)
+    yield [row]
+
+
+def waits_of(run: Callable[[], object]) -> str:
+    """Run something where to wait for the GPU is an error; say where it did."""
+    if not CUDA:
+        run()
+        return "not known on a CPU"
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run()
+    except RuntimeError as e:
+        at = traceback.extract_tb(e.__traceback__)[-1]
+        return f"{first_line(e)} in {Path(at.filename).name}:{at.lineno}"
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return "never"
+
+
+def by_hand(
+    loss_of: Callable[[], Tensor],
+    parameters: Sequence[Tensor],
+    optimizer: Optimizer,
+    scaler: torch.amp.GradScaler,
+    window: int,
+    clip: float | None = None,
+) -> None:
+    """Run one window of the loop that one writes by hand."""
+    for _ in range(window):
+        scaler.scale(loss_of() / window).backward()
+    if clip is not None:
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(parameters, clip)
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad(set_to_none=True)
+
+
+def own_loss(model: Any, inputs: Inputs) -> Tensor:
+    """Return the loss that a model computes itself."""
+    loss: Tensor = model(**inputs).loss
+    return loss
+
+
+def distance(model: nn.Module, twin: nn.Module, start: Sequence[Tensor]) -> float:
+    """Return how far two trained models are apart, over how far training took the second from the start."""
+    pairs = list(zip(model.parameters(), twin.parameters(), start, strict=True))
+    apart = sum(float((a.detach() - b.detach()).double().square().sum()) for a, b, _ in pairs)
+    moved = sum(float((b.detach() - s).double().square().sum()) for _, b, s in pairs)
+    return math.sqrt(apart / moved)
+
+
+# O1 against the autocast kernels of this device.
+
+
+def agreement_tasks(small: bool) -> dict[str, Callable[[float], Rows]]:
+    """Return a task for every model and low dtype."""
+    lows = (BF16,) if small else (BF16, FP16)
+    return {f"{name}, {_word(low)}": functools.partial(agrees, name, low, small) for low in lows for name in SUBJECTS}
+
+
+def agrees(name: str, low: torch.dtype, small: bool, until: float) -> Rows:
+    """Compare the dtypes of every value, outputs and gradients of O1 with those of autocast, two layers deep."""
+    model, inputs = SUBJECTS[name].build(2, small, **({} if small else SUBJECTS[name].shallow))
+    model.eval()
+    plain, module = (one.eval() for one in converted(model, inputs, low, "O0", "O1"))
+    record = Record(plain)
+    with torch.no_grad(), torch.autocast(DEVICE, dtype=low):
+        record.run(*plain.call_spec.bind((), inputs), enable_io_processing=False)
+    dtypes = {node: value.dtype for node, value in record.made.items()}
+    rows = beside(plain, module, dtypes)
+    wrong = [
+        f"{key} ({op}): autocast gives {expected}, planned {autocast}, runs {got}"
+        for key, op, expected, autocast, got, code in rows
+        if autocast != expected or (got != expected and code not in ("cut", *DEVIATIONS))
+    ]
+    row: Row = {
+        "model": name,
+        "low": _word(low),
+        "values": len(rows),
+        "wrong": len(wrong),
+        "first": wrong[0] if wrong else "",
+    }
+    yield [row]
+    first, again = (_outcome(model, model, inputs, low) for _ in range(2))
+    ours = _outcome(module, model, inputs, None)
+    row["output"] = (
+        "equal" if torch.equal(first[0], ours[0]) else f"{float((first[0] - ours[0]).abs().max()):.2g} apart"
+    )
+    for what, other in (("gradients", ours), ("autocast's own", again)):
+        equal, apart = sum(map(torch.equal, first[1], other[1])), max(map(_apart, first[1], other[1]))
+        row[what] = f"{equal} of {len(first[1])} equal" + (f", {apart:.2g} apart" if apart else "")
+    yield [row]
+
+
+def _outcome(module: Any, model: nn.Module, inputs: Inputs, low: torch.dtype | None) -> tuple[Tensor, list[Tensor]]:
+    """Return logits and gradients of a module over the parameters of a model, under autocast where `low` is given."""
+    with torch.autocast(DEVICE, dtype=low, enabled=low is not None):
+        output = module(**inputs)
+    output.loss.backward()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    model.zero_grad(set_to_none=True)
+    return output.logits.detach().float(), gradients
+
+
+def _apart(expected: Tensor, got: Tensor) -> float:
+    return float((expected - got).double().norm() / expected.double().norm().clamp_min(1e-30))
+
+
+# Times, memory and kernels.
+
+
+@dataclass(frozen=True)
+class Run:
+    """One way to train a model, ready to be measured.
+
+    Attributes:
+        call: Trains on a window.
+        window: Of so many micro-batches.
+        note: Says what became of what was to be compiled.
+        graphed: The model and the optimizer that it has to itself, where it captures CUDA graphs.
+    """
+
+    call: Callable[[], object]
+    window: int = 1
+    note: Callable[[], str] = str
+    graphed: tuple[nn.Module, Optimizer] | None = None
+
+
+class Bench:
+    """A model with inputs, and the ways to train it, which share its weights and the state of one optimizer.
+
+    Low weights are others, and CUDA graphs want gradients that stay where they are: these have a copy of the model.
+    """
+
+    def __init__(self, subject: Subject, batch: int, low: torch.dtype, small: bool) -> None:
+        self.low, self.small = low, small
+        self.model, self.inputs = subject.build(batch, small)
+        self.optimizer = _adamw(self.model)
+        self._levels: dict[str, Any] = {}
+
+    def by_hand(self, *, autocast: bool = True, window: int = 1, compiled: bool = False, graphs: bool = False) -> Run:
+        """Return a loop by hand, under autocast or in FP32."""
+        model: nn.Module = copy.deepcopy(self.model) if graphs else self.model
+        optimizer = _adamw(model) if graphs else self.optimizer
+        one = self._loss(model, self.inputs, autocast=autocast, compiled=compiled, graphs=graphs)
+        scaler = torch.amp.GradScaler(DEVICE, enabled=autocast and self.low == FP16)
+        call = functools.partial(by_hand, one, list(model.parameters()), optimizer, scaler, window)
+        return Run(call, window, graphed=(model, optimizer) if graphs else None)
+
+    def all_low(self, *, compiled: bool = False) -> Run:
+        """Return a loop by hand over a model whose weights are low."""
+        model: nn.Module = copy.deepcopy(self.model).to(self.low)
+        inputs = {k: v.to(self.low) if v.is_floating_point() else v for k, v in self.inputs.items()}
+        one = self._loss(model, inputs, autocast=False, compiled=compiled, graphs=False)
+        scaler = torch.amp.GradScaler(DEVICE, enabled=False)
+        return Run(functools.partial(by_hand, one, list(model.parameters()), _adamw(model), scaler, 1))
+
+    def _loss(
+        self, model: nn.Module, inputs: Inputs, *, autocast: bool, compiled: bool, graphs: bool
+    ) -> Callable[[], Tensor]:
+        run: Any = own_loss
+        if compiled:
+            # A function of its own: of what shares its code Dynamo would check the guards of all at every call.
+            own = types.FunctionType(own_loss.__code__.replace(), globals())
+            how: Any = {"mode": "reduce-overhead"} if graphs and not self.small else {"backend": self._backend}
+            run = torch.compile(own, dynamic=False, **how)
+
+        def loss() -> Tensor:
+            if graphs:
+                torch.compiler.cudagraph_mark_step_begin()
+            with torch.autocast(DEVICE, dtype=self.low, enabled=autocast):
+                made: Tensor = run(model, inputs)
+            return made
+
+        return loss
+
+    def by_fxamp(
+        self, level: str, *, window: int = 1, weights: Any = "auto", compiled: bool = False, graphs: bool = False
+    ) -> Run:
+        """Return a TrainStep of the model converted at a level."""
+        if not self._levels:
+            levels = ("O1", "O2")
+            self._levels.update(zip(levels, converted(self.model, self.inputs, self.low, *levels), strict=True))
+        module = copy.deepcopy(self._levels[level]) if graphs else self._levels[level]
+        optimizer = _adamw(module) if graphs else self.optimizer
+        compile: Any = {"backend": self._backend, "dynamic": False} if compiled else False
+        step = fxamp.TrainStep(
+            module, None, optimizer, accumulate_steps=window, weights=weights, compile=compile,
+            cuda_graph=graphs and not self.small,
+        )  # fmt: skip
+
+        def note() -> str:
+            return "; ".join(f"{what}: {text}" for what, text in compiled_rows(step.compiled)[1:])
+
+        own = (module, optimizer) if graphs else None
+        return Run(lambda: [step(self.inputs) for _ in range(window)], window, note, own)
+
+    @property
+    def _backend(self) -> str:
+        return "aot_eager" if self.small else "inductor"
+
+
+def _adamw(model: nn.Module) -> Optimizer:
+    return AdamW(model.parameters(), lr=1e-6, fused=True)  # slow: they share their weights
+
+
+AUTOCAST = "torch.autocast"
+FOURS = f", windows of {WINDOW}"
+Ways = Mapping[
+    str, tuple[str, Callable[[Bench], Run]]
+]  # the variant of autocast to divide times by, and how to make it
+EAGER: Ways = {
+    AUTOCAST: (AUTOCAST, Bench.by_hand),
+    "fxamp O1": (AUTOCAST, lambda b: b.by_fxamp("O1")),
+    "fxamp O2": (AUTOCAST, lambda b: b.by_fxamp("O2")),
+    "FP32 with TF32": (AUTOCAST, lambda b: b.by_hand(autocast=False)),
+    AUTOCAST + FOURS: (AUTOCAST + FOURS, lambda b: b.by_hand(window=WINDOW)),
+    "fxamp O2 per_step" + FOURS: (
+        AUTOCAST + FOURS, lambda b: b.by_fxamp("O2", window=WINDOW, weights="per_step")
+    ),
+    "fxamp O2 per_use" + FOURS: (AUTOCAST + FOURS, lambda b: b.by_fxamp("O2", window=WINDOW, weights="per_use")),
+    "all low": (AUTOCAST, Bench.all_low),
+}  # fmt: skip
+COMPILED: Ways = {
+    AUTOCAST: (AUTOCAST, lambda b: b.by_hand(compiled=True)),
+    "fxamp O1": (AUTOCAST, lambda b: b.by_fxamp("O1", compiled=True)),
+    "fxamp O2": (AUTOCAST, lambda b: b.by_fxamp("O2", compiled=True)),
+    "FP32 with TF32": (AUTOCAST, lambda b: b.by_hand(autocast=False, compiled=True)),
+    "all low": (AUTOCAST, lambda b: b.all_low(compiled=True)),
+}
+GRAPHS: Ways = {
+    AUTOCAST: (AUTOCAST, lambda b: b.by_hand(compiled=True, graphs=True)),
+    "fxamp O1": (AUTOCAST, lambda b: b.by_fxamp("O1", compiled=True, graphs=True)),
+    "fxamp O2": (AUTOCAST, lambda b: b.by_fxamp("O2", compiled=True, graphs=True)),
+    "torch.autocast, no CUDA graphs": (AUTOCAST, lambda b: b.by_hand(compiled=True)),
+}
+
+
+def step_tasks(ways: Ways, small: bool, *, one_first: bool = False) -> dict[str, Callable[[float], Rows]]:
+    """Return a task for every model, batch and low dtype: BF16 first, and in it the large batches or those of one."""
+    large = [(name, subject.large) for name, subject in SUBJECTS.items()]
+    one = [(name, 1) for name in SUBJECTS]
+    order = [(n, b, low) for low in (BF16, FP16) for n, b in (one + large if one_first else large + one)]
+    if small:
+        order, ways = [("BERT-base", 2, FP16)], dict([*ways.items()][: len(ways) if ways is EAGER else 2])
+    return {
+        f"{name}, {SUBJECTS[name].shown(batch)}, {_word(low)}": functools.partial(
+            measured, name, batch, low, small, ways
+        )
+        for name, batch, low in order
+    }
+
+
+def measured(name: str, batch: int, low: torch.dtype, small: bool, ways: Ways, until: float) -> Rows:
+    """Measure every way to train a model; times last, the ways taking turns."""
+    bench = Bench(SUBJECTS[name], batch, low, small)
+    rows: dict[str, Row] = {}
+    runs: dict[str, Run] = {}
+    slowest = 0.0
+    with tf32():
+        for way, (_, make) in ways.items():
+            row = rows[way] = {"model": f"{name}, {SUBJECTS[name].shown(batch)}", "low": _word(low), "variant": way}
+            begun = time.monotonic()
+            if begun + slowest > until:  # what is ready is to be timed yet
+                row["problem"] = NO_TIME
+                continue
+            try:
+                runs[way], found = prepared(make, bench)
+                row.update(found)
+            except Exception as e:  # out of memory, say
+                row["problem"] = first_line(e)
+            tidy()
+            row["ready after, s"] = time.monotonic() - begun
+            slowest = max(slowest, row["ready after, s"])
+            yield list(rows.values())
+        timings = interleaved({way: run.call for way, run in runs.items()}, rounds(until, small), warmup=1)
+    for way, timing in timings.items():
+        rows[way].update(ms=1e3 * timing.median / runs[way].window, spread=1e3 * timing.spread / 2 / runs[way].window)
+        if base := timings.get(ways[way][0]):
+            rows[way]["over autocast"] = timing.median / base.median
+    yield list(rows.values())
+
+
+def prepared(make: Callable[[Bench], Run], bench: Bench) -> tuple[Run, Row]:
+    """Make a way to train, warm it up, and measure the memory and the kernels of a window."""
+    before = reserved()
+    run = make(bench)
+    for _ in range(WARMUP):
+        run.call()
+    if not CUDA:
+        return run, {"note": run.note()}
+    row: Row = {"peak MiB": peak(run, before)}
+    try:
+        row |= kernels(run)
+    except Exception as e:  # where profiling is not allowed, times are still to be had
+        row["problem"] = f"profiler: {first_line(e)}"
+    return run, {**row, "note": run.note()}
+
+
+def reserved() -> int:
+    """Return the bytes that torch has of the GPU and cannot give back."""
+    tidy()
+    return torch.cuda.memory_reserved() if CUDA else 0
+
+
+def peak(run: Run, before: int) -> float:
+    """Return the MiB that a window takes at its peak above what is held between windows.
+
+    A CUDA graph allocates nothing when it runs. Its memory is what was reserved for it since `before`, apart from the
+    model and the state of the optimizer.
+    """
+    pool = 0
+    if run.graphed is not None:
+        model, optimizer = run.graphed
+        states = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
+        pool = reserved() - before - sum(t.nbytes for t in (*model.parameters(), *model.buffers(), *states))
+    torch.cuda.synchronize()
+    held = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    run.call()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - held + max(pool, 0)) / 2**20
+
+
+def kernels(run: Run) -> Row:
+    """Return, for one micro-batch, the kernels that ran, their time, and how many calls launched them."""
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        run.call()
+        torch.cuda.synchronize()
+    events = [e for e in profiled.key_averages() if not e.is_user_annotation]
+    device = [e for e in events if e.device_type == DeviceType.CUDA]
+    ran = sum(e.count for e in device if not e.key.startswith(("Memcpy", "Memset")))
+    launches = sum(e.count for e in events if e.device_type == DeviceType.CPU and "Launch" in e.key)
+    busy = sum(e.self_device_time_total for e in device) / 1e3
+    found = {"kernels": ran, "launches": launches, "GPU ms": busy}
+    return {what: number / run.window for what, number in found.items()}
+
+
+@contextlib.contextmanager
+def tf32() -> Iterator[None]:
+    """Let a GPU multiply FP32 matrices as TF32, as people train."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if CUDA else before)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def rounds(until: float, small: bool) -> Iterator[int]:
+    """Yield the rounds of a measurement, the first to warm up, fewer where time is over."""
+    for number in range(1 + (2 if small else ROUNDS)):
+        if number > FEWEST and time.monotonic() > until:
+            return
+        yield number
+
+
+# The facts of measure_facts.py.
+
+
+def fact_tasks(small: bool) -> dict[str, Callable[[float], Rows]]:
+    """Return a task for every case."""
+    cases = measure_facts.cases()
+    return {case.key: functools.partial(facts_of, case) for case in (cases[:2] if small else cases)}
+
+
+def facts_of(case: measure_facts.Case, until: float) -> Rows:
+    """Measure which facts hold of an op, on few values."""
+    yield [
+        {"op": case.key, "low": _word(low), "holds": measure_facts.measure(case, DEVICE, low, quick=True),
+         "assumed": _assumed()[case.key][str(low).removeprefix("torch.")]}
+        for low in (BF16, FP16)
+    ]  # fmt: skip
+
+
+@functools.cache
+def _assumed() -> Any:
+    files = [measure_facts.ROOT / "passes" / f"facts_{device}.json" for device in (DEVICE, "cpu")]
+    return json.loads(next(file for file in files if file.exists()).read_text())["facts"]
+
+
+def differing(rows: Sequence[Row]) -> list[Row]:
+    """Return what holds and was not assumed, and what was assumed and does not hold."""
+    found = []
+    for row in rows:
+        if row.get("problem"):
+            found.append(row)
+            continue
+        more, less = (
+            [n for n in NAMES if (n in row[a]) > (n in row[b])] for a, b in (("holds", "assumed"), ("assumed", "holds"))
+        )
+        if more or less:
+            found.append({**row, "holds, not assumed": ", ".join(more), "assumed, does not hold": ", ".join(less)})
+    return found
+
+
+# The sections.
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the report: its tasks by name, which part of the time they may take, and how it reads."""
+
+    title: str
+    share: float
+    tasks: Callable[[bool], dict[str, Callable[[float], Rows]]]
+    columns: tuple[str, ...]
+    legend: str
+    shown: Callable[[Sequence[Row]], Sequence[Row]] = lambda rows: rows
+
+
+_TIMES = (
+    "model", "low", "variant", "ms", "spread", "over autocast", "peak MiB", "kernels", "launches", "GPU ms",
+    "ready after, s", "note",
+)  # fmt: skip
+_LEGEND = (
+    f"Whole steps, with fused AdamW and in FP16 with loss scaling (but all low). Times are medians of {ROUNDS} rounds\n"
+    "in which the variants take turns, the GPU idle at the start of each; the spread is half the distance between the\n"
+    "quartiles. Times, kernels, launches and GPU ms, in which the GPU was busy, are of one micro-batch; the peak is\n"
+    "what a window takes above what is held between windows"
+)
+SECTIONS = {
+    "train": Section(
+        "A TrainStep: waits, CUDA graphs, and the loop by hand", 70, train_tasks,
+        ("step", "waited", "says it waits", "distance", "loss scale", "compiled"),
+        f"O1 of BERT-base with two layers. `waited`: the first of {WATCHED} windows' waits for the GPU, found by\n"
+        '`torch.cuda.set_sync_debug_mode("error")`. The distance from a loop by hand under `torch.autocast`, from the\n'
+        "same weights and not compiled, is divided by how far that has moved: 0 is bit-equal.",
+    ),
+    "agreement": Section(
+        "O1 against the kernels of torch.autocast", 45, agreement_tasks,
+        ("model", "low", "values", "wrong", "first", "output", "gradients", "autocast's own"),
+        "Two layers of each, in evaluation mode. `wrong`: values in another dtype than autocast's for which the plan\n"
+        "names no reason. Autocast's own: how many gradients it repeats to the bit. How far any are apart is\n"
+        "over its norm; O1 adds up in 16 bits what comes back to a value that it casts once.",
+    ),
+    "eager": Section("Steps", 100, functools.partial(step_tasks, EAGER), _TIMES, f"{_LEGEND}."),
+    "compiled": Section(
+        "Steps compiled by Inductor", 150, functools.partial(step_tasks, COMPILED), _TIMES,
+        f"{_LEGEND}.",
+    ),
+    "graphs": Section(
+        "Steps compiled by Inductor, in CUDA graphs", 95, functools.partial(step_tasks, GRAPHS, one_first=True), _TIMES,
+        f"{_LEGEND},\nand all that is reserved for CUDA graphs. Autocast has them by\n"
+        '`torch.compile(mode="reduce-overhead")`.',
+    ),
+    "facts": Section(
+        "Facts about kernels that differ from those assumed", 50, fact_tasks,
+        ("op", "low", "holds, not assumed", "assumed, does not hold"),
+        "By `reports/measure_facts.py`, on fewer values than it takes itself: what does not hold does not.", differing,
+    ),
+}  # fmt: skip
+
+
+def run_section(name: str, data: Any, folder: Path, small: bool, until: float) -> None:
+    """Run the tasks of a section that are not done yet, and write both files after every row."""
+    found: dict[str, list[Row]] = data["sections"].setdefault(name, {})
+    left: list[str] = []
+    data["left"][name] = left
+    for label, run in tqdm(SECTIONS[name].tasks(small).items(), desc=name, unit="task", mininterval=5):
+        if label in found and not any(row.get("problem") for row in found[label]):
+            continue
+        if time.monotonic() > until:
+            left.append(label)
+            continue
+        rows: list[Row] = []
+        named = {SECTIONS[name].columns[0]: label}
+        try:
+            found[label] = [{**named, "problem": UNFINISHED}]
+            write(data, folder)
+            for rows in run(until):
+                found[label] = [*rows, {**named, "problem": UNFINISHED}]
+                write(data, folder)
+            found[label] = rows
+        except Exception as e:  # a row of its own: the rest goes on
+            found[label] = [*rows, {**named, "problem": first_line(e)}]
+        torch.compiler.reset()  # lets go of CUDA graphs and their memory
+        tidy()
+        write(data, folder)
+    write(data, folder)
+
+
+def tidy() -> None:
+    """Give back the memory of the GPU that is no longer in use."""
+    if CUDA:
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def first_line(error: BaseException) -> str:
+    """Return the kind of an error and the first line of what it says."""
+    said = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {said[0][:200]}" if said else type(error).__name__
+
+
+def load(folder: Path, small: bool) -> Any:
+    """Return what was measured before on the same machine in the same form, by section and task."""
+    head = {"machine": _machine(DEVICE), "torch": torch.__version__, "small": small}
+    file = folder / "gpu.json"
+    before = json.loads(file.read_text()) if file.exists() else {}
+    same = all(before.get(what) == value for what, value in head.items())
+    return before if same else {**head, "left": {}, "sections": {}}
+
+
+def write(data: Any, folder: Path) -> None:
+    """Write both files."""
+    folder.joinpath("gpu.json").write_text(json.dumps(data, indent=1) + "\n")
+    folder.joinpath("gpu.md").write_text(to_markdown(data))
+
+
+def to_markdown(data: Any) -> str:
+    """Return the report: a table a section."""
+    form = ", in its small form, which measures nothing" if data["small"] else ""
+    machine = f"{data['machine']}, torch {data['torch']}{form}"
+    parts = [f"# What only a GPU can show\n\nWritten by `reports/gpu.py` on {machine}.\n"]
+    for name, section in SECTIONS.items():
+        if name not in data["sections"]:
+            continue
+        every = [row for rows in data["sections"][name].values() for row in rows]
+        rows = section.shown(every)
+        columns = [c for c in (*section.columns, "problem") if any(row.get(c) not in (None, "") for row in rows)]
+        table = [[_cell(row.get(c)) for c in columns] for row in rows]
+        left = data["left"].get(name)
+        parts.append(
+            f"## {section.title}\n\n{section.legend}\n\n"
+            + (tabulate(table, columns, "pipe", disable_numparse=True) if rows else f"None in {len(every)} rows.")
+            + (f"\n\nLeft out for lack of time: {'; '.join(left)}." if left else "")
+            + "\n"
+        )
+    return "\n".join(parts)
+
+
+def _cell(value: object) -> str:
+    text = "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+    return text.replace("|", "\\|")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the sections asked for, each for its share of the time, and print the report."""
+    parser = argparse.ArgumentParser(description="Run what only a GPU can show.")
+    parser.add_argument("section", nargs="*", metavar="SECTION", help=", ".join(SECTIONS))
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="in all (default: %(default)g)")
+    parser.add_argument("--small", action="store_true", help="tiny models, on a CPU too, to see that it runs")
+    parser.add_argument(
+        "--here", action="store_true", help="in this process, in which nothing ends what takes too long"
+    )
+    parser.add_argument("-o", "--output", type=Path, default=HERE, metavar="FOLDER", help="where to write")
+    options = parser.parse_args(arguments)
+    if unknown := set(options.section) - set(SECTIONS):
+        parser.error(f"no section {', '.join(sorted(unknown))}: choose from {', '.join(SECTIONS)}")
+    if not CUDA and not options.small:
+        parser.error("there is no GPU here: --small runs all of it on a CPU, with tiny models")
+    if options.small and options.output == HERE:
+        parser.error("--small measures nothing, and is no report to keep here: say by -o where to write")
+    names = [name for name in SECTIONS if name in (options.section or SECTIONS)]
+    until = time.monotonic()
+    for name in names:
+        # What a section does not need is the next one's.
+        until += options.seconds * SECTIONS[name].share / sum(SECTIONS[n].share for n in names)
+        if options.here:
+            with quiet():
+                run_section(name, load(options.output, options.small), options.output, options.small, until)
+            continue
+        seconds = max(0.0, until - time.monotonic())
+        small = ["--small"] if options.small else []
+        command = [
+            sys.executable,
+            __file__,
+            name,
+            "--here",
+            "--seconds",
+            str(seconds),
+            "-o",
+            str(options.output),
+            *small,
+        ]
+        with contextlib.suppress(subprocess.TimeoutExpired):  # the row that it was at says so
+            subprocess.run(command, timeout=seconds + GRACE, check=False)
+    sys.stdout.write(options.output.joinpath("gpu.md").read_text())
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Leave out what torch and transformers warn of and log while models are measured that are not to be used."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        logging.disable(logging.WARNING)
+        try:
+            yield
+        finally:
+            logging.disable(logging.NOTSET)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,207 @@
+"""The report of what only a GPU can show runs end to end in its small form, and keeps what it had when it fails."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from reports import gpu
+
+pytestmark = pytest.mark.xdist_group("gpu report")  # the small form is run once
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder in which all sections have written."""
+    folder = tmp_path_factory.mktemp("gpu")
+    gpu.main(["--small", "--here", "-o", str(folder)])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def rows(report: Path) -> dict[str, list[gpu.Row]]:
+    """Return the rows of every section."""
+    sections = json.loads((report / "gpu.json").read_text())["sections"]
+    return {name: [row for rows in tasks.values() for row in rows] for name, tasks in sections.items()}
+
+
+def test_every_section_runs_without_a_problem(report: Path, rows: dict[str, list[gpu.Row]]) -> None:
+    assert list(rows) == list(gpu.SECTIONS)
+    assert all(rows.values())
+    assert [row["problem"] for found in rows.values() for row in found if "problem" in row] == []
+    text = (report / "gpu.md").read_text()
+    assert [line[3:] for line in text.splitlines() if line[:3] == "## "] == [s.title for s in gpu.SECTIONS.values()]
+    assert "small form" in text
+    assert "Left out" not in text
+
+
+def test_a_step_trains_as_the_loop_by_hand_in_every_case(rows: dict[str, list[gpu.Row]]) -> None:
+    assert [row["step"] for row in rows["train"]] == list(gpu.SMALL_CASES)
+    for row in rows["train"]:
+        assert row["distance"] < 1e-5, row["step"]  # what torch.export adds up in another order
+        scaled = gpu.CASES[row["step"]].low == torch.float16
+        ours, _, other = row["loss scale"].partition(", by hand ")
+        assert ours == other
+        assert bool(ours) == scaled
+        assert not scaled or float(ours) < gpu.SMALL_SCALE  # FP16 overflowed, and the step was skipped
+        assert bool(row["compiled"]) == gpu.CASES[row["step"]].compile
+
+
+def test_o1_agrees_with_autocast_on_this_device(rows: dict[str, list[gpu.Row]]) -> None:
+    assert [row["model"] for row in rows["agreement"]] == list(gpu.SUBJECTS)
+    for row in rows["agreement"]:
+        assert row["values"] > 20
+        assert (row["wrong"], row["first"], row["output"]) == (0, "", "equal"), row
+        _, _, apart = row["gradients"].partition(", ")  # sums of 16 bits, where a value that several read is cast once
+        assert not apart or float(apart.split()[0]) < 0.01, row
+
+
+@pytest.mark.parametrize(
+    ("section", "ways"), [("eager", gpu.EAGER), ("compiled", gpu.COMPILED), ("graphs", gpu.GRAPHS)]
+)
+def test_every_way_to_train_is_timed_beside_autocast(
+    rows: dict[str, list[gpu.Row]], section: str, ways: gpu.Ways
+) -> None:
+    found = {row["variant"]: row for row in rows[section]}
+    assert list(found) == list(ways)[: len(ways) if section == "eager" else 2]
+    for way, row in found.items():
+        base = found[ways[way][0]]
+        assert row["over autocast"] == pytest.approx(row["ms"] / base["ms"])
+        assert row["ms"] > 0
+        compiled = section != "eager" and way.startswith("fxamp")
+        assert ("model and loss: 1 compiled, 0 graph breaks" in row["note"]) == compiled
+
+
+def test_what_is_there_is_not_measured_again_and_failures_are(report: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[str] = []
+
+    def task(label: str, until: float) -> gpu.Rows:
+        begun.append(label)
+        yield [{"op": label}]
+        if label == "breaks":
+            raise RuntimeError("out of luck\nand more")
+
+    _only(monkeypatch, {label: lambda until, label=label: task(label, until) for label in ("holds", "breaks", "after")})
+    folder = report.parent
+    gpu.main(["--small", "--here", "-o", str(folder)])
+    gpu.main(["--small", "--here", "-o", str(folder)])
+    assert begun == ["holds", "breaks", "after", "breaks"]
+    found = json.loads((folder / "gpu.json").read_text())["sections"]["one"]
+    assert found["breaks"] == [{"op": "breaks"}, {"op": "breaks", "problem": "RuntimeError: out of luck"}]
+    assert found["after"] == [{"op": "after"}]
+    assert "| breaks | RuntimeError: out of luck |" in (folder / "gpu.md").read_text()
+
+
+def test_what_was_measured_before_an_end_by_force_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def task(until: float) -> gpu.Rows:
+        yield [{"op": "first"}]
+        raise SystemExit
+
+    _only(monkeypatch, {"both": task})
+    with pytest.raises(SystemExit):
+        gpu.main(["--small", "--here", "-o", str(tmp_path)])
+    found = json.loads((tmp_path / "gpu.json").read_text())["sections"]["one"]
+    assert found["both"] == [{"op": "first"}, {"op": "both", "problem": gpu.UNFINISHED}]
+    assert gpu.UNFINISHED in (tmp_path / "gpu.md").read_text()
+
+
+def test_tasks_for_which_there_is_no_time_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _only(monkeypatch, {"this": lambda until: iter([]), "that": lambda until: iter([])})
+    gpu.main(["--small", "--here", "--seconds", "0", "-o", str(tmp_path)])
+    assert "Left out for lack of time: this; that." in (tmp_path / "gpu.md").read_text()
+
+
+def _only(monkeypatch: pytest.MonkeyPatch, tasks: dict[str, Any]) -> None:
+    """Let the report have one section, of these tasks."""
+    monkeypatch.setattr(gpu, "SECTIONS", {"one": gpu.Section("One", 1, lambda small: tasks, ("op",), "Nothing.")})
+
+
+def test_a_way_that_runs_out_of_memory_is_a_row_and_the_others_are_timed() -> None:
+    def breaks(bench: gpu.Bench) -> gpu.Run:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nand so on")
+
+    ways = {gpu.AUTOCAST: gpu.EAGER[gpu.AUTOCAST], "greedy": (gpu.AUTOCAST, breaks)}
+    *_, rows = gpu.measured("BERT-base", 2, torch.bfloat16, True, ways, float("inf"))
+    assert rows[1]["problem"] == "OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"
+    assert "ms" not in rows[1]
+    assert rows[0]["over autocast"] == 1
+
+
+def test_a_way_for_which_there_is_no_time_is_left_out_and_the_others_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow(bench: gpu.Bench) -> gpu.Run:
+        raise AssertionError("there was no time for it")
+
+    ways = {gpu.AUTOCAST: gpu.EAGER[gpu.AUTOCAST], "slow": (gpu.AUTOCAST, slow)}
+    clock = time.monotonic
+    steps = gpu.measured("BERT-base", 2, torch.bfloat16, True, ways, clock() + 600)
+    next(steps)
+    monkeypatch.setattr(time, "monotonic", lambda: clock() + 600)
+    *_, rows = steps
+    assert rows[1]["problem"] == gpu.NO_TIME
+    assert rows[0]["ms"] > 0
+
+
+def test_each_section_has_a_process_that_is_ended_when_its_time_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: list[tuple[str, float, float]] = []
+
+    def run(command: list[str], *, timeout: float, check: bool) -> None:
+        name, seconds = command[2], float(command[command.index("--seconds") + 1])
+        called.append((name, seconds, timeout))
+        (tmp_path / "gpu.md").write_text(name)
+        raise subprocess.TimeoutExpired(command, timeout)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    gpu.main(["--small", "-o", str(tmp_path)])
+    assert [name for name, _, _ in called] == list(gpu.SECTIONS)
+    assert called[-1][1] == pytest.approx(gpu.SECONDS, abs=5)  # what the others left
+    assert all(timeout == seconds + gpu.GRACE for _, seconds, timeout in called)
+    assert gpu.SECONDS + gpu.GRACE <= 9 * 60
+
+
+@pytest.mark.parametrize(
+    ("name", "millions"),
+    [("BERT-base", 110), ("GPT-2", 124), ("ResNet-50", 25.6), ("ViT-B", 86.6), ("Llama 0.5B", 500)],
+)
+def test_the_models_have_their_real_sizes(name: str, millions: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "DEVICE", "meta")
+    model, inputs = gpu.SUBJECTS[name].build(1, small=False)
+    assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, rel=0.02)
+    assert all(t.device.type == "meta" and t.shape[0] == 1 for t in inputs.values())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_only_the_small_form_is_offered(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        gpu.main([])
+    assert "there is no GPU here: --small" in capsys.readouterr().err
+
+
+def test_the_small_form_is_not_written_beside_the_script(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        gpu.main(["--small"])
+    assert "say by -o where to write" in capsys.readouterr().err
+
+
+def test_an_unknown_section_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        gpu.main(["kernels"])
+    assert "no section kernels: choose from train, agreement" in capsys.readouterr().err
+
+
+def test_only_facts_that_differ_are_shown() -> None:
+    same = {"op": "abs", "low": "BF16", "holds": ["rounds_once"], "assumed": ["rounds_once"]}
+    other = {**same, "holds": ["fp32_internal"]}
+    failed = {"op": "neg", "problem": "RuntimeError"}
+    shown = gpu.differing([same, other, failed])
+    assert [(row["holds, not assumed"], row["assumed, does not hold"]) for row in shown[:1]] == [
+        ("fp32_internal", "rounds_once")
+    ]
+    assert shown[1:] == [failed]
