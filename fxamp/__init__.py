@@ -14,60 +14,62 @@ import types
 from typing import TYPE_CHECKING, Any
 
 from .guard import refuse_foreign_passes
+from .module import moved
 
+moved.install()
 if "pytest" not in sys.modules:  # which imports our plugin in every run: there it is said to those who use it
     refuse_foreign_passes()
 
 if TYPE_CHECKING:
-    from passes.errors import CaptureError as CaptureError
-    from passes.errors import FxampError as FxampError
-    from passes.errors import NotAModuleError as NotAModuleError
-    from passes.errors import PlanError as PlanError
-    from passes.errors import PolicyError as PolicyError
-    from passes.errors import ScaleCollapseError as ScaleCollapseError
-    from passes.errors import VerificationError as VerificationError
-    from passes.plan import Decision as Decision
-    from passes.plan import Plan as Plan
-    from passes.policy import Policy as Policy
-    from passes.rules import register_rule as register_rule
-    from passes.rules import rules as rules
+    from passes.contract.errors import CaptureError as CaptureError
+    from passes.contract.errors import FxampError as FxampError
+    from passes.contract.errors import NotAModuleError as NotAModuleError
+    from passes.contract.errors import PlanError as PlanError
+    from passes.contract.errors import PolicyError as PolicyError
+    from passes.contract.errors import ScaleCollapseError as ScaleCollapseError
+    from passes.contract.errors import VerificationError as VerificationError
+    from passes.contract.plan import Decision as Decision
+    from passes.contract.plan import Plan as Plan
+    from passes.contract.policy import Policy as Policy
+    from passes.ops.rules import register_rule as register_rule
+    from passes.ops.rules import rules as rules
 
     from .convert import convert as convert
     from .convert import graphs as graphs
     from .convert import plan as plan
     from .convert import plan_of as plan_of
-    from .dynamo import Backend as Backend
-    from .dynamo import backend as backend
-    from .dynamo import compile as compile
-    from .freeze import frozen as frozen
-    from .module import ConvertedModule as ConvertedModule
-    from .report.diff import GraphDiff as GraphDiff
-    from .report.diff import diff as diff
+    from .dynamo.backend import Backend as Backend
+    from .dynamo.backend import backend as backend
+    from .dynamo.backend import compile as compile
+    from .module.freeze import frozen as frozen
+    from .module.module import ConvertedModule as ConvertedModule
+    from .report.diff.diff import GraphDiff as GraphDiff
+    from .report.diff.diff import diff as diff
     from .report.report import Report as Report
     from .report.report import report as report
-    from .train.result import StepResult as StepResult
-    from .train.scaler import LossScaler as LossScaler
+    from .train.scale.scaler import LossScaler as LossScaler
     from .train.step import TrainStep as TrainStep
+    from .train.window.result import StepResult as StepResult
 
 __version__ = "0.1.0"
 
 # The same names again, for those who run and do not read: module -> names.
 _FOUND_IN = {
-    "passes.errors": (
+    "passes.contract.errors": (
         "CaptureError", "FxampError", "NotAModuleError", "PlanError", "PolicyError", "ScaleCollapseError",
         "VerificationError",
     ),
-    "passes.plan": ("Decision", "Plan"),
-    "passes.policy": ("Policy",),
-    "passes.rules": ("register_rule", "rules"),
+    "passes.contract.plan": ("Decision", "Plan"),
+    "passes.contract.policy": ("Policy",),
+    "passes.ops.rules": ("register_rule", "rules"),
     "fxamp.convert": ("convert", "graphs", "plan", "plan_of"),
-    "fxamp.dynamo": ("Backend", "backend", "compile"),
-    "fxamp.freeze": ("frozen",),
-    "fxamp.module": ("ConvertedModule",),
-    "fxamp.report.diff": ("GraphDiff", "diff"),
+    "fxamp.dynamo.backend": ("Backend", "backend", "compile"),
+    "fxamp.module.freeze": ("frozen",),
+    "fxamp.module.module": ("ConvertedModule",),
+    "fxamp.report.diff.diff": ("GraphDiff", "diff"),
     "fxamp.report.report": ("Report", "report"),
-    "fxamp.train.result": ("StepResult",),
-    "fxamp.train.scaler": ("LossScaler",),
+    "fxamp.train.window.result": ("StepResult",),
+    "fxamp.train.scale.scaler": ("LossScaler",),
     "fxamp.train.step": ("TrainStep",),
 }  # fmt: skip
 _MODULE_OF = {name: module for module, names in _FOUND_IN.items() for name in names}

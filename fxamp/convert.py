@@ -13,26 +13,33 @@ from torch import nn
 from torch.export import ExportedProgram
 
 from passes import compile_graph
-from passes.errors import CaptureError, NotAModuleError, NotFaithfulError, PlanError, PolicyError, RejectedError
-from passes.measured_costs import Timer
-from passes.plan import REMEDY, Plan, joined
-from passes.policy import DEVICES, Policy
-from passes.values import LOW
+from passes.assign.place.measured_costs import Timer
+from passes.contract.errors import (
+    CaptureError,
+    NotAModuleError,
+    NotFaithfulError,
+    PlanError,
+    PolicyError,
+    RejectedError,
+)
+from passes.contract.plan import REMEDY, Plan, joined
+from passes.contract.policy import DEVICES, Policy
+from passes.graph.values import LOW
 
-from . import compiled
-from .capture.captured import Captures, as_inputs
 from .capture.compare import attribute_of
 from .capture.export import Autocast
 from .capture.front_ends import ALONE
-from .capture.patches import capturing
+from .capture.functions import as_under_autocast
+from .capture.model.captured import Captures, as_inputs
+from .capture.model.patches import capturing
+from .capture.model.preflight import untouched
 from .capture.states import capture as capture_model
 from .capture.states import constants_of, in_state_of, module_of, refuse_non_models
-from .check import check_faithful, check_runs, guard_small_sizes, refuse_low_parameters, runs_under
-from .dynamo import compile
-from .fastest import emit_measured, kept_notes
-from .functions import as_under_autocast
-from .module import ConvertedModule, Variant, skeleton
-from .preflight import untouched
+from .dynamo import compiled
+from .dynamo.backend import compile
+from .measure.fastest import emit_measured, kept_notes
+from .module.module import ConvertedModule, Variant, skeleton
+from .trust.check import check_faithful, check_runs, guard_small_sizes, refuse_low_parameters, runs_under
 
 logger = logging.getLogger("fxamp")
 

@@ -22,14 +22,14 @@ from tabulate import tabulate
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from passes.errors import FxampError, PolicyError
-from passes.plan import write_text
+from passes.contract.errors import FxampError, PolicyError
+from passes.contract.plan import write_text
 
 from .convert import convert
-from .measure import StepCounts, interleaved
+from .measure.counts import StepCounts, interleaved
 from .train.step import TrainStep
-from .train.weights import WeightCasts
-from .train.window_counts import window_counts
+from .train.weights.weights import WeightCasts
+from .train.weights.window_counts import window_counts
 
 BATCH, WINDOW = 32, 4  # images in a micro-batch, and micro-batches in a step
 TEST_IMAGES = 898  # half of the 1,797: with fewer, one image more or less shows in the table

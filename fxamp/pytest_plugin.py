@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from .report.precision_plan import PrecisionPlan
+    from .report.gate.precision_plan import PrecisionPlan
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -28,6 +28,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.fixture
 def precision_plan(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> PrecisionPlan:
     """Compare models with the precision plans committed beside the test."""
-    from .report.precision_plan import PrecisionPlan
+    from .report.gate.precision_plan import PrecisionPlan
 
     return PrecisionPlan(request, tmp_path_factory)

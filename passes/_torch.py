@@ -33,7 +33,7 @@ from torch.overrides import TorchFunctionMode as TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
-from .errors import CaptureError
+from .contract.errors import CaptureError
 
 _GLOBAL_HOOKS = (
     "_global_forward_pre_hooks",

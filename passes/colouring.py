@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import Node
 
-from .reasons import Reason
+from .contract.reasons import Reason
 
 AS_AUTOCAST = "as_autocast"  # a kind, and the key of a node's meta: it runs under autocast, whatever is inside
 Place = tuple[str, int]  # an operand: argument name, index in a list argument

@@ -1,4 +1,4 @@
-"""The compiler: a captured graph in, a mixed-precision graph and its plan out.
+"""The passes, in order: a captured graph in, a mixed-precision graph and its plan out.
 
     legalize          decompose composites, inline regions
     assign_precision  colour every node, with a reason
@@ -6,7 +6,7 @@
     eliminate_casts   drop and share the casts that change no value
     verify            before the first pass, and after every one
 
-Imports torch and networkx, never fxamp.
+Each is a room of its own; `compile_graph` is their table of contents.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from . import ops
 from ._torch import FakeTensor
-from .assign_precision import Assignment, assign_precision
-from .bodies import Body, Border, all_graphs, bodies_of
-from .eliminate_casts import eliminate_casts
-from .errors import PlanError, VerificationError
-from .extremes import note_buffers
-from .insert_casts import insert_casts, is_inserted
-from .legalize import decompose_composites, drop_autocast_switches, index_fields
+from .assign.assign_precision import Assignment, assign_precision
+from .assign.colour.extremes import note_buffers
+from .assign.place.measured_costs import Timer
+from .assign.replay import replay
+from .casts.eliminate_casts import eliminate_casts
+from .casts.insert_casts import insert_casts, is_inserted
+from .casts.verify import verify
+from .contract.errors import PlanError, VerificationError
+from .contract.plan import REMEDY, Decision, Plan
+from .contract.policy import Policy, check_used
+from .graph.bodies import Body, Border, all_graphs, bodies_of
+from .graph.values import keys, module_path, module_types, no_autocast, original_dtypes, retyped, source
+from .legalize.legalize import decompose_composites, drop_autocast_switches, index_fields
 from .legalize.reads import apply_reads
-from .measured_costs import Timer
-from .plan import REMEDY, Decision, Plan
-from .policy import Policy, check_used
-from .replay import replay
-from .split_loss import split_losses
-from .values import keys, module_path, module_types, no_autocast, original_dtypes, retyped, source
-from .verify import verify
+from .legalize.split_loss import split_losses
+from .ops import ops
 
 __all__ = ["compile_graph"]
 

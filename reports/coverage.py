@@ -39,10 +39,10 @@ sys.path.insert(0, str(HERE.parent))
 import fxamp  # noqa: E402  (the path comes first)
 from fxamp.capture.states import capture  # noqa: E402
 from fxamp.convert import autocast_for, emit, resolve  # noqa: E402
-from fxamp.measure import _Counter, step_counts  # noqa: E402
-from fxamp.optimized import adopted  # noqa: E402
+from fxamp.dynamo.optimized import adopted  # noqa: E402
+from fxamp.measure.counts import _Counter, step_counts  # noqa: E402
 from passes._torch import pytree  # noqa: E402
-from passes.reasons import DEVIATIONS  # noqa: E402
+from passes.contract.reasons import DEVIATIONS  # noqa: E402
 from reports.architectures import BY_NAME, Inputs  # noqa: E402
 from reports.trial.first import Record, Stopped, unequal  # noqa: E402
 from tests.harness import UnderAutocast, distance, floats  # noqa: E402

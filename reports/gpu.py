@@ -42,13 +42,13 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
 import fxamp  # noqa: E402  (the path comes first)
-from fxamp.capture.captured import as_inputs  # noqa: E402
+from fxamp.capture.model.captured import as_inputs  # noqa: E402
 from fxamp.capture.states import capture, copied  # noqa: E402
 from fxamp.convert import autocast_for, emit, resolve  # noqa: E402
-from fxamp.measure import interleaved  # noqa: E402
+from fxamp.measure.counts import interleaved  # noqa: E402
 from fxamp.train.describe import compiled_rows  # noqa: E402
-from passes.facts import NAMES  # noqa: E402
-from passes.reasons import DEVIATIONS  # noqa: E402
+from passes.contract.reasons import DEVIATIONS  # noqa: E402
+from passes.ops.facts import NAMES  # noqa: E402
 from reports import measure_facts  # noqa: E402
 from reports.casts import _machine, _word  # noqa: E402
 from reports.trial.cuda import beside  # noqa: E402

@@ -36,8 +36,8 @@ sys.path.insert(0, str(HERE.parent))
 
 import fxamp  # noqa: E402  (the path comes first)
 from fxamp.capture.export import without_fused_layers  # noqa: E402
-from passes.errors import FxampError  # noqa: E402
-from passes.reasons import DEVIATIONS  # noqa: E402
+from passes.contract.errors import FxampError  # noqa: E402
+from passes.contract.reasons import DEVIATIONS  # noqa: E402
 from reports.trial.first import first_difference  # noqa: E402
 from reports.trial.judge import Subject, captured, emitted, quiet  # noqa: E402
 from reports.trial.runs import distance, norm, run, values_differ  # noqa: E402

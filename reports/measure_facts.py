@@ -1,9 +1,9 @@
-"""Measure how ops behave in low on this machine, and write `passes/facts_<device>.json`.
+"""Measure how ops behave in low on this machine, and write `passes/ops/facts_<device>.json`.
 
     python reports/measure_facts.py            # every device that is here
     python reports/measure_facts.py cpu
 
-What each fact means is said in `passes/facts.py`. Elementwise ops of one operand are measured on all 65,536 values of
+`passes/ops/facts.py` says what each fact means. Elementwise ops of one operand are measured on all 65,536 values of
 the low dtype, in three layouts; the others on a grid of shapes, strides, dimensions and distributions. Where a kernel
 sums in another order than its FP32 twin, one result in 10,000 differs, so at least 50,000 of each call are compared.
 """
@@ -27,7 +27,7 @@ from tqdm import tqdm
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from passes.facts import NAMES, this_machine  # noqa: E402  (the path comes first)
+from passes.ops.facts import NAMES, this_machine  # noqa: E402  (the path comes first)
 
 ATEN = torch.ops.aten
 LOWS = (torch.bfloat16, torch.float16)
@@ -392,7 +392,7 @@ def _same(a: list[Tensor], b: list[Tensor]) -> bool:
 
 def main() -> None:
     """Measure every case on the devices asked for, and write one file each."""
-    parser = argparse.ArgumentParser(description="Measure how ops behave in low, and write passes/facts_<device>.json.")
+    parser = argparse.ArgumentParser(description="Measure how ops behave in low, for passes/ops/facts_<device>.json.")
     here = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
     parser.add_argument("device", nargs="*", help="cpu, cuda; all that are here by default")
     for device in parser.parse_args().device or here:
@@ -402,7 +402,7 @@ def main() -> None:
         }
         lines = ",\n".join(f"    {json.dumps(key)}: {json.dumps(found[key])}" for key in sorted(found))
         machine = json.dumps(asdict(this_machine(device)))
-        path = ROOT / "passes" / f"facts_{device}.json"
+        path = ROOT / "passes" / "ops" / f"facts_{device}.json"
         path.write_text(f'{{\n  "machine": {machine},\n  "status": "measured",\n  "facts": {{\n{lines}\n  }}\n}}\n')
 
 

@@ -27,8 +27,8 @@ from tabulate import tabulate
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
-from passes.errors import PolicyError  # noqa: E402  (the path comes first)
-from passes.reasons import DEVIATIONS  # noqa: E402
+from passes.contract.errors import PolicyError  # noqa: E402  (the path comes first)
+from passes.contract.reasons import DEVIATIONS  # noqa: E402
 from reports.trial import samples  # noqa: E402
 from reports.trial.cuda import POLICY, dtypes_under_cuda  # noqa: E402
 from reports.trial.judge import (  # noqa: E402

@@ -35,7 +35,7 @@ sys.path.insert(0, str(HERE.parent))
 
 from passes import compile_graph  # noqa: E402  (the path comes first)
 from passes._torch import FakeTensorMode  # noqa: E402
-from passes.policy import Policy  # noqa: E402
+from passes.contract.policy import Policy  # noqa: E402
 
 aten = torch.ops.aten
 WIDTH, ROWS = 64, 32
@@ -44,14 +44,14 @@ YARDSTICK = 10_000
 NODES_PER_BLOCK = 11  # five calls, six parameters
 # What is timed: a name for the table, and the function that the compiler calls.
 PASSES = {
-    "legalize": "passes._legalize",
-    "assign_precision": "passes.assign_precision",
-    "of it the cut": "passes.assign_precision.place",
-    "insert_casts": "passes.insert_casts",
-    "eliminate_casts": "passes.eliminate_casts",
-    "verify": "passes.verify",
-    "decisions": "passes._decisions",
-    "annotate": "passes.annotate",
+    "legalize": "passes.pipeline._legalize",
+    "assign_precision": "passes.pipeline.assign_precision",
+    "of it the cut": "passes.assign.assign_precision.place",
+    "insert_casts": "passes.pipeline.insert_casts",
+    "eliminate_casts": "passes.pipeline.eliminate_casts",
+    "verify": "passes.pipeline.verify",
+    "decisions": "passes.pipeline._decisions",
+    "annotate": "passes.pipeline.annotate",
 }
 
 

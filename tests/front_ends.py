@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import fxamp
-from fxamp.capture.captured import Captures, as_inputs
+from fxamp.capture.model.captured import Captures, as_inputs
 from fxamp.capture.states import capture, copied
 from fxamp.convert import autocast_for, emit, resolve
 from passes._torch import pytree

@@ -27,9 +27,9 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
 from passes._torch import FakeTensorMode, pytree
-from passes.assign_precision import Assignment
-from passes.insert_casts import CAST, is_inserted
-from passes.values import Inference, original_dtypes
+from passes.assign.assign_precision import Assignment
+from passes.casts.insert_casts import CAST, is_inserted
+from passes.graph.values import Inference, original_dtypes
 
 aten = torch.ops.aten
 DTYPES = {

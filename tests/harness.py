@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 
 import fxamp
-from fxamp.capture.captured import Captures, as_inputs
+from fxamp.capture.model.captured import Captures, as_inputs
 from fxamp.capture.states import capture, copied
-from fxamp.check import check_faithful
 from fxamp.convert import autocast_for, emit, resolve
-from fxamp.measure import StepCounts, step_counts
+from fxamp.measure.counts import StepCounts, step_counts
+from fxamp.trust.check import check_faithful
 from passes._torch import pytree
-from passes.policy import Policy
+from passes.contract.policy import Policy
 from tests.models import BY_NAME, Zoo
 
 BATCH = 3

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import fxamp
 from passes._torch import pytree
-from passes.rules import RULES
+from passes.ops.rules import RULES
 
 FRONT_ENDS = ("fx", "export")
 # Rows of ops that this release of torch does not have, or not on a list.

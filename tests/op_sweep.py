@@ -1,4 +1,4 @@
-"""Run torch's own samples of every op, and compare what `passes.values` says of the call with what happened.
+"""Run torch's own samples of every op, and compare what `passes.graph.values` says of the call with what happened.
 
 Prints JSON: the claims that are false, and the number of ops of the table that were run. A program of its own, for
 torch's test suite changes global settings when it is imported: `python -m tests.op_sweep`.
@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from passes import ops
 from passes._torch import pytree
-from passes.rules import RULES
-from passes.values import ANY, COMPLEX, Aliases, SymbolicInference, dtypes_of, is_complex, mutated_operands
+from passes.graph.values import ANY, COMPLEX, Aliases, SymbolicInference, dtypes_of, is_complex, mutated_operands
+from passes.ops import ops
+from passes.ops.rules import RULES
 
 SAMPLES = 2  # of each op
 SKIPPED = {"histogramdd"}  # it returns its bins, which nobody writes to

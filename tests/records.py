@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from fxamp.report.record import RECORD_VERSION, Cast, NodeRecord, Read, Record, Totals
+from fxamp.report.record.record import RECORD_VERSION, Cast, NodeRecord, Read, Record, Totals
 from fxamp.report.report import Report
-from passes.plan import Decision, Plan
-from passes.policy import Policy
+from passes.contract.plan import Decision, Plan
+from passes.contract.policy import Policy
 
 # What a stranger may call a module, a file or a line, and what it must not do anywhere.
 HOSTILE = [

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxamp
-from passes.plan import Decision
+from passes.contract.plan import Decision
 from tests.models import LeNet5
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))

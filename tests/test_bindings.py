@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.fx import Graph, symbolic_trace
 
 import fxamp
-from fxamp.bindings import bindings, called_directly
-from passes import ops
+from fxamp.module.bindings import bindings, called_directly
 from passes._torch import pytree
+from passes.ops import ops
 from tests.graphs import parse
 from tests.helpers import Two, example
 

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import fxamp
 from fxamp.convert import resolve
 from passes._torch import guards_of, pytree
-from passes.errors import NotFaithfulError
+from passes.contract.errors import NotFaithfulError
 from tests.helpers import FRONT_ENDS, Two, assert_is_eager, assert_same, assert_untouched, example, fingerprint, o0
 from tests.models import BY_NAME, GraphConv, LeNet5
 

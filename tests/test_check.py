@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxamp
-from fxamp import check
 from fxamp.capture.states import capture
-from fxamp.check import check_faithful
-from passes.errors import NotFaithfulError
+from fxamp.trust import check
+from fxamp.trust.check import check_faithful
+from passes.contract.errors import NotFaithfulError
 from tests.helpers import FRONT_ENDS, Two, assert_is_eager, assert_untouched, example, fingerprint, o0
 
 

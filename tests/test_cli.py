@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 
 import fxamp
-from fxamp.cli import load_target, main
-from passes.errors import CaptureError, FxampError
-from passes.plan import Decision, Plan
-from passes.policy import Policy
+from fxamp.cli.main import load_target, main
+from passes.contract.errors import CaptureError, FxampError
+from passes.contract.plan import Decision, Plan
+from passes.contract.policy import Policy
 
 ROOT = Path(__file__).parents[1]
 LINEAR = Decision("fc/linear#0", 0, "linear", "fc", "net.py:12", "bfloat16", "bfloat16", "low", "autocast_low")

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from fxamp.cli import main
-from fxamp.report.waiting import waiting
-from passes.plan import Decision, Plan
-from passes.policy import Policy
+from fxamp.cli.main import main
+from fxamp.cli.waiting import waiting
+from passes.contract.plan import Decision, Plan
+from passes.contract.policy import Policy
 from tests.records import node, report_of
 
 ROOT = Path(__file__).parents[1]

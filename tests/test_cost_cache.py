@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fxamp import cost_cache
+from fxamp.measure import cost_cache
 
 
 @pytest.fixture(autouse=True)
@@ -98,7 +98,7 @@ def test_a_time_that_can_be_none_is_not_believed(value: str) -> None:
 
 ADDS = """
 import sys, torch
-from fxamp import cost_cache
+from fxamp.measure import cost_cache
 torch.set_num_threads(1)
 for i in range(20):
     cost_cache.save("cpu", {f"{sys.argv[1]}-{i}": 1})

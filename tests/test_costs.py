@@ -9,11 +9,11 @@ import torch
 from torch.fx import Node
 
 from passes import compile_graph
-from passes.costs import LAUNCH, ByteCosts, Run, UnitCosts, requires_grad
-from passes.errors import PolicyError
-from passes.measured_costs import ROUND_TRIPS, Call, Filler, MeasuredCosts, round_trips
-from passes.plan import Plan
-from passes.policy import Policy
+from passes.assign.place.costs import LAUNCH, ByteCosts, Run, UnitCosts, requires_grad
+from passes.assign.place.measured_costs import ROUND_TRIPS, Call, Filler, MeasuredCosts, round_trips
+from passes.contract.errors import PolicyError
+from passes.contract.plan import Plan
+from passes.contract.policy import Policy
 from tests.graphs import parse
 from tests.helpers import named
 

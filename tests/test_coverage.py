@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import fxamp
-from fxamp.measure import step_counts
-from passes.reasons import DEVIATIONS
+from fxamp.measure.counts import step_counts
+from passes.contract.reasons import DEVIATIONS
 from reports import architectures, coverage
 from reports.architectures import Architecture
 

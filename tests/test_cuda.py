@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from passes.reasons import DEVIATIONS
-from passes.rules import FOLLOW, LOW, lookup
+from passes.contract.reasons import DEVIATIONS
+from passes.ops.rules import FOLLOW, LOW, lookup
 from tests.models import BY_NAME
 
 SOME = ("lenet5", "gpt", "graph_conv", "hf_bert")

@@ -10,7 +10,7 @@ import networkx as nx
 import pytest
 from networkx.algorithms.flow import boykov_kolmogorov
 
-from passes.cut import FP32, LOW, Net, Problem, Variable, blocks, solve
+from passes.assign.place.cut import FP32, LOW, Net, Problem, Variable, blocks, solve
 
 
 def problem(seed: int, free: int) -> Problem:

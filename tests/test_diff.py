@@ -14,12 +14,12 @@ import torch
 from torch import nn
 
 import fxamp
-from fxamp.report.changes import compared
-from fxamp.report.diff import PLAN_KEY, Change, diff
-from fxamp.report.match import Item, match
-from passes.errors import FxampError, PlanError
-from passes.plan import FORMAT_VERSION, Decision, Plan
-from passes.policy import Policy
+from fxamp.report.diff.changes import compared
+from fxamp.report.diff.diff import PLAN_KEY, Change, diff
+from fxamp.report.diff.match import Item, match
+from passes.contract.errors import FxampError, PlanError
+from passes.contract.plan import FORMAT_VERSION, Decision, Plan
+from passes.contract.policy import Policy
 from tests.models import GPT, CausalBlock
 
 

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 import fxamp
-from fxamp.measure import step_counts
-from passes.eliminate_casts import eliminate_casts
-from passes.extremes import note_buffers
+from fxamp.measure.counts import step_counts
+from passes.assign.colour.extremes import note_buffers
+from passes.casts.eliminate_casts import eliminate_casts
 from tests.graphs import as_it_stands, assert_rewrites, assert_unchanged, parse, random_inputs, render
 from tests.helpers import Two, example
 

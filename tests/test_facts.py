@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from passes import facts
-from passes.rules import RULES
+from passes.ops import facts
+from passes.ops.rules import RULES
 from reports import measure_facts
 
 ROOT = Path(__file__).resolve().parent.parent
-FILE = ROOT / "passes" / "facts_cpu.json"
+FILE = ROOT / "passes" / "ops" / "facts_cpu.json"
 MEASURED: dict[str, dict[str, list[str]]] = json.loads(FILE.read_text())["facts"]
 LOWS = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 

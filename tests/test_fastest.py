@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxamp
-from fxamp import fastest
-from fxamp.timing import OpTimer
-from passes.errors import PolicyError
-from passes.insert_casts import is_inserted
-from passes.plan import Plan
+from fxamp.measure import fastest
+from fxamp.measure.timing import OpTimer
+from passes.casts.insert_casts import is_inserted
+from passes.contract.errors import PolicyError
+from passes.contract.plan import Plan
 from tests.helpers import assert_untouched, fingerprint
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))

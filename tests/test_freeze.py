@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import fxamp
-from fxamp.measure import _Counter
+from fxamp.measure.counts import _Counter
 from tests.models import LeNet5
 
 X = torch.randn(2, 1, 28, 28, generator=torch.Generator().manual_seed(0))

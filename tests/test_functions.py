@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import fxamp
-from fxamp.functions import call
+from fxamp.capture.functions import call
 from tests.helpers import Two, assert_is_eager, assert_same, example, o0
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from fxamp.cli import main
-from fxamp.report.budget import Budget
-from passes.errors import PolicyError
+from fxamp.cli.main import main
+from fxamp.report.gate.budget import Budget
+from passes.contract.errors import PolicyError
 
 NET = """
 import torch

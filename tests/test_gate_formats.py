@@ -11,14 +11,14 @@ import jsonschema
 import pytest
 import xmlschema
 
-from fxamp.cli import main
-from fxamp.report.diff import Change
-from fxamp.report.gate import Outcome, Place
-from fxamp.report.junit import to_junit
-from fxamp.report.outcomes import to_github, to_json, to_markdown, to_text
-from fxamp.report.sarif import MOST, to_sarif
-from passes.plan import Plan
-from passes.policy import Policy
+from fxamp.cli.main import main
+from fxamp.report.diff.diff import Change
+from fxamp.report.gate.gate import Outcome, Place
+from fxamp.report.gate.junit import to_junit
+from fxamp.report.gate.outcomes import to_github, to_json, to_markdown, to_text
+from fxamp.report.gate.sarif import MOST, to_sarif
+from passes.contract.plan import Plan
+from passes.contract.policy import Policy
 from tests.records import HOSTILE
 
 SCHEMAS = Path(__file__).parent / "schemas"
@@ -163,7 +163,7 @@ def test_the_command_writes_them(
 def test_junit_without_its_library_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
-    from passes.errors import FxampError
+    from passes.contract.errors import FxampError
 
     monkeypatch.setitem(sys.modules, "junitparser", None)
     with pytest.raises(FxampError, match=r"pip install 'fxamp\[ci\]'"):

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from fxamp.report import harmless
+from fxamp.report.forms import harmless
 
 
 @pytest.mark.parametrize(

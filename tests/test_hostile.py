@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from fxamp.report.harmless import visible
-from fxamp.report.tree import HEADERS
+from fxamp.report.forms.harmless import visible
+from fxamp.report.forms.tree import HEADERS
 from tests.records import HOSTILE, hostile_report
 from tests.test_page import Page
 from tests.test_report_graphs import LINES

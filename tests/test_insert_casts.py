@@ -10,11 +10,11 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from passes.assign_precision import Assignment
+from passes.assign.assign_precision import Assignment
+from passes.casts.insert_casts import cast_floating, cast_weight, insert_casts
 from passes.colouring import Colouring
-from passes.insert_casts import cast_floating, cast_weight, insert_casts
-from passes.reasons import Code
-from passes.values import ANY
+from passes.contract.reasons import Code
+from passes.graph.values import ANY
 from tests.graphs import Builder, as_it_stands, normal, parse, random_inputs, render
 
 BF16, F32 = torch.bfloat16, torch.float32

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxamp
-from passes import ops
-from passes.islands import islands
+from passes.graph.islands import islands
+from passes.ops import ops
 from tests.graphs import parse
 
 EPS = 1e-6

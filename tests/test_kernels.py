@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import fxamp
-from passes import kernels, rules
+from passes.assign.colour import kernels
+from passes.ops import rules
 from tests.helpers import Two, example
 
 FP32_ONLY = "fxamp_kernels::fp32_only"

@@ -14,15 +14,16 @@ from torch.fx import GraphModule, symbolic_trace
 from torch.fx.graph import CodeGen
 
 import fxamp
-from passes import legalize, ops
 from passes._torch import enter_autocast, exit_autocast, pytree
-from passes.legalize import (
+from passes.legalize import legalize
+from passes.legalize.legalize import (
     decompose_composites,
     drop_autocast_switches,
     index_fields,
     inline_regions,
     loosen_assertions,
 )
+from passes.ops import ops
 from tests.graphs import Builder, render
 
 BF16 = torch.bfloat16

@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxamp
-from fxamp.capture.captured import Captures
+from fxamp.capture.model.captured import Captures
 from fxamp.capture.states import capture, copied
 from fxamp.convert import autocast_for, emit, resolve
-from passes import literals
-from passes.policy import Policy
+from passes.contract.policy import Policy
+from passes.graph import literals
 from tests.graphs import parse
 
 pytestmark = pytest.mark.filterwarnings("ignore:FP16 gradients")

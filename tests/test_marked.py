@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxamp
-from fxamp.report.diff import GraphDiff
+from fxamp.report.diff.diff import GraphDiff
 
 
 class Net(nn.Module):

@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from fxamp.report.match import Item, match
-from fxamp.report.sequences import common, in_order
+from fxamp.report.diff.match import Item, match
+from fxamp.report.diff.sequences import common, in_order
 
 
 def longest(a: str, b: str) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from passes.errors import CaptureError
+from passes.contract.errors import CaptureError
 from tests import test_o0, test_o1
 from tests.harness import converted, run, set_mode, subject
 from tests.models import BY_NAME

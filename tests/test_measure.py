@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fxamp.measure import interleaved, laps, step_counts
-from passes.errors import FxampError
+from fxamp.measure.counts import interleaved, laps, step_counts
+from passes.contract.errors import FxampError
 
 
 def test_counts_each_cast_and_the_bytes_it_reads_and_writes() -> None:

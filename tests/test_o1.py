@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.fx import Interpreter, Node
 
-from passes.reasons import DEVIATIONS
-from passes.values import keys
+from passes.contract.reasons import DEVIATIONS
+from passes.graph.values import keys
 from tests.harness import (
     UnderAutocast,
     converted,

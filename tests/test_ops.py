@@ -18,8 +18,9 @@ from torch.fx import Graph, Node
 from torch.nn.utils import rnn as rnn_utils
 
 from fxamp.capture.states import capture
-from passes import ops, rnn
-from passes.rules import RULES
+from passes.ops import ops
+from passes.ops.rules import RULES
+from passes.runtime import rnn
 from tests.helpers import OTHER_RELEASES
 
 
@@ -366,7 +367,7 @@ def test_a_module_of_torch_nn_is_the_op_that_it_calls(model: nn.Module, op: str)
     graph = capture(model, front_end="fx").graphs[0].graph
     names = [ops.name(n) for n in graph.nodes if n.op.startswith("call")]
     assert op in names
-    others = ("getitem", "getattr", "fxamp.modes.count_")  # which no floating value goes through
+    others = ("getitem", "getattr", "passes.runtime.modes.count_")  # which no floating value goes through
     assert all(n.removesuffix("_") in RULES for n in names if n not in others)
 
 

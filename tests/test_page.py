@@ -20,7 +20,7 @@ import fxamp
 from fxamp.report.page.layout import GAP, layered
 from fxamp.report.page.report import MOST_NODES, MOST_ROWS, page
 from fxamp.report.page.views import MOST, View, views
-from fxamp.report.record import Record
+from fxamp.report.record.record import Record
 from tests.harness import converted
 from tests.records import node
 

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 import fxamp
-from fxamp.report.harmless import visible
+from fxamp.report.forms.harmless import visible
 from fxamp.report.page import page as made_page
 from tests.harness import converted
 from tests.records import HOSTILE, hostile_report, node

@@ -15,7 +15,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 import fxamp
-from fxamp.capture.patches import capturing, is_capturing, replaced
+from fxamp.capture.model.patches import capturing, is_capturing, replaced
 from tests.helpers import Two, assert_same, example
 
 

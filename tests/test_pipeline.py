@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from passes import compile_graph, ops
-from passes.assign_precision import Assignment, assign_precision
-from passes.eliminate_casts import eliminate_casts
-from passes.insert_casts import insert_casts, is_inserted, make_cast
-from passes.plan import Plan
-from passes.policy import Policy
-from passes.values import LOW, no_autocast, original_dtypes
+from passes import compile_graph
+from passes.assign.assign_precision import Assignment, assign_precision
+from passes.casts.eliminate_casts import eliminate_casts
+from passes.casts.insert_casts import insert_casts, is_inserted, make_cast
+from passes.contract.plan import Plan
+from passes.contract.policy import Policy
+from passes.graph.values import LOW, no_autocast, original_dtypes
+from passes.ops import ops
 from tests.graphs import attribute, random_graph, random_inputs, residual_chain, run, storages
 
 SEEDS = range(60)

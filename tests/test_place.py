@@ -14,14 +14,14 @@ from torch import Tensor, nn
 
 import fxamp
 from fxamp.capture.states import copied
-from passes import ops
-from passes import place as placing
-from passes.costs import requires_grad
-from passes.errors import VerificationError
-from passes.insert_casts import is_inserted
-from passes.reasons import Code
-from passes.simulate import Simulation
-from passes.values import ELIGIBLE, Aliases, Inference, original_dtypes
+from passes.assign.colour.simulate import Simulation
+from passes.assign.place import place as placing
+from passes.assign.place.costs import requires_grad
+from passes.casts.insert_casts import is_inserted
+from passes.contract.errors import VerificationError
+from passes.contract.reasons import Code
+from passes.graph.values import ELIGIBLE, Aliases, Inference, original_dtypes
+from passes.ops import ops
 from tests.harness import converted, subject
 from tests.helpers import Two, example
 from tests.test_assign_precision import Net, decided, under_autocast

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from passes.errors import FxampError, PlanError
-from passes.plan import FORMAT_VERSION, Decision, Plan, write_text
-from passes.policy import Policy
+from passes.contract.errors import FxampError, PlanError
+from passes.contract.plan import FORMAT_VERSION, Decision, Plan, write_text
+from passes.contract.policy import Policy
 
 
 def decision(key: str, reason: str = "autocast_low", graph: int = 0) -> Decision:

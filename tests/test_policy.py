@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from passes.errors import PolicyError
-from passes.policy import Override, Policy, Stack, check_used, module_override, op_override, type_names, unused
+from passes.contract.errors import PolicyError
+from passes.contract.policy import Override, Policy, Stack, check_used, module_override, op_override, type_names, unused
 
 STACK: Stack = [
     ("", ("models.Net", "torch.nn.Module")),

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 import fxamp
-from fxamp.report.precision_plan import file_name
-from passes.plan import Plan
+from fxamp.report.gate.precision_plan import file_name
+from passes.contract.plan import Plan
 
 pytest_plugins = ("pytester",)
 
@@ -168,8 +168,8 @@ def test_importing_fxamp_imports_neither_torch_nor_the_compiler() -> None:
 
 def test_public_names_are_functions_whatever_file_was_imported_before() -> None:
     script = """
-import fxamp.convert, fxamp.report.diff
-from fxamp.report import record
+import fxamp.convert, fxamp.report.diff.diff
+from fxamp.report.record import record
 from fxamp import *
 import fxamp
 assert callable(fxamp.convert) and callable(fxamp.report) and convert is fxamp.convert

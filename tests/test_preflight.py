@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fxamp
-from passes.errors import NotFaithfulError
+from passes.contract.errors import NotFaithfulError
 from tests.helpers import FRONT_ENDS, Two, assert_is_eager, assert_untouched, example, fingerprint, o0
 
 

@@ -14,13 +14,13 @@ import pytest
 import torch
 
 import fxamp
-from fxamp import compiled
-from fxamp.measure import saved_bytes
-from fxamp.report.build import record_of
-from fxamp.report.record import SCHEMA, Record, schema
-from fxamp.report.sizes import sizes_of
-from passes.errors import PlanError
-from passes.insert_casts import is_inserted
+from fxamp.dynamo import compiled
+from fxamp.measure.counts import saved_bytes
+from fxamp.report.record.build import record_of
+from fxamp.report.record.record import SCHEMA, Record, schema
+from fxamp.report.record.sizes import sizes_of
+from passes.casts.insert_casts import is_inserted
+from passes.contract.errors import PlanError
 from tests.harness import converted, subject, unchanged
 from tests.models import BY_NAME
 
@@ -155,10 +155,10 @@ def test_a_model_compiled_for_several_sizes_has_the_record_that_it_had_after_one
 RECORDS = """
 import sys
 turn = slice(None, None, int(sys.argv[1]))
-for name in ("decimal", "sqlite3", "torch", "fxamp.report.build")[turn]:
+for name in ("decimal", "sqlite3", "torch", "fxamp.report.record.build")[turn]:
     __import__(name)
 import fxamp
-from fxamp.report.build import record_of
+from fxamp.report.record.build import record_of
 from tests.models import BY_NAME
 
 made = {}
@@ -191,7 +191,7 @@ TRACED = """
 import torch, fxamp
 module = fxamp.compile(torch.nn.Sequential(torch.nn.Linear(4, 4)), policy="O1,dtype=bf16", backend="eager")
 module(torch.randn(3, 4))
-from fxamp.report.build import record_of
+from fxamp.report.record.build import record_of
 print(record_of(fxamp.plan_of(module)).to_json())
 """
 

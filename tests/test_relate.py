@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxamp
-from fxamp.capture.captured import Captured, Captures
 from fxamp.capture.export import Autocast
+from fxamp.capture.model.captured import Captured, Captures
 from fxamp.capture.states import capture
 from fxamp.convert import emit, resolve
-from passes import ops
+from passes.ops import ops
 from tests.helpers import Two, assert_is_eager, example, o0
 
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}

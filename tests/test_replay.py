@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from passes import compile_graph
-from passes.errors import PlanError
-from passes.plan import Plan
-from passes.policy import Policy
+from passes.contract.errors import PlanError
+from passes.contract.plan import Plan
+from passes.contract.policy import Policy
 from tests.graphs import attribute, parse, random_graph
 
 TEXT = """

@@ -14,9 +14,9 @@ from torch import nn
 import fxamp
 from fxamp.report import report
 from fxamp.train.describe import describe
-from passes.errors import FxampError
-from passes.plan import Decision, Plan
-from passes.policy import Policy
+from passes.contract.errors import FxampError
+from passes.contract.plan import Decision, Plan
+from passes.contract.policy import Policy
 
 PLAN = Plan(
     decisions=(

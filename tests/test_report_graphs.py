@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import fxamp
-from fxamp.cli import main
+from fxamp.cli.main import main
 from fxamp.report.report import Report
 from tests.harness import converted
 

@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxamp
-from fxamp.report.targets import configured
+from fxamp.report.gate.targets import configured
 from fxamp.train.step import TrainStep
-from passes.plan import Plan
-from passes.reasons import DEVIATIONS
+from passes.contract.plan import Plan
+from passes.contract.reasons import DEVIATIONS
 from reports import (
     accuracy,
     architectures,

@@ -20,10 +20,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from passes import ops, rules
 from passes._torch import FakeTensorMode, autocast_registrations, pytree
-from passes.errors import PolicyError
-from passes.rules import BANNED, COMPOSITE, FOLLOW, FP32, KEEP, KIND_NAMES, LOW, PROMOTE, RULES, Rule
+from passes.contract.errors import PolicyError
+from passes.ops import ops, rules
+from passes.ops.rules import BANNED, COMPOSITE, FOLLOW, FP32, KEEP, KIND_NAMES, LOW, PROMOTE, RULES, Rule
 from tests.helpers import OTHER_RELEASES, autocast_runs_lstms
 
 aten = torch.ops.aten

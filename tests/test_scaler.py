@@ -15,8 +15,8 @@ from torch import nn
 from torch.amp import GradScaler
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fxamp.train.scaler import LossScaler
-from passes.errors import FxampError, PolicyError, ScaleCollapseError
+from fxamp.train.scale.scaler import LossScaler
+from passes.contract.errors import FxampError, PolicyError, ScaleCollapseError
 
 OK, INF, NAN = 1.0, math.inf, math.nan
 

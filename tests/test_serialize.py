@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import fxamp
-from fxamp.serialize import graph_from_data, graph_to_data
+from fxamp.module.serialize import graph_from_data, graph_to_data
 from tests.helpers import FRONT_ENDS, Two, assert_same, example, o0
 from tests.test_module import Net
 

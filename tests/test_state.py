@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import fxamp
-from passes.errors import NotFaithfulError
+from passes.contract.errors import NotFaithfulError
 from tests.helpers import FRONT_ENDS, Two, assert_same, example, o0
 
 PROGRAM = torch.ones(6)

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from fxamp import cost_cache, timing
-from fxamp.timing import ENOUGH, SWEEPS, OpTimer
-from passes.measured_costs import Call, Filler
+from fxamp.measure import cost_cache, timing
+from fxamp.measure.timing import ENOUGH, SWEEPS, OpTimer
+from passes.assign.place.measured_costs import Call, Filler
 
 X = Filler((2, 3), (3, 1), torch.float32, True)
 

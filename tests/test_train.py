@@ -18,10 +18,10 @@ from torch.optim import SGD, Adam, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau, StepLR
 
 import fxamp
-from fxamp.train.result import StepResult
-from fxamp.train.scaler import LossScaler
+from fxamp.train.scale.scaler import LossScaler
 from fxamp.train.step import TrainStep
-from passes.errors import NotAModuleError, PolicyError, ScaleCollapseError
+from fxamp.train.window.result import StepResult
+from passes.contract.errors import NotAModuleError, PolicyError, ScaleCollapseError
 
 STEPS = 50
 Target = tuple[Tensor, float, float]

@@ -21,7 +21,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import fxamp
 from fxamp.train.step import TrainStep
-from passes.errors import PolicyError
+from passes.contract.errors import PolicyError
 
 X = torch.randn(12, 3, 4, generator=torch.Generator().manual_seed(0))
 FACTORS = [1.0, 0.5, math.inf, 1.0, 1.0, 2.0, 0.25, 1.0, 1.0, math.nan, 1.0, 1.0]

@@ -16,9 +16,9 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxamp
-from fxamp.train import conditional
 from fxamp.train.step import TrainStep
-from passes.errors import ScaleCollapseError
+from fxamp.train.window import conditional
+from passes.contract.errors import ScaleCollapseError
 
 X = torch.tensor([[1.0, 2.0, 3.0, 4.0], [0.5, 0.25, 2.0, 1.0]])
 

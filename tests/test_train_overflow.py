@@ -15,7 +15,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import fxamp
 from fxamp.train.step import TrainStep
-from passes.errors import PolicyError
+from passes.contract.errors import PolicyError
 
 X = torch.randn(8, 4, 4, generator=torch.Generator().manual_seed(0))  # micro-batches of 4 rows
 

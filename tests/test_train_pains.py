@@ -17,7 +17,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import fxamp
 from fxamp.train.step import TrainStep
-from passes.errors import PolicyError, ScaleCollapseError
+from passes.contract.errors import PolicyError, ScaleCollapseError
 
 X = torch.randn(4, 3, 6, generator=torch.Generator().manual_seed(0))
 FP16, BF16 = "O1,dtype=fp16", "O2,dtype=bf16"

@@ -23,11 +23,11 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import fxamp
-from fxamp.measure import _Counter, step_counts
+from fxamp.measure.counts import _Counter, step_counts
 from fxamp.train.step import TrainStep
-from fxamp.train.weights import WeightCasts
-from passes.errors import PolicyError
-from passes.insert_casts import is_inserted
+from fxamp.train.weights.weights import WeightCasts
+from passes.casts.insert_casts import is_inserted
+from passes.contract.errors import PolicyError
 from tests.models import BY_NAME
 
 WIDTH, VOCABULARY = 16, 11

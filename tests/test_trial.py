@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from passes._torch import pytree
-from passes.reasons import DEVIATIONS
+from passes.contract.reasons import DEVIATIONS
 from reports import libraries, op_coverage, programs
 from reports.trial import judge, samples
 from reports.trial.generate import generate, runs

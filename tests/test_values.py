@@ -20,9 +20,8 @@ from torch import Tensor, nn
 from torch.fx import Graph, Node
 from torch.library import custom_op
 
-from passes import rnn
 from passes._torch import pytree
-from passes.values import (
+from passes.graph.values import (
     ANY,
     COMPLEX,
     Aliases,
@@ -39,6 +38,7 @@ from passes.values import (
     original_dtypes,
     source,
 )
+from passes.runtime import rnn
 from tests.graphs import Builder, parse
 from tests.helpers import named
 

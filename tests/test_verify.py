@@ -9,12 +9,12 @@ import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 
-from passes.assign_precision import Assignment, assign_precision
-from passes.errors import VerificationError
-from passes.insert_casts import insert_casts, is_inserted
-from passes.policy import Policy
-from passes.values import Inference, original_dtypes
-from passes.verify import verify
+from passes.assign.assign_precision import Assignment, assign_precision
+from passes.casts.insert_casts import insert_casts, is_inserted
+from passes.casts.verify import verify
+from passes.contract.errors import VerificationError
+from passes.contract.policy import Policy
+from passes.graph.values import Inference, original_dtypes
 from tests.graphs import parse, residual_chain
 
 BF16 = torch.bfloat16

@@ -1,4 +1,5 @@
 """From `nn.Module` to flat FX graphs, ahead of time; the model is as it was afterwards.
 
-Imports the compiler's analyses and what a converted module is called like; `convert` and the checks use it.
+Imports the compiler's analyses, the converted module's tree, and the checks that a capture must pass.
+`convert` uses it.
 """

@@ -19,17 +19,17 @@ from torch import nn
 from torch.fx import Graph, Node, Proxy, Tracer
 from torch.fx.proxy import Attribute
 
-from passes import rnn
 from passes._torch import TorchDispatchMode, TorchFunctionMode, pytree
-from passes.errors import INSTEAD, CaptureError, FxampError, NotFaithfulError
-from passes.values import mutated_operands, source
+from passes.contract.errors import INSTEAD, CaptureError, FxampError, NotFaithfulError
+from passes.graph.values import mutated_operands, source
+from passes.runtime import rnn
 
-from . import frames
-from .call import CallSpec, flatten_outputs
-from .capture.patches import replaced, traced_here_alone
-from .capture.reads import Recorder
-from .in_place import IN_PLACE
-from .tensors import held
+from ..module.in_place import IN_PLACE
+from .model import frames
+from .model.call import CallSpec, flatten_outputs
+from .model.patches import replaced, traced_here_alone
+from .model.reads import Recorder
+from .model.tensors import held
 
 # Modules of torch.nn whose forward is one functional call (or a few) that tracing records as it is.
 _TRACEABLE = (

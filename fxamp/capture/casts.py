@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch.fx import Graph
 
-from passes import ops
 from passes._torch import TorchFunctionMode
-from passes.ops import CAST_METHODS
+from passes.ops import ops
+from passes.ops.ops import CAST_METHODS
 
 _ALIAS = torch.ops.aten.alias.default
 _METHODS = frozenset(getattr(torch.Tensor, n) for n in CAST_METHODS)

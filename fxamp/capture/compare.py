@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from passes import ops
-from passes.values import module_path, source
+from passes.graph.values import module_path, source
+from passes.ops import ops
 
 Path = tuple[Any, ...]  # where a literal stands: position or name of the argument, then indices and keys
 SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)

@@ -20,16 +20,16 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.graph import CodeGen
 
 from passes._torch import guards_of, pytree, without_transforms
-from passes.errors import INSTEAD, CaptureError, FxampError
-from passes.legalize import inline_regions
+from passes.contract.errors import INSTEAD, CaptureError, FxampError
+from passes.legalize.legalize import inline_regions
 
-from ..call import CallSpec, Leaf, flatten_outputs
-from ..frames import place_of
-from ..functions import Functions
-from ..preflight import untouched
 from .casts import ExplicitCasts, TooLong, drop_aliases
-from .patches import traced_here_alone
-from .reads import Recorder
+from .functions import Functions
+from .model.call import CallSpec, Leaf, flatten_outputs
+from .model.frames import place_of
+from .model.patches import traced_here_alone
+from .model.preflight import untouched
+from .model.reads import Recorder
 
 _PREFIX = "model."
 Result = TypeVar("Result")

@@ -15,16 +15,15 @@ import torch
 from torch import nn
 
 from passes._torch import pytree
-from passes.errors import CaptureError, FxampError, NotFaithfulError, RejectedError
+from passes.contract.errors import CaptureError, FxampError, NotFaithfulError, RejectedError
 
-from .. import capture_fx
-from ..call import CallSpec, both
-from ..check import fresh, preserved, rejected
-from ..preflight import grad_mode_reads, refuse_assigned, refuse_constructs, untouched
-from ..tensors import held, kept
-from . import export
-from .captured import Captured
-from .reads import Reads, Recorder
+from ..trust.check import fresh, preserved, rejected
+from . import capture_fx, export
+from .model.call import CallSpec, both
+from .model.captured import Captured
+from .model.preflight import grad_mode_reads, refuse_assigned, refuse_constructs, untouched
+from .model.reads import Reads, Recorder
+from .model.tensors import held, kept
 from .relate import relate, settle
 
 Run = Callable[[], Captured]

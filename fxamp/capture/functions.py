@@ -18,8 +18,8 @@ from torch.fx import Graph, GraphModule, Node
 
 from passes._torch import pytree
 
-from .capture.patches import replaced
-from .preflight import used_by_model
+from .model.patches import replaced
+from .model.preflight import used_by_model
 
 _APPLY: Any = vars(torch.autograd.Function)["apply"]  # a descriptor of Python or, from torch 2.15 on, of C
 _NAMESPACE = "fxamp_export"

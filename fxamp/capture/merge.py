@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Graph, Node
 
-from passes.errors import CaptureError
-from passes.values import module_path, origin
+from passes.contract.errors import CaptureError
+from passes.graph.values import module_path, origin
+from passes.runtime.modes import by_mode, count_
 
-from ..modes import by_mode, count_
 from .compare import Differ, Path, Walk, counts, same_call, spelled_out
 
 _DROPOUTS = (torch.ops.aten.dropout.default, F.dropout)

@@ -24,10 +24,10 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from passes import ops
 from passes._torch import pytree
+from passes.graph.values import LOW, Inference, dtypes_of, is_floating, literal_dtype, retyped
 from passes.legalize.reads import restore_outputs
-from passes.values import LOW, Inference, dtypes_of, is_floating, literal_dtype, retyped
+from passes.ops import ops
 
 from .compare import Differ, Path, Walk, attribute_of, counts, same_call, show
 

@@ -22,21 +22,20 @@ from torch import nn
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
-from passes.errors import CaptureError, NotAModuleError
-from passes.values import no_autocast
+from passes.contract.errors import CaptureError, NotAModuleError
+from passes.graph.values import no_autocast
 
-from .. import capture_fx
-from ..call import CallSpec, both, example_call, signature_of
-from ..check import same_random_state
-from ..module import ConvertedModule
-from ..preflight import refuse_modules
-from . import front_ends
-from .captured import Captured, Captures, State, as_inputs
+from ..module.module import ConvertedModule
+from ..trust.check import same_random_state
+from . import capture_fx, front_ends
 from .export import Autocast, program_dims, program_module
 from .front_ends import Run
 from .merge import follows_mode, merge, same_graphs
-from .patches import capturing
-from .reads import Reads
+from .model.call import CallSpec, both, example_call, signature_of
+from .model.captured import Captured, Captures, State, as_inputs
+from .model.patches import capturing
+from .model.preflight import refuse_modules
+from .model.reads import Reads
 
 logger = logging.getLogger("fxamp")
 FRONT_ENDS = ("auto", "fx", "export", "jit")  # the last is `dynamo`

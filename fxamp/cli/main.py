@@ -26,17 +26,17 @@ from typing import TYPE_CHECKING, NoReturn
 
 from tabulate import tabulate
 
-from passes.errors import FxampError, PolicyError
-from passes.plan import Plan, write_text
-from passes.policy import Policy, nearest
+from passes.contract.errors import FxampError, PolicyError
+from passes.contract.plan import Plan, write_text
+from passes.contract.policy import Policy, nearest
 
-from .report import harmless
-from .report.waiting import waiting
+from ..report.forms import harmless
+from .waiting import waiting
 
 if TYPE_CHECKING:
-    from .module import ConvertedModule
-    from .report.gate import Outcome
-    from .report.targets import Target
+    from ..module.module import ConvertedModule
+    from ..report.gate.gate import Outcome
+    from ..report.gate.targets import Target
 
 logger = logging.getLogger(__name__)
 
@@ -108,8 +108,8 @@ def load_target(target: str) -> tuple[object, object, object]:
 
 
 def _report(args: argparse.Namespace) -> int:
-    from .report.gate import with_totals
-    from .report.report import Report, report
+    from ..report.gate.gate import with_totals
+    from ..report.report import Report, report
 
     if args.target.endswith(".json"):
         if args.policy or args.device:
@@ -137,8 +137,8 @@ def _report(args: argparse.Namespace) -> int:
 
 
 def _diff(args: argparse.Namespace) -> int:
-    from .report.diff import diff
-    from .report.listing import coloured
+    from ..report.diff.diff import diff
+    from ..report.diff.listing import coloured
 
     with _aside():  # standard output is the difference's
         made = diff(*_sides(args))
@@ -170,11 +170,11 @@ def _sides(args: argparse.Namespace) -> list[Path | ConvertedModule]:
 
 
 def _check(args: argparse.Namespace) -> int:
-    from .report import outcomes as shown
-    from .report.gate import UNKNOWN as COULD_NOT_TELL
-    from .report.junit import to_junit
-    from .report.sarif import to_sarif
-    from .report.targets import Target, configured, find_pyproject, run_alone
+    from ..report.gate import outcomes as shown
+    from ..report.gate.gate import UNKNOWN as COULD_NOT_TELL
+    from ..report.gate.junit import to_junit
+    from ..report.gate.sarif import to_sarif
+    from ..report.gate.targets import Target, configured, find_pyproject, run_alone
 
     if args.targets and all(":" in target for target in args.targets):
         folder = Path.cwd()
@@ -211,8 +211,8 @@ def _check(args: argparse.Namespace) -> int:
 
 def _checked(target: Target, update: bool) -> Outcome:
     """Check one target in this process."""
-    from .report.budget import Budget
-    from .report.gate import check
+    from ..report.gate.budget import Budget
+    from ..report.gate.gate import check
 
     budgets = [Budget.parse(text) for text in target.budgets]
     with _aside():  # standard output is the outcome's
@@ -226,7 +226,7 @@ def _converted(target: str, policy: str | None, capture: str, device: str | None
 
 
 def _read(made: tuple[object, object, object], policy: Policy, capture: str, device: str | None) -> ConvertedModule:
-    from .convert import to_read
+    from ..convert import to_read
 
     model, args, kwargs = made
     asked = policy if device is None else replace(policy, device=device)
@@ -234,7 +234,7 @@ def _read(made: tuple[object, object, object], policy: Policy, capture: str, dev
 
 
 def _rules(args: argparse.Namespace) -> int:
-    from passes.rules import RULES
+    from passes.ops.rules import RULES
 
     if args.op is not None and args.op not in RULES:
         raise FxampError(f"no rule for the op {args.op!r}{nearest(args.op, RULES)}")
@@ -256,7 +256,7 @@ def _rules(args: argparse.Namespace) -> int:
 
 def _demo(args: argparse.Namespace) -> int:
     try:
-        from .demo import run
+        from ..demo import run
     except ModuleNotFoundError as error:
         raise FxampError(f"the demo needs {error.name!r}; install it with: pip install 'fxamp[demo]'") from error
     with contextlib.redirect_stdout(io.StringIO()) if args.quiet else contextlib.nullcontext():

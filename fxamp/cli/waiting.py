@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator
 from typing import TextIO
 
-from .harmless import visible
+from ..report.forms.harmless import visible
 
 PATIENCE = 2.0  # seconds
 

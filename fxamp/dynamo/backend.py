@@ -21,20 +21,21 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from passes import compile_graph, ops
+from passes import compile_graph
 from passes._torch import FakeTensor, inner_backend, trace_artifact
-from passes.errors import NotAModuleError, PolicyError
-from passes.plan import Plan
-from passes.policy import Policy, check_used, nearest, type_names
-from passes.values import LOW, no_autocast, retyped
+from passes.contract.errors import NotAModuleError, PolicyError
+from passes.contract.plan import Plan
+from passes.contract.policy import Policy, check_used, nearest, type_names
+from passes.graph.values import LOW, no_autocast, retyped
+from passes.ops import ops
 
+from ..capture.model.preflight import refuse_wrapped
+from ..module.underflow import UnderflowWatch
+from ..trust.check import refuse_low_parameters
 from . import compiled, recompile_limit
 from .capture_jit import ambient_dtype, attribute_of, describe, is_attribute, parameter_path
-from .check import refuse_low_parameters
 from .optimized import adopted, is_low_of_its_own, note_low
-from .preflight import refuse_wrapped
 from .scope import is_gathered, scope
-from .underflow import UnderflowWatch
 
 Inner = str | Callable[..., Any]
 _OURS = ("policy", "backend", "mode")
@@ -245,7 +246,7 @@ def rewrite(
 
 def _record_of(plan: Plan) -> str:
     """Return the record of a plan as JSON; what writes it is loaded where somebody traces."""
-    from .report.build import record_of
+    from ..report.record.build import record_of
 
     return record_of(plan).to_json()
 

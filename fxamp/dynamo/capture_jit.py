@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from passes import ops
 from passes._torch import enter_autocast, exit_autocast, pytree, source_name, without_transforms
-from passes.policy import Policy, module_override, type_names
-from passes.values import LOW, Inference, dtypes_of, is_floating, literal_dtype, origin, retyped
+from passes.contract.policy import Policy, module_override, type_names
+from passes.graph.values import LOW, Inference, dtypes_of, is_floating, literal_dtype, origin, retyped
+from passes.ops import ops
 
 from .scope import Scope
 

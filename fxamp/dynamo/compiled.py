@@ -20,10 +20,10 @@ from torch.fx.node import map_aggregate
 from torch.utils.weak import WeakIdKeyDictionary
 
 from passes._torch import FakeTensor, pytree
-from passes.errors import CaptureError, PolicyError
-from passes.plan import Decision, Plan
-from passes.policy import Policy, module_override
-from passes.values import dtypes_of
+from passes.contract.errors import CaptureError, PolicyError
+from passes.contract.plan import Decision, Plan
+from passes.contract.policy import Policy, module_override
+from passes.graph.values import dtypes_of
 
 from .capture_jit import parameter_path
 from .recompile_limit import anywhere, reached

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from passes._torch import pytree
-from passes.errors import FxampError
-from passes.policy import Policy
+from passes.contract.errors import FxampError
+from passes.contract.policy import Policy
 
 from . import compiled
 

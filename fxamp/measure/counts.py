@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from passes._torch import TorchDispatchMode
-from passes.errors import FxampError
+from passes.contract.errors import FxampError
 
 
 @dataclass(frozen=True)

@@ -19,18 +19,18 @@ import torch
 from torch import Tensor, nn
 
 from passes._torch import pytree
-from passes.errors import PolicyError
-from passes.plan import Plan
-from passes.policy import Policy
-from passes.reasons import Code
-from passes.values import no_autocast
+from passes.contract.errors import PolicyError
+from passes.contract.plan import Plan
+from passes.contract.policy import Policy
+from passes.contract.reasons import Code
+from passes.graph.values import no_autocast
 
-from .capture.captured import Captured, Captures
-from .capture.states import copied
-from .check import fresh, preserved, written_parameters
-from .measure import laps
-from .module import ConvertedModule
-from .preflight import untouched
+from ..capture.model.captured import Captured, Captures
+from ..capture.model.preflight import untouched
+from ..capture.states import copied
+from ..module.module import ConvertedModule
+from ..trust.check import fresh, preserved, written_parameters
+from .counts import laps
 from .timing import OpTimer, training_alone
 
 logger = logging.getLogger("fxamp")

@@ -18,10 +18,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from passes._torch import pytree
-from passes.measured_costs import Call, Filler
+from passes.assign.place.measured_costs import Call, Filler
 
+from ..trust.check import same_random_state
 from . import cost_cache
-from .check import same_random_state
 
 SWEEPS = 3
 PATIENCE = 0.06  # seconds that a call is timed for in one sweep, if its least time does not come up again

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from passes.errors import CaptureError
+from passes.contract.errors import CaptureError
 
-from .call import CallSpec
-from .capture.reads import HOOKS, Reads, label
+from ..capture.model.call import CallSpec
+from ..capture.model.reads import HOOKS, Reads, label
 
 _OWN = frozenset(nn.Module().__dict__) - {"_modules"}  # torch's tables and flags
 _CONTAINERS = (list, tuple, dict, set, OrderedDict)

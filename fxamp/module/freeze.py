@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.fx import Graph
 
-from passes.errors import CaptureError, NotAModuleError
-from passes.insert_casts import is_inserted
+from passes.casts.insert_casts import is_inserted
+from passes.contract.errors import CaptureError, NotAModuleError
 
 from .module import ConvertedModule
 from .serialize import graph_from_data, graph_to_data

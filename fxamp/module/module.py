@@ -19,16 +19,16 @@ from torch import nn
 from torch.fx import Graph, GraphModule
 from torch.fx.graph import CodeGen
 
-from passes.errors import CaptureError
-from passes.plan import Plan
+from passes.contract.errors import CaptureError
+from passes.contract.plan import Plan
 
+from ..capture.model.call import CallSpec
+from ..capture.model.captured import State
+from ..capture.model.preflight import overridden
+from ..capture.model.reads import Reads
 from .baked import Baked
 from .bindings import called_directly, read_directly
-from .call import CallSpec
-from .capture.captured import State
-from .capture.reads import Reads
 from .in_place import called_by_name
-from .preflight import overridden
 from .serialize import graph_from_data, graph_to_data
 from .underflow import UnderflowWatch
 

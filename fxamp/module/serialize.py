@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Graph, Node
 
-from passes.errors import PlanError
+from passes.contract.errors import PlanError
 
 
 class Ref(NamedTuple):

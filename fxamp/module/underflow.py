@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 import torch
 
-from passes.plan import Plan
+from passes.contract.plan import Plan
 
 
 class UnderflowWatch:

@@ -1,6 +1,6 @@
 """What was decided, as people and CI read it: the record, the table, the difference, the gate.
 
-Imports the compiler's plans, and what a converted module and a training step are; the command uses it.
+Imports the compiler's plans, and what a converted module and a training step are. The command uses it.
 """
 
 from .report import Report as Report

@@ -10,20 +10,20 @@ from dataclasses import asdict, dataclass
 import msgspec
 from tabulate import tabulate
 
-from passes.errors import FxampError
-from passes.plan import Decision, Plan
+from passes.contract.errors import FxampError
+from passes.contract.plan import Decision, Plan
 
-from ..compiled import plan_of
-from ..module import ConvertedModule
+from ..dynamo.compiled import plan_of
+from ..module.module import ConvertedModule
 from ..train.describe import describe
 from ..train.step import TrainStep
-from .build import record_of
-from .diff import Diffable, plan_in
-from .dot import to_dot
-from .harmless import markdown, visible
-from .model_explorer import to_model_explorer
-from .record import NodeRecord, Record, Totals
-from .tree import chosen, fits, grown, rows, table
+from .diff.diff import Diffable, plan_in
+from .forms.dot import to_dot
+from .forms.harmless import markdown, visible
+from .forms.model_explorer import to_model_explorer
+from .forms.tree import chosen, fits, grown, rows, table
+from .record.build import record_of
+from .record.record import NodeRecord, Record, Totals
 
 HEADERS = ("node", "op", "colour", "autocast", "reason", "source")
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from passes.errors import PolicyError
+from passes.contract.errors import PolicyError
 
-from .conditional import parameters
+from .window.conditional import parameters
 
 if TYPE_CHECKING:
     from .step import TrainStep

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .compiled_step import CompiledStep
+from .compiled.compiled_step import CompiledStep
 from .step import TrainStep
 
 _SHOWN = 5  # weights and events named one by one

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from passes.errors import PolicyError
+from passes.contract.errors import PolicyError
 
 # What wrappers put before the names of a model's parameters.
 _WRAPPERS = ("_orig_mod.", "module.")

@@ -11,12 +11,12 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from passes.errors import CaptureError, PolicyError
+from passes.contract.errors import CaptureError, PolicyError
 
-from .. import compiled
-from .conditional import parameters
-from .scaler import LossScaler
-from .settings import refuse_low_parameters, require_scale
+from ..dynamo import compiled
+from .scale.scaler import LossScaler
+from .scale.settings import refuse_low_parameters, require_scale
+from .window.conditional import parameters
 
 
 def low_dtype_of(model: nn.Module) -> torch.dtype | None:

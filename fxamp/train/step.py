@@ -22,24 +22,24 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
-from passes.errors import NotAModuleError, PolicyError
+from passes.contract.errors import NotAModuleError, PolicyError
 
-from .. import compiled
+from ..dynamo import compiled
 from . import checkpoint
-from .closure import needs_closure, refuse_company, step_by_closure
-from .compile_settings import refuse_unfit, settings_of
-from .compiled_step import CompiledStep
-from .conditional import parameters, waits
+from .compiled.compile_settings import refuse_unfit, settings_of
+from .compiled.compiled_step import CompiledStep
 from .distributed import exchange, exchanging
 from .ema import averages_of, follow
 from .given import low_dtype_of, optimizers_of, scaler_of, schedulers_of
-from .loss import LossFunction, loss_of
-from .microbatches import KeptMicroBatches
-from .result import HeldBack, StepResult
-from .scaler import LossScaler
-from .settings import require_count, require_number, require_scale
-from .update import Update, multiply, take_step
-from .weights import Mode, WeightCasts
+from .scale.scaler import LossScaler
+from .scale.settings import require_count, require_number, require_scale
+from .weights.weights import Mode, WeightCasts
+from .window.closure import needs_closure, refuse_company, step_by_closure
+from .window.conditional import parameters, waits
+from .window.loss import LossFunction, loss_of
+from .window.microbatches import KeptMicroBatches
+from .window.result import HeldBack, StepResult
+from .window.update import Update, multiply, take_step
 
 
 class TrainStep:

@@ -15,22 +15,22 @@ import torch
 from torch import nn
 from torch.fx import Graph, GraphModule
 
-from passes import ops
 from passes._torch import pytree
-from passes.errors import INSTEAD, FxampError, NotFaithfulError, PolicyError, RejectedError, VerificationError
-from passes.values import LOW, Aliases, module_path, no_autocast, source
+from passes.contract.errors import INSTEAD, FxampError, NotFaithfulError, PolicyError, RejectedError, VerificationError
+from passes.graph.values import LOW, Aliases, module_path, no_autocast, source
+from passes.ops import ops
 
-from .bindings import read_directly
-from .call import CONSTANTS, CallSpec, same_constant
-from .in_place import called_by_name
-from .module import ConvertedModule, constant_target, skeleton
-from .preflight import untouched
+from ..capture.model.call import CONSTANTS, CallSpec, same_constant
+from ..capture.model.preflight import untouched
+from ..capture.model.tensors import held, kept, same
+from ..module.bindings import read_directly
+from ..module.in_place import called_by_name
+from ..module.module import ConvertedModule, constant_target, skeleton
 from .small_sizes import guards_of_small_sizes
-from .tensors import held, kept, same
 
 if TYPE_CHECKING:
-    from .capture.captured import Captured
-    from .capture.export import Autocast
+    from ..capture.export import Autocast
+    from ..capture.model.captured import Captured
 
 GRADIENT_TOLERANCE = 1e-6  # the exporter may reorder a sum of gradients
 # Of the norm of all gradients together: a gradient that is zero but for rounding, as that of the bias of attention's

@@ -19,7 +19,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from passes._torch import FakeTensorMode, TorchDispatchMode, pytree, quiet_fakes, undecided_by_fakes
 
-from .call import CallSpec
+from ..capture.model.call import CallSpec
 
 _EQUAL = re.compile(r"args\[(\d+)\]\.size\(\)\[(\d+)\] == args\[(\d+)\]\.size\(\)\[(\d+)\]")
 _PLAIN = (bool, int, float, complex, torch.dtype)

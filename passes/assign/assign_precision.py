@@ -17,26 +17,16 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from .bodies import Border
-from .colouring import Colouring
-from .errors import PolicyError
-from .measured_costs import Timer
-from .place import place
-from .plan import Plan
-from .policy import Policy
-from .reasons import Code
-from .simulate import Simulation
-from .values import (
-    ANY,
-    Aliases,
-    Inference,
-    SymbolicInference,
-    is_floating,
-    is_known,
-    keys,
-    module_types,
-    source,
-)
+from ..colouring import Colouring
+from ..contract.errors import PolicyError
+from ..contract.plan import Plan
+from ..contract.policy import Policy
+from ..contract.reasons import Code
+from ..graph.bodies import Border
+from ..graph.values import ANY, Aliases, Inference, SymbolicInference, is_floating, is_known, keys, module_types, source
+from .colour.simulate import Simulation
+from .place.measured_costs import Timer
+from .place.place import place
 
 
 @dataclass

@@ -7,10 +7,10 @@ from collections.abc import Container
 import torch
 from torch.fx import Graph
 
+from ..contract.errors import PlanError
+from ..contract.plan import REMEDY, Plan
+from ..graph.values import keys, source
 from .assign_precision import Assignment
-from .errors import PlanError
-from .plan import REMEDY, Plan
-from .values import keys, source
 
 
 def replay(graph: Graph, assignment: Assignment, plan: Plan, own: Container[str] | None = None) -> None:

@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from . import ops
-from .aliases import Aliases, grad_modes, may_alias
-from .assign_precision import Assignment
+from ..assign.assign_precision import Assignment
+from ..graph.aliases import Aliases, grad_modes, may_alias
+from ..ops import ops
+from ..ops.rules import PROMOTING
 from .insert_casts import CAST, cast_floating, cast_weight, is_inserted
-from .rules import PROMOTING
 
 logger = logging.getLogger("fxamp")
 

@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.node import map_aggregate
 
-from . import ops
-from ._torch import pytree
-from .assign_precision import Assignment
-from .colouring import Colouring
-from .legalize import loosen_assertions
-from .values import ANY, ELIGIBLE, is_floating, origin
+from .._torch import pytree
+from ..assign.assign_precision import Assignment
+from ..colouring import Colouring
+from ..graph.values import ANY, ELIGIBLE, is_floating, origin
+from ..legalize.legalize import loosen_assertions
+from ..ops import ops
 
 CAST = torch.ops.aten.to.dtype
 

@@ -7,13 +7,13 @@ from typing import Any
 
 from torch.fx import Graph, Node
 
-from . import ops
-from .assign_precision import Assignment
-from .colouring import AS_AUTOCAST
-from .errors import VerificationError
+from ..assign.assign_precision import Assignment
+from ..assign.colour.result_dtypes import refuse_mixed
+from ..colouring import AS_AUTOCAST
+from ..contract.errors import VerificationError
+from ..graph.values import ANY, COMPLEX, is_complex, module_path, source
+from ..ops import ops
 from .insert_casts import cast_floating, is_inserted, recast
-from .result_dtypes import refuse_mixed
-from .values import ANY, COMPLEX, is_complex, module_path, source
 
 _REPORT = "This is a bug in fxamp; please report it."
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from . import ops
+from ..ops import ops
 
 SET_GRAD = torch._C._set_grad_enabled
 

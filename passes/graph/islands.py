@@ -15,8 +15,8 @@ from collections.abc import Iterator
 
 from torch.fx import Graph, Node
 
-from . import ops
-from .rules import rule
+from ..ops import ops
+from ..ops.rules import rule
 
 _ARITHMETIC = frozenset(
     """add sub rsub mul div pow square sqrt rsqrt reciprocal abs neg exp exp2 log log2 clamp clamp_min clamp_max maximum

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from . import ops
+from ..ops import ops
 
 FP32_MAX = torch.finfo(torch.float32).max
 # Kernels that hold their eps in FP32, whatever their operands have.

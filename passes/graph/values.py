@@ -17,16 +17,17 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from . import ops, rnn
-from ._torch import FakeTensor, FakeTensorMode, enter_autocast, example_sizes, exit_autocast, pytree, quiet_fakes
+from .._torch import FakeTensor, FakeTensorMode, enter_autocast, example_sizes, exit_autocast, pytree, quiet_fakes
+from ..contract.policy import type_names
+from ..ops import ops
+from ..ops.rules import COMPOSITE, KEEP, Rule, rule
+from ..runtime import rnn
 from .aliases import SET_GRAD as SET_GRAD
 from .aliases import Aliases as Aliases
 from .aliases import grad_modes as grad_modes
 from .aliases import may_alias as may_alias
 from .aliases import mutated_operands as mutated_operands
 from .aliases import out_operands as out_operands
-from .policy import type_names
-from .rules import COMPOSITE, KEEP, Rule, rule
 
 LOW = (torch.float16, torch.bfloat16)
 ELIGIBLE = (torch.float32, *LOW)  # what autocast casts: floating point, and not float64

@@ -16,12 +16,12 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from .. import ops
 from .._torch import FakeTensor, enter_autocast, exit_autocast, quiet_fakes
-from ..aliases import SET_GRAD
-from ..facts import rule_of
-from ..rules import COMPOSITE
-from ..values import ORIGIN, origin
+from ..graph.aliases import SET_GRAD
+from ..graph.values import ORIGIN, origin
+from ..ops import ops
+from ..ops.facts import rule_of
+from ..ops.rules import COMPOSITE
 
 logger = logging.getLogger("fxamp")
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from .. import ops
-from ..values import dtypes_of, is_floating, origin, retyped
+from ..graph.values import dtypes_of, is_floating, origin, retyped
+from ..ops import ops
 
 Path = tuple[Any, ...]
 

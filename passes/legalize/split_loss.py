@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from . import ops
-from ._torch import FakeTensor
-from .values import origin
+from .._torch import FakeTensor
+from ..graph.values import origin
+from ..ops import ops
 
 aten = torch.ops.aten
 _NONE, _MEAN, _SUM = 0, 1, 2

@@ -22,8 +22,8 @@ import torch.nn.functional as F
 from torch.fx import Node
 from torch.fx.node import map_aggregate
 
-from . import rnn
-from ._torch import boolean_dispatched
+from .._torch import boolean_dispatched
+from ..runtime import rnn
 
 # The tables: canonical name -> its other spellings in one dialect.
 

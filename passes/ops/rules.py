@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from ._torch import autocast_registrations, registered_autocast_dtype
-from .errors import PolicyError
+from .._torch import autocast_registrations, registered_autocast_dtype
+from ..contract.errors import PolicyError
 
 LOW, FP32, PROMOTE, FOLLOW, KEEP = "low", "fp32", "promote", "follow", "keep"
 BANNED, COMPOSITE = "banned", "composite"

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.fx import Interpreter, Node
 
-from passes import ops
 from passes._torch import FakeTensorMode, pytree
-from passes.rules import FP32, LOW, lookup
-from passes.values import keys
+from passes.graph.values import keys
+from passes.ops import ops
+from passes.ops.rules import FP32, LOW, lookup
 
 LOW_DTYPE = torch.float16
 POLICY = "O1,dtype=fp16,device=cuda"

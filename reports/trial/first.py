@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
 import fxamp
-from fxamp.check import preserved
-from passes import ops
-from passes.values import keys, source
+from fxamp.trust.check import preserved
+from passes.graph.values import keys, source
+from passes.ops import ops
 
 
 class Stopped(Exception):  # noqa: N818 - a signal between the two below, not an error

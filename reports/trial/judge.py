@@ -19,14 +19,14 @@ from torch import nn
 from torch._dynamo.backends.registry import lookup_backend
 
 import fxamp
-from fxamp.capture.captured import Captures, as_inputs
 from fxamp.capture.export import without_fused_layers
+from fxamp.capture.model.captured import Captures, as_inputs
 from fxamp.capture.states import capture, copied
-from fxamp.check import check_runs
 from fxamp.convert import _check_faithful, autocast_for, emit, resolve
-from passes.errors import FxampError, RejectedError, VerificationError
-from passes.policy import Policy
-from passes.reasons import DEVIATIONS
+from fxamp.trust.check import check_runs
+from passes.contract.errors import FxampError, RejectedError, VerificationError
+from passes.contract.policy import Policy
+from passes.contract.reasons import DEVIATIONS
 
 from .first import first_difference
 from .runs import Allowed, Run, changed, gradients_differ, run, tensors, values_differ

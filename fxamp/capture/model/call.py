@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from passes._torch import GUARD_NAMES, pytree
-from passes.errors import CaptureError
-from passes.values import LOW
+from passes.contract.errors import CaptureError
+from passes.graph.values import LOW
 
 _REGISTER = "register it once with torch.export.register_dataclass (or torch.utils._pytree.register_pytree_node)"
 _TORCH_VALUES = (torch.dtype, torch.device, torch.layout, torch.Size, torch.memory_format)

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch.fx import Graph
 
-from passes.errors import CaptureError
+from passes.contract.errors import CaptureError
 
-from ..call import CallSpec
+from .call import CallSpec
 from .reads import Reads
 
 

@@ -21,7 +21,7 @@ def _folder(file: str | None) -> str:
 
 
 _TORCH, _NN = _folder(torch.__file__), _folder(torch.nn.__file__)
-_OURS = (_folder(__file__), _folder(passes.__file__))
+_OURS = (_folder(sys.modules[__name__.partition(".")[0]].__file__), _folder(passes.__file__))
 _PLUMBING = tuple(
     os.path.realpath(m.__file__ or "") for m in (contextlib, functools, unittest.mock, torch.utils._contextlib)
 )

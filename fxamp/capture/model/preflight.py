@@ -12,11 +12,11 @@ import torch.utils.checkpoint
 from torch import nn
 
 from passes._torch import global_module_hooks, pytree
-from passes.errors import INSTEAD, CaptureError, NotFaithfulError
+from passes.contract.errors import INSTEAD, CaptureError, NotFaithfulError
 
 from . import frames
-from .capture.patches import replaced
-from .capture.reads import HOOKS, label
+from .patches import replaced
+from .reads import HOOKS, label
 
 # Methods that training code calls on a module; a converted module has torch.nn.Module's own, its layers their author's.
 _METHODS = {

@@ -20,7 +20,7 @@ from unittest import mock
 import torch
 from torch import nn
 
-from .. import frames
+from . import frames
 from .patches import is_capturing, replaced
 
 HOOKS = {

@@ -13,9 +13,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from passes.plan import Plan
+from passes.contract.plan import Plan
 
-from .harmless import visible
+from ..forms.harmless import visible
 from .match import Item, Matching, corresponding
 from .sequences import in_order
 

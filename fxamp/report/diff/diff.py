@@ -15,12 +15,12 @@ from typing import TypeAlias, Union
 from torch import nn
 from torch.fx import GraphModule
 
-from passes.errors import FxampError
-from passes.plan import Plan
+from passes.contract.errors import FxampError
+from passes.contract.plan import Plan
 
-from .. import compiled
-from ..convert import plan_of
-from ..module import ConvertedModule
+from ...convert import plan_of
+from ...dynamo import compiled
+from ...module.module import ConvertedModule
 from . import listing
 from .changes import PLAN_KEY as PLAN_KEY
 from .changes import Change as Change

@@ -9,12 +9,12 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from passes import ops
-from passes.insert_casts import is_inserted
-from passes.plan import Decision, Plan
-from passes.values import keys, module_path
+from passes.casts.insert_casts import is_inserted
+from passes.contract.plan import Decision, Plan
+from passes.graph.values import keys, module_path
+from passes.ops import ops
 
-from ..module import ConvertedModule
+from ...module.module import ConvertedModule
 from .match import Item
 
 DECISION_FIELDS = ("colour", "autocast_dtype", "kind", "reason")

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 
 from tabulate import tabulate
 
+from ..forms.harmless import markdown, visible
 from .changes import Change
-from .harmless import markdown, visible
 
 _SUMMARY = 900_000  # bytes; GitHub drops a job summary of more than 1 MiB as a whole
 _HEADERS = ("change", "node", "field", "before", "after")

@@ -20,12 +20,12 @@ import torch
 from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
-from passes import ops
-from passes.insert_casts import is_inserted
-from passes.values import LOW, dtypes_of, module_path
+from passes.casts.insert_casts import is_inserted
+from passes.graph.values import LOW, dtypes_of, module_path
+from passes.ops import ops
 
+from ..forms.harmless import visible
 from .changes import Change, another_model
-from .harmless import visible
 from .items import arguments, arrow, dtype_of, node_keys, target_of
 from .match import Item, match
 

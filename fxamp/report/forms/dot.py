@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
+from ..record.record import NodeRecord
 from .harmless import visible
-from .record import NodeRecord
 from .tree import LOW, Branch, grown
 
 _COLOURS = {"low": "#dde7ff", "fp32": "#ffe8cf", "other": "#eceef2"}

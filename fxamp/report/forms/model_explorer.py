@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from .record import NodeRecord
+from ..record.record import NodeRecord
 from .tree import LOW
 
 _COLOURS = {"low": "#7ea6ff", "fp32": "#ffb168", "other": "#d5d9e0"}

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from tabulate import tabulate
 
-from .record import NodeRecord, Record
+from ..record.record import NodeRecord, Record
 
 HEADERS = ("module", "nodes", "low", "FP32", "casts", "MB out", "low, % of bytes", "low, % of FLOPs", "MB saved")
 LOW = ("bfloat16", "float16")

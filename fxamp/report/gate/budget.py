@@ -13,8 +13,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from passes.errors import PolicyError
-from passes.policy import nearest
+from passes.contract.errors import PolicyError
+from passes.contract.policy import nearest
 
 CEILINGS = ("casts", "cast_bytes", "saved_bytes", "fp32_ops", "unknown_ops")
 FLOORS = ("low_flops", "low_bytes")  # in percent

@@ -13,14 +13,14 @@ from pathlib import Path
 import msgspec
 import torch
 
-from passes.errors import PlanError
-from passes.plan import Plan
+from passes.contract.errors import PlanError
+from passes.contract.plan import Plan
 
-from ..module import ConvertedModule
+from ...module.module import ConvertedModule
+from ..diff.diff import Change, GraphDiff, diff
+from ..record.build import record_of
+from ..record.record import Record
 from .budget import KEYS, Budget
-from .build import record_of
-from .diff import Change, GraphDiff, diff
-from .record import Record
 
 KEPT, CHANGED, UNKNOWN = 0, 1, 2  # exit statuses
 _SAME_MODEL = 0.2  # of the nodes have to be known, or else the plan is of another model

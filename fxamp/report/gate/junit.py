@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from passes.errors import FxampError
+from passes.contract.errors import FxampError
 
+from ..forms.harmless import visible
 from .gate import UNKNOWN, Outcome
-from .harmless import visible
 
 _SHOWN = 200  # changes of a target
 

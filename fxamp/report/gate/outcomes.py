@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 
 from tabulate import tabulate
 
+from ..forms.harmless import markdown, visible
 from .gate import KEPT, Outcome
-from .harmless import markdown, visible
 
 _SUMMARY = 1_000_000  # bytes; GitHub drops a job summary of more than 1 MiB as a whole
 _SHOWN = 200  # changes of a target, in Markdown

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 from torch import nn
 
-from passes.errors import PlanError
-from passes.policy import Policy
+from passes.contract.errors import PlanError
+from passes.contract.policy import Policy
 
-from ..convert import to_read
-from ..module import ConvertedModule
+from ...convert import to_read
+from ...module.module import ConvertedModule
 from .gate import KEPT, check, with_totals
 from .outcomes import to_text
 

@@ -14,8 +14,8 @@ from urllib.parse import quote
 
 import msgspec
 
+from ..forms.harmless import visible
 from .gate import UNKNOWN, Outcome
-from .harmless import visible
 
 MOST = 5_000  # results of a run; GitHub keeps no more
 _SCHEMA = "https://raw.githubusercontent.com/oasis-tcs/sarif-spec/master/Schemata/sarif-schema-2.1.0.json"

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from passes.errors import FxampError
-from passes.policy import nearest
+from passes.contract.errors import FxampError
+from passes.contract.policy import nearest
 
 from .gate import UNKNOWN, Outcome
 

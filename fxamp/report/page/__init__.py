@@ -1,6 +1,8 @@
 """The page: one HTML file that needs nothing else, drawn here and moved by a little plain script.
 
 `render` and the templates know nothing of what they show, so that other pages can be made of them too.
+
+Imports the record and its forms; a report uses it.
 """
 
 from .report import page as page

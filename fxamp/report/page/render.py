@@ -16,7 +16,7 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from ..harmless import visible
+from ..forms.harmless import visible
 
 # What HTML, and the script that reads it, could take for the end of the data. JSON takes the escape for the same text.
 _ENDS = {ord(c): f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"}

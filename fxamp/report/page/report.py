@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass, replace
 
 import msgspec
 
-from passes.reasons import Code
+from passes.contract.reasons import Code
 
-from ..record import NodeRecord, Record
-from ..tree import LOW, Branch, grown
+from ..forms.tree import LOW, Branch, grown
+from ..record.record import NodeRecord, Record
 from .render import render
 from .views import MOST, views
 

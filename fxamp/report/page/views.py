@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
-from ..record import NodeRecord
-from ..tree import LOW
+from ..forms.tree import LOW
+from ..record.record import NodeRecord
 from .layout import layered
 
 MOST = 200  # boxes of a drawing

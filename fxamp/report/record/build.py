@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from passes.insert_casts import is_inserted
-from passes.plan import Decision, Plan
-from passes.rules import RULES
-from passes.values import LOW, frames, own_frame
+from passes.casts.insert_casts import is_inserted
+from passes.contract.plan import Decision, Plan
+from passes.graph.values import LOW, frames, own_frame
+from passes.ops.rules import RULES
 
-from ..module import ConvertedModule
+from ...module.module import ConvertedModule
 from .reads import dtype, named, origins, reads
 from .record import RECORD_VERSION, Cast, NodeRecord, Read, Record, Totals
 from .sizes import Size, SizeError, sizes_of

@@ -10,8 +10,8 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 from torch.fx import Graph, Node
 
-from passes.insert_casts import is_inserted
-from passes.values import keys
+from passes.casts.insert_casts import is_inserted
+from passes.graph.values import keys
 
 from .record import Read
 

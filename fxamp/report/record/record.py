@@ -12,11 +12,11 @@ from typing import Any, Literal
 
 import msgspec
 
-from passes.errors import PlanError
-from passes.plan import strictly
+from passes.contract.errors import PlanError
+from passes.contract.plan import strictly
 
 RECORD_VERSION = 1
-SCHEMA = Path(__file__).parent.parent / "schemas" / "record.json"
+SCHEMA = Path(__file__).parents[2] / "schemas" / "record.json"
 
 
 class Cast(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -67,7 +67,7 @@ class NodeRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         autocast: dtype that torch.autocast gives it.
         original: dtype of what it gives without mixed precision; "" where that is not known.
         kind: of the rule that was applied.
-        reason_code: one of `passes.reasons.Code`.
+        reason_code: one of `passes.contract.reasons.Code`.
         reason: a sentence.
         causes: keys of the decisions that it follows from.
         dtypes: of the tensors that it gives.

@@ -18,12 +18,12 @@ from torch.fx import GraphModule, Interpreter, Node
 from torch.utils.flop_counter import FlopCounterMode
 
 from passes._torch import FakeTensorMode, pytree, quiet_fakes
-from passes.errors import FxampError
-from passes.insert_casts import is_inserted
-from passes.values import no_autocast
+from passes.casts.insert_casts import is_inserted
+from passes.contract.errors import FxampError
+from passes.graph.values import no_autocast
 
-from ..check import same_random_state
-from ..tensors import held, kept
+from ...capture.model.tensors import held, kept
+from ...trust.check import same_random_state
 
 logger = logging.getLogger(__name__)
 

@@ -11,12 +11,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from passes._torch import inner_backend
-from passes.errors import PolicyError
-from passes.policy import nearest
+from passes.contract.errors import PolicyError
+from passes.contract.policy import nearest
 
-from .. import compiled, dynamo
-from ..module import ConvertedModule
-from .closure import needs_closure
+from ...dynamo import backend as dynamo
+from ...dynamo import compiled
+from ...module.module import ConvertedModule
+from ..window.closure import needs_closure
 
 _KEYS = ("backend", "mode", "options", "dynamic", "fullgraph")
 _CUDA_GRAPHS = "triton.cudagraphs"

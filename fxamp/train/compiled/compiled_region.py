@@ -11,7 +11,7 @@ from torch.fx import GraphModule
 
 from passes._torch import compile_records
 
-from ..compiled import break_of
+from ...dynamo.compiled import break_of
 from .compile_settings import CompileSettings
 from .recompute import recompute_weight_casts
 

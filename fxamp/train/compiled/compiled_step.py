@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import dynamo
-from ..optimized import under_autocast
+from ...dynamo import backend as dynamo
+from ...dynamo.optimized import under_autocast
+from ..weights.kept import KeptCast
+from ..weights.weights import WeightCasts
+from ..window.loss import LossFunction, loss_of
 from .compile_settings import CompileSettings
 from .compiled_region import Region
 from .compiled_update import CompiledUpdate
-from .kept import KeptCast
-from .loss import LossFunction, loss_of
-from .weights import WeightCasts
 
 
 class CompiledStep:
@@ -58,7 +58,7 @@ class CompiledStep:
     def loss_of(
         self, weights: WeightCasts, model: nn.Module, loss_fn: LossFunction | None, inputs: Any, target: Any
     ) -> Tensor:
-        """Return the loss of a micro-batch; arguments and errors are those of `fxamp.train.loss.loss_of`."""
+        """Return the loss of a micro-batch; arguments and errors are those of `fxamp.train.window.loss.loss_of`."""
         if self.settings.captures:
             torch.compiler.cudagraph_mark_step_begin()
         casts, lows = weights.make_ready()

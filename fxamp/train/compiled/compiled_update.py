@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..scale.scaler import LossScaler
+from ..window.conditional import gradients, has_state, holds_inf_or_nan, is_fused, parameters
+from ..window.result import HeldBack
+from ..window.update import Update, clip, take_step
 from .compile_settings import CompileSettings
 from .compiled_region import Region
-from .conditional import gradients, has_state, holds_inf_or_nan, is_fused, parameters
 from .rates import Constants, rates_as_tensors
-from .result import HeldBack
-from .scaler import LossScaler
-from .update import Update, clip, take_step
 
 
 class CompiledUpdate:

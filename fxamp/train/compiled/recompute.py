@@ -14,7 +14,7 @@ from torch import nn
 from torch.fx import GraphModule
 from torch.utils.checkpoint import CheckpointPolicy
 
-from passes import ops
+from passes.ops import ops
 
 
 def recompute_weight_casts(gm: GraphModule, example_inputs: Sequence[Any]) -> None:

@@ -15,7 +15,7 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from passes.errors import PolicyError, ScaleCollapseError
+from passes.contract.errors import PolicyError, ScaleCollapseError
 
 from .events import Culprits, Event, ScaleEvent, SkipsInARow, not_finite
 from .settings import (

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from passes.errors import PolicyError
+from passes.contract.errors import PolicyError
 
 LOW_DTYPES = (torch.float16, torch.bfloat16)
 # Between these a scale and its reciprocal are both finite FP32 numbers.

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
-from passes.aliases import mutated_operands
-from passes.insert_casts import CAST, cast_weight, is_inserted
+from passes.casts.insert_casts import CAST, cast_weight, is_inserted
+from passes.graph.aliases import mutated_operands
 
-from ..bindings import called_directly, read_directly
-from ..in_place import called_by_name
-from ..module import ConvertedModule
-from ..serialize import graph_from_data, graph_to_data
+from ...module.bindings import called_directly, read_directly
+from ...module.in_place import called_by_name
+from ...module.module import ConvertedModule
+from ...module.serialize import graph_from_data, graph_to_data
 from .kept import KeptCast
 
 

@@ -11,10 +11,10 @@ from typing import Any, Literal
 from torch import Tensor, nn
 from torch.fx import Graph
 
-from passes.errors import PolicyError
+from passes.contract.errors import PolicyError
 
-from ..compiled import is_compiled
-from ..module import ConvertedModule
+from ...dynamo.compiled import is_compiled
+from ...module.module import ConvertedModule
 from .kept import KeptCast
 from .second_code import SecondCode, graphs_of, running, same_cast, weight_casts, why_not
 

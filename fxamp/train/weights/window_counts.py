@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..measure import StepCounts, saved_bytes, step_counts
+from ...measure.counts import StepCounts, saved_bytes, step_counts
 from .weights import WeightCasts
 
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from passes.errors import PolicyError
+from passes.contract.errors import PolicyError
 
+from ..scale.scaler import LossScaler
 from .conditional import gradients, holds_inf_or_nan, parameters
-from .scaler import LossScaler
 
 
 def needs_closure(optimizer: Optimizer) -> bool:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
-from passes.errors import PolicyError
+from passes.contract.errors import PolicyError
 
 LossFunction = Callable[..., torch.Tensor]
 

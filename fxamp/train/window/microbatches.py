@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from passes.errors import PolicyError
+from passes.contract.errors import PolicyError
 
 from .conditional import gradients, holds_inf_or_nan, parameters
 

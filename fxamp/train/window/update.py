@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..scale.scaler import LossScaler
 from .conditional import can_be_taken_back, gradients, holds_inf_or_nan, is_fused, parameters, step_where_finite
 from .result import HeldBack
-from .scaler import LossScaler
 
 
 class Update(NamedTuple):

@@ -9,19 +9,19 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
-from . import ops
-from .colouring import AS_AUTOCAST, Colouring
+from ...colouring import AS_AUTOCAST, Colouring
+from ...contract.policy import module_override, op_override
+from ...contract.reasons import Code
+from ...graph.values import ANY, may_alias, mutated_operands, out_operands
+from ...graph.values import LOW as LOW_DTYPES
+from ...ops import ops
+from ...ops.facts import rule_of
+from ...ops.rules import FOLLOW, FP32, LOW, PROMOTE, Rule
 from .extremes import converts
-from .facts import rule_of
 from .kinds import by_kind, fp32, in_place, user_cast
 from .levels import by_level
 from .operand_casts import all_to, keep, natural
-from .policy import module_override, op_override
-from .reasons import Code
-from .rules import FOLLOW, FP32, LOW, PROMOTE, Rule
 from .state import State, first_float
-from .values import ANY, may_alias, mutated_operands, out_operands
-from .values import LOW as LOW_DTYPES
 
 
 def decide(state: State, node: Node, name: str, floats: list[ops.Operand]) -> Colouring | None:

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, Node
 
-from . import ops
-from ._torch import FakeTensor
-from .literals import FP32_MAX, has_tiny, is_extreme, numbers
-from .rules import Rule
-from .values import ANY, LOW, is_floating
+from ..._torch import FakeTensor
+from ...graph.literals import FP32_MAX, has_tiny, is_extreme, numbers
+from ...graph.values import ANY, LOW, is_floating
+from ...ops import ops
+from ...ops.rules import Rule
 
 # Ops that bring a value of any size back into range.
 _BOUNDS = frozenset(

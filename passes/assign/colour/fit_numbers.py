@@ -9,15 +9,16 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
-from . import literals, ops
-from .colouring import Colouring
+from ...colouring import Colouring
+from ...contract.reasons import Code
+from ...graph import literals
+from ...graph.values import LOW as LOW_DTYPES
+from ...graph.values import dtype_reference, mutated_operands
+from ...ops import ops
+from ...ops.rules import KEEP, LOW, lookup
 from .operand_casts import all_to
-from .reasons import Code
 from .result_dtypes import result_dtypes
-from .rules import KEEP, LOW, lookup
 from .state import State
-from .values import LOW as LOW_DTYPES
-from .values import dtype_reference, mutated_operands
 
 
 def fit_numbers(state: State, node: Node, name: str, floats: list[ops.Operand], colouring: Colouring) -> Colouring:

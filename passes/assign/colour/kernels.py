@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from . import ops
-from .values import ELIGIBLE, concrete
+from ...graph.values import ELIGIBLE, concrete
+from ...ops import ops
 
 _NOT_EVERYWHERE = frozenset(["lstm", "rnn_tanh", "rnn_relu", "gru", "quantized_gru", "rrelu"])
 

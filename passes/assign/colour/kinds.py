@@ -7,18 +7,19 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from . import literals, ops
-from .colouring import Colouring
-from .errors import PolicyError
-from .facts import lacks_low
+from ...colouring import Colouring
+from ...contract.errors import PolicyError
+from ...contract.policy import module_override
+from ...contract.reasons import Code, Reason
+from ...graph import literals
+from ...graph.values import ANY, ELIGIBLE, dtype_reference, is_floating, module_path, out_operands, source
+from ...graph.values import LOW as LOW_DTYPES
+from ...ops import ops
+from ...ops.facts import lacks_low
+from ...ops.rules import BANNED, COMPOSITE, FOLLOW, FP32, KEEP, LOW, PROMOTE, Rule
 from .kernels import runs_in
 from .operand_casts import all_to, castable, keep, natural
-from .policy import module_override
-from .reasons import Code, Reason
-from .rules import BANNED, COMPOSITE, FOLLOW, FP32, KEEP, LOW, PROMOTE, Rule
 from .state import State, first_float
-from .values import ANY, ELIGIBLE, dtype_reference, is_floating, module_path, out_operands, source
-from .values import LOW as LOW_DTYPES
 
 
 def by_kind(

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from .facts import accumulates, facts_of, lacks_low, rounds_once
-from .policy import Policy
-from .rules import BANNED, COMPOSITE, FOLLOW, FP32, KEEP, LOW, NO_LOW_BACKWARD, PROMOTE, RULES, Rule
+from ...contract.policy import Policy
+from ...ops.facts import accumulates, facts_of, lacks_low, rounds_once
+from ...ops.rules import BANNED, COMPOSITE, FOLLOW, FP32, KEEP, LOW, NO_LOW_BACKWARD, PROMOTE, RULES, Rule
 
 _LOSSES = frozenset(n for n, r in RULES.items() if r.reason.startswith("loss"))
 

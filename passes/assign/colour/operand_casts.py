@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from . import ops
-from .colouring import Colouring, Place
-from .reasons import Code, Reason
-from .rules import PROMOTE, Rule
+from ...colouring import Colouring, Place
+from ...contract.reasons import Code, Reason
+from ...graph.values import ANY, ELIGIBLE, LOW
+from ...ops import ops
+from ...ops.rules import PROMOTE, Rule
 from .state import State, first_float
-from .values import ANY, ELIGIBLE, LOW
 
 
 def all_to(state: State, dtype: Any, row: Rule, floats: list[ops.Operand], kind: str, reason: Reason) -> Colouring:

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from . import ops
-from .colouring import AS_AUTOCAST, Colouring
-from .reasons import Code
-from .rules import COMPOSITE, KEEP, rule
+from ...colouring import AS_AUTOCAST, Colouring
+from ...contract.reasons import Code
+from ...graph.values import ANY, ELIGIBLE, LOW
+from ...ops import ops
+from ...ops.rules import COMPOSITE, KEEP, rule
 from .state import State, first_float
-from .values import ANY, ELIGIBLE, LOW
 
 
 def result_dtypes(state: State, node: Node, colouring: Colouring) -> Any:

@@ -12,19 +12,29 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from . import ops
-from .aliases import is_opaque
-from .bodies import Body, Border
-from .colouring import Colouring
+from ...colouring import Colouring
+from ...contract.reasons import Code
+from ...graph.aliases import is_opaque
+from ...graph.bodies import Body, Border
+from ...graph.values import (
+    ANY,
+    ELIGIBLE,
+    LOW,
+    Aliases,
+    is_floating,
+    is_known,
+    module_types,
+    mutated_operands,
+    original_dtypes,
+)
+from ...ops import ops
+from ...ops.facts import accumulates
+from ...ops.rules import KEEP, lookup
 from .decide import decide
-from .facts import accumulates
 from .fit_numbers import fit_numbers
 from .operand_casts import keep
-from .reasons import Code
 from .result_dtypes import result_dtypes
-from .rules import KEEP, lookup
 from .state import State, first_float
-from .values import ANY, ELIGIBLE, LOW, Aliases, is_floating, is_known, module_types, mutated_operands, original_dtypes
 
 # What asks for a shape, a dtype or nothing: no arithmetic, no colour.
 _ASKS = frozenset(

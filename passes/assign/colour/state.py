@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from .bodies import Border
-from .colouring import Colouring
+from ...colouring import Colouring
+from ...contract.policy import Policy
+from ...graph.bodies import Border
+from ...graph.islands import islands
+from ...graph.values import ANY, Aliases
 from .extremes import Extremes
-from .islands import islands
-from .policy import Policy
 from .user_casts import Casts, observed
-from .values import ANY, Aliases
 
 
 class State:

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from . import ops
-from .reasons import Code, Reason
-from .values import ANY, LOW, is_floating, literal_dtype, module_path
+from ...contract.reasons import Code, Reason
+from ...graph.values import ANY, LOW, is_floating, literal_dtype, module_path
+from ...ops import ops
 
 
 @dataclass(frozen=True)

@@ -11,16 +11,16 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from . import ops
-from .colouring import Colouring, Place
+from ...colouring import Colouring, Place
+from ...contract.reasons import Code, Reason
+from ...graph.values import ELIGIBLE, dtype_reference
+from ...ops import ops
+from ...ops.rules import LOW
+from ..colour.simulate import Simulation
+from ..colour.state import first_float
 from .costs import Costs
 from .cut import Variable
-from .reasons import Code, Reason
-from .rules import LOW
-from .simulate import Simulation
-from .state import first_float
 from .uses import Uses
-from .values import ELIGIBLE, dtype_reference
 
 
 def apply_cut(low_side: set[Variable], simulation: Simulation, uses: Uses, costs: Costs) -> int:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from . import ops
-from .values import SET_GRAD
+from ...graph.values import SET_GRAD
+from ...ops import ops
 
 # Bytes that move in the time of one launch, and in a nanosecond; assumed, not measured: 5 us at 10 GB/s on a CPU core,
 # 2 us at 500 GB/s on a GPU.

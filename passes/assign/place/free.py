@@ -10,14 +10,14 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
-from . import ops
-from .aliases import may_alias
-from .colouring import Colouring
-from .facts import facts_of
-from .literals import numbers
-from .rules import FOLLOW, FP32, LOW, PROMOTE, lookup
-from .simulate import Simulation
-from .values import concrete_size, is_floating, is_known, literal_dtype
+from ...colouring import Colouring
+from ...graph.aliases import may_alias
+from ...graph.literals import numbers
+from ...graph.values import concrete_size, is_floating, is_known, literal_dtype
+from ...ops import ops
+from ...ops.facts import facts_of
+from ...ops.rules import FOLLOW, FP32, LOW, PROMOTE, lookup
+from ..colour.simulate import Simulation
 
 
 def free_nodes(simulation: Simulation, grad: frozenset[Node]) -> dict[Node, None]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from . import ops
+from ...ops import ops
 from .costs import BYTES_PER_NANOSECOND, ByteCosts, Run, makes_view, number
 
 

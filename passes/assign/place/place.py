@@ -21,19 +21,19 @@ import torch
 from networkx import NetworkXUnbounded
 from torch.fx import Graph, Node
 
-from . import ops
+from ...contract.errors import PlanError, VerificationError
+from ...contract.plan import REMEDY, Plan
+from ...contract.policy import Policy
+from ...graph.values import keys
+from ...ops import ops
+from ..colour.simulate import Simulation
 from .apply_cut import apply_cut
 from .costs import ByteCosts, Costs, UnitCosts, requires_grad
 from .cut import Problem, Variable, solve
-from .errors import PlanError, VerificationError
 from .free import free_nodes
 from .measured_costs import MeasuredCosts, Timer
 from .placement_problem import price, unpriced_problem
-from .plan import REMEDY, Plan
-from .policy import Policy
-from .simulate import Simulation
 from .uses import Uses
-from .values import keys
 
 
 def place(

@@ -9,12 +9,12 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
-from . import ops
-from .colouring import Place
+from ...colouring import Place
+from ...ops import ops
+from ...ops.rules import PROMOTING, rule
+from ..colour.simulate import Simulation
 from .costs import Costs, Run
 from .cut import FP32, LOW, Net, Problem, Variable
-from .rules import PROMOTING, rule
-from .simulate import Simulation
 from .uses import Uses
 
 

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from . import ops
-from .colouring import Place
-from .rules import lookup
-from .simulate import Simulation
-from .values import ELIGIBLE
+from ...colouring import Place
+from ...graph.values import ELIGIBLE
+from ...ops import ops
+from ...ops.rules import lookup
+from ..colour.simulate import Simulation
 
 
 class Uses:

@@ -1,0 +1,15 @@
+"""The same compiler behind `torch.compile`, at the first call.
+
+Imports the compiler, the author's model, and the checks; for torch's structured trace the record of a report.
+`convert` and the training step use it.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+from ..module.moved import found
+
+if not TYPE_CHECKING:  # saved modules and policies hold names of the file that was called as this room is
+    __getattr__ = functools.partial(found, __name__)

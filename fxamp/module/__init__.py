@@ -1,0 +1,15 @@
+"""The converted module: how its code is written and called, what it compares at each call, how it is copied and saved.
+
+Imports the author's model as capture found it, and the contract.
+Everything that has a converted module in hand uses it.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+from .moved import found
+
+if not TYPE_CHECKING:  # saved modules and policies hold names of the file that was called as this room is
+    __getattr__ = functools.partial(found, __name__)

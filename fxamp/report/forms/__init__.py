@@ -1,0 +1,5 @@
+"""A record in the forms of others: a tree of modules, Graphviz, Model Explorer; text made harmless where it is shown.
+
+Imports the record alone.
+Reports, differences and the gate use it.
+"""

@@ -1,0 +1,5 @@
+"""Weights that are cast once a window: which, kept how, and what that saves.
+
+Imports the converted module, and measuring.
+The training step uses it, and the demo counts by it.
+"""

@@ -1,0 +1,5 @@
+"""Analyses of a graph: what its values are, share and hold, and which patterns it has. Nothing here changes a graph.
+
+Imports what is known of ops, and the contract.
+Every pass uses it, and capture does.
+"""

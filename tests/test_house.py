@@ -1,0 +1,193 @@
+"""The house: which room may import which, how many entries a floor has, how long a file is, and what each room says.
+
+A room is a folder; what lies on the floor of `passes` or of `fxamp` itself is a room of its own. Arrows count wherever
+they stand: in functions, and for types alone too.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import graphlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FILES = {
+    ".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): p
+    for package in ("passes", "fxamp")
+    for p in sorted((ROOT / package).rglob("*.py"))
+}
+FLOORS = sorted({p.parent for p in FILES.values()})
+
+# Room: what it imports. The lowest first; what is new here has to have a reason.
+ARROWS = {
+    "passes.contract": "",
+    "passes.runtime": "",
+    "passes._torch": ".contract",
+    "passes.colouring": ".contract",
+    "passes.ops": "._torch .contract .runtime",
+    "passes.graph": "._torch .contract .ops .runtime",
+    "passes.assign.colour": "._torch .colouring .contract .graph .ops",
+    "passes.legalize": "._torch .graph .ops",
+    "passes.assign.place": ".assign.colour .colouring .contract .graph .ops",
+    "passes.assign": ".assign.colour .assign.place .colouring .contract .graph",
+    "passes.casts": "._torch .assign .assign.colour .colouring .contract .graph .legalize .ops",
+    "passes.pipeline": "._torch .assign .assign.colour .assign.place .casts .contract .graph .legalize .ops",
+    "passes": ".pipeline",
+    "fxamp.guard": "",
+    "fxamp.train.scale": "passes.contract",
+    "fxamp.train.window": ".train.scale passes.contract",
+    "fxamp.capture.model": "passes passes._torch passes.contract passes.graph",
+    "fxamp.module": ".capture.model passes.casts passes.contract",
+    "fxamp.trust": ".capture .capture.model .module passes._torch passes.contract passes.graph passes.ops",
+    "fxamp.capture": (
+        ".capture.model .module .trust passes._torch passes.contract passes.graph passes.legalize passes.ops "
+        "passes.runtime"
+    ),
+    "fxamp.report.record": (
+        ".capture.model .module .trust passes._torch passes.casts passes.contract passes.graph passes.ops"
+    ),
+    "fxamp.dynamo": (
+        ".capture.model .module .report.record .trust passes passes._torch passes.contract passes.graph passes.ops"
+    ),
+    "fxamp.measure": (
+        ".capture .capture.model .module .trust passes._torch passes.assign.place passes.contract passes.graph"
+    ),
+    "fxamp.report.forms": ".report.record",
+    "fxamp.convert": (
+        ".capture .capture.model .dynamo .measure .module .trust passes passes.assign.place passes.contract "
+        "passes.graph"
+    ),
+    "fxamp.report.page": ".report.forms .report.record passes.contract",
+    "fxamp.train.weights": ".dynamo .measure .module passes._torch passes.casts passes.contract passes.graph",
+    "fxamp.report.diff": ".convert .dynamo .module .report.forms passes.casts passes.contract passes.graph passes.ops",
+    "fxamp.train.compiled": (
+        ".dynamo .module .train.scale .train.weights .train.window passes._torch passes.contract passes.ops"
+    ),
+    "fxamp.report.gate": ".convert .module .report.diff .report.forms .report.record passes.contract",
+    "fxamp.train": ".dynamo .train.compiled .train.scale .train.weights .train.window passes.contract",
+    "fxamp.demo": ".convert .measure .train .train.weights passes.contract",
+    "fxamp.pytest_plugin": ".report.gate",
+    "fxamp.report": ".dynamo .module .report.diff .report.forms .report.page .report.record .train passes.contract",
+    "fxamp.cli": ".convert .demo .module .report .report.diff .report.forms .report.gate passes.contract passes.ops",
+    "fxamp.__main__": ".cli",
+}
+# Arrows that lead back, until what they lead to has a file of its own further down. None may be added.
+BACK = {
+    ("fxamp.trust", "fxamp.capture"),  # for types alone: the checks are told under which autocast a graph was captured
+}
+# What of the compiler anyone may use. The others are its passes, which a few still reach into; none may be added.
+OPEN = {"passes", "passes._torch", "passes.contract", "passes.graph", "passes.ops", "passes.runtime"}
+INTO_A_PASS = {
+    "fxamp.module": "passes.casts",
+    "fxamp.capture": "passes.legalize",
+    "fxamp.report.record": "passes.casts",
+    "fxamp.measure": "passes.assign.place",
+    "fxamp.convert": "passes.assign.place",
+    "fxamp.train.weights": "passes.casts",
+    "fxamp.report.diff": "passes.casts",
+}
+MOST_ENTRIES, MOST_LINES = 12, 400
+# Files that are longer: how long each may be, which may only fall. The table of ops may be as long as it needs.
+LONGER = {
+    "fxamp/capture/export.py": 403,
+    "fxamp/cli/main.py": 454,
+    "fxamp/module/module.py": 462,
+    "fxamp/train/step.py": 402,
+    "passes/graph/values.py": 460,
+}
+TABLE_OF_OPS = "passes/ops/rules.py"
+# Rooms whose `__init__` holds more than its docstring: what a user imports, and what saved modules name.
+WITH_NAMES = {"passes", "fxamp", "fxamp.dynamo", "fxamp.module", "fxamp.report", "fxamp.report.page"}
+
+
+def table(rows: dict[str, str]) -> dict[str, set[str]]:
+    """Return a table of rooms, in which what begins with a dot is of the same package."""
+    return {
+        room: {room.partition(".")[0] + name if name.startswith(".") else name for name in imported.split()}
+        for room, imported in rows.items()
+    }
+
+
+def room_of(module: str) -> str:
+    """Return the room that a module lies in; a package of ours by itself is what its `__init__` gives."""
+    path = FILES[module]
+    folder = ".".join(path.parent.relative_to(ROOT).parts)
+    return module if folder in ("passes", "fxamp") else folder
+
+
+def imported(module: str) -> Iterator[str]:
+    """Yield the modules of ours that a file imports, anywhere in it; they have to be there."""
+    path = FILES[module]
+    package = path.parent.relative_to(ROOT).parts
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (a.name for a in node.names if a.name in FILES)
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else ()
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            for alias in node.names if base.partition(".")[0] in ("passes", "fxamp") else ():
+                name = f"{base}.{alias.name}"
+                assert name in FILES or base in FILES, f"{path}:{node.lineno} imports {name}, which is not there"
+                yield name if name in FILES else base
+
+
+@functools.cache
+def arrows() -> dict[str, set[str]]:
+    found: dict[str, set[str]] = {}
+    for module in FILES:
+        if module == "fxamp":
+            continue  # gives on what a user may name, from anywhere
+        rooms = found.setdefault(room_of(module), set())
+        rooms.update(room_of(name) for name in imported(module))
+    return {room: others - {room} for room, others in found.items()}
+
+
+def test_rooms_import_what_the_table_says() -> None:
+    assert arrows() == table(ARROWS)
+
+
+def test_no_arrow_leads_back() -> None:
+    found = arrows()
+    assert {(a, b) for a, b in BACK if b in found[a]} == BACK
+    order = {room: others - {b for a, b in BACK if a == room} for room, others in found.items()}
+    assert list(graphlib.TopologicalSorter(order).static_order())  # raises CycleError, which names the rooms
+
+
+def test_the_product_reaches_into_no_further_pass() -> None:
+    reached = {
+        room: inside
+        for room, others in arrows().items()
+        if room.startswith("fxamp") and (inside := {o for o in others if o.startswith("passes")} - OPEN)
+    }
+    assert reached == table(INTO_A_PASS)
+
+
+@pytest.mark.parametrize("floor", FLOORS, ids=lambda p: str(p.relative_to(ROOT)))
+def test_a_floor_can_be_taken_in_at_a_glance(floor: Path) -> None:
+    files = [p for p in FILES.values() if p.parent == floor and not p.stem.startswith("__")]
+    folders = [p for p in FLOORS if p.parent == floor]
+    assert len(files) + len(folders) <= MOST_ENTRIES, [p.name for p in (*folders, *files)]
+
+
+def test_no_file_is_longer_than_it_was() -> None:
+    long = {}
+    for path in FILES.values():
+        lines = len(path.read_text(encoding="utf-8").splitlines())
+        if lines > MOST_LINES and (name := path.relative_to(ROOT).as_posix()) != TABLE_OF_OPS:
+            long[name] = lines
+    assert long == LONGER
+
+
+@pytest.mark.parametrize("floor", FLOORS, ids=lambda p: str(p.relative_to(ROOT)))
+def test_a_room_says_what_it_is_for_what_it_imports_and_who_uses_it(floor: Path) -> None:
+    tree = ast.parse((floor / "__init__.py").read_text(encoding="utf-8"))
+    said = (ast.get_docstring(tree) or "").splitlines()
+    name = ".".join(floor.relative_to(ROOT).parts)
+    if name != "fxamp":  # which says to users how it is called
+        assert any(line.startswith("Imports ") for line in said)
+        assert len(" ".join(said).split(". ")) >= 3
+    assert (len(tree.body) > 1) == (name in WITH_NAMES)
