@@ -616,7 +616,7 @@ def facts_of(case: measure_facts.Case, until: float) -> Rows:
 
 @functools.cache
 def _assumed() -> Any:
-    files = [measure_facts.ROOT / "passes" / f"facts_{device}.json" for device in (DEVICE, "cpu")]
+    files = [measure_facts.ROOT / "passes" / "ops" / f"facts_{device}.json" for device in (DEVICE, "cpu")]
     return json.loads(next(file for file in files if file.exists()).read_text())["facts"]
 
 

@@ -792,6 +792,7 @@ def test_a_dataclass_comes_out_of_a_model_that_is_captured_at_its_first_call() -
 
 @pytest.mark.parametrize("front_end", ["fx", "export"])
 def test_per_sample_gradients_of_a_group_norm(front_end: str) -> None:
+    torch.manual_seed(0)
     model = Two(lambda self, x: self.m(F.group_norm(self.l(x), 2)).square())
     module = convert(model, one(), front_end, dynamic_shapes="auto")
     parameters = {n: p.detach() for n, p in module.named_parameters()}
