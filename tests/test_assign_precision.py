@@ -216,6 +216,18 @@ def test_a_write_through_a_view_reaches_what_the_author_made_low() -> None:
     assert torch.equal(convert(write)(X), Net(write)(X))
 
 
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_a_view_whose_bits_are_read_is_as_wide_as_in_the_model(level: str) -> None:
+    def read(m: Any, x: Tensor) -> Any:
+        view = m.first(x).t()
+        return torch.ones(1) * view.element_size(), view.contiguous().view(torch.int32)
+
+    module, model = fxamp.convert(Net(read), policy=level, capture="fx"), Net(read)
+    (size, bits), (expected, others) = module(X), model(X)
+    assert torch.equal(size, expected)
+    assert bits.shape == others.shape
+
+
 @pytest.mark.parametrize("level", ["O2", "O3"])
 def test_a_low_value_with_a_tiny_bound_that_is_written_stays_the_authors(level: str) -> None:
     def write(m: Any, x: Tensor) -> Tensor:

@@ -40,7 +40,7 @@ def decide(state: State, node: Node, name: str, floats: list[ops.Operand]) -> Co
         why = Code.MUTATED("its storage is written, and shared with FP32 values")
         if not state.aliases.is_mutated(node):
             why = Code.KEEP("the program reads its bits, how many it has, or its dtype for what is written")
-        if may_alias(node) and node.args:
+        elif may_alias(node):
             return natural(state, row, floats, kind, why)  # a cast before a view would part it from what is written
         # Not FP32: what the author made low shares its storage with no cast of it.
         return keep(state, node, floats, kind, why)
