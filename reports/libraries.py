@@ -40,6 +40,7 @@ from passes.contract.errors import FxampError  # noqa: E402
 from passes.contract.reasons import DEVIATIONS  # noqa: E402
 from reports.trial.first import first_difference  # noqa: E402
 from reports.trial.judge import Subject, captured, emitted, quiet  # noqa: E402
+from reports.trial.options import add_options, write  # noqa: E402
 from reports.trial.runs import distance, norm, run, values_differ  # noqa: E402
 from reports.trial.workers import Found, Record, code, run_all  # noqa: E402
 
@@ -481,11 +482,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--case", help="this one alone: print what becomes of it")
     parser.add_argument("--library", action="append", choices=list(BUILDERS), help="this one's; may repeat")
     parser.add_argument("--limit", type=int, help="how many of each library")
-    parser.add_argument("--seconds", type=float, help="end after so long")
-    parser.add_argument("--processes", type=int, default=2, help="how many at a time (default: %(default)s)")
-    parser.add_argument("--again", choices=("failed", "outdated"), help="run these of the record anew")
-    parser.add_argument("--record", type=Path, default=RECORD, help="where to note what was run (default: %(default)s)")
-    parser.add_argument("-o", "--output", type=Path, default=HERE, metavar="FOLDER", help="where to write")
+    add_options(parser, RECORD, HERE)
     options = parser.parse_args(arguments)
     define_operators()
     if options.case:
@@ -499,10 +496,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     cases = [c for row in itertools.zip_longest(*each) for c in row if c is not None]  # of every library some first
     run_all(cases, work, record, processes=options.processes, until=until, seconds=400, name="models")
     data = summary(record.found)
-    options.output.joinpath("libraries.json").write_text(json.dumps(data, indent=1) + "\n")
-    text = to_markdown(data)
-    options.output.joinpath("libraries.md").write_text(text)
-    sys.stdout.write(text)
+    write(options.output, "libraries", data, to_markdown(data))
 
 
 if __name__ == "__main__":

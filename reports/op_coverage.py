@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import collections
-import json
 import logging
 import sys
 import time
@@ -44,6 +43,7 @@ from reports.trial.judge import (  # noqa: E402
     judged,
     quiet,
 )
+from reports.trial.options import add_options, write  # noqa: E402
 from reports.trial.runs import changed  # noqa: E402
 from reports.trial.workers import Found, Record, code, run_all  # noqa: E402
 
@@ -206,11 +206,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--case", help="this one alone: print what becomes of it")
     parser.add_argument("--only", action="append", metavar="NAME", help="op:NAME.VARIANT or module:NAME; may repeat")
     parser.add_argument("--limit", type=int, help="how many cases")
-    parser.add_argument("--seconds", type=float, help="end after so long")
-    parser.add_argument("--processes", type=int, default=2, help="how many at a time (default: %(default)s)")
-    parser.add_argument("--again", choices=("failed", "outdated"), help="run these of the record anew")
-    parser.add_argument("--record", type=Path, default=RECORD, help="where to note what was run (default: %(default)s)")
-    parser.add_argument("-o", "--output", type=Path, default=HERE, metavar="FOLDER", help="where to write")
+    add_options(parser, RECORD, HERE)
     options = parser.parse_args(arguments)
     if options.case:
         logging.disable(logging.ERROR)
@@ -226,10 +222,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         mine = [c for c in cases if c.startswith("cuda") == device][: options.limit]
         run_all(mine, work, record, processes=options.processes, until=until, name="cuda" if device else "cases")
     data = summary(record.found)
-    options.output.joinpath("op_coverage.json").write_text(json.dumps(data, indent=1) + "\n")
-    text = to_markdown(data)
-    options.output.joinpath("op_coverage.md").write_text(text)
-    sys.stdout.write(text)
+    write(options.output, "op_coverage", data, to_markdown(data))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import collections
-import json
 import logging
 import re
 import sys
@@ -30,6 +29,7 @@ sys.path.insert(0, str(HERE.parent))
 
 from reports.trial.generate import generate, runs  # noqa: E402  (the path comes first)
 from reports.trial.judge import FAILURES, FRONT_ENDS, LEVELS, Subject, Verdict, judged  # noqa: E402
+from reports.trial.options import add_options, write  # noqa: E402
 from reports.trial.program import Program  # noqa: E402
 from reports.trial.shrink import shrink  # noqa: E402
 from reports.trial.workers import Found, Record, code, run_all  # noqa: E402
@@ -160,11 +160,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--shrink", action="store_true", help="and make it as small as it fails")
     parser.add_argument("--limit", type=int, default=WANTED, help="how many programs (default: %(default)s)")
     parser.add_argument("--first", type=int, default=0, help="the first seed (default: %(default)s)")
-    parser.add_argument("--seconds", type=float, help="end after so long")
-    parser.add_argument("--processes", type=int, default=2, help="how many at a time (default: %(default)s)")
-    parser.add_argument("--again", choices=("failed", "outdated"), help="run these of the record anew")
-    parser.add_argument("--record", type=Path, default=RECORD, help="where to note what was run (default: %(default)s)")
-    parser.add_argument("-o", "--output", type=Path, default=HERE, metavar="FOLDER", help="where to write")
+    add_options(parser, RECORD, HERE)
     options = parser.parse_args(arguments)
     if options.seed is not None:
         one(options.seed, options.front_end, options.low, options.shrink)
@@ -179,10 +175,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             break
         run_all(batch, work, record, processes=options.processes, until=until, name="programs")
     data = summary(record.found)
-    options.output.joinpath("programs.json").write_text(json.dumps(data, indent=1) + "\n")
-    text = to_markdown(data)
-    options.output.joinpath("programs.md").write_text(text)
-    sys.stdout.write(text)
+    write(options.output, "programs", data, to_markdown(data))
 
 
 def failed(entry: Found) -> bool:

@@ -171,6 +171,8 @@ def test_targets_of_a_project_are_checked_each_in_a_process_of_its_own(folder: P
             for name in ("a", "b")
         )
     )
+    status, _, err = check("--jobs=2")
+    assert (status, err.count("--update")) == (2, 2)
     assert check("--update", "--jobs=2")[0] == 0
     text = (folder / "b" / "model.py").read_text()
     (folder / "b" / "model.py").write_text(text.replace("return self.head(h)", "return self.head(h).float().exp()"))
