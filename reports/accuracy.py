@@ -28,7 +28,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
 from reports import casts  # noqa: E402
-from tests.harness import (  # noqa: E402
+from tests.support.harness import (  # noqa: E402
     Subject,
     UnderAutocast,
     compiled,
@@ -39,7 +39,7 @@ from tests.harness import (  # noqa: E402
     set_mode,
     subject,
 )
-from tests.models import BY_NAME, NO_FP16_ON_CPU, Zoo  # noqa: E402
+from tests.support.models import BY_NAME, NO_FP16_ON_CPU, Zoo  # noqa: E402
 
 LOWS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # Those of casts.py, in BF16 alone: FP16 takes a CPU minutes.

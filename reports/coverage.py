@@ -45,7 +45,7 @@ from passes._torch import pytree  # noqa: E402
 from passes.contract.reasons import DEVIATIONS  # noqa: E402
 from reports.architectures import BY_NAME, Inputs  # noqa: E402
 from reports.trial.first import Record, Stopped, unequal  # noqa: E402
-from tests.harness import UnderAutocast, distance, floats  # noqa: E402
+from tests.support.harness import UnderAutocast, distance, floats  # noqa: E402
 
 POLICY, LOW = "O1,dtype=bf16", torch.bfloat16
 EXPORT, BACKEND = "export", "backend"

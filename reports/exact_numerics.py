@@ -30,7 +30,7 @@ sys.path.insert(0, str(HERE.parent))
 
 import fxamp  # noqa: E402  (the path comes first)
 from reports.architectures import ARCHITECTURES, BY_NAME  # noqa: E402
-from tests.harness import UnderAutocast, floats  # noqa: E402
+from tests.support.harness import UnderAutocast, floats  # noqa: E402
 
 SECONDS = 900
 LOW = torch.bfloat16

@@ -2,7 +2,7 @@
 
 What emitted graphs call is in `passes.runtime`, and never moves again. A name that leaves its file, and that a saved
 module, policy, plan, scaler or backend may hold, or what an installation before named as torch's entry point, gets its
-line here; `tests/test_moved.py` loads by the old paths.
+line here; `tests/fxamp/module/test_moved.py` loads by the old paths.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import pytest
 
 from passes.contract.reasons import DEVIATIONS
 from passes.ops.rules import FOLLOW, LOW, lookup
-from tests.models import BY_NAME
+from tests.support.models import BY_NAME
 
 SOME = ("lenet5", "gpt", "graph_conv", "hf_bert")
 # What fake CUDA tensors cannot run without a device (the latter in a build for CUDA), and what the rule table says.
@@ -22,8 +22,8 @@ UNRUN = {"batch_norm": FOLLOW, "lstm": LOW}
 def _check(names: Sequence[str]) -> None:
     # A process of its own: fake CUDA tensors change torch's state for good.
     done = subprocess.run(
-        [sys.executable, "-m", "tests.cuda_oracle", *names],
-        cwd=Path(__file__).parent.parent, capture_output=True, text=True, check=False,
+        [sys.executable, "-m", "tests.support.cuda_oracle", *names],
+        cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     found = [json.loads(line) for line in done.stdout.splitlines()]

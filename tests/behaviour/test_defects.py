@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 import fxamp
-from tests.front_ends import (
+from tests.support.front_ends import (
     BF16,
     F32,
     FP16,
@@ -26,7 +26,7 @@ from tests.front_ends import (
     one,
     under_autocast,
 )
-from tests.helpers import Two, assert_same, assert_untouched, example, fingerprint
+from tests.support.helpers import Two, assert_same, assert_untouched, example, fingerprint
 
 pytestmark = [*WARNINGS, pytest.mark.usefixtures("fresh")]
 __all__ = ["fresh"]

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 FILES = {
     ".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): p
     for package in ("passes", "fxamp")
@@ -191,3 +191,10 @@ def test_a_room_says_what_it_is_for_what_it_imports_and_who_uses_it(floor: Path)
         assert any(line.startswith("Imports ") for line in said)
         assert len(" ".join(said).split(". ")) >= 3
     assert (len(tree.body) > 1) == (name in WITH_NAMES)
+
+
+def test_tests_lie_in_the_rooms_of_what_they_test() -> None:
+    tests = ROOT / "tests"
+    folders = {p.parent for p in tests.rglob("test_*.py")}
+    rooms = {tests / floor.relative_to(ROOT) for floor in FLOORS}
+    assert folders - rooms == {tests / "behaviour", tests / "reports"}

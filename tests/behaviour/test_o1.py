@@ -12,7 +12,7 @@ from torch.fx import Interpreter, Node
 
 from passes.contract.reasons import DEVIATIONS
 from passes.graph.values import keys
-from tests.harness import (
+from tests.support.harness import (
     UnderAutocast,
     converted,
     distance,
@@ -24,7 +24,7 @@ from tests.harness import (
     training_counts,
     unchanged,
 )
-from tests.models import BY_NAME, NO_FP16_ON_CPU
+from tests.support.models import BY_NAME, NO_FP16_ON_CPU
 
 # FP16 gradients are counted here, not trained on.
 pytestmark = pytest.mark.filterwarnings("ignore:FP16 gradients without a loss scale")

@@ -20,7 +20,8 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
 import fxamp
-from tests.front_ends import (
+from tests.fxamp.capture.test_preflight import HOOKS, TABLE
+from tests.support.front_ends import (
     BF16,
     F32,
     FRONT_ENDS,
@@ -35,8 +36,7 @@ from tests.front_ends import (
     tensors,
     under_autocast,
 )
-from tests.helpers import Two, assert_same, example
-from tests.test_preflight import HOOKS, TABLE
+from tests.support.helpers import Two, assert_same, example
 
 pytestmark = [*WARNINGS, pytest.mark.usefixtures("fresh")]
 __all__ = ["fresh"]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks import TOOLS, train
+from tests.support.ranks import TOOLS, train
 
 pytest.importorskip("transformers")
 pytestmark = [pytest.mark.filterwarnings("ignore")]

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxamp
-from tests.front_ends import (
+from tests.support.front_ends import (
     BF16,
     F32,
     FP16,
@@ -30,7 +30,7 @@ from tests.front_ends import (
     tensors,
     under_autocast,
 )
-from tests.helpers import Two, assert_same, example, run
+from tests.support.helpers import Two, assert_same, example, run
 
 pytestmark = [
     *WARNINGS, pytest.mark.usefixtures("fresh"), pytest.mark.filterwarnings(r"ignore:index_reduce\(\) is in beta")

@@ -22,7 +22,7 @@ from passes.contract.plan import Plan
 from passes.contract.policy import Policy
 from passes.graph.values import LOW, no_autocast, original_dtypes
 from passes.ops import ops
-from tests.graphs import attribute, random_graph, random_inputs, residual_chain, run, storages
+from tests.support.graphs import attribute, random_graph, random_inputs, residual_chain, run, storages
 
 SEEDS = range(60)
 

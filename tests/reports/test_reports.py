@@ -31,9 +31,9 @@ from reports import (
     shown,
     training,
 )
-from tests.models import BY_NAME
+from tests.support.models import BY_NAME
 
-REPORTS = Path(__file__).resolve().parent.parent / "reports"
+REPORTS = Path(__file__).resolve().parents[2] / "reports"
 MEGABYTE = 1e6
 # Casts, MB they move and MB saved for backward that the cut must not exceed.
 AT_MOST = {

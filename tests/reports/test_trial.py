@@ -26,7 +26,7 @@ from reports.trial.judge import LEVELS, Subject, judged
 from reports.trial.program import Line, Program
 from reports.trial.shrink import shrink
 from reports.trial.workers import Record, run_all
-from tests.front_ends import WARNINGS
+from tests.support.front_ends import WARNINGS
 
 pytestmark = WARNINGS
 SAMPLE = (101, 102)

@@ -1,6 +1,6 @@
 """Dtypes that the real CUDA autocast kernels give, on fake tensors, without a GPU. Run in a process of its own.
 
-    python -m tests.cuda_oracle MODEL...
+    python -m tests.support.cuda_oracle MODEL...
 
 prints one JSON line per model: {"name": ..., "rows": [[key, op, expected, autocast, got, code], ...], "unrun": [...]},
 as `reports/trial/cuda.py` has them.
@@ -14,7 +14,7 @@ import warnings
 from typing import Any
 
 from reports.trial.cuda import POLICY, dtypes_under_cuda
-from tests.harness import converted, subject
+from tests.support.harness import converted, subject
 
 
 def compare(name: str) -> dict[str, Any]:

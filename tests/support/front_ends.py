@@ -17,7 +17,7 @@ from fxamp.capture.model.captured import Captures, as_inputs
 from fxamp.capture.states import capture, copied
 from fxamp.convert import autocast_for, emit, resolve
 from passes._torch import pytree
-from tests.helpers import assert_same, example, run
+from tests.support.helpers import assert_same, example, run
 
 FRONT_ENDS = ("fx", "export", "jit")
 BF16, FP16, F32 = torch.bfloat16, torch.float16, torch.float32

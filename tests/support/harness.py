@@ -20,7 +20,7 @@ from fxamp.measure.counts import StepCounts, step_counts
 from fxamp.trust.check import check_faithful
 from passes._torch import pytree
 from passes.contract.policy import Policy
-from tests.models import BY_NAME, Zoo
+from tests.support.models import BY_NAME, Zoo
 
 BATCH = 3
 

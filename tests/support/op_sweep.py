@@ -1,7 +1,7 @@
 """Run torch's own samples of every op, and compare what `passes.graph.values` says of the call with what happened.
 
 Prints JSON: the claims that are false, and the number of ops of the table that were run. A program of its own, for
-torch's test suite changes global settings when it is imported: `python -m tests.op_sweep`.
+torch's test suite changes global settings when it is imported: `python -m tests.support.op_sweep`.
 """
 
 from __future__ import annotations

@@ -19,8 +19,17 @@ import fxamp
 from fxamp.convert import resolve
 from passes._torch import guards_of, pytree
 from passes.contract.errors import NotFaithfulError
-from tests.helpers import FRONT_ENDS, Two, assert_is_eager, assert_same, assert_untouched, example, fingerprint, o0
-from tests.models import BY_NAME, GraphConv, LeNet5
+from tests.support.helpers import (
+    FRONT_ENDS,
+    Two,
+    assert_is_eager,
+    assert_same,
+    assert_untouched,
+    example,
+    fingerprint,
+    o0,
+)
+from tests.support.models import BY_NAME, GraphConv, LeNet5
 
 both = pytest.mark.parametrize("front_end", FRONT_ENDS)
 Point = namedtuple("Point", "a b")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import fxamp
 from fxamp.capture.functions import call
-from tests.helpers import Two, assert_is_eager, assert_same, example, o0
+from tests.support.helpers import Two, assert_is_eager, assert_same, example, o0
 
 
 class TimesHundred(torch.autograd.Function):

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxamp
-from tests.helpers import FRONT_ENDS, Two, assert_is_eager, assert_same, example, o0
+from tests.support.helpers import FRONT_ENDS, Two, assert_is_eager, assert_same, example, o0
 
 both = pytest.mark.parametrize("front_end", FRONT_ENDS)
 

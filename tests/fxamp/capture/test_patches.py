@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import fxamp
 from fxamp.capture.model.patches import capturing, is_capturing, replaced
-from tests.helpers import Two, assert_same, example
+from tests.support.helpers import Two, assert_same, example
 
 
 class Block(nn.Module):

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fxamp
 from passes.contract.errors import NotFaithfulError
-from tests.helpers import FRONT_ENDS, Two, assert_is_eager, assert_untouched, example, fingerprint, o0
+from tests.support.helpers import FRONT_ENDS, Two, assert_is_eager, assert_untouched, example, fingerprint, o0
 
 
 def no_grad_region(self: Any, x: Tensor) -> Tensor:

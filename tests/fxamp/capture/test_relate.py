@@ -18,7 +18,7 @@ from fxamp.capture.model.captured import Captured, Captures
 from fxamp.capture.states import capture
 from fxamp.convert import emit, resolve
 from passes.ops import ops
-from tests.helpers import Two, assert_is_eager, example, o0
+from tests.support.helpers import Two, assert_is_eager, example, o0
 
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 both_low = pytest.mark.parametrize("low", LOW)

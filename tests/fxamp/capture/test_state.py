@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import fxamp
 from passes.contract.errors import NotFaithfulError
-from tests.helpers import FRONT_ENDS, Two, assert_same, example, o0
+from tests.support.helpers import FRONT_ENDS, Two, assert_same, example, o0
 
 PROGRAM = torch.ones(6)
 

@@ -23,7 +23,7 @@ from passes.contract.errors import CaptureError, FxampError
 from passes.contract.plan import Decision, Plan
 from passes.contract.policy import Policy
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[3]
 LINEAR = Decision("fc/linear#0", 0, "linear", "fc", "net.py:12", "bfloat16", "bfloat16", "low", "autocast_low")
 PLAN = Plan((LINEAR,), Policy("O1", dtype="bf16", device="cpu"))
 OTHER = Plan((dataclasses.replace(LINEAR, colour="float32"),), Policy("O2", dtype="bf16", device="cpu"))

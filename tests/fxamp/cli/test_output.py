@@ -19,9 +19,9 @@ from fxamp.cli.main import main
 from fxamp.cli.waiting import waiting
 from passes.contract.plan import Decision, Plan
 from passes.contract.policy import Policy
-from tests.records import node, report_of
+from tests.support.records import node, report_of
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[3]
 LONG = Decision(
     "encoder.layers.0.attention/linear#0", 0, "linear", "encoder.layers.0.attention", "net.py:12: q = self.query(x)",
     "bfloat16", "bfloat16", "low", "low: matrix product, accumulated in FP32",

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxamp
-from tests.front_ends import WARNINGS, fresh
-from tests.helpers import Two, autocast_runs_lstms, example
+from tests.support.front_ends import WARNINGS, fresh
+from tests.support.helpers import Two, autocast_runs_lstms, example
 
 pytestmark = [*WARNINGS, pytest.mark.usefixtures("fresh")]
 __all__ = ["fresh"]

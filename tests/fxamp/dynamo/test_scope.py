@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import fxamp
-from tests.front_ends import WARNINGS, fresh
-from tests.helpers import example
+from tests.support.front_ends import WARNINGS, fresh
+from tests.support.helpers import example
 
 pytestmark = [*WARNINGS, pytest.mark.usefixtures("fresh")]
 __all__ = ["fresh"]

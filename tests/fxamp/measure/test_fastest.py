@@ -17,7 +17,7 @@ from fxamp.measure.timing import OpTimer
 from passes.casts.insert_casts import is_inserted
 from passes.contract.errors import PolicyError
 from passes.contract.plan import Plan
-from tests.helpers import assert_untouched, fingerprint
+from tests.support.helpers import assert_untouched, fingerprint
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 POLICY = "O2,dtype=bf16,cost=measured"

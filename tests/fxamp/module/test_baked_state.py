@@ -19,7 +19,7 @@ from torch.optim.swa_utils import AveragedModel, update_bn
 
 import fxamp
 from fxamp.capture.model.preflight import untouched
-from tests.helpers import FRONT_ENDS, Two, assert_is_eager, assert_same, example, o0
+from tests.support.helpers import FRONT_ENDS, Two, assert_is_eager, assert_same, example, o0
 
 
 class Config:

@@ -13,8 +13,8 @@ import fxamp
 from fxamp.module.bindings import bindings, called_directly
 from passes._torch import pytree
 from passes.ops import ops
-from tests.graphs import parse
-from tests.helpers import Two, example
+from tests.support.graphs import parse
+from tests.support.helpers import Two, example
 
 X, Y = torch.randn(4, 6, generator=torch.Generator().manual_seed(0)), torch.linspace(-1, 1, 24).view(4, 6)
 W, B, V = torch.linspace(-2, 2, 36).view(6, 6), torch.linspace(0, 1, 6), torch.ones(6)

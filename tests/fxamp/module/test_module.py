@@ -20,7 +20,16 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
 import fxamp
-from tests.helpers import FRONT_ENDS, Two, assert_is_eager, assert_same, assert_untouched, example, fingerprint, o0
+from tests.support.helpers import (
+    FRONT_ENDS,
+    Two,
+    assert_is_eager,
+    assert_same,
+    assert_untouched,
+    example,
+    fingerprint,
+    o0,
+)
 
 
 class Net(nn.Module):

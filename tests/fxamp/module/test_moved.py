@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import fxamp
 from fxamp.module.moved import MOVED
-from tests.helpers import example
+from tests.support.helpers import example
 
 NAMES = [(old, name) for old, (_, names) in MOVED.items() for name in names]
 

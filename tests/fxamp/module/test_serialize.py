@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 import fxamp
 from fxamp.module.serialize import graph_from_data, graph_to_data
-from tests.helpers import FRONT_ENDS, Two, assert_same, example, o0
-from tests.test_module import Net
+from tests.fxamp.module.test_module import Net
+from tests.support.helpers import FRONT_ENDS, Two, assert_same, example, o0
 
 
 def dictionary(self: Any, batch: dict[str, Tensor]) -> dict[str, Any]:

@@ -10,9 +10,9 @@ import pytest
 
 from fxamp.report.forms.harmless import visible
 from fxamp.report.forms.tree import HEADERS
-from tests.records import HOSTILE, hostile_report
-from tests.test_page import Page
-from tests.test_report_graphs import LINES
+from tests.fxamp.report.page.test_page import Page
+from tests.fxamp.report.test_graphs import LINES
+from tests.support.records import HOSTILE, hostile_report
 
 
 def harmless(text: str) -> bool:

@@ -133,7 +133,7 @@ _OTHER_PROCESS = """
 import sys
 import torch
 sys.path[:0] = [{root!r}]
-from tests.test_train_checkpoint import FACTORS, X, build, tensors_of
+from tests.fxamp.train.test_checkpoint import FACTORS, X, build, tensors_of
 step = build(seed=1)
 step.load_state_dict(torch.load({file!r}, weights_only=True))
 for x, factor in zip(X[4:], FACTORS[4:]):
@@ -149,7 +149,7 @@ def test_a_run_goes_on_in_another_process(tmp_path: Path) -> None:
     torch.save(step.state_dict(), file)
     for x, factor in zip(X[4:], FACTORS[4:], strict=True):
         step(x, factor)
-    root = str(Path(__file__).parent.parent)
+    root = str(Path(__file__).parents[3])
     code = _OTHER_PROCESS.format(root=root, file=file)
     subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path, env=os.environ | {"PYTHONPATH": root})
     assert all(map(torch.equal, torch.load(file), tensors_of(step)))

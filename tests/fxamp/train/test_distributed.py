@@ -16,7 +16,7 @@ from torch.optim import SGD
 
 import fxamp
 from fxamp.train.step import TrainStep
-from tests.ranks import free_ports, leave_group
+from tests.support.ranks import free_ports, leave_group
 
 X = torch.randn(8, 3, 4, generator=torch.Generator().manual_seed(0))
 

@@ -16,7 +16,7 @@ from fxamp.capture.states import capture
 from fxamp.trust import check
 from fxamp.trust.check import check_faithful
 from passes.contract.errors import NotFaithfulError
-from tests.helpers import FRONT_ENDS, Two, assert_is_eager, assert_untouched, example, fingerprint, o0
+from tests.support.helpers import FRONT_ENDS, Two, assert_is_eager, assert_untouched, example, fingerprint, o0
 
 
 def python_random(self: Any, x: Tensor) -> Tensor:

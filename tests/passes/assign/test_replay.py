@@ -14,7 +14,7 @@ from passes import compile_graph
 from passes.contract.errors import PlanError
 from passes.contract.plan import Plan
 from passes.contract.policy import Policy
-from tests.graphs import attribute, parse, random_graph
+from tests.support.graphs import attribute, parse, random_graph
 
 TEXT = """
     x: f32[2, 4]

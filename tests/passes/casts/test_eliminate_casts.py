@@ -16,8 +16,8 @@ import fxamp
 from fxamp.measure.counts import step_counts
 from passes.assign.colour.extremes import note_buffers
 from passes.casts.eliminate_casts import eliminate_casts
-from tests.graphs import as_it_stands, assert_rewrites, assert_unchanged, parse, random_inputs, render
-from tests.helpers import Two, example
+from tests.support.graphs import as_it_stands, assert_rewrites, assert_unchanged, parse, random_inputs, render
+from tests.support.helpers import Two, example
 
 
 def eliminate(gm: GraphModule, share: str = "always") -> dict[str, int]:

@@ -15,7 +15,7 @@ from passes.casts.insert_casts import cast_floating, cast_weight, insert_casts
 from passes.colouring import Colouring
 from passes.contract.reasons import Code
 from passes.graph.values import ANY
-from tests.graphs import Builder, as_it_stands, normal, parse, random_inputs, render
+from tests.support.graphs import Builder, as_it_stands, normal, parse, random_inputs, render
 
 BF16, F32 = torch.bfloat16, torch.float32
 aten = torch.ops.aten

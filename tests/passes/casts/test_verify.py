@@ -15,7 +15,7 @@ from passes.casts.verify import verify
 from passes.contract.errors import VerificationError
 from passes.contract.policy import Policy
 from passes.graph.values import Inference, original_dtypes
-from tests.graphs import parse, residual_chain
+from tests.support.graphs import parse, residual_chain
 
 BF16 = torch.bfloat16
 TEXT = """

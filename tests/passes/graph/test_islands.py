@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import fxamp
 from passes.graph.islands import islands
 from passes.ops import ops
-from tests.graphs import parse
+from tests.support.graphs import parse
 
 EPS = 1e-6
 

@@ -18,7 +18,7 @@ from fxamp.capture.states import capture, copied
 from fxamp.convert import autocast_for, emit, resolve
 from passes.contract.policy import Policy
 from passes.graph import literals
-from tests.graphs import parse
+from tests.support.graphs import parse
 
 pytestmark = pytest.mark.filterwarnings("ignore:FP16 gradients")
 LOWEST = torch.finfo(torch.float32).min

@@ -39,8 +39,8 @@ from passes.graph.values import (
     source,
 )
 from passes.runtime import rnn
-from tests.graphs import Builder, parse
-from tests.helpers import named
+from tests.support.graphs import Builder, parse
+from tests.support.helpers import named
 
 aten = torch.ops.aten
 BF16, F16, F32, F64, I64 = torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64
@@ -342,8 +342,8 @@ def test_a_list_of_unknown_length_has_one_dtype() -> None:
 
 def test_what_is_said_of_every_op_of_torch_is_true() -> None:
     """In a process of its own, for torch's test suite changes global settings when it is imported."""
-    root = Path(__file__).parent.parent
-    done = subprocess.run([sys.executable, "-m", "tests.op_sweep"], cwd=root, capture_output=True, text=True)
+    root = Path(__file__).parents[3]
+    done = subprocess.run([sys.executable, "-m", "tests.support.op_sweep"], cwd=root, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["wrong"] == []

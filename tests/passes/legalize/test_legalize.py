@@ -24,7 +24,7 @@ from passes.legalize.legalize import (
     loosen_assertions,
 )
 from passes.ops import ops
-from tests.graphs import Builder, render
+from tests.support.graphs import Builder, render
 
 BF16 = torch.bfloat16
 aten = torch.ops.aten

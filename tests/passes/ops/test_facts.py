@@ -13,7 +13,7 @@ from passes.ops import facts
 from passes.ops.rules import RULES
 from reports import measure_facts
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[3]
 FILE = ROOT / "passes" / "ops" / "facts_cpu.json"
 MEASURED: dict[str, dict[str, list[str]]] = json.loads(FILE.read_text())["facts"]
 LOWS = {"bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -21,7 +21,7 @@ from fxamp.capture.states import capture
 from passes.ops import ops
 from passes.ops.rules import RULES
 from passes.runtime import rnn
-from tests.helpers import OTHER_RELEASES
+from tests.support.helpers import OTHER_RELEASES
 
 
 def call(target: Any, *args: Any, **kwargs: Any) -> Node:

@@ -24,7 +24,7 @@ from passes._torch import FakeTensorMode, autocast_registrations, pytree
 from passes.contract.errors import PolicyError
 from passes.ops import ops, rules
 from passes.ops.rules import BANNED, COMPOSITE, FOLLOW, FP32, KEEP, KIND_NAMES, LOW, PROMOTE, RULES, Rule
-from tests.helpers import OTHER_RELEASES, autocast_runs_lstms
+from tests.support.helpers import OTHER_RELEASES, autocast_runs_lstms
 
 aten = torch.ops.aten
 ELIGIBLE = (torch.float32, torch.bfloat16, torch.float16)
@@ -437,8 +437,8 @@ def test_each_row_does_on_cuda_what_autocast_does_by_dtype() -> None:
     seen: list[Any] = []
     for _ in range(12):
         start = len(seen)
-        command = [sys.executable, "-m", "tests.test_rules", str(start)]
-        run = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parent.parent)
+        command = [sys.executable, "-m", "tests.passes.ops.test_rules", str(start)]
+        run = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[3])
         seen += [json.loads(line) for line in run.stdout.splitlines()]
         if run.returncode == 0:
             break

@@ -19,9 +19,9 @@ from fxamp.report.gate.outcomes import to_github, to_json, to_markdown, to_text
 from fxamp.report.gate.sarif import MOST, to_sarif
 from passes.contract.plan import Plan
 from passes.contract.policy import Policy
-from tests.records import HOSTILE
+from tests.support.records import HOSTILE
 
-SCHEMAS = Path(__file__).parent / "schemas"
+SCHEMAS = Path(__file__).parents[3] / "support" / "schemas"
 CHANGED = Outcome(
     "net", 1, "net: 1 added, 1 removed, 1 changed against net.json, 1 budget broken",
     (

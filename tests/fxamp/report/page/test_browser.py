@@ -14,8 +14,8 @@ import pytest
 import fxamp
 from fxamp.report.forms.harmless import visible
 from fxamp.report.page import page as made_page
-from tests.harness import converted
-from tests.records import HOSTILE, hostile_report, node
+from tests.support.harness import converted
+from tests.support.records import HOSTILE, hostile_report, node
 
 CHROMIUM = shutil.which("chromium")
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")

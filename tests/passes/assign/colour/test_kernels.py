@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import fxamp
 from passes.assign.colour import kernels
 from passes.ops import rules
-from tests.helpers import Two, example
+from tests.support.helpers import Two, example
 
 FP32_ONLY = "fxamp_kernels::fp32_only"
 ANY_FLOAT = "fxamp_kernels::any_float"

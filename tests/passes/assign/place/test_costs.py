@@ -14,8 +14,8 @@ from passes.assign.place.measured_costs import ROUND_TRIPS, Call, Filler, Measur
 from passes.contract.errors import PolicyError
 from passes.contract.plan import Plan
 from passes.contract.policy import Policy
-from tests.graphs import parse
-from tests.helpers import named
+from tests.support.graphs import parse
+from tests.support.helpers import named
 
 LOW = torch.bfloat16
 TEXT = """
