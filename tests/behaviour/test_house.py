@@ -38,10 +38,11 @@ ARROWS = {
     "passes.pipeline": "._torch .assign .assign.colour .assign.place .casts .contract .graph .legalize .ops",
     "passes": ".pipeline",
     "fxamp.guard": "",
-    "fxamp.train.scale": "passes.contract",
-    "fxamp.train.window": ".train.scale passes.contract",
     "fxamp.capture.model": "passes passes._torch passes.contract passes.graph",
     "fxamp.module": ".capture.model passes.casts passes.contract",
+    "fxamp.train.ranks": ".module passes._torch passes.contract",
+    "fxamp.train.scale": ".train.ranks passes.contract",
+    "fxamp.train.window": ".train.ranks .train.scale passes.contract",
     "fxamp.trust": ".capture .capture.model .module passes._torch passes.contract passes.graph passes.ops",
     "fxamp.capture": (
         ".capture.model .module .trust passes._torch passes.contract passes.graph passes.legalize passes.ops "
@@ -65,10 +66,11 @@ ARROWS = {
     "fxamp.train.weights": ".dynamo .measure .module passes._torch passes.casts passes.contract passes.graph",
     "fxamp.report.diff": ".convert .dynamo .module .report.forms passes.casts passes.contract passes.graph passes.ops",
     "fxamp.train.compiled": (
-        ".dynamo .module .train.scale .train.weights .train.window passes._torch passes.contract passes.ops"
+        ".dynamo .module .train.ranks .train.scale .train.weights .train.window passes._torch passes.contract "
+        "passes.ops"
     ),
     "fxamp.report.gate": ".convert .module .report.diff .report.forms .report.record passes.contract",
-    "fxamp.train": ".dynamo .train.compiled .train.scale .train.weights .train.window passes.contract",
+    "fxamp.train": ".dynamo .train.compiled .train.ranks .train.scale .train.weights .train.window passes.contract",
     "fxamp.demo": ".convert .measure .train .train.weights passes.contract",
     "fxamp.pytest_plugin": ".report.gate",
     "fxamp.report": ".dynamo .module .report.diff .report.forms .report.page .report.record .train passes.contract",
@@ -96,7 +98,6 @@ LONGER = {
     "fxamp/capture/export.py": 403,
     "fxamp/cli/main.py": 454,
     "fxamp/module/module.py": 462,
-    "fxamp/train/step.py": 402,
     "passes/graph/values.py": 460,
 }
 TABLE_OF_OPS = "passes/ops/rules.py"
