@@ -13,6 +13,7 @@ from torch import nn
 from torch.export import ExportedProgram
 
 from passes import compile_graph
+from passes._torch import pytree
 from passes.assign.place.measured_costs import Timer
 from passes.contract.errors import (
     CaptureError,
@@ -39,7 +40,15 @@ from .dynamo import compiled
 from .dynamo.backend import compile
 from .measure.fastest import emit_measured, kept_notes
 from .module.module import ConvertedModule, Variant, skeleton
-from .trust.check import check_faithful, check_runs, guard_small_sizes, refuse_low_parameters, runs_under
+from .trust.check import (
+    check_faithful,
+    check_runs,
+    fresh,
+    guard_small_sizes,
+    preserved,
+    refuse_low_parameters,
+    runs_under,
+)
 
 logger = logging.getLogger("fxamp")
 
@@ -216,10 +225,33 @@ def plan(
 
 
 def to_read(
-    model: nn.Module, args: Any, kwargs: Any, policy: Policy, capture: str = "auto", dynamic_shapes: Any = "auto"
-) -> ConvertedModule:
+    model: nn.Module, args: Any, kwargs: Any, policy: Policy, capture: str = "auto", dynamic_shapes: Any = "auto",
+    replayed: Plan | None = None,
+) -> ConvertedModule:  # fmt: skip
     """Convert a model ahead of time to read what was decided: nothing is run, so nothing is checked."""
-    return _ahead_of_time(model, args, kwargs, policy, capture, dynamic_shapes, None, check=False)
+    return _ahead_of_time(model, args, kwargs, policy, capture, dynamic_shapes, replayed, check=False)
+
+
+def called_to_read(model: nn.Module, args: Any, kwargs: Any, policy: Policy) -> nn.Module:
+    """Compile a model and call it once, to read what was decided at its first call; it is as it was afterwards.
+
+    Raises:
+        CaptureError: there are no example inputs to call it with.
+        PolicyError: the policy is for a device that the model is not on.
+    """
+    inputs = as_inputs(args, kwargs)
+    if inputs is None:
+        raise CaptureError("capture='jit' captures at the first call: give example inputs as well.")
+    settled, device = resolve(policy, model, inputs), device_of(model, inputs)
+    if settled.device != device:
+        raise PolicyError(
+            f"capture='jit' runs {type(model).__name__}, which is on '{device}': capture ahead of time ('export' or "
+            f"'fx') to decide for '{settled.device}'."
+        )
+    made = _at_first_call(model, policy, None, "auto")
+    with untouched(model), preserved(model):
+        made(*pytree.tree_map(fresh, inputs[0]), **pytree.tree_map(fresh, inputs[1]))
+    return cast(nn.Module, made)
 
 
 def plan_of(module: nn.Module) -> Plan:

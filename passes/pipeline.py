@@ -36,6 +36,7 @@ from .legalize.legalize import decompose_composites, drop_autocast_switches, ind
 from .legalize.reads import apply_reads
 from .legalize.split_loss import split_losses
 from .ops import ops
+from .ops.facts import this_machine
 
 __all__ = ["compile_graph"]
 
@@ -94,6 +95,7 @@ def compile_graph(
         ),
         inserted_casts=compilation.inserted,
         casts=compilation.casts,
+        machine=str(this_machine(policy.device or "cpu")),
     )
 
 

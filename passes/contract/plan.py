@@ -25,7 +25,7 @@ from .errors import PlanError, PolicyError
 from .policy import Policy
 from .reasons import DEVIATIONS, Code, Reason
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 REMEDY = "make the plan anew, with `fxamp report TARGET --save-plan FILE` or `fxamp.plan(model, ...).save(path)`"
 LONGEST = 64 << 20  # characters; 50,000 nodes take 13 MB
 _CODES = {code.value: code for code in Code}
@@ -104,6 +104,8 @@ class Plan:
             graph, as "12: evaluation". A decision that the first of them has too, for the same key, stands there alone.
         totals: What the graphs cost at the example's sizes, as `fxamp check` compares it; empty where nobody asked.
         fxamp_version: The fxamp it was made with; "" of a plan older than that is written down.
+        machine: For whose measured facts it was made, as "cpu AVX512, torch 2.13"; "" of a plan older than that is
+            written down.
         version: Version of the file format.
     """
 
@@ -118,6 +120,7 @@ class Plan:
     states: tuple[str, ...] = ()
     totals: Mapping[str, float] = field(default_factory=dict, compare=False)
     fxamp_version: str = field(default_factory=_installed, compare=False)
+    machine: str = field(default="", compare=False)
     version: int = FORMAT_VERSION
 
     def __post_init__(self) -> None:
@@ -265,7 +268,7 @@ def _in_this_format(data: dict[str, Any]) -> dict[str, Any]:
             if isinstance(row, dict) and isinstance(row.get("reason"), str) else row
             for row in data["decisions"]
         ]}  # fmt: skip
-    return {"totals": {}, "fxamp_version": "", **data, "version": FORMAT_VERSION}
+    return {"totals": {}, "fxamp_version": "", "machine": "", **data, "version": FORMAT_VERSION}
 
 
 def _known_part(data: dict[str, Any]) -> dict[str, Any]:
