@@ -110,7 +110,7 @@ def _ahead_of_time(
         )
         present = captures.graphs[0]
         refuse_low_parameters(present.model.named_parameters())
-        if settled.level == "O0":
+        if not settled.level.rounds:
             _refuse_without_plain(captures)
         if check and inputs is not None:
             with untouched(present.model):
@@ -145,7 +145,7 @@ def autocast_for(policy: Policy, model: nn.Module, inputs: Any) -> Autocast | No
 
     None where nothing is rounded.
     """
-    if policy.level == "O0" or policy.dtype is None:
+    if not policy.level.rounds or policy.dtype is None:
         return None
     device = device_of(model, inputs)
     if device not in ("cpu", "cuda") or policy.dtype not in LOW:
@@ -170,7 +170,7 @@ def emit(
     captures: Captures, policy: Policy, replayed: Plan | None = None, timer: Timer | None = None
 ) -> ConvertedModule:
     """Compile captured graphs, in place, and put them over the model's own parameters."""
-    found = [c.unrounded if policy.level == "O0" else c for c in captures.graphs]
+    found = [c if policy.level.rounds else c.unrounded for c in captures.graphs]
     states = [c.state for c in captures.graphs]
     if replayed is not None and len(found) != max(len(replayed.states), 1):
         raise PlanError(
@@ -183,7 +183,7 @@ def emit(
     plans = []
     for at, captured in enumerate(found):
         captured.graph.owning_module = None  # targets are resolved against the new root
-        if policy.level == "O1":
+        if policy.level.is_autocasts:
             as_under_autocast(captured.graph, str(policy.device), cast(torch.dtype, policy.dtype))
         plans.append(
             compile_graph(

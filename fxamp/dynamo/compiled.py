@@ -274,7 +274,7 @@ def _between(found: list[Converted]) -> str:
     policy = found[0].plan.policy
     if not all(entry.autocast for entry in found):
         return "what runs between graphs runs as it is, on values in the model's own dtypes"
-    plain = policy.level == "O1" and not policy.modules and not policy.ops
+    plain = policy.level.is_autocasts and not policy.modules and not policy.ops
     return f"what runs between graphs runs under autocast{'' if plain else ', as at O1 without overrides'}"
 
 

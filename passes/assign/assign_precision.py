@@ -79,14 +79,14 @@ def assign_precision(
     """
     symbolic = any(n.op == "placeholder" and original[n] is ANY for n in graph.nodes)
     measured = policy.cost == "measured"
-    if measured and policy.level != "O0" and plan is None and (symbolic or timer is None):
+    if measured and policy.level.rounds and plan is None and (symbolic or timer is None):
         raise PolicyError(
             "cost='measured' needs shapes to measure: give convert example inputs, and capture='export' or 'auto'; or "
             "choose cost='bytes', the default."
         )
     infer: Any = SymbolicInference() if symbolic else Inference()
     aliases = Aliases(graph)
-    plain = Policy("O0" if policy.level == "O0" else "O1", dtype=policy.dtype, device=policy.device)
+    plain = Policy("O1" if policy.level.rounds else "O0", dtype=policy.dtype, device=policy.device)
     reference = Simulation(plain, graph, original, infer, aliases, autocast=True, border=border)
     reference.run()
     simulation = Simulation(policy, graph, original, infer, aliases, stacks=module_types(graph), border=border)
@@ -95,14 +95,14 @@ def assign_precision(
     while simulation.pin_conflicts():
         simulation.run()
     returned = simulation.returned()
-    if policy.level != "O0":
+    if policy.level.rounds:
         place(graph, policy, simulation, plan, symbolic=symbolic, timer=timer if measured else None)
     elif measured:
         simulation.colours = {n: c for n in graph.nodes if (c := _as_it_is(n, original)) is not None}
     if plan is not None:
         _keep_reasons(graph, simulation, plan)
     autocast = {n: c.dtype for n, c in reference.colours.items()}
-    seen = _disagreements(graph, reference) if policy.level != "O0" else []
+    seen = _disagreements(graph, reference) if policy.level.rounds else []
     return Assignment(simulation.colours, simulation.dtypes, original, autocast, returned, infer, symbolic, seen)
 
 
