@@ -22,7 +22,8 @@ from passes.contract.errors import (
     PolicyError,
     RejectedError,
 )
-from passes.contract.plan import REMEDY, Plan, joined
+from passes.contract.plan import Plan, joined
+from passes.contract.plan_format import REMEDY
 from passes.contract.policy import DEVICES, Policy
 from passes.graph.values import LOW
 

@@ -21,7 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from passes._torch import FakeTensor, pytree
 from passes.contract.errors import CaptureError, PolicyError
-from passes.contract.plan import Decision, Plan
+from passes.contract.plan import Decision, Plan, sums
 from passes.contract.policy import Policy, module_override
 from passes.graph.values import dtypes_of
 
@@ -241,14 +241,7 @@ def together(parts: Sequence[tuple[str, Plan]]) -> Plan:
         first = max((d.graph for d in decisions), default=-1) + 1
         decisions += [_moved(d, prefix, first) for d in plan.decisions]
     plans = [plan for _, plan in parts]
-    return replace(
-        plans[0],
-        decisions=tuple(decisions),
-        states=(),
-        notes=tuple(dict.fromkeys(n for p in plans for n in p.notes)),
-        inserted_casts=sum(p.inserted_casts for p in plans),
-        casts=sum(p.casts for p in plans),
-    )
+    return replace(plans[0], decisions=tuple(decisions), states=(), **sums(plans))
 
 
 def _coverage(module: nn.Module, found: list[Converted]) -> list[str]:

@@ -7,9 +7,8 @@ from typing import Any
 
 from torch.fx import Graph, Node
 
-from ..assign.assign_precision import Assignment
 from ..assign.colour.result_dtypes import refuse_mixed
-from ..colouring import AS_AUTOCAST
+from ..colouring import AS_AUTOCAST, Assignment
 from ..contract.errors import VerificationError
 from ..graph.values import ANY, COMPLEX, is_complex, module_path, source
 from ..ops import ops

@@ -10,23 +10,55 @@ import functools
 import logging
 import operator
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from .._torch import FakeTensor, enter_autocast, exit_autocast, quiet_fakes
+from ..contract.policy import Policy
+from ..form import Ensures, Unit
 from ..graph.aliases import SET_GRAD
 from ..graph.values import ORIGIN, origin
 from ..ops import ops
 from ..ops.facts import rule_of
 from ..ops.rules import COMPOSITE
+from .reads import apply_reads
+from .split_loss import split_losses
 
 logger = logging.getLogger("fxamp")
 
 _GRAD, _AUTOCAST = "wrap_with_set_grad_enabled", "wrap_with_autocast"
 _CONSTANTS = "_fxamp."  # where the front ends put what a graph refers to beside the model
+
+
+@dataclass(frozen=True)
+class Legalize:
+    """Bring one graph into the form the rules speak of.
+
+    Attributes:
+        policy: with device filled in.
+    """
+
+    name: ClassVar = "legalize"
+    ensures: ClassVar = Ensures.STRUCTURE
+    policy: Policy
+
+    def __call__(self, unit: Unit) -> dict[str, int]:
+        """Apply what was read of dtypes, drop switches, index fields, split losses, decompose composites."""
+        level, graph = self.policy.level, unit.graph
+        splits = level.weighs and "cross_entropy_loss" not in dict(self.policy.ops)
+        edits = {
+            "read": apply_reads(graph, exact=level.is_autocasts),
+            "switch": drop_autocast_switches(graph),
+            "field": index_fields(graph),
+            "loss": split_losses(graph) if splits else 0,
+        }
+        edits["composite"], kept = decompose_composites(graph, self.policy.device or "cpu")
+        unit.kept = frozenset(kept)
+        return edits
 
 
 def inline_regions(graph: Graph, constants: dict[str, Any]) -> int:
@@ -223,21 +255,3 @@ def _trace(node: Node, inputs: list[Node], values: list[Any], mode: Any) -> Grap
             logger.debug("%s stays whole: %s", node.name, e)
             return None
     return None if any(n.op == "get_attr" for n in body.graph.nodes) else body.graph
-
-
-def loosen_assertions(graph: Graph, recoloured: Callable[[Node], bool]) -> int:
-    """Drop the device from the exporter's assertions, for a module can be moved, and the dtype where it has changed.
-
-    Before: _assert_tensor_metadata(x, None, None, float32, device=cpu)
-    After:  _assert_tensor_metadata(x, None, None)
-    """
-    edits = 0
-    for node in graph.nodes:
-        if ops.name(node) != "_assert_tensor_metadata" or not isinstance(node.args[0], Node):
-            continue
-        before = (node.args, node.kwargs)
-        dropped = {"device"} | ({"dtype"} if recoloured(node.args[0]) else set())
-        node.args = node.args[:3] if "dtype" in dropped else node.args
-        node.kwargs = {k: v for k, v in node.kwargs.items() if k not in dropped}
-        edits += (node.args, node.kwargs) != before
-    return edits

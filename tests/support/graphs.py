@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
 from passes._torch import FakeTensorMode, pytree
-from passes.assign.assign_precision import Assignment
 from passes.casts.insert_casts import CAST, is_inserted
+from passes.colouring import Assignment
 from passes.graph.values import Inference, original_dtypes
 
 aten = torch.ops.aten

@@ -22,7 +22,8 @@ from networkx import NetworkXUnbounded
 from torch.fx import Graph, Node
 
 from ...contract.errors import PlanError, VerificationError
-from ...contract.plan import REMEDY, Plan
+from ...contract.plan import Plan
+from ...contract.plan_format import REMEDY
 from ...contract.policy import Policy
 from ...graph.values import keys
 from ...ops import ops

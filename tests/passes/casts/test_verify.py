@@ -9,9 +9,10 @@ import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 
-from passes.assign.assign_precision import Assignment, assign_precision
+from passes.assign.assign_precision import assign_precision
 from passes.casts.insert_casts import insert_casts, is_inserted
 from passes.casts.verify import verify
+from passes.colouring import Assignment
 from passes.contract.errors import VerificationError
 from passes.contract.policy import Policy
 from passes.graph.values import Inference, original_dtypes

@@ -21,7 +21,6 @@ from passes.legalize.legalize import (
     drop_autocast_switches,
     index_fields,
     inline_regions,
-    loosen_assertions,
 )
 from passes.ops import ops
 from tests.support.graphs import Builder, render
@@ -443,38 +442,6 @@ def test_a_recurrence_is_not_unrolled() -> None:
         aten.gru.input, (5, 2, 3), (1, 2, 4), [(12, 3), (12, 4), (12,), (12,)], True, 1, 0.0, False, False, False
     )
     assert decompose_composites(gm.graph, "cpu") == (0, ["gru"])
-
-
-# The exporter's assertions.
-
-
-def assertion(dtype: torch.dtype) -> GraphModule:
-    builder = Builder()
-    x = builder.input("x", (2,), dtype)
-    builder.graph.call_function(
-        aten._assert_tensor_metadata.default, (x, [2], None, torch.float32), {"device": torch.device("cpu")}
-    )
-    return builder.finish(x)
-
-
-def test_an_assertion_loses_its_device_and_the_dtype_of_what_was_recoloured() -> None:
-    gm = assertion(BF16)
-    assert loosen_assertions(gm.graph, lambda n: True) == 1
-    assert loosen_assertions(gm.graph, lambda n: True) == 0
-    gm.recompile()
-    gm(torch.ones(2, dtype=BF16))
-    with pytest.raises(RuntimeError, match="sizes mismatch"):
-        gm(torch.ones(3, dtype=BF16))
-
-
-def test_an_assertion_on_what_was_not_recoloured_still_holds() -> None:
-    gm = assertion(torch.float32)
-    assert loosen_assertions(gm.graph, lambda n: False) == 1
-    assert loosen_assertions(gm.graph, lambda n: False) == 0
-    gm.recompile()
-    gm(torch.ones(2))
-    with pytest.raises(RuntimeError, match="dtype mismatch"):
-        gm(torch.ones(2, dtype=BF16))
 
 
 def test_a_users_cast_after_a_lowered_layer_runs() -> None:
