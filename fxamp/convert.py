@@ -13,7 +13,6 @@ from torch import nn
 from torch.export import ExportedProgram
 
 from passes import compile_graph
-from passes.assign.place.measured_costs import Timer
 from passes.contract.errors import (
     CaptureError,
     NotAModuleError,
@@ -25,13 +24,13 @@ from passes.contract.errors import (
 from passes.contract.plan import Plan, joined
 from passes.contract.plan_format import REMEDY
 from passes.contract.policy import DEVICES, Policy
+from passes.contract.timing import Timer
 from passes.graph.values import LOW
 
 from .capture.compare import attribute_of
-from .capture.export import Autocast
 from .capture.front_ends import ALONE
 from .capture.functions import as_under_autocast
-from .capture.model.captured import Captures, as_inputs
+from .capture.model.captured import Autocast, Captures, as_inputs
 from .capture.model.patches import capturing
 from .capture.model.preflight import untouched
 from .capture.states import capture as capture_model

@@ -16,19 +16,20 @@ from torch.fx import Graph, Node
 from .assign.assign_precision import AssignPrecision
 from .assign.colour.extremes import NoteBuffers
 from .assign.decisions import WriteDecisions
-from .assign.place.measured_costs import Timer
 from .assign.replay import Replay
 from .casts.annotate import Annotate
 from .casts.eliminate_casts import EliminateCasts
-from .casts.insert_casts import CASTS, InsertCasts, is_inserted
+from .casts.insert_casts import CASTS, InsertCasts
 from .casts.verify import verify
 from .colouring import Assignment
 from .contract.errors import PlanError, VerificationError
 from .contract.plan import Plan
 from .contract.plan_format import REMEDY
 from .contract.policy import Policy, check_used
+from .contract.timing import Timer
 from .form import Pass, Unit
 from .graph.bodies import Body, Border, all_graphs, bodies_of
+from .graph.inserted import is_inserted
 from .graph.values import module_types, no_autocast
 from .legalize.legalize import Legalize
 from .ops import ops

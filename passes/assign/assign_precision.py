@@ -20,6 +20,7 @@ from ..contract.errors import PolicyError
 from ..contract.plan import Plan
 from ..contract.policy import Policy
 from ..contract.reasons import Code
+from ..contract.timing import Timer
 from ..form import Ensures, Unit
 from ..graph.bodies import Border
 from ..graph.values import (
@@ -35,7 +36,6 @@ from ..graph.values import (
     source,
 )
 from .colour.simulate import Simulation
-from .place.measured_costs import Timer
 from .place.place import place
 
 

@@ -23,9 +23,10 @@ from torch.fx import Graph, Node
 from ..colouring import Assignment
 from ..form import Ensures, Unit
 from ..graph.aliases import Aliases, grad_modes, may_alias
+from ..graph.inserted import is_inserted
 from ..ops import ops
 from ..ops.rules import PROMOTING
-from .insert_casts import CAST, cast_floating, cast_weight, is_inserted
+from ..runtime.casts import CAST, cast_floating, cast_weight
 
 _WIDENS = {(torch.float16, torch.float32), (torch.bfloat16, torch.float32)}
 

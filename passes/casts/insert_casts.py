@@ -17,37 +17,11 @@ from torch.fx.node import map_aggregate
 from .._torch import pytree
 from ..colouring import Assignment, Colouring
 from ..form import Ensures, Unit
+from ..graph.inserted import sign
 from ..graph.values import ANY, ELIGIBLE, is_floating, origin
 from ..ops import ops
+from ..runtime.casts import CAST, cast_floating, cast_weight
 from .assertions import loosen_assertions
-
-CAST = torch.ops.aten.to.dtype
-
-
-def cast_floating(value: Any, dtype: torch.dtype) -> Any:
-    """Cast a value known only when the graph runs, or the members of a container: floats below 64 bits alone."""
-
-    def cast(leaf: Any) -> Any:
-        return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.dtype in ELIGIBLE else leaf
-
-    return pytree.tree_map(cast, value)
-
-
-def cast_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cast a weight that keeps `requires_grad` under no_grad, as autocast's cached casts do.
-
-    A matrix product over a non-contiguous input of three dimensions or more is folded into one by `requires_grad` of
-    the weight, and the folded product rounds differently.
-    """
-    cast = weight.to(dtype)
-    if weight.requires_grad and not cast.requires_grad and not torch.is_inference_mode_enabled():
-        cast.requires_grad_()
-    return cast
-
-
-def is_inserted(node: Node) -> bool:
-    """Say whether fxamp made this cast."""
-    return node.meta.get("fxamp") == "cast"
 
 
 @dataclass(frozen=True)
@@ -136,7 +110,7 @@ def make_cast(graph: Graph, value: Node, dtype: torch.dtype, reader: Node, assig
     with graph.inserting_before(reader):
         made = graph.call_function(CAST if isinstance(held, torch.dtype) else cast_floating, (value, dtype))
     made.meta = origin(reader)
-    made.meta["fxamp"] = "cast"
+    sign(made)
     if "val" in value.meta:
         made.meta["val"] = value.meta["val"]
     assignment.dtypes[made] = dtype if isinstance(held, torch.dtype) else recast(held, dtype)

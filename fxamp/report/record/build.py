@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from passes.casts.insert_casts import is_inserted
 from passes.contract.plan import Decision, Plan
+from passes.graph.inserted import is_inserted
 from passes.graph.values import LOW, frames, own_frame
 from passes.ops.rules import RULES
 

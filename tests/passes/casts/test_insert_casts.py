@@ -10,10 +10,11 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from passes.casts.insert_casts import cast_floating, cast_weight, insert_casts
+from passes.casts.insert_casts import insert_casts
 from passes.colouring import Assignment, Colouring
 from passes.contract.reasons import Code
 from passes.graph.values import ANY
+from passes.runtime.casts import cast_floating, cast_weight
 from tests.support.graphs import Builder, as_it_stands, normal, parse, random_inputs, render
 
 BF16, F32 = torch.bfloat16, torch.float32
