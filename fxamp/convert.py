@@ -14,7 +14,6 @@ from torch.export import ExportedProgram
 
 from passes import compile_graph
 from passes._torch import pytree
-from passes.assign.place.measured_costs import Timer
 from passes.contract.errors import (
     CaptureError,
     NotAModuleError,
@@ -23,15 +22,16 @@ from passes.contract.errors import (
     PolicyError,
     RejectedError,
 )
-from passes.contract.plan import REMEDY, Plan, joined
+from passes.contract.plan import Plan, joined
+from passes.contract.plan_format import REMEDY
 from passes.contract.policy import DEVICES, Policy
+from passes.contract.timing import Timer
 from passes.graph.values import LOW
 
 from .capture.compare import attribute_of
-from .capture.export import Autocast
 from .capture.front_ends import ALONE
 from .capture.functions import as_under_autocast
-from .capture.model.captured import Captures, as_inputs
+from .capture.model.captured import Autocast, Captures, as_inputs
 from .capture.model.patches import capturing
 from .capture.model.preflight import untouched
 from .capture.states import capture as capture_model
@@ -119,7 +119,7 @@ def _ahead_of_time(
         )
         present = captures.graphs[0]
         refuse_low_parameters(present.model.named_parameters())
-        if settled.level == "O0":
+        if not settled.level.rounds:
             _refuse_without_plain(captures)
         if check and inputs is not None:
             with untouched(present.model):
@@ -154,7 +154,7 @@ def autocast_for(policy: Policy, model: nn.Module, inputs: Any) -> Autocast | No
 
     None where nothing is rounded.
     """
-    if policy.level == "O0" or policy.dtype is None:
+    if not policy.level.rounds or policy.dtype is None:
         return None
     device = device_of(model, inputs)
     if device not in ("cpu", "cuda") or policy.dtype not in LOW:
@@ -179,7 +179,7 @@ def emit(
     captures: Captures, policy: Policy, replayed: Plan | None = None, timer: Timer | None = None
 ) -> ConvertedModule:
     """Compile captured graphs, in place, and put them over the model's own parameters."""
-    found = [c.unrounded if policy.level == "O0" else c for c in captures.graphs]
+    found = [c if policy.level.rounds else c.unrounded for c in captures.graphs]
     states = [c.state for c in captures.graphs]
     if replayed is not None and len(found) != max(len(replayed.states), 1):
         raise PlanError(
@@ -192,7 +192,7 @@ def emit(
     plans = []
     for at, captured in enumerate(found):
         captured.graph.owning_module = None  # targets are resolved against the new root
-        if policy.level == "O1":
+        if policy.level.is_autocasts:
             as_under_autocast(captured.graph, str(policy.device), cast(torch.dtype, policy.dtype))
         plans.append(
             compile_graph(

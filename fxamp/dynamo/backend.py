@@ -230,7 +230,7 @@ def rewrite(
            for n, v in zip(gm.graph.nodes, example_inputs, strict=False)]  # fmt: skip
     with no_autocast():
         low = describe(gm, scope=found, ambient=under, policy=resolved, own=own)
-    if not under and policy.level != "O0":
+    if not under and policy.level.rounds:
         notes = (*notes, _WITHOUT_AUTOCAST)
     plan = compile_graph(
         gm.graph, resolved, functools.partial(attribute_of, gm), capture="jit", notes=notes, under_autocast=under

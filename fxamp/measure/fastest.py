@@ -81,7 +81,7 @@ def emit_measured(
     captured = captures.graphs[0]
     example = _runnable(policy, captured.model, inputs)
     timer = OpTimer(str(policy.device))
-    if policy.level != "O2":
+    if not policy.level.weighs:
         return emit(captures, policy, timer=timer)
     chosen = emit(copied(captures), policy, timer=timer)
     rivals: dict[str, ConvertedModule] = {}

@@ -29,8 +29,7 @@ from ..module.module import ConvertedModule, constant_target, skeleton
 from .small_sizes import guards_of_small_sizes
 
 if TYPE_CHECKING:
-    from ..capture.export import Autocast
-    from ..capture.model.captured import Captured
+    from ..capture.model.captured import Autocast, Captured
 
 GRADIENT_TOLERANCE = 1e-6  # the exporter may reorder a sum of gradients
 # Of the norm of all gradients together: a gradient that is zero but for rounding, as that of the bias of attention's

@@ -9,13 +9,12 @@ After:  masked_fill(x, m, -3.3895e+38)         ones([8], dtype=bfloat16)        
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
-from ..graph.values import dtypes_of, is_floating, origin, retyped
+from ..graph.values import origin, retyped
 from ..ops import ops
 
 Path = tuple[Any, ...]
@@ -58,19 +57,6 @@ def _cast_constant(node: Node) -> None:
     cast.meta = origin(node) | {"cast": "relative", "read": read}
     if "val" in node.meta:
         cast.meta["val"] = node.meta["val"]
-
-
-def restore_outputs(graph: Graph, dtypes: Mapping[Node, Any]) -> None:
-    """Cast what a graph returns to the dtypes that the model returns, as its author would have."""
-    output: Any = graph.output_node()
-    made: dict[Node, Node] = {}
-    for value, dtype in dtypes.items():
-        held = dtypes_of(value.meta.get("val"))
-        if isinstance(held, torch.dtype) and held.is_floating_point and is_floating(dtype) and held != dtype:
-            with graph.inserting_before(output):
-                made[value] = graph.call_function(torch.ops.aten.to.dtype, (value, dtype))
-            made[value].meta = origin(value) | {"val": retyped(value.meta["val"], dtype), "cast": "literal"}
-    output.args = torch.fx.map_arg(output.args, lambda n: made.get(n, n))
 
 
 def _cast_first(node: Node, read: torch.dtype) -> None:

@@ -17,6 +17,26 @@ from .reads import Reads
 
 
 @dataclass(frozen=True)
+class Autocast:
+    """The `torch.autocast` to capture under.
+
+    Attributes:
+        device: whose autocast it is: that of the model's tensors.
+        dtype: its low dtype.
+        wanted: the device that the model is converted for.
+    """
+
+    device: str
+    dtype: torch.dtype
+    wanted: str
+
+    @property
+    def oracle(self) -> bool:
+        """Say whether the dtypes that it gives are those that the converted model is to have."""
+        return self.device == self.wanted
+
+
+@dataclass(frozen=True)
 class State:
     """Which states of a model a graph holds for.
 

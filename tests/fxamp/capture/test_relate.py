@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxamp
-from fxamp.capture.export import Autocast
-from fxamp.capture.model.captured import Captured, Captures
+from fxamp.capture.model.captured import Autocast, Captured, Captures
 from fxamp.capture.states import capture
 from fxamp.convert import emit, resolve
 from passes.ops import ops

@@ -284,7 +284,7 @@ def test_with_measured_costs_a_plan_is_replayed_and_nothing_is_timed(
 
 
 def test_what_is_captured_just_in_time_is_called_once_and_gated(folder: Path, check: Check) -> None:
-    change(folder, "        return self.head(h)", "        return self.head(h) if h.sum() > 0 else self.head(-h)")
+    change(folder, "        return self.head(h)", "        return self.head(h) if h.sum() > -1e9 else self.head(-h)")
     how = ("net.py:make", "--capture=jit", "--plan=net.json", LOW)
     assert check(*how, "--update")[0] == 0
     assert any("graph break" in note for note in Plan.load("net.json").notes)
