@@ -31,15 +31,17 @@ from passes.graph.values import LOW
 from .capture.compare import attribute_of
 from .capture.front_ends import ALONE
 from .capture.functions import as_under_autocast
-from .capture.model.captured import Autocast, Captures, as_inputs
+from .capture.model.captured import Autocast, Captured, Captures, as_inputs
 from .capture.model.patches import capturing
 from .capture.model.preflight import untouched
 from .capture.states import capture as capture_model
-from .capture.states import constants_of, in_state_of, module_of, refuse_non_models
+from .capture.states import in_state_of, module_of, refuse_non_models, with_own_constants
 from .dynamo import compiled
 from .dynamo.backend import compile
 from .measure.fastest import emit_measured, kept_notes
-from .module.module import ConvertedModule, Variant, skeleton
+from .module.kept import Kept
+from .module.module import ConvertedModule, Variant
+from .module.skeleton import skeleton
 from .trust.check import (
     check_faithful,
     check_runs,
@@ -123,30 +125,33 @@ def _ahead_of_time(
             _refuse_without_plain(captures)
         if check and inputs is not None:
             with untouched(present.model):
-                _check_faithful(captures, autocast, *inputs)
-                for captured in captures.graphs:
-                    with in_state_of(captured):
-                        guard_small_sizes(captured, *inputs)
+                captures = checked(captures, autocast, *inputs)
+                captures = replace(captures, graphs=tuple(_guarded(c, *inputs) for c in captures.graphs))
         if settled.cost == "measured" and replayed is None:
             return emit_measured(captures, settled, inputs, emit)
         converted = emit(captures, settled, replayed)
         if check and inputs is not None:
-            check_runs(converted, present, *inputs)
+            check_runs(converted, captures.graphs[0], *inputs)
         return converted
 
 
-def _check_faithful(
+def checked(
     captures: Captures, autocast: Autocast | None, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
+) -> Captures:
     """Compare the present graph with the model; leave that out for a model that runs under autocast alone."""
     try:
-        check_faithful(captures.graphs[0], args, kwargs)
+        present = check_faithful(captures.graphs[0], args, kwargs)
     except RejectedError as e:
         if autocast is None or not runs_under(autocast, captures.graphs[0].model, args, kwargs):
             raise
-        for captured in captures.graphs:
-            captured.plain = False
-            captured.notes.append(ALONE.format(str(e).splitlines()[0]))
+        note = ALONE.format(str(e).splitlines()[0])
+        return replace(captures, graphs=tuple(replace(c.noting(note), plain=False) for c in captures.graphs))
+    return replace(captures, graphs=(present, *captures.graphs[1:]))
+
+
+def _guarded(captured: Captured, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
+    with in_state_of(captured):
+        return guard_small_sizes(captured, args, kwargs)
 
 
 def autocast_for(policy: Policy, model: nn.Module, inputs: Any) -> Autocast | None:
@@ -179,14 +184,14 @@ def emit(
     captures: Captures, policy: Policy, replayed: Plan | None = None, timer: Timer | None = None
 ) -> ConvertedModule:
     """Compile captured graphs, in place, and put them over the model's own parameters."""
-    found = [c if policy.level.rounds else c.unrounded for c in captures.graphs]
+    found = with_own_constants([c if policy.level.rounds else c.unrounded for c in captures.graphs])
     states = [c.state for c in captures.graphs]
     if replayed is not None and len(found) != max(len(replayed.states), 1):
         raise PlanError(
             f"the plan decides on {max(len(replayed.states), 1)} state(s) of its model, and this model has "
             f"{len(found)}: {'; '.join(map(str, states))}. {REMEDY}"
         )
-    model, named = found[0].model, constants_of(found)
+    model, named = found[0].model, {name: value for c in found for name, value in c.constants.items()}
     root = skeleton(model, {path: m for c in found for path, m in c.opaque.items()}, named)
     notes = [f"not captured for {state}: {why.splitlines()[0]}" for state, why in captures.missing]
     plans = []
@@ -204,9 +209,8 @@ def emit(
         )  # fmt: skip
     variants = [Variant(s, c.graph, c.call) for s, c in zip(states, found, strict=True)]
     decided = joined(plans, [str(s) for s in states])
-    return ConvertedModule(
-        root, variants, decided, policy.device or "cpu", type(model).__name__, captures.missing, captures.reads, model
-    )
+    kept = Kept(decided, policy.device or "cpu", type(model).__name__, captures.missing, captures.reads)
+    return ConvertedModule(root, variants, kept, model)
 
 
 def plan(

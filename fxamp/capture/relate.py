@@ -31,10 +31,10 @@ from passes.ops import ops
 from .compare import Differ, Path, Walk, attribute_of, counts, same_call, show
 
 _HOME = "_fxamp."
-Constants = dict[str, Any]
+Constants = Mapping[str, Any]
 
 
-def relate(plain: Graph, constants: Constants, low: Graph, others: Constants, *, oracle: bool) -> str:
+def relate(plain: Graph, constants: dict[str, Any], low: Graph, others: Constants, *, oracle: bool) -> str:
     """Leave on the nodes of a graph what its twin under autocast says of them.
 
     Args:
@@ -100,7 +100,7 @@ class _Related(Walk):
             return is_floating(mine.dtype) and is_floating(theirs.dtype)
         return False
 
-    def carry_out(self, constants: Constants, oracle: bool) -> None:
+    def carry_out(self, constants: dict[str, Any], oracle: bool) -> None:
         """Leave on the nodes what was found."""
         for b, a in self.twin.items():
             made = dtypes_of(b.meta.get("val"))

@@ -15,7 +15,9 @@ class Level(str, enum.Enum):
 
     __str__ = str.__str__
     __repr__ = str.__repr__
-    __format__ = str.__format__
+
+    def __format__(self, spec: str) -> str:
+        return format(self.value, spec)
 
     @property
     def rounds(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -58,9 +58,12 @@ class State:
         return " ".join(words) or "every state"
 
 
-@dataclass
+@dataclass(frozen=True, eq=False)
 class Captured:
     """A flat graph, and what its get_attr and call_module targets refer to beside the model.
+
+    A stage that finds out more returns another one. The graph itself is changed in place when it is compiled: `copied`
+    gives one for each time.
 
     Attributes:
         graph: the graph to compile. Its values have the dtypes that the model gives without autocast; what autocast
@@ -81,9 +84,9 @@ class Captured:
     graph: Graph
     call: CallSpec
     front_end: str
-    opaque: dict[str, nn.Module] = field(default_factory=dict)
-    constants: dict[str, Any] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
+    opaque: Mapping[str, nn.Module] = field(default_factory=dict)
+    constants: Mapping[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
     state: State = field(default_factory=State)
     without: Captured | None = None
     plain: bool = True
@@ -91,13 +94,17 @@ class Captured:
     flag_reads: bool = True
     model: nn.Module = field(default_factory=nn.Module)
 
+    def noting(self, *more: str) -> Captured:
+        """Return the capture with more to say."""
+        return replace(self, notes=(*self.notes, *more))
+
     @property
     def unrounded(self) -> Captured:
         """Return the capture that computes what the model computes without autocast."""
         return self if self.without is None else self.without
 
 
-@dataclass
+@dataclass(frozen=True, eq=False)
 class Captures:
     """All graphs of a model.
 
@@ -107,8 +114,8 @@ class Captures:
         reads: what forward() read of the model, in any of them.
     """
 
-    graphs: list[Captured]
-    missing: list[tuple[State, str]] = field(default_factory=list)
+    graphs: tuple[Captured, ...]
+    missing: tuple[tuple[State, str], ...] = ()
     reads: Reads = field(default_factory=Reads)
 
 
