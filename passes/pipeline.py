@@ -33,7 +33,7 @@ from .contract.policy import Policy, check_used
 from .graph.bodies import Body, Border, all_graphs, bodies_of
 from .graph.values import keys, module_path, module_types, no_autocast, original_dtypes, retyped, source
 from .legalize.legalize import decompose_composites, drop_autocast_switches, index_fields
-from .legalize.reads import apply_reads
+from .legalize.reads import apply_reads, cast_before_norms
 from .legalize.split_loss import split_losses
 from .ops import ops
 
@@ -173,6 +173,7 @@ def _legalize(graph: Graph, policy: Policy) -> list[str]:
     """Run the first pass over one graph; return the names of what could not be legalized."""
     drop_autocast_switches(graph)
     index_fields(graph)
+    cast_before_norms(graph)
     if policy.level == "O2" and "cross_entropy_loss" not in dict(policy.ops):
         split_losses(graph)
     return sorted(set(decompose_composites(graph, policy.device or "cpu")[1]))

@@ -8,9 +8,9 @@ from typing import Any
 from torch.fx import Graph, Node
 
 from ..assign.assign_precision import Assignment
-from ..assign.colour.result_dtypes import refuse_mixed
 from ..colouring import AS_AUTOCAST
 from ..contract.errors import VerificationError
+from ..graph.mixed import refuse_mixed
 from ..graph.values import ANY, COMPLEX, is_complex, module_path, source
 from ..ops import ops
 from .insert_casts import cast_floating, is_inserted, recast
