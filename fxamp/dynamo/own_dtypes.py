@@ -2,8 +2,8 @@
 
 A model that holds low tensors casts to their dtype, and Dynamo writes that as it does a dtype that was read off what
 autocast made low. But the model runs without autocast too. So such a cast is taken for one to FP32 until an op
-rejects what it reads, which shows the cast to be the author's, or where it restores what an upcast was made from. One
-that nothing shows to be low is FP32, which loses nothing.
+rejects what it reads, which shows the cast to be the author's; or where all that it is made of was low before the
+author cast it up. One that nothing shows to be low is FP32, which loses nothing.
 
 Before: linear(to(x, bfloat16), base), base: bfloat16      to(linear, bfloat16)
 After:  the first is bfloat16, for the layer takes nothing else, and the second float32
@@ -19,8 +19,7 @@ import torch
 from torch.fx import Graph, Node
 
 from passes.graph.mixed import refuse_mixed
-from passes.graph.upcasts import restored
-from passes.graph.values import LOW, dtypes_of
+from passes.graph.values import LOW, dtypes_of, literal_dtype
 
 
 def own_dtypes(
@@ -51,7 +50,7 @@ def own_dtypes(
                 continue
             made = dtypes_of(node.meta["val"])
             made = made if any(own.get(n) in LOW for n in node.all_input_nodes) else without_low(made)
-        is_low = node not in doubtful or node in authors or restored(node, own) in LOW
+        is_low = node not in doubtful or node in authors or _restores_low(node, own, holds)
         own[node] = made if is_low else without_low(made)
     return own
 
@@ -100,6 +99,33 @@ def _nearest(value: Node, own: dict[Node, Any], doubtful: Set[Node]) -> set[Node
     while front:
         if found := doubtful & {*front}:
             return {*found}
-        front = [n for node in front for n in node.all_input_nodes if n not in seen and own.get(n) == torch.float32]
+        front = [n for node in front for n in node.all_input_nodes if n not in seen and _is_wide(own.get(n))]
         seen.update(front)
     return set()
+
+
+def _restores_low(cast: Node, own: dict[Node, Any], holds: Set[Node]) -> bool:
+    """Say whether all that a value is made of was low before the author cast it up, weights and numbers apart.
+
+    Before: h = x.float(); h * rsqrt(h.square().mean(-1)); to(mul, bfloat16)        x: bfloat16
+    """
+    seen, left, found = {cast}, [cast], False
+    while left:
+        for n in left.pop().all_input_nodes:
+            if n in seen or not _is_wide(own.get(n)):
+                continue
+            seen.add(n)
+            if isinstance(before := n.args[0] if n.args and literal_dtype(n) == torch.float32 else None, Node):
+                found = True
+                if _is_wide(own.get(before)):
+                    return False
+            elif n.op == "placeholder" and n not in holds:
+                return False
+            else:
+                left.append(n)
+    return found
+
+
+def _is_wide(dtypes: Any) -> bool:
+    """Say whether a value, or an item of it, is FP32."""
+    return any(map(_is_wide, dtypes)) if isinstance(dtypes, tuple) else bool(dtypes == torch.float32)

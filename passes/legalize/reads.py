@@ -101,7 +101,7 @@ def _cast_first(node: Node, means: Mapping[str, Any]) -> None:
             cast = node.graph.call_method("to", (value, told))
         else:
             cast = node.graph.call_function(torch.ops.aten.to.dtype, (value, gives or told))
-    cast.meta = origin(node) | means
+    cast.meta = origin(node) | dict(means)
     if gives is not None:
         cast.meta |= {} if gives == told else {"cast": "autocast", "read": told}
         cast.meta["val"] = retyped(value.meta.get("val"), gives)

@@ -79,7 +79,7 @@ class Tiny(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.gain = nn.Parameter(torch.ones(6))
-        self.register_buffer("table", torch.linspace(-1, 1, 6))
+        self.table = nn.Buffer(torch.linspace(-1, 1, 6))
 
     def forward(self, x: Tensor) -> Any:
         return (x * 1e-7).prod(-1).remainder(1.5), torch.kron(self.gain, self.table)
@@ -99,7 +99,7 @@ class Loss(nn.Module):
         return torch.nn.functional.nll_loss(x.log_softmax(-1), y)
 
 
-@pytest.mark.parametrize("front_end", judge.FRONT_ENDS)
+@pytest.mark.parametrize("front_end", judge.FRONT_ENDS[1:])  # without inputs nothing says that one is low
 def test_what_the_model_gives_low_and_autocast_in_fp32_is_autocasts_rounded(front_end: str) -> None:
     torch.manual_seed(0)
     subject = Subject(Loss(), (torch.randn(4, 6).half(), torch.arange(4)))

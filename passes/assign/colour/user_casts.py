@@ -15,8 +15,7 @@ import torch
 from torch.fx import Graph, Node
 
 from ...contract.reasons import Code, Reason
-from ...graph.upcasts import restored
-from ...graph.values import ANY, LOW, is_floating, literal_dtype
+from ...graph.values import ANY, LOW, is_floating, literal_dtype, module_path
 from ...ops import ops
 
 
@@ -103,11 +102,11 @@ class Casts:
         if kind == "literal" or baked in LOW or (changes and kind != "relative"):  # what was captured is FP32
             return Intent(baked, True, Code.CAST("the author wrote this dtype"))
         if kind == "relative":
-            return Intent(restored(node, dtypes) or held, False, Code.USER_CAST("relative"))
+            return Intent(self._restores(node, dtypes) or held, False, Code.USER_CAST("relative"))
         if observed is None:
-            return Intent(restored(node, dtypes) or held, False, Code.USER_CAST("undecided, taken as relative"))
-        before = None if exact else restored(node, dtypes)
-        return Intent(before or observed, False, Code.CAST("undecided, for under autocast it does nothing"))
+            return Intent(self._restores(node, dtypes) or held, False, Code.USER_CAST("undecided, taken as relative"))
+        restored = None if exact else self._restores(node, dtypes)
+        return Intent(restored or observed, False, Code.CAST("undecided, for under autocast it does nothing"))
 
     def reference(self, node: Node) -> Node | None:
         """Return the tensor whose dtype the cast takes, where the graph still has it."""
@@ -127,3 +126,23 @@ class Casts:
     def _kind(self, node: Node) -> str:
         """Return "literal", "relative" or "undecided"; a method in a graph of Python's says what the author wrote."""
         return str(node.meta.get("cast", "literal" if node.op == "call_method" else "undecided"))
+
+    def _restores(self, node: Node, dtypes: dict[Node, Any]) -> torch.dtype | None:
+        """Return the dtype that the nearest upcast before this cast, in the same module, was made from."""
+        path, seen, front = module_path(node), {node}, [node]
+        while front:
+            nearer: list[Node] = []
+            for reader in front:
+                for operand in ops.operands(reader):
+                    n = operand.node
+                    if n in seen or not n.op.startswith("call") or module_path(n) != path:
+                        continue
+                    seen.add(n)
+                    first: Any = n.args[0] if n.args else None
+                    upcasts = literal_dtype(n) == torch.float32 and self._kind(n) != "relative"
+                    found = dtypes.get(first)
+                    if upcasts and isinstance(found, torch.dtype) and found.is_floating_point:
+                        return found
+                    nearer.append(n)
+            front = nearer
+        return None

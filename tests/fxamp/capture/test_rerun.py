@@ -51,7 +51,7 @@ def test_a_program_is_exported_anew_once_but_for_one_with_other_graphs_in_it(
 ) -> None:
     torch.manual_seed(0)
     model, x = Two(forward).eval(), example()
-    program = export(model, (x,), strict=False)
+    program: Any = export(model, (x,), strict=False)
     found = next(exports)
     converted = fxamp.convert(program, (x,), policy="O1,dtype=bf16", dynamic_shapes=None)
     assert len(found) == times
