@@ -35,7 +35,7 @@ ARROWS = {
     "passes.legalize": "._torch .contract .form .graph .ops",
     "passes.assign.place": ".assign.colour .colouring .contract .graph .ops",
     "passes.assign": ".assign.colour .assign.place .colouring .contract .form .graph .ops",
-    "passes.casts": "._torch .assign.colour .colouring .contract .form .graph .ops .runtime",
+    "passes.casts": "._torch .colouring .contract .form .graph .ops .runtime",
     "passes.watch": ".casts .form .ops",
     "passes.pipeline": (
         ".assign .assign.colour .casts .colouring .contract .form .graph .legalize .ops .watch"

@@ -8,11 +8,13 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import fxamp
-from fxamp.cli.main import load_target, main
+from fxamp.cli.main import main
+from fxamp.cli.target import load_target
 from fxamp.report.gate.budget import Budget
 from passes.contract.errors import PolicyError
 from passes.contract.plan import Plan
@@ -253,11 +255,11 @@ def make():
 
 def test_a_plan_is_compared_by_the_facts_of_the_machine_that_it_was_made_on(folder: Path, check: Check) -> None:
     (folder / "padded.py").write_text(PADDED)
-    make = load_target("padded.py:make")
+    made: Any = load_target("padded.py:make")
     for capability in ("AVX512", "AVX2"):
         with as_on(Machine("cpu", capability, "2.13")):
-            made = fxamp.plan(*make, policy=LOW.partition("=")[2])
-        made.save(f"{capability}.json")
+            plan = fxamp.plan(*made, policy=LOW.partition("=")[2])
+        plan.save(f"{capability}.json")
         assert Plan.load(f"{capability}.json").machine == f"cpu {capability}, torch 2.13"
     assert fxamp.diff("AVX512.json", "AVX2.json")  # the padding runs in low alone where it is known to round once
     for capability in ("AVX512", "AVX2"):
@@ -272,7 +274,8 @@ def test_with_measured_costs_a_plan_is_replayed_and_nothing_is_timed(
     folder: Path, check: Check, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     policy = "--policy=O2,dtype=bf16,cost=measured"
-    plan = fxamp.plan(*load_target("net.py:make"), policy="O2,dtype=bf16")
+    made: Any = load_target("net.py:make")
+    plan = fxamp.plan(*made, policy="O2,dtype=bf16")
     dataclasses.replace(plan, policy=Policy.parse("O2,dtype=bf16,device=cpu,cost=measured")).save("net.json")
     monkeypatch.setattr(sys.modules["fxamp.convert"], "emit_measured", pytest.fail)
     assert check("net.py:make", "--plan=net.json", policy)[0] == 0
