@@ -39,7 +39,7 @@ sys.path.insert(0, str(HERE.parent))
 import fxamp  # noqa: E402  (the path comes first)
 from fxamp.measure.counts import interleaved  # noqa: E402
 from fxamp.train.weights.weights import WeightCasts  # noqa: E402
-from tests.support.harness import UnderAutocast  # noqa: E402
+from fxamp.trust.distance import UnderAutocast  # noqa: E402
 
 FP32, AUTOCAST, ALL_LOW = "FP32", "torch.autocast", "all low"
 POLICIES = {

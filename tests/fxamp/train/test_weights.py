@@ -28,7 +28,7 @@ from fxamp.train.step import TrainStep
 from fxamp.train.weights.weights import WeightCasts
 from passes.contract.errors import PolicyError
 from passes.graph.inserted import is_inserted
-from tests.support.models import BY_NAME
+from reports.zoo import BY_NAME
 
 WIDTH, VOCABULARY = 16, 11
 NEVER = "O1,dtype=bf16,share_casts=never"

@@ -22,8 +22,8 @@ from passes.contract.reasons import Code
 from passes.graph.inserted import is_inserted
 from passes.graph.values import ELIGIBLE, Aliases, Inference, original_dtypes
 from passes.ops import ops
+from reports.subjects import converted, subject
 from tests.passes.assign.test_assign_precision import Net, decided, under_autocast
-from tests.support.harness import converted, subject
 from tests.support.helpers import Two, example
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
