@@ -91,14 +91,24 @@ class ConvertedModule(GraphModule):
     for each, chosen at the call; `.graph` and `.code` are those of the state that it is in.
 
     Attributes:
-        plan: what was decided, node by node, for all graphs.
-        variants: the graphs.
-        functions: the generated code of each graph, by its place: a function of this module and the flat inputs.
-        missing: states that could not be captured, and why.
-        device_type: whose autocast is disabled round the graph.
-        original: the name of the model's class.
-        container: the container of torch.nn that the model is, and whose indices it has; None for another model.
-        uncopied: why it cannot be copied now, "" when it can.
+        plan: What was decided, node by node, for all graphs.
+        variants: The graphs.
+        functions: The generated code of each graph, by its place: a function of this module and the flat inputs.
+        missing: States that could not be captured, and why.
+        device_type: Whose autocast is disabled round the graph.
+        original: The name of the model's class.
+        container: The container of torch.nn that the model is, and whose indices it has; None for another model.
+        uncopied: Why it cannot be copied now, "" when it can.
+
+    Example:
+        >>> converted[0].weight is model[0].weight, converted.plan.casts
+        (True, 6)
+        >>> converted.functions.keys(), len(converted.variants), converted.missing
+        (dict_keys([0]), 1, ())
+        >>> len(converted.call_spec.signature().parameters)
+        1
+        >>> "torch.ops.aten.linear.default" in converted.code
+        True
     """
 
     functions: dict[int, Callable[..., Any]]
@@ -183,7 +193,11 @@ class ConvertedModule(GraphModule):
         self._guards[at] = spec.guard_function()
 
     def put(self, at: int, graph: Graph) -> None:
-        """Put a graph in the place of one of the graphs, whatever state the module is in."""
+        """Put a graph in the place of one of the graphs, whatever state the module is in.
+
+        Example:
+            >>> converted.put(0, converted.graph)
+        """
         before, self._chosen = self._chosen, at
         try:
             self.graph = graph
@@ -191,7 +205,11 @@ class ConvertedModule(GraphModule):
             self._chosen = before
 
     def recompile(self) -> Any:
-        """Regenerate the code from the graph of the present state, keeping the original's call signature."""
+        """Regenerate the code from the graph of the present state, keeping the original's call signature.
+
+        Example:
+            >>> _ = converted.recompile()
+        """
         graph, at = self.graph, self._current()
         graph.set_codegen(Containers(self.variants[at].call_spec))
         with called_directly(graph), called_by_name(graph), read_directly(graph):
@@ -202,7 +220,13 @@ class ConvertedModule(GraphModule):
         return code
 
     def graph_forward(self, *flat: Any) -> Any:
-        """Run the graph of the present state on flat inputs; returns flat outputs."""
+        """Run the graph of the present state on the tensors of a call, whose shapes nobody checks; return flat outputs.
+
+        Example:
+            >>> output, = converted.graph_forward(x)
+            >>> output.dtype
+            torch.float32
+        """
         return self.functions[self._current()](self, *flat)
 
     @property
@@ -211,7 +235,12 @@ class ConvertedModule(GraphModule):
         return self.graph.python_code("self").src
 
     def only(self, at: int) -> ConvertedModule:
-        """Return a module of one of the graphs alone, which shares all but the choice."""
+        """Return a module of one of the graphs alone, which shares all but the choice.
+
+        Example:
+            >>> converted.only(0)(x).shape
+            torch.Size([3, 4])
+        """
         variant = self.variants[at]
         alone = ConvertedModule(self, [variant], self.plan.part(at), self.device_type, self.original)
         alone._baked = self._baked
@@ -293,7 +322,12 @@ class ConvertedModule(GraphModule):
             super().__setattr__(name, value)
 
     def get_submodule(self, target: str) -> nn.Module:
-        """Return a part by its path, whatever it is called."""
+        """Return a part by its path, whatever it is called.
+
+        Example:
+            >>> converted.get_submodule("2").weight.shape
+            torch.Size([4, 16])
+        """
         first, _, rest = target.partition(".")
         child = self._modules.get(first)
         return super().get_submodule(target) if child is None else child.get_submodule(rest)
