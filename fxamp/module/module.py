@@ -88,8 +88,8 @@ class ConvertedModule(GraphModule):
     Example:
         >>> converted[0].weight is model[0].weight, converted.plan.casts
         (True, 6)
-        >>> converted.functions.keys(), len(converted.variants), converted.missing
-        (dict_keys([0]), 1, ())
+        >>> converted.functions.keys(), len(converted.variants), converted.original, converted.device_type
+        (dict_keys([0]), 1, 'Sequential', 'cpu')
         >>> len(converted.call_spec.signature().parameters)
         1
         >>> "torch.ops.aten.linear.default" in converted.code
