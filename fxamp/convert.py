@@ -33,7 +33,7 @@ from .capture.front_ends import ALONE
 from .capture.functions import as_under_autocast
 from .capture.model.captured import Autocast, Captured, Captures, as_inputs
 from .capture.model.patches import capturing
-from .capture.model.preflight import untouched
+from .capture.model.preflight import loads_otherwise, untouched
 from .capture.states import capture as capture_model
 from .capture.states import in_state_of, module_of, refuse_non_models, with_own_constants
 from .dynamo import compiled
@@ -224,7 +224,10 @@ def emit(
         )  # fmt: skip
     variants = [Variant(s, c.graph, c.call) for s, c in zip(states, found, strict=True)]
     decided = joined(plans, [str(s) for s in states])
-    kept = Kept(decided, policy.device or "cpu", type(model).__name__, captures.missing, captures.reads)
+    kept = Kept(
+        decided, policy.device or "cpu", type(model).__name__, captures.missing, captures.reads,
+        loads_otherwise=loads_otherwise(type(model)),
+    )  # fmt: skip
     return ConvertedModule(root, variants, kept, model)
 
 

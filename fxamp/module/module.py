@@ -338,6 +338,22 @@ class ConvertedModule(GraphModule):
                 "which shares its parameters."
             ) from None
 
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
+        """Load what this very model saved; what its author's own way of loading may be for is refused.
+
+        Raises:
+            CaptureError: the state has other names, which the author may know how to read.
+        """
+        if self._kept.loads_otherwise:
+            strange = {k.removeprefix(prefix) for k in state_dict if k.startswith(prefix)} ^ self.state_dict().keys()
+            if strange:
+                raise CaptureError(
+                    f"{self.original} has a way of its own to load a state, which a converted module does not call, and "
+                    f"this state has other names ('{min(strange)}'): load it into the original model, whose parameters "
+                    "these are."
+                )
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Move the parameters, as every `nn.Module` does; warn when that takes FP32 from them."""
         before = {name: p.dtype for name, p in self.named_parameters()}
