@@ -48,7 +48,11 @@ _FP32_SPELLINGS = ("float32", "torch.float32", "float")
 
 @dataclass(frozen=True, init=False)
 class Policy:
-    """Hold what the user asked for; every field is validated and kept in one canonical form."""
+    """Hold what the user asked for; every field is validated and kept in one canonical form.
+
+    What is given has other types than what is held, so `__init__` is written out. It stays a dataclass, and not one of
+    attrs, since users call `dataclasses.replace` on it.
+    """
 
     level: Level
     _: KW_ONLY
