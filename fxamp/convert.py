@@ -356,6 +356,6 @@ def resolve(policy: Policy, model: nn.Module, inputs: tuple[tuple[Any, ...], dic
 
 def device_of(model: nn.Module, inputs: tuple[tuple[Any, ...], dict[str, Any]] | None) -> str:
     """Return the kind of device of the parameters, else of the inputs, else the CPU."""
-    leaves = [*model.parameters(), *model.buffers(), *torch.utils._pytree.tree_leaves(inputs or ())]
+    leaves = [*model.parameters(), *model.buffers(), *pytree.tree_leaves(inputs or ())]
     found = next((t.device.type for t in leaves if isinstance(t, torch.Tensor)), "cpu")
     return "cpu" if found == "meta" else found

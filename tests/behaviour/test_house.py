@@ -45,7 +45,7 @@ ARROWS = {
     "fxamp.train.scale": "passes.contract",
     "fxamp.train.window": ".train.scale passes.contract",
     "fxamp.capture.model": "passes passes._torch passes.contract passes.graph",
-    "fxamp.module": ".capture.model passes.contract passes.graph",
+    "fxamp.module": ".capture.model passes._torch passes.contract passes.graph",
     "fxamp.trust": ".capture.model .module passes._torch passes.contract passes.graph passes.ops",
     "fxamp.capture": (
         ".capture.model .module .trust passes._torch passes.contract passes.graph passes.ops passes.runtime"
@@ -61,7 +61,7 @@ ARROWS = {
     ),
     "fxamp.report.page": ".report.forms .report.record passes.contract",
     "fxamp.train.weights": ".dynamo .measure .module passes._torch passes.contract passes.graph passes.runtime",
-    "fxamp.report.diff": ".convert .dynamo .module .report.forms passes.contract passes.graph passes.ops",
+    "fxamp.report.diff": ".convert .dynamo .module .report.forms passes._torch passes.contract passes.graph passes.ops",
     "fxamp.train.compiled": (
         ".dynamo .module .train.scale .train.weights .train.window passes._torch passes.contract passes.ops"
     ),
