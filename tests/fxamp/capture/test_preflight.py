@@ -18,7 +18,11 @@ from torch.utils.checkpoint import checkpoint
 
 import fxamp
 from passes.contract.errors import NotFaithfulError
+from tests.support.front_ends import WARNINGS, assert_eager, convert, fresh
 from tests.support.helpers import FRONT_ENDS, Two, assert_is_eager, assert_untouched, example, fingerprint, o0
+
+pytestmark = WARNINGS
+__all__ = ["fresh"]
 
 
 def no_grad_region(self: Any, x: Tensor) -> Tensor:
@@ -315,6 +319,18 @@ def test_a_construct_is_kept_or_refused_by_name(construct: str, front_end: str) 
         converted.train(training)
         with fused_attention_off():
             assert_is_eager(converted, model, *args)
+
+
+# torch.autograd.grad does not reach into a reentrant checkpoint: test_control_flow.py compares its gradients.
+@pytest.mark.usefixtures("fresh")
+@pytest.mark.parametrize("construct", [c for c in TABLE if c != "reentrant checkpoint"])
+def test_a_construct_is_kept_at_the_first_call(construct: str) -> None:
+    build, inputs, _, _ = TABLE[construct]
+    torch.manual_seed(0)
+    model, args = build(), inputs()
+    for training in (True, False):
+        model.train(training)
+        assert_eager(convert(model, args, "jit", "O0"), model, args)
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # that it is deprecated
