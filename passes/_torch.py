@@ -2,8 +2,8 @@
 
 Each is used by PyTorch's own documentation or by its downstream projects, and each is tested against the oldest and
 the newest supported torch: fake tensors (shapes and dtypes without data), dispatch modes (what an operator really
-did), the dispatcher's own list of autocast rules, the exporter's guards, autocast regions as two calls, and the
-structured trace of a compilation.
+did), the dispatcher's own list of autocast rules, the exporter's guards, autocast regions as two calls, the
+structured trace of a compilation, and what exchanges the gradients of replicas.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP as GUARD_NAMES
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode as TorchFunctionMode
 from torch.utils import _contextlib as decorators  # the file of `no_grad` as a decorator
 from torch.utils import _pytree as pytree
@@ -280,6 +281,19 @@ def compile_records() -> list[Any]:
     return list(torch._dynamo.utils.get_compilation_metrics())
 
 
+def communication_hook(replica: DistributedDataParallel) -> str:
+    """Return what exchanges the gradients of a DistributedDataParallel in place of an all-reduce, "" if nothing does.
+
+    A hook that torch has built in is known to its logger alone.
+    """
+    return str(replica._get_ddp_logging_data().get("comm_hook", ""))
+
+
+def communication_states(replica: DistributedDataParallel) -> list[Any]:
+    """Return what the communication hooks of a DistributedDataParallel keep from step to step."""
+    return [state for _, state in replica._comm_hooks]
+
+
 __all__ = [
     "C_NN",
     "GUARD_NAMES",
@@ -298,6 +312,8 @@ __all__ = [
     "autocast_registrations",
     "boolean_dispatched",
     "close",
+    "communication_hook",
+    "communication_states",
     "compile_records",
     "decorators",
     "drop_hooks",
