@@ -9,7 +9,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -21,44 +21,21 @@ from torch.fx.graph import CodeGen
 
 from passes._torch import guards_of, pytree, without_transforms
 from passes.contract.errors import INSTEAD, CaptureError, FxampError
-from passes.legalize.legalize import inline_regions
 
 from .casts import ExplicitCasts, TooLong, drop_aliases
 from .functions import Functions
 from .model.call import CallSpec, Leaf, flatten_outputs
+from .model.captured import Autocast
 from .model.frames import place_of
 from .model.patches import traced_here_alone
 from .model.preflight import untouched
 from .model.reads import Recorder
+from .regions import inline_regions
 
 _PREFIX = "model."
 Result = TypeVar("Result")
 # A machine without memory, or a file that is not there, says nothing about a model.
 NOT_ABOUT_THE_MODEL = (MemoryError, torch.OutOfMemoryError, OSError, ImportError)
-
-
-@dataclass(frozen=True)
-class Autocast:
-    """The `torch.autocast` to capture under.
-
-    Attributes:
-        device: whose autocast it is: that of the model's tensors.
-        dtype: its low dtype.
-        wanted: the device that the model is converted for.
-    """
-
-    device: str
-    dtype: torch.dtype
-    wanted: str
-
-    @property
-    def oracle(self) -> bool:
-        """Say whether the dtypes that it gives are those that the converted model is to have."""
-        return self.device == self.wanted
-
-    def context(self) -> torch.autocast:
-        """Return it to be entered, without its cache, which would keep fake copies of the weights."""
-        return torch.autocast(self.device, self.dtype, cache_enabled=False)
 
 
 class Dims:

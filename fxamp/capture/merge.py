@@ -7,7 +7,7 @@ After:  dropout(x, 0.5, encoder.drop.training)
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ _FLAGS = ("train", "training", "use_input_stats", "dropout_p")
 _PLAIN = (bool, int, float, type(None))
 
 
-def merge(train: Graph, evaluation: Graph, constants: dict[str, Any], others: dict[str, Any]) -> Graph:
+def merge(train: Graph, evaluation: Graph, constants: Mapping[str, Any], others: Mapping[str, Any]) -> Graph:
     """Make every literal of the train graph that differs in eval follow its owner's flag, in place; return that graph.
 
     Args:
@@ -45,7 +45,7 @@ def merge(train: Graph, evaluation: Graph, constants: dict[str, Any], others: di
         ) from None
 
 
-def same_graphs(left: Graph, right: Graph, constants: dict[str, Any], others: dict[str, Any]) -> bool:
+def same_graphs(left: Graph, right: Graph, constants: Mapping[str, Any], others: Mapping[str, Any]) -> bool:
     """Say whether two captures of a model compute the same, size arithmetic apart; arguments as for `merge`."""
     try:
         return _Merge(left, right, _lifted(constants), _lifted(others)).is_same()
@@ -53,7 +53,7 @@ def same_graphs(left: Graph, right: Graph, constants: dict[str, Any], others: di
         return False
 
 
-def _lifted(constants: dict[str, Any]) -> Callable[[str], Any]:
+def _lifted(constants: Mapping[str, Any]) -> Callable[[str], Any]:
     return lambda target: constants.get(target.removeprefix("_fxamp.")) if target.startswith("_fxamp.") else None
 
 

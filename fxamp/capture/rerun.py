@@ -17,8 +17,7 @@ from torch.fx import GraphModule, Node
 
 from passes._torch import FakeTensor, enter_autocast, quiet_fakes
 
-from .export import Autocast
-from .model.captured import Captured
+from .model.captured import Autocast, Captured
 
 
 def rerun(plain: Captured, autocast: Autocast) -> Captured | str | None:

@@ -160,7 +160,7 @@ class _Description:
 
     def _is_fp32(self, node: Node) -> bool:
         """Say whether nothing may be low where a node stands."""
-        if self.policy.level == "O0":
+        if not self.policy.level.rounds:
             return True
         stack = node.meta.get("nn_module_stack", {}).values() if self.policy.modules else ()
         found = module_override(self.policy, [(str(path), type_names(kind)) for path, kind in stack])

@@ -21,7 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from passes._torch import FakeTensor, pytree
 from passes.contract.errors import CaptureError, PolicyError
-from passes.contract.plan import Decision, Plan
+from passes.contract.plan import Decision, Plan, sums
 from passes.contract.policy import Policy, module_override
 from passes.graph.values import dtypes_of
 
@@ -241,14 +241,7 @@ def together(parts: Sequence[tuple[str, Plan]]) -> Plan:
         first = max((d.graph for d in decisions), default=-1) + 1
         decisions += [_moved(d, prefix, first) for d in plan.decisions]
     plans = [plan for _, plan in parts]
-    return replace(
-        plans[0],
-        decisions=tuple(decisions),
-        states=(),
-        notes=tuple(dict.fromkeys(n for p in plans for n in p.notes)),
-        inserted_casts=sum(p.inserted_casts for p in plans),
-        casts=sum(p.casts for p in plans),
-    )
+    return replace(plans[0], decisions=tuple(decisions), states=(), **sums(plans))
 
 
 def _coverage(module: nn.Module, found: list[Converted]) -> list[str]:
@@ -274,7 +267,7 @@ def _between(found: list[Converted]) -> str:
     policy = found[0].plan.policy
     if not all(entry.autocast for entry in found):
         return "what runs between graphs runs as it is, on values in the model's own dtypes"
-    plain = policy.level == "O1" and not policy.modules and not policy.ops
+    plain = policy.level.is_autocasts and not policy.modules and not policy.ops
     return f"what runs between graphs runs under autocast{'' if plain else ', as at O1 without overrides'}"
 
 

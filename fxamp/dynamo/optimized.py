@@ -46,7 +46,7 @@ class CompiledModule(torch._dynamo.OptimizedModule):
     def __getattr__(self, name: str) -> Any:
         found = super().__getattr__(name)
         policy = self._fxamp_policy
-        if policy is None or policy.level == "O0" or torch.compiler.is_compiling():
+        if policy is None or not policy.level.rounds or torch.compiler.is_compiling():
             return found
         if not isinstance(found, types.MethodType) or found.__self__ is not self._orig_mod or name.startswith("_"):
             return found
@@ -117,9 +117,9 @@ def _inside(run: Callable[..., Any], model: nn.Module, policy: Policy, args: Any
     """Run the forward inside another compiled function, which captures it as a region of autocast."""
     device = policy.device or next((p.device.type for p in model.parameters()), "cpu")
     low = policy.dtype or torch.get_autocast_dtype(device)
-    with torch.autocast(device, dtype=low, enabled=policy.level != "O0"):
+    with torch.autocast(device, dtype=low, enabled=policy.level.rounds):
         outputs = run(*args, **kwargs)
-    if policy.level == "O0" or policy.output_dtype == "low":
+    if not policy.level.rounds or policy.output_dtype == "low":
         return outputs
     return pytree.tree_map(lambda t: t.float() if isinstance(t, Tensor) and t.dtype == low else t, outputs)
 
@@ -168,7 +168,7 @@ def under_autocast(policy: Policy, model: nn.Module, args: Any, kwargs: Any) -> 
         yield None
         return
     on, before = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-    low, wanted = policy.dtype or before, policy.level != "O0"
+    low, wanted = policy.dtype or before, policy.level.rounds
     if on == wanted and (not on or low == before):
         yield low if wanted else None
         return

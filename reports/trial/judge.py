@@ -22,7 +22,7 @@ import fxamp
 from fxamp.capture.export import without_fused_layers
 from fxamp.capture.model.captured import Captures, as_inputs
 from fxamp.capture.states import capture, copied
-from fxamp.convert import _check_faithful, autocast_for, emit, resolve
+from fxamp.convert import autocast_for, checked, emit, resolve
 from fxamp.trust.check import check_runs
 from passes.contract.errors import FxampError, RejectedError, VerificationError
 from passes.contract.policy import Policy
@@ -122,7 +122,7 @@ def captured(found: Subject, front_end: str) -> Captures:
     options: Any = {"dynamic_shapes": None} if front_end == "export" else {}
     captures = capture(found.model, *inputs, front_end=front_end, autocast=autocast, **options)
     if front_end == "export":
-        _check_faithful(captures, autocast, found.args, found.kwargs)
+        captures = checked(captures, autocast, found.args, found.kwargs)
     return captures
 
 

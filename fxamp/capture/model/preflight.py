@@ -41,6 +41,8 @@ def refuse_modules(model: nn.Module, front_end: str) -> None:
             for hook in getattr(module, attribute).values():
                 _refuse_hook(where, kind, label(hook), front_end)
     for method in overridden(type(model)):
+        if method in ("train", "eval") and _sets_every_flag(model):
+            continue
         raise NotFaithfulError(
             f"module '(root)' ({type(model).__name__}) overrides {method}(), which the converted module would not "
             f"call. {INSTEAD}, or {_METHODS[method]}."
@@ -54,6 +56,24 @@ def overridden(kind: type[nn.Module]) -> list[str]:
         return next(base.__module__ for base in kind.__mro__ if method in vars(base))
 
     return [method for method in _METHODS if not author(method).startswith(("torch.", "transformers."))]
+
+
+def _sets_every_flag(model: nn.Module) -> bool:
+    """Say whether `train` and `eval` do what torch.nn.Module's do, as the model is now: nothing else would be lost."""
+    asked = {p: p.requires_grad for p in model.parameters()}
+    flags = []
+    try:
+        with untouched(model) as changed:
+            for switch, flag in ((model.train, True), (model.eval, False), (model.train, True)):
+                switch()
+                flags += [m.training is flag for m in model.modules()]
+            same = all(p.requires_grad is grad for p, grad in asked.items())
+    except Exception:  # whatever it asks of the model, it does more
+        return False
+    finally:
+        for p, grad in asked.items():
+            p.requires_grad_(grad)
+    return same and all(flags) and all(name.rpartition(".")[2] == "training" for name in changed)
 
 
 def _refuse_wrapper(module: nn.Module, where: str) -> None:

@@ -9,8 +9,8 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from passes.casts.insert_casts import is_inserted
 from passes.contract.plan import Decision, Plan
+from passes.graph.inserted import is_inserted
 from passes.graph.values import keys, module_path
 from passes.ops import ops
 

@@ -418,6 +418,27 @@ def test_a_train_override_is_refused() -> None:
         o0(Frozen())
 
 
+@pytest.mark.parametrize("front_end", FRONT_ENDS)
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_train_override_that_sets_every_flag_is_none_while_it_does(front_end: str, frozen: bool) -> None:
+    class MayBeFrozen(Two):
+        def train(self, mode: bool = True) -> MayBeFrozen:
+            for name, child in self.named_children():
+                child.train(mode and not (frozen and name == "m"))
+            self.training = mode
+            return self
+
+    model = MayBeFrozen()
+    if frozen:
+        with pytest.raises(fxamp.CaptureError, match=r"\(MayBeFrozen\) overrides train\(\)"):
+            o0(model, front_end=front_end)
+        return
+    converted = o0(model, front_end=front_end)
+    assert model.training
+    assert_is_eager(converted.eval(), model.eval())
+    assert_is_eager(converted.train(), model.train())
+
+
 class Counts(Two):
     """Keeps a state of its own, has some layers frozen whatever the mode, and names its weights otherwise in files."""
 
