@@ -56,7 +56,7 @@ def _whole_region(graph: Graph) -> tuple[Node, Node] | None:
 
 def describe(
     gm: GraphModule, *, ambient: bool, policy: Policy, scope: Scope | None = None, own: Sequence[bool] = ()
-) -> tuple[int, ...]:
+) -> dict[int, torch.dtype]:
     """Leave on every node what the passes read: `val`, the module path, the autocast region, what a cast means.
 
     `meta["cast"]` is "literal" where the author called `.float()` and its like; else "autocast" for a dtype that
@@ -71,14 +71,15 @@ def describe(
         own: of each input, whether the model itself holds it, or has made it low.
 
     Returns:
-        Which outputs are low in the model itself, and not by autocast.
+        Which outputs are low in the model itself, and not by autocast: their numbers, and the dtypes.
     """
     description = _Description(gm.graph, ambient, policy, scope, own)
     description.of(gm)
     outputs: Any = gm.graph.output_node().args[0]
-    low = tuple(i for i, n in enumerate(outputs) if isinstance(n, Node) and description.own.get(n) in LOW)
-    for i in low:
-        outputs[i].meta["low_of_its_own"] = True
+    made = {i: description.own.get(n) for i, n in enumerate(outputs) if isinstance(n, Node)}
+    low = {i: dtype for i, dtype in made.items() if dtype in LOW}
+    for i, dtype in low.items():
+        outputs[i].meta["low_of_its_own"] = dtype
     return low
 
 

@@ -77,10 +77,8 @@ class Simulation(State):
 
     def _beside_autocast(self, value: Node) -> Any:
         """Return the dtype of an output that is read under autocast: the wider of its own and autocast's."""
-        held: Any = self.dtypes[value]
+        held: Any = value.meta.get("low_of_its_own", self.dtypes[value])
         autocast: Any = self.reference.get(value)
-        if value.meta.get("low_of_its_own"):
-            return self.original[value]
         both = held in ELIGIBLE and autocast in ELIGIBLE
         return torch.promote_types(held, autocast) if both else held
 
