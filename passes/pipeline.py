@@ -31,7 +31,8 @@ from .contract.errors import PlanError, VerificationError
 from .contract.plan import REMEDY, Decision, Plan
 from .contract.policy import Policy, check_used
 from .graph.bodies import Body, Border, all_graphs, bodies_of
-from .graph.values import keys, module_path, module_types, no_autocast, original_dtypes, retyped, source
+from .graph.by_rows import original_dtypes
+from .graph.values import keys, module_path, module_types, no_autocast, retyped, source
 from .legalize.legalize import decompose_composites, drop_autocast_switches, index_fields
 from .legalize.reads import apply_reads
 from .legalize.split_loss import split_losses

@@ -23,7 +23,8 @@ from ..contract.plan import Plan
 from ..contract.policy import Policy
 from ..contract.reasons import Code
 from ..graph.bodies import Border
-from ..graph.values import ANY, Aliases, Inference, SymbolicInference, is_floating, is_known, keys, module_types, source
+from ..graph.by_rows import SymbolicInference
+from ..graph.values import ANY, Aliases, Inference, is_floating, is_known, keys, module_types, source
 from .colour.simulate import Simulation
 from .place.measured_costs import Timer
 from .place.place import place

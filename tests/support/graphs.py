@@ -29,7 +29,8 @@ from torch.fx import Graph, GraphModule, Node
 from passes._torch import FakeTensorMode, pytree
 from passes.assign.assign_precision import Assignment
 from passes.casts.insert_casts import CAST, is_inserted
-from passes.graph.values import Inference, original_dtypes
+from passes.graph.by_rows import original_dtypes
+from passes.graph.values import Inference
 
 aten = torch.ops.aten
 DTYPES = {

@@ -14,7 +14,8 @@ from passes.casts.insert_casts import insert_casts, is_inserted
 from passes.casts.verify import verify
 from passes.contract.errors import VerificationError
 from passes.contract.policy import Policy
-from passes.graph.values import Inference, original_dtypes
+from passes.graph.by_rows import original_dtypes
+from passes.graph.values import Inference
 from tests.support.graphs import parse, residual_chain
 
 BF16 = torch.bfloat16

@@ -20,7 +20,8 @@ from passes.assign.place.costs import requires_grad
 from passes.casts.insert_casts import is_inserted
 from passes.contract.errors import VerificationError
 from passes.contract.reasons import Code
-from passes.graph.values import ELIGIBLE, Aliases, Inference, original_dtypes
+from passes.graph.by_rows import original_dtypes
+from passes.graph.values import ELIGIBLE, Aliases, Inference
 from passes.ops import ops
 from tests.passes.assign.test_assign_precision import Net, decided, under_autocast
 from tests.support.harness import converted, subject
