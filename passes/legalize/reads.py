@@ -16,6 +16,7 @@ from torch.fx import Graph, Node
 
 from ..graph.values import origin, retyped
 from ..ops import ops
+from ..ops.rules import row_of
 
 Path = tuple[Any, ...]
 
@@ -36,7 +37,7 @@ def apply_reads(graph: Graph, *, exact: bool) -> int:
             _cast_constant(node)
             edits += 1
         for path, value in node.meta.pop("replaced", ()):
-            if isinstance(value, torch.dtype) and not exact and ops.name(node) in ops.CONVERTS_FIRST:
+            if isinstance(value, torch.dtype) and not exact and row_of(node).converts_first:
                 _cast_first(node, value)
             else:
                 node.args, node.kwargs = _with((tuple(node.args), dict(node.kwargs)), path, value)
