@@ -20,14 +20,13 @@ from passes._torch import enter_autocast, exit_autocast, pytree, source_name, wi
 from passes.contract.policy import Policy, module_override, type_names
 from passes.graph.values import LOW, Inference, dtypes_of, is_floating, literal_dtype, origin, retyped
 from passes.ops import ops
+from passes.ops.rules import row_of
 
 from .own_dtypes import own_dtypes, without_low
 from .scope import Scope
 
 _ROOT = re.compile(r"^[LG]\['\w+'\]\.?")
 _ATOM = re.compile(r"\['([^']*)'\]|\[(\d+)\]|\.([A-Za-z]\w*)")  # not `_modules`, `_parameters`
-_EXACT = re.compile("rand|norm|space")  # draws, sums or divides otherwise in another dtype
-_CASTS_AFTER = ("to", "getitem", "type_as")
 
 
 def ambient_dtype(graph: Graph, device: str) -> torch.dtype | None:
@@ -49,7 +48,7 @@ def _whole_region(graph: Graph) -> tuple[Node, Node] | None:
     if not calls or calls[0].target is not enter_autocast or not calls[0].args[2]:
         return None
     left = next((n for n in calls if n.target is exit_autocast and n.args[0] is calls[0]), None)
-    if left is None or any(ops.name(n) not in _CASTS_AFTER for n in calls[calls.index(left) + 1 :]):
+    if left is None or any(not (row_of(n).cast or row_of(n).asks == "item") for n in calls[calls.index(left) + 1 :]):
         return None
     return calls[0], left
 
@@ -149,7 +148,7 @@ class _Description:
             return
         if low and ops.name(node) == "to":
             _settle(node, torch.float32)
-        elif low and (fp32 or not _EXACT.search(ops.name(node))):
+        elif low and (fp32 or not row_of(node).exact):
             cast = _without_read(node)
             before: Any = cast.args[0]
             cast.meta["val"] = retyped(before.meta.get("val", value), torch.float32)
@@ -194,7 +193,7 @@ def _without_read(node: Node) -> Node:
     """
     graph, value = node.graph, node.args[0] if node.args else None
     floating = isinstance(value, Node) and is_floating(dtypes_of(value.meta.get("val")))
-    first = floating and ops.name(node) in ops.CONVERTS_FIRST
+    first = floating and row_of(node).converts_first
     _settle(node, None if first else torch.float32)
     with graph.inserting_before(node) if first else graph.inserting_after(node):
         cast = graph.call_method("to", (value if first else node, torch.float32))
