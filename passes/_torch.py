@@ -3,7 +3,7 @@
 Each is used by PyTorch's own documentation or by its downstream projects, and each is tested against the oldest and
 the newest supported torch: fake tensors (shapes and dtypes without data), dispatch modes (what an operator really
 did), the dispatcher's own list of autocast rules, the exporter's guards, autocast regions as two calls, the
-structured trace of a compilation, and what exchanges the gradients of replicas.
+structured trace of a compilation, and what replicas and shards were told.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch._jit_internal import boolean_dispatched as boolean_dispatched
 from torch._library.custom_ops import _maybe_get_opdef
 from torch._logging._internal import trace_structured
@@ -294,6 +295,16 @@ def communication_states(replica: DistributedDataParallel) -> list[Any]:
     return [state for _, state in replica._comm_hooks]
 
 
+def gathering(module: nn.Module) -> tuple[torch.dtype | None, bool]:
+    """Return in which dtype FSDP2 gathers the parameters of a module that it has sharded, and whether it casts inputs.
+
+    None stands for the dtype that they have. FSDP2 keeps its MixedPrecisionPolicy to itself.
+    """
+    sharded: Any = module
+    policy = sharded._get_fsdp_state()._mp_policy
+    return policy.param_dtype, bool(policy.cast_forward_inputs)
+
+
 __all__ = [
     "C_NN",
     "GUARD_NAMES",
@@ -321,6 +332,7 @@ __all__ = [
     "enter_autocast",
     "example_sizes",
     "exit_autocast",
+    "gathering",
     "global_module_hooks",
     "guards_of",
     "in_transform",
