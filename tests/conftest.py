@@ -11,7 +11,7 @@ import re
 import pytest
 import torch
 
-from tests.support.models import BY_NAME
+from reports.zoo import BY_NAME
 
 os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start
 torch.set_num_threads(1)

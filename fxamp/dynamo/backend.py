@@ -248,7 +248,7 @@ def rewrite(
            for n, v in zip(gm.graph.nodes, example_inputs, strict=False)]  # fmt: skip
     with no_autocast():
         low = describe(gm, scope=found, ambient=under, policy=resolved, own=own)
-    if not under and policy.level != "O0":
+    if not under and policy.level.rounds:
         notes = (*notes, _WITHOUT_AUTOCAST)
     plan = compile_graph(
         gm.graph, resolved, functools.partial(attribute_of, gm), capture="jit", notes=notes, under_autocast=under
@@ -306,13 +306,21 @@ def at_call(
             args = tuple(a.to(told[i]) if i in told and a.dtype != told[i] else a for i, a in enumerate(args))
         with no_autocast([device]):
             outputs = run(*args)
-        for i in low:
-            note_low(outputs[i])
+        if low:
+            outputs = _noted(outputs, low)
         if not watch.done:
             watch(outputs)
         return outputs
 
     return call
+
+
+def _noted(outputs: Sequence[Any], low: Sequence[int]) -> list[Any]:
+    """Note which outputs are low in the model itself; another one that is the same tensor becomes a view of it."""
+    own = {id(outputs[i]) for i in low}
+    for i in low:
+        note_low(outputs[i])
+    return [o.view_as(o) if id(o) in own and i not in low else o for i, o in enumerate(outputs)]
 
 
 def _told(example_inputs: Sequence[Any]) -> dict[int, torch.dtype]:

@@ -89,6 +89,7 @@ class Report:
             lines = [tuple(cell(v) for v in _line(node, several)) for node in found]
             text = tabulate(lines, HEADERS, style, disable_numparse=True)
             parts += [f"{heading}Nodes", text if width is None or fits(text, width) else _narrow(lines)]
+            parts += self._edits(style, heading, cell)
         return "\n\n".join(parts) + "\n"
 
     def to_markdown(self) -> str:
@@ -182,6 +183,14 @@ class Report:
         counts = Counter((decision.op, decision.colour) for decision in self.plan.decisions)
         return [(op, colour, count) for (op, colour), count in sorted(counts.items())]
 
+    def _edits(self, style: str, heading: str, cell: Callable[[str], str]) -> list[str]:
+        """Write how often each rule of the passes fired, and which never did; nothing of a plan that does not say."""
+        if not self.plan.edits:
+            return []
+        fired = [(cell(rule), count) for rule, count in self.plan.edits.items() if count]
+        never = ", ".join(map(cell, self.plan.never_fired)) or "none"
+        return [f"{heading}Edits", tabulate(fired, ("pass/rule", "fired"), style), f"Rules that never fired: {never}"]
+
     def _written(self, style: str, heading: str, cell: Callable[[str], str]) -> str:
         def table(rows: list[tuple[str, ...]], headers: tuple[str, ...]) -> str:
             return tabulate([[cell(value) for value in row] for row in rows], headers, style, disable_numparse=True)
@@ -194,6 +203,7 @@ class Report:
             table([(op, colour, str(count)) for op, colour, count in self._ops()], ("op", "colour", "nodes")),
             f"{heading}Nodes",
             table([_row(decision, several) for decision in self.plan.decisions], HEADERS),
+            *self._edits(style, heading, cell),
         ]
         if self.training:
             parts[2:2] = [f"{heading}Training", table(list(self.training), ("", ""))]

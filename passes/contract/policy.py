@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from .errors import PolicyError
+from .levels import LEVELS, Level
 
 Pairs: TypeAlias = tuple[tuple[str, str], ...]
 # Keys are str or type[nn.Module]. A mapping's key type is invariant, so naming them would refuse most literals.
@@ -28,7 +29,6 @@ OpOverrides: TypeAlias = Mapping[str, object] | Iterable[tuple[str, object]]
 # The modules a node lies in, from the root to the innermost: (path, names of its type and of the type's bases).
 Stack: TypeAlias = Sequence[tuple[str, Sequence[str]]]
 
-LEVELS = ("O0", "O1", "O2", "O3")
 COLOURS = ("low", "fp32", "keep")
 DEVICES = ("cpu", "cuda")
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -52,6 +52,9 @@ class Policy:
 
     Of two module overrides that match, a path beats a type, and of two paths the longer literal prefix wins. An
     override of a module beats one of an op.
+
+    What is given has other types than what is held, so `__init__` is written out. It stays a dataclass, and not one of
+    attrs, since users call `dataclasses.replace` on it.
 
     Args:
         level: "O0" computes all in FP32, "O1" rounds what `torch.autocast` rounds, "O2" all that is not numerically
@@ -81,7 +84,7 @@ class Policy:
         True
     """
 
-    level: str
+    level: Level
     _: KW_ONLY
     dtype: torch.dtype | None
     device: str | None
@@ -106,7 +109,7 @@ class Policy:
         share_casts: str = "always",
     ) -> None:
         values = {
-            "level": _choice("level", level, LEVELS),
+            "level": Level(_choice("level", level, LEVELS)),
             "dtype": _dtype(dtype),
             "device": _device(device),
             "modules": _pairs("modules", modules),
@@ -118,6 +121,10 @@ class Policy:
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Read a pickled policy as it is made, for one of an older fxamp may hold other types."""
+        self.__init__(**state)  # type: ignore[misc]
 
     @classmethod
     def parse(cls, text: str) -> Policy:
@@ -178,7 +185,7 @@ class Policy:
     def __str__(self) -> str:
         """Write the string form that `parse` reads; settings at their default are left out."""
         default = Policy()
-        parts = [self.level]
+        parts = [str(self.level)]
         for field in fields(self)[1:]:
             value = getattr(self, field.name)
             if field.name in ("modules", "ops"):

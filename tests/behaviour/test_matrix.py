@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from passes.contract.errors import CaptureError
+from reports.subjects import converted, run, set_mode, subject
+from reports.zoo import BY_NAME
 from tests.behaviour import test_o0, test_o1
-from tests.support.harness import converted, run, set_mode, subject
-from tests.support.models import BY_NAME
 
 pytestmark = [
     pytest.mark.matrix,

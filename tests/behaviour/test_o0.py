@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.support.harness import converted, distance, run, set_mode, subject
-from tests.support.models import BY_NAME, ZOO
+from fxamp.trust.distance import distance
+from reports.subjects import converted, run, set_mode, subject
+from reports.zoo import BY_NAME, ZOO
 
 # The models in which torch.export itself reorders a gradient sum.
 REORDERED = frozenset({"hf_llama"})

@@ -10,13 +10,11 @@ import torch
 from torch import Tensor
 from torch.fx import Interpreter, Node
 
+from fxamp.trust.distance import UnderAutocast, distance, floats
 from passes.contract.reasons import DEVIATIONS
 from passes.graph.values import keys
-from tests.support.harness import (
-    UnderAutocast,
+from reports.subjects import (
     converted,
-    distance,
-    floats,
     oracle,
     run,
     set_mode,
@@ -24,7 +22,7 @@ from tests.support.harness import (
     training_counts,
     unchanged,
 )
-from tests.support.models import BY_NAME, NO_FP16_ON_CPU
+from reports.zoo import BY_NAME, NO_FP16_ON_CPU
 
 # FP16 gradients are counted here, not trained on.
 pytestmark = pytest.mark.filterwarnings("ignore:FP16 gradients without a loss scale")

@@ -50,7 +50,7 @@ class Simulation(State):
         """Colour all nodes, in order."""
         self.restart()
         self._pinned_before = len(self.pinned)
-        if self.policy.level == "O0":
+        if not self.policy.level.rounds:
             return
         for node in self.graph.nodes:
             if not node.op.startswith("call"):
@@ -96,7 +96,7 @@ class Simulation(State):
                 self.pinned.update(map(self.aliases.find, self._would_copy(members)))
         for node, colouring in self.colours.items():
             written = mutated_operands(node)
-            sums_low = self.policy.level == "O2" and not self.autocast and self._sums_low(node, written)
+            sums_low = self.policy.level.weighs and not self.autocast and self._sums_low(node, written)
             if sums_low or any(o.node in written and (o.name, o.index) in colouring.casts for o in ops.operands(node)):
                 self.pinned.update(self.aliases.find(w) for w in written)
         return len(self.pinned) > self._pinned_before

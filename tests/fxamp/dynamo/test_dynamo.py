@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fxamp
+from reports.zoo import ZOO, Zoo
 from tests.support.front_ends import WARNINGS, fresh, tensors
 from tests.support.helpers import Two, example
-from tests.support.models import ZOO, Zoo
 
 pytestmark = [*WARNINGS, pytest.mark.usefixtures("fresh")]
 __all__ = ["fresh"]

@@ -26,9 +26,9 @@ import fxamp
 from fxamp.measure.counts import _Counter, step_counts
 from fxamp.train.step import TrainStep
 from fxamp.train.weights.weights import WeightCasts
-from passes.casts.insert_casts import is_inserted
 from passes.contract.errors import PolicyError
-from tests.support.models import BY_NAME
+from passes.graph.inserted import is_inserted
+from reports.zoo import BY_NAME
 
 WIDTH, VOCABULARY = 16, 11
 NEVER = "O1,dtype=bf16,share_casts=never"

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import fxamp
 from passes.contract.plan import Decision
-from tests.support.models import LeNet5
+from reports.zoo import LeNet5
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 

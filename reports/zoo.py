@@ -1,4 +1,4 @@
-"""The models that the tests convert: eight written here, six from `transformers` out of small random configs.
+"""The models that tests and reports convert: eight written here, six from `transformers` out of small random configs.
 
 Every model is small (a forward and backward takes milliseconds), takes a batch of two or more, and has sizes that
 differ from one another, so that no two dynamic dimensions are taken for one.

@@ -18,9 +18,10 @@ from fxamp.capture.states import capture, copied
 from fxamp.convert import autocast_for, emit, resolve
 from fxamp.measure.counts import StepCounts, step_counts
 from fxamp.trust.check import check_faithful
+from fxamp.trust.distance import floats
 from passes._torch import pytree
 from passes.contract.policy import Policy
-from tests.support.models import BY_NAME, Zoo
+from reports.zoo import BY_NAME, Zoo
 
 BATCH = 3
 
@@ -78,23 +79,6 @@ def compiled(found: Subject, policy: str) -> fxamp.ConvertedModule:
     return emit(copied(found.captures(settled)), settled)
 
 
-class UnderAutocast(nn.Module):
-    """A model called under `torch.autocast`."""
-
-    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.model, self.dtype = model, dtype
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        with torch.autocast("cpu", dtype=self.dtype):
-            return self.model(*args, **kwargs)
-
-
-def floats(output: Any) -> list[Tensor]:
-    """Return the floating leaves of an output."""
-    return [t for t in pytree.tree_leaves(output) if isinstance(t, Tensor) and t.is_floating_point()]
-
-
 def run(
     module: nn.Module, found: Subject, *, seed: int = 0
 ) -> tuple[list[Tensor], dict[str, Tensor], dict[str, Tensor], Tensor]:
@@ -138,13 +122,6 @@ def oracle(found: Subject) -> tuple[list[Tensor], dict[str, Tensor]]:
     output = double(*args, **kwargs)
     found.zoo.loss(output).backward()
     return [t.detach() for t in floats(output)], {n: p.grad for n, p in double.named_parameters() if p.grad is not None}
-
-
-def distance(got: dict[str, Tensor], reference: dict[str, Tensor]) -> float:
-    """Return the relative distance of all gradients together."""
-    assert got.keys() == reference.keys()
-    difference = sum((got[n].double() - g.double()).pow(2).sum().item() for n, g in reference.items())
-    return float((difference / sum(g.double().pow(2).sum().item() for g in reference.values())) ** 0.5)
 
 
 def training_counts(name: str, policy: str) -> tuple[StepCounts, StepCounts]:
