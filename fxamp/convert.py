@@ -81,9 +81,9 @@ def convert(
         policy: A level ("O0" to "O3"), a policy string ("O2,dtype=bf16,modules.fc3=fp32") or a Policy; "O1" by default.
         capture: "export", "fx", "jit" (at the first call, by torch.compile, the graphs run eagerly), or "auto": export
             with example inputs, else fx, and jit where that one would lose something of the model, which is logged.
-        dynamic_shapes: "auto" keeps every dimension free, or the first of each input alone where that would take more
-            than 4 s of processor time and 0.25 ms for each call of torch, or fails; the plan says so. None fixes all
-            sizes. Anything else as `torch.export.export` takes it.
+        dynamic_shapes: "auto" keeps every dimension free. Where that fails, or takes more than 4 s of processor time
+            plus 0.25 ms for each call of torch, it keeps the first of each input free, and the plan says so. None fixes
+            all sizes. Anything else as `torch.export.export` takes it.
         plan: A Plan, or the path of one, to replay; its policy is the policy.
         check: False leaves the comparison out.
 

@@ -1,4 +1,4 @@
-"""Which graphs were converted for which model, found again by the module that was compiled, or by their parameters.
+"""The registry of converted graphs of Dynamo, looked up by compiled module or by identity of parameters.
 
 Dynamo hands a backend flat graphs, and no model. The parameters among their inputs are the model's own, and where one
 graph serves another model of the same code too, that shows at its first call.

@@ -136,7 +136,7 @@ class Simulation(State):
         colouring.causes = tuple(o.node for o in floats if o.node in self.colours)
 
     def _refused(self, node: Node) -> str:
-        """Return why a node that reads low values has to be as it was, "" if it need not."""
+        """Return why a node that reads low values must keep its captured dtypes, "" if it may run with low operands."""
         if not is_known(self.dtypes[node]):
             return "what it gives cannot be told without shapes"
         made = self.dtypes[node]
