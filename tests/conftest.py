@@ -22,16 +22,17 @@ torch.set_num_threads(1)
 ZOO_IN_ID = re.compile(rf"::.*[\[-]({'|'.join(BY_NAME)})[\]-]")
 
 
-class ByFileAndZoo(LoadFileScheduling):  # type: ignore[misc]  # has no types
-    """Gives a process whole files, apart from the tests of models of the zoo, which one process gets."""
+class Shares(LoadFileScheduling):  # type: ignore[misc]  # has no types
+    """Gives a process whole files, all those of ranks, or all tests of models of the zoo."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return "zoo" if ZOO_IN_ID.search(nodeid) else nodeid.partition("::")[0]
+        file = nodeid.partition("::")[0]
+        return "zoo" if ZOO_IN_ID.search(nodeid) else "ranks" if "/ranks/" in file else file
 
 
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFileAndZoo:
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Shares:
     """Say which tests a process gets, for `-n`."""
-    return ByFileAndZoo(config, log)
+    return Shares(config, log)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -15,7 +15,7 @@ class UnderflowWatch:
     """Warns once, when gradients flow back through FP16 and no GradScaler has scaled a loss."""
 
     def __init__(self, plan: Plan) -> None:
-        self.done = plan.policy.dtype is not torch.float16 or plan.policy.level == "O0"
+        self.done = plan.policy.dtype is not torch.float16 or not plan.policy.level.rounds
 
     def __call__(self, outputs: Iterable[object]) -> None:
         """Watch the outputs of one call of a graph."""

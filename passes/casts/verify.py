@@ -7,13 +7,14 @@ from typing import Any
 
 from torch.fx import Graph, Node
 
-from ..assign.assign_precision import Assignment
-from ..assign.colour.result_dtypes import refuse_mixed
-from ..colouring import AS_AUTOCAST
+from ..colouring import AS_AUTOCAST, Assignment
 from ..contract.errors import VerificationError
+from ..graph.inserted import is_inserted
+from ..graph.mixed import refuse_mixed
 from ..graph.values import ANY, COMPLEX, is_complex, module_path, source
 from ..ops import ops
-from .insert_casts import cast_floating, is_inserted, recast
+from ..runtime.casts import cast_floating
+from .insert_casts import recast
 
 _REPORT = "This is a bug in fxamp; please report it."
 

@@ -22,6 +22,7 @@ from ..contract.policy import type_names
 from ..ops import ops
 from ..ops.rules import COMPOSITE, KEEP, Rule, rule
 from ..runtime import rnn
+from ..runtime.casts import ELIGIBLE as ELIGIBLE
 from .aliases import SET_GRAD as SET_GRAD
 from .aliases import Aliases as Aliases
 from .aliases import grad_modes as grad_modes
@@ -30,7 +31,6 @@ from .aliases import mutated_operands as mutated_operands
 from .aliases import out_operands as out_operands
 
 LOW = (torch.float16, torch.bfloat16)
-ELIGIBLE = (torch.float32, *LOW)  # what autocast casts: floating point, and not float64
 _FRAME = re.compile(r'File "(.*)", line (\d+)')
 _TORCH = os.path.dirname(torch.__file__).replace("\\", "/") + "/"
 

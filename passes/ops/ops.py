@@ -63,6 +63,8 @@ CAST_METHODS: dict[str, torch.dtype] = {
 
 # What converts its first operand to the `dtype=` it is given before it computes.
 CONVERTS_FIRST = ("softmax", "log_softmax", "softmin", "sum", "nansum", "mean", "prod", "cumsum", "cumprod")
+# The same, of an operand that is not wider: else they raise.
+NEVER_NARROW = ("norm", "linalg_norm", "linalg_vector_norm", "linalg_matrix_norm")
 
 # Methods of a tensor, and its attributes (`getattr(x, "T")` in a symbolic graph).
 _METHODS = {"to": " ".join((*CAST_METHODS, "type", "cpu", "cuda", "xpu")), "dim": "ndimension", "numel": "nelement"}

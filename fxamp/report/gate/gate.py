@@ -6,16 +6,19 @@ Decisions, casts and totals are compared; lines, times and versions never are.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import msgspec
 import torch
+from torch import nn
 
 from passes.contract.errors import PlanError
 from passes.contract.plan import Plan
+from passes.ops.facts import Machine, as_on
 
+from ...convert import plan_of
 from ...module.module import ConvertedModule
 from ..diff.diff import Change, GraphDiff, diff
 from ..record.build import record_of
@@ -69,31 +72,47 @@ class Outcome:
         return made
 
 
-def with_totals(module: ConvertedModule) -> tuple[Plan, Record]:
-    """Return the plan of a converted module with its totals, and its record."""
-    record = record_of(module)
+def with_totals(module: nn.Module) -> tuple[Plan, Record]:
+    """Return the plan of a converted module with its totals, and its record.
+
+    Of a model that was compiled at its first call the record says nothing of sizes, and the totals count decisions.
+    """
+    plan = plan_of(module)
+    record = record_of(module if isinstance(module, ConvertedModule) else plan)
     found = {key: getattr(record.totals, key) for key in KEYS}
-    return replace(module.plan, totals={k: v for k, v in found.items() if v is not None}), record
+    return replace(plan, totals={k: v for k, v in found.items() if v is not None}), record
 
 
 def check(
-    target: str, module: ConvertedModule, plan: str | os.PathLike[str] | None, budgets: Sequence[Budget], update: bool
-) -> Outcome:
+    target: str, make: Callable[[Plan | None], nn.Module], plan: str | os.PathLike[str] | None,
+    budgets: Sequence[Budget], update: bool,
+) -> Outcome:  # fmt: skip
     """Compare a converted model with its plan, and its totals with budgets.
+
+    It is decided by the measured facts that the plan was made with, whichever machine this is.
 
     Args:
         target: what the outcome calls it.
-        module: converted.
+        make: converts the model. Where costs are measured it is given the plan to replay, for times are never the same.
         plan: path of the committed plan; None for none.
         budgets: limits of totals.
-        update: write the plan where it is missing or has changed.
+        update: write the plan where it is missing or has changed, by the facts of this machine.
 
     Raises:
         PlanError: the plan is missing, cannot be read, or is of another model.
         PolicyError: a budget is of a total that is not known.
     """
-    now, record = with_totals(module)
     before = None if plan is None else _committed(plan, update)
+    replayed = before if before is not None and before.policy.cost == "measured" and not update else None
+    with as_on(None if update or before is None else _machine(before, os.fspath(plan or ""))):
+        try:
+            module = make(replayed)
+        except PlanError as e:
+            if replayed is None:
+                raise
+            said = f"{target}: the model no longer fits {os.fspath(plan or '')}, made with measured costs: {e}"
+            return Outcome(target, CHANGED, said, plan=os.fspath(plan or ""))
+        now, record = with_totals(module)
     found = GraphDiff("", "", ()) if before is None else _difference(before, now, os.fspath(plan or ""), update)
     against = now if update else before
     broken = [text for b in budgets if (text := b.broken(now.totals, against.totals if against else None))]
@@ -116,6 +135,14 @@ def _committed(plan: str | os.PathLike[str], update: bool) -> Plan | None:
     if update:
         return None
     raise PlanError(f"there is no plan {os.fspath(plan)!r} yet: write it with --update, and commit it")
+
+
+def _machine(plan: Plan, name: str) -> Machine | None:
+    """Return the machine by whose facts a plan was made; None for this one, as in plans that do not say."""
+    found = Machine.parse(plan.machine) if plan.machine else None
+    if plan.machine and found is None:
+        raise PlanError(f"{name} was made by the facts of {plan.machine!r:.80}, no machine; write it with --update")
+    return found
 
 
 def _difference(before: Plan, now: Plan, name: str, update: bool) -> GraphDiff:
@@ -164,7 +191,8 @@ def _message(
     text = f"{target}: {', '.join(parts) or 'as planned'}"
     made = () if before is None else [
         f"made with {name} {old}; this is {new}" for name, old, new in (
-            ("torch", before.torch_version, str(torch.__version__)), ("fxamp", before.fxamp_version, now.fxamp_version)
+            ("torch", before.torch_version, str(torch.__version__)),
+            ("fxamp", before.fxamp_version, now.fxamp_version), ("the facts of", before.machine, now.machine),
         ) if old and old != new
     ]  # fmt: skip
     return f"{text} ({'; '.join(made)})" if found and made else text

@@ -67,7 +67,7 @@ def decide(state: State, node: Node, name: str, floats: list[ops.Operand]) -> Co
         if kind == LOW != by_rule and any(state.dtypes[n] is ANY for n in values):
             kind = PROMOTE  # what has an unknown dtype may be complex, or an index
     if kind in (PROMOTE, FOLLOW) and not moves_written and _lowers(state, row, floats):
-        code = Code.O2_LOW if state.policy.level == "O2" else Code.O3_LOW
+        code = Code.O3_LOW if state.policy.level.rounds_sensitive else Code.O2_LOW
         why = code("not sensitive, beside low operands")
         return all_to(state, low, row, floats, kind, why)
     return by_kind(state, node, name, row, kind, floats, low)

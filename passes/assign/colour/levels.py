@@ -32,7 +32,7 @@ def by_level(policy: Policy, node: Node, row: Rule, kind: str, floats: list[Node
     if lacks_low(node, row, device) or row.name in NO_LOW_BACKWARD:
         return FP32
     several = PROMOTE if kind == PROMOTE or len(floats) > 1 else FOLLOW
-    if policy.level == "O3" and not extreme:
+    if policy.level.rounds_sensitive and not extreme:
         return LOW if row.out[0] in ("float", "first") and not row.commutes else several
     if row.name in _LOSSES:  # FP32, but for one that only picks values out
         return FOLLOW if facts_of(node, device, low).commutes_forward else FP32

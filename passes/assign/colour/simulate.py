@@ -50,7 +50,7 @@ class Simulation(State):
         """Colour all nodes, in order."""
         self.restart()
         self._pinned_before = len(self.pinned)
-        if self.policy.level == "O0":
+        if not self.policy.level.rounds:
             return
         for node in self.graph.nodes:
             if not node.op.startswith("call"):
@@ -77,10 +77,8 @@ class Simulation(State):
 
     def _beside_autocast(self, value: Node) -> Any:
         """Return the dtype of an output that is read under autocast: the wider of its own and autocast's."""
-        held: Any = self.dtypes[value]
+        held: Any = value.meta.get("low_of_its_own", self.dtypes[value])
         autocast: Any = self.reference.get(value)
-        if value.meta.get("low_of_its_own"):
-            return self.original[value]
         both = held in ELIGIBLE and autocast in ELIGIBLE
         return torch.promote_types(held, autocast) if both else held
 
@@ -96,7 +94,7 @@ class Simulation(State):
                 self.pinned.update(map(self.aliases.find, self._would_copy(members)))
         for node, colouring in self.colours.items():
             written = mutated_operands(node)
-            sums_low = self.policy.level == "O2" and not self.autocast and self._sums_low(node, written)
+            sums_low = self.policy.level.weighs and not self.autocast and self._sums_low(node, written)
             if sums_low or any(o.node in written and (o.name, o.index) in colouring.casts for o in ops.operands(node)):
                 self.pinned.update(self.aliases.find(w) for w in written)
         return len(self.pinned) > self._pinned_before

@@ -44,7 +44,7 @@ class State:
         self.casts = Casts(original)
         self.tried: dict[Any, bool] = {}
         self.pinned = {aliases.find(v) for v in observed(graph) if original[v] in (torch.float32, ANY)}
-        self.aggressive = not autocast and policy.level in ("O2", "O3")
+        self.aggressive = not autocast and policy.level.stores_low
         self.islands = islands(graph) if self.aggressive else frozenset()
         self.reference: dict[Node, Any] = {}
         self.restart()

@@ -56,7 +56,7 @@ def _is_free(simulation: Simulation, node: Node, grad: frozenset[Node]) -> bool:
     held = [dtypes[o.node] for o in floats]
     if any(d not in (low, torch.float32) for d in held if not isinstance(d, tuple)):
         return False
-    if simulation.policy.level in ("O2", "O3"):
+    if simulation.policy.level.stores_low:
         primary, extreme = floats[0], simulation.extremes.values
         return (
             colouring.kind != FP32
@@ -97,5 +97,5 @@ def _is_compacted(value: object) -> bool:
 
 def _is_free_product(simulation: Simulation, colouring: Colouring) -> bool:
     """Say whether a matrix product may stay FP32: at O2, where it was measured what its casts cost."""
-    measured = simulation.policy.level == "O2" and simulation.policy.cost == "measured"
+    measured = simulation.policy.level.weighs and simulation.policy.cost == "measured"
     return measured and colouring.kind == LOW and colouring.reason.code == "low"

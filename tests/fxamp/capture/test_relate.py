@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxamp
-from fxamp.capture.export import Autocast
-from fxamp.capture.model.captured import Captured, Captures
+from fxamp.capture.model.captured import Autocast, Captured, Captures
 from fxamp.capture.states import capture
 from fxamp.convert import emit, resolve
 from passes.ops import ops
@@ -221,7 +220,7 @@ def test_a_model_that_takes_another_way_where_a_dtype_is_low_says_where() -> Non
 def test_a_rule_that_is_wrong_is_reported_with_the_place() -> None:
     graph = captured(Two(lambda self, x: torch.relu(self.l(x))))
     graph.graph.find_nodes(op="call_function", target=torch.ops.aten.relu.default)[0].meta["autocast"] = torch.float16
-    converted = emit(Captures([graph]), resolve(fxamp.Policy("O1", dtype="bf16"), graph.model, None))
+    converted = emit(Captures((graph,)), resolve(fxamp.Policy("O1", dtype="bf16"), graph.model, None))
     (note,) = [n for n in converted.plan.notes if n.startswith("defect of a rule")]
     assert "torch.float16 at /relu#0, the rules say torch.bfloat16" in note
 

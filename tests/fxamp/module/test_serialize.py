@@ -140,6 +140,28 @@ def test_every_state_survives() -> None:
         assert torch.equal(made.train(training)(example()), model.train(training)(example()))
 
 
+def kept(**changed: Any) -> fxamp.ConvertedModule:
+    """Return a converted container as one is loaded that was saved with other entries in its record."""
+    load, (tree, graphs, data), _ = o0(nn.Sequential(nn.Linear(6, 6))).__reduce__()
+    made: fxamp.ConvertedModule = load(tree, graphs, changed.get("instead", data | changed))
+    return made
+
+
+def test_a_module_that_was_saved_before_its_record_had_names_loads() -> None:
+    converted = o0(nn.Sequential(nn.Linear(6, 6)))
+    _, (_, _, data), _ = converted.__reduce__()
+    names = ("plan", "device_type", "original", "missing", "reads", "container")
+    made = kept(instead=tuple(data[name] for name in names))
+    assert (made.plan, made.original, made.device_type) == (converted.plan, "Sequential", "cpu")
+    assert len(made) == 1
+    assert kept(instead={"plan": data["plan"]}).original == "the original model"
+
+
+def test_what_a_newer_fxamp_keeps_of_a_module_is_refused_by_name() -> None:
+    with pytest.raises(fxamp.PlanError, match=r"keeps tuned, which .*does not know.*Upgrade fxamp, or convert"):
+        kept(tuned=True)
+
+
 def test_graph_data_is_plain_and_round_trips(converted: Any) -> None:
     data = graph_to_data(converted.graph)
     again = graph_from_data(pickle.loads(pickle.dumps(data)))

@@ -16,6 +16,7 @@ import fxamp
 from fxamp.capture.model.captured import Captures
 from fxamp.capture.states import capture, copied
 from fxamp.convert import autocast_for, emit, resolve
+from passes.contract.levels import Level
 from passes.contract.policy import Policy
 from passes.graph import literals
 from tests.support.graphs import parse
@@ -108,7 +109,7 @@ def converted(
     spelling: str, fills: tuple[float, ...], front_end: str, policy: str
 ) -> tuple[Several, fxamp.ConvertedModule]:
     settled = resolve(Policy.parse(policy), Several(spelling, fills), ((X,), {}))
-    level_apart = replace(settled, level="O0" if settled.level == "O0" else "O1")
+    level_apart = replace(settled, level=Level.O1 if settled.level.rounds else Level.O0)
     model, captures = captured(spelling, fills, front_end, level_apart)
     return model, emit(copied(captures), settled)
 

@@ -17,9 +17,9 @@ from fxamp.capture.states import copied
 from passes.assign.colour.simulate import Simulation
 from passes.assign.place import place as placing
 from passes.assign.place.costs import requires_grad
-from passes.casts.insert_casts import is_inserted
 from passes.contract.errors import VerificationError
 from passes.contract.reasons import Code
+from passes.graph.inserted import is_inserted
 from passes.graph.values import ELIGIBLE, Aliases, Inference, original_dtypes
 from passes.ops import ops
 from reports.subjects import converted, subject
