@@ -244,7 +244,19 @@ class LossScaler(torch.amp.GradScaler):
             state.update(optimizer=optimizer, found_inf_per_device={found.device: found})
 
     def found_infs(self, optimizers: Sequence[Optimizer]) -> list[torch.Tensor]:
-        """Return what says that gradients of optimizers, which are unscaled, are not finite; nothing where disabled."""
+        """Return what says that gradients of optimizers, which are unscaled, are not finite; nothing where disabled.
+
+        Returns:
+            Tensors of one element, on the devices of the gradients: not 0 where a gradient is not finite.
+
+        Example:
+            >>> scaler = fxamp.LossScaler()
+            >>> scaler.scale(nn.functional.cross_entropy(converted(x), y)).backward()
+            >>> scaler.unscale_(optimizer)
+            >>> [found.item() for found in scaler.found_infs([optimizer])]
+            [0.0]
+            >>> optimizer.zero_grad()
+        """
         return _found_infs([self._per_optimizer_states[id(o)] for o in optimizers]) if self._enabled else []
 
     def join_found_inf(self, optimizers: Sequence[Optimizer]) -> None:
