@@ -223,7 +223,9 @@ def resolve_attribute(model: nn.Module, path: str) -> Any:
 
 
 @pytest.mark.parametrize(("level", "bound"), [("O1", 0.75), ("O2", 0.45)])
-@pytest.mark.parametrize("name", ["hf_bert", "hf_vit", "hf_gpt2"])
+@pytest.mark.parametrize(
+    "name", ["hf_bert", *(pytest.param(n, marks=pytest.mark.matrix) for n in ("hf_vit", "hf_gpt2"))]
+)
 def test_under_cudas_lists_there_are_far_fewer_casts_than_one_at_every_operand(
     name: str, level: str, bound: float
 ) -> None:
