@@ -33,7 +33,7 @@ from .capture.front_ends import ALONE
 from .capture.functions import as_under_autocast
 from .capture.model.captured import Autocast, Captured, Captures, as_inputs
 from .capture.model.patches import capturing
-from .capture.model.preflight import untouched
+from .capture.model.preflight import loads_otherwise, untouched
 from .capture.states import capture as capture_model
 from .capture.states import in_state_of, module_of, refuse_non_models, with_own_constants
 from .dynamo import compiled
@@ -224,7 +224,10 @@ def emit(
         )  # fmt: skip
     variants = [Variant(s, c.graph, c.call) for s, c in zip(states, found, strict=True)]
     decided = joined(plans, [str(s) for s in states])
-    kept = Kept(decided, policy.device or "cpu", type(model).__name__, captures.missing, captures.reads)
+    kept = Kept(
+        decided, policy.device or "cpu", type(model).__name__, captures.missing, captures.reads,
+        loads_otherwise=loads_otherwise(type(model)),
+    )  # fmt: skip
     return ConvertedModule(root, variants, kept, model)
 
 
@@ -353,6 +356,6 @@ def resolve(policy: Policy, model: nn.Module, inputs: tuple[tuple[Any, ...], dic
 
 def device_of(model: nn.Module, inputs: tuple[tuple[Any, ...], dict[str, Any]] | None) -> str:
     """Return the kind of device of the parameters, else of the inputs, else the CPU."""
-    leaves = [*model.parameters(), *model.buffers(), *torch.utils._pytree.tree_leaves(inputs or ())]
+    leaves = [*model.parameters(), *model.buffers(), *pytree.tree_leaves(inputs or ())]
     found = next((t.device.type for t in leaves if isinstance(t, torch.Tensor)), "cpu")
     return "cpu" if found == "meta" else found

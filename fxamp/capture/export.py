@@ -19,7 +19,7 @@ from torch.export.graph_signature import InputKind
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.graph import CodeGen
 
-from passes._torch import guards_of, pytree, without_transforms
+from passes._torch import drop_hooks, guards_of, pytree, without_transforms
 from passes.contract.errors import INSTEAD, CaptureError, FxampError
 
 from .casts import ExplicitCasts, TooLong, drop_aliases
@@ -154,7 +154,7 @@ def _align(value: Any, spec: Any, out: list[Any]) -> None:
         for i, item in enumerate(value):
             _align(item, spec[i] if isinstance(spec, (list, tuple)) and i < len(spec) else None, out)
     else:
-        out += [None for leaf in torch.utils._pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+        out += [None for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 class _Stderr:
@@ -359,8 +359,7 @@ def normalise(gm: GraphModule, model: nn.Module) -> tuple[Graph, dict[str, Any]]
 def program_module(program: ExportedProgram) -> nn.Module:
     """Return the module of an ExportedProgram, whose mode was baked when it was exported."""
     module = program.module(check_guards=False)
-    module._forward_pre_hooks.clear()  # the exporter's own; ours is the check of the inputs
-    module._forward_hooks.clear()
+    drop_hooks(module)  # the exporter's own; ours is the check of the inputs
     return module
 
 

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Graph, Node
 
+from passes._torch import OpOverload, own_schema
 from passes.contract.errors import CaptureError
 from passes.graph.values import module_path, origin
 from passes.runtime.modes import by_mode, count_
@@ -60,7 +61,7 @@ def _lifted(constants: Mapping[str, Any]) -> Callable[[str], Any]:
 def follows_mode(graph: Graph) -> bool:
     """Say whether a graph captured in one mode has ops that a training flag decides on."""
     return any(
-        isinstance(n.target, torch._ops.OpOverload) and any(a.name in _FLAGS for a in n.target._schema.arguments)
+        isinstance(n.target, OpOverload) and any(a.name in _FLAGS for a in own_schema(n.target).arguments)
         for n in graph.nodes
     )
 

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from passes._torch import enter_autocast, exit_autocast
-from passes.graph.aliases import SET_GRAD
+from passes._torch import SET_GRAD, HigherOrderOperator, enter_autocast, exit_autocast
 from passes.graph.splice import copy_body, put_in_place
 
 _GRAD, _AUTOCAST = "wrap_with_set_grad_enabled", "wrap_with_autocast"
@@ -41,7 +40,7 @@ def inline_regions(graph: Graph, constants: dict[str, Any]) -> int:
 
 def _hop_name(node: Node) -> str:
     target = node.target
-    return str(target.name()) if isinstance(target, torch._ops.HigherOrderOperator) else ""
+    return str(target.name()) if isinstance(target, HigherOrderOperator) else ""
 
 
 def _is_region(node: Node) -> bool:

@@ -19,7 +19,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate
 from torch.utils.weak import WeakIdKeyDictionary
 
-from passes._torch import FakeTensor, pytree
+from passes._torch import FakeTensor, original_of, pytree
 from passes.contract.errors import CaptureError, PolicyError
 from passes.contract.plan import Decision, Plan, sums
 from passes.contract.policy import Policy, module_override
@@ -89,6 +89,11 @@ _ASKED: weakref.WeakKeyDictionary[nn.Module, Policy] = weakref.WeakKeyDictionary
 def announce(module: nn.Module, policy: Policy) -> None:
     """Note what a compiled module asks for: several over one model may ask for different things."""
     _ASKED[module] = policy
+
+
+def asked_of(module: nn.Module) -> Policy | None:
+    """Return what a compiled module asks for, None for any other."""
+    return _ASKED.get(module)
 
 
 def record(
@@ -183,8 +188,7 @@ def entries(module: nn.Module) -> list[Converted]:
 
 
 def _root(module: nn.Module) -> nn.Module:
-    root: nn.Module = module._orig_mod if isinstance(module, torch._dynamo.OptimizedModule) else module
-    return root
+    return original_of(module) or module
 
 
 def _carries_out(policy: Policy, asked: Policy) -> bool:
@@ -194,7 +198,7 @@ def _carries_out(policy: Policy, asked: Policy) -> bool:
 
 def is_compiled(module: nn.Module) -> bool:
     """Say whether this is what torch.compile returned, or a module compiled in place."""
-    return _in_place(module) or isinstance(module, torch._dynamo.OptimizedModule)
+    return _in_place(module) or original_of(module) is not None
 
 
 def _in_place(module: nn.Module) -> bool:

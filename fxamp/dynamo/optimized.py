@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from passes._torch import pytree
+from passes._torch import OptimizedModule, dynamo_errors, pytree
 from passes.contract.errors import FxampError
 from passes.contract.policy import Policy
 
@@ -34,7 +34,7 @@ _OWN: Any = WeakIdKeyDictionary()  # values that are low in the model itself, an
 _CONTEXTS: dict[tuple[str, torch.dtype, bool], list[torch.autocast]] = {}  # made before, and not entered now
 
 
-class CompiledModule(torch._dynamo.OptimizedModule):
+class CompiledModule(OptimizedModule):
     """A compiled module whose calls run under autocast, and whose outputs have the dtypes of the model itself."""
 
     _fxamp_policy: Policy | None = None  # named here, for what a class of OptimizedModule has not is set on the model
@@ -68,7 +68,7 @@ def adopted(made: Any, policy: Policy) -> CompiledModule:
 
 def _again(model: nn.Module, dynamo: Any, policy: Policy) -> CompiledModule:
     """Make a copy of a compiled module, over a copy of its model."""
-    return adopted(torch._dynamo.OptimizedModule(model, dynamo), policy)
+    return adopted(OptimizedModule(model, dynamo), policy)
 
 
 def note_low(value: Tensor, dtype: torch.dtype) -> None:
@@ -98,9 +98,9 @@ def _guarded(run: Callable[..., Any], model: nn.Module, policy: Policy | None) -
         try:
             with under_autocast(policy, model, args, kwargs) as low:
                 outputs = run(*args, **kwargs)
-        except (RuntimeError, torch._dynamo.exc.TorchDynamoException) as e:
+        except (RuntimeError, dynamo_errors().TorchDynamoException) as e:
             _raise_ours(e)
-            if runs and not isinstance(e, torch._dynamo.exc.TorchDynamoException):
+            if runs and not isinstance(e, dynamo_errors().TorchDynamoException):
                 raise  # what ran before
             outputs = _without_autocast(e, run, args, kwargs)
             runs = False
@@ -126,7 +126,7 @@ def _inside(run: Callable[..., Any], model: nn.Module, policy: Policy, args: Any
 
 def _raise_ours(error: Exception) -> None:
     """Raise an error of fxamp's own, which Dynamo wraps, as it is."""
-    found = error.inner_exception if isinstance(error, torch._dynamo.exc.BackendCompilerFailed) else error
+    found = error.inner_exception if isinstance(error, dynamo_errors().BackendCompilerFailed) else error
     if isinstance(found, FxampError):
         raise found from None
 
@@ -137,7 +137,7 @@ def _without_autocast(error: Exception, run: Callable[..., Any], args: Any, kwar
     Raises:
         Exception: the error under autocast, where the model fails without it too.
     """
-    if isinstance(error, (torch.OutOfMemoryError, torch._dynamo.exc.BackendCompilerFailed)):
+    if isinstance(error, (torch.OutOfMemoryError, dynamo_errors().BackendCompilerFailed)):
         raise error
     try:
         return run(*args, **kwargs)

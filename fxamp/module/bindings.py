@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from passes._torch import C_NN
+
 # Overloads, by where the function is that takes the same arguments in the same order.
 _FUNCTIONS = {
     torch: """
@@ -31,7 +33,7 @@ _FUNCTIONS = {
         rms_norm.default rsqrt.default select.int sigmoid.default sin.default softmax.int squeeze.dim sub.Tensor
         sum.dim_IntList t.default tanh.default transpose.int unbind.int unsqueeze.default where.self
     """,
-    torch._C._nn: """
+    C_NN: """
         adaptive_avg_pool2d.default gelu.default linear.default scaled_dot_product_attention.default silu.default
     """,
     torch.Tensor: "contiguous.default expand.default to.dtype type_as.default view.default",

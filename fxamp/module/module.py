@@ -88,8 +88,8 @@ class ConvertedModule(GraphModule):
     Example:
         >>> converted[0].weight is model[0].weight, converted.plan.casts
         (True, 6)
-        >>> converted.functions.keys(), len(converted.variants), converted.missing
-        (dict_keys([0]), 1, ())
+        >>> converted.functions.keys(), len(converted.variants), converted.original, converted.device_type
+        (dict_keys([0]), 1, 'Sequential', 'cpu')
         >>> len(converted.call_spec.signature().parameters)
         1
         >>> "torch.ops.aten.linear.default" in converted.code
@@ -337,6 +337,22 @@ class ConvertedModule(GraphModule):
                 f"forward of {original}, not its other attributes and methods: read '{name}' from the original, "
                 "which shares its parameters."
             ) from None
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
+        """Load what this very model saved; what its author's own way of loading may be for is refused.
+
+        Raises:
+            CaptureError: the state has other names, which the author may know how to read.
+        """
+        if self._kept.loads_otherwise:
+            strange = {k.removeprefix(prefix) for k in state_dict if k.startswith(prefix)} ^ self.state_dict().keys()
+            if strange:
+                raise CaptureError(
+                    f"{self.original} has a way of its own to load a state, which a converted module does not call, "
+                    f"and this state has other names ('{min(strange)}'): load it into the original model, whose "
+                    "parameters these are."
+                )
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Move the parameters, as every `nn.Module` does; warn when that takes FP32 from them."""

@@ -36,16 +36,7 @@ def skeleton(model: nn.Module, opaque: Mapping[str, nn.Module], constants: Mappi
     def copy_structure(module: nn.Module, keep: bool) -> nn.Module:
         if id(module) in new:
             return new[id(module)]
-        empty = nn.Module()
-        if keep or overridden(type(module)):
-            empty.__class__ = type(module)
-            empty.__dict__.update({k: v for k, v in module.__dict__.items() if k not in empty.__dict__})
-        elif isinstance(module, _CONTAINERS):
-            _as_container(empty, module)
-        for key in ("_parameters", "_buffers", "_non_persistent_buffers_set", *STATE_HOOKS):
-            empty.__dict__[key] = module.__dict__[key]
-        empty.training = module.training
-        new[id(module)] = empty
+        empty = new[id(module)] = _empty(module, keep)
         for name, child in module._modules.items():
             runs = keep and id(module) in running
             if runs and child is not None:
@@ -58,14 +49,33 @@ def skeleton(model: nn.Module, opaque: Mapping[str, nn.Module], constants: Mappi
         copy_structure(leaf, True)
     root = copy_structure(model, False)
     if constants:
-        child = nn.Module()
-        for name, value in constants.items():
-            if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
-                child.register_buffer(name, value, persistent=False)
-            else:
-                setattr(child, name, value)
-        root._modules[CONSTANTS] = child
+        root._modules[CONSTANTS] = _holder(constants)
     return root
+
+
+def _empty(module: nn.Module, keep: bool) -> nn.Module:
+    """Return a module without children over the parameters and buffers of another, of its class where that is kept."""
+    empty = nn.Module()
+    if keep or overridden(type(module)):
+        empty.__class__ = type(module)
+        empty.__dict__.update({k: v for k, v in module.__dict__.items() if k not in empty.__dict__})
+    elif isinstance(module, _CONTAINERS):
+        _as_container(empty, module)
+    for key in ("_parameters", "_buffers", "_non_persistent_buffers_set", *STATE_HOOKS):
+        empty.__dict__[key] = module.__dict__[key]
+    empty.training = module.training
+    return empty
+
+
+def _holder(constants: Mapping[str, Any]) -> nn.Module:
+    """Return a module of constants: tensors as buffers that no state_dict holds, the others as attributes."""
+    child = nn.Module()
+    for name, value in constants.items():
+        if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
+            child.register_buffer(name, value, persistent=False)
+        else:
+            setattr(child, name, value)
+    return child
 
 
 def container_of(module: nn.Module) -> type[nn.Module] | None:

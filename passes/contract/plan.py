@@ -162,7 +162,12 @@ class Plan:
 
     @property
     def never_fired(self) -> tuple[str, ...]:
-        """List the rules of the passes that found nothing to do, as "pass/rule"."""
+        """List the rules of the passes that found nothing to do, as "pass/rule".
+
+        Example:
+            >>> "legalize/composite" in converted.plan.never_fired
+            True
+        """
         return tuple(rule for rule, count in sorted(self.edits.items()) if not count)
 
     @property
@@ -176,7 +181,15 @@ class Plan:
         return tuple(decision for decision in self.decisions if decision.code in DEVIATIONS)
 
     def of_graph(self, index: int) -> Plan:
-        """Return the plan with the decisions on one graph alone."""
+        """Return the plan with the decisions on one graph alone.
+
+        Args:
+            index: Number of the graph.
+
+        Example:
+            >>> converted.plan.of_graph(0).decisions == converted.plan.decisions
+            True
+        """
         return replace(self, decisions=tuple(d for d in self.decisions if d.graph == index))
 
     def part(self, at: int) -> Plan:

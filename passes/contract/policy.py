@@ -53,6 +53,9 @@ class Policy:
     Of two module overrides that match, a path beats a type, and of two paths the longer literal prefix wins. An
     override of a module beats one of an op.
 
+    What is given has other types than what is held, so `__init__` is written out. It stays a dataclass, and not one of
+    attrs, since users call `dataclasses.replace` on it.
+
     Args:
         level: "O0" computes all in FP32, "O1" rounds what `torch.autocast` rounds, "O2" all that is not numerically
             sensitive, "O3" all that has a 16-bit kernel.

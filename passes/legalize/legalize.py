@@ -14,7 +14,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from .._torch import FakeTensor, enter_autocast, exit_autocast, quiet_fakes
+from .._torch import FakeTensor, OpOverload, enter_autocast, exit_autocast, is_composite, quiet_fakes
 from ..contract.policy import Policy
 from ..form import Ensures, Unit
 from ..graph.splice import copy_body, put_in_place
@@ -124,9 +124,7 @@ def _body_of(node: Node, memo: dict[Any, Graph | None]) -> Graph | None:
     tensors = [v for v in known if isinstance(v, FakeTensor)]
     if ops.name(node) in _UNROLLS or not tensors or len(known) != len(values):
         return None
-    if isinstance(target, torch._ops.OpOverload) and not torch._C._dispatch_has_kernel_for_dispatch_key(
-        target.name(), torch._C.DispatchKey.CompositeImplicitAutograd
-    ):
+    if isinstance(target, OpOverload) and not is_composite(target):
         return None
     place = {n: i for i, n in enumerate(inputs)}
     key = (target, str(torch.fx.map_arg((node.args, dict(node.kwargs)), place.__getitem__)), *map(_shape, known))
@@ -152,7 +150,7 @@ def _trace(node: Node, inputs: list[Node], values: list[Any], mode: Any) -> Grap
         return target(*args, **kwargs)
 
     # A function of torch's becomes the operators that it calls; if that is one composite, it is decomposed next.
-    table = {target: target.decompose} if isinstance(target, torch._ops.OpOverload) else {}
+    table = {target: target.decompose} if isinstance(target, OpOverload) else {}
     tracer = make_fx(run, table, pre_dispatch=True, _allow_non_fake_inputs=True)
     with quiet_fakes(), mode:
         try:

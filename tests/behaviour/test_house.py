@@ -42,10 +42,11 @@ ARROWS = {
     ),
     "passes": ".pipeline .watch",
     "fxamp.guard": "",
-    "fxamp.train.scale": "passes.contract",
-    "fxamp.train.window": ".train.scale passes.contract",
     "fxamp.capture.model": "passes passes._torch passes.contract passes.graph",
-    "fxamp.module": ".capture.model passes.contract passes.graph",
+    "fxamp.module": ".capture.model passes._torch passes.contract passes.graph",
+    "fxamp.train.ranks": ".module passes._torch passes.contract",
+    "fxamp.train.scale": ".train.ranks passes.contract",
+    "fxamp.train.window": ".train.ranks .train.scale passes.contract",
     "fxamp.trust": ".capture.model .module passes._torch passes.contract passes.graph passes.ops",
     "fxamp.capture": (
         ".capture.model .module .trust passes._torch passes.contract passes.graph passes.ops passes.runtime"
@@ -61,12 +62,13 @@ ARROWS = {
     ),
     "fxamp.report.page": ".report.forms .report.record passes.contract",
     "fxamp.train.weights": ".dynamo .measure .module passes._torch passes.contract passes.graph passes.runtime",
-    "fxamp.report.diff": ".convert .dynamo .module .report.forms passes.contract passes.graph passes.ops",
+    "fxamp.report.diff": ".convert .dynamo .module .report.forms passes._torch passes.contract passes.graph passes.ops",
     "fxamp.train.compiled": (
-        ".dynamo .module .train.scale .train.weights .train.window passes._torch passes.contract passes.ops"
+        ".dynamo .module .train.ranks .train.scale .train.weights .train.window passes._torch passes.contract "
+        "passes.ops"
     ),
     "fxamp.report.gate": ".convert .module .report.diff .report.forms .report.record passes.contract passes.ops",
-    "fxamp.train": ".dynamo .train.compiled .train.scale .train.weights .train.window passes.contract",
+    "fxamp.train": ".dynamo .train.compiled .train.ranks .train.scale .train.weights .train.window passes.contract",
     "fxamp.demo": ".convert .measure .train .train.weights passes.contract",
     "fxamp.pytest_plugin": ".report.gate",
     "fxamp.report": ".dynamo .module .report.diff .report.forms .report.page .report.record .train passes.contract",

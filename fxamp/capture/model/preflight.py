@@ -24,10 +24,10 @@ _METHODS = {
     "eval": "set the flags of the submodules outside",
     "get_extra_state": "keep that state outside the model",
     "state_dict": "rename the keys outside",
-    "load_state_dict": "rename the keys outside",
     "_save_to_state_dict": "rename the keys outside",
-    "_load_from_state_dict": "rename the keys outside",
 }
+# Also such methods, but what they read that this model has not saved is refused when it is loaded.
+_LOADERS = ("load_state_dict", "_load_from_state_dict")
 
 
 def refuse_modules(model: nn.Module, front_end: str) -> None:
@@ -41,7 +41,7 @@ def refuse_modules(model: nn.Module, front_end: str) -> None:
             for hook in getattr(module, attribute).values():
                 _refuse_hook(where, kind, label(hook), front_end)
     for method in overridden(type(model)):
-        if method in ("train", "eval") and _sets_every_flag(model):
+        if method in _LOADERS or (method in ("train", "eval") and _sets_every_flag(model)):
             continue
         raise NotFaithfulError(
             f"module '(root)' ({type(model).__name__}) overrides {method}(), which the converted module would not "
@@ -55,7 +55,13 @@ def overridden(kind: type[nn.Module]) -> list[str]:
     def author(method: str) -> str:
         return next(base.__module__ for base in kind.__mro__ if method in vars(base))
 
-    return [method for method in _METHODS if not author(method).startswith(("torch.", "transformers."))]
+    methods = (*_METHODS, *_LOADERS)
+    return [method for method in methods if not author(method).startswith(("torch.", "transformers."))]
+
+
+def loads_otherwise(kind: type[nn.Module]) -> bool:
+    """Say whether a model's author has overridden how it is loaded, as of files with other names in them."""
+    return any(method in _LOADERS for method in overridden(kind))
 
 
 def _sets_every_flag(model: nn.Module) -> bool:
