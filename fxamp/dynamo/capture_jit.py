@@ -100,6 +100,8 @@ class _Description:
         held: dict[Node, Any] = {}
         regions: list[tuple[Node, tuple[str, bool, Any]]] = []
         for node in list(gm.graph.nodes):
+            if inside and node.op == "placeholder":
+                node.meta = dict(node.meta)  # Dynamo gives it that of the value outside, the very object
             _describe_origin(node, self.scope)
             if node.op == "get_attr" and isinstance(body := attribute_of(gm, str(node.target)), GraphModule):
                 self.of(body, inside=True)
