@@ -14,13 +14,16 @@ import logging
 import re
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch._jit_internal import boolean_dispatched as boolean_dispatched
 from torch._library.custom_ops import _maybe_get_opdef
 from torch._logging._internal import trace_structured
+from torch._ops import HigherOrderOperator as HigherOrderOperator
+from torch._ops import OpOverload as OpOverload
+from torch._ops import OpOverloadPacket as OpOverloadPacket
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
@@ -30,12 +33,30 @@ from torch.export import ExportedProgram
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP as GUARD_NAMES
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode as TorchFunctionMode
+from torch.utils import _contextlib as decorators  # the file of `no_grad` as a decorator
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 from .contract.errors import CaptureError
+
+if TYPE_CHECKING:
+    from torch._dynamo import OptimizedModule as OptimizedModule
+else:
+
+    def __getattr__(name: str) -> Any:
+        """Load Dynamo when the class of what `torch.compile` returns is first asked for: that takes a second."""
+        if name == "OptimizedModule":
+            return torch._dynamo.OptimizedModule
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+SET_GRAD = torch._C._set_grad_enabled  # what `set_grad_enabled` is in an exported graph
+C_NN = torch._C._nn  # functions of torch.nn.functional that take the arguments of their overloads
+VF = torch._VF  # the kernels of recurrent layers
+MODULE_CALLS = (torch.nn.Module._call_impl.__code__, torch.nn.Module._wrapped_call_impl.__code__)
 
 _GLOBAL_HOOKS = (
     "_global_forward_pre_hooks",
@@ -53,6 +74,59 @@ def trace_artifact(name: str, text: Callable[[], str]) -> None:
         text: gives it, where somebody traces.
     """
     trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "json"}, payload_fn=text)
+
+
+def own_schema(op: OpOverload) -> torch.FunctionSchema:
+    """Return the schema of an overload, or of what is called like one under a dispatch mode."""
+    return op._schema
+
+
+def overload_name(op: OpOverload) -> str:
+    """Return what an overload is called beside its op: "Tensor", "default"."""
+    return op._overloadname
+
+
+def qualified_name(packet: OpOverloadPacket) -> str:
+    """Return the name of an op with its namespace: "aten::add"."""
+    return packet._qualified_op_name
+
+
+def is_composite(op: OpOverload) -> bool:
+    """Say whether torch has a decomposition of an op that holds above autograd."""
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key)
+
+
+def storage_id(storage: torch.UntypedStorage) -> int:
+    """Return what two Python objects for one storage have in common, a fake tensor's too."""
+    found: int = storage._cdata
+    return found
+
+
+def dynamo_errors() -> Any:
+    """Return the module of Dynamo's errors; it is loaded when it is asked for."""
+    return torch._dynamo.exc
+
+
+def original_of(module: object) -> torch.nn.Module | None:
+    """Return the module that `torch.compile` was given, for what it returned; None for anything else."""
+    return module._orig_mod if isinstance(module, torch._dynamo.OptimizedModule) else None
+
+
+def is_compiled_in_place(module: torch.nn.Module) -> bool:
+    """Say whether `module.compile()` was called."""
+    return module._compiled_call_impl is not None
+
+
+def drop_hooks(module: torch.nn.Module) -> None:
+    """Take every forward hook off a module, with and without a handle."""
+    module._forward_pre_hooks.clear()
+    module._forward_hooks.clear()
+
+
+def close(library: torch.library.Library) -> None:
+    """Take the operators of a library out of the registry."""
+    library._destroy()
 
 
 def autocast_registrations(device: str) -> frozenset[str]:
@@ -232,16 +306,29 @@ def gathering(module: nn.Module) -> tuple[torch.dtype | None, bool]:
 
 
 __all__ = [
+    "C_NN",
     "GUARD_NAMES",
+    "MODULE_CALLS",
+    "SET_GRAD",
+    "VF",
+    "BatchNorm",
     "FakeTensor",
     "FakeTensorMode",
+    "HigherOrderOperator",
+    "OpOverload",
+    "OpOverloadPacket",
+    "OptimizedModule",
     "TorchDispatchMode",
     "TorchFunctionMode",
     "autocast_registrations",
     "boolean_dispatched",
+    "close",
     "communication_hook",
     "communication_states",
     "compile_records",
+    "decorators",
+    "drop_hooks",
+    "dynamo_errors",
     "enter_autocast",
     "example_sizes",
     "exit_autocast",
@@ -250,12 +337,19 @@ __all__ = [
     "guards_of",
     "in_transform",
     "inner_backend",
+    "is_compiled_in_place",
+    "is_composite",
     "on_recompile_limit",
+    "original_of",
+    "overload_name",
+    "own_schema",
     "pytree",
+    "qualified_name",
     "quiet_fakes",
     "registered_autocast_dtype",
     "run_as_soon_as_ready",
     "source_name",
+    "storage_id",
     "undecided_by_fakes",
     "without_transforms",
 ]

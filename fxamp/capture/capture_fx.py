@@ -19,12 +19,13 @@ from torch import nn
 from torch.fx import Graph, Node, Proxy, Tracer
 from torch.fx.proxy import Attribute
 
-from passes._torch import TorchDispatchMode, TorchFunctionMode, pytree
+from passes._torch import BatchNorm, TorchDispatchMode, TorchFunctionMode, own_schema, pytree, storage_id
 from passes.contract.errors import INSTEAD, CaptureError, FxampError, NotFaithfulError
 from passes.graph.values import mutated_operands, source
+from passes.ops import ops
+from passes.ops.rules import RULES
 from passes.runtime import rnn
 
-from ..module.in_place import IN_PLACE
 from .model import frames
 from .model.call import CallSpec, flatten_outputs
 from .model.patches import replaced, traced_here_alone
@@ -49,15 +50,7 @@ _TRACEABLE = (
 )  # fmt: skip
 
 
-_FACTORIES = {
-    torch.zeros: "zeros", torch.ones: "ones", torch.full: "full", torch.empty: "empty", torch.eye: "eye",
-    torch.arange: "arange", torch.linspace: "linspace", torch.logspace: "logspace", torch.rand: "rand",
-    torch.randn: "randn", torch.randint: "randint", torch.randperm: "randperm", torch.normal: "normal",
-    torch.tensor: "tensor", torch.as_tensor: "as_tensor", torch.scalar_tensor: "scalar_tensor",
-    torch.tril_indices: "tril_indices", torch.triu_indices: "triu_indices", torch.hann_window: "hann_window",
-    torch.hamming_window: "hamming_window", torch.bartlett_window: "bartlett_window",
-    torch.blackman_window: "blackman_window",
-}  # fmt: skip
+_FACTORIES = {getattr(torch, row.name): row.name for row in RULES.values() if row.factory}
 # What these do to a tensor leaves no node that does it again, or one that autograd does not see.
 _LOST_METHODS = frozenset(
     {"register_hook", "register_post_accumulate_grad_hook", "retain_grad", "requires_grad_", "set_", "backward"}
@@ -110,7 +103,7 @@ def _recording(function: Callable[[Any, Any], Any]) -> Callable[[_Value, Any], A
     return record
 
 
-for _function in IN_PLACE:  # without them `x += y` is `x = x + y` to Python, and other names of x keep what it was
+for _function in ops.IN_PLACE:  # without them `x += y` is `x = x + y` to Python, and other names of x keep what it was
     setattr(_Value, f"__{_function.__name__}__", _recording(_function))
 
 
@@ -175,8 +168,8 @@ class _Writes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
-        written = [given.get(a.name) for a in func._schema.arguments if a.alias_info and a.alias_info.is_write]
+        given = dict(zip((a.name for a in own_schema(func).arguments), args, strict=False)) | kwargs
+        written = [given.get(a.name) for a in own_schema(func).arguments if a.alias_info and a.alias_info.is_write]
         for tensor in _tensors(written):
             if _storage(tensor) not in self.made:
                 name = self.names.get(_storage(tensor))
@@ -196,7 +189,7 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
+    return storage_id(tensor.untyped_storage()) if tensor.layout is torch.strided else id(tensor)
 
 
 class _Tracer(Tracer):
@@ -226,7 +219,7 @@ class _Tracer(Tracer):
     ) -> Any:
         if type(m) in (nn.LSTM, nn.RNN):
             return self._within(m, lambda: _recurrent(m, *args, **kwargs))
-        if isinstance(m, nn.modules.batchnorm._BatchNorm) and type(m) in _TRACEABLE:
+        if isinstance(m, BatchNorm) and type(m) in _TRACEABLE:
             m.__dict__["_check_input_dim"] = lambda _: None  # a branch on the rank; `untouched` takes it away again
         return super().call_module(m, forward, args, kwargs)
 
@@ -263,7 +256,7 @@ class _Tracer(Tracer):
 
 
 def _recurrent(m: Any, x: Any, hx: Any = None) -> Any:
-    weights = [[getattr(m, n) for n in names] for names in m._all_weights]
+    weights = m.all_weights
     flat = [w for layer in weights for w in layer]
     function = rnn.lstm if isinstance(m, nn.LSTM) else rnn.rnn
     config = (m.bias, m.num_layers, float(m.dropout), m.training, m.bidirectional, m.batch_first)

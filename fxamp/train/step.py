@@ -75,23 +75,19 @@ class TrainStep:
             `float("inf")` measures the norm and clips nothing.
         scheduler: One or several, each of one of the optimizers; steps when its optimizer stepped.
         ema: One `torch.optim.swa_utils.AveragedModel` of the model or several, updated when a step was taken.
-        weights: "per_step" casts the weights that the graphs of a converted model read low once a window, and keeps
-            those copies until its last backward. Gradients are those of "per_use", bit for bit, which casts at every
-            call. A weight that is written to in a window, moved or replaced is cast anew; an edit through `.data` in a
-            window is not seen before the next one. "auto" is "per_step" where a weight would be cast more than once a
-            window: where that has several micro-batches, or a graph reads one weight low in two places that share no
-            cast, as with and without gradients; and with `compile`, where the copies are inputs of the graph. What
-            `torch.compile` compiled before casts at every use, and "per_step" is refused where nothing else is there;
-            `weights.per_use` names it. "per_use" with `compile` casts again in backward, and keeps no copy at all.
+        weights: "per_step" casts each weight that a converted model reads low once a window, and keeps the copy until
+            the last backward. "per_use" casts at every call, and with `compile` in backward too; gradients are the
+            same, bit for bit. A weight that is written to, moved or replaced is cast anew; an edit through `.data` is
+            seen in the next window. "auto" is "per_step" where a weight would be cast more than once a window, and with
+            `compile`. Parts that `torch.compile` compiled before cast at every use; `weights.per_use` names them.
         on_overflow: "skip_window" skips a step if any micro-batch had gradients that were not finite.
             "skip_microbatch" leaves those micro-batches out, and the gradients are the mean of the others; the scale
             backs off all the same. It costs one more set of gradients, and under DistributedDataParallel an exchange
             when the window is over, in place of one while backward goes on.
-        compile: True compiles model and loss as one graph by Inductor, and what comes after backward as another, from
-            the second window on and but for fused optimizers. Or the name of another backend, or a mapping of
-            `torch.compile`'s backend, mode, options, dynamic and fullgraph. Backend "fxamp" converts the model as well,
-            which is then given as it is; torch's "eager" ones trace, and give the bits of a step that is not compiled.
-            `compiled` counts graphs, breaks, recompiles and what runs uncompiled.
+        compile: True has Inductor compile model and loss as one graph, and from the second window on what follows
+            backward as another, but for fused optimizers. Or the name of another backend, or a mapping of
+            `torch.compile`'s backend, mode, options, dynamic and fullgraph. Backend "fxamp" takes a model that is not
+            converted. `compiled` counts graphs, breaks, recompiles and what runs uncompiled.
         cuda_graph: True lets Inductor capture CUDA graphs of what it compiles. Gradients are then zeroed in place after
             a window, and one that a window does not make is zero, not None. Without CUDA it does nothing.
 
@@ -100,6 +96,19 @@ class TrainStep:
         weights: Which casts of weights are kept for a window.
         compiled: What is compiled, and what became of it; None where nothing is.
         windows: How many windows were finished.
+
+    Raises:
+        PolicyError: An argument cannot be used, or does not fit another; the message says what can.
+        NotAModuleError: The model is none.
+
+    Example:
+        >>> step = fxamp.TrainStep(
+        ...     converted, nn.functional.cross_entropy, optimizer, accumulate_steps=2, max_grad_norm=1.0
+        ... )
+        >>> [step(x, y).reason for _ in range(4)]
+        ['accumulating', 'stepped', 'accumulating', 'stepped']
+        >>> step.waits, step.converted_model is converted
+        (('SGD steps or not as Python decides',), True)
     """
 
     def __init__(
@@ -180,7 +189,8 @@ class TrainStep:
         """Take one micro-batch; at the window's end, step the optimizers.
 
         Args:
-            inputs: A tensor or a tuple for `model(*inputs)`, a mapping for `model(**inputs)`.
+            inputs: A tensor or a tuple for `model(*inputs)`, a mapping for `model(**inputs)`; of shapes and dtypes as
+                the model takes them.
             target: The second argument of `loss_fn`.
             scale: The loss scale of this window, in place of the scaler's own. The scaler does not take part in such a
                 window: its scale, its growth and its count of skipped steps stay as they are, whatever happens in it.
@@ -189,6 +199,10 @@ class TrainStep:
         Raises:
             PolicyError: An argument cannot be used.
             ScaleCollapseError: The scaler's `max_skips` steps in a row were skipped.
+
+        Example:
+            >>> step(x, y, scale=128.0).scale
+            128.0
         """
         self._open_window(scale)
         try:
@@ -205,6 +219,11 @@ class TrainStep:
 
         Gradients are multiplied by `accumulate_steps / seen`, so that they are the mean over the micro-batches seen.
         Under DistributedDataParallel that is those of all ranks, which all have to call this, with as many or others.
+
+        Example:
+            >>> step = fxamp.TrainStep(converted, nn.functional.cross_entropy, optimizer, accumulate_steps=4)
+            >>> step(x, y).reason, step.flush().reason
+            ('accumulating', 'stepped')
         """
         begin(self)
         if not self.ranks.seen(self._position):
@@ -219,6 +238,9 @@ class TrainStep:
         That is the states of the model, the optimizers, schedulers, averages and the scaler, the position in the
         window with the gradients so far, and torch's random number generators. As in a module's `state_dict`, tensors
         are those in use, no copies.
+
+        Example:
+            >>> torch.save(step.state_dict(), "step.pt")
         """
         return checkpoint.state_of(self)
 
@@ -228,6 +250,10 @@ class TrainStep:
         Raises:
             PolicyError: It is not such a state, or that of another model, optimizer, scaler or accumulation; nothing
                 was changed.
+
+        Example:
+            >>> torch.save(step.state_dict(), "step.pt")
+            >>> step.load_state_dict(torch.load("step.pt"))
         """
         checkpoint.load(self, state_dict)
 

@@ -8,8 +8,12 @@ Key in the file: "softmax[dim=last]", with the static arguments that matter; val
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
+import re
+from collections.abc import Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +22,7 @@ import torch
 from torch.fx import Node
 
 from . import ops
-from .rules import ACCUMULATES, COMPOSITE, NO_LOW_FOR, Rule, lookup, rule
+from .rules import COMPOSITE, Rule, lookup, rule
 
 NAMES = ("fp32_internal", "rounds_once", "commutes_forward", "commutes_backward")
 
@@ -50,9 +54,34 @@ class Machine:
     capability: str
     torch: str
 
+    def __str__(self) -> str:
+        return f"{self.device} {self.capability or '(absent)'}, torch {self.torch}"
+
+    @classmethod
+    def parse(cls, text: str) -> Machine | None:
+        """Read what `str` wrote; None where that is something else."""
+        found = re.fullmatch(r"(\w+) ([^,]+), torch (\S+)", text)
+        return cls(found[1], found[2].replace("(absent)", ""), found[3]) if found else None
+
+
+_instead: ContextVar[Machine | None] = ContextVar("machine", default=None)
+
+
+@contextlib.contextmanager
+def as_on(machine: Machine | None) -> Iterator[None]:
+    """Decide as on another machine, for its device; None for this one."""
+    token = _instead.set(machine)
+    try:
+        yield
+    finally:
+        _instead.reset(token)
+
 
 def this_machine(device: str) -> Machine:
     """Return what this machine is for a device; capability "" when it has no such device."""
+    instead = _instead.get()
+    if instead is not None and instead.device == device:
+        return instead
     version = ".".join(torch.__version__.split(".")[:2])
     if device == "cpu":
         return Machine("cpu", torch.backends.cpu.get_cpu_capability(), version)
@@ -73,7 +102,8 @@ def facts(name: str, device: str, low: torch.dtype, **static: Any) -> Facts:
     """
     row = rule(name)
     base = row.name if row else name
-    table, measured = _table(device)
+    table, on = _table(device)
+    measured = on == this_machine(device)
     variants = {key: set(by_low.get(_short(low), ())) for key, by_low in table.get(base, {}).items()}
     wanted = static_key({k: static[k] for k in statics(base, device) if k in static})
     if wanted in variants:
@@ -109,19 +139,18 @@ def rule_of(node: Node, device: str, low: torch.dtype | None = None) -> tuple[Ru
 
 def lacks_low(node: Node, row: Rule, device: str) -> bool:
     """Say whether a device has no low kernel for an op, or for these arguments of it."""
-    return device in row.no_low or _is_listed(node, NO_LOW_FOR.get(row.name))
+    return device in row.no_low or _has(node, row.no_low_for)
 
 
 def accumulates(node: Node, row: Rule) -> bool:
     """Say whether a write sums or multiplies many values into one: a sum, whatever its name."""
-    found = ACCUMULATES.get(row.name)
-    return found == ("", ()) or _is_listed(node, found)
+    return row.accumulates == ("",) or _has(node, row.accumulates)
 
 
-def _is_listed(node: Node, entry: tuple[str, tuple[Any, ...]] | None) -> bool:
-    """Say whether an argument of a call has one of these values."""
-    given = ops.argument(node, entry[0]) if entry else None
-    return entry is not None and isinstance(given, (bool, int, float, str)) and given in entry[1]
+def _has(node: Node, column: tuple[Any, ...]) -> bool:
+    """Say whether a call has an argument that a column holds "for some arguments": a name, then the values."""
+    given = ops.argument(node, column[0]) if column else None
+    return isinstance(given, (bool, int, float, str)) and given in column[1:]
 
 
 @functools.cache
@@ -173,15 +202,15 @@ def _default(node: Node, key: str) -> Any:
 
 
 @functools.cache
-def _table(device: str) -> tuple[dict[str, dict[str, dict[str, list[str]]]], bool]:
-    """Return op -> static key -> low dtype -> facts, and whether they were measured on this kind of machine."""
+def _table(device: str) -> tuple[dict[str, dict[str, dict[str, list[str]]]], Machine]:
+    """Return op -> static key -> low dtype -> facts, and the kind of machine that they were measured on."""
     path = Path(__file__).with_name(f"facts_{device}.json")
     found = json.loads((path if path.exists() else path.with_name("facts_cpu.json")).read_text())
     table: dict[str, dict[str, dict[str, list[str]]]] = {}
     for key, by_dtype in found["facts"].items():
         name, _, static = key.rstrip("]").partition("[")
         table.setdefault(name, {})[static] = by_dtype
-    return table, Machine(**found["machine"]) == this_machine(device)
+    return table, Machine(**found["machine"])
 
 
 def _plain(value: Any) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 from torch.fx import Graph, Node
 
-from passes.casts.insert_casts import is_inserted
+from passes.graph.inserted import is_inserted
 from passes.graph.values import keys
 
 from .record import Read

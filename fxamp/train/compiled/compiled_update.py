@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from passes._torch import dynamo_errors
+
 from ..ranks.ranks import Ranks
 from ..scale.scaler import LossScaler
 from ..window.conditional import gradients, has_state, holds_inf_or_nan, is_fused, parameters
@@ -85,7 +87,7 @@ class CompiledUpdate:
         except _NotCompiled:
             self.eager = "torch.compile is off where it was called"
             return take_step(scaler, optimizers, max_grad_norm, ranks, nothing_kept, overflow)
-        except (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit) as error:
+        except (dynamo_errors().TorchDynamoException, dynamo_errors().FailOnRecompileLimitHit) as error:
             if self.region.failed:
                 raise
             # One graph or none: nothing of it has run.

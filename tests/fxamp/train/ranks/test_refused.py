@@ -17,8 +17,6 @@ import fxamp
 from tests.support.small import BF16, FP16, X, blocks, converted, step_of
 from tests.support.workers import Workers, refused
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
 
 def take_one(wrap: dict[str, Any], settings: dict[str, Any]) -> None:
     step_of(DistributedDataParallel(blocks(), **wrap), **settings)(X[0])

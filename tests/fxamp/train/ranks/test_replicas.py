@@ -16,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.support.small import BF16, FP16, INF, SCALER, X, converted, step_of, weights_of
 from tests.support.workers import Workers, refused
 
-pytestmark = pytest.mark.xdist_group("ranks")
 SMALL_BUCKETS = 0.001  # MB: every layer has one of its own
 
 
