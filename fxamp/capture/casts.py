@@ -20,11 +20,11 @@ from torch.fx import Graph
 
 from passes._torch import TorchFunctionMode
 from passes.ops import ops
-from passes.ops.ops import CAST_METHODS
+from passes.ops.rules import row_of
 
 _ALIAS = torch.ops.aten.alias.default
-_METHODS = frozenset(getattr(torch.Tensor, n) for n in CAST_METHODS)
-_CASTS = _METHODS | {torch.Tensor.to, torch.Tensor.type, torch.Tensor.type_as}
+_METHODS = frozenset(getattr(torch.Tensor, n) for n in ops.CAST_METHODS)
+_CASTS = _METHODS | {getattr(torch.Tensor, n) for n in ops.CASTS_TO_GIVEN}
 _CONTIGUOUS = torch.ops.aten.contiguous.default
 
 
@@ -69,7 +69,7 @@ def drop_aliases(graph: Graph) -> None:
     for node in list(graph.nodes):
         if node.target is _ALIAS:
             for reader in node.users:
-                if ops.name(reader) in ("to", "type_as"):
+                if row_of(reader).cast:
                     reader.meta["cast"] = "undecided" if node in twice else "literal"
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)

@@ -15,6 +15,7 @@ import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -226,8 +227,8 @@ def compile(
 
 def rewrite(
     gm: GraphModule, example_inputs: list[Any], policy: Policy, notes: tuple[str, ...] = ()
-) -> tuple[compiled.Converted, tuple[int, ...]]:
-    """Convert one of Dynamo's graphs, in place; return what was decided, and which outputs are low by the model."""
+) -> tuple[compiled.Converted, dict[int, torch.dtype]]:
+    """Convert one of Dynamo's graphs, in place; return what was decided, and the outputs that the model makes low."""
     named = ((parameter_path(n), v) for n, v in zip(gm.graph.nodes, example_inputs, strict=False))
     refuse_low_parameters(named, is_gathered)
     device = policy.device or _device(example_inputs)
@@ -284,8 +285,9 @@ def refuse_unmatched(policy: Policy, model: nn.Module) -> None:
 
 
 def at_call(
-    run: Callable[..., Any], converted: compiled.Converted, example_inputs: Sequence[Any], low: Sequence[int] = ()
-) -> Callable[..., Any]:
+    run: Callable[..., Any], converted: compiled.Converted, example_inputs: Sequence[Any],
+    low: Mapping[int, torch.dtype] = MappingProxyType({}),
+) -> Callable[..., Any]:  # fmt: skip
     """Return what calls a compiled graph, with ambient autocast off, and notes which models it is called for.
 
     The outputs at `low` are noted to be low in the model itself.
@@ -315,11 +317,11 @@ def at_call(
     return call
 
 
-def _noted(outputs: Sequence[Any], low: Sequence[int]) -> list[Any]:
+def _noted(outputs: Sequence[Any], low: Mapping[int, torch.dtype]) -> list[Any]:
     """Note which outputs are low in the model itself; another one that is the same tensor becomes a view of it."""
     own = {id(outputs[i]) for i in low}
-    for i in low:
-        note_low(outputs[i])
+    for i, dtype in low.items():
+        note_low(outputs[i], dtype)
     return [o.view_as(o) if id(o) in own and i not in low else o for i, o in enumerate(outputs)]
 
 

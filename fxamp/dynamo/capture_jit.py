@@ -20,14 +20,13 @@ from passes._torch import enter_autocast, exit_autocast, pytree, source_name, wi
 from passes.contract.policy import Policy, module_override, type_names
 from passes.graph.values import LOW, Inference, dtypes_of, is_floating, literal_dtype, origin, retyped
 from passes.ops import ops
+from passes.ops.rules import row_of
 
 from .own_dtypes import own_dtypes, without_low
 from .scope import Scope
 
 _ROOT = re.compile(r"^[LG]\['\w+'\]\.?")
 _ATOM = re.compile(r"\['([^']*)'\]|\[(\d+)\]|\.([A-Za-z]\w*)")  # not `_modules`, `_parameters`
-_EXACT = re.compile("rand|norm|space")  # draws, sums or divides otherwise in another dtype
-_CASTS_AFTER = ("to", "getitem", "type_as")
 
 
 def ambient_dtype(graph: Graph, device: str) -> torch.dtype | None:
@@ -49,14 +48,14 @@ def _whole_region(graph: Graph) -> tuple[Node, Node] | None:
     if not calls or calls[0].target is not enter_autocast or not calls[0].args[2]:
         return None
     left = next((n for n in calls if n.target is exit_autocast and n.args[0] is calls[0]), None)
-    if left is None or any(ops.name(n) not in _CASTS_AFTER for n in calls[calls.index(left) + 1 :]):
+    if left is None or any(not (row_of(n).cast or row_of(n).asks == "item") for n in calls[calls.index(left) + 1 :]):
         return None
     return calls[0], left
 
 
 def describe(
     gm: GraphModule, *, ambient: bool, policy: Policy, scope: Scope | None = None, own: Sequence[bool] = ()
-) -> tuple[int, ...]:
+) -> dict[int, torch.dtype]:
     """Leave on every node what the passes read: `val`, the module path, the autocast region, what a cast means.
 
     `meta["cast"]` is "literal" where the author called `.float()` and its like; else "autocast" for a dtype that
@@ -71,14 +70,15 @@ def describe(
         own: of each input, whether the model itself holds it, or has made it low.
 
     Returns:
-        Which outputs are low in the model itself, and not by autocast.
+        Which outputs are low in the model itself, and not by autocast: their numbers, and the dtypes.
     """
     description = _Description(gm.graph, ambient, policy, scope, own)
     description.of(gm)
     outputs: Any = gm.graph.output_node().args[0]
-    low = tuple(i for i, n in enumerate(outputs) if isinstance(n, Node) and description.own.get(n) in LOW)
-    for i in low:
-        outputs[i].meta["low_of_its_own"] = True
+    made = {i: description.own.get(n) for i, n in enumerate(outputs) if isinstance(n, Node)}
+    low = {i: dtype for i, dtype in made.items() if dtype in LOW}
+    for i, dtype in low.items():
+        outputs[i].meta["low_of_its_own"] = dtype
     return low
 
 
@@ -100,6 +100,8 @@ class _Description:
         held: dict[Node, Any] = {}
         regions: list[tuple[Node, tuple[str, bool, Any]]] = []
         for node in list(gm.graph.nodes):
+            if inside and node.op == "placeholder":
+                node.meta = dict(node.meta)  # Dynamo gives it that of the value outside, the very object
             _describe_origin(node, self.scope)
             if node.op == "get_attr" and isinstance(body := attribute_of(gm, str(node.target)), GraphModule):
                 self.of(body, inside=True)
@@ -148,7 +150,7 @@ class _Description:
             return
         if low and ops.name(node) == "to":
             _settle(node, torch.float32)
-        elif low and (fp32 or not _EXACT.search(ops.name(node))):
+        elif low and (fp32 or not row_of(node).exact):
             cast = _without_read(node)
             before: Any = cast.args[0]
             cast.meta["val"] = retyped(before.meta.get("val", value), torch.float32)
@@ -193,7 +195,7 @@ def _without_read(node: Node) -> Node:
     """
     graph, value = node.graph, node.args[0] if node.args else None
     floating = isinstance(value, Node) and is_floating(dtypes_of(value.meta.get("val")))
-    first = floating and ops.name(node) in ops.CONVERTS_FIRST
+    first = floating and row_of(node).converts_first
     _settle(node, None if first else torch.float32)
     with graph.inserting_before(node) if first else graph.inserting_after(node):
         cast = graph.call_method("to", (value if first else node, torch.float32))

@@ -91,6 +91,11 @@ def announce(module: nn.Module, policy: Policy) -> None:
     _ASKED[module] = policy
 
 
+def asked_of(module: nn.Module) -> Policy | None:
+    """Return what a compiled module asks for, None for any other."""
+    return _ASKED.get(module)
+
+
 def record(
     gm: GraphModule, plan: Plan, example_inputs: Sequence[Any], scope: Scope | None, *, autocast: bool
 ) -> Converted:

@@ -23,18 +23,8 @@ from ..contract.reasons import Code
 from ..contract.timing import Timer
 from ..form import Ensures, Unit
 from ..graph.bodies import Border
-from ..graph.values import (
-    ANY,
-    Aliases,
-    Inference,
-    SymbolicInference,
-    is_floating,
-    is_known,
-    keys,
-    module_types,
-    original_dtypes,
-    source,
-)
+from ..graph.by_rows import SymbolicInference, original_dtypes
+from ..graph.values import ANY, Aliases, Inference, is_floating, is_known, keys, module_types, source
 from .colour.simulate import Simulation
 from .place.place import place
 

@@ -20,6 +20,7 @@ from ..form import Ensures, Unit
 from ..graph.inserted import sign
 from ..graph.values import ANY, ELIGIBLE, is_floating, origin
 from ..ops import ops
+from ..ops.rules import row_of
 from ..runtime.casts import CAST, cast_floating, cast_weight
 from .assertions import loosen_assertions
 
@@ -96,7 +97,7 @@ def _clamp_operands(graph: Graph, node: Node, colouring: Colouring, assignment: 
 def _folds_by_grad(node: Node) -> bool:
     """Say whether matmul chooses its kernel by `requires_grad` of the weight."""
     first = next(ops.operands(node)).node.meta.get("val")
-    if ops.name(node) not in ("linear", "matmul") or not isinstance(first, Tensor) or first.dim() < 3:
+    if not row_of(node).folds or not isinstance(first, Tensor) or first.dim() < 3:
         return False
     try:
         return not first.is_contiguous()

@@ -13,6 +13,7 @@ from ..graph.inserted import is_inserted
 from ..graph.mixed import refuse_mixed
 from ..graph.values import ANY, COMPLEX, is_complex, module_path, source
 from ..ops import ops
+from ..ops.rules import row_of
 from ..runtime.casts import cast_floating
 from .insert_casts import recast
 
@@ -108,7 +109,7 @@ def _owner(node: Node) -> Node:
 
 def _is_touched(node: Node, assignment: Assignment) -> bool:
     colouring = assignment.colours.get(node)
-    read = "read" in node.meta and ops.name(node) not in ("to", "type_as")
+    read = "read" in node.meta and not row_of(node).cast
     told = "dtype_argument" in node.meta  # by eliminate_casts
     # An operand that was cast may be the author's own cast by now, which has the dtype that it always had.
     changed = colouring is not None and (colouring.set_dtype is not None or bool(colouring.casts))

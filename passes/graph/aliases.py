@@ -12,32 +12,9 @@ import torch
 from torch.fx import Graph, Node
 
 from ..ops import ops
+from ..ops.rules import row_named, row_of
 
 SET_GRAD = torch._C._set_grad_enabled
-
-# Ops that may return an operand, a view of it or several, though no schema says so.
-_MAY_ALIAS = """
-    alias alpha_dropout as_tensor asarray atleast_1d atleast_2d atleast_3d broadcast_tensors broadcast_to
-    cartesian_prod channel_shuffle chunk conj_physical contiguous detach diagonal dropout dropout1d dropout2d
-    dropout3d dsplit einsum expand expand_as feature_alpha_dropout feature_dropout flatten getitem hsplit imag mH mT
-    matrix_H meshgrid movedim narrow native_dropout numpy_T permute positive ravel real reshape reshape_as
-    resolve_conj resolve_neg rrelu select slice split split_with_sizes squeeze sum_to_size t tensor_split to
-    to_dense transpose type_as unbind unflatten unfold unsafe_chunk unsafe_split unsafe_split_with_sizes unsqueeze
-    view view_as vsplit
-"""
-# Of these, the functions that take their tensors one by one.
-_SEVERAL = ("atleast_1d", "atleast_2d", "atleast_3d", "broadcast_tensors", "cartesian_prod", "einsum", "meshgrid")
-
-# Norms update their running statistics, though no schema says so: op -> the argument that says whether, its default.
-_UPDATES_STATISTICS = {
-    "batch_norm": ("training", False), "native_batch_norm": ("training", False),
-    "_batch_norm_impl_index": ("training", False), "cudnn_batch_norm": ("training", False),
-    "miopen_batch_norm": ("training", False), "instance_norm": ("use_input_stats", True),
-}  # fmt: skip
-
-
-_ALIASING = frozenset(_MAY_ALIAS.split())
-
 
 def is_opaque(node: Node) -> bool:
     """Say whether nothing is known of what a call does inside: a module, a higher-order op, a function not of torch."""
@@ -49,8 +26,7 @@ def is_opaque(node: Node) -> bool:
 
 def may_alias(node: Node) -> bool:
     """Say whether a node's output may share storage with an operand."""
-    name = ops.name(node)
-    if name in _ALIASING or _in_place(name) or "out" in node.kwargs or is_opaque(node):
+    if row_of(node).may_alias or _in_place(ops.name(node)) or "out" in node.kwargs or is_opaque(node):
         return True
     schema = ops.schema_of(node)
     return schema is not None and any(r.alias_info is not None for r in schema.returns)
@@ -82,10 +58,10 @@ def _written(node: Node) -> set[str]:
         written |= {name for i, given in writes for name in (given, f"arg{i}")}  # a packet's operands have no names
     if _in_place(name) and not isinstance(node.target, torch._ops.OpOverload):
         written |= {o.name for o in list(ops.operands(node))[:1]}
-    if name in _UPDATES_STATISTICS and ops.argument(node, *_UPDATES_STATISTICS[name]) is not False:
-        written |= {"running_mean", "running_var"}
-    if name in ("embedding", "embedding_bag") and ops.argument(node, "max_norm") is not None:
-        written.add("weight")
+    if row_named(name).writes:
+        argument, default, unless, *also = row_named(name).writes
+        if ops.argument(node, argument, default) is not unless:
+            written.update(also)
     return written
 
 
@@ -175,7 +151,7 @@ def _shared(node: Node) -> list[Node]:
         shared = [o.node for o in operands if o.name in said]
         if shared:
             return shared
-    return [o.node for o in operands if o.name == operands[0].name or ops.name(node) in _SEVERAL]
+    return [o.node for o in operands if o.name == operands[0].name or row_of(node).may_alias == "all"]
 
 
 def _is_call(node: Node) -> bool:

@@ -17,6 +17,7 @@ from torch.fx import Graph, Node
 
 from ..graph.values import LOW, dtypes_of, is_floating, origin, retyped
 from ..ops import ops
+from ..ops.rules import row_of
 
 Path = tuple[Any, ...]
 
@@ -37,8 +38,9 @@ def apply_reads(graph: Graph, *, exact: bool) -> int:
             _cast_constant(node)
             edits += 1
         for path, value in node.meta.pop("replaced", ()):
-            first = ops.NEVER_NARROW if exact else (*ops.CONVERTS_FIRST, *ops.NEVER_NARROW)
-            if isinstance(value, torch.dtype) and ops.name(node) in first:
+            row = row_of(node)
+            first = row.never_narrows or (row.converts_first and not exact)
+            if isinstance(value, torch.dtype) and first:
                 _cast_first(node, {"cast": "relative", "read": value})
             else:
                 node.args, node.kwargs = _with((tuple(node.args), dict(node.kwargs)), path, value)
@@ -84,7 +86,7 @@ def cast_before_norms(graph: Graph) -> int:
     """
     edits = 0
     for node in list(graph.nodes):
-        told = ops.argument(node, "dtype") if ops.name(node) in ops.NEVER_NARROW else None
+        told = ops.argument(node, "dtype") if row_of(node).never_narrows else None
         if isinstance(told, Node) or told in LOW:
             _cast_first(node, {})
             edits += 1

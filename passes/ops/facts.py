@@ -22,7 +22,7 @@ import torch
 from torch.fx import Node
 
 from . import ops
-from .rules import ACCUMULATES, COMPOSITE, NO_LOW_FOR, Rule, lookup, rule
+from .rules import COMPOSITE, Rule, lookup, rule
 
 NAMES = ("fp32_internal", "rounds_once", "commutes_forward", "commutes_backward")
 
@@ -139,19 +139,18 @@ def rule_of(node: Node, device: str, low: torch.dtype | None = None) -> tuple[Ru
 
 def lacks_low(node: Node, row: Rule, device: str) -> bool:
     """Say whether a device has no low kernel for an op, or for these arguments of it."""
-    return device in row.no_low or _is_listed(node, NO_LOW_FOR.get(row.name))
+    return device in row.no_low or _has(node, row.no_low_for)
 
 
 def accumulates(node: Node, row: Rule) -> bool:
     """Say whether a write sums or multiplies many values into one: a sum, whatever its name."""
-    found = ACCUMULATES.get(row.name)
-    return found == ("", ()) or _is_listed(node, found)
+    return row.accumulates == ("",) or _has(node, row.accumulates)
 
 
-def _is_listed(node: Node, entry: tuple[str, tuple[Any, ...]] | None) -> bool:
-    """Say whether an argument of a call has one of these values."""
-    given = ops.argument(node, entry[0]) if entry else None
-    return entry is not None and isinstance(given, (bool, int, float, str)) and given in entry[1]
+def _has(node: Node, column: tuple[Any, ...]) -> bool:
+    """Say whether a call has an argument that a column holds "for some arguments": a name, then the values."""
+    given = ops.argument(node, column[0]) if column else None
+    return isinstance(given, (bool, int, float, str)) and given in column[1:]
 
 
 @functools.cache

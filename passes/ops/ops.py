@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-import operator as operator  # read from here by other passes
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -61,10 +61,8 @@ CAST_METHODS: dict[str, torch.dtype] = {
     "bool": torch.bool, "cfloat": torch.complex64, "cdouble": torch.complex128, "chalf": torch.complex32,
 }  # fmt: skip
 
-# What converts its first operand to the `dtype=` it is given before it computes.
-CONVERTS_FIRST = ("softmax", "log_softmax", "softmin", "sum", "nansum", "mean", "prod", "cumsum", "cumprod")
-# The same, of an operand that is not wider: else they raise.
-NEVER_NARROW = ("norm", "linalg_norm", "linalg_vector_norm", "linalg_matrix_norm")
+# Methods that cast to a dtype that they are given, by name, as text, or on a tensor.
+CASTS_TO_GIVEN = ("to", "type", "type_as")
 
 # Methods of a tensor, and its attributes (`getattr(x, "T")` in a symbolic graph).
 _METHODS = {"to": " ".join((*CAST_METHODS, "type", "cpu", "cuda", "xpu")), "dim": "ndimension", "numel": "nelement"}
@@ -89,9 +87,8 @@ _FUNCTIONS: dict[Any, str] = {
     abs: "abs", pow: "pow", round: "round", getattr: "getattr",
 }  # fmt: skip
 
-# What is called on a tensor in shards, as Dynamo writes it; fake tensors do not run it.
+# What is called on a tensor in shards, as Dynamo writes it.
 _SHARDS = {"from_local": "from_local", "prim_from_local": "from_local"}
-SHARDS = ("from_local", "to_local", "redistribute")
 
 # Arguments that make another op of a Python function.
 _SUFFIXES: dict[str, dict[Any, str]] = {
@@ -118,6 +115,9 @@ def _by_spelling(table: dict[str, str]) -> dict[str, str]:
 
 SYNONYMS, OPERATORS = _by_spelling(_SYNONYMS), _by_spelling(_OPERATORS)
 METHODS, ATTRIBUTES, PRIMS = _by_spelling(_METHODS), _by_spelling(_ATTRIBUTES), _by_spelling(_PRIMS)
+
+# `x += y` and its like. Not `@=`, which a tensor does not have: to Python `x @= y` is `x = x @ y` there.
+IN_PLACE = tuple(getattr(operator, s) for s, op in OPERATORS.items() if op.endswith("_") and hasattr(operator, s))
 
 
 class Operand(NamedTuple):

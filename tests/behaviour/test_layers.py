@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+import functools
 from pathlib import Path
 
 import pytest
@@ -15,13 +15,16 @@ REPORTS = sorted((ROOT / "reports").rglob("*.py"))
 OURS = {"fxamp", "passes", "tests", "reports"}
 
 
-def imports(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield (level, module) of every import statement of a file; level 0 is absolute."""
+@functools.cache
+def imports(path: Path) -> set[tuple[int, str]]:
+    """Return (level, module) of every import statement of a file; level 0 is absolute."""
+    found = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            yield from ((0, alias.name) for alias in node.names)
+            found |= {(0, alias.name) for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            yield node.level, node.module or ""
+            found.add((node.level, node.module or ""))
+    return found
 
 
 def packages(path: Path) -> set[str]:

@@ -30,6 +30,7 @@ both_modes = pytest.mark.parametrize("training", [True, False], ids=["train", "e
 @both_modes
 def test_o0_is_the_original_bit_for_bit(name: str, front_end: str, training: bool) -> None:
     test_o0.check(name, training, front_end)
+    assert converted(name, "O0", front_end).plan.casts == 0
 
 
 @pytest.mark.parametrize("name", [name for name in BY_NAME if name not in test_o0.FX])

@@ -17,7 +17,6 @@ import torch
 
 import fxamp
 
-pytestmark = pytest.mark.xdist_group("reference")  # one model for all examples
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 TENSORS = re.compile(r"Tensor\b|\bBatch\b")
 INPUTS = {"args", "kwargs", "inputs", "target"}  # of a model, whatever their annotation says

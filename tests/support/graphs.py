@@ -28,8 +28,9 @@ from torch.fx import Graph, GraphModule, Node
 
 from passes._torch import FakeTensorMode, pytree
 from passes.colouring import Assignment
+from passes.graph.by_rows import original_dtypes
 from passes.graph.inserted import is_inserted
-from passes.graph.values import Inference, original_dtypes
+from passes.graph.values import Inference
 from passes.runtime.casts import CAST
 
 aten = torch.ops.aten

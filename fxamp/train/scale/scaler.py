@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -17,7 +18,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from passes.contract.errors import PolicyError, ScaleCollapseError
 
-from .events import Culprits, Event, ScaleEvent, SkipsInARow, not_finite
+from ..ranks.shards import agree, groups_of, is_spread, with_local_gradient
+from .events import Culprits, Event, ScaleEvent, SkipsInARow
 from .settings import (
     Extensions,
     refuse_low_parameters,
@@ -241,6 +243,22 @@ class LossScaler(torch.amp.GradScaler):
             found = torch.as_tensor(held_back, dtype=torch.float32, device=self._scale.device).view(())
             state.update(optimizer=optimizer, found_inf_per_device={found.device: found})
 
+    def found_infs(self, optimizers: Sequence[Optimizer]) -> list[torch.Tensor]:
+        """Return what says that gradients of optimizers, which are unscaled, are not finite; nothing where disabled.
+
+        Returns:
+            Tensors of one element, on the devices of the gradients: not 0 where a gradient is not finite.
+
+        Example:
+            >>> scaler = fxamp.LossScaler()
+            >>> scaler.scale(nn.functional.cross_entropy(converted(x), y)).backward()
+            >>> scaler.unscale_(optimizer)
+            >>> [found.item() for found in scaler.found_infs([optimizer])]
+            [0.0]
+            >>> optimizer.zero_grad()
+        """
+        return _found_infs([self._per_optimizer_states[id(o)] for o in optimizers]) if self._enabled else []
+
     def join_found_inf(self, optimizers: Sequence[Optimizer]) -> None:
         """Let optimizers whose gradients are unscaled be held back together, if one is; nothing is read.
 
@@ -251,9 +269,9 @@ class LossScaler(torch.amp.GradScaler):
             >>> scaler.join_found_inf([optimizer])
             >>> optimizer.zero_grad()
         """
-        states = [self._per_optimizer_states[id(optimizer)] for optimizer in optimizers]
-        together = _together(_found_infs(states))
-        for found in _found_infs(states):
+        founds = self.found_infs(optimizers)
+        together = _together(founds)
+        for found in founds:
             found.copy_(together)
 
     def unscale_(self, optimizer: Optimizer) -> None:
@@ -427,7 +445,13 @@ class LossScaler(torch.amp.GradScaler):
     ) -> dict[torch.device, torch.Tensor]:
         # GradScaler knows its optimizers by id only. This is the one place all of them pass.
         self._per_optimizer_states[id(optimizer)]["optimizer"] = optimizer
-        return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        gradients = [gradient for _, gradient in self._gradients([optimizer])]
+        if not any(map(is_spread, gradients)):
+            return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        # torch takes gradients of one mesh alone, and asks other ranks only where the first of them is sharded.
+        parts: Any = SimpleNamespace(param_groups=[{"params": list(map(with_local_gradient, gradients))}])
+        found = super()._unscale_grads_(parts, inv_scale, found_inf, allow_fp16)
+        return {device: agree(flag, groups_of(gradients)) for device, flag in found.items()}
 
     def _maybe_opt_step(
         self, optimizer: Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
@@ -453,7 +477,7 @@ class LossScaler(torch.amp.GradScaler):
 
     def _collapse_message(self, states: Sequence[dict[str, Any]]) -> str:
         optimizers = [state["optimizer"] for state in states if _found_infs([state])]
-        bad = [(name, kind) for name, grad in self._gradients(optimizers) if (kind := not_finite(grad))]
+        bad = Culprits(self._gradients(optimizers)).all()
         shown = ", ".join(f"{name} ({kind})" for name, kind in bad[:3]) or "unknown, their gradients are gone already"
         more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
         if any("NaN" in kind for _, kind in bad):

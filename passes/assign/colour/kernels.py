@@ -14,8 +14,7 @@ from torch.fx import Node
 
 from ...graph.values import ELIGIBLE, concrete
 from ...ops import ops
-
-_NOT_EVERYWHERE = frozenset(["lstm", "rnn_tanh", "rnn_relu", "gru", "quantized_gru", "rrelu"])
+from ...ops.rules import row_named
 
 
 def runs_in(
@@ -34,7 +33,7 @@ def runs_in(
         tried: what was found for the same call of this graph before; added to.
     """
     name = ops.name(node)
-    if name not in _NOT_EVERYWHERE and "::" not in name:
+    if not row_named(name).tries_low and "::" not in name:
         return True
     if device == "cuda" and not torch.cuda.is_available():
         return True

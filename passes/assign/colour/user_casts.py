@@ -17,6 +17,7 @@ from torch.fx import Graph, Node
 from ...contract.reasons import Code, Reason
 from ...graph.values import ANY, LOW, is_floating, literal_dtype, module_path
 from ...ops import ops
+from ...ops.rules import Rule, row_named
 
 
 @dataclass(frozen=True)
@@ -28,10 +29,6 @@ class Intent:
     reason: Reason
 
 
-# Random fills that draw other numbers for another dtype, and not the same ones rounded.
-_DRAWS_ANEW = ("normal_", "random_") if torch.__version__ >= "2.13" else ("normal_", "random_", "uniform_")
-
-
 def observed(graph: Graph) -> Iterator[Node]:
     """Yield the values whose bits or element size the program sees: viewed as another dtype, measured, filled anew."""
     for node in graph.nodes:
@@ -41,11 +38,18 @@ def observed(graph: Graph) -> Iterator[Node]:
         elif name == "getattr" and node.args[1] == "dtype":
             seen = any(_uses_dtype(user) for user in node.users)
         else:
-            seen = name in ("element_size", *_DRAWS_ANEW) or (
-                name == "getattr" and node.args[1] in ("itemsize", "nbytes")
+            seen = (
+                name == "element_size"
+                or (name == "getattr" and node.args[1] in ("itemsize", "nbytes"))
+                or (name.endswith("_") and _draws_anew(row_named(name.removesuffix("_"))))
             )
         if seen and isinstance(value, Node):
             yield value
+
+
+def _draws_anew(row: Rule) -> bool:
+    """Say whether a fill at random draws other numbers for another dtype, and not the same ones rounded."""
+    return row.redraws == "always" or (row.redraws != "" and torch.__version__ < row.redraws)
 
 
 def _uses_dtype(node: Node) -> bool:
@@ -90,23 +94,31 @@ class Casts:
         kind = self._kind(node)
         if kind == "relative" and observed is not None:
             return Intent(observed, False, Code.CAST("relative, the dtype that was read under autocast"))
-        if (
-            not baked.is_floating_point
-            or not isinstance(held, torch.dtype)
-            or not is_floating(self.original.get(value))
-        ):
+        floats = baked.is_floating_point and is_floating(self.original.get(value))
+        if not floats or not isinstance(held, torch.dtype):
             return Intent(baked, True, Code.CAST("the author wrote this dtype"))
         if kind == "baked" and held in LOW and baked == torch.float32:
             return Intent(baked, True, Code.USER_CAST("undecided, taken as an upcast"))
-        changes = self.original[value] != baked or baked != torch.float32  # no cast to be restored by
-        if kind == "literal" or baked in LOW or (changes and kind != "relative"):  # what was captured is FP32
+        if self._is_literal(value, baked, kind):
             return Intent(baked, True, Code.CAST("the author wrote this dtype"))
-        if kind == "relative":
-            return Intent(self._restores(node, dtypes) or held, False, Code.USER_CAST("relative"))
+        return self._by_use(node, dtypes, held, observed, exact)
+
+    def _by_use(
+        self, node: Node, dtypes: dict[Node, Any], held: torch.dtype, observed: torch.dtype | None, exact: bool
+    ) -> Intent:
+        """Return what a cast means that gives what the capture under autocast saw, or else restores what was cast."""
         if observed is None:
-            return Intent(self._restores(node, dtypes) or held, False, Code.USER_CAST("undecided, taken as relative"))
+            why = "relative" if self._kind(node) == "relative" else "undecided, taken as relative"
+            return Intent(self._restores(node, dtypes) or held, False, Code.USER_CAST(why))
         restored = None if exact else self._restores(node, dtypes)
         return Intent(restored or observed, False, Code.CAST("undecided, for under autocast it does nothing"))
+
+    def _is_literal(self, value: Node, baked: torch.dtype, kind: str) -> bool:
+        """Say whether the author of a cast must have meant the dtype that was captured, not that of another value."""
+        if kind == "literal" or baked in LOW:  # what was captured is FP32
+            return True
+        changes = self.original[value] != baked or baked != torch.float32
+        return changes and kind != "relative"  # no cast to be restored by
 
     def reference(self, node: Node) -> Node | None:
         """Return the tensor whose dtype the cast takes, where the graph still has it."""

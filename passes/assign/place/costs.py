@@ -16,6 +16,7 @@ from torch.fx import Graph, Node
 
 from ...graph.values import SET_GRAD
 from ...ops import ops
+from ...ops.rules import row_of
 
 # Bytes that move in the time of one launch, and in a nanosecond; assumed, not measured: 5 us at 10 GB/s on a CPU core,
 # 2 us at 500 GB/s on a GPU.
@@ -68,7 +69,7 @@ class ByteCosts:
         if is_view(node):
             return 0
         moved = numel(node.meta.get("val")) + sum(numel(o.node.meta.get("val")) for o in ops.operands(node))
-        backward = 2 if node in self.grad and ops.name(node) not in _FREE_BACKWARD else 0
+        backward = 2 if node in self.grad and not row_of(node).free_backward else 0
         return size * moved * (1 + backward)
 
 
@@ -103,20 +104,13 @@ def numel(value: Any) -> int:
 
 def is_view(node: Node) -> bool:
     """Say whether an op only makes a new view of its operand, or most often does."""
-    return ops.name(node) in _VIEWS or makes_view(node)
+    return row_of(node).view or makes_view(node)
 
 
 def makes_view(node: Node) -> bool:
     """Say whether an op makes a view whatever it is given."""
     schema = ops.schema_of(node)
     return ops.name(node) == "getitem" or (schema is not None and any(r.alias_info is not None for r in schema.returns))
-
-
-# The gradient of each operand is the gradient itself, or a view of it.
-_FREE_BACKWARD = frozenset(["add", "sub", "cat"])
-_VIEWS = frozenset(
-    ["getitem", "reshape", "flatten", "unflatten", "contiguous", "dropout", "chunk", "expand_as", "view_as"]
-)
 
 
 def requires_grad(graph: Graph) -> frozenset[Node]:

@@ -73,6 +73,11 @@ def joined_with_a_base(self: Frozen, x: Tensor) -> Any:
     return torch.cat([k.float().chunk(2, -1)[0], h], -1).to(h.dtype), k.to(h.dtype), k
 
 
+def loss_of_a_base(self: Frozen, x: Tensor) -> Any:
+    h = self.base(x.to(self.base.weight.dtype))
+    return h.prod(-1), torch.nn.functional.mse_loss(h, h.sin())
+
+
 def factory_of_a_read(self: Frozen, x: Tensor) -> Any:
     h = self.l(x)
     return torch.ones(6, dtype=h.dtype) * 1.1, self.base(x.to(BF16))
@@ -81,7 +86,7 @@ def factory_of_a_read(self: Frozen, x: Tensor) -> Any:
 @pytest.mark.parametrize("policy", ["O1", "O2"])
 @pytest.mark.parametrize("forward", [
     before_a_layer, before_an_output, adapted_layers, after_a_base, cast_far_from_its_base, norm_of_a_base,
-    joined_with_a_base, factory_of_a_read,
+    joined_with_a_base, loss_of_a_base, factory_of_a_read,
 ])  # fmt: skip
 def test_an_output_has_the_dtype_that_the_model_gives(forward: Callable[..., Any], policy: str) -> None:
     model, x = Frozen(forward), example()

@@ -25,7 +25,7 @@ from reports.subjects import converted, subject, unchanged
 from reports.zoo import BY_NAME
 
 ROOT = Path(fxamp.__file__).parent.parent
-MODELS = ("lenet5", "hf_bert", "vit", "hf_gpt2", "resnet18")
+MODELS = ("lenet5", "hf_bert", "resnet18", *(pytest.param(n, marks=pytest.mark.matrix) for n in ("vit", "hf_gpt2")))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -169,7 +169,7 @@ for name in ("vit", "lenet5")[turn]:
         delattr(model, child)
     for child, module in children[turn]:
         setattr(model, child, module)
-    made[name] = fxamp.convert(model, args, kwargs, policy="O2,dtype=bf16", check=False)
+    made[name] = fxamp.convert(model, args, kwargs, policy="O2,dtype=bf16", check=False, dynamic_shapes=None)
 print(*(record_of(made[name]).to_json() for name in sorted(made)))
 """
 
