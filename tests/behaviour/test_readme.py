@@ -83,6 +83,16 @@ def test_extras_in_commands_are_there() -> None:
     assert {"demo", "test"} <= named <= extras
 
 
+def test_files_that_are_named_are_there_and_diffs_have_been_made() -> None:
+    text = text_of(ROOT / ".github" / "CONTRIBUTING.md")
+    named = re.findall(r"`((?:passes|fxamp|tests|reports)/[\w/.]+)`", text)
+    assert len(named) > 10
+    assert [name for name in named if not (ROOT / name).exists()] == []
+    for block in blocks(text, "diff"):
+        for name, lines in re.findall(r"^\+\+\+ b/(\S+)\n((?:\+.*\n)+?)(?=--- |\Z)", block, re.MULTILINE):
+            assert re.sub(r"^\+", "", lines, flags=re.MULTILINE) in text_of(ROOT / name), name
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
 def test_links_lead_to_files(page: Path) -> None:
     links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", text_of(page))]
