@@ -34,7 +34,7 @@ ARROWS = {
     "passes.assign.colour": "._torch .colouring .contract .form .graph .ops",
     "passes.form": ".colouring .contract .graph",
     "passes.legalize": "._torch .contract .form .graph .ops",
-    "passes.assign.place": ".assign.colour .colouring .contract .graph .ops",
+    "passes.assign.place": "._torch .assign.colour .colouring .contract .graph .ops",
     "passes.assign": ".assign.colour .assign.place .colouring .contract .form .graph .ops",
     "passes.casts": "._torch .assign.colour .colouring .contract .form .graph .ops .runtime",
     "passes.watch": ".casts .form .ops",
