@@ -33,7 +33,7 @@ from .capture.front_ends import ALONE
 from .capture.functions import as_under_autocast
 from .capture.model.captured import Autocast, Captured, Captures, as_inputs
 from .capture.model.patches import capturing
-from .capture.model.preflight import untouched
+from .capture.model.preflight import loads_otherwise, untouched
 from .capture.states import capture as capture_model
 from .capture.states import in_state_of, module_of, refuse_non_models, with_own_constants
 from .dynamo import compiled
@@ -42,7 +42,15 @@ from .measure.fastest import emit_measured, kept_notes
 from .module.kept import Kept
 from .module.module import ConvertedModule, Variant
 from .module.skeleton import skeleton
-from .trust.check import check_faithful, check_runs, guard_small_sizes, refuse_low_parameters, runs_under
+from .trust.check import (
+    check_faithful,
+    check_runs,
+    fresh,
+    guard_small_sizes,
+    preserved,
+    refuse_low_parameters,
+    runs_under,
+)
 
 logger = logging.getLogger("fxamp")
 
@@ -58,30 +66,45 @@ def convert(
     plan: Plan | str | os.PathLike[str] | None = None,
     check: bool = True,
 ) -> Any:
-    """Convert a model to mixed precision.
+    """Convert a model to mixed precision, ahead of time.
+
+    With example inputs every shape is known, and the captured graph is compared with the model bit for bit: the model
+    runs once, its captured graph once, and the converted module once. Without inputs the model is traced symbolically.
 
     Args:
-        model: an `nn.Module`, a `GraphModule` or an `ExportedProgram`. It is not changed; the converted module shares
-            its parameters and buffers, so an optimizer built before goes on working.
-        args: example inputs, a tuple as `torch.export.export` takes them (a lone tensor is wrapped).
-        kwargs: example keyword inputs.
-        policy: a level ("O0" to "O3"), a policy string ("O2,dtype=bf16,modules.fc3=fp32") or a Policy; "O1" by default.
+        model: An `nn.Module` with FP32 parameters (frozen ones may be FP16 or BF16), a `GraphModule` or an
+            `ExportedProgram`. It is not changed; the converted module shares its parameters and buffers, so an
+            optimizer built before goes on working.
+        args: Example inputs, a tuple as `torch.export.export` takes them (a lone tensor is wrapped), of the shapes and
+            dtypes of real ones. A batch of at least 2 keeps the batch size free.
+        kwargs: Example keyword inputs.
+        policy: A level ("O0" to "O3"), a policy string ("O2,dtype=bf16,modules.fc3=fp32") or a Policy; "O1" by default.
         capture: "export", "fx", "jit" (at the first call, by torch.compile, the graphs run eagerly), or "auto": export
             with example inputs, else fx, and jit where that one would lose something of the model, which is logged.
-        dynamic_shapes: "auto" (every dimension), None (none), or as `torch.export.export` takes them.
-        plan: a Plan, or the path of one, to replay; its policy is the policy.
-        check: compare the captured graph, before any rounding, with the model on the example inputs, and run the
-            converted one once.
+        dynamic_shapes: "auto" keeps every dimension free. Where that fails, or takes more than 4 s of processor time
+            plus 0.25 ms for each call of torch, it keeps the first of each input free, and the plan says so. None fixes
+            all sizes. Anything else as `torch.export.export` takes it.
+        plan: A Plan, or the path of one, to replay; its policy is the policy.
+        check: False leaves the comparison out.
 
     Returns:
         A ConvertedModule, called like the model; what `fxamp.compile` returns where the model is captured at its first
-        call. Outputs keep the model's dtypes.
+        call. Outputs have the shapes and dtypes of the model's.
 
     Raises:
-        CaptureError: the model cannot be captured faithfully.
-        PolicyError: the policy is wrong, or does not fit the model.
-        PlanError: the plan cannot be read, or does not fit the model.
-        VerificationError: a rewritten graph does not do what its plan says, or an op of it has no kernel here.
+        CaptureError: The model cannot be captured faithfully.
+        NotAModuleError: The model is none.
+        PolicyError: The policy is wrong, or does not fit the model.
+        PlanError: The plan cannot be read, or does not fit the model.
+        VerificationError: A rewritten graph does not do what its plan says, or an op of it has no kernel here.
+
+    Example:
+        >>> converted = fxamp.convert(model, (x,), policy="O1,dtype=bf16")
+        >>> converted(x).shape, converted(x).dtype
+        (torch.Size([3, 4]), torch.float32)
+        >>> with torch.autocast("cpu", torch.bfloat16):
+        ...     bool((converted(x) == model(x)).all())
+        True
     """
     if plan is not None and policy is not None:
         raise PolicyError("a plan has its own policy: give convert a plan or a policy, not both.")
@@ -201,7 +224,10 @@ def emit(
         )  # fmt: skip
     variants = [Variant(s, c.graph, c.call) for s, c in zip(states, found, strict=True)]
     decided = joined(plans, [str(s) for s in states])
-    kept = Kept(decided, policy.device or "cpu", type(model).__name__, captures.missing, captures.reads)
+    kept = Kept(
+        decided, policy.device or "cpu", type(model).__name__, captures.missing, captures.reads,
+        loads_otherwise=loads_otherwise(type(model)),
+    )  # fmt: skip
     return ConvertedModule(root, variants, kept, model)
 
 
@@ -214,17 +240,58 @@ def plan(
     capture: str = "auto",
     dynamic_shapes: Any = "auto",
 ) -> Plan:
-    """Decide only: return the plan that `convert` would carry out ahead of time. Arguments and errors as `convert`."""
+    """Decide only: return the plan that `convert` would carry out ahead of time. Nothing of the model is run.
+
+    Args:
+        model: As `convert` takes it.
+        args: Example inputs of the shapes and dtypes of real ones.
+        kwargs: Example keyword inputs.
+        policy: As `convert` takes it.
+        capture: As `convert` takes it, but "jit".
+        dynamic_shapes: As `convert` takes it.
+
+    Raises:
+        CaptureError: The model cannot be captured faithfully, or capture is "jit".
+        PolicyError: The policy is wrong, or does not fit the model.
+        VerificationError: A rewritten graph would not do what its plan says.
+
+    Example:
+        >>> fxamp.plan(model, (x,), policy="O2,dtype=bf16,modules.2=fp32").decisions[-1].reason
+        'override: modules.2=fp32'
+    """
     if capture == "jit":
         raise CaptureError("fxamp.plan decides ahead of time: with capture='jit', read fxamp.plan_of after a call.")
     return to_read(model, args, kwargs, Policy.of(policy), capture, dynamic_shapes).plan
 
 
 def to_read(
-    model: nn.Module, args: Any, kwargs: Any, policy: Policy, capture: str = "auto", dynamic_shapes: Any = "auto"
-) -> ConvertedModule:
+    model: nn.Module, args: Any, kwargs: Any, policy: Policy, capture: str = "auto", dynamic_shapes: Any = "auto",
+    replayed: Plan | None = None,
+) -> ConvertedModule:  # fmt: skip
     """Convert a model ahead of time to read what was decided: nothing is run, so nothing is checked."""
-    return _ahead_of_time(model, args, kwargs, policy, capture, dynamic_shapes, None, check=False)
+    return _ahead_of_time(model, args, kwargs, policy, capture, dynamic_shapes, replayed, check=False)
+
+
+def called_to_read(model: nn.Module, args: Any, kwargs: Any, policy: Policy) -> nn.Module:
+    """Compile a model and call it once, to read what was decided at its first call; it is as it was afterwards.
+
+    Raises:
+        CaptureError: there are no example inputs to call it with.
+        PolicyError: the policy is for a device that the model is not on.
+    """
+    inputs = as_inputs(args, kwargs)
+    if inputs is None:
+        raise CaptureError("capture='jit' captures at the first call: give example inputs as well.")
+    settled, device = resolve(policy, model, inputs), device_of(model, inputs)
+    if settled.device != device:
+        raise PolicyError(
+            f"capture='jit' runs {type(model).__name__}, which is on '{device}': capture ahead of time ('export' or "
+            f"'fx') to decide for '{settled.device}'."
+        )
+    made = _at_first_call(model, policy, None, "auto")
+    with untouched(model), preserved(model):
+        made(*pytree.tree_map(fresh, inputs[0]), **pytree.tree_map(fresh, inputs[1]))
+    return cast(nn.Module, made)
 
 
 def plan_of(module: nn.Module) -> Plan:
@@ -233,7 +300,14 @@ def plan_of(module: nn.Module) -> Plan:
     Of a model in which several modules were converted, each by itself, it is one plan too, with their paths in it.
 
     Raises:
-        CaptureError: nothing was converted for the module, or nothing yet.
+        CaptureError: Nothing was converted for the module, or nothing yet.
+        NotAModuleError: It is no module.
+
+    Example:
+        >>> compiled = fxamp.compile(model, policy="O1,dtype=bf16", backend="eager")
+        >>> _ = compiled(x)
+        >>> [decision.colour for decision in fxamp.plan_of(compiled).decisions]
+        ['bfloat16', 'bfloat16', 'bfloat16']
     """
     if isinstance(module, ConvertedModule):
         return module.plan
@@ -245,7 +319,13 @@ def graphs(module: nn.Module) -> list[torch.fx.GraphModule]:
     """Return the graphs of a converted module, or of a compiled one after its first call, in order.
 
     Raises:
-        CaptureError: nothing was converted for the module, or nothing yet.
+        CaptureError: Nothing was converted for the module, or nothing yet.
+        NotAModuleError: It is no module.
+
+    Example:
+        >>> graph, = fxamp.graphs(converted)
+        >>> sum(node.target is torch.ops.aten.to.dtype for node in graph.graph.nodes)  # casts, that of the output too
+        6
     """
     if isinstance(module, ConvertedModule):
         several = len(module.variants) > 1

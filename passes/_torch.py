@@ -2,8 +2,8 @@
 
 Each is used by PyTorch's own documentation or by its downstream projects, and each is tested against the oldest and
 the newest supported torch: fake tensors (shapes and dtypes without data), dispatch modes (what an operator really
-did), the dispatcher's own list of autocast rules, the exporter's guards, autocast regions as two calls, and the
-structured trace of a compilation.
+did), the dispatcher's own list of autocast rules, the exporter's guards, autocast regions as two calls, the
+structured trace of a compilation, and what replicas and shards were told.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch._jit_internal import boolean_dispatched as boolean_dispatched
 from torch._library.custom_ops import _maybe_get_opdef
 from torch._logging._internal import trace_structured
@@ -33,6 +34,7 @@ from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP as GUARD_NAMES
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode as TorchFunctionMode
 from torch.utils import _contextlib as decorators  # the file of `no_grad` as a decorator
 from torch.utils import _pytree as pytree
@@ -280,6 +282,29 @@ def compile_records() -> list[Any]:
     return list(torch._dynamo.utils.get_compilation_metrics())
 
 
+def communication_hook(replica: DistributedDataParallel) -> str:
+    """Return what exchanges the gradients of a DistributedDataParallel in place of an all-reduce, "" if nothing does.
+
+    A hook that torch has built in is known to its logger alone.
+    """
+    return str(replica._get_ddp_logging_data().get("comm_hook", ""))
+
+
+def communication_states(replica: DistributedDataParallel) -> list[Any]:
+    """Return what the communication hooks of a DistributedDataParallel keep from step to step."""
+    return [state for _, state in replica._comm_hooks]
+
+
+def gathering(module: nn.Module) -> tuple[torch.dtype | None, bool]:
+    """Return in which dtype FSDP2 gathers the parameters of a module that it has sharded, and whether it casts inputs.
+
+    None stands for the dtype that they have. FSDP2 keeps its MixedPrecisionPolicy to itself.
+    """
+    sharded: Any = module
+    policy = sharded._get_fsdp_state()._mp_policy
+    return policy.param_dtype, bool(policy.cast_forward_inputs)
+
+
 __all__ = [
     "C_NN",
     "GUARD_NAMES",
@@ -298,6 +323,8 @@ __all__ = [
     "autocast_registrations",
     "boolean_dispatched",
     "close",
+    "communication_hook",
+    "communication_states",
     "compile_records",
     "decorators",
     "drop_hooks",
@@ -305,6 +332,7 @@ __all__ = [
     "enter_autocast",
     "example_sizes",
     "exit_autocast",
+    "gathering",
     "global_module_hooks",
     "guards_of",
     "in_transform",

@@ -33,6 +33,7 @@ from .graph.inserted import is_inserted
 from .graph.values import module_types, no_autocast
 from .legalize.legalize import Legalize
 from .ops import ops
+from .ops.facts import this_machine
 from .watch import watchers
 
 __all__ = ["NAMES", "compile_graph"]
@@ -200,4 +201,5 @@ def _plan_of(
         inserted_casts=sum(edits[f"{InsertCasts.name}/{rule}"] for rule in CASTS),
         casts=sum(is_inserted(n) for unit in units for n in unit.graph.nodes),
         edits=dict(edits),
+        machine=str(this_machine(policy.device or "cpu")),
     )

@@ -214,9 +214,10 @@ def export(
     wrapper.training = model.training
     tensors = _distinct([v for v in flat if isinstance(v, torch.Tensor)])
     functions = Functions()
+    entered = contextlib.nullcontext() if autocast is None else autocast.context()
     with _quiet():
         try:
-            with without_fused_layers(), _entered(autocast), ExplicitCasts(*(limit or (None,))), functions.kept():
+            with without_fused_layers(), entered, ExplicitCasts(*(limit or (None,))), functions.kept():
                 program = torch.export.export(
                     wrapper, tensors, dynamic_shapes={"tensors": dims} if tensors else None, strict=False
                 )
@@ -237,13 +238,6 @@ def export(
     box, dtypes = wrapper.box, tuple(getattr(_val(o), "dtype", None) for o in outs)  # type: ignore[union-attr]
     call = replace(call, leaves=leaves, guards=guards, out_dtypes=dtypes)
     return gm, replace(call, out_spec=box.spec, out_constants=box.constants), box.changed
-
-
-def _entered(autocast: Autocast | None) -> contextlib.AbstractContextManager[Any]:
-    if autocast is None:
-        return contextlib.nullcontext()
-    # Without the cache, which would keep fake copies of the weights.
-    return torch.autocast(autocast.device, autocast.dtype, cache_enabled=False)
 
 
 @contextlib.contextmanager

@@ -25,6 +25,7 @@ from .model.preflight import grad_mode_reads, refuse_assigned, refuse_constructs
 from .model.reads import Reads, Recorder
 from .model.tensors import held, kept
 from .relate import relate, settle
+from .rerun import rerun
 
 Run = Callable[[], Captured]
 ALONE = "the model runs under torch.autocast alone, so nothing was compared: {}"
@@ -32,7 +33,7 @@ ALONE = "the model runs under torch.autocast alone, so nothing was compared: {}"
 
 def by_export(
     model: nn.Module, call: CallSpec, flat: list[Any], dynamic_shapes: Any, autocast: Autocast | None,
-    reads: Reads,
+    reads: Reads, *, again: bool = True,
 ) -> Run:  # fmt: skip
     """Return what captures a model by `torch.export`, as it is and under autocast.
 
@@ -43,6 +44,7 @@ def by_export(
         dynamic_shapes: "auto", None, or as `torch.export.export` takes it.
         autocast: None to capture without it alone.
         reads: takes what forward() reads.
+        again: export it under autocast too; else the graph without is run under it, for no code reads a dtype.
     """
     dims = export.Dims(dynamic_shapes, call, flat)
 
@@ -57,7 +59,9 @@ def by_export(
             return replace(low.noting(ALONE.format(str(e).splitlines()[0])), plain=False)
         if autocast is None:
             return plain
-        low = _under_autocast(model, call, flat, dims, autocast, reads)
+        low = None if again else rerun(plain, autocast)
+        if low is None:
+            low = _under_autocast(model, call, flat, dims, autocast, reads)
         if not isinstance(low, Captured):
             return plain.noting(f"captured without torch.autocast, which cannot run it: {low}")
         return _related(plain, low, autocast)

@@ -80,7 +80,8 @@ def capture(
         if front_end == "export":
             if isinstance(model, ExportedProgram) and dynamic_shapes == "auto":
                 dynamic_shapes = program_dims(model)  # no other sizes are its own
-            run = front_ends.by_export(module, call, flat, dynamic_shapes, autocast, reads)
+            again = not isinstance(model, ExportedProgram)
+            run = front_ends.by_export(module, call, flat, dynamic_shapes, autocast, reads, again=again)
         else:
             run = front_ends.by_fx(module, call, flat, reads)
         captures = _as_it_is(module, run) if isinstance(model, ExportedProgram) else _all_states(module, run)

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tabulate import tabulate
 
@@ -31,7 +31,8 @@ from .target import load_target
 from .usage import parser_of
 
 if TYPE_CHECKING:
-    from ..module.module import ConvertedModule
+    from torch import nn
+
     from ..report.gate.gate import Outcome
     from ..report.gate.targets import Target
 
@@ -68,6 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _report(args: argparse.Namespace) -> int:
+    from ..convert import plan_of
     from ..report.gate.gate import with_totals
     from ..report.report import Report, report
 
@@ -84,7 +86,7 @@ def _report(args: argparse.Namespace) -> int:
         with aside(), waiting(args, f"converting {args.target}"), watched(*printed):
             module = _converted(args.target, args.policy, args.capture, args.device)
             plan, record = with_totals(module)
-            made = Report(module.plan, record=record, model=module.original)
+            made = Report(plan_of(module), record=record, model=getattr(module, "original", args.target))
     if args.save_plan:
         plan.save(args.save_plan)
     only = {"modules": args.module, "ops": args.op, "colours": args.colour, "reasons": args.reason}
@@ -109,7 +111,7 @@ def _diff(args: argparse.Namespace) -> int:
     return FOUND if made else DONE
 
 
-def _sides(args: argparse.Namespace) -> list[Path | ConvertedModule]:
+def _sides(args: argparse.Namespace) -> list[Path | nn.Module]:
     """Return the two things to compare: saved plans, or targets converted, one of them by two policies."""
     if len(args.policy) > 2:
         raise PolicyError("diff: two --policy are enough, one for each side")
@@ -179,21 +181,26 @@ def _checked(target: Target, update: bool) -> Outcome:
 
     budgets = [Budget.parse(text) for text in target.budgets]
     with aside():  # standard output is the outcome's
-        module = _converted(target.target, target.policy, target.capture, target.device)
-        return check(target.name, module, target.plan, budgets, update)
+        make = functools.partial(_converted, target.target, target.policy, target.capture, target.device)
+        return check(target.name, make, target.plan, budgets, update)
 
 
-def _converted(target: str, policy: str | None, capture: str, device: str | None) -> ConvertedModule:
+def _converted(
+    target: str, policy: str | None, capture: str, device: str | None, replayed: Plan | None = None
+) -> nn.Module:
     asked = Policy.of(policy)
-    return _read(load_target(target), asked, capture, device)
+    return _read(load_target(target), asked, capture, device, replayed)
 
 
-def _read(made: tuple[object, object, object], policy: Policy, capture: str, device: str | None) -> ConvertedModule:
-    from ..convert import to_read
+def _read(
+    made: tuple[Any, Any, Any], policy: Policy, capture: str, device: str | None, replayed: Plan | None = None
+) -> nn.Module:
+    from ..convert import called_to_read, to_read
 
-    model, args, kwargs = made
     asked = policy if device is None else replace(policy, device=device)
-    return to_read(model, args, kwargs, asked, capture)  # type: ignore[arg-type]  # it says what a model is not
+    if capture == "jit":
+        return called_to_read(*made, asked)
+    return to_read(*made, asked, capture, replayed=replayed)
 
 
 def _rules(args: argparse.Namespace) -> int:

@@ -15,7 +15,7 @@ Run: TypeAlias = Callable[[argparse.Namespace], int]  # returns the exit status
 
 
 def _add_capture(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument("--capture", choices=("auto", "fx", "export"), default="auto", help="front end")
+    verb.add_argument("--capture", choices=("auto", "fx", "export", "jit"), default="auto", help="front end")
     verb.add_argument("--device", choices=("cpu", "cuda"), help="decide for it, whether it is here or not")
 
 

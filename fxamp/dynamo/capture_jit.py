@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from passes.graph.values import LOW, Inference, dtypes_of, is_floating, literal_
 from passes.ops import ops
 from passes.ops.rules import row_of
 
+from .own_dtypes import own_dtypes, without_low
 from .scope import Scope
 
 _ROOT = re.compile(r"^[LG]\['\w+'\]\.?")
@@ -54,7 +55,7 @@ def _whole_region(graph: Graph) -> tuple[Node, Node] | None:
 
 def describe(
     gm: GraphModule, *, ambient: bool, policy: Policy, scope: Scope | None = None, own: Sequence[bool] = ()
-) -> tuple[int, ...]:
+) -> dict[int, torch.dtype]:
     """Leave on every node what the passes read: `val`, the module path, the autocast region, what a cast means.
 
     `meta["cast"]` is "literal" where the author called `.float()` and its like; else "autocast" for a dtype that
@@ -69,14 +70,15 @@ def describe(
         own: of each input, whether the model itself holds it, or has made it low.
 
     Returns:
-        Which outputs are low in the model itself, and not by autocast.
+        Which outputs are low in the model itself, and not by autocast: their numbers, and the dtypes.
     """
     description = _Description(gm.graph, ambient, policy, scope, own)
     description.of(gm)
     outputs: Any = gm.graph.output_node().args[0]
-    low = tuple(i for i, n in enumerate(outputs) if isinstance(n, Node) and description.own.get(n) in LOW)
-    for i in low:
-        outputs[i].meta["low_of_its_own"] = True
+    made = {i: description.own.get(n) for i, n in enumerate(outputs) if isinstance(n, Node)}
+    low = {i: dtype for i, dtype in made.items() if dtype in LOW}
+    for i, dtype in low.items():
+        outputs[i].meta["low_of_its_own"] = dtype
     return low
 
 
@@ -91,42 +93,38 @@ class _Description:
         self.authors = {d for n in self.holds if (d := dtypes_of(n.meta.get("example_value"))) in LOW}
         self.makes_low = bool(self.authors) or any(_is_method(n) and literal_dtype(n) in LOW for n in graph.nodes)
         self.own: dict[Node, Any] = {}  # dtypes as they would be in the model without autocast anywhere
+        self.doubtful: set[Node] = set()  # what names a dtype of the model's own tensors, or one that autocast made
 
     def of(self, gm: GraphModule, *, inside: bool = False) -> None:
         """Describe one graph, in place; `inside` says that it is the body of a higher-order op."""
-        held: dict[Node, Any] = {}
-        regions: list[tuple[Node, tuple[str, bool, Any]]] = []
-        for node in list(gm.graph.nodes):
+        nodes, held = list(gm.graph.nodes), dict[Node, Any]()
+        for node in nodes:
+            if inside and node.op == "placeholder":
+                node.meta = dict(node.meta)  # Dynamo gives it that of the value outside, the very object
             _describe_origin(node, self.scope)
             if node.op == "get_attr" and isinstance(body := attribute_of(gm, str(node.target)), GraphModule):
                 self.of(body, inside=True)
-            if node.target is enter_autocast:
-                kind, dtype, enabled, _ = node.args
-                regions.append((node, (str(kind), bool(enabled), dtype)))
-            elif node.target is exit_autocast:
-                regions = [r for r in regions if r[0] is not node.args[0]]
-            elif regions and node.op.startswith("call"):
-                node.meta["autocast_region"] = regions[-1][1]
             if ops.name(node) == "to":
                 node.meta["cast"] = "literal" if _is_method(node) else "autocast" if self.ambient else "baked"
+        _describe_regions(nodes)
+        for node in nodes:
             value = pytree.tree_map(without_transforms, node.meta.get("example_value", node.meta.get("val")))
-            if value is None:
-                continue
-            if node.op.startswith("call") and is_floating(dtypes_of(value)):
-                self._describe_cast(node, value, held)
-            if self.ambient and node.op.startswith("call"):
-                value = retyped(value, self._inferred(node, value, held))
-            elif self.ambient and inside and node.op == "placeholder":
-                value = retyped(value, _without_low(dtypes_of(value)))
-            node.meta["val"] = value
-            held[node] = dtypes_of(value)
-            if self.ambient and self.makes_low and not inside:
-                self.own[node] = self._own(node, value)
+            if value is not None:
+                node.meta["val"] = value = self._described(node, value, held, inside)
+                held[node] = dtypes_of(value)
+        if self.ambient and self.makes_low and not inside:
+            self.own = own_dtypes(gm.graph, self.infer, self.holds, self.doubtful)
 
-    def _own(self, node: Node, value: Any) -> Any:
-        if node.op == "placeholder" and node not in self.holds:
-            return _without_low(dtypes_of(value))
-        return self._inferred(node, value, self.own) if node.op.startswith("call") else dtypes_of(value)
+    def _described(self, node: Node, value: Any, held: dict[Node, Any], inside: bool) -> Any:
+        """Return a value as the model would give it without autocast; what a cast means is said on it."""
+        call = node.op.startswith("call")
+        if call and is_floating(dtypes_of(value)):
+            self._describe_cast(node, value, held)
+        if self.ambient and call:
+            return retyped(value, self._inferred(node, value, held))
+        if self.ambient and inside and node.op == "placeholder":
+            return retyped(value, without_low(dtypes_of(value)))
+        return value
 
     def _inferred(self, node: Node, value: Any, held: dict[Node, Any]) -> Any:
         """Return the dtypes that a node gives without autocast, where fake tensors cannot run it too.
@@ -134,17 +132,20 @@ class _Description:
         They cannot run operands of several dtypes, of which one may be low, or the op not at all.
         """
         if ops.name(node).startswith("higher_order::"):
-            return _without_low(dtypes_of(value))
+            return without_low(dtypes_of(value))
         try:
             return self.infer(node, lambda n: held.get(n))
         except Exception:  # whatever a fake kernel raises
             low = any(held.get(n) in LOW for n in node.all_input_nodes)
-            return dtypes_of(value) if low else _without_low(dtypes_of(value))
+            return dtypes_of(value) if low else without_low(dtypes_of(value))
 
     def _describe_cast(self, node: Node, value: Any, held: dict[Node, Any]) -> None:
         """Say what the dtype of a cast means, and take out of the graph what is low by autocast."""
         given, fp32 = literal_dtype(node), self._is_fp32(node)
-        low = self.ambient and given in LOW and given not in self.authors and not _is_method(node)
+        low = self.ambient and given in LOW and not _is_method(node)
+        if low and given in self.authors:
+            self.doubtful.add(node)
+            return
         if low and ops.name(node) == "to":
             _settle(node, torch.float32)
         elif low and (fp32 or not row_of(node).exact):
@@ -170,18 +171,25 @@ def _is_method(node: Node) -> bool:
     return node.op == "call_method" and str(node.target) in ops.CAST_METHODS
 
 
-def _without_low(dtypes: Any) -> Any:
-    if isinstance(dtypes, tuple):
-        return tuple(_without_low(d) for d in dtypes)
-    return torch.float32 if dtypes in LOW else dtypes
-
-
 def _describe_origin(node: Node, scope: Scope | None) -> None:
     """Bring module paths into the form `blocks.0.attn`, the root being ""."""
     if scope is not None:
         node.meta["nn_module_stack"] = scope.stack(node)
     elif stack := node.meta.get("nn_module_stack"):
         node.meta["nn_module_stack"] = {k: (_ROOT.sub("", path), kind) for k, (path, kind) in stack.items()}
+
+
+def _describe_regions(nodes: Iterable[Node]) -> None:
+    """Leave on the calls between two switches of autocast what the innermost such region says."""
+    regions: list[tuple[Node, tuple[str, bool, Any]]] = []
+    for node in nodes:
+        if node.target is enter_autocast:
+            kind, dtype, enabled, _ = node.args
+            regions.append((node, (str(kind), bool(enabled), dtype)))
+        elif node.target is exit_autocast:
+            regions = [r for r in regions if r[0] is not node.args[0]]
+        elif regions and node.op.startswith("call"):
+            node.meta["autocast_region"] = regions[-1][1]
 
 
 def _settle(node: Node, dtype: torch.dtype | None) -> None:

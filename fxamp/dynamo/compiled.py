@@ -1,4 +1,4 @@
-"""Which graphs were converted for which model, found again by the module that was compiled, or by their parameters.
+"""The registry of converted graphs of Dynamo, looked up by compiled module or by identity of parameters.
 
 Dynamo hands a backend flat graphs, and no model. The parameters among their inputs are the model's own, and where one
 graph serves another model of the same code too, that shows at its first call.
@@ -89,6 +89,11 @@ _ASKED: weakref.WeakKeyDictionary[nn.Module, Policy] = weakref.WeakKeyDictionary
 def announce(module: nn.Module, policy: Policy) -> None:
     """Note what a compiled module asks for: several over one model may ask for different things."""
     _ASKED[module] = policy
+
+
+def asked_of(module: nn.Module) -> Policy | None:
+    """Return what a compiled module asks for, None for any other."""
+    return _ASKED.get(module)
 
 
 def record(

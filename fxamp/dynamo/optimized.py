@@ -30,7 +30,7 @@ from . import compiled
 
 logger = logging.getLogger("fxamp")
 
-_OWN: Any = WeakIdKeyDictionary()  # low values that are low in the model itself, and not by autocast
+_OWN: Any = WeakIdKeyDictionary()  # values that are low in the model itself, and not by autocast: their dtypes there
 _CONTEXTS: dict[tuple[str, torch.dtype, bool], list[torch.autocast]] = {}  # made before, and not entered now
 
 
@@ -71,9 +71,9 @@ def _again(model: nn.Module, dynamo: Any, policy: Policy) -> CompiledModule:
     return adopted(OptimizedModule(model, dynamo), policy)
 
 
-def note_low(value: Tensor) -> None:
-    """Note that a low value which leaves a graph is low in the model itself."""
-    _OWN[value] = True
+def note_low(value: Tensor, dtype: torch.dtype) -> None:
+    """Note that a value which leaves a graph is low in the model itself; under autocast it may be FP32."""
+    _OWN[value] = dtype
 
 
 def is_low_of_its_own(value: object) -> bool:
@@ -190,7 +190,7 @@ def _device(model: nn.Module, args: Any, kwargs: Any) -> str:
 
 
 def restored(outputs: Any, low: torch.dtype, inputs: Any, made: dict[int, Any] | None = None) -> Any:
-    """Return outputs with FP32 for every low value, but those that the model itself makes low, or was given.
+    """Return outputs with FP32 for every low value; those that the model makes low, or was given, in its own dtype.
 
     Containers that pytree does not know are left as they are, but dataclasses; so a cache keeps autocast's values. An
     output that is returned twice stays one: `made` holds what was made, by the identity of what it was made of.
@@ -200,18 +200,18 @@ def restored(outputs: Any, low: torch.dtype, inputs: Any, made: dict[int, Any] |
     for leaf in leaves:
         if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
             made[id(leaf)] = _restored_fields(leaf, low, inputs, made)
-        elif isinstance(leaf, Tensor) and leaf.dtype == low and id(leaf) not in made and not _is_own(leaf, inputs):
+        elif is_low_of_its_own(leaf):
+            made[id(leaf)] = leaf.to(_OWN[leaf])
+        elif isinstance(leaf, Tensor) and leaf.dtype == low and id(leaf) not in made and not _is_given(leaf, inputs):
             made[id(leaf)] = leaf.float()
     changed = [made.get(id(leaf), leaf) for leaf in leaves]
     same = all(new is old for new, old in zip(changed, leaves, strict=True))
     return outputs if same else pytree.tree_unflatten(changed, spec)
 
 
-def _is_own(value: Tensor, inputs: Any) -> bool:
-    """Say whether a low value is low in the model itself: made so, held so or given so."""
-    if is_low_of_its_own(value) or isinstance(value, nn.Parameter):
-        return True
-    return any(value is given for given in pytree.tree_leaves(inputs))
+def _is_given(value: Tensor, inputs: Any) -> bool:
+    """Say whether a value is a parameter, or one that the model was called with."""
+    return isinstance(value, nn.Parameter) or any(value is given for given in pytree.tree_leaves(inputs))
 
 
 def _restored_fields(value: Any, low: torch.dtype, inputs: Any, made: dict[int, Any]) -> Any:

@@ -29,6 +29,7 @@ class Kept:
         missing: states that could not be captured, and why.
         reads: what forward() read of the model, which the graphs have as constants.
         container: the container of torch.nn that the model is, and whose indices the module has; None for another.
+        loads_otherwise: the model's author has overridden how it is loaded.
     """
 
     plan: Plan
@@ -37,6 +38,7 @@ class Kept:
     missing: tuple[tuple[State, str], ...] = ()
     reads: Reads = field(default_factory=Reads)
     container: type[nn.Module] | None = None
+    loads_otherwise: bool = False
 
     def to_data(self) -> dict[str, Any]:
         """Return the record as a saved module holds it: by the names of its fields, the plan as text."""

@@ -81,9 +81,19 @@ class ConvertedModule(GraphModule):
     for each, chosen at the call; `.graph` and `.code` are those of the state that it is in.
 
     Attributes:
-        variants: the graphs.
-        functions: the generated code of each graph, by its place: a function of this module and the flat inputs.
-        uncopied: why it cannot be copied now, "" when it can.
+        variants: The graphs.
+        functions: The generated code of each graph, by its place: a function of this module and the flat inputs.
+        uncopied: Why it cannot be copied now, "" when it can.
+
+    Example:
+        >>> converted[0].weight is model[0].weight, converted.plan.casts
+        (True, 6)
+        >>> converted.functions.keys(), len(converted.variants), converted.original, converted.device_type
+        (dict_keys([0]), 1, 'Sequential', 'cpu')
+        >>> len(converted.call_spec.signature().parameters)
+        1
+        >>> "torch.ops.aten.linear.default" in converted.code
+        True
     """
 
     functions: dict[int, Callable[..., Any]]
@@ -177,7 +187,11 @@ class ConvertedModule(GraphModule):
         self._guards[at] = spec.guard_function()
 
     def put(self, at: int, graph: Graph) -> None:
-        """Put a graph in the place of one of the graphs, whatever state the module is in."""
+        """Put a graph in the place of one of the graphs, whatever state the module is in.
+
+        Example:
+            >>> converted.put(0, converted.graph)
+        """
         before, self._chosen = self._chosen, at
         try:
             self.graph = graph
@@ -185,7 +199,11 @@ class ConvertedModule(GraphModule):
             self._chosen = before
 
     def recompile(self) -> Any:
-        """Regenerate the code from the graph of the present state, keeping the original's call signature."""
+        """Regenerate the code from the graph of the present state, keeping the original's call signature.
+
+        Example:
+            >>> _ = converted.recompile()
+        """
         graph, at = self.graph, self._current()
         graph.set_codegen(Containers(self.variants[at].call_spec))
         with called_directly(graph), called_by_name(graph), read_directly(graph):
@@ -196,7 +214,13 @@ class ConvertedModule(GraphModule):
         return code
 
     def graph_forward(self, *flat: Any) -> Any:
-        """Run the graph of the present state on flat inputs; returns flat outputs."""
+        """Run the graph of the present state on the tensors of a call, whose shapes nobody checks; return flat outputs.
+
+        Example:
+            >>> output, = converted.graph_forward(x)
+            >>> output.dtype
+            torch.float32
+        """
         return self.functions[self._current()](self, *flat)
 
     @property
@@ -205,7 +229,12 @@ class ConvertedModule(GraphModule):
         return self.graph.python_code("self").src
 
     def only(self, at: int) -> ConvertedModule:
-        """Return a module of one of the graphs alone, which shares all but the choice."""
+        """Return a module of one of the graphs alone, which shares all but the choice.
+
+        Example:
+            >>> converted.only(0)(x).shape
+            torch.Size([3, 4])
+        """
         variant = self.variants[at]
         alone = ConvertedModule(self, [variant], Kept(self.plan.part(at), self.device_type, self.original))
         alone._baked = self._baked
@@ -287,7 +316,12 @@ class ConvertedModule(GraphModule):
             super().__setattr__(name, value)
 
     def get_submodule(self, target: str) -> nn.Module:
-        """Return a part by its path, whatever it is called."""
+        """Return a part by its path, whatever it is called.
+
+        Example:
+            >>> converted.get_submodule("2").weight.shape
+            torch.Size([4, 16])
+        """
         first, _, rest = target.partition(".")
         child = self._modules.get(first)
         return super().get_submodule(target) if child is None else child.get_submodule(rest)
@@ -303,6 +337,22 @@ class ConvertedModule(GraphModule):
                 f"forward of {original}, not its other attributes and methods: read '{name}' from the original, "
                 "which shares its parameters."
             ) from None
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
+        """Load what this very model saved; what its author's own way of loading may be for is refused.
+
+        Raises:
+            CaptureError: the state has other names, which the author may know how to read.
+        """
+        if self._kept.loads_otherwise:
+            strange = {k.removeprefix(prefix) for k in state_dict if k.startswith(prefix)} ^ self.state_dict().keys()
+            if strange:
+                raise CaptureError(
+                    f"{self.original} has a way of its own to load a state, which a converted module does not call, "
+                    f"and this state has other names ('{min(strange)}'): load it into the original model, whose "
+                    "parameters these are."
+                )
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Move the parameters, as every `nn.Module` does; warn when that takes FP32 from them."""

@@ -7,10 +7,10 @@ from typing import Any
 
 from torch.fx import Graph, Node
 
-from ..assign.colour.result_dtypes import refuse_mixed
 from ..colouring import AS_AUTOCAST, Assignment
 from ..contract.errors import VerificationError
 from ..graph.inserted import is_inserted
+from ..graph.mixed import refuse_mixed
 from ..graph.values import ANY, COMPLEX, is_complex, module_path, source
 from ..ops import ops
 from ..ops.rules import row_of

@@ -62,6 +62,11 @@ class Decision:
         reason: `code: sentence`.
         causes: Keys of the decisions this one follows from.
         code: The reason's code; left out, the word that the reason begins with.
+
+    Example:
+        >>> first = converted.plan.decisions[0]
+        >>> first.key, first.op, first.colour, first.reason
+        ('0/linear#0', 'linear', 'bfloat16', 'low: matrix product, accumulated in FP32')
     """
 
     key: str
@@ -86,7 +91,12 @@ class Decision:
         """Return the code and the sentence of the reason apart.
 
         Raises:
-            PlanError: there is no such code.
+            PlanError: There is no such code.
+
+        Example:
+            >>> reason = converted.plan.decisions[0].because
+            >>> str(reason.code), reason.detail
+            ('low', 'matrix product, accumulated in FP32')
         """
         if self.code not in _CODES:
             raise PlanError(f"{self.key}: there is no reason code {self.code!r:.60}; {REMEDY}")
@@ -111,7 +121,16 @@ class Plan:
         edits: How often each rule of the passes fired, as "pass/rule"; empty of a plan older than that is written down.
         totals: What the graphs cost at the example's sizes, as `fxamp check` compares it; empty where nobody asked.
         fxamp_version: The fxamp it was made with; "" of a plan older than that is written down.
+        machine: For whose measured facts it was made, as "cpu AVX512, torch 2.13"; "" of a plan older than that is
+            written down.
         version: Version of the file format.
+
+    Example:
+        >>> plan = fxamp.plan(model, (x,), policy="O1,dtype=bf16")
+        >>> [(decision.op, decision.colour) for decision in plan.decisions]
+        [('linear', 'bfloat16'), ('relu', 'bfloat16'), ('linear', 'bfloat16')]
+        >>> plan.graphs, plan.casts, plan.deviations
+        (1, 6, ())
     """
 
     decisions: tuple[Decision, ...]
@@ -126,6 +145,7 @@ class Plan:
     edits: Mapping[str, int] = field(default_factory=dict, compare=False)
     totals: Mapping[str, float] = field(default_factory=dict, compare=False)
     fxamp_version: str = field(default_factory=_installed, compare=False)
+    machine: str = field(default="", compare=False)
     version: int = FORMAT_VERSION
 
     def __post_init__(self) -> None:
@@ -142,7 +162,12 @@ class Plan:
 
     @property
     def never_fired(self) -> tuple[str, ...]:
-        """List the rules of the passes that found nothing to do, as "pass/rule"."""
+        """List the rules of the passes that found nothing to do, as "pass/rule".
+
+        Example:
+            >>> "legalize/composite" in converted.plan.never_fired
+            True
+        """
         return tuple(rule for rule, count in sorted(self.edits.items()) if not count)
 
     @property
@@ -156,11 +181,27 @@ class Plan:
         return tuple(decision for decision in self.decisions if decision.code in DEVIATIONS)
 
     def of_graph(self, index: int) -> Plan:
-        """Return the plan with the decisions on one graph alone."""
+        """Return the plan with the decisions on one graph alone.
+
+        Args:
+            index: Number of the graph.
+
+        Example:
+            >>> converted.plan.of_graph(0).decisions == converted.plan.decisions
+            True
+        """
         return replace(self, decisions=tuple(d for d in self.decisions if d.graph == index))
 
     def part(self, at: int) -> Plan:
-        """Return the plan of one of several graphs: its own decisions, and of the first graph's those it may share."""
+        """Return the plan of one of several graphs: its own decisions, and of the first graph's those it may share.
+
+        Args:
+            at: Number of the graph among `states`.
+
+        Example:
+            >>> converted.plan.part(0) == converted.plan  # there is one graph alone
+            True
+        """
         if not self.states:
             return self
         firsts = [*self._firsts(), None]
@@ -172,7 +213,15 @@ class Plan:
         )  # fmt: skip
 
     def own(self, at: int) -> frozenset[tuple[int, str]]:
-        """Return what `part` has that is no other graph's: (graph, key)."""
+        """Return what `part` has that is no other graph's: (graph, key).
+
+        Args:
+            at: Number of the graph among `states`.
+
+        Example:
+            >>> sorted(converted.plan.own(0))
+            [(0, '0/linear#0'), (0, '1/relu#0'), (0, '2/linear#0')]
+        """
         firsts = [*(self._firsts() or [0]), None]
         return frozenset((d.graph, d.key) for d in _between(self.decisions, firsts[at], firsts[at + 1]))
 
@@ -180,7 +229,12 @@ class Plan:
         return [int(state.partition(":")[0]) for state in self.states]
 
     def to_json(self) -> str:
-        """Write the plan as text, the same text for the same plan."""
+        """Write the plan as text, the same text for the same plan.
+
+        Example:
+            >>> fxamp.Plan.from_json(converted.plan.to_json()) == converted.plan
+            True
+        """
         data = asdict(self) | {"policy": str(self.policy)}
         text = json.dumps(data, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
         return _SURROGATE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
@@ -190,12 +244,16 @@ class Plan:
         """Read a plan from text.
 
         Args:
-            text: as `to_json` writes it.
-            name: what errors call it.
-            newer: of a newer format read what this fxamp knows of, for comparisons; a note says that there is more.
+            text: As `to_json` writes it.
+            name: What errors call it.
+            newer: Of a newer format read what this fxamp knows of, for comparisons; a note says that there is more.
 
         Raises:
-            PlanError: it is no plan; says where.
+            PlanError: The text is no plan; the message says where.
+
+        Example:
+            >>> fxamp.Plan.from_json(converted.plan.to_json()).capture
+            'export'
         """
         data = strictly(text, name, "plan")
         if not isinstance(data, dict) or not isinstance(data.get("version"), int):
@@ -223,7 +281,14 @@ class Plan:
             raise PlanError(f"{name}: {error}") from error
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan to a file, all of it or nothing."""
+        """Write the plan to a file, all of it or nothing.
+
+        Raises:
+            PlanError: The file cannot be written.
+
+        Example:
+            >>> converted.plan.save("net.plan.json")
+        """
         try:
             write_text(path, self.to_json())
         except (OSError, ValueError) as error:
@@ -231,7 +296,17 @@ class Plan:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, newer: bool = False) -> Plan:
-        """Read a plan from a file, as `from_json` reads its text."""
+        """Read a plan from a file, as `from_json` reads its text.
+
+        Raises:
+            PlanError: The file cannot be read, or holds no plan.
+
+        Example:
+            >>> converted.plan.save("net.plan.json")
+            >>> again = fxamp.convert(model, (x,), plan=fxamp.Plan.load("net.plan.json"))
+            >>> bool(fxamp.diff(converted, again))
+            False
+        """
         try:
             with Path(path).open(encoding="utf-8") as file:
                 text = file.read(LONGEST + 1)  # of a device that never ends, too

@@ -61,7 +61,7 @@ def in_this_format(data: dict[str, Any]) -> dict[str, Any]:
             if isinstance(row, dict) and isinstance(row.get("reason"), str) else row
             for row in data["decisions"]
         ]}  # fmt: skip
-    return {"edits": {}, "totals": {}, "fxamp_version": "", **data, "version": FORMAT_VERSION}
+    return {"edits": {}, "totals": {}, "fxamp_version": "", "machine": "", **data, "version": FORMAT_VERSION}
 
 
 def known_part(data: dict[str, Any], plan_kind: type, decision_kind: type) -> dict[str, Any]:

@@ -72,7 +72,7 @@ class Border:
         inputs: the dtypes of its placeholders, where they are not the original ones.
         restore_outputs: its outputs have their original dtypes.
         autocast_outputs: its outputs have the dtypes that autocast gives them, or wider ones: what reads them runs
-            under autocast, outside this graph. `meta["low_of_its_own"]` is on those that keep their original dtype.
+            under autocast, outside this graph. `meta["low_of_its_own"]` is the dtype of one that the model makes low.
         bodies: the graphs inside it.
     """
 

@@ -148,7 +148,7 @@ def is_floating(dtype: Any) -> bool:
 
 
 def is_known(dtype: Any) -> bool:
-    """Say whether nothing about a dtype is unknown; a list of unknown length is one of which it is known."""
+    """Say whether every part of a dtype is known; a list of unknown length, written as one element, counts as known."""
     return all(map(is_known, dtype)) if isinstance(dtype, tuple) else not isinstance(dtype, Unknown)
 
 

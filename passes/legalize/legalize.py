@@ -22,7 +22,7 @@ from ..graph.values import ORIGIN, origin
 from ..ops import ops
 from ..ops.facts import rule_of
 from ..ops.rules import COMPOSITE, row_of
-from .reads import apply_reads
+from .reads import apply_reads, cast_before_norms
 from .split_loss import split_losses
 
 logger = logging.getLogger("fxamp")
@@ -41,13 +41,14 @@ class Legalize:
     policy: Policy
 
     def __call__(self, unit: Unit) -> dict[str, int]:
-        """Apply what was read of dtypes, drop switches, index fields, split losses, decompose composites."""
+        """Apply what was read, drop switches, index fields, cast before norms, split losses, decompose composites."""
         level, graph = self.policy.level, unit.graph
         splits = level.weighs and "cross_entropy_loss" not in dict(self.policy.ops)
         edits = {
             "read": apply_reads(graph, exact=level.is_autocasts),
             "switch": drop_autocast_switches(graph),
             "field": index_fields(graph),
+            "norm": cast_before_norms(graph),
             "loss": split_losses(graph) if splits else 0,
         }
         edits["composite"], kept = decompose_composites(graph, self.policy.device or "cpu")

@@ -1,10 +1,10 @@
-"""Imports run fxamp -> passes -> torch and never back."""
+"""Imports run tests -> reports -> fxamp -> passes -> torch and never back."""
 
 from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -12,16 +12,20 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PASSES = sorted((ROOT / "passes").rglob("*.py"))
 FXAMP = sorted((ROOT / "fxamp").rglob("*.py"))
+REPORTS = sorted((ROOT / "reports").rglob("*.py"))
 OURS = {"fxamp", "passes", "tests", "reports"}
 
 
-def imports(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield (level, module) of every import statement of a file; level 0 is absolute."""
+@functools.cache
+def imports(path: Path) -> set[tuple[int, str]]:
+    """Return (level, module) of every import statement of a file; level 0 is absolute."""
+    found = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            yield from ((0, alias.name) for alias in node.names)
+            found |= {(0, alias.name) for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            yield node.level, node.module or ""
+            found.add((node.level, node.module or ""))
+    return found
 
 
 def packages(path: Path) -> set[str]:
@@ -31,6 +35,7 @@ def packages(path: Path) -> set[str]:
 def test_there_is_something_to_check() -> None:
     assert len(PASSES) > 5
     assert len(FXAMP) > 5
+    assert len(REPORTS) > 5
 
 
 @pytest.mark.parametrize("path", PASSES, ids=lambda p: str(p.relative_to(ROOT)))
@@ -43,6 +48,11 @@ def test_the_compiler_imports_nothing_of_the_product(path: Path) -> None:
 @pytest.mark.parametrize("path", FXAMP, ids=lambda p: str(p.relative_to(ROOT)))
 def test_the_product_imports_no_tests_and_itself_relatively(path: Path) -> None:
     assert not packages(path) & (OURS - {"passes"})
+
+
+@pytest.mark.parametrize("path", REPORTS, ids=lambda p: str(p.relative_to(ROOT)))
+def test_reports_import_no_tests(path: Path) -> None:
+    assert "tests" not in packages(path)
 
 
 @pytest.mark.parametrize("path", PASSES, ids=lambda p: str(p.relative_to(ROOT)))
@@ -75,7 +85,7 @@ def of_torch(tree: ast.AST) -> dict[str, str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names = [a for a in node.names if a.name.partition(".")[0] == "torch"]
-            found |= {a.asname or "torch": a.name if a.asname else "torch" for a in names}
+            found |= {a.asname or a.name: a.name for a in names} | ({"torch": "torch"} if names else {})
         elif isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").partition(".")[0] == "torch":
             found |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
     return found
@@ -117,6 +127,7 @@ def test_private_names_of_torch_stand_in_one_file(path: Path) -> None:
     [
         ("from torch._C import _nn", {"torch._C._nn"}),
         ("import torch._dynamo as d", {"torch._dynamo"}),
+        ("import torch._dynamo", {"torch._dynamo"}),
         ("import torch\ntorch._C._foo()", {"torch._C", "torch._C._foo"}),
         ("import torch\ntorch.fx.node._side_effects", {"torch.fx.node._side_effects"}),
         ("from torch import nn\nnn.Module._call_impl", {"torch.nn.Module._call_impl"}),

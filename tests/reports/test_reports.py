@@ -31,7 +31,7 @@ from reports import (
     shown,
     training,
 )
-from tests.support.models import BY_NAME
+from reports.zoo import BY_NAME
 
 REPORTS = Path(__file__).resolve().parents[2] / "reports"
 MEGABYTE = 1e6

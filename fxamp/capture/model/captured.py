@@ -35,6 +35,10 @@ class Autocast:
         """Say whether the dtypes that it gives are those that the converted model is to have."""
         return self.device == self.wanted
 
+    def context(self) -> torch.autocast:
+        """Return it to be entered, without its cache, which would keep fake copies of the weights."""
+        return torch.autocast(self.device, self.dtype, cache_enabled=False)
+
 
 @dataclass(frozen=True)
 class State:

@@ -1,7 +1,7 @@
 """What decides on a node, in order: the author, the policy, an autocast region, the level, at last the rule.
 
-The author comes first with casts, writes and reads of bits, then the policy with its overrides. Under autocast neither
-is asked but for casts and writes, which torch obeys too.
+The author's casts, in-place writes and reads of bits come first, then the policy's overrides. In the simulation of
+`torch.autocast` only casts and in-place writes come before the rule, since torch knows of nothing else.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""After a node was coloured low: its Python numbers must fit, or be mended, or it stays FP32.
+"""Make the Python numbers of a low node representable: FP32's own bounds become the low dtype's, others keep it FP32.
 
 Before: masked_fill(scores: bf16, mask, -3.4028e+38)
 After:  masked_fill(scores: bf16, mask, -3.3895e+38)

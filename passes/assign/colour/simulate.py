@@ -62,10 +62,8 @@ class Simulation(State):
 
     def _beside_autocast(self, value: Node) -> Any:
         """Return the dtype of an output that is read under autocast: the wider of its own and autocast's."""
-        held: Any = self.dtypes[value]
+        held: Any = value.meta.get("low_of_its_own", self.dtypes[value])
         autocast: Any = self.reference.get(value)
-        if value.meta.get("low_of_its_own"):
-            return self.original[value]
         both = held in ELIGIBLE and autocast in ELIGIBLE
         return torch.promote_types(held, autocast) if both else held
 
@@ -138,7 +136,7 @@ class Simulation(State):
         colouring.causes = tuple(o.node for o in floats if o.node in self.colours)
 
     def _refused(self, node: Node) -> str:
-        """Return why a node that reads low values has to be as it was, "" if it need not."""
+        """Return why a node that reads low values must keep its captured dtypes, "" if it may run with low operands."""
         if not is_known(self.dtypes[node]):
             return "what it gives cannot be told without shapes"
         made = self.dtypes[node]

@@ -1,4 +1,4 @@
-"""What a simulation knows when it comes to a node: what it was given, and what the nodes before have taught it."""
+"""The state of one forward simulation: its inputs, and what earlier nodes established (colours, pins, upcasts)."""
 
 from __future__ import annotations
 

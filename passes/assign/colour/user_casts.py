@@ -31,7 +31,7 @@ class Intent:
 
 
 def observed(graph: Graph) -> Iterator[Node]:
-    """Yield the values of which the program uses more than their numbers: their bits, or how many these are."""
+    """Yield the values whose bits or element size the program sees: viewed as another dtype, measured, filled anew."""
     for node in graph.nodes:
         name, value = ops.name(node), node.args[0] if node.args else None
         if name == "view":

@@ -36,7 +36,7 @@ class Costs(Protocol):
     """Prices of one graph; all are asked for at once, so that what must be measured is known before.
 
     Attributes:
-        least: what the cheapest placement does, for its reasons.
+        least: the phrase by which reasons of decisions describe the optimum, such as "moves the fewest bytes".
         measured: costs are times, and not counts of what is moved.
     """
 

@@ -141,7 +141,7 @@ def test_what_the_code_reads_of_dtypes_is_autocasts(way: Callable[..., Any], low
     assert not [note for note in converted.plan.notes if "defect of a rule" in note]
 
 
-@pytest.mark.parametrize("level", ["O2", "O3"])
+@pytest.mark.parametrize("level", ["O2", pytest.param("O3", marks=pytest.mark.matrix)])
 @pytest.mark.parametrize("way", WAYS)
 def test_beyond_o1_it_stays_near(way: Callable[..., Any], level: str) -> None:
     torch.manual_seed(0)

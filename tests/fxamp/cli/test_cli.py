@@ -64,7 +64,9 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, ...]]:
     """Note what is to be converted, and convert a model of one layer instead."""
     calls: list[tuple[object, ...]] = []
 
-    def to_read(model: object, args: object, kwargs: object, policy: object, capture: str) -> fxamp.ConvertedModule:
+    def to_read(
+        model: object, args: object, kwargs: object, policy: object, capture: str, replayed: object
+    ) -> fxamp.ConvertedModule:
         calls.append((model, args, kwargs, str(policy)))
         return converted()
 

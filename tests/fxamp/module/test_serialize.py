@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import pickle
 import subprocess
 import sys
@@ -87,22 +88,28 @@ def test_hooks_of_a_copy_are_its_own() -> None:
     assert seen == [1]
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_a_new_process_loads_it(converted: Any, training: bool, tmp_path: Path) -> None:
-    converted.train(training)
-    torch.save(converted, tmp_path / "module.pt")
-    expected = [seeded(copy.deepcopy(converted), mode) for mode in (True, False)]
-    torch.save((expected, example(), fxamp.plan_of(converted).to_json()), tmp_path / "expected.pt")
-    script = """
-import sys, torch, fxamp
-module = torch.load(sys.argv[1] + "/module.pt", weights_only=False)
-(train, evaluation), x, plan = torch.load(sys.argv[1] + "/expected.pt", weights_only=False)
-state = {k: v.clone() for k, v in module.state_dict().items()}
-for mode, expected in ((True, train), (False, evaluation)):
-    module.load_state_dict(state)
+def test_a_new_process_loads_what_every_front_end_made_in_either_mode(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    assert torch.equal(module.train(mode)(x), expected), mode
-assert fxamp.plan_of(module).to_json() == plan
+    model = Net()
+    for front_end, training in itertools.product(FRONT_ENDS, (True, False)):
+        folder = tmp_path / f"{front_end}-{training}"
+        folder.mkdir()
+        module = fxamp.convert(model, (example(),), policy="O1,dtype=bf16", capture=front_end).train(training)
+        torch.save(module, folder / "module.pt")
+        expected = [seeded(copy.deepcopy(module), mode) for mode in (True, False)]
+        torch.save((training, expected, example(), fxamp.plan_of(module).to_json()), folder / "expected.pt")
+    script = """
+import pathlib, sys, torch, fxamp
+for folder in pathlib.Path(sys.argv[1]).iterdir():
+    module = torch.load(folder / "module.pt", weights_only=False)
+    training, (train, evaluation), x, plan = torch.load(folder / "expected.pt", weights_only=False)
+    assert module.training == training, folder
+    state = {k: v.clone() for k, v in module.state_dict().items()}
+    for mode, expected in ((True, train), (False, evaluation)):
+        module.load_state_dict(state)
+        torch.manual_seed(0)
+        assert torch.equal(module.train(mode)(x), expected), (folder, mode)
+    assert fxamp.plan_of(module).to_json() == plan, folder
 """
     root = Path(fxamp.__file__).parent.parent
     result = subprocess.run(

@@ -114,14 +114,16 @@ def converted(
     return model, emit(copied(captures), settled)
 
 
-POLICIES = {
-    "export": ["O1", "O2", "O1,dtype=fp16", "O2,dtype=fp16"],
-    "fx": ["O1,dtype=fp16", "O2,dtype=fp16"],
-}
+MATRIX = pytest.mark.matrix
+POLICIES = [
+    *(("export", policy) for policy in ("O1", "O2,dtype=fp16")),
+    *(pytest.param("export", policy, marks=MATRIX) for policy in ("O2", "O1,dtype=fp16")),
+    *(pytest.param("fx", policy, marks=MATRIX) for policy in ("O1,dtype=fp16", "O2,dtype=fp16")),
+]
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
-@pytest.mark.parametrize(("front_end", "policy"), [(f, p) for f, policies in POLICIES.items() for p in policies])
+@pytest.mark.parametrize(("front_end", "policy"), POLICIES)
 def test_a_mask_gives_what_it_gives_in_fp32(front_end: str, policy: str, spelling: str) -> None:
     fills = (LOWEST, -1e9, float("-inf"))
     model, module = converted(spelling, fills, front_end, policy)

@@ -21,7 +21,7 @@ from passes.contract.errors import FxampError, PlanError
 from passes.contract.plan import Decision, Plan
 from passes.contract.plan_format import FORMAT_VERSION
 from passes.contract.policy import Policy
-from tests.support.models import GPT, CausalBlock
+from reports.zoo import GPT, CausalBlock
 
 
 def decision(key: str, colour: str = "bfloat16", graph: int = 0) -> Decision:
