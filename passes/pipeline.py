@@ -25,7 +25,7 @@ from .assign.colour.extremes import note_buffers
 from .assign.place.measured_costs import Timer
 from .assign.replay import replay
 from .casts.eliminate_casts import eliminate_casts
-from .casts.insert_casts import insert_casts, is_inserted
+from .casts.insert_casts import insert_casts
 from .casts.verify import verify
 from .contract.errors import PlanError, VerificationError
 from .contract.plan import REMEDY, Decision, Plan
@@ -36,6 +36,7 @@ from .graph.values import keys, module_path, module_types, no_autocast, retyped,
 from .legalize.legalize import decompose_composites, drop_autocast_switches, index_fields
 from .legalize.reads import apply_reads
 from .legalize.split_loss import split_losses
+from .notes import is_inserted
 from .ops import ops
 
 __all__ = ["compile_graph"]

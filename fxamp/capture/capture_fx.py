@@ -22,6 +22,7 @@ from torch.fx.proxy import Attribute
 from passes._torch import TorchDispatchMode, TorchFunctionMode, pytree
 from passes.contract.errors import INSTEAD, CaptureError, FxampError, NotFaithfulError
 from passes.graph.values import mutated_operands, source
+from passes.notes import note
 from passes.ops import ops
 from passes.ops.rules import RULES
 from passes.runtime import rnn
@@ -240,7 +241,7 @@ class _Tracer(Tracer):
         node.meta.setdefault("stack_trace", _user_stack())
         if kind == "call_module":
             leaf = self.root.get_submodule(target)
-            node.meta["leaf_type"] = type(leaf).__name__
+            note(node, leaf=type(leaf).__name__)
             self.leaves[target] = leaf
             node.meta["nn_module_stack"] = {**self.module_stack, target: (target, type(leaf))}
         else:

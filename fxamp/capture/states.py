@@ -24,6 +24,7 @@ from torch.fx import GraphModule
 
 from passes.contract.errors import CaptureError, NotAModuleError
 from passes.graph.values import no_autocast
+from passes.notes import note, note_of
 
 from ..module.module import ConvertedModule
 from ..trust.check import same_random_state
@@ -271,8 +272,8 @@ def constants_of(captures: Sequence[Captured]) -> dict[str, Any]:
         for node in captured.graph.nodes if at else ():
             if node.op == "get_attr" and str(node.target).startswith("_fxamp."):
                 node.target = f"_fxamp.{names[str(node.target).removeprefix('_fxamp.')]}"
-            if "constant_read" in node.meta:
-                node.meta["constant_read"] = f"_fxamp.{names[str(node.meta['constant_read']).removeprefix('_fxamp.')]}"
+            if read := note_of(node).constant_read:
+                note(node, constant_read=f"_fxamp.{names[read.removeprefix('_fxamp.')]}")
         captured.constants = {names[name]: value for name, value in captured.constants.items()}
     return out
 

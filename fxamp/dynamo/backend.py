@@ -27,6 +27,7 @@ from passes.contract.errors import NotAModuleError, PolicyError
 from passes.contract.plan import Plan
 from passes.contract.policy import Policy, check_used, nearest, type_names
 from passes.graph.values import LOW, no_autocast, retyped
+from passes.notes import note, note_of
 from passes.ops import ops
 
 from ..capture.model.preflight import refuse_wrapped
@@ -218,15 +219,14 @@ def rewrite(
     dtype = policy.dtype or ambient or torch.get_autocast_dtype(device)
     resolved = replace(policy, device=device, dtype=dtype)
     for node, value in zip(gm.graph.nodes, example_inputs, strict=False):
-        node.meta["parameter"] = isinstance(value, nn.Parameter)
-        node.meta["buffer"] = not node.meta["parameter"] and is_attribute(node)
+        note(node, role="parameter" if isinstance(value, nn.Parameter) else "buffer" if is_attribute(node) else "")
         if isinstance(value, torch.Tensor) and "example_value" in node.meta:  # of a part that torch has split off
             node.meta["example_value"] = retyped(node.meta["example_value"], value.dtype)
     found = scope()
     if found is not None:
         refuse_unmatched(policy, found.root)
     under = on or ambient is not None
-    own = [n.meta["parameter"] or n.meta["buffer"] or is_low_of_its_own(v)
+    own = [note_of(n).role != "" or is_low_of_its_own(v)
            for n, v in zip(gm.graph.nodes, example_inputs, strict=False)]  # fmt: skip
     with no_autocast():
         low = describe(gm, scope=found, ambient=under, policy=resolved, own=own)

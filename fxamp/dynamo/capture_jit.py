@@ -18,7 +18,8 @@ from torch.fx import Graph, GraphModule, Node
 
 from passes._torch import enter_autocast, exit_autocast, pytree, source_name, without_transforms
 from passes.contract.policy import Policy, module_override, type_names
-from passes.graph.values import LOW, Inference, dtypes_of, is_floating, literal_dtype, origin, retyped
+from passes.graph.values import LOW, Inference, dtypes_of, is_floating, literal_dtype, retyped
+from passes.notes import note, origin
 from passes.ops import ops
 from passes.ops.rules import row_of
 
@@ -57,9 +58,9 @@ def describe(
 ) -> tuple[int, ...]:
     """Leave on every node what the passes read: `val`, the module path, the autocast region, what a cast means.
 
-    `meta["cast"]` is "literal" where the author called `.float()` and its like; else "autocast" for a dtype that
+    A cast is noted as "literal" where the author called `.float()` and its like; else "autocast" for a dtype that
     autocast's program has there, and "baked" where nothing is known but the dtype, which is then that of FP32. Where
-    autocast's program has a low dtype, the graph is given FP32, and `meta["read"]` is the low one.
+    autocast's program has a low dtype, the graph is given FP32, and the note has the low one.
 
     Args:
         gm: changed in place: dtypes that are low by autocast become FP32.
@@ -76,7 +77,7 @@ def describe(
     outputs: Any = gm.graph.output_node().args[0]
     low = tuple(i for i, n in enumerate(outputs) if isinstance(n, Node) and description.own.get(n) in LOW)
     for i in low:
-        outputs[i].meta["low_of_its_own"] = True
+        note(outputs[i], low_of_its_own=True)
     return low
 
 
@@ -106,9 +107,9 @@ class _Description:
             elif node.target is exit_autocast:
                 regions = [r for r in regions if r[0] is not node.args[0]]
             elif regions and node.op.startswith("call"):
-                node.meta["autocast_region"] = regions[-1][1]
+                note(node, region=regions[-1][1])
             if ops.name(node) == "to":
-                node.meta["cast"] = "literal" if _is_method(node) else "autocast" if self.ambient else "baked"
+                note(node, cast="literal" if _is_method(node) else "autocast" if self.ambient else "baked")
             value = pytree.tree_map(without_transforms, node.meta.get("example_value", node.meta.get("val")))
             if value is None:
                 continue
@@ -154,7 +155,7 @@ class _Description:
             held[cast] = torch.float32
             node = cast
         if low and ops.name(node) == "to":
-            node.meta["cast"], node.meta["read"] = ("baked", None) if fp32 else ("autocast", given)
+            note(node, cast="baked" if fp32 else "autocast", read=None if fp32 else given)
 
     def _is_fp32(self, node: Node) -> bool:
         """Say whether nothing may be low where a node stands."""

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.fx import Graph
 
-from passes.casts.insert_casts import is_inserted
 from passes.contract.errors import CaptureError, NotAModuleError
+from passes.notes import is_inserted
 
 from .module import ConvertedModule
 from .serialize import graph_from_data, graph_to_data

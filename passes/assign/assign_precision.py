@@ -25,6 +25,7 @@ from ..contract.reasons import Code
 from ..graph.bodies import Border
 from ..graph.by_rows import SymbolicInference
 from ..graph.values import ANY, Aliases, Inference, is_floating, is_known, keys, module_types, source
+from ..notes import note_of
 from .colour.simulate import Simulation
 from .place.measured_costs import Timer
 from .place.place import place
@@ -114,7 +115,7 @@ def _disagreements(graph: Graph, reference: Simulation) -> list[str]:
     """
     out, wrong, names = [], set[Node](), keys(graph.nodes)
     for node in graph.nodes:
-        seen, ours = node.meta.get("autocast"), reference.dtypes.get(node)
+        seen, ours = note_of(node).autocast, reference.dtypes.get(node)
         compared = node.op.startswith("call") and is_floating(seen) and is_known(ours)
         if not compared or seen == ours:
             continue

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from ..notes import is_inserted, note_of
 from ..ops import ops
 from ..ops.rules import row_named, row_of
 
@@ -18,7 +19,7 @@ SET_GRAD = torch._C._set_grad_enabled
 
 def is_opaque(node: Node) -> bool:
     """Say whether nothing is known of what a call does inside: a module, a higher-order op, a function not of torch."""
-    if node.meta.get("fxamp") or node.meta.get("pure"):
+    if is_inserted(node) or note_of(node).pure:
         return False
     name = ops.name(node)
     return name.startswith(("module:", "higher_order::")) or ("." in name and "::" not in name)

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from ..notes import note
 from .aliases import mutated_operands
 
 # name -> the number of arguments between the body and its operands
@@ -72,7 +73,7 @@ class Border:
         inputs: the dtypes of its placeholders, where they are not the original ones.
         restore_outputs: its outputs have their original dtypes.
         autocast_outputs: its outputs have the dtypes that autocast gives them, or wider ones: what reads them runs
-            under autocast, outside this graph. `meta["low_of_its_own"]` is on those that keep their original dtype.
+            under autocast, outside this graph. The note is on those that keep their original dtype.
         bodies: the graphs inside it.
     """
 
@@ -95,7 +96,7 @@ def bodies_of(graph: Graph, attribute: Callable[[str], Any]) -> dict[Node, list[
             continue
         first = 1 + _ENTERED[name] if _is_entered(node, name, held, modules) else None
         if first is not None and not _writes(modules[0].graph):
-            node.meta["pure"] = True  # neither an alias nor a write: see `aliases.is_opaque`
+            note(node, pure=True)  # neither an alias nor a write: see `aliases.is_opaque`
         found[node] = [Body(m, first) for m in modules]
     return found
 

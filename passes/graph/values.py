@@ -50,14 +50,6 @@ COMPLEX = Unknown("complex")  # complex, of 32 to 128 bits: made of such values
 # Where a node comes from.
 
 
-ORIGIN = ("nn_module_stack", "stack_trace", "autocast_region")
-
-
-def origin(node: Node) -> dict[str, Any]:
-    """Return the part of a node's meta that one made for it, or in its place, takes over."""
-    return {k: node.meta[k] for k in ORIGIN if k in node.meta}
-
-
 def module_path(node: Node) -> str:
     """Return the path of the innermost module that made a node, "" for the root."""
     stack = node.meta.get("nn_module_stack")

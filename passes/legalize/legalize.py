@@ -18,7 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from .._torch import FakeTensor, enter_autocast, exit_autocast, quiet_fakes
 from ..graph.aliases import SET_GRAD
-from ..graph.values import ORIGIN, origin
+from ..notes import DECOMPOSE, move_to, note, note_of
 from ..ops import ops
 from ..ops.facts import rule_of
 from ..ops.rules import COMPOSITE, row_of
@@ -32,8 +32,8 @@ _CONSTANTS = "_fxamp."  # where the front ends put what a graph refers to beside
 def inline_regions(graph: Graph, constants: dict[str, Any]) -> int:
     """Replace the exporter's grad-mode and autocast regions by their bodies; return how many.
 
-    Either becomes a switch before and after it. What an autocast region says is also left on its nodes, in
-    `meta["autocast_region"]` as (device type, enabled, dtype), for the colours that take the switches' place.
+    Either becomes a switch before and after it. What an autocast region says is also noted on its nodes,
+    for the colours that take the switches' place.
 
     Args:
         graph: changed in place.
@@ -70,7 +70,7 @@ def _inline(graph: Graph, node: Node, constants: dict[str, Any]) -> list[Node]:
     at = next(i for i, a in enumerate(settings) if isinstance(a, Node))
     settings, holder, operands = settings[:at], settings[at], settings[at + 1 :]
     body: GraphModule = constants[str(holder.target).removeprefix(_CONSTANTS)]
-    region = node.meta.get("autocast_region")
+    region = note_of(node).region
     leave: Callable[..., Any]
     with graph.inserting_before(node):
         if _hop_name(node) == _GRAD:
@@ -83,8 +83,8 @@ def _inline(graph: Graph, node: Node, constants: dict[str, Any]) -> list[Node]:
         copied, result = _copy_body(graph, body.graph, operands)
         graph.call_function(leave, (entered,))
     for new in copied:
-        if region is not None:
-            new.meta.setdefault("autocast_region", region)
+        if region is not None and note_of(new).region is None:
+            note(new, region=region)
         if new.op == "get_attr":
             held = functools.reduce(getattr, str(new.target).split("."), body)
             new.target = _lift(f"{holder.name}_{new.target}", held, constants)
@@ -162,7 +162,8 @@ def decompose_composites(graph: Graph, device: str) -> tuple[int, list[str]]:
         with graph.inserting_before(node):
             new, result = _copy_body(graph, body, node.all_input_nodes)
         for made in new:
-            made.meta = {k: v for k, v in made.meta.items() if k not in ORIGIN} | origin(node)
+            move_to(made, node)
+            note(made, made_by=DECOMPOSE)
         _replace(graph, node, result)
         found += [n for n in reversed(new) if _is_composite(n, device)]
         edits += 1

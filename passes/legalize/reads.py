@@ -1,6 +1,6 @@
 """Give a call the literals that it has under autocast, where the program read them off a dtype.
 
-What the program read was found by comparing two captures; it stands in `meta["replaced"]` and `meta["constant_read"]`.
+What the program read was found by comparing two captures; it stands in `replaced` and `constant_read` of the note.
 
 Before: masked_fill(x, m, -3.4028e+38)         ones([8], dtype=float32)         softmax(x, 1, dtype=float32)
 After:  masked_fill(x, m, -3.3895e+38)         ones([8], dtype=bfloat16)        softmax(x, 1, dtype=bfloat16)
@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from ..graph.values import dtypes_of, is_floating, origin, retyped
+from ..graph.values import dtypes_of, is_floating, retyped
+from ..notes import APPLY_READS, note, note_of, origin
 from ..ops import ops
 from ..ops.rules import row_of
 
@@ -25,7 +26,7 @@ Path = tuple[Any, ...]
 def apply_reads(graph: Graph, *, exact: bool) -> int:
     """Put what was read under autocast in the place of what was read without, in place; return how many edits.
 
-    What a value's dtype was without autocast stays in its `val`; the dtype that was read is left in `meta["read"]`, and
+    What a value's dtype was without autocast stays in its `val`; the dtype that was read is left in its note, and
     decides on the node.
 
     Args:
@@ -34,29 +35,34 @@ def apply_reads(graph: Graph, *, exact: bool) -> int:
     """
     edits = 0
     for node in list(graph.nodes):
-        if "constant_read" in node.meta:
+        if note_of(node).constant_read:
             _cast_constant(node)
             edits += 1
-        for path, value in node.meta.pop("replaced", ()):
+        replaced = note_of(node).replaced
+        for path, value in replaced:
             if isinstance(value, torch.dtype) and not exact and row_of(node).converts_first:
                 _cast_first(node, value)
             else:
                 node.args, node.kwargs = _with((tuple(node.args), dict(node.kwargs)), path, value)
                 if isinstance(value, torch.dtype):
-                    node.meta["read"] = value
+                    note(node, read=value)
             edits += 1
+        if replaced:
+            note(node, replaced=())
     return edits
 
 
 def _cast_constant(node: Node) -> None:
     """Before: a: float32. After: to(b, float32), a cast relative to what was read; b is what autocast has for a."""
-    read = node.meta.pop("read")
-    node.target = node.meta.pop("constant_read")
+    found = note_of(node)
+    note(node, read=None, constant_read="")
+    node.target = found.constant_read
     literal = node.meta["val"].dtype if isinstance(node.meta.get("val"), torch.Tensor) else torch.float32
     with node.graph.inserting_after(node):
         cast = node.graph.call_function(torch.ops.aten.to.dtype, (node, literal))
     node.replace_all_uses_with(cast, delete_user_cb=lambda user: user is not cast)
-    cast.meta = origin(node) | {"cast": "relative", "read": read}
+    cast.meta = origin(node)
+    note(cast, made_by=APPLY_READS, cast="relative", read=found.read)
     if "val" in node.meta:
         cast.meta["val"] = node.meta["val"]
 
@@ -70,7 +76,8 @@ def restore_outputs(graph: Graph, dtypes: Mapping[Node, Any]) -> None:
         if isinstance(held, torch.dtype) and held.is_floating_point and is_floating(dtype) and held != dtype:
             with graph.inserting_before(output):
                 made[value] = graph.call_function(torch.ops.aten.to.dtype, (value, dtype))
-            made[value].meta = origin(value) | {"val": retyped(value.meta["val"], dtype), "cast": "literal"}
+            made[value].meta = origin(value) | {"val": retyped(value.meta["val"], dtype)}
+            note(made[value], made_by=APPLY_READS, cast="literal")
     output.args = torch.fx.map_arg(output.args, lambda n: made.get(n, n))
 
 
@@ -80,7 +87,8 @@ def _cast_first(node: Node, read: torch.dtype) -> None:
     literal = ops.argument(node, "dtype")
     with node.graph.inserting_before(node):
         cast = node.graph.call_function(torch.ops.aten.to.dtype, (value, literal))
-    cast.meta = origin(node) | {"cast": "relative", "read": read, "val": retyped(value.meta.get("val"), literal)}
+    cast.meta = origin(node) | {"val": retyped(value.meta.get("val"), literal)}
+    note(cast, made_by=APPLY_READS, cast="relative", read=read)
     schema = ops.schema_of(node)
     names = [a.name for a in schema.arguments] if schema is not None else []
     node.args = tuple(

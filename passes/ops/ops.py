@@ -23,6 +23,7 @@ from torch.fx import Node
 from torch.fx.node import map_aggregate
 
 from .._torch import boolean_dispatched
+from ..notes import note_of
 from ..runtime import rnn
 
 # The tables: canonical name -> its other spellings in one dialect.
@@ -137,7 +138,7 @@ def name(node: Node) -> str:
     An opaque leaf module is `module:` and its type's name.
     """
     if node.op == "call_module":
-        return f"module:{node.meta.get('leaf_type', node.target)}"
+        return f"module:{note_of(node).leaf or node.target}"
     if node.op == "call_method":
         return _of_method(str(node.target))
     if node.op != "call_function":

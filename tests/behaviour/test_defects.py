@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 import fxamp
+from passes.notes import is_inserted
 from tests.support.front_ends import (
     BF16,
     F32,
@@ -36,7 +37,7 @@ both_low = pytest.mark.parametrize(("name", "low"), [("bf16", BF16), ("fp16", FP
 
 def casts(module: nn.Module) -> list[Any]:
     """Return the casts that fxamp made, in all graphs."""
-    return [n for g in fxamp.graphs(module) for n in g.graph.nodes if n.meta.get("fxamp") == "cast"]
+    return [n for g in fxamp.graphs(module) for n in g.graph.nodes if is_inserted(n)]
 
 
 def converted(forward: Callable[..., Any], front_end: str, policy: str = "O1", **layers: nn.Module) -> tuple[Any, Any]:

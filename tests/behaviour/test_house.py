@@ -26,33 +26,36 @@ FLOORS = sorted({p.parent for p in FILES.values()})
 ARROWS = {
     "passes.contract": "",
     "passes.runtime": "",
+    "passes.notes": "",
     "passes._torch": ".contract",
     "passes.colouring": ".contract",
     "passes.ops.table": "",
-    "passes.ops": "._torch .contract .ops.table .runtime",
-    "passes.graph": "._torch .contract .ops .runtime",
-    "passes.assign.colour": "._torch .colouring .contract .graph .ops",
-    "passes.legalize": "._torch .graph .ops",
-    "passes.assign.place": ".assign.colour .colouring .contract .graph .ops",
-    "passes.assign": ".assign.colour .assign.place .colouring .contract .graph",
-    "passes.casts": "._torch .assign .assign.colour .colouring .contract .graph .legalize .ops",
-    "passes.pipeline": "._torch .assign .assign.colour .assign.place .casts .contract .graph .legalize .ops",
+    "passes.ops": "._torch .contract .notes .ops.table .runtime",
+    "passes.graph": "._torch .contract .notes .ops .runtime",
+    "passes.assign.colour": "._torch .colouring .contract .graph .notes .ops",
+    "passes.legalize": "._torch .graph .notes .ops",
+    "passes.assign.place": ".assign.colour .colouring .contract .graph .notes .ops",
+    "passes.assign": ".assign.colour .assign.place .colouring .contract .graph .notes",
+    "passes.casts": "._torch .assign .assign.colour .colouring .contract .graph .legalize .notes .ops",
+    "passes.pipeline": "._torch .assign .assign.colour .assign.place .casts .contract .graph .legalize .notes .ops",
     "passes": ".pipeline",
     "fxamp.guard": "",
     "fxamp.train.scale": "passes.contract",
     "fxamp.train.window": ".train.scale passes.contract",
     "fxamp.capture.model": "passes passes._torch passes.contract passes.graph",
-    "fxamp.module": ".capture.model passes.casts passes.contract passes.ops",
+    "fxamp.module": ".capture.model passes.contract passes.notes passes.ops",
     "fxamp.trust": ".capture .capture.model .module passes._torch passes.contract passes.graph passes.ops",
     "fxamp.capture": (
-        ".capture.model .module .trust passes._torch passes.contract passes.graph passes.legalize passes.ops "
-        "passes.runtime"
+        ".capture.model .module .trust passes._torch passes.contract passes.graph passes.legalize "
+        "passes.notes passes.ops passes.runtime"
     ),
     "fxamp.report.record": (
-        ".capture.model .module .trust passes._torch passes.casts passes.contract passes.graph passes.ops"
+        ".capture.model .module .trust passes._torch passes.contract passes.graph passes.notes "
+        "passes.ops"
     ),
     "fxamp.dynamo": (
-        ".capture.model .module .report.record .trust passes passes._torch passes.contract passes.graph passes.ops"
+        ".capture.model .module .report.record .trust passes passes._torch passes.contract passes.graph "
+        "passes.notes passes.ops"
     ),
     "fxamp.measure": (
         ".capture .capture.model .module .trust passes._torch passes.assign.place passes.contract passes.graph"
@@ -63,8 +66,10 @@ ARROWS = {
         "passes.graph"
     ),
     "fxamp.report.page": ".report.forms .report.record passes.contract",
-    "fxamp.train.weights": ".dynamo .measure .module passes._torch passes.casts passes.contract passes.graph",
-    "fxamp.report.diff": ".convert .dynamo .module .report.forms passes.casts passes.contract passes.graph passes.ops",
+    "fxamp.train.weights": (
+        ".dynamo .measure .module passes._torch passes.casts passes.contract passes.graph passes.notes"
+    ),
+    "fxamp.report.diff": ".convert .dynamo .module .report.forms passes.contract passes.graph passes.notes passes.ops",
     "fxamp.train.compiled": (
         ".dynamo .module .train.scale .train.weights .train.window passes._torch passes.contract passes.ops"
     ),
@@ -81,15 +86,14 @@ BACK = {
     ("fxamp.trust", "fxamp.capture"),  # for types alone: the checks are told under which autocast a graph was captured
 }
 # What of the compiler anyone may use. The others are its passes, which a few still reach into; none may be added.
-OPEN = {"passes", "passes._torch", "passes.contract", "passes.graph", "passes.ops", "passes.runtime"}
+OPEN = {
+    "passes", "passes._torch", "passes.contract", "passes.graph", "passes.notes", "passes.ops", "passes.runtime",
+}  # fmt: skip
 INTO_A_PASS = {
-    "fxamp.module": "passes.casts",
     "fxamp.capture": "passes.legalize",
-    "fxamp.report.record": "passes.casts",
     "fxamp.measure": "passes.assign.place",
     "fxamp.convert": "passes.assign.place",
     "fxamp.train.weights": "passes.casts",
-    "fxamp.report.diff": "passes.casts",
 }
 MOST_ENTRIES, MOST_LINES = 12, 400
 # Files that are longer: how long each may be, which may only fall.

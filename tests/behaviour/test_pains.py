@@ -20,6 +20,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
 import fxamp
+from passes.notes import is_inserted
 from tests.fxamp.capture.test_preflight import HOOKS, TABLE
 from tests.support.front_ends import (
     BF16,
@@ -45,7 +46,7 @@ each_front_end = pytest.mark.parametrize("front_end", FRONT_ENDS)
 
 def casts(module: nn.Module) -> list[Any]:
     """Return the casts that fxamp made, in all graphs."""
-    return [n for g in fxamp.graphs(module) for n in g.graph.nodes if n.meta.get("fxamp") == "cast"]
+    return [n for g in fxamp.graphs(module) for n in g.graph.nodes if is_inserted(n)]
 
 
 # What each front end does to a construct: the first two are tried in test_preflight.py.

@@ -17,11 +17,12 @@ from torch.fx import GraphModule, Node
 from passes import compile_graph
 from passes.assign.assign_precision import Assignment, assign_precision
 from passes.casts.eliminate_casts import eliminate_casts
-from passes.casts.insert_casts import insert_casts, is_inserted, make_cast
+from passes.casts.insert_casts import insert_casts, make_cast
 from passes.contract.plan import Plan
 from passes.contract.policy import Policy
 from passes.graph.by_rows import original_dtypes
 from passes.graph.values import LOW, no_autocast
+from passes.notes import is_inserted
 from passes.ops import ops
 from tests.support.graphs import attribute, random_graph, random_inputs, residual_chain, run, storages
 

@@ -28,9 +28,10 @@ from torch.fx import Graph, GraphModule, Node
 
 from passes._torch import FakeTensorMode, pytree
 from passes.assign.assign_precision import Assignment
-from passes.casts.insert_casts import CAST, is_inserted
+from passes.casts.insert_casts import CAST
 from passes.graph.by_rows import original_dtypes
 from passes.graph.values import Inference
+from passes.notes import CAST_OPERAND, is_inserted, note
 
 aten = torch.ops.aten
 DTYPES = {
@@ -116,7 +117,7 @@ def _made(builder: Builder, name: str, text: str, known: dict[str, Any]) -> Node
     args, kwargs = eval(f"_({arguments})", {"_": lambda *a, **k: (a, k)}, known)
     if op == "cast":
         node = builder.call(CAST, *args, name=name)
-        node.meta["fxamp"] = "cast"
+        note(node, made_by=CAST_OPERAND)
         return node
     target = _PLAIN[op] if op in _PLAIN else operator.attrgetter(op)(aten)
     if isinstance(target, torch._ops.OpOverloadPacket):

@@ -9,9 +9,9 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from passes.casts.insert_casts import is_inserted
 from passes.contract.plan import Decision, Plan
 from passes.graph.values import keys, module_path
+from passes.notes import is_inserted
 from passes.ops import ops
 
 from ...module.module import ConvertedModule

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from passes.casts.insert_casts import is_inserted
 from passes.contract.plan import Decision, Plan
 from passes.graph.values import LOW, frames, own_frame
+from passes.notes import is_inserted
 from passes.ops.rules import RULES
 
 from ...module.module import ConvertedModule

@@ -18,9 +18,9 @@ from torch.fx import GraphModule, Interpreter, Node
 from torch.utils.flop_counter import FlopCounterMode
 
 from passes._torch import FakeTensorMode, pytree, quiet_fakes
-from passes.casts.insert_casts import is_inserted
 from passes.contract.errors import FxampError
 from passes.graph.values import no_autocast
+from passes.notes import is_inserted
 
 from ...capture.model.tensors import held, kept
 from ...trust.check import same_random_state

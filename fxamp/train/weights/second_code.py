@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
-from passes.casts.insert_casts import CAST, cast_weight, is_inserted
+from passes.casts.insert_casts import CAST, cast_weight
 from passes.graph.aliases import mutated_operands
+from passes.notes import is_inserted
 
 from ...module.bindings import called_directly, read_directly
 from ...module.in_place import called_by_name

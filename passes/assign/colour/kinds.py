@@ -15,6 +15,7 @@ from ...contract.reasons import Code, Reason
 from ...graph import literals
 from ...graph.values import ANY, ELIGIBLE, dtype_reference, is_floating, module_path, out_operands, source
 from ...graph.values import LOW as LOW_DTYPES
+from ...notes import note_of
 from ...ops import ops
 from ...ops.facts import lacks_low
 from ...ops.rules import BANNED, COMPOSITE, FOLLOW, FP32, KEEP, LOW, PROMOTE, UNKNOWN
@@ -223,5 +224,5 @@ def user_cast(state: State, site: Site) -> Colouring | None:
 def _intent(state: State, node: Node) -> Intent:
     """Return what a cast means, where the policy does not want FP32 whatever it read."""
     forced = module_override(state.policy, state.stacks.get(node, ())) if state.policy.modules else None
-    observed = None if forced is not None and forced.colour == "fp32" else node.meta.get("read")
+    observed = None if forced is not None and forced.colour == "fp32" else note_of(node).read
     return state.casts.read(node, state.dtypes, observed, exact=not state.aggressive)

@@ -18,6 +18,7 @@ from ...graph.aliases import is_opaque
 from ...graph.bodies import Body, Border
 from ...graph.by_rows import original_dtypes
 from ...graph.values import ANY, ELIGIBLE, LOW, Aliases, is_floating, is_known, module_types, mutated_operands
+from ...notes import note_of
 from ...ops import ops
 from ...ops.facts import accumulates
 from ...ops.rules import KEEP, lookup, row_of
@@ -64,7 +65,7 @@ class Simulation(State):
         """Return the dtype of an output that is read under autocast: the wider of its own and autocast's."""
         held: Any = self.dtypes[value]
         autocast: Any = self.reference.get(value)
-        if value.meta.get("low_of_its_own"):
+        if note_of(value).low_of_its_own:
             return self.original[value]
         both = held in ELIGIBLE and autocast in ELIGIBLE
         return torch.promote_types(held, autocast) if both else held

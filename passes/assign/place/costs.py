@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from ...graph.values import SET_GRAD
+from ...notes import note_of
 from ...ops import ops
 from ...ops.rules import row_of
 
@@ -125,7 +126,7 @@ def requires_grad(graph: Graph) -> frozenset[Node]:
             state = node.args[0]
             enabled = [*enabled[:-1]] if isinstance(state, Node) and len(enabled) > 1 else [*enabled, bool(state)]
         elif not node.op.startswith("call"):
-            unknown = node.op == "get_attr" and "val" not in node.meta and not node.meta.get("buffer")
+            unknown = node.op == "get_attr" and "val" not in node.meta and note_of(node).role != "buffer"
             if unknown or getattr(node.meta.get("val"), "requires_grad", False):
                 out.add(node)
         elif enabled[-1] and (node.op == "call_module" or any(n in out for n in node.all_input_nodes)):

@@ -18,6 +18,7 @@ from ...contract.reasons import Code
 from ...graph.aliases import may_alias
 from ...graph.literals import numbers
 from ...graph.values import concrete_size, is_floating, is_known, literal_dtype
+from ...notes import note_of
 from ...ops import ops
 from ...ops.facts import facts_of
 from ...ops.rules import FOLLOW, FP32, LOW, PROMOTE, Rule, lookup
@@ -87,7 +88,7 @@ def _has_an_open_kind(c: _Candidate) -> bool:
 
 def _makes_a_value(c: _Candidate) -> bool:
     """It writes to none, and the author has said nothing of where it stands."""
-    return not ops.name(c.node).endswith("_") and not c.node.meta.get("autocast_region")
+    return not ops.name(c.node).endswith("_") and note_of(c.node).region is None
 
 
 def _names_no_dtype(c: _Candidate) -> bool:

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 import fxamp
 from fxamp.measure import fastest
 from fxamp.measure.timing import OpTimer
-from passes.casts.insert_casts import is_inserted
 from passes.contract.errors import PolicyError
 from passes.contract.plan import Plan
+from passes.notes import is_inserted
 from tests.support.helpers import assert_untouched, fingerprint
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))

@@ -19,8 +19,8 @@ from fxamp.measure.counts import saved_bytes
 from fxamp.report.record.build import record_of
 from fxamp.report.record.record import SCHEMA, Record, schema
 from fxamp.report.record.sizes import sizes_of
-from passes.casts.insert_casts import is_inserted
 from passes.contract.errors import PlanError
+from passes.notes import is_inserted
 from tests.support.harness import converted, subject, unchanged
 from tests.support.models import BY_NAME
 

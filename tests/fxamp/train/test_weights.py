@@ -26,8 +26,8 @@ import fxamp
 from fxamp.measure.counts import _Counter, step_counts
 from fxamp.train.step import TrainStep
 from fxamp.train.weights.weights import WeightCasts
-from passes.casts.insert_casts import is_inserted
 from passes.contract.errors import PolicyError
+from passes.notes import is_inserted
 from tests.support.models import BY_NAME
 
 WIDTH, VOCABULARY = 16, 11

@@ -23,6 +23,7 @@ from passes.legalize.legalize import (
     inline_regions,
     loosen_assertions,
 )
+from passes.notes import note, note_of
 from passes.ops import ops
 from tests.support.graphs import Builder, render
 
@@ -214,7 +215,8 @@ def test_a_region_becomes_two_switches() -> None:
 
 def test_what_an_autocast_region_says_stays_on_its_nodes_the_inner_one_winning() -> None:
     gm, _, _ = inlined(Model(autocast_in_autocast), example())
-    regions = [n.meta["autocast_region"] for n in gm.graph.nodes if n.target is aten.matmul.default]
+    found = [note_of(n).region for n in gm.graph.nodes if n.target is aten.matmul.default]
+    regions = [r for r in found if r is not None]
     assert [r[:2] for r in regions] == [("cpu", True), ("cpu", False), ("cpu", True)]
     assert regions[0][2] == regions[2][2] == BF16
 
@@ -353,16 +355,13 @@ def test_a_cell_becomes_its_layers_with_their_weights_at_hand() -> None:
 def test_new_nodes_say_where_they_come_from() -> None:
     gm, _ = composite(*COMPOSITES["gru_cell"])
     node = next(n for n in gm.graph.nodes if n.op == "call_function")
-    node.meta |= {
-        "nn_module_stack": {"k": ("cell", nn.GRUCell)},
-        "stack_trace": "here",
-        "autocast_region": ("cpu", False, None),
-    }
+    node.meta |= {"nn_module_stack": {"k": ("cell", nn.GRUCell)}, "stack_trace": "here"}
+    note(node, region=("cpu", False, None))
     decompose_composites(gm.graph, "cpu")
     made = [n for n in gm.graph.nodes if n.op == "call_function"]
     assert len(made) > 5
     assert all(n.meta["nn_module_stack"] == {"k": ("cell", nn.GRUCell)} for n in made)
-    assert all(n.meta["stack_trace"] == "here" and n.meta["autocast_region"][1] is False for n in made)
+    assert all(n.meta["stack_trace"] == "here" and (note_of(n).region or ("", True))[1] is False for n in made)
 
 
 def test_sizes_that_were_dynamic_stay_dynamic() -> None:

@@ -14,6 +14,7 @@ from passes.assign.place.measured_costs import ROUND_TRIPS, Call, Filler, Measur
 from passes.contract.errors import PolicyError
 from passes.contract.plan import Plan
 from passes.contract.policy import Policy
+from passes.notes import note
 from tests.support.graphs import parse
 from tests.support.helpers import named
 
@@ -64,9 +65,9 @@ def test_gradients_flow_from_parameters_and_from_what_nothing_is_known_of() -> N
     assert {n.name for n in requires_grad(found["x"].graph)} == {"w", "linear", "relu", "view"}
     del found["w"].meta["val"]
     assert found["w"] in requires_grad(found["x"].graph)
-    found["w"].meta["buffer"] = True
+    note(found["w"], role="buffer")
     assert requires_grad(found["x"].graph) == frozenset()
-    del found["w"].meta["buffer"]
+    note(found["w"], role="")
     found["w"].meta["val"] = torch.zeros(4, 4)
     assert requires_grad(found["x"].graph) == frozenset()
 

@@ -17,11 +17,11 @@ from fxamp.capture.states import copied
 from passes.assign.colour.simulate import Simulation
 from passes.assign.place import place as placing
 from passes.assign.place.costs import requires_grad
-from passes.casts.insert_casts import is_inserted
 from passes.contract.errors import VerificationError
 from passes.contract.reasons import Code
 from passes.graph.by_rows import original_dtypes
 from passes.graph.values import ELIGIBLE, Aliases, Inference
+from passes.notes import is_inserted
 from passes.ops import ops
 from tests.passes.assign.test_assign_precision import Net, decided, under_autocast
 from tests.support.harness import converted, subject
