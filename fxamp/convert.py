@@ -14,6 +14,7 @@ from torch.export import ExportedProgram
 
 from passes import compile_graph
 from passes.assign.place.measured_costs import Timer
+from passes.contract.devices import DEVICES
 from passes.contract.errors import (
     CaptureError,
     NotAModuleError,
@@ -23,7 +24,7 @@ from passes.contract.errors import (
     RejectedError,
 )
 from passes.contract.plan import REMEDY, Plan, joined
-from passes.contract.policy import DEVICES, Policy
+from passes.contract.policy import Policy
 from passes.graph.values import LOW
 
 from .capture.compare import attribute_of
@@ -148,7 +149,7 @@ def autocast_for(policy: Policy, model: nn.Module, inputs: Any) -> Autocast | No
     if policy.level == "O0" or policy.dtype is None:
         return None
     device = device_of(model, inputs)
-    if device not in ("cpu", "cuda") or policy.dtype not in LOW:
+    if device not in DEVICES or policy.dtype not in LOW:
         return None
     return Autocast(device, policy.dtype, str(policy.device))
 

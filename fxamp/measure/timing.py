@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from passes._torch import pytree
 from passes.assign.place.measured_costs import Call, Filler
+from passes.contract.devices import DEVICES
 
 from ..trust.check import same_random_state
 from . import cost_cache
@@ -104,8 +105,7 @@ class OpTimer:
         return storage.as_strided(filler.shape, filler.stride).requires_grad_(filler.requires_grad)
 
     def _synchronize(self) -> None:
-        if self.device == "cuda":
-            torch.cuda.synchronize()
+        DEVICES[self.device].synchronize()
 
 
 def _clocks() -> tuple[int, int]:

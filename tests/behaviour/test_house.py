@@ -99,7 +99,7 @@ MOST_ENTRIES, MOST_LINES = 12, 400
 # Files that are longer: how long each may be, which may only fall.
 LONGER = {
     "fxamp/capture/export.py": 403,
-    "fxamp/cli/main.py": 454,
+    "fxamp/cli/main.py": 451,
     "fxamp/module/module.py": 462,
     "fxamp/train/step.py": 402,
 }

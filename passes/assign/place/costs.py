@@ -14,15 +14,11 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from ...contract.devices import DEVICES
 from ...graph.values import SET_GRAD
 from ...notes import note_of
 from ...ops import ops
 from ...ops.rules import row_of
-
-# Bytes that move in the time of one launch, and in a nanosecond; assumed, not measured: 5 us at 10 GB/s on a CPU core,
-# 2 us at 500 GB/s on a GPU.
-LAUNCH = {"cpu": 50_000, "cuda": 1_000_000}
-BYTES_PER_NANOSECOND = {"cpu": 10, "cuda": 500}
 
 
 class Run(NamedTuple):
@@ -54,7 +50,7 @@ class ByteCosts:
     least, measured = "moves the fewest bytes", False
 
     def __init__(self, device: str, grad: frozenset[Node]) -> None:
-        self.launch = LAUNCH[device]
+        self.launch = DEVICES[device].launch
         self.grad = grad
 
     def price(self, runs: Sequence[Run], casts: Sequence[Node]) -> tuple[list[int], list[int]]:

@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_arg
 
+from ...contract.devices import DEVICES
 from ...ops import ops
-from .costs import BYTES_PER_NANOSECOND, ByteCosts, Run, makes_view, number
+from .costs import ByteCosts, Run, makes_view, number
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class MeasuredCosts:
 
     def __init__(self, device: str, low: torch.dtype, grad: frozenset[Node], timer: Timer) -> None:
         self.low, self.grad, self.timer = low, grad, timer
-        self.bytes, self.speed = ByteCosts(device, grad), BYTES_PER_NANOSECOND[device]
+        self.bytes, self.speed = ByteCosts(device, grad), DEVICES[device].bytes_per_nanosecond
 
     def price(self, runs: Sequence[Run], casts: Sequence[Node]) -> tuple[list[int], list[int]]:
         """Time every distinct call once and return the nanoseconds of each."""
