@@ -44,5 +44,9 @@ _ROWS = (
         lambda: torch.cuda.is_available(), lambda: "sm_{}{}".format(*torch.cuda.get_device_capability()),
         torch.cuda.synchronize,
     ),
+    Device(  # what a placement costs is CUDA's
+        "xpu", "cuda", "AutocastXPU", 1_000_000, 500,
+        lambda: torch.xpu.is_available(), lambda: torch.xpu.get_device_name(), lambda: torch.xpu.synchronize(),
+    ),
 )  # fmt: skip
 DEVICES: Mapping[str, Device] = {row.name: row for row in _ROWS}

@@ -9,6 +9,7 @@ from torch import nn
 import fxamp
 from passes.contract.devices import DEVICES, Device
 from passes.contract.policy import Policy
+from passes.ops.rules import LOW, PROMOTE, RULES, lookup
 
 
 @pytest.mark.parametrize("device", DEVICES.values(), ids=lambda d: d.name)
@@ -25,6 +26,14 @@ def test_a_policy_names_any_device_and_a_plan_for_it_is_made_wherever_one_is(dev
     linear, softmax = plan.decisions
     low = str(torch.get_autocast_dtype(device)).removeprefix("torch.")
     assert (linear.colour, softmax.colour) == (low, low if DEVICES[device].lists == "cpu" else "float32")
+
+
+def test_an_xpu_has_the_lists_of_cuda_but_for_the_kernels_of_its_vendor() -> None:
+    kinds = {name: (lookup(name, "xpu")[1], lookup(name, "cuda")[1]) for name in RULES}
+    assert {name: both for name, both in kinds.items() if both[0] != both[1]} == {
+        "cudnn_convolution": (PROMOTE, LOW),
+        "cudnn_convolution_transpose": (PROMOTE, LOW),
+    }
 
 
 def test_the_row_of_the_cpu_is_of_what_is_here() -> None:
