@@ -28,7 +28,7 @@ from passes.contract.plan import Plan
 from passes.contract.policy import Policy, check_used, nearest, type_names
 from passes.graph.values import LOW, no_autocast, retyped
 from passes.notes import note, note_of
-from passes.ops import ops
+from passes.ops.rules import row_of
 
 from ..capture.model.preflight import refuse_wrapped
 from ..module.underflow import UnderflowWatch
@@ -47,7 +47,6 @@ _WITHOUT_AUTOCAST = (
     "captured without autocast: what Python reads of dtypes (finfo, dtype= arguments, branches) is that of FP32, and "
     "what runs between graphs is FP32 too; fxamp.compile, or torch.autocast round the call, makes it autocast's"
 )
-_RECOMPUTED = ("higher_order::tag_activation_checkpoint", "higher_order::wrap_activation_checkpoint")
 
 
 @dataclass(frozen=True)
@@ -91,10 +90,10 @@ class Backend:
 
 def _inner(backend: Inner, gm: GraphModule) -> tuple[Inner, tuple[str, ...]]:
     """Return the inner backend for a graph, and what is to be said of it."""
-    names = {ops.name(n) for part in gm.modules() if isinstance(part, GraphModule) for n in part.graph.nodes}
-    if backend != "eager" or names.isdisjoint(_RECOMPUTED):
-        return backend, ()
-    return "aot_eager", (_NOT_EAGER,)
+    nodes = (n for part in gm.modules() if isinstance(part, GraphModule) for n in part.graph.nodes)
+    if backend == "eager" and any(row_of(n).recomputed for n in nodes):
+        return "aot_eager", (_NOT_EAGER,)
+    return backend, ()
 
 
 def backend(

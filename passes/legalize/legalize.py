@@ -25,7 +25,6 @@ from ..ops.rules import COMPOSITE, row_of
 
 logger = logging.getLogger("fxamp")
 
-_GRAD, _AUTOCAST = "wrap_with_set_grad_enabled", "wrap_with_autocast"
 _CONSTANTS = "_fxamp."  # where the front ends put what a graph refers to beside the model
 
 
@@ -55,13 +54,8 @@ def drop_autocast_switches(graph: Graph) -> int:
     return len(switches)
 
 
-def _hop_name(node: Node) -> str:
-    target = node.target
-    return str(target.name()) if isinstance(target, torch._ops.HigherOrderOperator) else ""
-
-
 def _is_region(node: Node) -> bool:
-    return node.op == "call_function" and _hop_name(node) in (_GRAD, _AUTOCAST)
+    return node.op == "call_function" and row_of(node).switches != ""
 
 
 def _inline(graph: Graph, node: Node, constants: dict[str, Any]) -> list[Node]:
@@ -73,7 +67,7 @@ def _inline(graph: Graph, node: Node, constants: dict[str, Any]) -> list[Node]:
     region = note_of(node).region
     leave: Callable[..., Any]
     with graph.inserting_before(node):
-        if _hop_name(node) == _GRAD:
+        if row_of(node).switches == "grad":
             leave, entered = SET_GRAD, graph.call_function(torch.is_grad_enabled)
             graph.call_function(SET_GRAD, tuple(settings))
         else:

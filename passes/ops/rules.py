@@ -22,7 +22,7 @@ from .._torch import autocast_registrations, registered_autocast_dtype
 from ..contract.devices import DEVICES
 from ..contract.errors import PolicyError
 from . import ops
-from .table import elementwise, images, linalg, losses, made, moves, norms, products, queries, reductions
+from .table import elementwise, higher_order, images, linalg, losses, made, moves, norms, products, queries, reductions
 from .table.row import BANNED as BANNED
 from .table.row import COMPOSITE as COMPOSITE
 from .table.row import FOLLOW as FOLLOW
@@ -38,7 +38,7 @@ from .table.row import Rule as Rule
 _FILES = (products, losses, norms, reductions, elementwise, images, linalg, moves, made, queries)
 ROWS = tuple(row for file in _FILES for row in file.ROWS)
 RULES: Mapping[str, Rule] = {row.name: row for row in ROWS}
-_ALL = {**RULES, **{row.name: row for row in queries.QUERIES}}
+_ALL = {**RULES, **{row.name: row for row in (*queries.QUERIES, *higher_order.HIGHER_ORDER)}}
 
 # Rules of custom ops, which their users register. The one state of this module, and only `register_rule` writes it.
 _custom: dict[str, Rule] = {}
@@ -140,7 +140,7 @@ _WORDS = {"sensitive": ("", "range", "rounding"), "commutes": ("", "forward", "b
 
 def _check_fact(where: str, fact: str, value: Any) -> None:
     """Raise unless `fact` is a field of `Rule` that can hold `value`."""
-    known = [f.name for f in fields(Rule) if f.name not in ("name", "cpu")]
+    known = [f.name for f in fields(Rule) if f.name not in ("name", "cpu", "known")]
     if fact not in known:
         raise PolicyError(f"{where}: no fact is named {fact!r}{_nearest(fact, known)}")
     wanted = type(getattr(Rule("", "", ""), fact))

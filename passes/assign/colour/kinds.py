@@ -18,7 +18,7 @@ from ...graph.values import LOW as LOW_DTYPES
 from ...notes import note_of
 from ...ops import ops
 from ...ops.facts import lacks_low
-from ...ops.rules import BANNED, COMPOSITE, FOLLOW, FP32, KEEP, LOW, PROMOTE, UNKNOWN
+from ...ops.rules import BANNED, COMPOSITE, FOLLOW, FP32, KEEP, LOW, PROMOTE
 from .kernels import runs_in
 from .operand_casts import all_to, castable, keep, natural
 from .state import Site, State, first_float
@@ -109,7 +109,7 @@ def _kept(state: State, site: Site) -> Colouring:
     """Colour what keeps the dtypes that it had: by its rule, or since it has none."""
     if state.autocast:
         return _follow(state, site)
-    if site.row.reason == UNKNOWN.reason:
+    if not site.row.known:
         return _unknown(state, site)
     reference = dtype_reference(site.node)
     if reference is not None:

@@ -81,6 +81,12 @@ class Rule:
         accumulates: For some arguments it sums or multiplies many values into one; ("",) for all.
         folds: Its kernel is chosen by whether the weight requires gradients.
         direct: Overloads for which torch has a Python function that takes the same arguments in the same order.
+        bodies: How the graphs in a higher-order op are compiled: "" (as they are), "fixed" (between the dtypes of the
+            original), or "entered" (with the dtypes that its operands have here, where it is called here alone).
+        operands_at: Where in its arguments the operands of a body that is entered begin.
+        recomputed: Its body runs once more in backward.
+        switches: The mode that its body runs in is another one: "grad" or "autocast".
+        known: False for an op that neither the table nor torch nor a user knows.
         since: The torch version that brought the op or put it on a list, where versions differ.
         until: The torch version that took it away.
     """
@@ -130,6 +136,11 @@ class Rule:
     accumulates: tuple[Any, ...] = ()
     folds: bool = False
     direct: tuple[str, ...] = ()
+    bodies: str = ""
+    operands_at: int = 0
+    recomputed: bool = False
+    switches: str = ""
+    known: bool = True
     since: str = ""
     until: str = ""
 
@@ -150,7 +161,7 @@ SUMMARY = (
 )  # fmt: skip
 
 # What is known of an op that has no row.
-UNKNOWN = Rule("", KEEP, KEEP, "unknown op")
+UNKNOWN = Rule("", KEEP, KEEP, "unknown op", known=False)
 
 Entry = tuple[str, dict[str, Any]]
 _SEVERAL = frozenset(f.name for f in fields(Rule) if f.default == () or f.name == "out")
