@@ -145,8 +145,14 @@ def name(node: Node) -> str:
         return ""
     if node.target is getattr:
         return ATTRIBUTES.get(str(node.args[1]), "getattr")
-    found = of_target(node.target)
-    return canonical(found + _suffix(node, found)) if inspect.isfunction(node.target) else found
+    found, is_python = _named(node.target)
+    return canonical(found + _suffix(node, found)) if is_python else found
+
+
+@functools.lru_cache(maxsize=4096)
+def _named(target: Any) -> tuple[str, bool]:
+    """Return the name of a call_function target, and whether it is a function of Python, whose arguments count too."""
+    return of_target(target), inspect.isfunction(target)
 
 
 @functools.lru_cache(maxsize=4096)

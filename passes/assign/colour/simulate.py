@@ -21,7 +21,7 @@ from ...graph.values import ANY, ELIGIBLE, LOW, Aliases, is_floating, is_known, 
 from ...notes import note_of
 from ...ops import ops
 from ...ops.facts import accumulates
-from ...ops.rules import KEEP, lookup, row_of
+from ...ops.rules import KEEP, lookup, row_named, row_of
 from .decide import decide, site_of
 from .fit_numbers import fit_numbers
 from .operand_casts import keep
@@ -43,7 +43,7 @@ class Simulation(State):
                 continue
             name = ops.name(node)
             floats = [o for o in ops.operands(node) if is_floating(self.dtypes[o.node]) or self.dtypes[o.node] is ANY]
-            if row_of(node).asks:
+            if row_named(name).asks:
                 if name == "getitem":
                     self.dtypes[node] = self.infer(node, self.dtypes.__getitem__)
             elif any(b.first is not None for b in self.border.bodies.get(node, ())):
