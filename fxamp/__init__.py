@@ -1,9 +1,17 @@
 """Automatic mixed precision for PyTorch as a graph-rewriting compiler pass over torch.fx.
 
-converted = fxamp.convert(model, (example,))    # values of torch.autocast, fewer casts
-print(fxamp.report(converted))                  # every decision, with its reason
+Every example below runs as printed, after these lines:
 
-Each name is loaded when it is first asked for, so that `import fxamp` by itself imports neither torch nor the compiler.
+    >>> import torch, fxamp
+    >>> from torch import nn
+    >>> model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    >>> x, y = torch.randn(3, 8), torch.tensor([0, 1, 2])
+    >>> converted = fxamp.convert(model, (x,), policy="O1,dtype=bf16")
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> step = fxamp.TrainStep(converted, nn.functional.cross_entropy, optimizer)
+
+*Low* is the 16-bit dtype of a conversion, FP16 or BF16. The *colour* of a node is the dtype that it runs in. A *window*
+is the micro-batches whose gradients one optimizer step takes.
 """
 
 from __future__ import annotations
@@ -53,6 +61,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
+# Each name is loaded when it is first asked for, so that `import fxamp` imports neither torch nor the compiler.
 # The same names again, for those who run and do not read: module -> names.
 _FOUND_IN = {
     "passes.contract.errors": (
@@ -80,8 +89,10 @@ def __getattr__(name: str) -> Any:
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     refuse_foreign_passes()
-    found = globals()[name] = getattr(importlib.import_module(_MODULE_OF[name]), name)
-    return found
+    module = _MODULE_OF[name]
+    loaded = importlib.import_module(module)
+    globals().update({other: getattr(loaded, other) for other in _FOUND_IN[module]})
+    return globals()[name]
 
 
 def __dir__() -> list[str]:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.export import ExportedProgram
 
 from passes import compile_graph
-from passes.assign.place.measured_costs import Timer
+from passes._torch import pytree
 from passes.contract.devices import DEVICES
 from passes.contract.errors import (
     CaptureError,
@@ -23,24 +23,35 @@ from passes.contract.errors import (
     PolicyError,
     RejectedError,
 )
-from passes.contract.plan import REMEDY, Plan, joined
+from passes.contract.plan import Plan, joined
+from passes.contract.plan_format import REMEDY
 from passes.contract.policy import Policy
+from passes.contract.timing import Timer
 from passes.graph.values import LOW
 
 from .capture.compare import attribute_of
-from .capture.export import Autocast
 from .capture.front_ends import ALONE
 from .capture.functions import as_under_autocast
-from .capture.model.captured import Captures, as_inputs
+from .capture.model.captured import Autocast, Captured, Captures, as_inputs
 from .capture.model.patches import capturing
-from .capture.model.preflight import untouched
+from .capture.model.preflight import loads_otherwise, untouched
 from .capture.states import capture as capture_model
-from .capture.states import constants_of, in_state_of, module_of, refuse_non_models
+from .capture.states import in_state_of, module_of, refuse_non_models, with_own_constants
 from .dynamo import compiled
 from .dynamo.backend import compile
 from .measure.fastest import emit_measured, kept_notes
-from .module.module import ConvertedModule, Variant, skeleton
-from .trust.check import check_faithful, check_runs, guard_small_sizes, refuse_low_parameters, runs_under
+from .module.kept import Kept
+from .module.module import ConvertedModule, Variant
+from .module.skeleton import skeleton
+from .trust.check import (
+    check_faithful,
+    check_runs,
+    fresh,
+    guard_small_sizes,
+    preserved,
+    refuse_low_parameters,
+    runs_under,
+)
 
 logger = logging.getLogger("fxamp")
 
@@ -56,30 +67,45 @@ def convert(
     plan: Plan | str | os.PathLike[str] | None = None,
     check: bool = True,
 ) -> Any:
-    """Convert a model to mixed precision.
+    """Convert a model to mixed precision, ahead of time.
+
+    With example inputs every shape is known, and the captured graph is compared with the model bit for bit: the model
+    runs once, its captured graph once, and the converted module once. Without inputs the model is traced symbolically.
 
     Args:
-        model: an `nn.Module`, a `GraphModule` or an `ExportedProgram`. It is not changed; the converted module shares
-            its parameters and buffers, so an optimizer built before goes on working.
-        args: example inputs, a tuple as `torch.export.export` takes them (a lone tensor is wrapped).
-        kwargs: example keyword inputs.
-        policy: a level ("O0" to "O3"), a policy string ("O2,dtype=bf16,modules.fc3=fp32") or a Policy; "O1" by default.
+        model: An `nn.Module` with FP32 parameters (frozen ones may be FP16 or BF16), a `GraphModule` or an
+            `ExportedProgram`. It is not changed; the converted module shares its parameters and buffers, so an
+            optimizer built before goes on working.
+        args: Example inputs, a tuple as `torch.export.export` takes them (a lone tensor is wrapped), of the shapes and
+            dtypes of real ones. A batch of at least 2 keeps the batch size free.
+        kwargs: Example keyword inputs.
+        policy: A level ("O0" to "O3"), a policy string ("O2,dtype=bf16,modules.fc3=fp32") or a Policy; "O1" by default.
         capture: "export", "fx", "jit" (at the first call, by torch.compile, the graphs run eagerly), or "auto": export
             with example inputs, else fx, and jit where that one would lose something of the model, which is logged.
-        dynamic_shapes: "auto" (every dimension), None (none), or as `torch.export.export` takes them.
-        plan: a Plan, or the path of one, to replay; its policy is the policy.
-        check: compare the captured graph, before any rounding, with the model on the example inputs, and run the
-            converted one once.
+        dynamic_shapes: "auto" keeps every dimension free. Where that fails, or takes more than 4 s of processor time
+            plus 0.25 ms for each call of torch, it keeps the first of each input free, and the plan says so. None fixes
+            all sizes. Anything else as `torch.export.export` takes it.
+        plan: A Plan, or the path of one, to replay; its policy is the policy.
+        check: False leaves the comparison out.
 
     Returns:
         A ConvertedModule, called like the model; what `fxamp.compile` returns where the model is captured at its first
-        call. Outputs keep the model's dtypes.
+        call. Outputs have the shapes and dtypes of the model's.
 
     Raises:
-        CaptureError: the model cannot be captured faithfully.
-        PolicyError: the policy is wrong, or does not fit the model.
-        PlanError: the plan cannot be read, or does not fit the model.
-        VerificationError: a rewritten graph does not do what its plan says, or an op of it has no kernel here.
+        CaptureError: The model cannot be captured faithfully.
+        NotAModuleError: The model is none.
+        PolicyError: The policy is wrong, or does not fit the model.
+        PlanError: The plan cannot be read, or does not fit the model.
+        VerificationError: A rewritten graph does not do what its plan says, or an op of it has no kernel here.
+
+    Example:
+        >>> converted = fxamp.convert(model, (x,), policy="O1,dtype=bf16")
+        >>> converted(x).shape, converted(x).dtype
+        (torch.Size([3, 4]), torch.float32)
+        >>> with torch.autocast("cpu", torch.bfloat16):
+        ...     bool((converted(x) == model(x)).all())
+        True
     """
     if plan is not None and policy is not None:
         raise PolicyError("a plan has its own policy: give convert a plan or a policy, not both.")
@@ -111,34 +137,37 @@ def _ahead_of_time(
         )
         present = captures.graphs[0]
         refuse_low_parameters(present.model.named_parameters())
-        if settled.level == "O0":
+        if not settled.level.rounds:
             _refuse_without_plain(captures)
         if check and inputs is not None:
             with untouched(present.model):
-                _check_faithful(captures, autocast, *inputs)
-                for captured in captures.graphs:
-                    with in_state_of(captured):
-                        guard_small_sizes(captured, *inputs)
+                captures = checked(captures, autocast, *inputs)
+                captures = replace(captures, graphs=tuple(_guarded(c, *inputs) for c in captures.graphs))
         if settled.cost == "measured" and replayed is None:
             return emit_measured(captures, settled, inputs, emit)
         converted = emit(captures, settled, replayed)
         if check and inputs is not None:
-            check_runs(converted, present, *inputs)
+            check_runs(converted, captures.graphs[0], *inputs)
         return converted
 
 
-def _check_faithful(
+def checked(
     captures: Captures, autocast: Autocast | None, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
+) -> Captures:
     """Compare the present graph with the model; leave that out for a model that runs under autocast alone."""
     try:
-        check_faithful(captures.graphs[0], args, kwargs)
+        present = check_faithful(captures.graphs[0], args, kwargs)
     except RejectedError as e:
         if autocast is None or not runs_under(autocast, captures.graphs[0].model, args, kwargs):
             raise
-        for captured in captures.graphs:
-            captured.plain = False
-            captured.notes.append(ALONE.format(str(e).splitlines()[0]))
+        note = ALONE.format(str(e).splitlines()[0])
+        return replace(captures, graphs=tuple(replace(c.noting(note), plain=False) for c in captures.graphs))
+    return replace(captures, graphs=(present, *captures.graphs[1:]))
+
+
+def _guarded(captured: Captured, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
+    with in_state_of(captured):
+        return guard_small_sizes(captured, args, kwargs)
 
 
 def autocast_for(policy: Policy, model: nn.Module, inputs: Any) -> Autocast | None:
@@ -146,7 +175,7 @@ def autocast_for(policy: Policy, model: nn.Module, inputs: Any) -> Autocast | No
 
     None where nothing is rounded.
     """
-    if policy.level == "O0" or policy.dtype is None:
+    if not policy.level.rounds or policy.dtype is None:
         return None
     device = device_of(model, inputs)
     if device not in DEVICES or policy.dtype not in LOW:
@@ -171,20 +200,20 @@ def emit(
     captures: Captures, policy: Policy, replayed: Plan | None = None, timer: Timer | None = None
 ) -> ConvertedModule:
     """Compile captured graphs, in place, and put them over the model's own parameters."""
-    found = [c.unrounded if policy.level == "O0" else c for c in captures.graphs]
+    found = with_own_constants([c if policy.level.rounds else c.unrounded for c in captures.graphs])
     states = [c.state for c in captures.graphs]
     if replayed is not None and len(found) != max(len(replayed.states), 1):
         raise PlanError(
             f"the plan decides on {max(len(replayed.states), 1)} state(s) of its model, and this model has "
             f"{len(found)}: {'; '.join(map(str, states))}. {REMEDY}"
         )
-    model, named = found[0].model, constants_of(found)
+    model, named = found[0].model, {name: value for c in found for name, value in c.constants.items()}
     root = skeleton(model, {path: m for c in found for path, m in c.opaque.items()}, named)
     notes = [f"not captured for {state}: {why.splitlines()[0]}" for state, why in captures.missing]
     plans = []
     for at, captured in enumerate(found):
         captured.graph.owning_module = None  # targets are resolved against the new root
-        if policy.level == "O1":
+        if policy.level.is_autocasts:
             as_under_autocast(captured.graph, str(policy.device), cast(torch.dtype, policy.dtype))
         plans.append(
             compile_graph(
@@ -196,9 +225,11 @@ def emit(
         )  # fmt: skip
     variants = [Variant(s, c.graph, c.call) for s, c in zip(states, found, strict=True)]
     decided = joined(plans, [str(s) for s in states])
-    return ConvertedModule(
-        root, variants, decided, policy.device or "cpu", type(model).__name__, captures.missing, captures.reads, model
-    )
+    kept = Kept(
+        decided, policy.device or "cpu", type(model).__name__, captures.missing, captures.reads,
+        loads_otherwise=loads_otherwise(type(model)),
+    )  # fmt: skip
+    return ConvertedModule(root, variants, kept, model)
 
 
 def plan(
@@ -210,17 +241,58 @@ def plan(
     capture: str = "auto",
     dynamic_shapes: Any = "auto",
 ) -> Plan:
-    """Decide only: return the plan that `convert` would carry out ahead of time. Arguments and errors as `convert`."""
+    """Decide only: return the plan that `convert` would carry out ahead of time. Nothing of the model is run.
+
+    Args:
+        model: As `convert` takes it.
+        args: Example inputs of the shapes and dtypes of real ones.
+        kwargs: Example keyword inputs.
+        policy: As `convert` takes it.
+        capture: As `convert` takes it, but "jit".
+        dynamic_shapes: As `convert` takes it.
+
+    Raises:
+        CaptureError: The model cannot be captured faithfully, or capture is "jit".
+        PolicyError: The policy is wrong, or does not fit the model.
+        VerificationError: A rewritten graph would not do what its plan says.
+
+    Example:
+        >>> fxamp.plan(model, (x,), policy="O2,dtype=bf16,modules.2=fp32").decisions[-1].reason
+        'override: modules.2=fp32'
+    """
     if capture == "jit":
         raise CaptureError("fxamp.plan decides ahead of time: with capture='jit', read fxamp.plan_of after a call.")
     return to_read(model, args, kwargs, Policy.of(policy), capture, dynamic_shapes).plan
 
 
 def to_read(
-    model: nn.Module, args: Any, kwargs: Any, policy: Policy, capture: str = "auto", dynamic_shapes: Any = "auto"
-) -> ConvertedModule:
+    model: nn.Module, args: Any, kwargs: Any, policy: Policy, capture: str = "auto", dynamic_shapes: Any = "auto",
+    replayed: Plan | None = None,
+) -> ConvertedModule:  # fmt: skip
     """Convert a model ahead of time to read what was decided: nothing is run, so nothing is checked."""
-    return _ahead_of_time(model, args, kwargs, policy, capture, dynamic_shapes, None, check=False)
+    return _ahead_of_time(model, args, kwargs, policy, capture, dynamic_shapes, replayed, check=False)
+
+
+def called_to_read(model: nn.Module, args: Any, kwargs: Any, policy: Policy) -> nn.Module:
+    """Compile a model and call it once, to read what was decided at its first call; it is as it was afterwards.
+
+    Raises:
+        CaptureError: there are no example inputs to call it with.
+        PolicyError: the policy is for a device that the model is not on.
+    """
+    inputs = as_inputs(args, kwargs)
+    if inputs is None:
+        raise CaptureError("capture='jit' captures at the first call: give example inputs as well.")
+    settled, device = resolve(policy, model, inputs), device_of(model, inputs)
+    if settled.device != device:
+        raise PolicyError(
+            f"capture='jit' runs {type(model).__name__}, which is on '{device}': capture ahead of time ('export' or "
+            f"'fx') to decide for '{settled.device}'."
+        )
+    made = _at_first_call(model, policy, None, "auto")
+    with untouched(model), preserved(model):
+        made(*pytree.tree_map(fresh, inputs[0]), **pytree.tree_map(fresh, inputs[1]))
+    return cast(nn.Module, made)
 
 
 def plan_of(module: nn.Module) -> Plan:
@@ -229,7 +301,14 @@ def plan_of(module: nn.Module) -> Plan:
     Of a model in which several modules were converted, each by itself, it is one plan too, with their paths in it.
 
     Raises:
-        CaptureError: nothing was converted for the module, or nothing yet.
+        CaptureError: Nothing was converted for the module, or nothing yet.
+        NotAModuleError: It is no module.
+
+    Example:
+        >>> compiled = fxamp.compile(model, policy="O1,dtype=bf16", backend="eager")
+        >>> _ = compiled(x)
+        >>> [decision.colour for decision in fxamp.plan_of(compiled).decisions]
+        ['bfloat16', 'bfloat16', 'bfloat16']
     """
     if isinstance(module, ConvertedModule):
         return module.plan
@@ -241,7 +320,13 @@ def graphs(module: nn.Module) -> list[torch.fx.GraphModule]:
     """Return the graphs of a converted module, or of a compiled one after its first call, in order.
 
     Raises:
-        CaptureError: nothing was converted for the module, or nothing yet.
+        CaptureError: Nothing was converted for the module, or nothing yet.
+        NotAModuleError: It is no module.
+
+    Example:
+        >>> graph, = fxamp.graphs(converted)
+        >>> sum(node.target is torch.ops.aten.to.dtype for node in graph.graph.nodes)  # casts, that of the output too
+        6
     """
     if isinstance(module, ConvertedModule):
         several = len(module.variants) > 1
@@ -272,6 +357,6 @@ def resolve(policy: Policy, model: nn.Module, inputs: tuple[tuple[Any, ...], dic
 
 def device_of(model: nn.Module, inputs: tuple[tuple[Any, ...], dict[str, Any]] | None) -> str:
     """Return the kind of device of the parameters, else of the inputs, else the CPU."""
-    leaves = [*model.parameters(), *model.buffers(), *torch.utils._pytree.tree_leaves(inputs or ())]
+    leaves = [*model.parameters(), *model.buffers(), *pytree.tree_leaves(inputs or ())]
     found = next((t.device.type for t in leaves if isinstance(t, torch.Tensor)), "cpu")
     return "cpu" if found == "meta" else found

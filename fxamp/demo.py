@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from passes.contract.errors import FxampError, PolicyError
-from passes.contract.plan import write_text
+from passes.contract.plan_format import write_text
 
 from .convert import convert
 from .measure.counts import StepCounts, interleaved

@@ -1,10 +1,15 @@
 """The compiler: a captured graph in, a mixed-precision graph and its plan out. `compile_graph` is its one entrance.
 
+`watched` lets a caller look on between the passes, which are called `NAMES`.
 Imports torch and networkx, never fxamp. What users may name of it, `fxamp` gives on.
 """
 
 from __future__ import annotations
 
+from .pipeline import NAMES as NAMES
 from .pipeline import compile_graph as compile_graph
+from .watch import Printed as Printed
+from .watch import Timed as Timed
+from .watch import watched as watched
 
-__all__ = ["compile_graph"]
+__all__ = ["NAMES", "Printed", "Timed", "compile_graph", "watched"]

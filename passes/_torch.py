@@ -2,8 +2,8 @@
 
 Each is used by PyTorch's own documentation or by its downstream projects, and each is tested against the oldest and
 the newest supported torch: fake tensors (shapes and dtypes without data), dispatch modes (what an operator really
-did), the dispatcher's own list of autocast rules, the exporter's guards, autocast regions as two calls, and the
-structured trace of a compilation.
+did), the dispatcher's own list of autocast rules, the exporter's guards, autocast regions as two calls, the
+structured trace of a compilation, and what replicas and shards were told.
 """
 
 from __future__ import annotations
@@ -14,12 +14,16 @@ import logging
 import re
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch._jit_internal import boolean_dispatched as boolean_dispatched
 from torch._library.custom_ops import _maybe_get_opdef
 from torch._logging._internal import trace_structured
+from torch._ops import HigherOrderOperator as HigherOrderOperator
+from torch._ops import OpOverload as OpOverload
+from torch._ops import OpOverloadPacket as OpOverloadPacket
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
@@ -29,12 +33,31 @@ from torch.export import ExportedProgram
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP as GUARD_NAMES
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode as TorchFunctionMode
+from torch.utils import _contextlib as decorators  # the file of `no_grad` as a decorator
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 from .contract.devices import DEVICES
 from .contract.errors import CaptureError
+
+if TYPE_CHECKING:
+    from torch._dynamo import OptimizedModule as OptimizedModule
+else:
+
+    def __getattr__(name: str) -> Any:
+        """Load Dynamo when the class of what `torch.compile` returns is first asked for: that takes a second."""
+        if name == "OptimizedModule":
+            return torch._dynamo.OptimizedModule
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+SET_GRAD = torch._C._set_grad_enabled  # what `set_grad_enabled` is in an exported graph
+C_NN = torch._C._nn  # functions of torch.nn.functional that take the arguments of their overloads
+VF = torch._VF  # the kernels of recurrent layers
+MODULE_CALLS = (torch.nn.Module._call_impl.__code__, torch.nn.Module._wrapped_call_impl.__code__)
 
 _GLOBAL_HOOKS = (
     "_global_forward_pre_hooks",
@@ -52,6 +75,59 @@ def trace_artifact(name: str, text: Callable[[], str]) -> None:
         text: gives it, where somebody traces.
     """
     trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "json"}, payload_fn=text)
+
+
+def own_schema(op: OpOverload) -> torch.FunctionSchema:
+    """Return the schema of an overload, or of what is called like one under a dispatch mode."""
+    return op._schema
+
+
+def overload_name(op: OpOverload) -> str:
+    """Return what an overload is called beside its op: "Tensor", "default"."""
+    return op._overloadname
+
+
+def qualified_name(packet: OpOverloadPacket) -> str:
+    """Return the name of an op with its namespace: "aten::add"."""
+    return packet._qualified_op_name
+
+
+def is_composite(op: OpOverload) -> bool:
+    """Say whether torch has a decomposition of an op that holds above autograd."""
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key)
+
+
+def storage_id(storage: torch.UntypedStorage) -> int:
+    """Return what two Python objects for one storage have in common, a fake tensor's too."""
+    found: int = storage._cdata
+    return found
+
+
+def dynamo_errors() -> Any:
+    """Return the module of Dynamo's errors; it is loaded when it is asked for."""
+    return torch._dynamo.exc
+
+
+def original_of(module: object) -> torch.nn.Module | None:
+    """Return the module that `torch.compile` was given, for what it returned; None for anything else."""
+    return module._orig_mod if isinstance(module, torch._dynamo.OptimizedModule) else None
+
+
+def is_compiled_in_place(module: torch.nn.Module) -> bool:
+    """Say whether `module.compile()` was called."""
+    return module._compiled_call_impl is not None
+
+
+def drop_hooks(module: torch.nn.Module) -> None:
+    """Take every forward hook off a module, with and without a handle."""
+    module._forward_pre_hooks.clear()
+    module._forward_hooks.clear()
+
+
+def close(library: torch.library.Library) -> None:
+    """Take the operators of a library out of the registry."""
+    library._destroy()
 
 
 def autocast_registrations(device: str) -> frozenset[str]:
@@ -206,28 +282,74 @@ def compile_records() -> list[Any]:
     return list(torch._dynamo.utils.get_compilation_metrics())
 
 
+def communication_hook(replica: DistributedDataParallel) -> str:
+    """Return what exchanges the gradients of a DistributedDataParallel in place of an all-reduce, "" if nothing does.
+
+    A hook that torch has built in is known to its logger alone.
+    """
+    return str(replica._get_ddp_logging_data().get("comm_hook", ""))
+
+
+def communication_states(replica: DistributedDataParallel) -> list[Any]:
+    """Return what the communication hooks of a DistributedDataParallel keep from step to step."""
+    return [state for _, state in replica._comm_hooks]
+
+
+def gathering(module: nn.Module) -> tuple[torch.dtype | None, bool]:
+    """Return in which dtype FSDP2 gathers the parameters of a module that it has sharded, and whether it casts inputs.
+
+    None stands for the dtype that they have. FSDP2 keeps its MixedPrecisionPolicy to itself.
+    """
+    sharded: Any = module
+    policy = sharded._get_fsdp_state()._mp_policy
+    return policy.param_dtype, bool(policy.cast_forward_inputs)
+
+
 __all__ = [
+    "C_NN",
     "GUARD_NAMES",
+    "MODULE_CALLS",
+    "SET_GRAD",
+    "VF",
+    "BatchNorm",
     "FakeTensor",
     "FakeTensorMode",
+    "HigherOrderOperator",
+    "OpOverload",
+    "OpOverloadPacket",
+    "OptimizedModule",
     "TorchDispatchMode",
     "TorchFunctionMode",
     "autocast_registrations",
     "boolean_dispatched",
+    "close",
+    "communication_hook",
+    "communication_states",
     "compile_records",
+    "decorators",
+    "drop_hooks",
+    "dynamo_errors",
     "enter_autocast",
     "example_sizes",
     "exit_autocast",
+    "gathering",
     "global_module_hooks",
     "guards_of",
     "in_transform",
     "inner_backend",
+    "is_compiled_in_place",
+    "is_composite",
     "on_recompile_limit",
+    "original_of",
+    "overload_name",
+    "own_schema",
     "pytree",
+    "qualified_name",
     "quiet_fakes",
     "registered_autocast_dtype",
     "run_as_soon_as_ready",
     "source_name",
+    "storage_id",
     "undecided_by_fakes",
     "without_transforms",
 ]

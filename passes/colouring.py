@@ -1,8 +1,10 @@
-"""What is decided for one node, as the passes hand it on."""
+"""What is decided for one node, and for a whole graph, as the passes hand it on."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -36,3 +38,28 @@ class Colouring:
     literals: tuple[tuple[float, float], ...] = ()
     clamped: tuple[Place, ...] = ()
     causes: tuple[Node, ...] = ()
+
+
+@dataclass
+class Assignment:
+    """What was decided for one graph.
+
+    Attributes:
+        colours: the decision of every node that touches a floating value.
+        dtypes: the dtype every value will have.
+        original: the dtype every value had as captured.
+        autocast: the dtype that autocast gives each node of `colours`.
+        returned: the dtype that each output of the graph must have.
+        infer: gives a node's output dtypes from those of its operands.
+        symbolic: dtypes were inferred without shapes.
+        disagreements: where `torch.autocast` was seen to give other dtypes than the rules say it does.
+    """
+
+    colours: dict[Node, Colouring]
+    dtypes: dict[Node, Any]
+    original: dict[Node, Any]
+    autocast: dict[Node, torch.dtype]
+    returned: dict[Node, Any]
+    infer: Callable[[Node, Callable[[Node], Any]], Any]
+    symbolic: bool
+    disagreements: list[str] = field(default_factory=list)

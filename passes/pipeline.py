@@ -1,51 +1,77 @@
 """The passes, in order: a captured graph in, a mixed-precision graph and its plan out.
 
-    legalize          decompose composites, inline regions
-    assign_precision  colour every node, with a reason
-    insert_casts      make every operand agree with its reader
-    eliminate_casts   drop and share the casts that change no value
-    verify            before the first pass, and after every one
-
-Each is a room of its own; `compile_graph` is their table of contents.
+Each is a room of its own; `preparing` and `deciding` are their table of contents. What happens between two of them,
+verification before all, is in `watch.py`. The bodies of higher-order ops go the same way as what they stand in.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeAlias
 
-import torch
 from torch.fx import Graph, Node
 
-from ._torch import FakeTensor
-from .assign.assign_precision import Assignment, assign_precision
-from .assign.colour.extremes import note_buffers
-from .assign.place.measured_costs import Timer
-from .assign.replay import replay
-from .casts.eliminate_casts import eliminate_casts
-from .casts.insert_casts import insert_casts
+from .assign.assign_precision import AssignPrecision
+from .assign.colour.extremes import NoteBuffers
+from .assign.decisions import WriteDecisions
+from .assign.replay import Replay
+from .casts.annotate import Annotate
+from .casts.eliminate_casts import EliminateCasts
+from .casts.insert_casts import CASTS, InsertCasts
 from .casts.verify import verify
+from .colouring import Assignment
 from .contract.errors import PlanError, VerificationError
-from .contract.plan import REMEDY, Decision, Plan
+from .contract.plan import Plan
+from .contract.plan_format import REMEDY
 from .contract.policy import Policy, check_used
+from .contract.timing import Timer
+from .form import Pass, Unit
 from .graph.bodies import Body, Border, all_graphs, bodies_of
-from .graph.by_rows import original_dtypes
-from .graph.values import keys, module_path, module_types, no_autocast, retyped, source
-from .legalize.legalize import decompose_composites, drop_autocast_switches, index_fields
-from .legalize.reads import apply_reads
-from .legalize.split_loss import split_losses
-from .notes import is_inserted
+from .graph.notes import is_inserted
+from .graph.values import module_types, no_autocast
+from .legalize.legalize import Legalize
 from .ops import ops
+from .ops.facts import this_machine
+from .watch import watchers
 
-__all__ = ["compile_graph"]
+__all__ = ["NAMES", "compile_graph"]
+
+Resolve: TypeAlias = Callable[[str], Any]  # the target of a get_attr
+
+
+def preparing(policy: Policy) -> tuple[Pass, ...]:
+    """Return the passes that come before any decision, and run over all graphs of a model first."""
+    if not policy.level.rounds:
+        return ()
+    return (
+        Legalize(policy),
+        NoteBuffers(),
+    )
+
+
+def deciding(
+    policy: Policy, plan: Plan | None = None, own: frozenset[tuple[int, str]] | None = None, timer: Timer | None = None
+) -> tuple[Pass, ...]:
+    """Return the passes that decide, and carry out what was decided."""
+    return (
+        AssignPrecision(policy, plan, timer),
+        *([Replay(plan, own)] if plan is not None else []),
+        WriteDecisions(),
+        InsertCasts(),
+        EliminateCasts(policy.share_casts),
+        Annotate(),
+    )
+
+
+NAMES = tuple(step.name for step in (*preparing(Policy()), *deciding(Policy())))
 
 
 def compile_graph(
     graph: Graph,
     policy: Policy,
-    attribute: Callable[[str], Any],
+    attribute: Resolve,
     *,
     capture: str,
     notes: tuple[str, ...] = (),
@@ -73,159 +99,107 @@ def compile_graph(
         PlanError: the plan does not fit the graph.
         VerificationError: a pass went wrong; the graph is not to be used.
     """
-    compilation = _Compilation(policy, plan, own, timer)
     with no_autocast():
         verify(graph)
-        compilation.legalize(graph, attribute)
-        bodies = bodies_of(graph, attribute) if policy.level != "O0" else {}
+        prepared = list(_prepared(graph, attribute, preparing(policy), itertools.count()))
+        bodies = bodies_of(graph, attribute) if policy.level.rounds else {}
         if capture != "jit":  # a model may break into several graphs, and an override match in one of them
-            inside = all_graphs(graph, bodies)
-            stacks = {n: s for g in inside for n, s in module_types(g).items()}
-            check_used(policy, stacks.values(), (ops.name(n) for n in stacks))
-        compilation.run(graph, attribute, _border_of(policy, under_autocast, bodies))
-    if plan is not None and any(d.graph >= compilation.graphs for d in plan.decisions):
-        raise PlanError(f"the plan decides on more graphs than the {compilation.graphs} of this model; {REMEDY}")
-    return Plan(
-        tuple(compilation.decisions),
-        policy,
-        verified="symbolic" if compilation.symbolic else "fake",
-        capture=capture,
-        notes=(
-            *notes, *(f"composite kept whole: {name}" for name in sorted(compilation.kept)), *compilation.unsized(),
-            *dict.fromkeys(f"defect of a rule: {text}" for text in compilation.disagreements),
-        ),
-        inserted_casts=compilation.inserted,
-        casts=compilation.casts,
-    )
+            _check_overrides(policy, all_graphs(graph, bodies))
+        outermost = Unit(graph, attribute, _border_of(policy, under_autocast, bodies))
+        units = _compiled(outermost, deciding(policy, plan, own, timer), itertools.count())
+    if plan is not None and any(d.graph >= len(units) for d in plan.decisions):
+        raise PlanError(f"the plan decides on more graphs than the {len(units)} of this model; {REMEDY}")
+    return _plan_of(policy, capture, notes, prepared, units)
+
+
+def _prepared(graph: Graph, attribute: Resolve, steps: Sequence[Pass], numbers: Iterator[int]) -> Iterator[Unit]:
+    """Run the first passes over a graph and over those inside it; nothing where there are none."""
+    if steps:
+        unit = Unit(graph, attribute, index=next(numbers))
+        _run(unit, steps)
+        yield unit
+        for body in itertools.chain.from_iterable(bodies_of(graph, attribute).values()):
+            yield from _prepared(body.graph, body.attribute, steps, numbers)
+
+
+def _compiled(unit: Unit, steps: Sequence[Pass], numbers: Iterator[int]) -> list[Unit]:
+    """Run the other passes over a graph, then over those inside it; return them all, in the plan's order."""
+    unit.index = next(numbers)
+    _run(unit, steps)
+    units = [unit]
+    for node, inside in unit.border.bodies.items():
+        for body in inside:
+            made = _compiled(_inside(node, body, unit.decided), steps, numbers)
+            body.module.recompile()
+            _check_border(node, body, unit.decided, made[0].decided)
+            units += made
+    return units
+
+
+def _run(unit: Unit, steps: Sequence[Pass]) -> None:
+    """Run passes over one graph, and tell who watches."""
+    for step in steps:
+        for watcher in watchers():
+            watcher.before(step, unit)
+        edits = step(unit)
+        unit.edits.update({f"{step.name}/{rule}": n for rule, n in edits.items()})
+        for watcher in reversed(watchers()):  # verification last: it is no part of a pass, and may raise
+            watcher.after(step, unit, edits)
 
 
 def _border_of(policy: Policy, under_autocast: bool, bodies: dict[Node, list[Body]]) -> Border:
     """Return what holds at the edges of the outermost graph."""
     original = policy.output_dtype == "original"
-    return Border({}, original, original and under_autocast and policy.level != "O0", bodies)
+    return Border({}, original, original and under_autocast and policy.level.rounds, bodies)
 
 
-class _Compilation:
-    """The passes over one graph and the bodies inside it, and what they decided."""
-
-    def __init__(
-        self, policy: Policy, plan: Plan | None, own: frozenset[tuple[int, str]] | None, timer: Timer | None
-    ) -> None:
-        self.policy, self.plan, self.own, self.timer = policy, plan, own, timer
-        self.decisions: list[Decision] = []
-        self.kept: set[str] = set()
-        self.disagreements: list[str] = []
-        self.graphs = self.inserted = self.casts = 0
-        self.symbolic = False
-
-    def legalize(self, graph: Graph, attribute: Callable[[str], Any]) -> None:
-        """Run the first pass over a graph and over those inside it."""
-        if self.policy.level == "O0":
-            return
-        apply_reads(graph, exact=self.policy.level == "O1")
-        self.kept.update(_legalize(graph, self.policy))
-        note_buffers(graph, attribute)
-        verify(graph)
-        for body in itertools.chain.from_iterable(bodies_of(graph, attribute).values()):
-            self.legalize(body.graph, body.attribute)
-
-    def run(self, graph: Graph, attribute: Callable[[str], Any], border: Border) -> Assignment:
-        """Run the other passes over a graph, and over those inside it."""
-        policy, index = self.policy, self.graphs
-        self.graphs += 1
-        plan = self.plan and replace(self.plan, decisions=tuple(d for d in self.plan.decisions if d.graph == index))
-        assignment = assign_precision(graph, policy, original_dtypes(graph, attribute), plan, border, self.timer)
-        if plan is not None:
-            own = None if self.own is None else frozenset(key for at, key in self.own if at == index)
-            replay(graph, assignment, plan, own)
-        self.decisions += _decisions(graph, assignment, index)
-        self.disagreements += assignment.disagreements
-        self.symbolic |= assignment.symbolic
-        self.inserted += insert_casts(graph, assignment)
-        for node, inside in border.bodies.items():
-            for body in inside:
-                self._enter(node, body, assignment)
-        verify(graph, assignment)
-        eliminate_casts(graph, assignment, policy.share_casts)
-        verify(graph, assignment)
-        annotate(graph, assignment)
-        self.casts += sum(is_inserted(n) for n in graph.nodes)
-        return assignment
-
-    def unsized(self) -> list[str]:
-        """Return the note on a graph without shapes."""
-        placed = self.symbolic and self.policy.level != "O0"
-        return ["captured without shapes: placed by unit costs, where every cast costs the same"] if placed else []
-
-    def _enter(self, node: Node, body: Body, outside: Assignment) -> None:
-        """Compile the body of a higher-order op between the dtypes that hold at its border."""
-        entered = body.first is not None
-        given = {p: outside.dtypes[v] for p, v in body.operands(node).items()} if entered else {}
-        inside = self.run(body.graph, body.attribute, Border(given, not entered, bodies=body.bodies()))
-        body.module.recompile()
-        made = body.dtypes(inside.dtypes)
-        if entered and made != outside.dtypes[node]:
-            raise VerificationError(
-                f"the body of {node.name} gives {made}, its plan says {outside.dtypes[node]}. "
-                "This is a bug in fxamp; please report it."
-            )
+def _inside(node: Node, body: Body, outside: Assignment) -> Unit:
+    """Return the body of a higher-order op, with the dtypes that hold at its border."""
+    entered = body.first is not None
+    given = {p: outside.dtypes[v] for p, v in body.operands(node).items()} if entered else {}
+    return Unit(body.graph, body.attribute, Border(given, not entered, bodies=body.bodies()))
 
 
-def _legalize(graph: Graph, policy: Policy) -> list[str]:
-    """Run the first pass over one graph; return the names of what could not be legalized."""
-    drop_autocast_switches(graph)
-    index_fields(graph)
-    if policy.level == "O2" and "cross_entropy_loss" not in dict(policy.ops):
-        split_losses(graph)
-    return sorted(set(decompose_composites(graph, policy.device or "cpu")[1]))
+def _check_border(node: Node, body: Body, outside: Assignment, inside: Assignment) -> None:
+    """Raise VerificationError where a body that is entered gives other dtypes than its caller was told."""
+    made = body.dtypes(inside.dtypes)
+    if body.first is not None and made != outside.dtypes[node]:
+        raise VerificationError(
+            f"the body of {node.name} gives {made}, its plan says {outside.dtypes[node]}. "
+            "This is a bug in fxamp; please report it."
+        )
 
 
-def annotate(graph: Graph, assignment: Assignment) -> None:
-    """Bring `meta["val"]` up to date, so that `print_readable` shows the dtype of every value.
-
-    A cast of a fake tensor takes a hundred times as long as to look up one of the same sizes that was made before.
-    """
-    made: dict[Any, Any] = {}
-    for node in graph.nodes:
-        value, dtype = node.meta.get("val"), assignment.dtypes.get(node)
-        if isinstance(value, FakeTensor) and isinstance(dtype, torch.dtype):
-            if value.dtype != dtype:
-                key = (value.fake_mode, dtype, *_layout(value))
-                made[key] = node.meta["val"] = made[key] if key in made else retyped(value, dtype)
-        elif value is not None:
-            node.meta["val"] = retyped(value, dtype)
+def _check_overrides(policy: Policy, graphs: Iterable[Graph]) -> None:
+    """Refuse a policy with an override that matches nothing in these graphs."""
+    stacks = {n: s for g in graphs for n, s in module_types(g).items()}
+    check_used(policy, stacks.values(), (ops.name(n) for n in stacks))
 
 
-def _layout(value: torch.Tensor) -> list[Any]:
-    """Return all of a tensor but its numbers and its dtype; symbolic sizes as expressions, which can be compared."""
-    if value.layout is not torch.strided:
-        return [id(value)]
-    sizes = (*value.shape, *value.stride())
-    return [value.device, value.dim(), *(s if isinstance(s, int) else s.node.expr for s in sizes)]
-
-
-def _decisions(graph: Graph, assignment: Assignment, index: int) -> list[Decision]:
-    names = keys(graph.nodes)
-    return [_decision(node, names, assignment, index) for node in graph.nodes if node in assignment.colours]
-
-
-def _decision(node: Node, names: dict[Node, str], assignment: Assignment, index: int) -> Decision:
-    colouring = assignment.colours[node]
-    autocast = assignment.autocast.get(node, colouring.dtype)
-    return Decision(
-        key=names[node],
-        graph=index,
-        op=ops.name(node),
-        module_path=module_path(node),
-        source=source(node),
-        colour=_name(colouring.dtype),
-        autocast_dtype=_name(autocast),
-        kind=colouring.kind,
-        reason=str(colouring.reason),
-        code=colouring.reason.code.value,
-        causes=tuple(names[c] for c in colouring.causes if c in names),
+def _plan_of(
+    policy: Policy, capture: str, notes: tuple[str, ...], prepared: Sequence[Unit], units: Sequence[Unit]
+) -> Plan:
+    """Put together what was decided for all graphs."""
+    symbolic = any(unit.decided.symbolic for unit in units)
+    edits: Counter[str] = Counter()
+    for unit in (*prepared, *units):
+        edits.update(unit.edits)  # and not +, which drops what is 0
+    kept = sorted(frozenset[str]().union(*(unit.kept for unit in prepared)))
+    wrong = dict.fromkeys(text for unit in units for text in unit.decided.disagreements)
+    unsized = symbolic and policy.level.rounds
+    return Plan(
+        tuple(itertools.chain.from_iterable(unit.decisions for unit in units)),
+        policy,
+        verified="symbolic" if symbolic else "fake",
+        capture=capture,
+        notes=(
+            *notes,
+            *(f"composite kept whole: {name}" for name in kept),
+            *(["captured without shapes: placed by unit costs, where every cast costs the same"] if unsized else []),
+            *(f"defect of a rule: {text}" for text in wrong),
+        ),
+        inserted_casts=sum(edits[f"{InsertCasts.name}/{rule}"] for rule in CASTS),
+        casts=sum(is_inserted(n) for unit in units for n in unit.graph.nodes),
+        edits=dict(edits),
+        machine=str(this_machine(policy.device or "cpu")),
     )
-
-
-def _name(dtype: Any) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -27,19 +27,10 @@ from tqdm import tqdm
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
+from fxamp.trust.distance import UnderAutocast, distance  # noqa: E402
 from reports import casts  # noqa: E402
-from tests.support.harness import (  # noqa: E402
-    Subject,
-    UnderAutocast,
-    compiled,
-    counts_of,
-    distance,
-    oracle,
-    run,
-    set_mode,
-    subject,
-)
-from tests.support.models import BY_NAME, NO_FP16_ON_CPU, Zoo  # noqa: E402
+from reports.subjects import Subject, compiled, counts_of, oracle, run, set_mode, subject  # noqa: E402
+from reports.zoo import BY_NAME, NO_FP16_ON_CPU, Zoo  # noqa: E402
 
 LOWS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # Those of casts.py, in BF16 alone: FP16 takes a CPU minutes.

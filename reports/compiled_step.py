@@ -2,12 +2,14 @@
 
     python reports/compiled_step.py                     # BERT of four layers, width 256, batch 4, 64 tokens
     python reports/compiled_step.py --rounds 0          # counts alone
+    python reports/compiled_step.py --windows 4         # windows of four micro-batches alone
 
-Each step is forward, backward and a fused AdamW. Times are medians of rounds in which the variants take turns, as
-ratios to compiled autocast. Beside them stands what does not depend on the machine's mood: the bytes that Inductor's
-kernels load and store, the kernels that a forward and backward launch, and the bytes that forward saves for backward.
-Casts that are made once a step outside the graphs are added, of weights and of their gradients, and a low copy that is
-an input of the graph counts as saved. `compiled_step.md` and `compiled_step.json` are written beside this file.
+Each step is a window of one micro-batch or of four (forward and backward each), and then a fused AdamW. Times are
+medians of rounds in which the variants take turns, as ratios to compiled autocast. Beside them stands what does not
+depend on the machine's mood, for one micro-batch: the bytes that Inductor's kernels load and store, the kernels that a
+forward and backward launch, and the bytes that forward saves for backward. Casts outside the graphs are added: those
+of weights, made once a window, and those of their gradients; a low copy that is an input of the graph counts as saved.
+`compiled_step.md` and `compiled_step.json` are written beside this file.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import itertools
 import json
 import re
 import sys
@@ -36,7 +39,7 @@ sys.path.insert(0, str(HERE.parent))
 import fxamp  # noqa: E402  (the path comes first)
 from fxamp.measure.counts import interleaved  # noqa: E402
 from fxamp.train.weights.weights import WeightCasts  # noqa: E402
-from tests.support.harness import UnderAutocast  # noqa: E402
+from fxamp.trust.distance import UnderAutocast  # noqa: E402
 
 FP32, AUTOCAST, ALL_LOW = "FP32", "torch.autocast", "all low"
 POLICIES = {
@@ -47,6 +50,8 @@ POLICIES = {
     "fxamp O2 per_step, low output": ("O2,output_dtype=low", "per_step"),
 }
 ROUNDS, WARMUP = 11, 2
+WINDOWS = (1, 4)
+_LENGTH = {"1": "Steps of one micro-batch", "4": "Windows of four micro-batches"}
 SIZE = (256, 4, 4, 64)  # width, layers, batch, tokens
 _KERNEL = re.compile(r"^\s+(?:\w+ = )?(cpp_fused\w*|triton_\w+\.run|extern_kernels\.\w+|torch\.ops\.[\w.]+)\(", re.M)
 Inputs = dict[str, Tensor]
@@ -54,10 +59,10 @@ Inputs = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Counts:
-    """What Inductor made of one forward and backward."""
+    """What Inductor made of one forward and backward, and what of the casts outside falls to it."""
 
-    bytes_moved: int
-    launches: int
+    bytes_moved: float
+    launches: float
     saved_bytes: int
 
 
@@ -84,20 +89,21 @@ def bert(width: int, layers: int, batch: int, tokens: int) -> tuple[nn.Module, I
     return BertForMaskedLM(config).train(), {"input_ids": ids, "labels": ids}
 
 
-def variants(size: tuple[int, int, int, int], options: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
-    """Yield names, models, functions that run a whole step, and its casts of weights; each has weights of its own."""
+def variants(size: tuple[int, int, int, int], window: int, options: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
+    """Yield names, models, functions that run a micro-batch, and its casts of weights; each has weights of its own."""
     model, inputs = bert(*size)
     for name in (FP32, AUTOCAST, ALL_LOW):
         own = copy.deepcopy(model)
         own = own.bfloat16() if name == ALL_LOW else own
         called: Any = UnderAutocast(own, torch.bfloat16) if name == AUTOCAST else own
-        yield name, own, _by_hand(own, torch.compile(called, options=options), inputs), None
+        yield name, own, _by_hand(own, torch.compile(called, options=options), inputs, window), None
     for name, (policy, weights) in POLICIES.items():
         own = copy.deepcopy(model)
         converted = fxamp.convert(own, (), inputs, policy=f"{policy},dtype=bf16").train()
         step = fxamp.TrainStep(
-            converted, None, _adamw(own), scaler=None, weights=weights, compile={"options": options}  # type: ignore[arg-type]
-        )
+            converted, None, _adamw(own), scaler=None, weights=weights, accumulate_steps=window,  # type: ignore[arg-type]
+            compile={"options": options},
+        )  # fmt: skip
         yield name, own, lambda step=step: step(inputs).loss, step.weights
 
 
@@ -105,14 +111,15 @@ def _adamw(model: nn.Module) -> torch.optim.AdamW:
     return torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
 
 
-def _by_hand(model: nn.Module, called: Callable[..., Any], inputs: Inputs) -> Callable[[], Tensor]:
-    optimizer = _adamw(model)
+def _by_hand(model: nn.Module, called: Callable[..., Any], inputs: Inputs, window: int) -> Callable[[], Tensor]:
+    optimizer, done = _adamw(model), itertools.count(1)
 
     def step() -> Tensor:
         loss: Tensor = called(**inputs).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        (loss / window).backward()
+        if next(done) % window == 0:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
         return loss
 
     return step
@@ -138,22 +145,25 @@ def counting() -> Iterator[tuple[list[int], list[str]]]:
         yield moved, made
 
 
-def count(model: nn.Module, step: Callable[[], Tensor], weights: WeightCasts | None = None) -> Counts:
-    """Compile a step, and count what was made, and the casts that are made once a step outside the graphs."""
+def count(model: nn.Module, step: Callable[[], Tensor], weights: WeightCasts | None = None, window: int = 1) -> Counts:
+    """Compile a step, run one window, and count what was made, and the casts that are made outside the graphs."""
     saved: list[int] = []
     outside: list[Tensor] = []
     backward: Any = torch.Tensor.backward
 
     def look(loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        saved.append(saved_by(loss, model))
-        outside.extend(low for low in (weights.make_ready()[1] if weights else ()) if low is not None)
+        if not saved:
+            saved.append(saved_by(loss, model))
+            outside.extend(low for low in (weights.make_ready()[1] if weights else ()) if low is not None)
         backward(loss, *args, **kwargs)
 
     with counting() as (moved, made), mock.patch.object(torch.Tensor, "backward", look):
-        step()
+        for _ in range(window):
+            step()
     launches = sum(len(_KERNEL.findall(code)) for code in made)
     casts = [low.numel() * (4 + low.element_size()) for low in outside]
-    return Counts(sum(moved) + 2 * sum(casts), launches + 2 * len(casts), saved[0])
+    each = 1 + 1 / window  # every gradient is cast, and every weight once a window
+    return Counts(sum(moved) + each * sum(casts), launches + each * len(casts), saved[0])
 
 
 def saved_by(loss: Tensor, model: nn.Module) -> int:
@@ -172,11 +182,12 @@ def saved_by(loss: Tensor, model: nn.Module) -> int:
     return sum(storages.values())
 
 
-def measure(size: tuple[int, int, int, int], rounds: int, options: dict[str, Any]) -> list[Row]:
-    """Count every variant, and time them in turn unless `rounds` is 0."""
+def measure(size: tuple[int, int, int, int], window: int, rounds: int, options: dict[str, Any]) -> list[Row]:
+    """Count every variant, and time whole windows of them in turn unless `rounds` is 0."""
+    torch.compiler.reset()  # or what another measurement compiled would be used again, and nothing counted
     steps, counts = {}, {}
-    for name, model, step, weights in tqdm(variants(size, options), desc="compile", total=3 + len(POLICIES)):
-        counts[name], steps[name] = count(model, step, weights), step
+    for name, model, step, weights in tqdm(variants(size, window, options), desc="compile", total=3 + len(POLICIES)):
+        counts[name], steps[name] = count(model, step, weights, window), _repeated(step, window)
     if not rounds:
         return [Row(name, counts[name]) for name in steps]
     timings = interleaved(steps, tqdm(range(rounds + WARMUP), desc="rounds"), warmup=WARMUP)
@@ -184,9 +195,17 @@ def measure(size: tuple[int, int, int, int], rounds: int, options: dict[str, Any
     return [Row(name, counts[name], t.median / base, t.spread / base) for name, t in timings.items()]
 
 
-def to_markdown(found: dict[str, Any]) -> str:
-    """Return the report."""
-    rows = [Row(**{**row, "counts": Counts(**row["counts"])}) for row in found["rows"]]
+def _repeated(step: Callable[[], Tensor], times: int) -> Callable[[], None]:
+    def window() -> None:
+        for _ in range(times):
+            step()
+
+    return window
+
+
+def table(found: list[dict[str, Any]]) -> str:
+    """Return what was found of one length of window."""
+    rows = [Row(**{**row, "counts": Counts(**row["counts"])}) for row in found]
     base = next(row.counts for row in rows if row.variant == AUTOCAST)
     lines = [
         (
@@ -194,24 +213,29 @@ def to_markdown(found: dict[str, Any]) -> str:
             "" if row.time is None else f"{row.time:.3f} ± {row.spread:.3f}",
             f"{row.counts.bytes_moved / 1e6:.1f}",
             f"{row.counts.bytes_moved / base.bytes_moved:.3f}",
-            row.counts.launches,
+            f"{row.counts.launches:.0f}",
             f"{row.counts.saved_bytes / 1e6:.2f}",
         )
         for row in rows
     ]
     headers = ("variant", "time", "MB loaded and stored", "of autocast's", "kernels", "MB saved for backward")
+    return tabulate(lines, headers, "pipe", disable_numparse=True)
+
+
+def to_markdown(found: dict[str, Any]) -> str:
+    """Return the report."""
     width, layers, batch, tokens = found["size"]
     times = (
-        f"Times: medians of {found['rounds']} rounds in turn, with the spread of the middle half, as ratios to "
-        "compiled autocast. "
+        f"Times: of a window, medians of {found['rounds']} rounds in turn, with the spread of the middle half, as "
+        "ratios to compiled autocast. "
     ) * bool(found["rounds"])
     return (
         "# Training steps compiled by Inductor, over compiled autocast\n\n"
         f"BERT, width {width}, {layers} layers, batch {batch}, {tokens} tokens, BF16, fused AdamW, on a CPU with "
-        f"{found['threads']} threads, torch {found['torch']}. {times}Bytes and kernels: of one forward and backward, "
-        "as Inductor counts them, with casts of weights that are made outside. "
-        "Made by `python reports/compiled_step.py`.\n\n"
-        f"{tabulate(lines, headers, 'pipe', disable_numparse=True)}\n"
+        f"{found['threads']} threads, torch {found['torch']}. {times}Bytes and kernels: of one micro-batch, "
+        "as Inductor counts them, with its share of the casts of weights that are made outside. "
+        "Made by `python reports/compiled_step.py`.\n"
+        + "".join(f"\n## {_LENGTH[n]}\n\n{table(rows)}\n" for n, rows in found["windows"].items())
     )
 
 
@@ -219,14 +243,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, and write both reports."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--windows", type=int, nargs="+", default=WINDOWS, choices=WINDOWS)
     parser.add_argument("--size", type=int, nargs=4, default=SIZE, metavar=("WIDTH", "LAYERS", "BATCH", "TOKENS"))
     parser.add_argument("-o", "--folder", type=Path, default=HERE)
     args = parser.parse_args(arguments)
     warnings.filterwarnings("ignore")
-    rows = measure(tuple(args.size), args.rounds, {})
     found = {
         "torch": torch.__version__, "threads": torch.get_num_threads(), "size": list(args.size), "rounds": args.rounds,
-        "rows": [asdict(row) for row in rows],
+        "windows": {
+            str(n): [asdict(row) for row in measure(tuple(args.size), n, args.rounds, {})] for n in args.windows
+        },
     }  # fmt: skip
     text = to_markdown(found)
     (args.folder / "compiled_step.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

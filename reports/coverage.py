@@ -41,12 +41,12 @@ from fxamp.capture.states import capture  # noqa: E402
 from fxamp.convert import autocast_for, emit, resolve  # noqa: E402
 from fxamp.dynamo.optimized import adopted  # noqa: E402
 from fxamp.measure.counts import _Counter, step_counts  # noqa: E402
+from fxamp.trust.distance import UnderAutocast, distance, floats  # noqa: E402
 from passes._torch import pytree  # noqa: E402
 from passes.contract.reasons import DEVIATIONS  # noqa: E402
-from passes.notes import note_of  # noqa: E402
+from passes.graph.notes import note_of  # noqa: E402
 from reports.architectures import BY_NAME, Inputs  # noqa: E402
 from reports.trial.first import Record, Stopped, unequal  # noqa: E402
-from tests.support.harness import UnderAutocast, distance, floats  # noqa: E402
 
 POLICY, LOW = "O1,dtype=bf16", torch.bfloat16
 EXPORT, BACKEND = "export", "backend"

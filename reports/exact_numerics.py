@@ -29,8 +29,8 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
 import fxamp  # noqa: E402  (the path comes first)
+from fxamp.trust.distance import UnderAutocast, floats  # noqa: E402
 from reports.architectures import ARCHITECTURES, BY_NAME  # noqa: E402
-from tests.support.harness import UnderAutocast, floats  # noqa: E402
 
 SECONDS = 900
 LOW = torch.bfloat16

@@ -370,7 +370,31 @@ def work(case: str) -> Found:
         row |= {"by": "export", **compared(found, modules)}
         if row.get("equal") is False and not any(c.without is not None for c in captures.graphs):
             row["code"], row["where"] = first_difference(found, modules["O0"], modules["O1"])
-        return {**row, **trained(model, modules["O1"], args, kwargs)}
+        return {**row, "states": in_every_state(found, modules["O1"]), **trained(model, modules["O1"], args, kwargs)}
+
+
+def in_every_state(found: Subject, module: nn.Module) -> list[str]:
+    """Name the states of a model, of four, in which its one converted module does not give autocast's bits."""
+    missed = []
+    for training, grad in itertools.product((True, False), repeat=2):
+        found.model.train(training)
+        module.train(training)
+        with torch.set_grad_enabled(grad):
+            try:
+                got = run(module, found.model, found.args, found.kwargs, backward=False)
+                low = run(
+                    found.model, found.model, found.args, found.kwargs, backward=False,
+                    context=torch.autocast("cpu", torch.bfloat16, cache_enabled=False),
+                )  # fmt: skip
+                problem = values_differ(got, low)
+            except Exception as e:
+                problem = f"{type(e).__name__}: {e}"[:200]
+        if problem:
+            state = f"{'training' if training else 'evaluation'}, {'with' if grad else 'no'} gradients"
+            missed.append(f"{state}: {problem}")
+    found.model.eval()
+    module.eval()
+    return missed
 
 
 def at_first_call(found: Subject) -> Found:
@@ -383,7 +407,8 @@ def at_first_call(found: Subject) -> Found:
     deviations = fxamp.plan_of(modules["O1"]).deviations
     if row.get("equal") is False and deviations:
         row["code"], row["where"] = deviations[0].code, "one of the plan's"
-    return {**row, **trained(found.model, modules["O1"], found.args, found.kwargs)}
+    states = in_every_state(found, modules["O1"])
+    return {**row, "states": states, **trained(found.model, modules["O1"], found.args, found.kwargs)}
 
 
 def compared(found: Subject, modules: dict[str, Any]) -> Found:
@@ -441,6 +466,7 @@ def to_markdown(data: dict[str, Any]) -> str:
         ("O1 in eval equal to autocast", _share(len(equal), len(converted))),
         ("the others, with a deviation at the first node that differs", f"{named} of {len(others)}"),
         ("O2 further from FP32 than it may be", ", ".join(far) or "none"),
+        ("autocast's bits in every state from one module", _states(converted)),
         ("gradients there and finite at O1", f"{sum(r.get('trains', True) for r in converted)}"),
     )  # fmt: skip
     versions = ", ".join(f"{k} {v}" for k, v in data["versions"].items())
@@ -462,6 +488,13 @@ def to_markdown(data: dict[str, Any]) -> str:
         tabulate(table, headers, "pipe") + "\n",
         "## Not built, captured at the first call, or failed\n\n" + ("\n".join(problems) or "None.") + "\n",
     ])  # fmt: skip
+
+
+def _states(rows: Sequence[Found]) -> str:
+    """Count the models whose converted module serves training and evaluation, with and without gradients."""
+    tried = [r for r in rows if "states" in r]
+    missed = ", ".join(f"{r['case']} ({len(r['states'])} missed)" for r in tried if r["states"])
+    return f"{sum(not r['states'] for r in tried)} of {len(tried)} tried{f'; not {missed}' if missed else ''}"
 
 
 def _ratio(row: Found) -> float:

@@ -28,7 +28,7 @@ sys.path.insert(0, str(HERE.parent))
 
 from passes.contract.errors import PolicyError  # noqa: E402  (the path comes first)
 from passes.contract.reasons import DEVIATIONS  # noqa: E402
-from passes.notes import note_of  # noqa: E402
+from passes.graph.notes import note_of  # noqa: E402
 from reports.trial import samples  # noqa: E402
 from reports.trial.cuda import POLICY, dtypes_under_cuda  # noqa: E402
 from reports.trial.judge import (  # noqa: E402

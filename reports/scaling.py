@@ -33,7 +33,7 @@ from tqdm import tqdm
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
-from passes import compile_graph  # noqa: E402  (the path comes first)
+from passes import Timed, compile_graph, watched  # noqa: E402  (the path comes first)
 from passes._torch import FakeTensorMode  # noqa: E402
 from passes.contract.policy import Policy  # noqa: E402
 
@@ -42,17 +42,12 @@ WIDTH, ROWS = 64, 32
 SIZES = (1_000, 4_000, 16_000, 64_000)
 YARDSTICK = 10_000
 NODES_PER_BLOCK = 11  # five calls, six parameters
-# What is timed: a name for the table, and the function that the compiler calls.
-PASSES = {
-    "legalize": "passes.pipeline._legalize",
-    "assign_precision": "passes.pipeline.assign_precision",
-    "of it the cut": "passes.assign.assign_precision.place",
-    "insert_casts": "passes.pipeline.insert_casts",
-    "eliminate_casts": "passes.pipeline.eliminate_casts",
-    "verify": "passes.pipeline.verify",
-    "decisions": "passes.pipeline._decisions",
-    "annotate": "passes.pipeline.annotate",
-}
+# What is timed beside the passes: a name for the table, and the function that they call.
+PARTS = {"of it the cut": "passes.assign.assign_precision.place", "verify": "passes.watch.verify"}
+PASSES = (
+    "legalize", "assign-precision", "of it the cut", "write-decisions", "insert-casts", "eliminate-casts", "verify",
+    "annotate",
+)  # fmt: skip
 
 
 class Block(nn.Module):
@@ -113,12 +108,13 @@ def time_passes(graph: Graph, level: str) -> dict[str, float]:
     policy = Policy(level, dtype=torch.bfloat16, device="cpu")
     gc.collect()
     with ExitStack() as stack:
-        for name, path in PASSES.items():
+        for name, path in PARTS.items():
             stack.enter_context(_timed(path, name, seconds))
+        stack.enter_context(watched(timed := Timed()))
         start = time.process_time()
         compile_graph(graph, policy, values.__getitem__, capture="export")
         seconds["all"] = time.process_time() - start
-    return seconds
+    return seconds | timed.seconds
 
 
 @contextmanager
@@ -167,10 +163,10 @@ def to_markdown(rows: Sequence[tuple[str, int, dict[str, float]]], exported: flo
     return (
         "# Time of the passes against the size of the graph\n\n"
         f"Written by `reports/scaling.py`: a chain of residual MLP blocks, BF16, torch {torch.__version__}, one\n"
-        "thread. Processor milliseconds per 1,000 nodes: where rows repeat, time grows linearly. `verify` is all its\n"
-        "calls; `decisions` writes the plan down, `annotate` the dtypes into the graph. At O2 the cut is solved in\n"
-        "blocks that share one value, here the residual stream; what shares more than one is one block, whose time\n"
-        "grows faster than its size.\n\n"
+        "thread. Processor milliseconds per 1,000 nodes: where rows repeat, time grows linearly. `verify` is what is\n"
+        "checked after passes; `write-decisions` makes the plan, `annotate` writes dtypes into the graph. At O2 the\n"
+        "cut is solved in blocks that share one value, here the residual stream; what shares more is one block,\n"
+        "whose time grows faster than its size.\n\n"
         f"{shown}\n{beside}"
     )
 

@@ -25,7 +25,7 @@ README = HERE.parent / "README.md"
 PICTURE = HERE / "page.png"
 LAYER = "bert.encoder.layer.0.attention"
 # The example, and the block of text under it.
-BLOCK = re.compile(r'(policy="O1,dtype=bf16"\)\)\.to_tree\(\)\)\n```\n\n```text\n)(.*?)(?=```)', re.DOTALL)
+BLOCK = re.compile(r"(report\(converted\)\.to_tree\(\)\).*\n```\n\n```text\n)((?s:.*?))(?=```)")
 
 
 def printed() -> str:

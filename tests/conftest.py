@@ -1,33 +1,47 @@
 """One thread: the models are tiny, and threads that wait for each other are slower than none.
 
-Tests that look at the same captured model run in the same process, which captures it once.
+The tests of a file, and those of the models of the zoo, run in one process, which captures a model once. What a file
+left behind is not looked at again: collecting garbage, and looking for a loss scaler, go through all live objects.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import re
+from typing import Any
 
 import pytest
 import torch
+from xdist.scheduler import LoadFileScheduling
 
-from tests.support.models import BY_NAME
+from reports.zoo import BY_NAME
 
 os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start
 torch.set_num_threads(1)
+ZOO_IN_ID = re.compile(rf"::.*[\[-]({'|'.join(BY_NAME)})[\]-]")
+
+
+class Shares(LoadFileScheduling):  # type: ignore[misc]  # has no types
+    """Gives a process whole files, all those of ranks, or all tests of models of the zoo."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.partition("::")[0]
+        return "zoo" if ZOO_IN_ID.search(nodeid) else "ranks" if "/ranks/" in file else file
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Shares:
+    """Say which tests a process gets, for `-n`."""
+    return Shares(config, log)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _nothing_old_is_looked_at() -> None:
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_make_parametrize_id(config: pytest.Config, val: object, argname: str) -> str | None:
     """Leave addresses out of ids, which are the same in every process then."""
     text = str(val)
     return re.sub(r" at 0x[0-9a-f]+", "", text) if callable(val) and " at 0x" in text else None
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Group the tests of each model of the zoo, and those of each spelling in a file (`--dist loadgroup`)."""
-    for item in items:
-        parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
-        named = [v for v in parameters.values() if isinstance(v, str) and v in BY_NAME]
-        spelled = [f"{item.path.stem} {parameters[p]}" for p in ("spelling",) if p in parameters]
-        for group in (named or spelled)[:1]:
-            item.add_marker(pytest.mark.xdist_group(group))

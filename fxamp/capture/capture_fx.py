@@ -19,10 +19,10 @@ from torch import nn
 from torch.fx import Graph, Node, Proxy, Tracer
 from torch.fx.proxy import Attribute
 
-from passes._torch import TorchDispatchMode, TorchFunctionMode, pytree
+from passes._torch import BatchNorm, TorchDispatchMode, TorchFunctionMode, own_schema, pytree, storage_id
 from passes.contract.errors import INSTEAD, CaptureError, FxampError, NotFaithfulError
+from passes.graph.notes import note
 from passes.graph.values import mutated_operands, source
-from passes.notes import note
 from passes.ops import ops
 from passes.ops.rules import RULES
 from passes.runtime import rnn
@@ -169,8 +169,8 @@ class _Writes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
-        written = [given.get(a.name) for a in func._schema.arguments if a.alias_info and a.alias_info.is_write]
+        given = dict(zip((a.name for a in own_schema(func).arguments), args, strict=False)) | kwargs
+        written = [given.get(a.name) for a in own_schema(func).arguments if a.alias_info and a.alias_info.is_write]
         for tensor in _tensors(written):
             if _storage(tensor) not in self.made:
                 name = self.names.get(_storage(tensor))
@@ -190,7 +190,7 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
+    return storage_id(tensor.untyped_storage()) if tensor.layout is torch.strided else id(tensor)
 
 
 class _Tracer(Tracer):
@@ -220,7 +220,7 @@ class _Tracer(Tracer):
     ) -> Any:
         if type(m) in (nn.LSTM, nn.RNN):
             return self._within(m, lambda: _recurrent(m, *args, **kwargs))
-        if isinstance(m, nn.modules.batchnorm._BatchNorm) and type(m) in _TRACEABLE:
+        if isinstance(m, BatchNorm) and type(m) in _TRACEABLE:
             m.__dict__["_check_input_dim"] = lambda _: None  # a branch on the rank; `untouched` takes it away again
         return super().call_module(m, forward, args, kwargs)
 
@@ -257,7 +257,7 @@ class _Tracer(Tracer):
 
 
 def _recurrent(m: Any, x: Any, hx: Any = None) -> Any:
-    weights = [[getattr(m, n) for n in names] for names in m._all_weights]
+    weights = m.all_weights
     flat = [w for layer in weights for w in layer]
     function = rnn.lstm if isinstance(m, nn.LSTM) else rnn.rnn
     config = (m.bias, m.num_layers, float(m.dropout), m.training, m.bidirectional, m.batch_first)

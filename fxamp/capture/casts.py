@@ -19,7 +19,7 @@ import torch
 from torch.fx import Graph
 
 from passes._torch import TorchFunctionMode
-from passes.notes import note
+from passes.graph.notes import note
 from passes.ops import ops
 from passes.ops.rules import row_of
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from passes._torch import OpOverload, own_schema
 from passes.graph.values import module_path, source
 from passes.ops import ops
 from passes.ops.rules import row_of
@@ -85,24 +86,15 @@ class Walk:
             raise Differ(a, b) from None
 
     def _differences(self, a: Any, b: Any, path: Path) -> Iterator[tuple[Path, Any, Any]]:
-        if isinstance(a, Node) and isinstance(b, Node):
-            if not self.same_value(a, b):
+        mine, theirs = _items(a), _items(b)
+        if mine is not None and theirs is not None and mine[0] is theirs[0]:
+            if mine[1].keys() != theirs[1].keys():
                 raise _Unlike
-        elif isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
-            if len(a) != len(b):
-                raise _Unlike
-            for i, (x, y) in enumerate(zip(a, b, strict=True)):
-                yield from self._differences(x, y, (*path, i))
-        elif isinstance(a, dict) and isinstance(b, dict):
-            if a.keys() != b.keys():
-                raise _Unlike
-            for k in a:
-                yield from self._differences(a[k], b[k], (*path, k))
-        elif isinstance(a, slice) and isinstance(b, slice):
-            for k in ("start", "stop", "step"):
-                yield from self._differences(getattr(a, k), getattr(b, k), (*path, k))
+            for key, held in mine[1].items():
+                yield from self._differences(held, theirs[1][key], (*path, key))
         elif isinstance(a, Node) or isinstance(b, Node):
-            raise _Unlike
+            if not (isinstance(a, Node) and isinstance(b, Node) and self.same_value(a, b)):
+                raise _Unlike
         elif not same_literal(a, b):
             yield path, a, b
 
@@ -120,6 +112,17 @@ class Walk:
         if mine is None and theirs is None:
             return a.target == b.target
         return same_constant(mine, theirs)
+
+
+def _items(value: Any) -> tuple[type, dict[Any, Any]] | None:
+    """Return the kind of a container and what it holds, by key; None for anything else."""
+    if isinstance(value, (list, tuple)):
+        return tuple, dict(enumerate(value))
+    if isinstance(value, dict):
+        return dict, value
+    if isinstance(value, slice):
+        return slice, {key: getattr(value, key) for key in ("start", "stop", "step")}
+    return None
 
 
 class _Unlike(Exception):  # noqa: N818 - a signal inside this file
@@ -141,7 +144,7 @@ def is_size(node: Node) -> bool:
     if node.op != "call_function" or not isinstance(node.meta.get("val"), SYMBOLS):
         return False
     target: Any = node.target
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, OpOverload):
         return row_of(node).asks == "shape"
     return getattr(target, "__module__", "") in ("_operator", "math", "torch") or target in vars(operator).values()
 
@@ -177,9 +180,9 @@ def spelled_out(node: Node, other: Node) -> tuple[Any, Any]:
     """Return (args, kwargs) of both; with defaults filled in where one call leaves out what the other gives."""
     pair = [(tuple(n.args), dict(n.kwargs)) for n in (node, other)]
     same = len(pair[0][0]) == len(pair[1][0]) and pair[0][1].keys() == pair[1][1].keys()
-    if same or not isinstance(node.target, torch._ops.OpOverload):
+    if same or not isinstance(node.target, OpOverload):
         return pair[0], pair[1]
-    arguments = node.target._schema.arguments
+    arguments = own_schema(node.target).arguments
 
     def full(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = dict(zip((a.name for a in arguments), args, strict=False)) | kwargs

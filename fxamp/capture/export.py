@@ -9,7 +9,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -19,42 +19,23 @@ from torch.export.graph_signature import InputKind
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.graph import CodeGen
 
-from passes._torch import guards_of, pytree, without_transforms
+from passes._torch import drop_hooks, guards_of, pytree, without_transforms
 from passes.contract.errors import INSTEAD, CaptureError, FxampError
-from passes.legalize.legalize import inline_regions
 
 from .casts import ExplicitCasts, TooLong, drop_aliases
 from .functions import Functions
 from .model.call import CallSpec, Leaf, flatten_outputs
+from .model.captured import Autocast
 from .model.frames import place_of
 from .model.patches import traced_here_alone
 from .model.preflight import untouched
 from .model.reads import Recorder
+from .regions import inline_regions
 
 _PREFIX = "model."
 Result = TypeVar("Result")
 # A machine without memory, or a file that is not there, says nothing about a model.
 NOT_ABOUT_THE_MODEL = (MemoryError, torch.OutOfMemoryError, OSError, ImportError)
-
-
-@dataclass(frozen=True)
-class Autocast:
-    """The `torch.autocast` to capture under.
-
-    Attributes:
-        device: whose autocast it is: that of the model's tensors.
-        dtype: its low dtype.
-        wanted: the device that the model is converted for.
-    """
-
-    device: str
-    dtype: torch.dtype
-    wanted: str
-
-    @property
-    def oracle(self) -> bool:
-        """Say whether the dtypes that it gives are those that the converted model is to have."""
-        return self.device == self.wanted
 
 
 class Dims:
@@ -173,7 +154,7 @@ def _align(value: Any, spec: Any, out: list[Any]) -> None:
         for i, item in enumerate(value):
             _align(item, spec[i] if isinstance(spec, (list, tuple)) and i < len(spec) else None, out)
     else:
-        out += [None for leaf in torch.utils._pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+        out += [None for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 class _Stderr:
@@ -233,9 +214,10 @@ def export(
     wrapper.training = model.training
     tensors = _distinct([v for v in flat if isinstance(v, torch.Tensor)])
     functions = Functions()
+    entered = contextlib.nullcontext() if autocast is None else autocast.context()
     with _quiet():
         try:
-            with without_fused_layers(), _entered(autocast), ExplicitCasts(*(limit or (None,))), functions.kept():
+            with without_fused_layers(), entered, ExplicitCasts(*(limit or (None,))), functions.kept():
                 program = torch.export.export(
                     wrapper, tensors, dynamic_shapes={"tensors": dims} if tensors else None, strict=False
                 )
@@ -256,13 +238,6 @@ def export(
     box, dtypes = wrapper.box, tuple(getattr(_val(o), "dtype", None) for o in outs)  # type: ignore[union-attr]
     call = replace(call, leaves=leaves, guards=guards, out_dtypes=dtypes)
     return gm, replace(call, out_spec=box.spec, out_constants=box.constants), box.changed
-
-
-def _entered(autocast: Autocast | None) -> contextlib.AbstractContextManager[Any]:
-    if autocast is None:
-        return contextlib.nullcontext()
-    # Without the cache, which would keep fake copies of the weights.
-    return torch.autocast(autocast.device, autocast.dtype, cache_enabled=False)
 
 
 @contextlib.contextmanager
@@ -384,8 +359,7 @@ def normalise(gm: GraphModule, model: nn.Module) -> tuple[Graph, dict[str, Any]]
 def program_module(program: ExportedProgram) -> nn.Module:
     """Return the module of an ExportedProgram, whose mode was baked when it was exported."""
     module = program.module(check_guards=False)
-    module._forward_pre_hooks.clear()  # the exporter's own; ours is the check of the inputs
-    module._forward_hooks.clear()
+    drop_hooks(module)  # the exporter's own; ours is the check of the inputs
     return module
 
 

@@ -20,19 +20,20 @@ from passes.contract.errors import CaptureError, FxampError, NotFaithfulError, R
 from ..trust.check import fresh, preserved, rejected
 from . import capture_fx, export
 from .model.call import CallSpec, both
-from .model.captured import Captured
+from .model.captured import Autocast, Captured
 from .model.preflight import grad_mode_reads, refuse_assigned, refuse_constructs, untouched
 from .model.reads import Reads, Recorder
 from .model.tensors import held, kept
 from .relate import relate, settle
+from .rerun import rerun
 
 Run = Callable[[], Captured]
 ALONE = "the model runs under torch.autocast alone, so nothing was compared: {}"
 
 
 def by_export(
-    model: nn.Module, call: CallSpec, flat: list[Any], dynamic_shapes: Any, autocast: export.Autocast | None,
-    reads: Reads,
+    model: nn.Module, call: CallSpec, flat: list[Any], dynamic_shapes: Any, autocast: Autocast | None,
+    reads: Reads, *, again: bool = True,
 ) -> Run:  # fmt: skip
     """Return what captures a model by `torch.export`, as it is and under autocast.
 
@@ -43,6 +44,7 @@ def by_export(
         dynamic_shapes: "auto", None, or as `torch.export.export` takes it.
         autocast: None to capture without it alone.
         reads: takes what forward() reads.
+        again: export it under autocast too; else the graph without is run under it, for no code reads a dtype.
     """
     dims = export.Dims(dynamic_shapes, call, flat)
 
@@ -54,21 +56,24 @@ def by_export(
             if not isinstance(low, Captured):
                 raise
             settle(low.graph, low.constants, [])
-            return replace(low, notes=[*low.notes, ALONE.format(str(e).splitlines()[0])], plain=False)
+            return replace(low.noting(ALONE.format(str(e).splitlines()[0])), plain=False)
         if autocast is None:
             return plain
-        low = _under_autocast(model, call, flat, dims, autocast, reads)
+        low = None if again else rerun(plain, autocast)
+        if low is None:
+            low = _under_autocast(model, call, flat, dims, autocast, reads)
         if not isinstance(low, Captured):
-            plain.notes.append(f"captured without torch.autocast, which cannot run it: {low}")
-            return plain
+            return plain.noting(f"captured without torch.autocast, which cannot run it: {low}")
         return _related(plain, low, autocast)
 
     return run
 
 
-def _related(plain: Captured, low: Captured, autocast: export.Autocast) -> Captured:
+def _related(plain: Captured, low: Captured, autocast: Autocast) -> Captured:
     """Return the capture to compile: the plain one, annotated, or the one under autocast where they do not line up."""
-    where = relate(plain.graph, plain.constants, low.graph, low.constants, oracle=autocast.oracle)
+    constants = dict(plain.constants)
+    where = relate(plain.graph, constants, low.graph, low.constants, oracle=autocast.oracle)
+    plain = replace(plain, constants=constants)
     call, reads = both(plain.call, low.call), tuple(dict.fromkeys((*plain.grad_reads, *low.grad_reads)))
     flags = plain.flag_reads or low.flag_reads
     if not where and _same_outputs(plain.call, low.call):
@@ -78,7 +83,7 @@ def _related(plain: Captured, low: Captured, autocast: export.Autocast) -> Captu
     if not autocast.oracle:
         note += f" (on the CPU; '{autocast.wanted}' is not here to ask)"
     call = replace(call, out_spec=low.call.out_spec, out_constants=low.call.out_constants)
-    notes = sorted({*plain.notes, *low.notes, note})
+    notes = tuple(sorted({*plain.notes, *low.notes, note}))
     return replace(low, call=call, notes=notes, grad_reads=reads, flag_reads=flags, without=plain)
 
 
@@ -87,7 +92,7 @@ def _same_outputs(a: CallSpec, b: CallSpec) -> bool:
 
 
 def _under_autocast(
-    model: nn.Module, call: CallSpec, flat: list[Any], dims: export.Dims, autocast: export.Autocast, reads: Reads
+    model: nn.Module, call: CallSpec, flat: list[Any], dims: export.Dims, autocast: Autocast, reads: Reads
 ) -> Captured | str:
     """Return the capture under autocast, or why there is none."""
     try:
@@ -97,7 +102,7 @@ def _under_autocast(
 
 
 def _export(
-    model: nn.Module, call: CallSpec, flat: list[Any], dims: export.Dims, autocast: export.Autocast | None, reads: Reads
+    model: nn.Module, call: CallSpec, flat: list[Any], dims: export.Dims, autocast: Autocast | None, reads: Reads
 ) -> Captured:
     try:
         with kept(held(model).values()), refuse_constructs("export"), untouched(model), grad_mode_reads() as asked:
@@ -115,8 +120,9 @@ def _export(
     lifted = {id(c) for c in constants.values()}
     refuse_assigned(changed, [name for name, t in held(model).items() if id(t) in lifted], "export")
     return Captured(
-        graph, spec, "export", {}, constants, [*dims.notes, *_side_effects(changed)], grad_reads=tuple(asked),
+        graph, spec, "export", {}, constants, (*dims.notes, *_side_effects(changed)), grad_reads=tuple(asked),
         flag_reads=reads.ask_for("training") or any(isinstance(m, torch.jit.ScriptModule) for m in model.modules()),
+        model=model,
     )  # fmt: skip
 
 
@@ -131,7 +137,8 @@ def by_fx(model: nn.Module, call: CallSpec, flat: list[Any], reads: Reads) -> Ru
         reads.assigned |= set(changed)
         for path, leaf in leaves.items():
             reads.add_opaque(path, leaf)
-        return Captured(graph, spec, "fx", leaves, constants, _side_effects(changed), grad_reads=tuple(asked))
+        notes = tuple(_side_effects(changed))
+        return Captured(graph, spec, "fx", leaves, constants, notes, grad_reads=tuple(asked), model=model)
 
     return run
 

@@ -16,8 +16,8 @@ import torch
 import torch.utils.checkpoint
 from torch.fx import Graph, GraphModule, Node
 
-from passes._torch import pytree
-from passes.notes import note, note_of
+from passes._torch import close, pytree
+from passes.graph.notes import note, note_of
 
 from .model.patches import replaced
 from .model.preflight import used_by_model
@@ -125,7 +125,7 @@ class Functions:
 
     def free(self) -> None:
         """Take the operators out of torch's registry."""
-        self._library._destroy()
+        close(self._library)
 
     def restore(self, gm: GraphModule) -> None:
         """Let calls take the place of the operators, in every graph of a module, and free those."""

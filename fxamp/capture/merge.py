@@ -7,16 +7,17 @@ After:  dropout(x, 0.5, encoder.drop.training)
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.fx import Graph, Node
 
+from passes._torch import OpOverload, own_schema
 from passes.contract.errors import CaptureError
+from passes.graph.notes import note, note_of, origin
 from passes.graph.values import module_path
-from passes.notes import note, note_of, origin
 from passes.runtime.modes import by_mode, count_
 
 from .compare import Differ, Path, Walk, counts, same_call, spelled_out
@@ -26,7 +27,7 @@ _FLAGS = ("train", "training", "use_input_stats", "dropout_p")
 _PLAIN = (bool, int, float, type(None))
 
 
-def merge(train: Graph, evaluation: Graph, constants: dict[str, Any], others: dict[str, Any]) -> Graph:
+def merge(train: Graph, evaluation: Graph, constants: Mapping[str, Any], others: Mapping[str, Any]) -> Graph:
     """Make every literal of the train graph that differs in eval follow its owner's flag, in place; return that graph.
 
     Args:
@@ -46,7 +47,7 @@ def merge(train: Graph, evaluation: Graph, constants: dict[str, Any], others: di
         ) from None
 
 
-def same_graphs(left: Graph, right: Graph, constants: dict[str, Any], others: dict[str, Any]) -> bool:
+def same_graphs(left: Graph, right: Graph, constants: Mapping[str, Any], others: Mapping[str, Any]) -> bool:
     """Say whether two captures of a model compute the same, size arithmetic apart; arguments as for `merge`."""
     try:
         return _Merge(left, right, _lifted(constants), _lifted(others)).is_same()
@@ -54,14 +55,14 @@ def same_graphs(left: Graph, right: Graph, constants: dict[str, Any], others: di
         return False
 
 
-def _lifted(constants: dict[str, Any]) -> Callable[[str], Any]:
+def _lifted(constants: Mapping[str, Any]) -> Callable[[str], Any]:
     return lambda target: constants.get(target.removeprefix("_fxamp.")) if target.startswith("_fxamp.") else None
 
 
 def follows_mode(graph: Graph) -> bool:
     """Say whether a graph captured in one mode has ops that a training flag decides on."""
     return any(
-        isinstance(n.target, torch._ops.OpOverload) and any(a.name in _FLAGS for a in n.target._schema.arguments)
+        isinstance(n.target, OpOverload) and any(a.name in _FLAGS for a in own_schema(n.target).arguments)
         for n in graph.nodes
     )
 

@@ -17,7 +17,7 @@ It is noted on the nodes of the graph without autocast, which `passes.legalize.r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from difflib import SequenceMatcher
 from typing import Any
 
@@ -25,18 +25,17 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from passes._torch import pytree
+from passes.graph.notes import SETTLE, note, note_of, origin
 from passes.graph.values import LOW, Inference, dtypes_of, is_floating, literal_dtype, retyped
-from passes.legalize.reads import restore_outputs
-from passes.notes import note, note_of
 from passes.ops import ops
 
 from .compare import Differ, Path, Walk, attribute_of, counts, same_call, show
 
 _HOME = "_fxamp."
-Constants = dict[str, Any]
+Constants = Mapping[str, Any]
 
 
-def relate(plain: Graph, constants: Constants, low: Graph, others: Constants, *, oracle: bool) -> str:
+def relate(plain: Graph, constants: dict[str, Any], low: Graph, others: Constants, *, oracle: bool) -> str:
     """Leave on the nodes of a graph what its twin under autocast says of them.
 
     Args:
@@ -102,7 +101,7 @@ class _Related(Walk):
             return is_floating(mine.dtype) and is_floating(theirs.dtype)
         return False
 
-    def carry_out(self, constants: Constants, oracle: bool) -> None:
+    def carry_out(self, constants: dict[str, Any], oracle: bool) -> None:
         """Leave on the nodes what was found."""
         for b, a in self.twin.items():
             made = dtypes_of(b.meta.get("val"))
@@ -184,7 +183,7 @@ def settle(low: Graph, constants: Constants, returned: list[Any]) -> None:
                 held[node] = made
             node.meta["val"] = retyped(value, held[node])
     values: Any = low.output_node().args[0]
-    restore_outputs(low, {v: d for v, d in zip(values, returned, strict=False) if isinstance(v, Node)})
+    _restore_outputs(low, {v: d for v, d in zip(values, returned, strict=False) if isinstance(v, Node)})
 
 
 def _widen(node: Node) -> None:
@@ -209,3 +208,17 @@ def _graphs(graph: Graph, constants: Constants) -> Iterator[Graph]:
     for held in constants.values():
         if isinstance(held, GraphModule):
             yield from (m.graph for m in held.modules() if isinstance(m, GraphModule))
+
+
+def _restore_outputs(graph: Graph, dtypes: Mapping[Node, Any]) -> None:
+    """Cast what a graph returns to the dtypes that the model returns, as its author would have."""
+    output: Any = graph.output_node()
+    made: dict[Node, Node] = {}
+    for value, dtype in dtypes.items():
+        held = dtypes_of(value.meta.get("val"))
+        if isinstance(held, torch.dtype) and held.is_floating_point and is_floating(dtype) and held != dtype:
+            with graph.inserting_before(output):
+                made[value] = graph.call_function(torch.ops.aten.to.dtype, (value, dtype))
+            made[value].meta = origin(value) | {"val": retyped(value.meta["val"], dtype)}
+            note(made[value], made_by=SETTLE, cast="literal")
+    output.args = torch.fx.map_arg(output.args, lambda n: made.get(n, n))

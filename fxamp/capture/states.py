@@ -23,17 +23,17 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
 from passes.contract.errors import CaptureError, NotAModuleError
+from passes.graph.notes import note, note_of
 from passes.graph.values import no_autocast
-from passes.notes import note, note_of
 
 from ..module.module import ConvertedModule
 from ..trust.check import same_random_state
 from . import capture_fx, front_ends
-from .export import Autocast, program_dims, program_module
+from .export import program_dims, program_module
 from .front_ends import Run
 from .merge import follows_mode, merge, same_graphs
 from .model.call import CallSpec, both, example_call, signature_of
-from .model.captured import Captured, Captures, State, as_inputs
+from .model.captured import Autocast, Captured, Captures, State, as_inputs
 from .model.patches import capturing
 from .model.preflight import refuse_modules
 from .model.reads import Reads
@@ -81,16 +81,12 @@ def capture(
         if front_end == "export":
             if isinstance(model, ExportedProgram) and dynamic_shapes == "auto":
                 dynamic_shapes = program_dims(model)  # no other sizes are its own
-            run = front_ends.by_export(module, call, flat, dynamic_shapes, autocast, reads)
+            again = not isinstance(model, ExportedProgram)
+            run = front_ends.by_export(module, call, flat, dynamic_shapes, autocast, reads, again=again)
         else:
             run = front_ends.by_fx(module, call, flat, reads)
         captures = _as_it_is(module, run) if isinstance(model, ExportedProgram) else _all_states(module, run)
-    captures.reads = reads
-    for captured in captures.graphs:
-        captured.model = module
-        if captured.without is not None:
-            captured.without.model = module
-    return captures
+    return replace(captures, reads=reads)
 
 
 def module_of(model: Any) -> nn.Module:
@@ -125,9 +121,10 @@ def _as_it_is(model: nn.Module, run: Run) -> Captures:
     """Capture with the training flags that the modules have; refuse others later, where the graph depends on them."""
     captured = run()
     if follows_mode(captured.graph):
-        captured.state = State({path: m.training for path, m in model.named_modules()})
-        captured.notes.append("an ExportedProgram's training mode was fixed when it was exported")
-    return Captures([captured])
+        now = State({path: m.training for path, m in model.named_modules()})
+        note = "an ExportedProgram's training mode was fixed when it was exported"
+        captured = replace(captured.noting(note), state=now)
+    return Captures((captured,))
 
 
 def _all_states(model: nn.Module, run: Run) -> Captures:
@@ -158,7 +155,7 @@ def _all_states(model: nn.Module, run: Run) -> Captures:
     if asked:
         graphs = _apart(by_grad[grad], by_grad[not grad], grad)
     graphs.sort(key=lambda c: not _holds(c.state, model, grad))  # stable: that of the present state first
-    return Captures(graphs, missing)
+    return Captures(tuple(graphs), tuple(missing))
 
 
 def _in_state(model: nn.Module, run: Run, training: bool | None, gradients: bool) -> Captured:
@@ -210,7 +207,7 @@ def _one(train: Captured, evaluation: Captured) -> Captured:
     reads = tuple(dict.fromkeys((*train.grad_reads, *evaluation.grad_reads)))
     return replace(
         train, graph=graph, call=_joined(train.call, evaluation.call), without=without, grad_reads=reads,
-        notes=sorted({*train.notes, *evaluation.notes}), plain=train.plain and evaluation.plain,
+        notes=tuple(sorted({*train.notes, *evaluation.notes})), plain=train.plain and evaluation.plain,
     )  # fmt: skip
 
 
@@ -263,24 +260,23 @@ def in_state_of(captured: Captured) -> Iterator[None]:
             m.training = flag
 
 
-def constants_of(captures: Sequence[Captured]) -> dict[str, Any]:
-    """Return the lifted constants of several captures, each by a name of its own, to which its graph is pointed."""
-    out: dict[str, Any] = {}
+def with_own_constants(captures: Sequence[Captured]) -> list[Captured]:
+    """Return captures whose lifted constants have names that no other has; graphs are pointed to them in place."""
+    out = []
     for at, captured in enumerate(captures):
         names = {name: name if at == 0 else f"state{at}_{name}" for name in captured.constants}
-        out |= {names[name]: value for name, value in captured.constants.items()}
         for node in captured.graph.nodes if at else ():
             if node.op == "get_attr" and str(node.target).startswith("_fxamp."):
                 node.target = f"_fxamp.{names[str(node.target).removeprefix('_fxamp.')]}"
             if read := note_of(node).constant_read:
                 note(node, constant_read=f"_fxamp.{names[read.removeprefix('_fxamp.')]}")
-        captured.constants = {names[name]: value for name, value in captured.constants.items()}
+        out.append(replace(captured, constants={names[name]: value for name, value in captured.constants.items()}))
     return out
 
 
 def copied(captures: Captures) -> Captures:
     """Return a copy to compile: graphs are changed in place, also those inside higher-order ops."""
-    return replace(captures, graphs=[_copied(c) for c in captures.graphs])
+    return replace(captures, graphs=tuple(_copied(c) for c in captures.graphs))
 
 
 def _copied(captured: Captured) -> Captured:

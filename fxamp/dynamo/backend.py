@@ -15,6 +15,7 @@ import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -26,8 +27,8 @@ from passes._torch import FakeTensor, inner_backend, trace_artifact
 from passes.contract.errors import NotAModuleError, PolicyError
 from passes.contract.plan import Plan
 from passes.contract.policy import Policy, check_used, nearest, type_names
+from passes.graph.notes import note, note_of
 from passes.graph.values import LOW, no_autocast, retyped
-from passes.notes import note, note_of
 from passes.ops.rules import row_of
 
 from ..capture.model.preflight import refuse_wrapped
@@ -54,10 +55,14 @@ class Backend:
     """A torch.compile backend: equal to another by value, so that making one anew recompiles nothing.
 
     Attributes:
-        policy: what to convert to; where it leaves the dtype open, the ambient autocast's is taken.
-        backend: the inner backend, by name or as a callable.
-        mode: the inner backend's mode.
-        options: the inner backend's options, as pairs.
+        policy: What to convert to; where it leaves the dtype open, that of the surrounding autocast is taken.
+        backend: The inner backend, by name or as a callable.
+        mode: The inner backend's mode.
+        options: The inner backend's options, as pairs.
+
+    Example:
+        >>> fxamp.backend("O1", "eager") == fxamp.Backend(fxamp.Policy("O1"), "eager")
+        True
     """
 
     policy: Policy
@@ -106,14 +111,19 @@ def backend(
     """Return a backend for `torch.compile(model, backend=...)`.
 
     Args:
-        policy: a level, a policy string or a Policy.
-        backend: the inner backend, which compiles the converted graphs: "inductor", "eager", "aot_eager", the name of
+        policy: A level, a policy string or a Policy.
+        backend: The inner backend, which compiles the converted graphs: "inductor", "eager", "aot_eager", the name of
             any other, or a callable `(graph_module, example_inputs)`.
-        mode: for the inner backend, as `torch.compile` takes it.
-        options: for the inner backend.
+        mode: For the inner backend, as `torch.compile` takes it.
+        options: For the inner backend.
 
     Raises:
-        PolicyError: the policy is wrong, or there is no such inner backend.
+        PolicyError: The policy is wrong, or there is no such inner backend.
+
+    Example:
+        >>> compiled = torch.compile(model, backend=fxamp.backend("O1,dtype=bf16", "eager"))
+        >>> compiled(x).shape
+        torch.Size([3, 4])
     """
     chosen = Policy.of(policy)
     if chosen.cost == "measured":
@@ -172,25 +182,34 @@ def compile(
 ) -> Any:
     """Compile a model with `torch.compile`, converted to mixed precision on the way.
 
+    The model is captured at its first call, and again where a call does not fit a graph: control flow that depends on
+    values, hooks and checkpointing stay what they are.
+
     Args:
-        model: any module that `torch.compile` takes; it is not changed.
-        policy: a level, a policy string or a Policy.
-        backend: the inner backend, by name or as a callable.
-        fullgraph: as `torch.compile` takes it.
-        dynamic: as `torch.compile` takes it.
-        mode: for the inner backend.
-        options: for the inner backend.
-        disable: return the model as it is, in FP32.
+        model: Any module that `torch.compile` takes, with FP32 parameters (frozen ones may be FP16 or BF16); it is not
+            changed.
+        policy: A level, a policy string or a Policy.
+        backend: The inner backend, by name or as a callable.
+        fullgraph: As `torch.compile` takes it.
+        dynamic: As `torch.compile` takes it.
+        mode: For the inner backend.
+        options: For the inner backend.
+        disable: Return the model as it is, in FP32.
 
     Returns:
         torch's `OptimizedModule`, whose state_dict keys have the prefix `_orig_mod.`; `model.compile(backend="fxamp",
         options={"policy": ...})` works in place and keeps them. Each call of it, and of a method of the model through
-        it, runs under `torch.autocast` (but at O0), and gives the model's own dtypes.
+        it, runs under `torch.autocast` (but at O0). Outputs have the shapes and dtypes of the model's.
 
     Raises:
-        NotAModuleError: not a module.
-        CaptureError: the model is wrapped for parallel training already.
-        PolicyError: the policy is wrong, or there is no such inner backend; an option is an argument of this function.
+        NotAModuleError: The model is none.
+        CaptureError: The model is wrapped for parallel training already.
+        PolicyError: The policy is wrong, or there is no such inner backend; an option is an argument of this function.
+
+    Example:
+        >>> compiled = fxamp.compile(model, policy="O2,dtype=bf16", backend="eager")  # "inductor" by default
+        >>> compiled(x).shape, compiled(x).dtype
+        (torch.Size([3, 4]), torch.float32)
     """
     if not isinstance(model, nn.Module):
         raise NotAModuleError(f"fxamp.compile takes a torch.nn.Module, not {type(model).__name__}.")
@@ -208,8 +227,8 @@ def compile(
 
 def rewrite(
     gm: GraphModule, example_inputs: list[Any], policy: Policy, notes: tuple[str, ...] = ()
-) -> tuple[compiled.Converted, tuple[int, ...]]:
-    """Convert one of Dynamo's graphs, in place; return what was decided, and which outputs are low by the model."""
+) -> tuple[compiled.Converted, dict[int, torch.dtype]]:
+    """Convert one of Dynamo's graphs, in place; return what was decided, and the outputs that the model makes low."""
     named = ((parameter_path(n), v) for n, v in zip(gm.graph.nodes, example_inputs, strict=False))
     refuse_low_parameters(named, is_gathered)
     device = policy.device or _device(example_inputs)
@@ -229,7 +248,7 @@ def rewrite(
            for n, v in zip(gm.graph.nodes, example_inputs, strict=False)]  # fmt: skip
     with no_autocast():
         low = describe(gm, scope=found, ambient=under, policy=resolved, own=own)
-    if not under and policy.level != "O0":
+    if not under and policy.level.rounds:
         notes = (*notes, _WITHOUT_AUTOCAST)
     plan = compile_graph(
         gm.graph, resolved, functools.partial(attribute_of, gm), capture="jit", notes=notes, under_autocast=under
@@ -265,8 +284,9 @@ def refuse_unmatched(policy: Policy, model: nn.Module) -> None:
 
 
 def at_call(
-    run: Callable[..., Any], converted: compiled.Converted, example_inputs: Sequence[Any], low: Sequence[int] = ()
-) -> Callable[..., Any]:
+    run: Callable[..., Any], converted: compiled.Converted, example_inputs: Sequence[Any],
+    low: Mapping[int, torch.dtype] = MappingProxyType({}),
+) -> Callable[..., Any]:  # fmt: skip
     """Return what calls a compiled graph, with ambient autocast off, and notes which models it is called for.
 
     The outputs at `low` are noted to be low in the model itself.
@@ -287,13 +307,21 @@ def at_call(
             args = tuple(a.to(told[i]) if i in told and a.dtype != told[i] else a for i, a in enumerate(args))
         with no_autocast([device]):
             outputs = run(*args)
-        for i in low:
-            note_low(outputs[i])
+        if low:
+            outputs = _noted(outputs, low)
         if not watch.done:
             watch(outputs)
         return outputs
 
     return call
+
+
+def _noted(outputs: Sequence[Any], low: Mapping[int, torch.dtype]) -> list[Any]:
+    """Note which outputs are low in the model itself; another one that is the same tensor becomes a view of it."""
+    own = {id(outputs[i]) for i in low}
+    for i, dtype in low.items():
+        note_low(outputs[i], dtype)
+    return [o.view_as(o) if id(o) in own and i not in low else o for i, o in enumerate(outputs)]
 
 
 def _told(example_inputs: Sequence[Any]) -> dict[int, torch.dtype]:

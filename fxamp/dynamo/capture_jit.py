@@ -18,11 +18,12 @@ from torch.fx import Graph, GraphModule, Node
 
 from passes._torch import enter_autocast, exit_autocast, pytree, source_name, without_transforms
 from passes.contract.policy import Policy, module_override, type_names
+from passes.graph.notes import note, origin
 from passes.graph.values import LOW, Inference, dtypes_of, is_floating, literal_dtype, retyped
-from passes.notes import note, origin
 from passes.ops import ops
 from passes.ops.rules import row_of
 
+from .own_dtypes import own_dtypes, without_low
 from .scope import Scope
 
 _ROOT = re.compile(r"^[LG]\['\w+'\]\.?")
@@ -55,7 +56,7 @@ def _whole_region(graph: Graph) -> tuple[Node, Node] | None:
 
 def describe(
     gm: GraphModule, *, ambient: bool, policy: Policy, scope: Scope | None = None, own: Sequence[bool] = ()
-) -> tuple[int, ...]:
+) -> dict[int, torch.dtype]:
     """Leave on every node what the passes read: `val`, the module path, the autocast region, what a cast means.
 
     A cast is noted as "literal" where the author called `.float()` and its like; else "autocast" for a dtype that
@@ -70,14 +71,15 @@ def describe(
         own: of each input, whether the model itself holds it, or has made it low.
 
     Returns:
-        Which outputs are low in the model itself, and not by autocast.
+        Which outputs are low in the model itself, and not by autocast: their numbers, and the dtypes.
     """
     description = _Description(gm.graph, ambient, policy, scope, own)
     description.of(gm)
     outputs: Any = gm.graph.output_node().args[0]
-    low = tuple(i for i, n in enumerate(outputs) if isinstance(n, Node) and description.own.get(n) in LOW)
-    for i in low:
-        note(outputs[i], low_of_its_own=True)
+    made = {i: description.own.get(n) for i, n in enumerate(outputs) if isinstance(n, Node)}
+    low = {i: dtype for i, dtype in made.items() if dtype in LOW}
+    for i, dtype in low.items():
+        note(outputs[i], low_of_its_own=dtype)
     return low
 
 
@@ -92,12 +94,15 @@ class _Description:
         self.authors = {d for n in self.holds if (d := dtypes_of(n.meta.get("example_value"))) in LOW}
         self.makes_low = bool(self.authors) or any(_is_method(n) and literal_dtype(n) in LOW for n in graph.nodes)
         self.own: dict[Node, Any] = {}  # dtypes as they would be in the model without autocast anywhere
+        self.doubtful: set[Node] = set()  # what names a dtype of the model's own tensors, or one that autocast made
 
     def of(self, gm: GraphModule, *, inside: bool = False) -> None:
         """Describe one graph, in place; `inside` says that it is the body of a higher-order op."""
         held: dict[Node, Any] = {}
         regions: list[tuple[Node, tuple[str, bool, Any]]] = []
         for node in list(gm.graph.nodes):
+            if inside and node.op == "placeholder":
+                node.meta = dict(node.meta)  # Dynamo gives it that of the value outside, the very object
             _describe_origin(node, self.scope)
             if node.op == "get_attr" and isinstance(body := attribute_of(gm, str(node.target)), GraphModule):
                 self.of(body, inside=True)
@@ -118,16 +123,11 @@ class _Description:
             if self.ambient and node.op.startswith("call"):
                 value = retyped(value, self._inferred(node, value, held))
             elif self.ambient and inside and node.op == "placeholder":
-                value = retyped(value, _without_low(dtypes_of(value)))
+                value = retyped(value, without_low(dtypes_of(value)))
             node.meta["val"] = value
             held[node] = dtypes_of(value)
-            if self.ambient and self.makes_low and not inside:
-                self.own[node] = self._own(node, value)
-
-    def _own(self, node: Node, value: Any) -> Any:
-        if node.op == "placeholder" and node not in self.holds:
-            return _without_low(dtypes_of(value))
-        return self._inferred(node, value, self.own) if node.op.startswith("call") else dtypes_of(value)
+        if self.ambient and self.makes_low and not inside:
+            self.own = own_dtypes(gm.graph, self.infer, self.holds, self.doubtful)
 
     def _inferred(self, node: Node, value: Any, held: dict[Node, Any]) -> Any:
         """Return the dtypes that a node gives without autocast, where fake tensors cannot run it too.
@@ -135,17 +135,20 @@ class _Description:
         They cannot run operands of several dtypes, of which one may be low, or the op not at all.
         """
         if ops.name(node).startswith("higher_order::"):
-            return _without_low(dtypes_of(value))
+            return without_low(dtypes_of(value))
         try:
             return self.infer(node, lambda n: held.get(n))
         except Exception:  # whatever a fake kernel raises
             low = any(held.get(n) in LOW for n in node.all_input_nodes)
-            return dtypes_of(value) if low else _without_low(dtypes_of(value))
+            return dtypes_of(value) if low else without_low(dtypes_of(value))
 
     def _describe_cast(self, node: Node, value: Any, held: dict[Node, Any]) -> None:
         """Say what the dtype of a cast means, and take out of the graph what is low by autocast."""
         given, fp32 = literal_dtype(node), self._is_fp32(node)
-        low = self.ambient and given in LOW and given not in self.authors and not _is_method(node)
+        low = self.ambient and given in LOW and not _is_method(node)
+        if low and given in self.authors:
+            self.doubtful.add(node)
+            return
         if low and ops.name(node) == "to":
             _settle(node, torch.float32)
         elif low and (fp32 or not row_of(node).exact):
@@ -159,7 +162,7 @@ class _Description:
 
     def _is_fp32(self, node: Node) -> bool:
         """Say whether nothing may be low where a node stands."""
-        if self.policy.level == "O0":
+        if not self.policy.level.rounds:
             return True
         stack = node.meta.get("nn_module_stack", {}).values() if self.policy.modules else ()
         found = module_override(self.policy, [(str(path), type_names(kind)) for path, kind in stack])
@@ -169,12 +172,6 @@ class _Description:
 def _is_method(node: Node) -> bool:
     """Say whether the author called a cast by its name: `.float()`, `.half()`."""
     return node.op == "call_method" and str(node.target) in ops.CAST_METHODS
-
-
-def _without_low(dtypes: Any) -> Any:
-    if isinstance(dtypes, tuple):
-        return tuple(_without_low(d) for d in dtypes)
-    return torch.float32 if dtypes in LOW else dtypes
 
 
 def _describe_origin(node: Node, scope: Scope | None) -> None:

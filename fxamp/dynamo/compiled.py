@@ -1,4 +1,4 @@
-"""Which graphs were converted for which model, found again by the module that was compiled, or by their parameters.
+"""The registry of converted graphs of Dynamo, looked up by compiled module or by identity of parameters.
 
 Dynamo hands a backend flat graphs, and no model. The parameters among their inputs are the model's own, and where one
 graph serves another model of the same code too, that shows at its first call.
@@ -19,12 +19,12 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate
 from torch.utils.weak import WeakIdKeyDictionary
 
-from passes._torch import FakeTensor, pytree
+from passes._torch import FakeTensor, original_of, pytree
 from passes.contract.errors import CaptureError, PolicyError
-from passes.contract.plan import Decision, Plan
+from passes.contract.plan import Decision, Plan, sums
 from passes.contract.policy import Policy, module_override
+from passes.graph.notes import is_inserted
 from passes.graph.values import dtypes_of
-from passes.notes import is_inserted
 
 from .capture_jit import parameter_path
 from .recompile_limit import anywhere, reached
@@ -90,6 +90,11 @@ _ASKED: weakref.WeakKeyDictionary[nn.Module, Policy] = weakref.WeakKeyDictionary
 def announce(module: nn.Module, policy: Policy) -> None:
     """Note what a compiled module asks for: several over one model may ask for different things."""
     _ASKED[module] = policy
+
+
+def asked_of(module: nn.Module) -> Policy | None:
+    """Return what a compiled module asks for, None for any other."""
+    return _ASKED.get(module)
 
 
 def record(
@@ -184,8 +189,7 @@ def entries(module: nn.Module) -> list[Converted]:
 
 
 def _root(module: nn.Module) -> nn.Module:
-    root: nn.Module = module._orig_mod if isinstance(module, torch._dynamo.OptimizedModule) else module
-    return root
+    return original_of(module) or module
 
 
 def _carries_out(policy: Policy, asked: Policy) -> bool:
@@ -195,7 +199,7 @@ def _carries_out(policy: Policy, asked: Policy) -> bool:
 
 def is_compiled(module: nn.Module) -> bool:
     """Say whether this is what torch.compile returned, or a module compiled in place."""
-    return _in_place(module) or isinstance(module, torch._dynamo.OptimizedModule)
+    return _in_place(module) or original_of(module) is not None
 
 
 def _in_place(module: nn.Module) -> bool:
@@ -242,14 +246,7 @@ def together(parts: Sequence[tuple[str, Plan]]) -> Plan:
         first = max((d.graph for d in decisions), default=-1) + 1
         decisions += [_moved(d, prefix, first) for d in plan.decisions]
     plans = [plan for _, plan in parts]
-    return replace(
-        plans[0],
-        decisions=tuple(decisions),
-        states=(),
-        notes=tuple(dict.fromkeys(n for p in plans for n in p.notes)),
-        inserted_casts=sum(p.inserted_casts for p in plans),
-        casts=sum(p.casts for p in plans),
-    )
+    return replace(plans[0], decisions=tuple(decisions), states=(), **sums(plans))
 
 
 def _coverage(module: nn.Module, found: list[Converted]) -> list[str]:
@@ -275,7 +272,7 @@ def _between(found: list[Converted]) -> str:
     policy = found[0].plan.policy
     if not all(entry.autocast for entry in found):
         return "what runs between graphs runs as it is, on values in the model's own dtypes"
-    plain = policy.level == "O1" and not policy.modules and not policy.ops
+    plain = policy.level.is_autocasts and not policy.modules and not policy.ops
     return f"what runs between graphs runs under autocast{'' if plain else ', as at O1 without overrides'}"
 
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from passes._torch import pytree
+from passes._torch import OptimizedModule, dynamo_errors, pytree
 from passes.contract.devices import DEVICES
 from passes.contract.errors import FxampError
 from passes.contract.policy import Policy
@@ -31,11 +31,11 @@ from . import compiled
 
 logger = logging.getLogger("fxamp")
 
-_OWN: Any = WeakIdKeyDictionary()  # low values that are low in the model itself, and not by autocast
+_OWN: Any = WeakIdKeyDictionary()  # values that are low in the model itself, and not by autocast: their dtypes there
 _CONTEXTS: dict[tuple[str, torch.dtype, bool], list[torch.autocast]] = {}  # made before, and not entered now
 
 
-class CompiledModule(torch._dynamo.OptimizedModule):
+class CompiledModule(OptimizedModule):
     """A compiled module whose calls run under autocast, and whose outputs have the dtypes of the model itself."""
 
     _fxamp_policy: Policy | None = None  # named here, for what a class of OptimizedModule has not is set on the model
@@ -47,7 +47,7 @@ class CompiledModule(torch._dynamo.OptimizedModule):
     def __getattr__(self, name: str) -> Any:
         found = super().__getattr__(name)
         policy = self._fxamp_policy
-        if policy is None or policy.level == "O0" or torch.compiler.is_compiling():
+        if policy is None or not policy.level.rounds or torch.compiler.is_compiling():
             return found
         if not isinstance(found, types.MethodType) or found.__self__ is not self._orig_mod or name.startswith("_"):
             return found
@@ -69,12 +69,12 @@ def adopted(made: Any, policy: Policy) -> CompiledModule:
 
 def _again(model: nn.Module, dynamo: Any, policy: Policy) -> CompiledModule:
     """Make a copy of a compiled module, over a copy of its model."""
-    return adopted(torch._dynamo.OptimizedModule(model, dynamo), policy)
+    return adopted(OptimizedModule(model, dynamo), policy)
 
 
-def note_low(value: Tensor) -> None:
-    """Note that a low value which leaves a graph is low in the model itself."""
-    _OWN[value] = True
+def note_low(value: Tensor, dtype: torch.dtype) -> None:
+    """Note that a value which leaves a graph is low in the model itself; under autocast it may be FP32."""
+    _OWN[value] = dtype
 
 
 def is_low_of_its_own(value: object) -> bool:
@@ -99,9 +99,9 @@ def _guarded(run: Callable[..., Any], model: nn.Module, policy: Policy | None) -
         try:
             with under_autocast(policy, model, args, kwargs) as low:
                 outputs = run(*args, **kwargs)
-        except (RuntimeError, torch._dynamo.exc.TorchDynamoException) as e:
+        except (RuntimeError, dynamo_errors().TorchDynamoException) as e:
             _raise_ours(e)
-            if runs and not isinstance(e, torch._dynamo.exc.TorchDynamoException):
+            if runs and not isinstance(e, dynamo_errors().TorchDynamoException):
                 raise  # what ran before
             outputs = _without_autocast(e, run, args, kwargs)
             runs = False
@@ -118,16 +118,16 @@ def _inside(run: Callable[..., Any], model: nn.Module, policy: Policy, args: Any
     """Run the forward inside another compiled function, which captures it as a region of autocast."""
     device = policy.device or next((p.device.type for p in model.parameters()), "cpu")
     low = policy.dtype or torch.get_autocast_dtype(device)
-    with torch.autocast(device, dtype=low, enabled=policy.level != "O0"):
+    with torch.autocast(device, dtype=low, enabled=policy.level.rounds):
         outputs = run(*args, **kwargs)
-    if policy.level == "O0" or policy.output_dtype == "low":
+    if not policy.level.rounds or policy.output_dtype == "low":
         return outputs
     return pytree.tree_map(lambda t: t.float() if isinstance(t, Tensor) and t.dtype == low else t, outputs)
 
 
 def _raise_ours(error: Exception) -> None:
     """Raise an error of fxamp's own, which Dynamo wraps, as it is."""
-    found = error.inner_exception if isinstance(error, torch._dynamo.exc.BackendCompilerFailed) else error
+    found = error.inner_exception if isinstance(error, dynamo_errors().BackendCompilerFailed) else error
     if isinstance(found, FxampError):
         raise found from None
 
@@ -138,7 +138,7 @@ def _without_autocast(error: Exception, run: Callable[..., Any], args: Any, kwar
     Raises:
         Exception: the error under autocast, where the model fails without it too.
     """
-    if isinstance(error, (torch.OutOfMemoryError, torch._dynamo.exc.BackendCompilerFailed)):
+    if isinstance(error, (torch.OutOfMemoryError, dynamo_errors().BackendCompilerFailed)):
         raise error
     try:
         return run(*args, **kwargs)
@@ -169,7 +169,7 @@ def under_autocast(policy: Policy, model: nn.Module, args: Any, kwargs: Any) -> 
         yield None
         return
     on, before = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-    low, wanted = policy.dtype or before, policy.level != "O0"
+    low, wanted = policy.dtype or before, policy.level.rounds
     if on == wanted and (not on or low == before):
         yield low if wanted else None
         return
@@ -191,7 +191,7 @@ def _device(model: nn.Module, args: Any, kwargs: Any) -> str:
 
 
 def restored(outputs: Any, low: torch.dtype, inputs: Any, made: dict[int, Any] | None = None) -> Any:
-    """Return outputs with FP32 for every low value, but those that the model itself makes low, or was given.
+    """Return outputs with FP32 for every low value; those that the model makes low, or was given, in its own dtype.
 
     Containers that pytree does not know are left as they are, but dataclasses; so a cache keeps autocast's values. An
     output that is returned twice stays one: `made` holds what was made, by the identity of what it was made of.
@@ -201,18 +201,18 @@ def restored(outputs: Any, low: torch.dtype, inputs: Any, made: dict[int, Any] |
     for leaf in leaves:
         if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
             made[id(leaf)] = _restored_fields(leaf, low, inputs, made)
-        elif isinstance(leaf, Tensor) and leaf.dtype == low and id(leaf) not in made and not _is_own(leaf, inputs):
+        elif is_low_of_its_own(leaf):
+            made[id(leaf)] = leaf.to(_OWN[leaf])
+        elif isinstance(leaf, Tensor) and leaf.dtype == low and id(leaf) not in made and not _is_given(leaf, inputs):
             made[id(leaf)] = leaf.float()
     changed = [made.get(id(leaf), leaf) for leaf in leaves]
     same = all(new is old for new, old in zip(changed, leaves, strict=True))
     return outputs if same else pytree.tree_unflatten(changed, spec)
 
 
-def _is_own(value: Tensor, inputs: Any) -> bool:
-    """Say whether a low value is low in the model itself: made so, held so or given so."""
-    if is_low_of_its_own(value) or isinstance(value, nn.Parameter):
-        return True
-    return any(value is given for given in pytree.tree_leaves(inputs))
+def _is_given(value: Tensor, inputs: Any) -> bool:
+    """Say whether a value is a parameter, or one that the model was called with."""
+    return isinstance(value, nn.Parameter) or any(value is given for given in pytree.tree_leaves(inputs))
 
 
 def _restored_fields(value: Any, low: torch.dtype, inputs: Any, made: dict[int, Any]) -> Any:

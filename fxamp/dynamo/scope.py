@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 
-_CALLS = (nn.Module._call_impl.__code__, nn.Module._wrapped_call_impl.__code__)
+from passes._torch import MODULE_CALLS, is_compiled_in_place, original_of
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ def is_gathered() -> bool:
     """Say whether a call of a module that FSDP2 has sharded is under way, whose parameters are gathered for it."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        module = frame.f_locals["self"] if frame.f_code in _CALLS else None
+        module = frame.f_locals["self"] if frame.f_code in MODULE_CALLS else None
         # By name: torch.distributed is not in every build.
         if any(base.__name__ == "FSDPModule" for base in type(module).__mro__):
             return True
@@ -76,11 +75,11 @@ def _running() -> list[nn.Module]:
     parts: list[nn.Module] = []  # compiled graphs: mostly what torch has made of one, rarely what a user has
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        module = frame.f_locals["self"] if frame.f_code in _CALLS else None
-        compiled = module._orig_mod if isinstance(module, torch._dynamo.OptimizedModule) else None
+        module = frame.f_locals["self"] if frame.f_code in MODULE_CALLS else None
+        compiled = original_of(module)
         if module is not None and compiled is None and not isinstance(module, GraphModule):
             found.append(module)
-            compiled = module if module._compiled_call_impl is not None else None
+            compiled = module if is_compiled_in_place(module) else None
         if isinstance(compiled, GraphModule):
             parts.append(compiled)
         elif compiled is not None:

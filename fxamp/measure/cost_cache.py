@@ -17,7 +17,7 @@ import torch
 from filelock import FileLock
 from platformdirs import user_cache_path
 
-from passes.contract.plan import write_text
+from passes.contract.plan_format import write_text
 
 FORMAT_VERSION = 1
 LONGEST = 10**12  # nanoseconds; no op takes a quarter of an hour

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from passes._torch import pytree
 from passes.contract.devices import DEVICES
 from passes.contract.errors import PolicyError
+from passes.contract.levels import Level
 from passes.contract.plan import Plan
 from passes.contract.policy import Policy
 from passes.contract.reasons import Code
@@ -83,15 +84,15 @@ def emit_measured(
     captured = captures.graphs[0]
     example = _runnable(policy, captured.model, inputs)
     timer = OpTimer(str(policy.device))
-    if policy.level != "O2":
+    if not policy.level.weighs:
         return emit(captures, policy, timer=timer)
     chosen = emit(copied(captures), policy, timer=timer)
     rivals: dict[str, ConvertedModule] = {}
     with contextlib.suppress(PolicyError):  # an override of an op that only O2 makes
-        rivals["O1"] = emit(copied(captures), replace(policy, level="O1"), timer=timer)
+        rivals["O1"] = emit(copied(captures), replace(policy, level=Level.O1), timer=timer)
     forced_low = any(colour == "low" for _, colour in (*policy.modules, *policy.ops))  # which FP32 would not obey
     if not forced_low and all(c.plain for c in captures.graphs):
-        rivals["FP32"] = emit(copied(captures), replace(policy, level="O0", modules=(), ops=()))
+        rivals["FP32"] = emit(copied(captures), replace(policy, level=Level.O0, modules=(), ops=()))
     if not rivals:
         return chosen
     seconds = _race({"O2": chosen, **rivals}, captured, example)

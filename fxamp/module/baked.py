@@ -23,6 +23,7 @@ from ..capture.model.call import CallSpec
 from ..capture.model.reads import HOOKS, Reads, label
 
 _OWN = frozenset(nn.Module().__dict__) - {"_modules"}  # torch's tables and flags
+_OF_SHARDS = ("FSDPState.", "distribute_module.")  # hooks of fully_shard and parallelize_module
 _CONTAINERS = (list, tuple, dict, set, OrderedDict)
 
 
@@ -111,9 +112,12 @@ class _Tree:
         for (path, attributes, name), table in zip(self._owners[:], self._hooks[:], strict=True):
             for hook in table.values():
                 if label(hook) not in self._own_hooks:
+                    way_out = "Remove it, or use"
+                    if label(hook).startswith(_OF_SHARDS):
+                        way_out = "Shard the converted module as a whole, or convert each block and shard that; or use"
                     raise CaptureError(
                         f"module '{path or '(root)'}' of {self.whose} has a {HOOKS[name]} now ({label(hook)}), which "
-                        "the graph does not run. Remove it, or use fxamp.compile, which runs hooks."
+                        f"the graph does not run. {way_out} fxamp.compile, which runs hooks."
                     )
             if table:  # forward's own, which ran while it was captured
                 self._owners = [own for own in self._owners if own[1] is not attributes or own[2] != name]

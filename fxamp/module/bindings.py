@@ -21,10 +21,11 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from passes._torch import C_NN
 from passes.ops.rules import RULES
 
 # Where torch has a function for an overload, in this order.
-_OWNERS = (torch, torch._C._nn, torch.Tensor)
+_OWNERS = (torch, C_NN, torch.Tensor)
 # The function takes fewer arguments by position than its overload: a memory format by keyword only.
 _BY_POSITION: dict[Any, int] = {torch.ops.aten.to.dtype: 4}
 

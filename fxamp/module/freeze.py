@@ -15,7 +15,7 @@ from torch import nn
 from torch.fx import Graph
 
 from passes.contract.errors import CaptureError, NotAModuleError
-from passes.notes import is_inserted
+from passes.graph.notes import is_inserted
 
 from .module import ConvertedModule
 from .serialize import graph_from_data, graph_to_data
@@ -31,11 +31,19 @@ def frozen(converted: ConvertedModule) -> Iterator[ConvertedModule]:
     module is as it was.
 
     Args:
-        converted: what `fxamp.convert` returned.
+        converted: What `fxamp.convert` returned. Its weights of any shape that a graph reads low are copied, in the low
+            dtype, for the length of the region.
 
     Raises:
-        NotAModuleError: not a converted module.
-        CaptureError: the module is frozen already.
+        NotAModuleError: It is no converted module.
+        CaptureError: The module is frozen already.
+
+    Example:
+        >>> with torch.no_grad():
+        ...     expected = converted(x)
+        ...     with fxamp.frozen(converted):
+        ...         bool((converted(x) == expected).all())
+        True
     """
     if not isinstance(converted, ConvertedModule):
         raise NotAModuleError(f"fxamp.frozen takes what fxamp.convert returned, not {type(converted).__name__}.")

@@ -24,31 +24,21 @@ from passes.contract.plan import Plan
 
 from ..capture.model.call import CallSpec
 from ..capture.model.captured import State
-from ..capture.model.preflight import overridden
-from ..capture.model.reads import Reads
 from .baked import Baked
 from .bindings import called_directly, read_directly
 from .in_place import called_by_name
+from .kept import Kept
 from .serialize import graph_from_data, graph_to_data
+from .skeleton import CONSTANTS, STATE_HOOKS, TREE, container_of
 from .underflow import UnderflowWatch
 
-_CONSTANTS = "_fxamp"  # child module for lifted constants and sub-graphs; never in the state_dict
-_STATE_HOOKS = (
-    "_state_dict_hooks",
-    "_state_dict_pre_hooks",
-    "_load_state_dict_pre_hooks",
-    "_load_state_dict_post_hooks",
-)
-_TREE = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set", "training", *_STATE_HOOKS)
-_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-_COUNTS = ("_size", "_keys")  # what containers of parameters keep beside them
-_HOOKS = frozenset(k for k in nn.Module().__dict__ if "hooks" in k) - {*_STATE_HOOKS}
+_HOOKS = frozenset(k for k in nn.Module().__dict__ if "hooks" in k) - {*STATE_HOOKS}
 # What nn.Module would take for a child's name, were a child called like it.
 _OURS = frozenset(
     {
         *("graph", "plan", "meta", "variants", "functions", "missing", "device_type", "original", "container"),
         *("uncopied", "call_spec", "shape_env", "_graph", "_code", "_lineno_map", "_prologue_start", "_watch"),
-        *("_baked", "_guards", "_by_state", "_chosen"),
+        *("_baked", "_guards", "_by_state", "_chosen", "_kept"),
     }
 )
 
@@ -91,54 +81,68 @@ class ConvertedModule(GraphModule):
     for each, chosen at the call; `.graph` and `.code` are those of the state that it is in.
 
     Attributes:
-        plan: what was decided, node by node, for all graphs.
-        variants: the graphs.
-        functions: the generated code of each graph, by its place: a function of this module and the flat inputs.
-        missing: states that could not be captured, and why.
-        device_type: whose autocast is disabled round the graph.
-        original: the name of the model's class.
-        container: the container of torch.nn that the model is, and whose indices it has; None for another model.
-        uncopied: why it cannot be copied now, "" when it can.
+        variants: The graphs.
+        functions: The generated code of each graph, by its place: a function of this module and the flat inputs.
+        uncopied: Why it cannot be copied now, "" when it can.
+
+    Example:
+        >>> converted[0].weight is model[0].weight, converted.plan.casts
+        (True, 6)
+        >>> converted.functions.keys(), len(converted.variants), converted.original, converted.device_type
+        (dict_keys([0]), 1, 'Sequential', 'cpu')
+        >>> len(converted.call_spec.signature().parameters)
+        1
+        >>> "torch.ops.aten.linear.default" in converted.code
+        True
     """
 
     functions: dict[int, Callable[..., Any]]
+    _kept: Kept
     # Of each graph: the grad mode it holds for, and the modules with their flags; None for one graph for every state.
     _by_state: list[tuple[bool | None, tuple[tuple[nn.Module, bool], ...]]] | None
 
     def __init__(
-        self,
-        root: nn.Module,
-        variants: Sequence[Variant],
-        plan: Plan,
-        device_type: str = "cpu",
-        original: str = "the original model",
-        missing: Sequence[tuple[State, str]] = (),
-        reads: Reads | None = None,
-        model: nn.Module | None = None,
-        container: type[nn.Module] | None = None,
+        self, root: nn.Module, variants: Sequence[Variant], kept: Kept, model: nn.Module | None = None
     ) -> None:
         # `torch.fx.GraphModule` knows one graph; these say which, already while it is made. It would copy children from
         # the root, and take one that is called like an attribute of its own for that.
         self.__dict__.update(variants=list(variants), functions={}, _guards=[], _by_state=None, _chosen=0)
+        if model is not None:
+            kept = replace(kept, container=container_of(model))
+        self.__dict__["_kept"] = kept
         super().__init__(nn.Module(), Graph(), class_name="ConvertedModule")
-        for key in _TREE:
+        for key in TREE:
             self.__dict__[key] = root.__dict__[key]
         for at, variant in enumerate(variants):
             self.put(at, variant.graph)
-        self.plan = plan
-        self.device_type = device_type
-        self.original = original
-        self.missing = tuple(missing)
-        self.container = container if model is None else container_of(model)
-        if self.container is not None:
+        if kept.container is not None:
             self._be_indexed()
         self.uncopied = ""
-        self._watch = UnderflowWatch(plan)
-        self._baked = Baked(reads or Reads(), self, model, original)
+        self._watch = UnderflowWatch(kept.plan)
+        self._baked = Baked(kept.reads, self, model, kept.original)
         self._chosen: int | None = None
         self._guards = [variant.call_spec.guard_function() for variant in self.variants]
         if any(v.state.flags is not None or v.state.grad is not None for v in self.variants):
             self._by_state = [(v.state.grad, self._flags(v.state)) for v in self.variants]
+
+    @property
+    def plan(self) -> Plan:
+        """What was decided, node by node, for all graphs."""
+        return self._kept.plan
+
+    @plan.setter
+    def plan(self, plan: Plan) -> None:
+        self._kept = replace(self._kept, plan=plan)
+
+    @property
+    def device_type(self) -> str:
+        """Whose autocast is disabled round the graph."""
+        return self._kept.device_type
+
+    @property
+    def original(self) -> str:
+        """The name of the model's class."""
+        return self._kept.original
 
     def _be_indexed(self) -> None:
         """Let this instance alone be read as the container that the model is."""
@@ -146,14 +150,14 @@ class ConvertedModule(GraphModule):
         def reading(name: str) -> Callable[..., Any]:
             def read(self: ConvertedModule, *args: Any) -> Any:
                 shell = nn.Module()
-                shell.__class__ = self.container or nn.Module
-                shell._modules = {k: m for k, m in self._modules.items() if not k.startswith(_CONSTANTS)}
+                shell.__class__ = self._kept.container or nn.Module
+                shell._modules = {k: m for k, m in self._modules.items() if not k.startswith(CONSTANTS)}
                 return getattr(shell, name)(*args)
 
             return read
 
         for name in ("__len__", "__iter__", "__getitem__", "keys", "values", "items"):
-            if hasattr(self.container, name):
+            if hasattr(self._kept.container, name):
                 setattr(type(self), name, reading(name))
 
     def _flags(self, state: State) -> tuple[tuple[nn.Module, bool], ...]:
@@ -183,7 +187,11 @@ class ConvertedModule(GraphModule):
         self._guards[at] = spec.guard_function()
 
     def put(self, at: int, graph: Graph) -> None:
-        """Put a graph in the place of one of the graphs, whatever state the module is in."""
+        """Put a graph in the place of one of the graphs, whatever state the module is in.
+
+        Example:
+            >>> converted.put(0, converted.graph)
+        """
         before, self._chosen = self._chosen, at
         try:
             self.graph = graph
@@ -191,7 +199,11 @@ class ConvertedModule(GraphModule):
             self._chosen = before
 
     def recompile(self) -> Any:
-        """Regenerate the code from the graph of the present state, keeping the original's call signature."""
+        """Regenerate the code from the graph of the present state, keeping the original's call signature.
+
+        Example:
+            >>> _ = converted.recompile()
+        """
         graph, at = self.graph, self._current()
         graph.set_codegen(Containers(self.variants[at].call_spec))
         with called_directly(graph), called_by_name(graph), read_directly(graph):
@@ -202,7 +214,13 @@ class ConvertedModule(GraphModule):
         return code
 
     def graph_forward(self, *flat: Any) -> Any:
-        """Run the graph of the present state on flat inputs; returns flat outputs."""
+        """Run the graph of the present state on the tensors of a call, whose shapes nobody checks; return flat outputs.
+
+        Example:
+            >>> output, = converted.graph_forward(x)
+            >>> output.dtype
+            torch.float32
+        """
         return self.functions[self._current()](self, *flat)
 
     @property
@@ -211,9 +229,14 @@ class ConvertedModule(GraphModule):
         return self.graph.python_code("self").src
 
     def only(self, at: int) -> ConvertedModule:
-        """Return a module of one of the graphs alone, which shares all but the choice."""
+        """Return a module of one of the graphs alone, which shares all but the choice.
+
+        Example:
+            >>> converted.only(0)(x).shape
+            torch.Size([3, 4])
+        """
         variant = self.variants[at]
-        alone = ConvertedModule(self, [variant], self.plan.part(at), self.device_type, self.original)
+        alone = ConvertedModule(self, [variant], Kept(self.plan.part(at), self.device_type, self.original))
         alone._baked = self._baked
         return alone
 
@@ -266,7 +289,7 @@ class ConvertedModule(GraphModule):
     def _refusal(self) -> CaptureError:
         """Return the error for a state that no graph holds for."""
         now, grad = {path: m.training for path, m in self.named_modules()}, torch.is_grad_enabled()
-        why = next((why for state, why in self.missing if _allows(state, now, grad)), "")
+        why = next((why for state, why in self._kept.missing if _allows(state, now, grad)), "")
         if why:
             return CaptureError(
                 f"{self.original} could not be captured in the state that it is in now, {State(now, grad)}: {why} Call "
@@ -293,7 +316,12 @@ class ConvertedModule(GraphModule):
             super().__setattr__(name, value)
 
     def get_submodule(self, target: str) -> nn.Module:
-        """Return a part by its path, whatever it is called."""
+        """Return a part by its path, whatever it is called.
+
+        Example:
+            >>> converted.get_submodule("2").weight.shape
+            torch.Size([4, 16])
+        """
         first, _, rest = target.partition(".")
         child = self._modules.get(first)
         return super().get_submodule(target) if child is None else child.get_submodule(rest)
@@ -302,12 +330,29 @@ class ConvertedModule(GraphModule):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            original = self.__dict__.get("original", "the original model")
+            kept = self.__dict__.get("_kept")
+            original = "the original model" if kept is None else kept.original
             raise AttributeError(
                 f"'ConvertedModule' has no attribute '{name}'. Ahead of time fxamp keeps the parameters, buffers and "
                 f"forward of {original}, not its other attributes and methods: read '{name}' from the original, "
                 "which shares its parameters."
             ) from None
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
+        """Load what this very model saved; what its author's own way of loading may be for is refused.
+
+        Raises:
+            CaptureError: the state has other names, which the author may know how to read.
+        """
+        if self._kept.loads_otherwise:
+            strange = {k.removeprefix(prefix) for k in state_dict if k.startswith(prefix)} ^ self.state_dict().keys()
+            if strange:
+                raise CaptureError(
+                    f"{self.original} has a way of its own to load a state, which a converted module does not call, "
+                    f"and this state has other names ('{min(strange)}'): load it into the original model, whose "
+                    "parameters these are."
+                )
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Move the parameters, as every `nn.Module` does; warn when that takes FP32 from them."""
@@ -327,7 +372,7 @@ class ConvertedModule(GraphModule):
     def __deepcopy__(self, memo: dict[int, Any]) -> ConvertedModule:
         self._refuse_copies()
         tree = nn.Module()
-        for key in _TREE:
+        for key in TREE:
             tree.__dict__[key] = copy.deepcopy(self.__dict__[key], memo)
         new = self._rebuild(tree)
         memo[id(self)] = new
@@ -336,15 +381,14 @@ class ConvertedModule(GraphModule):
 
     def __reduce__(self) -> Any:
         self._refuse_copies()
-        tree = {key: self.__dict__[key] for key in _TREE}
+        tree = {key: self.__dict__[key] for key in TREE}
         graphs = [(v.state, graph_to_data(v.graph), v.call_spec) for v in self.variants]
-        rest = (self.plan.to_json(), self.device_type, self.original, self.missing, self._baked.reads, self.container)
-        return _load, (tree, graphs, rest), self._others(self.only(0))
+        return _load, (tree, graphs, self._kept.to_data()), self._others(self.only(0))
 
     def __copy__(self) -> ConvertedModule:
         self._refuse_copies()
         tree = nn.Module()
-        for key in _TREE:
+        for key in TREE:
             tree.__dict__[key] = copy.copy(self.__dict__[key])
         new = self._rebuild(tree)
         new.__dict__.update({key: copy.copy(v) if key in _HOOKS else v for key, v in self._others(new).items()})
@@ -361,10 +405,7 @@ class ConvertedModule(GraphModule):
 
     def _rebuild(self, tree: nn.Module) -> ConvertedModule:
         variants = [replace(v, graph=graph_from_data(graph_to_data(v.graph))) for v in self.variants]
-        reads = self._baked.reads
-        return ConvertedModule(
-            tree, variants, self.plan, self.device_type, self.original, self.missing, reads, None, self.container
-        )
+        return ConvertedModule(tree, variants, self._kept)
 
 
 def _with_signature(call: CallSpec) -> Callable[..., Any]:
@@ -381,82 +422,8 @@ def _allows(state: State, flags: Mapping[str, bool], grad: bool) -> bool:
     return state.grad in (None, grad) and (state.flags is None or state.flags == flags)
 
 
-def _load(tree: dict[str, Any], graphs: list[Any], rest: tuple[Any, ...]) -> ConvertedModule:
+def _load(tree: dict[str, Any], graphs: list[Any], kept: Any) -> ConvertedModule:
     root = nn.Module()
     root.__dict__.update(tree)
-    plan, device_type, original, missing, reads, container = rest
     variants = [Variant(state, graph_from_data(graph), spec) for state, graph, spec in graphs]
-    return ConvertedModule(root, variants, Plan.from_json(plan), device_type, original, missing, reads, None, container)
-
-
-def skeleton(model: nn.Module, opaque: dict[str, nn.Module], constants: dict[str, Any]) -> nn.Module:
-    """Return a tree of empty modules that shares the model's parameter and buffer dictionaries.
-
-    Opaque leaves keep their class, to run, and layers and containers of torch.nn theirs, to be found by isinstance()
-    and by index; so do modules whose author says how they are saved or switched (`train`, `state_dict`). Each has a
-    training flag, hooks and children of its own. Constants go under a child that is never saved in a state_dict.
-    """
-    new: dict[int, nn.Module] = {}
-
-    def copy_structure(module: nn.Module, keep: bool) -> nn.Module:
-        if id(module) in new:
-            return new[id(module)]
-        empty = nn.Module()
-        if keep or overridden(type(module)):
-            empty.__class__ = type(module)
-            empty.__dict__.update({k: v for k, v in module.__dict__.items() if k not in empty.__dict__})
-        elif isinstance(module, _CONTAINERS):
-            _as_container(empty, module)
-        for key in ("_parameters", "_buffers", "_non_persistent_buffers_set", *_STATE_HOOKS):
-            empty.__dict__[key] = module.__dict__[key]
-        empty.training = module.training
-        new[id(module)] = empty
-        for name, child in module._modules.items():
-            runs = keep and id(module) in running
-            if runs and child is not None:
-                running.add(id(child))
-            empty._modules[name] = None if child is None else copy_structure(child, runs or _is_library_leaf(child))
-        return empty
-
-    running = {id(m) for m in opaque.values()}
-    for leaf in opaque.values():
-        copy_structure(leaf, True)
-    root = copy_structure(model, False)
-    if constants:
-        child = nn.Module()
-        for name, value in constants.items():
-            if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
-                child.register_buffer(name, value, persistent=False)
-            else:
-                setattr(child, name, value)
-        root._modules[_CONSTANTS] = child
-    return root
-
-
-def container_of(module: nn.Module) -> type[nn.Module] | None:
-    """Return the container of torch.nn that a module is, None where it is another."""
-    return next((kind for kind in _CONTAINERS if isinstance(module, kind)), None)
-
-
-def _as_container(empty: nn.Module, module: nn.Module) -> None:
-    """Make a container of torch.nn of an empty module; an author's own forward is not the container's."""
-    kind: Any = container_of(module)
-    empty.__class__ = kind
-    own = {k: v for k, v in module.__dict__.items() if k not in empty.__dict__}
-    empty.__dict__.update({k: v for k, v in own.items() if type(module) is kind or k in _COUNTS or k.isdigit()})
-    if type(module).forward is not kind.forward:
-        empty.__dict__["forward"] = _not_callable
-
-
-def _not_callable(*args: Any, **kwargs: Any) -> Any:
-    raise CaptureError("a part of a converted module is not called by itself: call the original's, or convert that.")
-
-
-def _is_library_leaf(module: nn.Module) -> bool:
-    """Say whether this is a layer of torch.nn, whose class says how it loads old checkpoints and what it is."""
-    return type(module).__module__.startswith("torch.nn.modules.") and not module._modules
-
-
-def constant_target(name: str) -> str:
-    """Return the get_attr target of a lifted constant."""
-    return f"{_CONSTANTS}.{name}"
+    return ConvertedModule(root, variants, Kept.from_data(kept))

@@ -28,7 +28,7 @@ MOVED: dict[str, tuple[str, tuple[str, ...]]] = {
     "fxamp.serialize": ("fxamp.module.serialize", ("Op", "Ref")),
     "fxamp.train.events": ("fxamp.train.scale.events", ("ScaleEvent", "Event", "Culprits", "SkipsInARow")),
     "fxamp.train.scaler": ("fxamp.train.scale.scaler", ("LossScaler",)),
-    "passes.insert_casts": ("passes.casts.insert_casts", ("cast_floating", "cast_weight")),
+    "passes.insert_casts": ("passes.runtime.casts", ("cast_floating", "cast_weight")),
     "passes.plan": ("passes.contract.plan", ("Decision", "Plan")),
     "passes.policy": ("passes.contract.policy", ("Policy",)),
     "passes.rnn": ("passes.runtime.rnn", ("lstm", "rnn")),

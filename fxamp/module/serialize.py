@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Graph, Node
 
+from passes._torch import HigherOrderOperator, OpOverload, overload_name, own_schema
 from passes.contract.errors import PlanError
-from passes.notes import loaded, saved
+from passes.graph.notes import loaded, saved
 
 
 class Ref(NamedTuple):
@@ -82,9 +83,9 @@ def _dump(value: Any) -> Any:
 
 
 def _target_to_data(target: Any) -> Any:
-    if isinstance(target, torch._ops.OpOverload):
-        return Op(target._schema.name, target._overloadname)
-    if isinstance(target, torch._ops.HigherOrderOperator):
+    if isinstance(target, OpOverload):
+        return Op(own_schema(target).name, overload_name(target))
+    if isinstance(target, HigherOrderOperator):
         return Op(target.name(), "")
     return target
 

@@ -1,4 +1,4 @@
-"""Warn of FP16 gradients that no one has scaled: small ones become zeros, and nothing fails."""
+"""Warn when FP16 gradients come out of an unscaled loss: small ones are zero then, and no error says so."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class UnderflowWatch:
     """Warns once, when gradients flow back through FP16 and no GradScaler has scaled a loss."""
 
     def __init__(self, plan: Plan) -> None:
-        self.done = plan.policy.dtype is not torch.float16 or plan.policy.level == "O0"
+        self.done = plan.policy.dtype is not torch.float16 or not plan.policy.level.rounds
 
     def __call__(self, outputs: Iterable[object]) -> None:
         """Watch the outputs of one call of a graph."""

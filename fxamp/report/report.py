@@ -37,6 +37,10 @@ class Report:
         training: What there is to say of the training step that runs it, as names and texts.
         record: What the nodes cost too, where a converted module was given.
         model: Name of the class of the model.
+
+    Example:
+        >>> print(str(fxamp.report(converted)).splitlines()[4])
+        policy                    O1,dtype=bf16,device=cpu
     """
 
     plan: Plan
@@ -52,17 +56,24 @@ class Report:
         self, *, style: str = "simple", depth: int | None = None, nodes: bool = False, modules: Sequence[str] = (),
         ops: Sequence[str] = (), colours: Sequence[str] = (), reasons: Sequence[str] = (), width: int | None = None,
     ) -> str:  # fmt: skip
-        """Write the totals, the notes and the modules as a tree.
+        """Write the totals, the notes and the modules as a tree. Sizes are in MB, 10^6 bytes.
 
         Args:
-            style: of the tables, as tabulate names it: "simple", or "pipe" for Markdown.
-            depth: how many levels of modules; None for all.
-            nodes: list the nodes too.
-            modules: paths of modules; only what runs in one of them or below it is counted.
-            ops: canonical names; only these are counted.
-            colours: dtypes; only what runs in one of them is counted.
-            reasons: codes; only these are counted.
-            width: of the terminal that it has to fit; None for any.
+            style: Of the tables, as tabulate names it: "simple", or "pipe" for Markdown.
+            depth: How many levels of modules; None for all.
+            nodes: List the nodes too.
+            modules: Paths of modules; only what runs in one of them or below it is counted.
+            ops: Names of ops; only these are counted.
+            colours: Dtypes; only what runs in one of them is counted.
+            reasons: Codes; only these are counted.
+            width: Of the terminal that it has to fit, in characters; None for any.
+
+        Raises:
+            FxampError: Nothing of the model is asked for by these filters.
+
+        Example:
+            >>> print(fxamp.report(converted).to_tree(ops=["linear"]).splitlines()[-3])
+            Sequential        2      2       0        ...
         """
         record = self.record or record_of(self.plan)
         found = chosen(record, modules=modules, ops=ops, colours=colours, reasons=reasons)
@@ -78,14 +89,26 @@ class Report:
             lines = [tuple(cell(v) for v in _line(node, several)) for node in found]
             text = tabulate(lines, HEADERS, style, disable_numparse=True)
             parts += [f"{heading}Nodes", text if width is None or fits(text, width) else _narrow(lines)]
+            parts += self._edits(style, heading, cell)
         return "\n\n".join(parts) + "\n"
 
     def to_markdown(self) -> str:
-        """Write the report as Markdown."""
+        """Write the report as Markdown.
+
+        Example:
+            >>> fxamp.report(converted).to_markdown().splitlines()[0]
+            '## Totals'
+        """
         return self._written("pipe", "## ", markdown)
 
     def to_json(self) -> str:
-        """Write the totals and the whole plan as JSON, the same text for the same plan."""
+        """Write the totals and the whole plan as JSON, the same text for the same plan.
+
+        Example:
+            >>> import json
+            >>> json.loads(fxamp.report(converted).to_json())["totals"]["nodes"]
+            3
+        """
         data = {
             "totals": self._totals(),
             "ops": [{"op": op, "colour": colour, "count": count} for op, colour, count in self._ops()],
@@ -102,7 +125,11 @@ class Report:
         """Write one page that needs nothing else: no network, no other file.
 
         Args:
-            only: filters of `to_tree`: modules, ops, colours, reasons; without any of them every node is shown.
+            only: Filters of `to_tree`: modules, ops, colours, reasons; without any of them every node is shown.
+
+        Example:
+            >>> fxamp.report(converted).to_html().splitlines()[0]
+            '<!doctype html>'
         """
         from .page import page  # the templates cost time to load, and most reports are text
 
@@ -110,11 +137,20 @@ class Report:
         return page(record, self.model, self.training, chosen(record, **only))
 
     def to_dot(self, **only: Sequence[str]) -> str:
-        """Write the nodes and what they read of each other in the language of Graphviz; filters as in `to_html`."""
+        """Write the nodes and what they read of each other in the language of Graphviz; filters as in `to_html`.
+
+        Example:
+            >>> fxamp.report(converted).to_dot().splitlines()[0]
+            'digraph ...
+        """
         return to_dot(chosen(self.record or record_of(self.plan), **only), self.model)
 
     def to_model_explorer(self, **only: Sequence[str]) -> tuple[str, str]:
-        """Return a graph for Google's Model Explorer, and the data that colours its nodes; filters as in `to_html`."""
+        """Return a graph for Google's Model Explorer, and the data that colours its nodes; filters as in `to_html`.
+
+        Example:
+            >>> graph, colours = fxamp.report(converted).to_model_explorer()
+        """
         return to_model_explorer(chosen(self.record or record_of(self.plan), **only), self.model)
 
     def _totals(self) -> dict[str, object]:
@@ -147,6 +183,14 @@ class Report:
         counts = Counter((decision.op, decision.colour) for decision in self.plan.decisions)
         return [(op, colour, count) for (op, colour), count in sorted(counts.items())]
 
+    def _edits(self, style: str, heading: str, cell: Callable[[str], str]) -> list[str]:
+        """Write how often each rule of the passes fired, and which never did; nothing of a plan that does not say."""
+        if not self.plan.edits:
+            return []
+        fired = [(cell(rule), count) for rule, count in self.plan.edits.items() if count]
+        never = ", ".join(map(cell, self.plan.never_fired)) or "none"
+        return [f"{heading}Edits", tabulate(fired, ("pass/rule", "fired"), style), f"Rules that never fired: {never}"]
+
     def _written(self, style: str, heading: str, cell: Callable[[str], str]) -> str:
         def table(rows: list[tuple[str, ...]], headers: tuple[str, ...]) -> str:
             return tabulate([[cell(value) for value in row] for row in rows], headers, style, disable_numparse=True)
@@ -159,6 +203,7 @@ class Report:
             table([(op, colour, str(count)) for op, colour, count in self._ops()], ("op", "colour", "nodes")),
             f"{heading}Nodes",
             table([_row(decision, several) for decision in self.plan.decisions], HEADERS),
+            *self._edits(style, heading, cell),
         ]
         if self.training:
             parts[2:2] = [f"{heading}Training", table(list(self.training), ("", ""))]
@@ -169,10 +214,23 @@ class Report:
 
 
 def report(converted_or_plan: Diffable | TrainStep) -> Report:
-    """Report on a plan, the path of a saved one, a converted module, or a TrainStep of one.
+    """Report on a plan, the path of a saved one, a converted module, a compiled one, or a TrainStep of one.
+
+    Args:
+        converted_or_plan: What was decided is in a plan; what it costs at the shapes of the example inputs is known of
+            a module that `fxamp.convert` returned.
 
     Raises:
         FxampError: There is no plan in what was given.
+        CaptureError: A compiled module was not called yet.
+        PlanError: The file cannot be read, or holds no plan.
+
+    Example:
+        >>> print(fxamp.report(converted).to_tree())
+        Totals
+        ...
+        policy                    O1,dtype=bf16,device=cpu
+        ...
     """
     step = converted_or_plan if isinstance(converted_or_plan, TrainStep) else None
     given = step.converted_model if step is not None else converted_or_plan

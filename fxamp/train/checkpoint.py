@@ -25,7 +25,7 @@ def state_of(step: TrainStep) -> dict[str, Any]:
     """Return the state of a step, of plain values and tensors."""
     kept = step._kept
     return {
-        "settings": _settings(step),
+        "settings": settings(step),
         "model": step.model.state_dict(),
         "optimizers": [optimizer.state_dict() for optimizer in step.optimizers],
         "schedulers": [scheduler.state_dict() for scheduler in step.schedulers],
@@ -70,6 +70,7 @@ def load(step: TrainStep, state: Mapping[str, Any]) -> None:
     parts: list[Any] = [*step.optimizers, *step.schedulers, *step.averages]
     for part, saved in zip(parts, [*state["optimizers"], *state["schedulers"], *state["ema"]], strict=True):
         part.load_state_dict(saved)
+    step._begun = False  # other ranks may have loaded another
     step.windows, step._position = state["windows"], state["position"]
     step._use_scale(state["given_scale"])
     if step._kept is not None:
@@ -80,7 +81,7 @@ def load(step: TrainStep, state: Mapping[str, Any]) -> None:
     _set_random_state(state["rng"])
 
 
-def _settings(step: TrainStep) -> dict[str, Any]:
+def settings(step: TrainStep) -> dict[str, Any]:
     """Return what two runs must have in common for one to go on where the other was."""
     scaler = step.scaler
     return {
@@ -95,7 +96,7 @@ def _settings(step: TrainStep) -> dict[str, Any]:
 
 
 def _refuse_other_settings(step: TrainStep, saved: Mapping[str, Any]) -> None:
-    for name, ours in _settings(step).items():
+    for name, ours in settings(step).items():
         theirs = saved.get(name)
         if theirs != ours and "undecided" not in (theirs, ours):
             raise PolicyError(

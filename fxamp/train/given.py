@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from passes.contract.errors import CaptureError, PolicyError
+from passes.contract.policy import Policy
 
 from ..dynamo import compiled
 from .scale.scaler import LossScaler
@@ -27,7 +28,7 @@ def low_dtype_of(model: nn.Module) -> torch.dtype | None:
             with contextlib.suppress(CaptureError):
                 plans.append(compiled.plan_of(module))
     policies = [getattr(plan, "policy", None) for plan in plans]
-    found = {getattr(policy, "dtype", None) for policy in policies if getattr(policy, "level", "O0") != "O0"}
+    found = {policy.dtype for policy in policies if isinstance(policy, Policy) and policy.level.rounds}
     return torch.float16 if torch.float16 in found else next((d for d in found if isinstance(d, torch.dtype)), None)
 
 

@@ -28,18 +28,23 @@ from ..dynamo import compiled
 from . import checkpoint
 from .compiled.compile_settings import refuse_unfit, settings_of
 from .compiled.compiled_step import CompiledStep
-from .distributed import exchange, exchanging
 from .ema import averages_of, follow
+from .first_step import begin
 from .given import low_dtype_of, optimizers_of, scaler_of, schedulers_of
+from .ranks.ranks import Ranks
+from .ranks.refused import refuse_unfit_model
+from .ranks.replicas import exchanging
 from .scale.scaler import LossScaler
 from .scale.settings import require_count, require_number, require_scale
+from .waiting import reasons_to_wait
 from .weights.weights import Mode, WeightCasts
-from .window.closure import needs_closure, refuse_company, step_by_closure
-from .window.conditional import parameters, waits
+from .window.average import Mean, average
+from .window.closure import needs_closure, refuse_company, run_window, step_by_closure
+from .window.conditional import parameters
 from .window.loss import LossFunction, loss_of
 from .window.microbatches import KeptMicroBatches
 from .window.result import HeldBack, StepResult
-from .window.update import Update, multiply, take_step
+from .window.update import Update, take_step
 
 
 class TrainStep:
@@ -70,23 +75,19 @@ class TrainStep:
             `float("inf")` measures the norm and clips nothing.
         scheduler: One or several, each of one of the optimizers; steps when its optimizer stepped.
         ema: One `torch.optim.swa_utils.AveragedModel` of the model or several, updated when a step was taken.
-        weights: "per_step" casts the weights that the graphs of a converted model read low once a window, and keeps
-            those copies until its last backward. Gradients are those of "per_use", bit for bit, which casts at every
-            call. A weight that is written to in a window, moved or replaced is cast anew; an edit through `.data` in a
-            window is not seen before the next one. "auto" is "per_step" where a weight would be cast more than once a
-            window: where that has several micro-batches, or a graph reads one weight low in two places that share no
-            cast, as with and without gradients; and with `compile`, where the copies are inputs of the graph. What
-            `torch.compile` compiled before casts at every use, and "per_step" is refused where nothing else is there;
-            `weights.per_use` names it. "per_use" with `compile` casts again in backward, and keeps no copy at all.
+        weights: "per_step" casts each weight that a converted model reads low once a window, and keeps the copy until
+            the last backward. "per_use" casts at every call, and with `compile` in backward too; gradients are the
+            same, bit for bit. A weight that is written to, moved or replaced is cast anew; an edit through `.data` is
+            seen in the next window. "auto" is "per_step" where a weight would be cast more than once a window, and with
+            `compile`. Parts that `torch.compile` compiled before cast at every use; `weights.per_use` names them.
         on_overflow: "skip_window" skips a step if any micro-batch had gradients that were not finite.
             "skip_microbatch" leaves those micro-batches out, and the gradients are the mean of the others; the scale
             backs off all the same. It costs one more set of gradients, and under DistributedDataParallel an exchange
-            of gradients in every micro-batch.
-        compile: True compiles model and loss as one graph by Inductor, and what comes after backward as another, from
-            the second window on and but for fused optimizers. Or the name of another backend, or a mapping of
-            `torch.compile`'s backend, mode, options, dynamic and fullgraph. Backend "fxamp" converts the model as well,
-            which is then given as it is; torch's "eager" ones trace, and give the bits of a step that is not compiled.
-            `compiled` counts graphs, breaks, recompiles and what runs uncompiled.
+            when the window is over, in place of one while backward goes on.
+        compile: True has Inductor compile model and loss as one graph, and from the second window on what follows
+            backward as another, but for fused optimizers. Or the name of another backend, or a mapping of
+            `torch.compile`'s backend, mode, options, dynamic and fullgraph. Backend "fxamp" takes a model that is not
+            converted. `compiled` counts graphs, breaks, recompiles and what runs uncompiled.
         cuda_graph: True lets Inductor capture CUDA graphs of what it compiles. Gradients are then zeroed in place after
             a window, and one that a window does not make is zero, not None. Without CUDA it does nothing.
 
@@ -95,6 +96,19 @@ class TrainStep:
         weights: Which casts of weights are kept for a window.
         compiled: What is compiled, and what became of it; None where nothing is.
         windows: How many windows were finished.
+
+    Raises:
+        PolicyError: An argument cannot be used, or does not fit another; the message says what can.
+        NotAModuleError: The model is none.
+
+    Example:
+        >>> step = fxamp.TrainStep(
+        ...     converted, nn.functional.cross_entropy, optimizer, accumulate_steps=2, max_grad_norm=1.0
+        ... )
+        >>> [step(x, y).reason for _ in range(4)]
+        ['accumulating', 'stepped', 'accumulating', 'stepped']
+        >>> step.waits, step.converted_model is converted
+        (('SGD steps or not as Python decides',), True)
     """
 
     def __init__(
@@ -136,6 +150,8 @@ class TrainStep:
         if settings is not None:
             refuse_unfit(model, self.optimizers, settings)
         self.compiled = None if settings is None else CompiledStep(settings)
+        self.ranks = Ranks(model, self.optimizers)
+        refuse_unfit_model(model, weights)
         self.weights = WeightCasts(model, weights, accumulate_steps, settings is not None)
         self._low_dtype = low_dtype_of(model)
         self.scaler = scaler_of(scaler, self._low_dtype)
@@ -146,6 +162,7 @@ class TrainStep:
         self._undecided = isinstance(scaler, str) and self._low_dtype is None and compiles
         self._scaler_state: Mapping[str, Any] | None = None  # loaded before that call
         self._warned = False
+        self._begun = False  # whether all ranks are known to have been told the same
 
         self.windows = 0
         self._position = 0  # micro-batches of the open window seen so far
@@ -160,14 +177,7 @@ class TrainStep:
     @property
     def waits(self) -> tuple[str, ...]:
         """Why a step waits for the device at the end of a window, once; empty where it never does."""
-        if not self.scaler.is_enabled() and self.max_grad_norm is None and self._kept is None:
-            return ()
-        in_graph = self.compiled is not None and self.windows > 1 and not self.compiled.update.eager
-        deciding = [] if in_graph else [o for o in self.optimizers if waits(o)]
-        reasons = [f"{type(o).__name__} steps or not as Python decides" for o in deciding]
-        reasons += [f"{type(s).__name__} follows the steps that were taken" for s in self.schedulers]
-        reasons += ["the average of the weights follows the steps that were taken"] * bool(self.averages)
-        return tuple(dict.fromkeys(reasons))
+        return reasons_to_wait(self)
 
     @property
     def converted_model(self) -> nn.Module:
@@ -179,7 +189,8 @@ class TrainStep:
         """Take one micro-batch; at the window's end, step the optimizers.
 
         Args:
-            inputs: A tensor or a tuple for `model(*inputs)`, a mapping for `model(**inputs)`.
+            inputs: A tensor or a tuple for `model(*inputs)`, a mapping for `model(**inputs)`; of shapes and dtypes as
+                the model takes them.
             target: The second argument of `loss_fn`.
             scale: The loss scale of this window, in place of the scaler's own. The scaler does not take part in such a
                 window: its scale, its growth and its count of skipped steps stay as they are, whatever happens in it.
@@ -188,6 +199,10 @@ class TrainStep:
         Raises:
             PolicyError: An argument cannot be used.
             ScaleCollapseError: The scaler's `max_skips` steps in a row were skipped.
+
+        Example:
+            >>> step(x, y, scale=128.0).scale
+            128.0
         """
         self._open_window(scale)
         try:
@@ -203,12 +218,19 @@ class TrainStep:
         """Step with the micro-batches of an unfinished window, as at the end of an epoch; without any, do nothing.
 
         Gradients are multiplied by `accumulate_steps / seen`, so that they are the mean over the micro-batches seen.
+        Under DistributedDataParallel that is those of all ranks, which all have to call this, with as many or others.
+
+        Example:
+            >>> step = fxamp.TrainStep(converted, nn.functional.cross_entropy, optimizer, accumulate_steps=4)
+            >>> step(x, y).reason, step.flush().reason
+            ('accumulating', 'stepped')
         """
-        if self._position == 0:
+        begin(self)
+        if not self.ranks.seen(self._position):
             return self._result(Update({}, None))
-        if self._kept is None:
-            exchange(self.model)
-        return self._finish_window()
+        if self._position == 0:  # other ranks have some
+            self._window_scaler.scale(torch.zeros((), device=next(self.model.parameters()).device))
+        return self._finish_window(in_backward=False)
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that a run needs to go on bit for bit, of plain values and tensors.
@@ -216,6 +238,9 @@ class TrainStep:
         That is the states of the model, the optimizers, schedulers, averages and the scaler, the position in the
         window with the gradients so far, and torch's random number generators. As in a module's `state_dict`, tensors
         are those in use, no copies.
+
+        Example:
+            >>> torch.save(step.state_dict(), "step.pt")
         """
         return checkpoint.state_of(self)
 
@@ -225,6 +250,10 @@ class TrainStep:
         Raises:
             PolicyError: It is not such a state, or that of another model, optimizer, scaler or accumulation; nothing
                 was changed.
+
+        Example:
+            >>> torch.save(step.state_dict(), "step.pt")
+            >>> step.load_state_dict(torch.load("step.pt"))
         """
         checkpoint.load(self, state_dict)
 
@@ -239,8 +268,9 @@ class TrainStep:
 
     def _micro_batch(self, inputs: Any, target: Any) -> None:
         """Run forward and backward; gradients are those of the window so far."""
-        last = self._position + 1 == self.accumulate_steps or self._kept is not None
-        with self.weights.in_use(), exchanging(self.model, last):
+        begin(self)
+        last = self._position + 1 == self.accumulate_steps and self._kept is None
+        with self.weights.in_use(), exchanging(self.ranks.replicas, last):
             loss = self._loss_of(inputs, target)
             if not loss.requires_grad and any(p.requires_grad for o in self.optimizers for p in parameters(o)):
                 raise PolicyError(
@@ -312,53 +342,46 @@ class TrainStep:
         if scale is not None:
             self._window_scaler = LossScaler(init_scale=scale, dynamic=False)
 
-    def _finish_window(self) -> StepResult:
+    def _finish_window(self, in_backward: bool = True) -> StepResult:
         self.weights.forget()  # before the optimizers ask for memory of their own
         self.windows += 1
         try:
+            mean, update = Mean(self._position), Update({}, None)
+            if self._again is None:
+                seen = (self._position, self._kept, self.accumulate_steps)
+                mean = average(self.optimizers, self.ranks, *seen, in_backward=in_backward)
             live = [o for o in self.optimizers if any(p.grad is not None for p in parameters(o))]
-            return self._step(live) if live else self._result(Update({}, None))
+            if live:
+                update = self._update(live, mean) if self._again is None else self._update_by_closure(*live)
+                self._follow(update.held_back)
+            return self._result(update, mean.kept)
         finally:
             self._close_window()
 
-    def _step(self, live: Sequence[Optimizer]) -> StepResult:
-        update = self._update(live) if self._again is None else self._update_by_closure(*live)
-        if self.schedulers or self.averages:
-            self._follow(update.held_back)
-        return self._result(update)
-
-    def _update(self, live: Sequence[Optimizer]) -> Update:
-        kept = self._kept.kept if self._kept is not None else self._position
-        nothing = None if self._kept is None else (torch.as_tensor(kept) == 0).float()
-        if isinstance(kept, torch.Tensor) or kept < self.accumulate_steps:
-            multiply(live, self.accumulate_steps / kept)
+    def _update(self, live: Sequence[Optimizer], mean: Mean) -> Update:
         self._scale_now()  # before the update changes it
-        overflow = None if self._kept is None else self._kept.overflow()
-        compiled = self.compiled is not None and self.compiled.update.takes(live)
+        compiled = self.compiled is not None and self.compiled.update.takes(live, self.ranks)
         step = self.compiled.update if self.compiled is not None and compiled else take_step
-        return step(self._window_scaler, live, self.max_grad_norm, nothing, overflow)
+        return step(self._window_scaler, live, self.max_grad_norm, self.ranks, mean.nothing, mean.overflow)
 
     def _update_by_closure(self, optimizer: Optimizer) -> Update:
         micro_batches, scaler = tuple(self._again or ()), self._window_scaler
         self._scale_now()
 
         def run() -> torch.Tensor:
-            losses = []
             with self.weights.in_use():
-                for index, (inputs, target) in enumerate(micro_batches):
-                    with exchanging(self.model, index + 1 == len(micro_batches)):
-                        loss = loss_of(self.model, self.loss_fn, inputs, target) / len(micro_batches)
-                        scaler.scale(loss).backward()
-                        losses.append(loss.detach())
+                loss = run_window(self.model, self.loss_fn, micro_batches, scaler, self.ranks)
             self.weights.forget()
-            return torch.stack(losses).sum()
+            return loss
 
-        held_back = step_by_closure(optimizer, scaler, run)
+        held_back = step_by_closure(optimizer, scaler, run, self.ranks)
         scaler.update()
         return Update({optimizer: held_back}, None)
 
     def _follow(self, held_back: Mapping[Optimizer, HeldBack]) -> None:
         """Let schedulers and averages follow the optimizers that stepped."""
+        if not self.schedulers and not self.averages:
+            return
         stepped = [optimizer for optimizer, held in held_back.items() if not held]
         for scheduler in self.schedulers:
             if scheduler.optimizer in stepped:
@@ -389,14 +412,14 @@ class TrainStep:
             self._window_scale = self._window_scaler.get_scale() if scale is None else scale.clone()
         return self._window_scale
 
-    def _result(self, update: Update | None) -> StepResult:
-        """Return what became of the window, None where it goes on."""
-        kept = self._kept.kept if self._kept is not None else self._position
+    def _result(self, update: Update | None, kept: int | torch.Tensor | None = None) -> StepResult:
+        """Return what became of the window, None where it goes on, and of how many micro-batches gradients are."""
+        own = self._kept.kept if self._kept is not None else self._position
         return StepResult(
             loss=torch.tensor(math.nan) if self._loss is None else self._loss,
             grad_norm=None if update is None else update.grad_norm,
             accumulating=update is None,
             held_back=tuple(None if update is None else update.held_back.get(o) for o in self.optimizers),
             given_scale=self._scale_now(),
-            given_kept=kept,
+            given_kept=own if kept is None else kept,
         )

@@ -25,12 +25,12 @@ from ..capture.model.preflight import untouched
 from ..capture.model.tensors import held, kept, same
 from ..module.bindings import read_directly
 from ..module.in_place import called_by_name
-from ..module.module import ConvertedModule, constant_target, skeleton
+from ..module.module import ConvertedModule
+from ..module.skeleton import constant_target, skeleton
 from .small_sizes import guards_of_small_sizes
 
 if TYPE_CHECKING:
-    from ..capture.export import Autocast
-    from ..capture.model.captured import Captured
+    from ..capture.model.captured import Autocast, Captured
 
 GRADIENT_TOLERANCE = 1e-6  # the exporter may reorder a sum of gradients
 # Of the norm of all gradients together: a gradient that is zero but for rounding, as that of the bias of attention's
@@ -100,16 +100,17 @@ def rejected(model: nn.Module, call: CallSpec, flat: Sequence[Any], error: Excep
     )
 
 
-def check_faithful(captured: Captured, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def check_faithful(captured: Captured, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
     """Compare outputs, and what is left in inputs and in the model's tensors, bit for bit, and gradients within 1e-6.
 
-    The model runs once, and its graph once, nothing rounded, in the state that the model is in.
+    The model runs once, and its graph once, nothing rounded, in the state that the model is in. Returns the capture,
+    with a note where there was less to compare.
 
     Raises:
         CaptureError: the model rejects the inputs, or the captured graph computes something else.
     """
     if not captured.plain:
-        return
+        return captured
     found = captured.unrounded
     model, run = found.model, _caller(found)
     written, tensors = written_parameters(found), held(model)
@@ -126,7 +127,8 @@ def check_faithful(captured: Captured, args: tuple[Any, ...], kwargs: dict[str, 
             got = _run(bound, args, kwargs, model, tensors)
         _compare(type(model).__name__, found.front_end, model, expected, got)
     if any(isinstance(o, torch.Tensor) and o.is_meta for o in expected.outputs):
-        captured.notes.append("checked without values: tensors on the meta device have a shape and a dtype alone")
+        return captured.noting("checked without values: tensors on the meta device have a shape and a dtype alone")
+    return captured
 
 
 def runs_under(autocast: Autocast, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -139,11 +141,14 @@ def runs_under(autocast: Autocast, model: nn.Module, args: tuple[Any, ...], kwar
     return True
 
 
-def guard_small_sizes(captured: Captured, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Guard the sizes 1 and 0 where a model branches on them; it is tried on fake tensors, in the state it is in."""
+def guard_small_sizes(captured: Captured, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
+    """Return the capture with the sizes 1 and 0 guarded where the model branches on them.
+
+    The model is tried on fake tensors, in the state it is in.
+    """
     found = captured.unrounded
     if not captured.plain:
-        return
+        return captured
     run, call = _caller(found), found.call
 
     def of_model(tensors: list[Any]) -> Any:
@@ -158,7 +163,7 @@ def guard_small_sizes(captured: Captured, args: tuple[Any, ...], kwargs: dict[st
         warnings.simplefilter("ignore")  # of the small sizes
         tensors = call.bind(args, kwargs)
         guards = guards_of_small_sizes(captured.call, tensors, of_model, lambda flat: run(*flat))
-    captured.call = replace(captured.call, guards=(*captured.call.guards, *guards))
+    return replace(captured, call=replace(captured.call, guards=(*captured.call.guards, *guards)))
 
 
 def _caller(captured: Captured) -> Callable[..., Any]:

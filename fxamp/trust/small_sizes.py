@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from passes._torch import FakeTensorMode, TorchDispatchMode, pytree, quiet_fakes, undecided_by_fakes
+from passes._torch import FakeTensorMode, TorchDispatchMode, own_schema, pytree, quiet_fakes, undecided_by_fakes
 
 from ..capture.model.call import CallSpec
 
@@ -48,16 +48,16 @@ class _Calls(TorchDispatchMode):
 @functools.cache
 def _scalars_of(func: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """Return the places and the names of the arguments of an op that take numbers which are no sizes."""
-    kinds = [str(a.type).removeprefix("Optional[").removesuffix("]") for a in func._schema.arguments]
+    kinds = [str(a.type).removeprefix("Optional[").removesuffix("]") for a in own_schema(func).arguments]
     found = [i for i, kind in enumerate(kinds) if kind in _SCALARS]
-    return tuple(found), tuple(func._schema.arguments[i].name for i in found)
+    return tuple(found), tuple(own_schema(func).arguments[i].name for i in found)
 
 
 @functools.cache
 def _is_view(func: Any) -> bool:
-    returned = func._schema.returns
+    returned = own_schema(func).returns
     only_views = bool(returned) and all(r.alias_info is not None and not r.alias_info.is_write for r in returned)
-    return only_views or func._schema.name in ("aten::lift_fresh", "aten::lift_fresh_copy", "aten::detach")
+    return only_views or own_schema(func).name in ("aten::lift_fresh", "aten::lift_fresh_copy", "aten::detach")
 
 
 def guards_of_small_sizes(call: CallSpec, tensors: Sequence[torch.Tensor], model: Run, graph: Run) -> list[str]:

@@ -10,50 +10,48 @@ After:  linear: bfloat16, "low: matrix product"; softmax: bfloat16, "follow: its
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
-import torch
 from torch.fx import Graph, Node
 
-from ..colouring import Colouring
+from ..colouring import Assignment, Colouring
 from ..contract.errors import PolicyError
 from ..contract.plan import Plan
 from ..contract.policy import Policy
 from ..contract.reasons import Code
+from ..contract.timing import Timer
+from ..form import Ensures, Unit
 from ..graph.bodies import Border
-from ..graph.by_rows import SymbolicInference
+from ..graph.by_rows import SymbolicInference, original_dtypes
+from ..graph.notes import note_of
 from ..graph.values import ANY, Aliases, Inference, is_floating, is_known, keys, module_types, source
-from ..notes import note_of
 from .colour.simulate import Simulation
-from .place.measured_costs import Timer
 from .place.place import place
 
 
-@dataclass
-class Assignment:
-    """What was decided for one graph.
+@dataclass(frozen=True)
+class AssignPrecision:
+    """Decide for every node of a graph.
 
     Attributes:
-        colours: the decision of every node that touches a floating value.
-        dtypes: the dtype every value will have.
-        original: the dtype every value had as captured.
-        autocast: the dtype that autocast gives each node of `colours`.
-        returned: the dtype that each output of the graph must have.
-        infer: gives a node's output dtypes from those of its operands.
-        symbolic: dtypes were inferred without shapes.
-        disagreements: where `torch.autocast` was seen to give other dtypes than the rules say it does.
+        policy: with dtype and device filled in.
+        plan: what to carry out instead of choosing anew.
+        timer: measures calls, for a policy with cost="measured".
     """
 
-    colours: dict[Node, Colouring]
-    dtypes: dict[Node, Any]
-    original: dict[Node, Any]
-    autocast: dict[Node, torch.dtype]
-    returned: dict[Node, Any]
-    infer: Callable[[Node, Callable[[Node], Any]], Any]
-    symbolic: bool
-    disagreements: list[str] = field(default_factory=list)
+    name: ClassVar = "assign-precision"
+    ensures: ClassVar = Ensures.NOTHING_NEW
+    policy: Policy
+    plan: Plan | None = None
+    timer: Timer | None = None
+
+    def __call__(self, unit: Unit) -> dict[str, int]:
+        """Decide; no edit is made, and why each node is coloured as it is stands in the plan."""
+        original = original_dtypes(unit.graph, unit.attribute)
+        plan = None if self.plan is None else self.plan.of_graph(unit.index)
+        unit.assignment = assign_precision(unit.graph, self.policy, original, plan, unit.border, self.timer)
+        return {}
 
 
 def assign_precision(
@@ -81,14 +79,14 @@ def assign_precision(
     """
     symbolic = any(n.op == "placeholder" and original[n] is ANY for n in graph.nodes)
     measured = policy.cost == "measured"
-    if measured and policy.level != "O0" and plan is None and (symbolic or timer is None):
+    if measured and policy.level.rounds and plan is None and (symbolic or timer is None):
         raise PolicyError(
             "cost='measured' needs shapes to measure: give convert example inputs, and capture='export' or 'auto'; or "
             "choose cost='bytes', the default."
         )
     infer: Any = SymbolicInference() if symbolic else Inference()
     aliases = Aliases(graph)
-    plain = Policy("O0" if policy.level == "O0" else "O1", dtype=policy.dtype, device=policy.device)
+    plain = Policy("O1" if policy.level.rounds else "O0", dtype=policy.dtype, device=policy.device)
     reference = Simulation(plain, graph, original, infer, aliases, autocast=True, border=border)
     reference.run()
     simulation = Simulation(policy, graph, original, infer, aliases, stacks=module_types(graph), border=border)
@@ -97,14 +95,14 @@ def assign_precision(
     while simulation.pin_conflicts():
         simulation.run()
     returned = simulation.returned()
-    if policy.level != "O0":
+    if policy.level.rounds:
         place(graph, policy, simulation, plan, symbolic=symbolic, timer=timer if measured else None)
     elif measured:
         simulation.colours = {n: c for n in graph.nodes if (c := _as_it_is(n, original)) is not None}
     if plan is not None:
         _keep_reasons(graph, simulation, plan)
     autocast = {n: c.dtype for n, c in reference.colours.items()}
-    seen = _disagreements(graph, reference) if policy.level != "O0" else []
+    seen = _disagreements(graph, reference) if policy.level.rounds else []
     return Assignment(simulation.colours, simulation.dtypes, original, autocast, returned, infer, symbolic, seen)
 
 

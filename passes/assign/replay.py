@@ -3,14 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch.fx import Graph, Node
 
+from ..colouring import Assignment
 from ..contract.errors import PlanError
-from ..contract.plan import REMEDY, Decision, Plan
+from ..contract.plan import Decision, Plan
+from ..contract.plan_format import REMEDY
+from ..form import Ensures, Unit
 from ..graph.values import keys, source
-from .assign_precision import Assignment
+
+
+@dataclass(frozen=True)
+class Replay:
+    """Check that a plan fits every graph that it decides on.
+
+    Attributes:
+        plan: that is carried out.
+        own: which of its decisions, by graph and key, the graphs must have; None for all.
+    """
+
+    name: ClassVar = "replay"
+    ensures: ClassVar = Ensures.NOTHING_NEW
+    plan: Plan
+    own: frozenset[tuple[int, str]] | None = None
+
+    def __call__(self, unit: Unit) -> dict[str, int]:
+        """Check one graph."""
+        own = None if self.own is None else frozenset(key for at, key in self.own if at == unit.index)
+        replay(unit.graph, unit.decided, self.plan.of_graph(unit.index), own)
+        return {}
 
 
 def replay(graph: Graph, assignment: Assignment, plan: Plan, own: Container[str] | None = None) -> None:

@@ -1,5 +1,5 @@
 """Passes 3 and 4, and the proof: insert casts, drop and share them, verify what must hold after every pass.
 
-Imports what was assigned, and analyses.
+Imports analyses, and what operands a kernel refuses.
 The pipeline runs it.
 """

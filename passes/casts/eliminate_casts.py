@@ -14,22 +14,38 @@ prod casts in its place. The gradients of cumsum, cumprod, pow and atan2 would d
 
 from __future__ import annotations
 
-import logging
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch.fx import Graph, Node
 
-from ..assign.assign_precision import Assignment
+from ..colouring import Assignment
+from ..form import Ensures, Unit
 from ..graph.aliases import Aliases, grad_modes, may_alias
-from ..notes import is_inserted, note, note_of
+from ..graph.notes import is_inserted, note, note_of
 from ..ops import ops
 from ..ops.rules import row_of
-from .insert_casts import CAST, cast_floating, cast_weight
-
-logger = logging.getLogger("fxamp")
+from ..runtime.casts import CAST, cast_floating, cast_weight
 
 _WIDENS = {(torch.float16, torch.float32), (torch.bfloat16, torch.float32)}
+
+
+@dataclass(frozen=True)
+class EliminateCasts:
+    """Drop or share the inserted casts of a graph that change no value.
+
+    Attributes:
+        share: "always"; "weights" shares casts of parameters only; "never".
+    """
+
+    name: ClassVar = "eliminate-casts"
+    ensures: ClassVar = Ensures.DTYPES
+    share: str = "always"
+
+    def __call__(self, unit: Unit) -> dict[str, int]:
+        """Apply the rules to one graph."""
+        return eliminate_casts(unit.graph, unit.decided, self.share)
 
 
 def eliminate_casts(graph: Graph, assignment: Assignment, share: str = "always") -> dict[str, int]:
@@ -41,15 +57,13 @@ def eliminate_casts(graph: Graph, assignment: Assignment, share: str = "always")
         share: "always"; "weights" shares casts of parameters only; "never". Sharing sums the gradients of the readers
             in the low dtype, as autocast's weight cache does.
     """
-    edits = {
+    return {
         "no_op": _no_op(graph, assignment),
         "round_trip": _round_trip(graph, assignment),
         "share": _share(graph, assignment, share),
         "promote": _promote(graph, assignment),
         "dtype_argument": _dtype_argument(graph, assignment),
     }
-    logger.debug("eliminate_casts: %s", edits)
-    return edits
 
 
 def _no_op(graph: Graph, assignment: Assignment) -> int:

@@ -6,7 +6,8 @@ After:  linear(to(x, bfloat16), to(w, bfloat16))
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -14,49 +15,42 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_aggregate
 
 from .._torch import pytree
-from ..assign.assign_precision import Assignment
-from ..colouring import Colouring
+from ..colouring import Assignment, Colouring
+from ..form import Ensures, Unit
+from ..graph.notes import CAST_OPERAND, CLAMP_OPERAND, RESTORE_OUTPUT, note, origin
 from ..graph.values import ANY, ELIGIBLE, is_floating
-from ..legalize.legalize import loosen_assertions
-from ..notes import CAST_OPERAND, CLAMP_OPERAND, RESTORE_OUTPUT, note, origin
 from ..ops import ops
 from ..ops.rules import row_of
-
-CAST = torch.ops.aten.to.dtype
-
-
-def cast_floating(value: Any, dtype: torch.dtype) -> Any:
-    """Cast a value known only when the graph runs, or the members of a container: floats below 64 bits alone."""
-
-    def cast(leaf: Any) -> Any:
-        return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.dtype in ELIGIBLE else leaf
-
-    return pytree.tree_map(cast, value)
+from ..runtime.casts import CAST, cast_floating, cast_weight
+from .assertions import loosen_assertions
 
 
-def cast_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cast a weight that keeps `requires_grad` under no_grad, as autocast's cached casts do.
+@dataclass(frozen=True)
+class InsertCasts:
+    """Make every operand of a graph agree with what its reader was assigned."""
 
-    A matrix product over a non-contiguous input of three dimensions or more is folded into one by `requires_grad` of
-    the weight, and the folded product rounds differently.
-    """
-    cast = weight.to(dtype)
-    if weight.requires_grad and not cast.requires_grad and not torch.is_inference_mode_enabled():
-        cast.requires_grad_()
-    return cast
+    name: ClassVar = "insert-casts"
+    ensures: ClassVar = Ensures.DTYPES
+
+    def __call__(self, unit: Unit) -> dict[str, int]:
+        """Insert the casts of one graph."""
+        return insert_casts(unit.graph, unit.decided)
 
 
-def insert_casts(graph: Graph, assignment: Assignment) -> int:
-    """Insert a cast before every use that needs another dtype, in place; return how many."""
-    edits = 0
+CASTS = ("operand", "output")  # of the rules, those that insert a cast
+
+
+def insert_casts(graph: Graph, assignment: Assignment) -> dict[str, int]:
+    """Insert a cast before every use that needs another dtype, in place; return how often each rule fired."""
+    edits = dict.fromkeys(["operand", "output", "clamp", "argument", "assertion"], 0)
     for node in list(graph.nodes):
         colouring = assignment.colours.get(node)
         if colouring is not None:
-            _clamp_operands(graph, node, colouring, assignment)
-            edits += _cast_operands(graph, node, colouring, assignment)
-            _rewrite_arguments(node, colouring)
-    edits += _restore_outputs(graph, assignment)
-    loosen_assertions(graph, lambda n: assignment.dtypes.get(n) != assignment.original.get(n))
+            edits["clamp"] += _clamp_operands(graph, node, colouring, assignment)
+            edits["operand"] += _cast_operands(graph, node, colouring, assignment)
+            edits["argument"] += _rewrite_arguments(node, colouring)
+    edits["output"] = _restore_outputs(graph, assignment)
+    edits["assertion"] = loosen_assertions(graph, lambda n: assignment.dtypes.get(n) != assignment.original.get(n))
     return edits
 
 
@@ -81,7 +75,7 @@ def _cast_operands(graph: Graph, node: Node, colouring: Colouring, assignment: A
     return edits
 
 
-def _clamp_operands(graph: Graph, node: Node, colouring: Colouring, assignment: Assignment) -> None:
+def _clamp_operands(graph: Graph, node: Node, colouring: Colouring, assignment: Assignment) -> int:
     """Before: where(m, lowest, x). After: where(m, clamp(lowest, -65504, 65504), x), for x in float16."""
     largest = torch.finfo(colouring.dtype).max if colouring.clamped else 0
 
@@ -98,6 +92,7 @@ def _clamp_operands(graph: Graph, node: Node, colouring: Colouring, assignment: 
 
     if colouring.clamped:
         ops.map_operands(node, clamp)
+    return len(colouring.clamped)
 
 
 def _folds_by_grad(node: Node) -> bool:
@@ -134,13 +129,14 @@ def recast(held: Any, dtype: torch.dtype) -> Any:
     return dtype if held in ELIGIBLE or held is ANY else held
 
 
-def _rewrite_arguments(node: Node, colouring: Colouring) -> None:
+def _rewrite_arguments(node: Node, colouring: Colouring) -> int:
     """Before: x.to(float32), a relative cast; masked_fill(x, m, -3.4e38). After: in the dtype that the node runs in."""
     low = colouring.set_dtype
     if low is not None and not _replace(node, lambda a: low if isinstance(a, torch.dtype) or _is_dtype(a) else a):
         node.op, node.target, node.args, node.kwargs = "call_function", CAST, (node.args[0], low), {}  # x.float()
     for old, new in colouring.literals:
         _replace(node, lambda a, old=old, new=new: new if isinstance(a, float) and a == old else a)
+    return (low is not None) + len(colouring.literals)
 
 
 def _is_dtype(arg: Any) -> bool:

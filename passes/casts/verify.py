@@ -7,14 +7,15 @@ from typing import Any
 
 from torch.fx import Graph, Node
 
-from ..assign.assign_precision import Assignment
-from ..assign.colour.result_dtypes import refuse_mixed
+from ..colouring import Assignment
 from ..contract.errors import VerificationError
+from ..graph.mixed import refuse_mixed
+from ..graph.notes import is_inserted, note_of
 from ..graph.values import ANY, COMPLEX, is_complex, module_path, source
-from ..notes import is_inserted, note_of
 from ..ops import ops
 from ..ops.rules import row_of
-from .insert_casts import cast_floating, recast
+from ..runtime.casts import cast_floating
+from .insert_casts import recast
 
 _REPORT = "This is a bug in fxamp; please report it."
 

@@ -4,11 +4,28 @@ from __future__ import annotations
 
 
 class FxampError(Exception):
-    """The base of every error fxamp raises on purpose. Catch this one to catch them all."""
+    """The base of every error that fxamp raises on purpose. Catch this one to catch them all.
+
+    Example:
+        >>> try:
+        ...     fxamp.convert(model, (x,), policy="O5")
+        ... except fxamp.FxampError as error:
+        ...     print(error)
+        unknown level 'O5'; legal: O0, O1, O2, O3...
+    """
 
 
 class CaptureError(FxampError, RuntimeError):
-    """The model cannot be captured faithfully, or is called in a way its capture does not cover."""
+    """The model cannot be captured faithfully, or is called in a way that its capture does not cover.
+
+    It is a RuntimeError too.
+
+    Example:
+        >>> fxamp.plan_of(nn.Linear(8, 4))
+        Traceback (most recent call last):
+            ...
+        passes.contract.errors.CaptureError: ...
+    """
 
 
 class NotFaithfulError(CaptureError):
@@ -20,23 +37,65 @@ class RejectedError(CaptureError):
 
 
 class NotAModuleError(CaptureError, TypeError):
-    """Something other than a module was given where a module is needed."""
+    """Something other than a module was given where a module is needed. It is a CaptureError and a TypeError too.
+
+    Example:
+        >>> fxamp.compile("model")
+        Traceback (most recent call last):
+            ...
+        passes.contract.errors.NotAModuleError: fxamp.compile takes a torch.nn.Module, not str.
+    """
 
 
 class PolicyError(FxampError, ValueError):
-    """The policy asks for something unknown, contradictory, or not to be had on this device."""
+    """The policy asks for something unknown, contradictory, or not to be had on this device. It is a ValueError too.
+
+    Example:
+        >>> fxamp.Policy("O1", dtype="fp8")
+        Traceback (most recent call last):
+            ...
+        passes.contract.errors.PolicyError: dtype 'fp8' is not a low dtype; legal: fp16, bf16 ...
+    """
 
 
 class PlanError(FxampError, ValueError):
-    """A plan does not fit the graph, or cannot be read."""
+    """A plan does not fit the graph, or cannot be read. It is a ValueError too.
+
+    Example:
+        >>> fxamp.Plan.from_json("{}")
+        Traceback (most recent call last):
+            ...
+        passes.contract.errors.PlanError: plan: JSON, but not a plan (no "version"); ...
+    """
 
 
 class VerificationError(FxampError):
-    """A rewritten graph does not do what its plan says. Such a graph is never emitted."""
+    """A rewritten graph does not do what its plan says, or has an op without a kernel here. It is never returned.
+
+    Example:
+        >>> sloped = nn.Sequential(nn.Linear(8, 4), nn.RReLU(inplace=True))  # has no FP16 kernel on a CPU
+        >>> fxamp.convert(sloped, (x,), policy="O1,dtype=fp16")
+        Traceback (most recent call last):
+            ...
+        passes.contract.errors.VerificationError: ...rrelu_...
+    """
 
 
 class ScaleCollapseError(FxampError, FloatingPointError):
-    """Too many optimizer steps in a row were skipped because gradients were not finite."""
+    """Too many optimizer steps in a row were skipped because gradients were not finite.
+
+    It is a FloatingPointError too. The loss scaler is in a consistent state when it is raised.
+
+    Example:
+        >>> weight = nn.Parameter(torch.ones(1))
+        >>> sgd, scaler = torch.optim.SGD([("weight", weight)], lr=0.1), fxamp.LossScaler(max_skips=1)
+        >>> scaler.scale(weight.sum() * float("inf")).backward()
+        >>> scaler.step(sgd)
+        >>> scaler.update()
+        Traceback (most recent call last):
+            ...
+        passes.contract.errors.ScaleCollapseError: 1 steps in a row were skipped, because gradients were not finite...
+    """
 
 
 # The way out of every refusal of a front end that captures ahead of time.

@@ -12,22 +12,28 @@ import itertools
 import json
 import os
 import re
-import reprlib
-import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from .errors import PlanError, PolicyError
+from .plan_format import (
+    FORMAT_VERSION,
+    LONGEST,
+    REMEDY,
+    check_shape,
+    checked_states,
+    in_this_format,
+    known_part,
+    strictly,
+    write_text,
+)
 from .policy import Policy
 from .reasons import DEVIATIONS, Code, Reason
 
-FORMAT_VERSION = 4
-REMEDY = "make the plan anew, with `fxamp report TARGET --save-plan FILE` or `fxamp.plan(model, ...).save(path)`"
-LONGEST = 64 << 20  # characters; 50,000 nodes take 13 MB
 _CODES = {code.value: code for code in Code}
 _SURROGATE = re.compile("[\ud800-\udfff]")  # text that a path may hold and UTF-8 has not
 
@@ -56,6 +62,11 @@ class Decision:
         reason: `code: sentence`.
         causes: Keys of the decisions this one follows from.
         code: The reason's code; left out, the word that the reason begins with.
+
+    Example:
+        >>> first = converted.plan.decisions[0]
+        >>> first.key, first.op, first.colour, first.reason
+        ('0/linear#0', 'linear', 'bfloat16', 'low: matrix product, accumulated in FP32')
     """
 
     key: str
@@ -80,7 +91,12 @@ class Decision:
         """Return the code and the sentence of the reason apart.
 
         Raises:
-            PlanError: there is no such code.
+            PlanError: There is no such code.
+
+        Example:
+            >>> reason = converted.plan.decisions[0].because
+            >>> str(reason.code), reason.detail
+            ('low', 'matrix product, accumulated in FP32')
         """
         if self.code not in _CODES:
             raise PlanError(f"{self.key}: there is no reason code {self.code!r:.60}; {REMEDY}")
@@ -102,9 +118,19 @@ class Plan:
         torch_version: The torch it was made with.
         states: Of a model with several graphs: the states of the model that each holds for, and the number of its first
             graph, as "12: evaluation". A decision that the first of them has too, for the same key, stands there alone.
+        edits: How often each rule of the passes fired, as "pass/rule"; empty of a plan older than that is written down.
         totals: What the graphs cost at the example's sizes, as `fxamp check` compares it; empty where nobody asked.
         fxamp_version: The fxamp it was made with; "" of a plan older than that is written down.
+        machine: For whose measured facts it was made, as "cpu AVX512, torch 2.13"; "" of a plan older than that is
+            written down.
         version: Version of the file format.
+
+    Example:
+        >>> plan = fxamp.plan(model, (x,), policy="O1,dtype=bf16")
+        >>> [(decision.op, decision.colour) for decision in plan.decisions]
+        [('linear', 'bfloat16'), ('relu', 'bfloat16'), ('linear', 'bfloat16')]
+        >>> plan.graphs, plan.casts, plan.deviations
+        (1, 6, ())
     """
 
     decisions: tuple[Decision, ...]
@@ -116,8 +142,10 @@ class Plan:
     casts: int = 0
     torch_version: str = field(default_factory=lambda: str(torch.__version__))
     states: tuple[str, ...] = ()
+    edits: Mapping[str, int] = field(default_factory=dict, compare=False)
     totals: Mapping[str, float] = field(default_factory=dict, compare=False)
     fxamp_version: str = field(default_factory=_installed, compare=False)
+    machine: str = field(default="", compare=False)
     version: int = FORMAT_VERSION
 
     def __post_init__(self) -> None:
@@ -127,6 +155,20 @@ class Plan:
             if (decision.graph, decision.key) in seen:
                 raise PlanError(f"two decisions have the key {decision.key!r} in graph {decision.graph}; {REMEDY}")
             seen.add((decision.graph, decision.key))
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Read a pickled plan; what an older fxamp did not write down is as for a plan without it."""
+        self.__init__(**state)  # type: ignore[misc]
+
+    @property
+    def never_fired(self) -> tuple[str, ...]:
+        """List the rules of the passes that found nothing to do, as "pass/rule".
+
+        Example:
+            >>> "legalize/composite" in converted.plan.never_fired
+            True
+        """
+        return tuple(rule for rule, count in sorted(self.edits.items()) if not count)
 
     @property
     def graphs(self) -> int:
@@ -138,8 +180,28 @@ class Plan:
         """List the decisions that may differ from torch.autocast on purpose."""
         return tuple(decision for decision in self.decisions if decision.code in DEVIATIONS)
 
+    def of_graph(self, index: int) -> Plan:
+        """Return the plan with the decisions on one graph alone.
+
+        Args:
+            index: Number of the graph.
+
+        Example:
+            >>> converted.plan.of_graph(0).decisions == converted.plan.decisions
+            True
+        """
+        return replace(self, decisions=tuple(d for d in self.decisions if d.graph == index))
+
     def part(self, at: int) -> Plan:
-        """Return the plan of one of several graphs: its own decisions, and of the first graph's those it may share."""
+        """Return the plan of one of several graphs: its own decisions, and of the first graph's those it may share.
+
+        Args:
+            at: Number of the graph among `states`.
+
+        Example:
+            >>> converted.plan.part(0) == converted.plan  # there is one graph alone
+            True
+        """
         if not self.states:
             return self
         firsts = [*self._firsts(), None]
@@ -151,7 +213,15 @@ class Plan:
         )  # fmt: skip
 
     def own(self, at: int) -> frozenset[tuple[int, str]]:
-        """Return what `part` has that is no other graph's: (graph, key)."""
+        """Return what `part` has that is no other graph's: (graph, key).
+
+        Args:
+            at: Number of the graph among `states`.
+
+        Example:
+            >>> sorted(converted.plan.own(0))
+            [(0, '0/linear#0'), (0, '1/relu#0'), (0, '2/linear#0')]
+        """
         firsts = [*(self._firsts() or [0]), None]
         return frozenset((d.graph, d.key) for d in _between(self.decisions, firsts[at], firsts[at + 1]))
 
@@ -159,7 +229,12 @@ class Plan:
         return [int(state.partition(":")[0]) for state in self.states]
 
     def to_json(self) -> str:
-        """Write the plan as text, the same text for the same plan."""
+        """Write the plan as text, the same text for the same plan.
+
+        Example:
+            >>> fxamp.Plan.from_json(converted.plan.to_json()) == converted.plan
+            True
+        """
         data = asdict(self) | {"policy": str(self.policy)}
         text = json.dumps(data, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
         return _SURROGATE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
@@ -169,12 +244,16 @@ class Plan:
         """Read a plan from text.
 
         Args:
-            text: as `to_json` writes it.
-            name: what errors call it.
-            newer: of a newer format read what this fxamp knows of, for comparisons; a note says that there is more.
+            text: As `to_json` writes it.
+            name: What errors call it.
+            newer: Of a newer format read what this fxamp knows of, for comparisons; a note says that there is more.
 
         Raises:
-            PlanError: it is no plan; says where.
+            PlanError: The text is no plan; the message says where.
+
+        Example:
+            >>> fxamp.Plan.from_json(converted.plan.to_json()).capture
+            'export'
         """
         data = strictly(text, name, "plan")
         if not isinstance(data, dict) or not isinstance(data.get("version"), int):
@@ -182,27 +261,34 @@ class Plan:
         if data["version"] < 1:
             raise PlanError(f"{name}: there is no plan format {data['version']}; {REMEDY}")
         if data["version"] > FORMAT_VERSION and newer:
-            data = _known_part(data)
+            data = known_part(data, cls, Decision)
         if data["version"] > FORMAT_VERSION:
             raise PlanError(
                 f"{name}: plan format {data['version']} is newer than {FORMAT_VERSION}, the newest this fxamp reads; "
                 f"upgrade fxamp, or {REMEDY}"
             )
-        data = _in_this_format(data)
-        _check_shape(cls, data, name)
+        data = in_this_format(data)
+        check_shape(cls, data, name)
         decisions = []
         for index, row in enumerate(data["decisions"]):
-            _check_shape(Decision, row, f"{name}: decisions[{index}]")
+            check_shape(Decision, row, f"{name}: decisions[{index}]")
             decisions.append(Decision(**row | {"causes": tuple(row["causes"])}))
         try:
             policy = Policy.parse(data["policy"])
             read = {"decisions": tuple(decisions), "policy": policy, "notes": tuple(data["notes"])}
-            return cls(**data | read | {"states": _states(data["states"], name)})
+            return cls(**data | read | {"states": checked_states(data["states"], name)})
         except (PolicyError, PlanError) as error:
             raise PlanError(f"{name}: {error}") from error
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan to a file, all of it or nothing."""
+        """Write the plan to a file, all of it or nothing.
+
+        Raises:
+            PlanError: The file cannot be written.
+
+        Example:
+            >>> converted.plan.save("net.plan.json")
+        """
         try:
             write_text(path, self.to_json())
         except (OSError, ValueError) as error:
@@ -210,7 +296,17 @@ class Plan:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, newer: bool = False) -> Plan:
-        """Read a plan from a file, as `from_json` reads its text."""
+        """Read a plan from a file, as `from_json` reads its text.
+
+        Raises:
+            PlanError: The file cannot be read, or holds no plan.
+
+        Example:
+            >>> converted.plan.save("net.plan.json")
+            >>> again = fxamp.convert(model, (x,), plan=fxamp.Plan.load("net.plan.json"))
+            >>> bool(fxamp.diff(converted, again))
+            False
+        """
         try:
             with Path(path).open(encoding="utf-8") as file:
                 text = file.read(LONGEST + 1)  # of a device that never ends, too
@@ -219,68 +315,6 @@ class Plan:
         except (OSError, ValueError) as error:
             raise PlanError(f"cannot read the plan {os.fspath(path)!r}: {_why(error)}; {REMEDY}") from error
         return cls.from_json(text, name=os.fspath(path), newer=newer)
-
-
-def strictly(text: str, name: str, what: str) -> Any:
-    """Read JSON in which nothing is said twice, and every number is one.
-
-    Args:
-        text: to read.
-        name: what errors call it.
-        what: it should be.
-
-    Raises:
-        PlanError: it is no such JSON, or longer than what any model needs.
-    """
-    if len(text) > LONGEST:
-        raise PlanError(f"{name}: not a {what} (longer than {LONGEST >> 20} MB, which no model needs); {REMEDY}")
-    try:
-        return json.loads(text, object_pairs_hook=_said_once, parse_constant=_refuse_constant)
-    except json.JSONDecodeError as error:
-        raise PlanError(f"{name}:{error.lineno}: not JSON, or cut short ({error.msg}); {REMEDY}") from error
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets within brackets
-        raise PlanError(f"{name}: not a {what} ({error}); {REMEDY}") from error
-
-
-def _said_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    data = dict(pairs)
-    if len(data) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"{reprlib.repr(twice)} is there twice in one object")
-    return data
-
-
-def _refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} is no number")
-
-
-def _in_this_format(data: dict[str, Any]) -> dict[str, Any]:
-    """Return a plan of an older format in this one."""
-    if data["version"] < 2:  # which knew one graph alone
-        data = {**data, "states": []}
-    if data["version"] < 3 and isinstance(data.get("decisions"), list):  # in which reasons began with their code
-        data = {**data, "decisions": [
-            {"code": row["reason"].partition(":")[0].strip(), **row}
-            if isinstance(row, dict) and isinstance(row.get("reason"), str) else row
-            for row in data["decisions"]
-        ]}  # fmt: skip
-    return {"totals": {}, "fxamp_version": "", **data, "version": FORMAT_VERSION}
-
-
-def _known_part(data: dict[str, Any]) -> dict[str, Any]:
-    """Return of a plan of a newer format the fields that this one has."""
-    plan, decision = ({f.name for f in fields(kind)} for kind in (Plan, Decision))
-    note = f"of plan format {data['version']}, newer than {FORMAT_VERSION}: what it has more is not read"
-    known = {name: value for name, value in data.items() if name in plan} | {"version": FORMAT_VERSION}
-    if isinstance(known.get("notes"), list):
-        known["notes"] = [*known["notes"], note]
-    if isinstance(known.get("decisions"), list):
-        known["decisions"] = [
-            {name: value for name, value in row.items() if name in decision} if isinstance(row, dict) else row
-            for row in known["decisions"]
-        ]  # fmt: skip
-    return known
 
 
 def _between(decisions: Sequence[Decision], first: int | None, end: int | None) -> list[Decision]:
@@ -306,78 +340,20 @@ def joined(plans: Sequence[Plan], states: Sequence[str]) -> Plan:
     named = tuple(f"{first}: {state}" for first, state in zip(firsts, states, strict=True))
     return replace(
         plans[0], decisions=tuple(decisions), states=named,
-        notes=tuple(dict.fromkeys(n for p in plans for n in p.notes)),
-        verified="symbolic" if any(p.verified == "symbolic" for p in plans) else "fake",
-        inserted_casts=sum(p.inserted_casts for p in plans), casts=sum(p.casts for p in plans),
+        verified="symbolic" if any(p.verified == "symbolic" for p in plans) else "fake", **sums(plans),
     )  # fmt: skip
+
+
+def sums(plans: Sequence[Plan]) -> dict[str, Any]:
+    """Return the fields of a plan for several graphs that are those of its parts together."""
+    rules = sorted({rule for plan in plans for rule in plan.edits})
+    return {
+        "notes": tuple(dict.fromkeys(note for plan in plans for note in plan.notes)),
+        "inserted_casts": sum(plan.inserted_casts for plan in plans),
+        "casts": sum(plan.casts for plan in plans),
+        "edits": {rule: sum(plan.edits.get(rule, 0) for plan in plans) for rule in rules},
+    }
 
 
 def _why(error: Exception) -> str:
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
-
-
-def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Write a text file whole: a reader sees the old file or the new one, never half of it, whoever else writes.
-
-    Raises:
-        OSError: the file cannot be written.
-        ValueError: the path is none, or the text has characters that UTF-8 has not.
-    """
-    # A link keeps pointing where it points.
-    target = Path(os.path.realpath(path))
-    if target.exists() and not target.is_file():
-        # A directory says so here; a device or a pipe cannot be replaced, only written to.
-        target.write_text(text, encoding="utf-8")
-        return
-    temporary = target.with_name(f".fxamp-{uuid.uuid4().hex}.tmp")  # short, for the target's own name may be long
-    try:
-        with temporary.open("x", encoding="utf-8") as file:
-            file.write(text)
-        temporary.replace(target)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-# JSON types of the fields that are not text.
-_FIELD_TYPES: dict[str, type[Any]] = {
-    "graph": int,
-    "inserted_casts": int,
-    "casts": int,
-    "version": int,
-    "causes": list,
-    "notes": list,
-    "decisions": list,
-    "states": list,
-    "totals": dict,
-}
-
-
-def _states(named: list[str], name: str) -> tuple[str, ...]:
-    """Check the states of a plan: each with the number of its first graph, which rise."""
-    firsts = [state.partition(":")[0] for state in named]
-    numbers = [int(f) for f in firsts if f.isdecimal() and len(f) < 9]
-    if len(numbers) < len(firsts) or numbers != sorted(set(numbers)):
-        raise PlanError(f"{name}: 'states' has to give each state after the number of its first graph; {REMEDY}")
-    return tuple(named)
-
-
-def _check_shape(kind: type[Plan] | type[Decision], data: Any, where: str) -> None:
-    """Refuse JSON data that does not have exactly the fields of `kind`, each of its type."""
-    if not isinstance(data, dict):
-        raise PlanError(f"{where}: expected an object, found {type(data).__name__}; {REMEDY}")
-    names = {f.name for f in fields(kind)}
-    for name in sorted(names ^ set(data)):
-        problem = "is missing" if name in names else "is not a field of this format"
-        raise PlanError(f"{where}: {name!r} {problem}; {REMEDY}")
-    for name, value in data.items():
-        expected = _FIELD_TYPES.get(name, str)
-        # bool is an int to Python, but not in a plan.
-        if not isinstance(value, expected) or isinstance(value, bool):
-            raise PlanError(f"{where}: {name!r} is {reprlib.repr(value):.60}, expected {expected.__name__}; {REMEDY}")
-        if isinstance(value, int) and value < 0:
-            raise PlanError(f"{where}: {name!r} is negative, {value}; {REMEDY}")
-        numbers = value.values() if isinstance(value, dict) else ()
-        if not all(isinstance(number, int | float) and not isinstance(number, bool) for number in numbers):
-            raise PlanError(f"{where}: {name!r} holds something other than numbers; {REMEDY}")
-        if name in ("causes", "notes", "states") and not all(isinstance(item, str) for item in value):
-            raise PlanError(f"{where}: {name!r} holds something other than text; {REMEDY}")

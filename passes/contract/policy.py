@@ -21,6 +21,7 @@ from torch import nn
 
 from .devices import DEVICES
 from .errors import PolicyError
+from .levels import LEVELS, Level
 
 Pairs: TypeAlias = tuple[tuple[str, str], ...]
 # Keys are str or type[nn.Module]. A mapping's key type is invariant, so naming them would refuse most literals.
@@ -29,7 +30,6 @@ OpOverrides: TypeAlias = Mapping[str, object] | Iterable[tuple[str, object]]
 # The modules a node lies in, from the root to the innermost: (path, names of its type and of the type's bases).
 Stack: TypeAlias = Sequence[tuple[str, Sequence[str]]]
 
-LEVELS = ("O0", "O1", "O2", "O3")
 COLOURS = ("low", "fp32", "keep")
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 CHOICES = {
@@ -48,9 +48,43 @@ _FP32_SPELLINGS = ("float32", "torch.float32", "float")
 
 @dataclass(frozen=True, init=False)
 class Policy:
-    """Hold what the user asked for; every field is validated and kept in one canonical form."""
+    """What the user asks for. Frozen, hashable, equal by value; its string form can be parsed back.
 
-    level: str
+    Of two module overrides that match, a path beats a type, and of two paths the longer literal prefix wins. An
+    override of a module beats one of an op.
+
+    What is given has other types than what is held, so `__init__` is written out. It stays a dataclass, and not one of
+    attrs, since users call `dataclasses.replace` on it.
+
+    Args:
+        level: "O0" computes all in FP32, "O1" rounds what `torch.autocast` rounds, "O2" all that is not numerically
+            sensitive, "O3" all that has a 16-bit kernel.
+        dtype: The low dtype: `torch.float16`, `torch.bfloat16`, "fp16" or "bf16". None takes the dtype of the
+            surrounding `torch.autocast`, or its default for the device: BF16 on a CPU, FP16 on CUDA.
+        device: "cpu" or "cuda": whose op lists decide. None takes the device of the model. A plan for a device that is
+            absent can be made, saved and compared.
+        modules: Overrides by module: a mapping from a path, a glob of paths (`*` stays within one segment, and a key
+            covers its submodules) or a type to "low", "fp32" or "keep" (the dtypes that the model has).
+        ops: Overrides by op: a mapping from names as `fxamp.rules()` lists them to "low", "fp32" or "keep".
+        output_dtype: "original" returns outputs in the dtype that the model gives, "low" as they come.
+        cost: "bytes" places casts where the fewest bytes move, "measured" where it takes the least time on this
+            machine, and leaves low what does not pay for its casts.
+        unknown_ops: An op without a rule keeps its dtypes ("keep"), runs in FP32 ("fp32") or is refused ("error").
+        share_casts: Whether a value that several ops read low is cast once, so that its gradients are summed low, as
+            the weight cache of `torch.autocast` does: "always", for "weights" alone, or "never".
+
+    Raises:
+        PolicyError: A value is unknown (the message lists the legal ones), or two overrides contradict each other.
+
+    Example:
+        >>> policy = fxamp.Policy("O2", dtype="bf16", modules={"fc3": "fp32"}, ops={"softmax": "low"})
+        >>> str(policy)
+        'O2,dtype=bf16,modules.fc3=fp32,ops.softmax=low'
+        >>> fxamp.Policy.parse(str(policy)) == policy
+        True
+    """
+
+    level: Level
     _: KW_ONLY
     dtype: torch.dtype | None
     device: str | None
@@ -74,9 +108,8 @@ class Policy:
         unknown_ops: str = "keep",
         share_casts: str = "always",
     ) -> None:
-        """Validate every setting; an unknown value is a PolicyError that lists the legal ones."""
         values = {
-            "level": _choice("level", level, LEVELS),
+            "level": Level(_choice("level", level, LEVELS)),
             "dtype": _dtype(dtype),
             "device": _device(device),
             "modules": _pairs("modules", modules),
@@ -89,9 +122,24 @@ class Policy:
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Read a pickled policy as it is made, for one of an older fxamp may hold other types."""
+        self.__init__(**state)  # type: ignore[misc]
+
     @classmethod
     def parse(cls, text: str) -> Policy:
-        """Read the string form, `LEVEL[,KEY=VALUE]...`."""
+        """Read the string form, `LEVEL[,KEY=VALUE]...`.
+
+        Args:
+            text: Keys are those of the class; overrides are `modules.NAME` and `ops.NAME`.
+
+        Raises:
+            PolicyError: The text is no policy; the message says how it is written.
+
+        Example:
+            >>> fxamp.Policy.parse("O1,dtype=fp16,modules.head=fp32").modules
+            (('head', 'fp32'),)
+        """
         level, *settings = (part.strip() for part in text.split(","))
         if level not in LEVELS:
             raise PolicyError(f"unknown level {level!r}; legal: {', '.join(LEVELS)}{_instead_of_level(text, level)}")
@@ -117,7 +165,15 @@ class Policy:
 
     @classmethod
     def of(cls, value: Policy | str | None) -> Policy:
-        """Take a policy as the public functions do: None is O1, a string is parsed."""
+        """Take a policy as the public functions do: None is O1, a string is parsed.
+
+        Raises:
+            PolicyError: It is none of these, or the string is no policy.
+
+        Example:
+            >>> fxamp.Policy.of(None) == fxamp.Policy.of("O1") == fxamp.Policy("O1")
+            True
+        """
         if value is None:
             return cls()
         if isinstance(value, Policy):
@@ -129,7 +185,7 @@ class Policy:
     def __str__(self) -> str:
         """Write the string form that `parse` reads; settings at their default are left out."""
         default = Policy()
-        parts = [self.level]
+        parts = [str(self.level)]
         for field in fields(self)[1:]:
             value = getattr(self, field.name)
             if field.name in ("modules", "ops"):

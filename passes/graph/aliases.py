@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from ..notes import is_inserted, note_of
 from ..ops import ops
 from ..ops.rules import row_named, row_of
+from .notes import is_inserted, note_of
 
 SET_GRAD = torch._C._set_grad_enabled
 
@@ -83,7 +83,7 @@ def _in_place(name: str) -> bool:
 class Aliases:
     """Sets of values that may share storage (union-find), and when each set is written.
 
-    A view made after the last write to its storage is as good as a copy, and no member: nothing tells the two apart.
+    A view made after the last write to its storage is left out of the set: no later write can show that it is a view.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -161,10 +161,9 @@ def _is_call(node: Node) -> bool:
 
 
 def grad_modes(graph: Graph) -> dict[Node, tuple[bool | None, int]]:
-    """Return what a value must share with another to be the same in gradients.
+    """Return, for each node, the grad mode and the number of switches of `torch.func` transforms before it.
 
-    The grad mode that each node runs in, which is True, False, or None for the caller's own; and the number of
-    switches into or out of a `torch.func` transform before it.
+    Two casts may be merged only where both agree. The grad mode is True, False, or None for the caller's own.
     """
     mode: bool | None = None
     transforms = 0

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from ..notes import note
 from ..ops.rules import Rule, row_of
 from .aliases import mutated_operands
+from .notes import note
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Border:
         inputs: the dtypes of its placeholders, where they are not the original ones.
         restore_outputs: its outputs have their original dtypes.
         autocast_outputs: its outputs have the dtypes that autocast gives them, or wider ones: what reads them runs
-            under autocast, outside this graph. The note is on those that keep their original dtype.
+            under autocast, outside this graph. What the model makes low by itself keeps the dtype that is noted on it.
         bodies: the graphs inside it.
     """
 

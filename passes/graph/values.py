@@ -21,6 +21,7 @@ from ..contract.devices import DEVICES
 from ..contract.policy import type_names
 from ..ops import ops
 from ..ops.rules import row_of
+from ..runtime.casts import ELIGIBLE as ELIGIBLE
 from .aliases import SET_GRAD as SET_GRAD
 from .aliases import Aliases as Aliases
 from .aliases import grad_modes as grad_modes
@@ -29,7 +30,6 @@ from .aliases import mutated_operands as mutated_operands
 from .aliases import out_operands as out_operands
 
 LOW = (torch.float16, torch.bfloat16)
-ELIGIBLE = (torch.float32, *LOW)  # what autocast casts: floating point, and not float64
 _FRAME = re.compile(r'File "(.*)", line (\d+)')
 _TORCH = os.path.dirname(torch.__file__).replace("\\", "/") + "/"
 
@@ -142,7 +142,7 @@ def is_floating(dtype: Any) -> bool:
 
 
 def is_known(dtype: Any) -> bool:
-    """Say whether nothing about a dtype is unknown; a list of unknown length is one of which it is known."""
+    """Say whether every part of a dtype is known; a list of unknown length, written as one element, counts as known."""
     return all(map(is_known, dtype)) if isinstance(dtype, tuple) else not isinstance(dtype, Unknown)
 
 

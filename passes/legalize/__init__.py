@@ -1,5 +1,5 @@
 """Pass 1: bring a captured graph into the form the rules speak of; its values do not change.
 
 Imports ops and analyses.
-The pipeline runs it; capture inlines the exporter's regions by it.
+The pipeline runs it.
 """

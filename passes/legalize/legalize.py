@@ -1,49 +1,59 @@
 """Pass 1: bring a captured graph into the form the rules speak of. Values do not change.
 
-Before: wrap_with_set_grad_enabled(False, body, x)   After: a = is_grad_enabled(); set_grad(False); ...; set_grad(a)
 Before: einsum("bi,ij->bj", x, w)                    After: the permutes, views and bmm that it runs for these shapes
 """
 
 from __future__ import annotations
 
-import functools
 import logging
 import operator
-from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from .._torch import FakeTensor, enter_autocast, exit_autocast, quiet_fakes
-from ..graph.aliases import SET_GRAD
-from ..notes import DECOMPOSE, move_to, note, note_of
+from .._torch import FakeTensor, OpOverload, enter_autocast, exit_autocast, is_composite, quiet_fakes
+from ..contract.policy import Policy
+from ..form import Ensures, Unit
+from ..graph.notes import DECOMPOSE, move_to, note
+from ..graph.splice import copy_body, put_in_place
 from ..ops import ops
 from ..ops.facts import rule_of
 from ..ops.rules import COMPOSITE, row_of
+from .reads import apply_reads, cast_before_norms
+from .split_loss import split_losses
 
 logger = logging.getLogger("fxamp")
 
-_CONSTANTS = "_fxamp."  # where the front ends put what a graph refers to beside the model
 
+@dataclass(frozen=True)
+class Legalize:
+    """Bring one graph into the form the rules speak of.
 
-def inline_regions(graph: Graph, constants: dict[str, Any]) -> int:
-    """Replace the exporter's grad-mode and autocast regions by their bodies; return how many.
-
-    Either becomes a switch before and after it. What an autocast region says is also noted on its nodes,
-    for the colours that take the switches' place.
-
-    Args:
-        graph: changed in place.
-        constants: what get_attr targets of the form `_fxamp.NAME` refer to; bodies go, what they hold comes.
+    Attributes:
+        policy: with device filled in.
     """
-    edits = 0
-    regions = [n for n in graph.nodes if _is_region(n)]
-    while regions:
-        regions += _inline(graph, regions.pop(), constants)
-        edits += 1
-    return edits
+
+    name: ClassVar = "legalize"
+    ensures: ClassVar = Ensures.STRUCTURE
+    policy: Policy
+
+    def __call__(self, unit: Unit) -> dict[str, int]:
+        """Apply what was read, drop switches, index fields, cast before norms, split losses, decompose composites."""
+        level, graph = self.policy.level, unit.graph
+        splits = level.weighs and "cross_entropy_loss" not in dict(self.policy.ops)
+        edits = {
+            "read": apply_reads(graph, exact=level.is_autocasts),
+            "switch": drop_autocast_switches(graph),
+            "field": index_fields(graph),
+            "norm": cast_before_norms(graph),
+            "loss": split_losses(graph) if splits else 0,
+        }
+        edits["composite"], kept = decompose_composites(graph, self.policy.device or "cpu")
+        unit.kept = frozenset(kept)
+        return edits
 
 
 def drop_autocast_switches(graph: Graph) -> int:
@@ -52,72 +62,6 @@ def drop_autocast_switches(graph: Graph) -> int:
     for node in reversed(switches):
         graph.erase_node(node)
     return len(switches)
-
-
-def _is_region(node: Node) -> bool:
-    return node.op == "call_function" and row_of(node).switches != ""
-
-
-def _inline(graph: Graph, node: Node, constants: dict[str, Any]) -> list[Node]:
-    """Replace one region by its body; return the regions inside it."""
-    settings: list[Any] = list(node.args)
-    at = next(i for i, a in enumerate(settings) if isinstance(a, Node))
-    settings, holder, operands = settings[:at], settings[at], settings[at + 1 :]
-    body: GraphModule = constants[str(holder.target).removeprefix(_CONSTANTS)]
-    region = note_of(node).region
-    leave: Callable[..., Any]
-    with graph.inserting_before(node):
-        if row_of(node).switches == "grad":
-            leave, entered = SET_GRAD, graph.call_function(torch.is_grad_enabled)
-            graph.call_function(SET_GRAD, tuple(settings))
-        else:
-            device, dtype, enabled, _ = settings
-            region = (str(device), bool(enabled), dtype)
-            leave, entered = exit_autocast, graph.call_function(enter_autocast, tuple(settings))
-        copied, result = _copy_body(graph, body.graph, operands)
-        graph.call_function(leave, (entered,))
-    for new in copied:
-        if region is not None and note_of(new).region is None:
-            note(new, region=region)
-        if new.op == "get_attr":
-            held = functools.reduce(getattr, str(new.target).split("."), body)
-            new.target = _lift(f"{holder.name}_{new.target}", held, constants)
-    _replace(graph, node, result)
-    if not holder.users:
-        graph.erase_node(holder)
-        if not any(n.op == "get_attr" and n.target == holder.target for n in graph.nodes):
-            del constants[str(holder.target).removeprefix(_CONSTANTS)]
-    return [new for new in copied if _is_region(new)]
-
-
-def _lift(name: str, value: Any, constants: dict[str, Any]) -> str:
-    """Keep what a body held under a name of its own; return the get_attr target."""
-    name = name.replace(".", "_")
-    while constants.setdefault(name, value) is not value:
-        name += "_"
-    return _CONSTANTS + name
-
-
-def _copy_body(graph: Graph, body: Graph, operands: list[Any]) -> tuple[list[Node], Any]:
-    """Copy a body to where the graph inserts, over these operands; return the new nodes and what it returns."""
-    copied: dict[Node, Any] = dict(zip((n for n in body.nodes if n.op == "placeholder"), operands, strict=True))
-    new = []
-    for inner in body.nodes:
-        if inner.op not in ("placeholder", "output"):
-            copied[inner] = graph.node_copy(inner, copied.__getitem__)
-            new.append(copied[inner])
-    return new, torch.fx.map_arg(body.output_node().args[0], copied.__getitem__)
-
-
-def _replace(graph: Graph, node: Node, result: Any) -> None:
-    """Let the readers of a node read what it is replaced by, item by item where that is several."""
-    if isinstance(result, Node):
-        node.replace_all_uses_with(result)
-    else:
-        for item in list(node.users):
-            item.replace_all_uses_with(result[item.args[1]])
-            graph.erase_node(item)
-    graph.erase_node(node)
 
 
 def index_fields(graph: Graph) -> int:
@@ -154,11 +98,11 @@ def decompose_composites(graph: Graph, device: str) -> tuple[int, list[str]]:
             kept.append(ops.name(node))
             continue
         with graph.inserting_before(node):
-            new, result = _copy_body(graph, body, node.all_input_nodes)
+            new, result = copy_body(graph, body, node.all_input_nodes)
         for made in new:
             move_to(made, node)
             note(made, made_by=DECOMPOSE)
-        _replace(graph, node, result)
+        put_in_place(graph, node, result)
         found += [n for n in reversed(new) if _is_composite(n, device)]
         edits += 1
     logger.debug("decompose_composites: %d edits, %d kept whole", edits, len(kept))
@@ -178,9 +122,7 @@ def _body_of(node: Node, memo: dict[Any, Graph | None]) -> Graph | None:
     tensors = [v for v in known if isinstance(v, FakeTensor)]
     if row_of(node).recurrent or not tensors or len(known) != len(values):
         return None  # of a recurrence the graph would have each step of time
-    if isinstance(target, torch._ops.OpOverload) and not torch._C._dispatch_has_kernel_for_dispatch_key(
-        target.name(), torch._C.DispatchKey.CompositeImplicitAutograd
-    ):
+    if isinstance(target, OpOverload) and not is_composite(target):
         return None
     place = {n: i for i, n in enumerate(inputs)}
     key = (target, str(torch.fx.map_arg((node.args, dict(node.kwargs)), place.__getitem__)), *map(_shape, known))
@@ -206,7 +148,7 @@ def _trace(node: Node, inputs: list[Node], values: list[Any], mode: Any) -> Grap
         return target(*args, **kwargs)
 
     # A function of torch's becomes the operators that it calls; if that is one composite, it is decomposed next.
-    table = {target: target.decompose} if isinstance(target, torch._ops.OpOverload) else {}
+    table = {target: target.decompose} if isinstance(target, OpOverload) else {}
     tracer = make_fx(run, table, pre_dispatch=True, _allow_non_fake_inputs=True)
     with quiet_fakes(), mode:
         try:
@@ -215,21 +157,3 @@ def _trace(node: Node, inputs: list[Node], values: list[Any], mode: Any) -> Grap
             logger.debug("%s stays whole: %s", node.name, e)
             return None
     return None if any(n.op == "get_attr" for n in body.graph.nodes) else body.graph
-
-
-def loosen_assertions(graph: Graph, recoloured: Callable[[Node], bool]) -> int:
-    """Drop the device from the exporter's assertions, for a module can be moved, and the dtype where it has changed.
-
-    Before: _assert_tensor_metadata(x, None, None, float32, device=cpu)
-    After:  _assert_tensor_metadata(x, None, None)
-    """
-    edits = 0
-    for node in graph.nodes:
-        if ops.name(node) != "_assert_tensor_metadata" or not isinstance(node.args[0], Node):
-            continue
-        before = (node.args, node.kwargs)
-        dropped = {"device"} | ({"dtype"} if recoloured(node.args[0]) else set())
-        node.args = node.args[:3] if "dtype" in dropped else node.args
-        node.kwargs = {k: v for k, v in node.kwargs.items() if k not in dropped}
-        edits += (node.args, node.kwargs) != before
-    return edits

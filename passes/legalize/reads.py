@@ -9,14 +9,13 @@ After:  masked_fill(x, m, -3.3895e+38)         ones([8], dtype=bfloat16)        
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
-from ..graph.values import dtypes_of, is_floating, retyped
-from ..notes import APPLY_READS, note, note_of, origin
+from ..graph.notes import APPLY_READS, note, note_of, origin
+from ..graph.values import LOW, dtypes_of, retyped
 from ..ops import ops
 from ..ops.rules import row_of
 
@@ -40,8 +39,10 @@ def apply_reads(graph: Graph, *, exact: bool) -> int:
             edits += 1
         replaced = note_of(node).replaced
         for path, value in replaced:
-            if isinstance(value, torch.dtype) and not exact and row_of(node).converts_first:
-                _cast_first(node, value)
+            row = row_of(node)
+            first = row.never_narrows or (row.converts_first and not exact)
+            if isinstance(value, torch.dtype) and first:
+                _cast_first(node, cast="relative", read=value)
             else:
                 node.args, node.kwargs = _with((tuple(node.args), dict(node.kwargs)), path, value)
                 if isinstance(value, torch.dtype):
@@ -67,34 +68,42 @@ def _cast_constant(node: Node) -> None:
         cast.meta["val"] = node.meta["val"]
 
 
-def restore_outputs(graph: Graph, dtypes: Mapping[Node, Any]) -> None:
-    """Cast what a graph returns to the dtypes that the model returns, as its author would have."""
-    output: Any = graph.output_node()
-    made: dict[Node, Node] = {}
-    for value, dtype in dtypes.items():
-        held = dtypes_of(value.meta.get("val"))
-        if isinstance(held, torch.dtype) and held.is_floating_point and is_floating(dtype) and held != dtype:
-            with graph.inserting_before(output):
-                made[value] = graph.call_function(torch.ops.aten.to.dtype, (value, dtype))
-            made[value].meta = origin(value) | {"val": retyped(value.meta["val"], dtype)}
-            note(made[value], made_by=APPLY_READS, cast="literal")
-    output.args = torch.fx.map_arg(output.args, lambda n: made.get(n, n))
+def cast_before_norms(graph: Graph) -> int:
+    """Cast what a norm reads to the low dtype that the author told the norm, in place; return how many edits.
+
+    A norm takes nothing wider than its `dtype=`, so in the author's program the cast does nothing; here its operand may
+    be FP32. So with a dtype that is read off a value when the graph runs.
+
+    Before: linalg_vector_norm(x, dtype=bfloat16)        After: linalg_vector_norm(to(x, bfloat16))
+    """
+    edits = 0
+    for node in list(graph.nodes):
+        told = ops.argument(node, "dtype") if row_of(node).never_narrows else None
+        if isinstance(told, Node) or told in LOW:
+            _cast_first(node)
+            edits += 1
+    return edits
 
 
-def _cast_first(node: Node, read: torch.dtype) -> None:
-    """Before: softmax(x, 1, dtype=float32). After: softmax(to(x, float32), 1), a cast relative to what was read."""
-    value: Any = node.args[0]
-    literal = ops.argument(node, "dtype")
+def _cast_first(node: Node, **means: Any) -> None:
+    """Before: softmax(x, 1, dtype=float32). After: softmax(to(x, float32), 1), a cast that means what it is told."""
+    value: Any = node.args[0] if node.args else next(ops.operands(node)).node
+    told: Any = ops.argument(node, "dtype")
+    gives = dtypes_of(node.meta.get("val"))  # without autocast
     with node.graph.inserting_before(node):
-        cast = node.graph.call_function(torch.ops.aten.to.dtype, (value, literal))
-    cast.meta = origin(node) | {"val": retyped(value.meta.get("val"), literal)}
-    note(cast, made_by=APPLY_READS, cast="relative", read=read)
+        if isinstance(told, Node):
+            cast = node.graph.call_method("to", (value, told))
+        else:
+            cast = node.graph.call_function(torch.ops.aten.to.dtype, (value, gives or told))
+    cast.meta = origin(node)
+    note(cast, made_by=APPLY_READS, **(means if gives in (None, told) else {"cast": "autocast", "read": told}))
+    if gives is not None:
+        cast.meta["val"] = retyped(value.meta.get("val"), gives)
     schema = ops.schema_of(node)
     names = [a.name for a in schema.arguments] if schema is not None else []
-    node.args = tuple(
-        None if names[i : i + 1] == ["dtype"] else a for i, a in enumerate((cast, *node.args[1:]))
-    )
+    node.args = tuple(None if names[i : i + 1] == ["dtype"] else a for i, a in enumerate(node.args))
     node.kwargs = {k: v for k, v in node.kwargs.items() if k != "dtype"}
+    node.replace_input_with(value, cast)
 
 
 def _with(value: Any, path: Path, new: Any) -> Any:

@@ -15,7 +15,7 @@ import torch
 from torch.fx import Graph, Node
 
 from .._torch import FakeTensor
-from ..notes import SPLIT_LOSS, note, origin
+from ..graph.notes import SPLIT_LOSS, note, origin
 from ..ops import ops
 
 aten = torch.ops.aten

@@ -8,8 +8,12 @@ Key in the file: "softmax[dim=last]", with the static arguments that matter; val
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
+import re
+from collections.abc import Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,9 +55,34 @@ class Machine:
     capability: str
     torch: str
 
+    def __str__(self) -> str:
+        return f"{self.device} {self.capability or '(absent)'}, torch {self.torch}"
+
+    @classmethod
+    def parse(cls, text: str) -> Machine | None:
+        """Read what `str` wrote; None where that is something else."""
+        found = re.fullmatch(r"(\w+) ([^,]+), torch (\S+)", text)
+        return cls(found[1], found[2].replace("(absent)", ""), found[3]) if found else None
+
+
+_instead: ContextVar[Machine | None] = ContextVar("machine", default=None)
+
+
+@contextlib.contextmanager
+def as_on(machine: Machine | None) -> Iterator[None]:
+    """Decide as on another machine, for its device; None for this one."""
+    token = _instead.set(machine)
+    try:
+        yield
+    finally:
+        _instead.reset(token)
+
 
 def this_machine(device: str) -> Machine:
     """Return what this machine is for a device; capability "" when it has no such device."""
+    instead = _instead.get()
+    if instead is not None and instead.device == device:
+        return instead
     version = ".".join(torch.__version__.split(".")[:2])
     known = DEVICES[device]
     return Machine(device, known.capability() if known.is_here() else "", version)
@@ -71,7 +100,8 @@ def facts(name: str, device: str, low: torch.dtype, **static: Any) -> Facts:
     """
     row = rule(name)
     base = row.name if row else name
-    table, measured = _table(device)
+    table, on = _table(device)
+    measured = on == this_machine(device)
     variants = {key: set(by_low.get(_short(low), ())) for key, by_low in table.get(base, {}).items()}
     wanted = static_key({k: static[k] for k in statics(base, device) if k in static})
     if wanted in variants:
@@ -170,15 +200,15 @@ def _default(node: Node, key: str) -> Any:
 
 
 @functools.cache
-def _table(device: str) -> tuple[dict[str, dict[str, dict[str, list[str]]]], bool]:
-    """Return op -> static key -> low dtype -> facts, and whether they were measured on this kind of machine."""
+def _table(device: str) -> tuple[dict[str, dict[str, dict[str, list[str]]]], Machine]:
+    """Return op -> static key -> low dtype -> facts, and the kind of machine that they were measured on."""
     path = Path(__file__).with_name(f"facts_{device}.json")
     found = json.loads((path if path.exists() else path.with_name("facts_cpu.json")).read_text())
     table: dict[str, dict[str, dict[str, list[str]]]] = {}
     for key, by_dtype in found["facts"].items():
         name, _, static = key.rstrip("]").partition("[")
         table.setdefault(name, {})[static] = by_dtype
-    return table, Machine(**found["machine"]) == this_machine(device)
+    return table, Machine(**found["machine"])
 
 
 def _plain(value: Any) -> str:

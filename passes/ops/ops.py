@@ -23,7 +23,6 @@ from torch.fx import Node
 from torch.fx.node import map_aggregate
 
 from .._torch import boolean_dispatched
-from ..notes import note_of
 from ..runtime import rnn
 
 # The tables: canonical name -> its other spellings in one dialect.
@@ -121,6 +120,10 @@ METHODS, ATTRIBUTES, PRIMS = _by_spelling(_METHODS), _by_spelling(_ATTRIBUTES), 
 IN_PLACE = tuple(getattr(operator, s) for s, op in OPERATORS.items() if op.endswith("_") and hasattr(operator, s))
 
 
+# The key of `node.meta` under which stands what fxamp notes on a node, a `graph.notes.Note`.
+NOTE = "fxamp"
+
+
 class Operand(NamedTuple):
     """One operand of a node: the argument's name, its place among the leaves of that argument, and the producer."""
 
@@ -138,7 +141,7 @@ def name(node: Node) -> str:
     An opaque leaf module is `module:` and its type's name.
     """
     if node.op == "call_module":
-        return f"module:{note_of(node).leaf or node.target}"
+        return f"module:{getattr(node.meta.get(NOTE), 'leaf', '') or node.target}"
     if node.op == "call_method":
         return _of_method(str(node.target))
     if node.op != "call_function":

@@ -1,5 +1,5 @@
 """What emitted graphs call by name: saved modules hold these paths, so nothing here is ever renamed.
 
-Imports torch alone.
-Capture writes these calls, and `ops` knows them.
+Imports torch alone, by way of `_torch`.
+Capture and the third pass write these calls, and `ops` knows them.
 """

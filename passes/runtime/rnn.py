@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from .._torch import VF
+
 
 def lstm(
     x: Tensor | PackedSequence, hx: Sequence[Tensor] | None, weights: list[Tensor], bias: bool, layers: int,
@@ -27,9 +29,9 @@ def lstm(
     states = (_state(h, x, steps, (count, batch, proj_size or hidden)), _state(c, x, steps, (count, batch, hidden)))
     config = (bias, layers, dropout, training, bidirectional)
     if sizes is None:
-        out, h, c = torch._VF.lstm(steps, states, weights, *config, batch_first)
+        out, h, c = VF.lstm(steps, states, weights, *config, batch_first)
     else:
-        out, h, c = torch._VF.lstm(steps, sizes, states, weights, *config)
+        out, h, c = VF.lstm(steps, sizes, states, weights, *config)
     return _output(out, x, batch_first), (_final(h, x), _final(c, x))
 
 
@@ -42,7 +44,7 @@ def rnn(
     steps, sizes, batch = _steps(x, batch_first)
     state = _state(hx, x, steps, (count, batch, weights[0].shape[0]))
     config = (bias, layers, dropout, training, bidirectional)
-    kernel = torch._VF.rnn_tanh if nonlinearity == "tanh" else torch._VF.rnn_relu
+    kernel = VF.rnn_tanh if nonlinearity == "tanh" else VF.rnn_relu
     if sizes is None:
         out, h = kernel(steps, state, weights, *config, batch_first)
     else:

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.fx import Interpreter, Node
 
 from passes._torch import FakeTensorMode, pytree
+from passes.graph.notes import is_inserted
 from passes.graph.values import keys
-from passes.notes import is_inserted
 from passes.ops import ops
 from passes.ops.rules import FP32, LOW, lookup
 

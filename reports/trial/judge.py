@@ -22,7 +22,7 @@ import fxamp
 from fxamp.capture.export import without_fused_layers
 from fxamp.capture.model.captured import Captures, as_inputs
 from fxamp.capture.states import capture, copied
-from fxamp.convert import _check_faithful, autocast_for, emit, resolve
+from fxamp.convert import autocast_for, checked, emit, resolve
 from fxamp.trust.check import check_runs
 from passes.contract.errors import FxampError, RejectedError, VerificationError
 from passes.contract.policy import Policy
@@ -78,7 +78,7 @@ class Subject:
         self.plain = self.run(self.model)
         with contextlib.suppress(RuntimeError, TypeError, ValueError, NotImplementedError, IndexError):
             self.autocast = self.run(self.model, self.ambient())
-        self.allowed = Allowed(lambda c: self.run(self.model, c), self.plain, self.autocast, self.dtype)
+        self.allowed = Allowed(lambda noise: self.run(self.model, noise=noise), self.plain, self.autocast, self.dtype)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -89,9 +89,9 @@ class Subject:
         """Return the autocast that it is compared with."""
         return torch.autocast("cpu", dtype=self.dtype)
 
-    def run(self, module: Callable[..., Any], context: Any = None) -> Run:
+    def run(self, module: Callable[..., Any], context: Any = None, noise: Any = None) -> Run:
         """Run a module that has the model's parameters."""
-        return run(module, self.model, self.args, self.kwargs, context=context, backward=self.backward)
+        return run(module, self.model, self.args, self.kwargs, context=context, noise=noise, backward=self.backward)
 
 
 def judged(found: Subject, front_end: str, levels: tuple[str, ...] = LEVELS) -> dict[str, Verdict]:
@@ -122,7 +122,7 @@ def captured(found: Subject, front_end: str) -> Captures:
     options: Any = {"dynamic_shapes": None} if front_end == "export" else {}
     captures = capture(found.model, *inputs, front_end=front_end, autocast=autocast, **options)
     if front_end == "export":
-        _check_faithful(captures, autocast, found.args, found.kwargs)
+        captures = checked(captures, autocast, found.args, found.kwargs)
     return captures
 
 
@@ -142,9 +142,8 @@ def _ahead_of_time(found: Subject, captures: Captures, level: str) -> Verdict:
     try:
         module = emitted(found, captures, level)
         got = found.run(module)
-        if module.plan.verified == "symbolic":
-            got = _low_made_fp32(got, found.plain)  # without inputs nothing says whether 0-dim values promote
-        verdict = _judge(found, got, level, module.plan)
+        # Without inputs nothing says whether 0-dim values promote.
+        verdict = _judge(found, got, level, module.plan, wider=module.plan.verified == "symbolic")
     except Exception as e:
         return as_verdict(e)
     if verdict.kind == DEVIATION and level == "O1":
@@ -209,16 +208,19 @@ def _compiled(found: Subject, front_end: str, level: str) -> Verdict:
     except FxampError:
         plan = None  # no graph: all of it ran as it is
     if front_end == "jit" or level == "O0":
-        return _judge(found, _low_made_fp32(got, found.plain) if level != "O0" else got, level, plan)
+        return _judge(found, got, level, plan, wider=level != "O0")
     return _judge_ambient(found, got, level, plan)
 
 
-def _judge(found: Subject, got: Run, level: str, plan: fxamp.Plan | None) -> Verdict:
+def _judge(found: Subject, got: Run, level: str, plan: fxamp.Plan | None, *, wider: bool = False) -> Verdict:
+    """Judge what a level gave; `wider` says that what the model gives low may come out FP32."""
     if level == "O0":
         why = changed(got, found.plain) if found.deterministic else ""
         return Verdict(MISMATCH, why) if why else Verdict(OK)
+    given, got = got, _low_made_fp32(got, found.plain) if wider else got
     if level == "O1" and found.autocast is not None and found.deterministic:
-        why = values_differ(got, found.autocast)
+        # Outputs have the model's dtypes: one that is low there, and FP32 under autocast, is autocast's rounded.
+        why = values_differ(given, _with_dtypes(found.autocast, given))
         if not why and not torch.equal(got.random, found.autocast.random):
             why = "another random state"
         if why:
@@ -242,8 +244,7 @@ def _other_dtypes(got: Run, plain: Run) -> bool:
 def _judge_ambient(found: Subject, got: Run, level: str, plan: fxamp.Plan | None) -> Verdict:
     """Judge a call under autocast: at O1 dtypes are autocast's too."""
     if level != "O1" or found.autocast is None:
-        pairs = zip(got.outputs, found.plain.outputs, strict=False)
-        return _judge(found, replace(got, outputs=[_as(a, b) for a, b in pairs]), level, plan)
+        return _judge(found, _with_dtypes(got, found.plain), level, plan)
     why = values_differ(got, found.autocast)
     if not why and _other_dtypes(got, found.autocast):
         why = f"dtypes are {_dtypes(got)}, not {_dtypes(found.autocast)}"
@@ -258,6 +259,12 @@ def _low_made_fp32(got: Run, plain: Run) -> Run:
         a.to(b.dtype) if isinstance(a, torch.Tensor) and a.dtype is torch.float32 and b.dtype in LOW.values() else a
         for a, b in zip(got.outputs, plain.outputs, strict=False)
     ]
+    return replace(got, outputs=[*outputs, *got.outputs[len(outputs) :]])
+
+
+def _with_dtypes(got: Run, of: Run) -> Run:
+    """Return a run whose outputs have the dtypes of another's."""
+    outputs = [_as(a, b) for a, b in zip(got.outputs, of.outputs, strict=False)]
     return replace(got, outputs=[*outputs, *got.outputs[len(outputs) :]])
 
 

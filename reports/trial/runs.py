@@ -59,18 +59,19 @@ def tensors(value: Any) -> list[Tensor]:
 
 def run(
     module: Callable[..., Any], model: nn.Module, args: Any, kwargs: Any = None, *, context: Any = None,
-    backward: bool = True,
+    noise: Noise | None = None, backward: bool = True,
 ) -> Run:  # fmt: skip
     """Call a module that has the parameters of a model, from seed 0, on copies of the inputs; the model is unchanged.
 
-    `context` is what the forward runs in. The backward is that of a fixed weighted sum of all outputs.
+    `context` is what the forward runs in, `noise` what the backward runs in too. The backward is that of a fixed
+    weighted sum of all outputs.
     """
     args, kwargs = copy.deepcopy((args, kwargs or {}))
     given = tensors((args, kwargs))
     with untouched(model), preserved(model), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.manual_seed(0)
-        with context or contextlib.nullcontext():
+        with context or contextlib.nullcontext(), noise or contextlib.nullcontext():
             output = module(*args, **kwargs)
         random = torch.get_rng_state()
         leaves, spec = pytree.tree_flatten(output)
@@ -78,7 +79,8 @@ def run(
         inputs = [t.detach().clone() for t in given]
         shared = _shared(given, tensors(output))
         kept = [t.detach().clone() if isinstance(t, Tensor) else t for t in leaves]
-        gradients = _gradients(leaves, [*given, *model.parameters()]) if backward else None
+        with noise or contextlib.nullcontext():
+            gradients = _gradients(leaves, [*given, *model.parameters()]) if backward else None
     return Run(kept, spec, shared, inputs, state, gradients, random)
 
 
@@ -203,11 +205,15 @@ def _wide(t: Tensor) -> Tensor:
 
 
 class Noise(TorchDispatchMode):
-    """Changes every value that an op makes by up to one rounding of a low dtype, as computing it there would."""
+    """Changes every value that an op makes by up to one rounding of a low dtype, as computing it there would.
+
+    What is too small for a normal number of it is rounded to what it has: a product of tiny numbers may be none.
+    """
 
     def __init__(self, dtype: torch.dtype, seed: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.size, self.generator = torch.finfo(dtype).eps, torch.Generator().manual_seed(seed)
+        self.dtype, self.info = dtype, torch.finfo(dtype)
+        self.generator = torch.Generator().manual_seed(seed)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one op, and change what it made and no other tensor holds."""
@@ -215,7 +221,8 @@ class Noise(TorchDispatchMode):
         known = {_place(t) for t in tensors((args, kwargs))}
         for t in tensors(made):
             if t.is_floating_point() and t.layout is torch.strided and _place(t) not in known:
-                t.mul_(1 + self.size * (torch.rand(t.shape, generator=self.generator, dtype=t.dtype) - 0.5))
+                t.mul_(1 + self.info.eps * (torch.rand(t.shape, generator=self.generator, dtype=t.dtype) - 0.5))
+                t.copy_(torch.where(t.abs() < self.info.smallest_normal, t.to(self.dtype).to(t.dtype), t))
         return made
 
 
@@ -231,7 +238,7 @@ class Allowed:
     on a value, or a difference of nearly equal ones, makes of that is the model's own.
     """
 
-    again: Callable[[Any], Run]  # the model, in a context
+    again: Callable[[Noise], Run]  # the model, forward and backward
     plain: Run
     autocast: Run | None
     dtype: torch.dtype

@@ -12,7 +12,7 @@ import pytest
 
 from passes.contract.reasons import DEVIATIONS
 from passes.ops.rules import FOLLOW, LOW, lookup
-from tests.support.models import BY_NAME
+from reports.zoo import BY_NAME
 
 SOME = ("lenet5", "gpt", "graph_conv", "hf_bert")
 # What fake CUDA tensors cannot run without a device (the latter in a build for CUDA), and what the rule table says.

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fxamp
-from passes.notes import is_inserted
+from passes.graph.notes import is_inserted
 
 accelerate: Any = pytest.importorskip("accelerate")
 transformers: Any = pytest.importorskip("transformers")

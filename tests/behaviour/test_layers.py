@@ -1,9 +1,9 @@
-"""Imports run fxamp -> passes -> torch and never back."""
+"""Imports run tests -> reports -> fxamp -> passes -> torch and never back."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+import functools
 from pathlib import Path
 
 import pytest
@@ -11,16 +11,20 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PASSES = sorted((ROOT / "passes").rglob("*.py"))
 FXAMP = sorted((ROOT / "fxamp").rglob("*.py"))
+REPORTS = sorted((ROOT / "reports").rglob("*.py"))
 OURS = {"fxamp", "passes", "tests", "reports"}
 
 
-def imports(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield (level, module) of every import statement of a file; level 0 is absolute."""
+@functools.cache
+def imports(path: Path) -> set[tuple[int, str]]:
+    """Return (level, module) of every import statement of a file; level 0 is absolute."""
+    found = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            yield from ((0, alias.name) for alias in node.names)
+            found |= {(0, alias.name) for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            yield node.level, node.module or ""
+            found.add((node.level, node.module or ""))
+    return found
 
 
 def packages(path: Path) -> set[str]:
@@ -30,6 +34,7 @@ def packages(path: Path) -> set[str]:
 def test_there_is_something_to_check() -> None:
     assert len(PASSES) > 5
     assert len(FXAMP) > 5
+    assert len(REPORTS) > 5
 
 
 @pytest.mark.parametrize("path", PASSES, ids=lambda p: str(p.relative_to(ROOT)))
@@ -42,6 +47,11 @@ def test_the_compiler_imports_nothing_of_the_product(path: Path) -> None:
 @pytest.mark.parametrize("path", FXAMP, ids=lambda p: str(p.relative_to(ROOT)))
 def test_the_product_imports_no_tests_and_itself_relatively(path: Path) -> None:
     assert not packages(path) & (OURS - {"passes"})
+
+
+@pytest.mark.parametrize("path", REPORTS, ids=lambda p: str(p.relative_to(ROOT)))
+def test_reports_import_no_tests(path: Path) -> None:
+    assert "tests" not in packages(path)
 
 
 @pytest.mark.parametrize("path", PASSES, ids=lambda p: str(p.relative_to(ROOT)))

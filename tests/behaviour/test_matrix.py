@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from passes.contract.errors import CaptureError
+from reports.subjects import converted, run, set_mode, subject
+from reports.zoo import BY_NAME
 from tests.behaviour import test_o0, test_o1
-from tests.support.harness import converted, run, set_mode, subject
-from tests.support.models import BY_NAME
 
 pytestmark = [
     pytest.mark.matrix,
@@ -30,6 +30,7 @@ both_modes = pytest.mark.parametrize("training", [True, False], ids=["train", "e
 @both_modes
 def test_o0_is_the_original_bit_for_bit(name: str, front_end: str, training: bool) -> None:
     test_o0.check(name, training, front_end)
+    assert converted(name, "O0", front_end).plan.casts == 0
 
 
 @pytest.mark.parametrize("name", [name for name in BY_NAME if name not in test_o0.FX])

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from reports.zoo import BY_NAME, NO_FP16_ON_CPU, ZOO, Zoo
 from tests.support.helpers import autocast_runs_lstms
-from tests.support.models import BY_NAME, NO_FP16_ON_CPU, ZOO, Zoo
 
 every_model = pytest.mark.parametrize("entry", ZOO, ids=lambda entry: entry.name)
 
@@ -21,7 +21,14 @@ def _gradients(entry: Zoo, dtype: torch.dtype | None) -> dict[str, Tensor | None
 
 
 @every_model
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        pytest.param(None, id="fp32"),
+        pytest.param(torch.bfloat16, id="bf16", marks=pytest.mark.matrix),
+        pytest.param(torch.float16, id="fp16", marks=pytest.mark.matrix),
+    ],
+)
 def test_every_parameter_gets_a_gradient(entry: Zoo, dtype: torch.dtype | None) -> None:
     if dtype is not None and entry.name in NO_FP16_ON_CPU and not autocast_runs_lstms(dtype):
         pytest.skip("torch.autocast cannot run it on this CPU")

@@ -29,6 +29,7 @@ def test_prints_and_writes_one_row_per_model_and_variant(tmp_path: Path, capsys:
     assert by_variant[demo.PER_STEP] == by_variant[demo.O2]
 
 
+@pytest.mark.matrix
 def test_the_vision_transformer_trains_in_every_variant(tmp_path: Path) -> None:
     rows = demo.run(output=tmp_path / "demo.md", tasks=[_short(demo.TASKS[1], 30)])
 

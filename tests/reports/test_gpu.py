@@ -13,8 +13,6 @@ import torch
 
 from reports import gpu
 
-pytestmark = pytest.mark.xdist_group("gpu report")  # the small form is run once
-
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -73,6 +73,40 @@ def test_a_changed_value_is_a_mismatch_at_every_level(monkeypatch: pytest.Monkey
     assert {verdict.kind for verdict in found.values()} == {"mismatch"}
 
 
+class Tiny(nn.Module):
+    """A remainder of numbers that BF16 has no room for, and a gradient that is a small difference."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(6))
+        self.table = nn.Buffer(torch.linspace(-1, 1, 6))
+
+    def forward(self, x: Tensor) -> Any:
+        return (x * 1e-7).prod(-1).remainder(1.5), torch.kron(self.gain, self.table)
+
+
+@pytest.mark.parametrize("low", ["bf16", "fp16"])
+def test_what_every_op_may_round_counts_in_backward_too_and_with_tiny_numbers(low: str) -> None:
+    torch.manual_seed(0)
+    found = judged(Subject(Tiny(), (torch.randn(4, 6),), low=low), "export", ("O3",))
+    assert found["O3"].kind == "ok"
+
+
+class Loss(nn.Module):
+    """A loss of low inputs: low as PyTorch has it, and FP32 under autocast."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        return torch.nn.functional.nll_loss(x.log_softmax(-1), y)
+
+
+@pytest.mark.parametrize("front_end", judge.FRONT_ENDS[1:])  # without inputs nothing says that one is low
+def test_what_the_model_gives_low_and_autocast_in_fp32_is_autocasts_rounded(front_end: str) -> None:
+    torch.manual_seed(0)
+    subject = Subject(Loss(), (torch.randn(4, 6).half(), torch.arange(4)))
+    assert [run.outputs[0].dtype for run in (subject.plain, subject.autocast) if run] == [torch.half, torch.float]
+    assert judged(subject, front_end, ("O1",))["O1"].kind == "ok"
+
+
 def test_a_failing_program_shrinks_to_the_line_that_fails() -> None:
     lines = (
         Line("v0", "self.l(x)"),

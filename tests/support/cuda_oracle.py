@@ -13,8 +13,8 @@ import sys
 import warnings
 from typing import Any
 
+from reports.subjects import converted, subject
 from reports.trial.cuda import POLICY, dtypes_under_cuda
-from tests.support.harness import converted, subject
 
 
 def compare(name: str) -> dict[str, Any]:

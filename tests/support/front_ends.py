@@ -17,10 +17,12 @@ from fxamp.capture.model.captured import Captures, as_inputs
 from fxamp.capture.states import capture, copied
 from fxamp.convert import autocast_for, emit, resolve
 from passes._torch import pytree
-from tests.support.helpers import assert_same, example, run
+from passes.graph.notes import is_inserted
+from tests.support.helpers import Two, assert_same, example, run
 
 FRONT_ENDS = ("fx", "export", "jit")
 BF16, FP16, F32 = torch.bfloat16, torch.float16, torch.float32
+each_front_end = pytest.mark.parametrize("front_end", FRONT_ENDS)
 # Dynamo itself uses what torch deprecates, and reads `.grad` of what a graph made; FP16 is for numerics here.
 WARNINGS = [
     pytest.mark.filterwarnings("ignore:The .grad attribute"),
@@ -28,6 +30,18 @@ WARNINGS = [
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:FP16 gradients without a loss scale"),
 ]
+
+
+def each_low(*front_ends: str) -> pytest.MarkDecorator:
+    """Parametrize a test of `front_end`, `name` and `low`: BF16 by each front end, FP16 by export.
+
+    What a low dtype changes lies behind the front ends, so FP16 by the others is left to the matrix.
+    """
+    legs = [pytest.param(f, "bf16", BF16, id=f"{f}-bf16") for f in front_ends]
+    for f in front_ends:
+        marks = () if f == "export" else (pytest.mark.matrix,)
+        legs.append(pytest.param(f, "fp16", FP16, id=f"{f}-fp16", marks=marks))
+    return pytest.mark.parametrize(("front_end", "name", "low"), legs)
 
 
 @pytest.fixture
@@ -72,6 +86,11 @@ def decided(module: nn.Module, op: str) -> list[str]:
 def colours(module: nn.Module) -> dict[str, str]:
     """Return the colour of each node by its key."""
     return {d.key: d.colour for d in fxamp.plan_of(module).decisions}
+
+
+def casts(module: nn.Module) -> list[Any]:
+    """Return the casts that fxamp made, in all graphs."""
+    return [n for g in fxamp.graphs(module) for n in g.graph.nodes if is_inserted(n)]
 
 
 def tensors(value: Any) -> list[Tensor]:
@@ -158,6 +177,34 @@ def check(case: Case, front_end: str, dtype: torch.dtype = BF16) -> None:
     assert_as_autocast(rounded(), model, args, dtype)
 
 
+def legs(cases: dict[str, Case]) -> list[tuple[str, str]]:
+    """Return the name of each case with each front end that it is tried by."""
+    return [(name, front_end) for name, case in cases.items() for front_end in case.legs]
+
+
+def converted(forward: Callable[..., Any], front_end: str, policy: str = "O1", **layers: nn.Module) -> tuple[Any, Any]:
+    """Return a model and its conversion, which has been called once."""
+    torch.manual_seed(0)
+    model = Two(forward, **layers)
+    module = convert(model, one(), front_end, policy)
+    with torch.no_grad():
+        module(*one())
+    return model, module
+
+
+def o1(model: nn.Module, args: tuple[Any, ...], front_end: str, policy: str = "O1") -> tuple[Any, Any]:
+    """Return the converted model and what it gives, from seed 0."""
+    module = convert(model, args, front_end, policy)
+    return module, plain(module, args)
+
+
+def plain(model: nn.Module, args: tuple[Any, ...]) -> Any:
+    """Return what a model gives without gradients, from seed 0."""
+    torch.manual_seed(0)
+    with torch.no_grad():
+        return model(*args)
+
+
 def at_levels(model: nn.Module, args: Any, front_end: str, *policies: str) -> list[Callable[[], Any]]:
     """Return for each policy what converts the model, which ahead of time is captured once for each low dtype."""
     if front_end == "jit":
@@ -178,6 +225,16 @@ def at_levels(model: nn.Module, args: Any, front_end: str, *policies: str) -> li
         return emit(copied(made[autocast]), settled)
 
     return [partial(emitted, policy) for policy in policies]
+
+
+def assert_at_all_levels(model: nn.Module, args: Any, front_end: str, name: str, low: torch.dtype) -> None:
+    """Compare O0 with eager, and every other level with torch.autocast."""
+    exact, *rounded = at_levels(
+        model, args, front_end, *(f"{level},dtype={name}" for level in ("O0", "O1", "O2", "O3"))
+    )
+    assert_eager(exact(), model, args)
+    for make in rounded:
+        assert_as_autocast(make(), model, args, low)
 
 
 def assert_as_autocast(module: nn.Module, model: nn.Module, args: tuple[Any, ...], dtype: torch.dtype = BF16) -> None:

@@ -27,11 +27,11 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
 from passes._torch import FakeTensorMode, pytree
-from passes.assign.assign_precision import Assignment
-from passes.casts.insert_casts import CAST
+from passes.colouring import Assignment
 from passes.graph.by_rows import original_dtypes
+from passes.graph.notes import CAST_OPERAND, is_inserted, note
 from passes.graph.values import Inference
-from passes.notes import CAST_OPERAND, is_inserted, note
+from passes.runtime.casts import CAST
 
 aten = torch.ops.aten
 DTYPES = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,6 +14,30 @@ from passes.contract.errors import CaptureError
 
 from .call import CallSpec
 from .reads import Reads
+
+
+@dataclass(frozen=True)
+class Autocast:
+    """The `torch.autocast` to capture under.
+
+    Attributes:
+        device: whose autocast it is: that of the model's tensors.
+        dtype: its low dtype.
+        wanted: the device that the model is converted for.
+    """
+
+    device: str
+    dtype: torch.dtype
+    wanted: str
+
+    @property
+    def oracle(self) -> bool:
+        """Say whether the dtypes that it gives are those that the converted model is to have."""
+        return self.device == self.wanted
+
+    def context(self) -> torch.autocast:
+        """Return it to be entered, without its cache, which would keep fake copies of the weights."""
+        return torch.autocast(self.device, self.dtype, cache_enabled=False)
 
 
 @dataclass(frozen=True)
@@ -38,9 +62,12 @@ class State:
         return " ".join(words) or "every state"
 
 
-@dataclass
+@dataclass(frozen=True, eq=False)
 class Captured:
     """A flat graph, and what its get_attr and call_module targets refer to beside the model.
+
+    A stage that finds out more returns another one. The graph itself is changed in place when it is compiled: `copied`
+    gives one for each time.
 
     Attributes:
         graph: the graph to compile. Its values have the dtypes that the model gives without autocast; what autocast
@@ -61,9 +88,9 @@ class Captured:
     graph: Graph
     call: CallSpec
     front_end: str
-    opaque: dict[str, nn.Module] = field(default_factory=dict)
-    constants: dict[str, Any] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
+    opaque: Mapping[str, nn.Module] = field(default_factory=dict)
+    constants: Mapping[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
     state: State = field(default_factory=State)
     without: Captured | None = None
     plain: bool = True
@@ -71,13 +98,17 @@ class Captured:
     flag_reads: bool = True
     model: nn.Module = field(default_factory=nn.Module)
 
+    def noting(self, *more: str) -> Captured:
+        """Return the capture with more to say."""
+        return replace(self, notes=(*self.notes, *more))
+
     @property
     def unrounded(self) -> Captured:
         """Return the capture that computes what the model computes without autocast."""
         return self if self.without is None else self.without
 
 
-@dataclass
+@dataclass(frozen=True, eq=False)
 class Captures:
     """All graphs of a model.
 
@@ -87,8 +118,8 @@ class Captures:
         reads: what forward() read of the model, in any of them.
     """
 
-    graphs: list[Captured]
-    missing: list[tuple[State, str]] = field(default_factory=list)
+    graphs: tuple[Captured, ...]
+    missing: tuple[tuple[State, str], ...] = ()
     reads: Reads = field(default_factory=Reads)
 
 

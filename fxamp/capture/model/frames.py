@@ -1,4 +1,4 @@
-"""Where in the user's code something happens: the frames that are neither torch's, nor Python's plumbing, nor ours."""
+"""The line of the user's code that something happens at: frames of torch, Python's importing and fxamp are skipped."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from types import FrameType, TracebackType
 import torch
 
 import passes
+from passes._torch import decorators
 
 
 def _folder(file: str | None) -> str:
@@ -23,7 +24,7 @@ def _folder(file: str | None) -> str:
 _TORCH, _NN = _folder(torch.__file__), _folder(torch.nn.__file__)
 _OURS = (_folder(sys.modules[__name__.partition(".")[0]].__file__), _folder(passes.__file__))
 _PLUMBING = tuple(
-    os.path.realpath(m.__file__ or "") for m in (contextlib, functools, unittest.mock, torch.utils._contextlib)
+    os.path.realpath(m.__file__ or "") for m in (contextlib, functools, unittest.mock, decorators)
 )
 # What generated code calls its file. "<stdin>", "<string>" and "<ipython-input-1>" are the user's.
 _GENERATED = ("<eval_with_key>", "<frozen ", "<__array_function__")

@@ -1,4 +1,4 @@
-"""What a front end would lose without a word is refused by name: module, construct, file and line, way out."""
+"""Refuse what a front end would drop without an error; the message names module, construct, line and way out."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _METHODS = {
     "eval": "set the flags of the submodules outside",
     "get_extra_state": "keep that state outside the model",
     "state_dict": "rename the keys outside",
-    "load_state_dict": "rename the keys outside",
     "_save_to_state_dict": "rename the keys outside",
-    "_load_from_state_dict": "rename the keys outside",
 }
+# Also such methods, but what they read that this model has not saved is refused when it is loaded.
+_LOADERS = ("load_state_dict", "_load_from_state_dict")
 
 
 def refuse_modules(model: nn.Module, front_end: str) -> None:
@@ -41,6 +41,8 @@ def refuse_modules(model: nn.Module, front_end: str) -> None:
             for hook in getattr(module, attribute).values():
                 _refuse_hook(where, kind, label(hook), front_end)
     for method in overridden(type(model)):
+        if method in _LOADERS or (method in ("train", "eval") and _sets_every_flag(model)):
+            continue
         raise NotFaithfulError(
             f"module '(root)' ({type(model).__name__}) overrides {method}(), which the converted module would not "
             f"call. {INSTEAD}, or {_METHODS[method]}."
@@ -53,7 +55,31 @@ def overridden(kind: type[nn.Module]) -> list[str]:
     def author(method: str) -> str:
         return next(base.__module__ for base in kind.__mro__ if method in vars(base))
 
-    return [method for method in _METHODS if not author(method).startswith(("torch.", "transformers."))]
+    methods = (*_METHODS, *_LOADERS)
+    return [method for method in methods if not author(method).startswith(("torch.", "transformers."))]
+
+
+def loads_otherwise(kind: type[nn.Module]) -> bool:
+    """Say whether a model's author has overridden how it is loaded, as of files with other names in them."""
+    return any(method in _LOADERS for method in overridden(kind))
+
+
+def _sets_every_flag(model: nn.Module) -> bool:
+    """Say whether `train` and `eval` do what torch.nn.Module's do, as the model is now: nothing else would be lost."""
+    asked = {p: p.requires_grad for p in model.parameters()}
+    flags = []
+    try:
+        with untouched(model) as changed:
+            for switch, flag in ((model.train, True), (model.eval, False), (model.train, True)):
+                switch()
+                flags += [m.training is flag for m in model.modules()]
+            same = all(p.requires_grad is grad for p, grad in asked.items())
+    except Exception:  # whatever it asks of the model, it does more
+        return False
+    finally:
+        for p, grad in asked.items():
+            p.requires_grad_(grad)
+    return same and all(flags) and all(name.rpartition(".")[2] == "training" for name in changed)
 
 
 def _refuse_wrapper(module: nn.Module, where: str) -> None:

@@ -37,14 +37,19 @@ PLAN_FIELDS = ("capture", "inserted_casts", "casts")  # not what was asked for, 
 
 @dataclass(frozen=True)
 class GraphDiff:
-    """Hold the changes, in graph order, and what each side is. It is true when the two differ.
+    """The changes, in graph order, and what each side is. It is true when the two differ.
 
     Attributes:
-        before: what the one side is, in a line.
-        after: what the other is.
-        changes: of nodes and of totals.
-        renamed: modules that have another path now, with all that is in them; their nodes are no changes.
-        code: of a graph and what it was converted to: the code of the first, with what conversion did marked.
+        before: What the one side is, in a line.
+        after: What the other is.
+        changes: Of nodes and of totals.
+        renamed: Modules that have another path now, with all that is in them; their nodes are no changes.
+        code: Of a graph and what it was converted to: the code of the first, with what conversion did marked.
+
+    Example:
+        >>> found = fxamp.diff(converted.plan, fxamp.plan(model, (x,), policy="O1,dtype=bf16,modules.2=fp32"))
+        >>> found.totals, found.another_model
+        ('0 added, 0 removed, 2 changed', False)
     """
 
     before: str
@@ -70,15 +75,30 @@ class GraphDiff:
         return any(c.field == "model" and c.key == PLAN_KEY for c in self.changes)
 
     def to_markdown(self) -> str:
-        """Write the changes as a Markdown table; the code as a block where there is one."""
+        """Write the changes as a Markdown table; the code as a block where there is one.
+
+        Example:
+            >>> text = fxamp.diff(converted, converted.plan).to_markdown()
+        """
         return listing.to_markdown((self.before, self.after), self.totals, self.renamed, self.changes, self.code)
 
     def to_html(self) -> str:
-        """Write the changes as a table, on a page that needs nothing else."""
+        """Write the changes as a table, on a page that needs nothing else.
+
+        Example:
+            >>> fxamp.diff(converted, converted.plan).to_html().splitlines()[0]
+            '<!doctype html>'
+        """
         return listing.to_html((self.before, self.after), self.totals, self.renamed, self.changes, self.code)
 
     def to_json(self) -> str:
-        """Write the changes as JSON, the same text for the same changes."""
+        """Write the changes as JSON, the same text for the same changes.
+
+        Example:
+            >>> import json
+            >>> json.loads(fxamp.diff(converted, converted.plan).to_json())["differ"]
+            False
+        """
         changes, moved = ([_data(c) for c in found] for found in (self.changes, self.renamed))
         data = {"before": self.before, "after": self.after, "changes": changes, "renamed": moved, "differ": bool(self)}
         return json.dumps(data, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
@@ -105,8 +125,12 @@ def diff(before: Diffable, after: Diffable) -> GraphDiff:
         marked.
 
     Raises:
-        PlanError: a file cannot be read.
-        FxampError: the two cannot be compared.
+        PlanError: A file cannot be read, or holds no plan.
+        FxampError: The two cannot be compared.
+
+    Example:
+        >>> print(fxamp.diff(torch.fx.symbolic_trace(model), converted))
+        --- ...
     """
     old, new = plan_in(before), plan_in(after)
     if old and new:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
+from passes._torch import OpOverload
 from passes.contract.plan import Decision, Plan
+from passes.graph.notes import is_inserted
 from passes.graph.values import keys, module_path
-from passes.notes import is_inserted
 from passes.ops import ops
 
 from ...module.module import ConvertedModule
@@ -106,14 +106,14 @@ def node_keys(graph: Graph) -> dict[Node, str]:
 
 def _short_name(node: Node) -> str:
     target = node.target
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, OpOverload):
         return str(target.overloadpacket.__name__)
     return target if isinstance(target, str) else getattr(target, "__name__", str(target))
 
 
 def target_of(node: Node) -> str:
     """Write the target without the addresses that a function's repr holds."""
-    if isinstance(node.target, str | torch._ops.OpOverload):
+    if isinstance(node.target, str | OpOverload):
         return str(node.target)
     return f"{getattr(node.target, '__module__', '')}.{_short_name(node)}"
 

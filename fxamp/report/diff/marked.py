@@ -20,8 +20,8 @@ import torch
 from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
+from passes.graph.notes import is_inserted
 from passes.graph.values import LOW, dtypes_of, module_path
-from passes.notes import is_inserted
 from passes.ops import ops
 from passes.ops.rules import row_named
 

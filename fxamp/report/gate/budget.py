@@ -73,7 +73,7 @@ class Budget:
         Raises:
             PolicyError: the total is not known, now or in the plan.
         """
-        value = _total(self, now, "the graph was captured without example inputs, or cannot be sized")
+        value = _total(self, now, "the graph was captured without example inputs or just in time, or cannot be sized")
         limit = self.limit
         if self.sign:
             was = _total(self, before, "the plan does not have it; write it anew with --update")

@@ -6,16 +6,19 @@ Decisions, casts and totals are compared; lines, times and versions never are.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import msgspec
 import torch
+from torch import nn
 
 from passes.contract.errors import PlanError
 from passes.contract.plan import Plan
+from passes.ops.facts import Machine, as_on
 
+from ...convert import plan_of
 from ...module.module import ConvertedModule
 from ..diff.diff import Change, GraphDiff, diff
 from ..record.build import record_of
@@ -69,53 +72,92 @@ class Outcome:
         return made
 
 
-def with_totals(module: ConvertedModule) -> tuple[Plan, Record]:
-    """Return the plan of a converted module with its totals, and its record."""
-    record = record_of(module)
+def with_totals(module: nn.Module) -> tuple[Plan, Record]:
+    """Return the plan of a converted module with its totals, and its record.
+
+    Of a model that was compiled at its first call the record says nothing of sizes, and the totals count decisions.
+    """
+    plan = plan_of(module)
+    record = record_of(module if isinstance(module, ConvertedModule) else plan)
     found = {key: getattr(record.totals, key) for key in KEYS}
-    return replace(module.plan, totals={k: v for k, v in found.items() if v is not None}), record
+    return replace(plan, totals={k: v for k, v in found.items() if v is not None}), record
 
 
 def check(
-    target: str, module: ConvertedModule, plan: str | os.PathLike[str] | None, budgets: Sequence[Budget], update: bool
-) -> Outcome:
+    target: str, make: Callable[[Plan | None], nn.Module], plan: str | os.PathLike[str] | None,
+    budgets: Sequence[Budget], update: bool,
+) -> Outcome:  # fmt: skip
     """Compare a converted model with its plan, and its totals with budgets.
+
+    It is decided by the measured facts that the plan was made with, whichever machine this is.
 
     Args:
         target: what the outcome calls it.
-        module: converted.
+        make: converts the model. Where costs are measured it is given the plan to replay, for times are never the same.
         plan: path of the committed plan; None for none.
         budgets: limits of totals.
-        update: write the plan where it is missing or has changed.
+        update: write the plan where it is missing or has changed, by the facts of this machine.
 
     Raises:
         PlanError: the plan is missing, cannot be read, or is of another model.
         PolicyError: a budget is of a total that is not known.
     """
-    now, record = with_totals(module)
-    before = None if plan is None else _committed(plan, update)
-    found = GraphDiff("", "", ()) if before is None else _difference(before, now, os.fspath(plan or ""), update)
+    name = "" if plan is None else os.fspath(plan)
+    before = _committed(name, update) if name else None
+    try:
+        now, record = _made(make, None if update else before, name)
+    except _NoLonger as e:
+        said = f"{target}: the model no longer fits {name}, made with measured costs: {e}"
+        return Outcome(target, CHANGED, said, plan=name)
+    found = GraphDiff("", "", ()) if before is None else _difference(before, now, name, update)
     against = now if update else before
     broken = [text for b in budgets if (text := b.broken(now.totals, against.totals if against else None))]
-    places = {n.key: Place(n.file, n.line) for n in record.nodes if n.line}
-    wrote = update and plan is not None and (before is None or bool(found))
-    if wrote and plan is not None:
-        now.save(plan)
-    changes = () if update else found.changes
-    status = CHANGED if changes or broken else KEPT
+    wrote = bool(name) and update and (before is None or bool(found))
+    if wrote:
+        now.save(name)
+    changes = () if update else tuple(found.changes)
     return Outcome(
-        target, status, _message(target, found, before, now, broken, os.fspath(plan or ""), wrote), tuple(changes),
-        {c.key: places[c.key] for c in changes if c.key in places}, tuple(broken), dict(now.totals),
-        os.fspath(plan or ""),
+        target, CHANGED if changes or broken else KEPT, _message(target, found, before, now, broken, name, wrote),
+        changes, _places(record, changes), tuple(broken), dict(now.totals), name,
     )  # fmt: skip
 
 
-def _committed(plan: str | os.PathLike[str], update: bool) -> Plan | None:
+class _NoLonger(Exception):  # noqa: N818 - a signal inside this file, not an error
+    """A plan with measured costs cannot be replayed any more."""
+
+
+def _made(make: Callable[[Plan | None], nn.Module], before: Plan | None, name: str) -> tuple[Plan, Record]:
+    """Return what is decided now, by the facts of the plan that it will be compared with."""
+    replayed = before if before is not None and before.policy.cost == "measured" else None
+    with as_on(None if before is None else _machine(before, name)):
+        try:
+            return with_totals(make(replayed))
+        except PlanError as e:
+            if replayed is None:
+                raise
+            raise _NoLonger(str(e)) from e
+
+
+def _places(record: Record, changes: Iterable[Change]) -> dict[str, Place]:
+    """Return where the author made the nodes that changed."""
+    places = {n.key: Place(n.file, n.line) for n in record.nodes if n.line}
+    return {c.key: places[c.key] for c in changes if c.key in places}
+
+
+def _committed(plan: str, update: bool) -> Plan | None:
     if Path(plan).exists():
         return Plan.load(plan, newer=True)
     if update:
         return None
-    raise PlanError(f"there is no plan {os.fspath(plan)!r} yet: write it with --update, and commit it")
+    raise PlanError(f"there is no plan {plan!r} yet: write it with --update, and commit it")
+
+
+def _machine(plan: Plan, name: str) -> Machine | None:
+    """Return the machine by whose facts a plan was made; None for this one, as in plans that do not say."""
+    found = Machine.parse(plan.machine) if plan.machine else None
+    if plan.machine and found is None:
+        raise PlanError(f"{name} was made by the facts of {plan.machine!r:.80}, no machine; write it with --update")
+    return found
 
 
 def _difference(before: Plan, now: Plan, name: str, update: bool) -> GraphDiff:
@@ -164,7 +206,8 @@ def _message(
     text = f"{target}: {', '.join(parts) or 'as planned'}"
     made = () if before is None else [
         f"made with {name} {old}; this is {new}" for name, old, new in (
-            ("torch", before.torch_version, str(torch.__version__)), ("fxamp", before.fxamp_version, now.fxamp_version)
+            ("torch", before.torch_version, str(torch.__version__)),
+            ("fxamp", before.fxamp_version, now.fxamp_version), ("the facts of", before.machine, now.machine),
         ) if old and old != new
     ]  # fmt: skip
     return f"{text} ({'; '.join(made)})" if found and made else text

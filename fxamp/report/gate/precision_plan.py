@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import re
 import unicodedata
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 from torch import nn
 
 from passes.contract.errors import PlanError
+from passes.contract.plan import Plan
 from passes.contract.policy import Policy
 
 from ...convert import to_read
@@ -62,14 +64,19 @@ class PrecisionPlan:
         shown = path.relative_to(self._root).as_posix() if path.is_relative_to(self._root) else path.as_posix()
         if not self._update and not path.exists():
             pytest.fail(f"there is no {shown} yet: write it with pytest {OPTION}, and commit it", pytrace=False)
-        module = model if isinstance(model, ConvertedModule) else to_read(model, args, kwargs, Policy.of(policy))
-        said = "there was none" if not path.exists() else _changed(shown, module, path)
+        asked = Policy.of(policy)
+
+        def make(replayed: Plan | None) -> nn.Module:
+            given = isinstance(model, ConvertedModule)
+            return model if given else to_read(model, args, kwargs, asked, replayed=replayed)
+
+        said = "there was none" if not path.exists() else _changed(shown, make, path)
         if said is None:
             return
         if not self._update:
             pytest.fail(f"{said}\nIf that is meant, write it anew with pytest {OPTION}", pytrace=False)
         path.parent.mkdir(parents=True, exist_ok=True)
-        with_totals(module)[0].save(path)
+        with_totals(make(None))[0].save(path)
         pytest.fail(f"wrote {shown}, to be read and committed; before that\n{said}", pytrace=False)
 
     def _claimed(self, name: str) -> Path:
@@ -93,10 +100,10 @@ class PrecisionPlan:
         return path
 
 
-def _changed(shown: str, module: ConvertedModule, path: Path) -> str | None:
+def _changed(shown: str, make: Callable[[Plan | None], nn.Module], path: Path) -> str | None:
     """Say how a model differs from its plan, or why that cannot be told; None where it does not."""
     try:
-        found = check(shown, module, path, (), update=False)
+        found = check(shown, make, path, (), update=False)
     except PlanError as e:
         return str(e).replace("--update", OPTION)  # which is what it is called here
     return None if found.status == KEPT else to_text([found])

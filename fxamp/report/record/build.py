@@ -13,8 +13,8 @@ import torch
 from torch.fx import GraphModule, Node
 
 from passes.contract.plan import Decision, Plan
+from passes.graph.notes import is_inserted
 from passes.graph.values import LOW, frames, own_frame
-from passes.notes import is_inserted
 from passes.ops.rules import RULES
 
 from ...module.module import ConvertedModule
@@ -86,7 +86,7 @@ def _sizes(module: GraphModule, **how: Any) -> dict[Node, Size] | None:
 def _autocast(module: ConvertedModule) -> tuple[str, torch.dtype] | None:
     """Return the autocast that a module is compared with, where the model is on its device and anything is rounded."""
     policy = module.plan.policy
-    if policy.dtype is None or policy.device is None or policy.level == "O0":
+    if policy.dtype is None or policy.device is None or not policy.level.rounds:
         return None
     here = all(t.device.type == policy.device for t in (*module.parameters(), *module.buffers()))
     return (policy.device, policy.dtype) if here else None

@@ -10,8 +10,8 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 from torch.fx import Graph, Node
 
+from passes.graph.notes import is_inserted, note_of
 from passes.graph.values import keys
-from passes.notes import is_inserted, note_of
 
 from .record import Read
 

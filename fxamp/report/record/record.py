@@ -13,7 +13,7 @@ from typing import Any, Literal
 import msgspec
 
 from passes.contract.errors import PlanError
-from passes.contract.plan import strictly
+from passes.contract.plan_format import strictly
 
 RECORD_VERSION = 1
 SCHEMA = Path(__file__).parents[2] / "schemas" / "record.json"

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Interpreter, Node
 from torch.utils.flop_counter import FlopCounterMode
 
-from passes._torch import FakeTensorMode, pytree, quiet_fakes
+from passes._torch import FakeTensorMode, pytree, quiet_fakes, storage_id
 from passes.contract.errors import FxampError
+from passes.graph.notes import is_inserted
 from passes.graph.values import no_autocast
-from passes.notes import is_inserted
 
 from ...capture.model.tensors import held, kept
 from ...trust.check import same_random_state
@@ -141,8 +141,8 @@ class _Walk(Interpreter):
 
         def pack(tensor: Tensor) -> Tensor:
             storage = tensor.untyped_storage()
-            if not isinstance(tensor, nn.Parameter) and storage._cdata not in self._kept:
-                self._kept.add(storage._cdata)
+            if not isinstance(tensor, nn.Parameter) and storage_id(storage) not in self._kept:
+                self._kept.add(storage_id(storage))
                 self._alive.append(storage)
                 saved.append(storage.nbytes())
             return tensor

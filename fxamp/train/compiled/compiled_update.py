@@ -14,6 +14,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from passes._torch import dynamo_errors
+
+from ..ranks.ranks import Ranks
 from ..scale.scaler import LossScaler
 from ..window.conditional import gradients, has_state, holds_inf_or_nan, is_fused, parameters
 from ..window.result import HeldBack
@@ -37,12 +40,14 @@ class CompiledUpdate:
         self._rates: dict[int, Tensor] = {}
         self._constants = Constants()
 
-    def takes(self, optimizers: Sequence[Optimizer]) -> bool:
+    def takes(self, optimizers: Sequence[Optimizer], ranks: Ranks) -> bool:
         """Say whether the end of this window is compiled; if not, `eager` says why."""
-        self.eager = self._why_not(optimizers)
+        self.eager = self._why_not(optimizers, ranks)
         return not self.eager
 
-    def _why_not(self, optimizers: Sequence[Optimizer]) -> str:
+    def _why_not(self, optimizers: Sequence[Optimizer], ranks: Ranks) -> str:
+        if ranks.spread or ranks.decide_apart:
+            return "ranks agree on whether to step, between unscaling and stepping"
         if not self.region.settings.fuses:
             return f"'{self.region.settings.name}' makes no kernels, so nothing would be gained"
         if self.region.fallbacks:
@@ -67,6 +72,7 @@ class CompiledUpdate:
         scaler: LossScaler,
         optimizers: Sequence[Optimizer],
         max_grad_norm: float | None,
+        ranks: Ranks,
         nothing_kept: Tensor | None = None,
         overflow: Tensor | None = None,
     ) -> Update:
@@ -80,14 +86,14 @@ class CompiledUpdate:
                 founds, norm = self.region(optimizers, live, states, inverse, nothing_kept, max_grad_norm)
         except _NotCompiled:
             self.eager = "torch.compile is off where it was called"
-            return take_step(scaler, optimizers, max_grad_norm, nothing_kept, overflow)
-        except (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit) as error:
+            return take_step(scaler, optimizers, max_grad_norm, ranks, nothing_kept, overflow)
+        except (dynamo_errors().TorchDynamoException, dynamo_errors().FailOnRecompileLimitHit) as error:
             if self.region.failed:
                 raise
             # One graph or none: nothing of it has run.
             self.eager = str(error).strip().partition("\n")[0]
             self.region.fallbacks.append(self.eager)
-            return take_step(scaler, optimizers, max_grad_norm, nothing_kept, overflow)
+            return take_step(scaler, optimizers, max_grad_norm, ranks, nothing_kept, overflow)
         if self.region.settings.captures:  # out of the graph's memory
             founds = [None if found is None else found.clone() for found in founds]
             norm = None if norm is None else norm.clone()

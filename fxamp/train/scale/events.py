@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import torch
 
+from ..ranks.shards import agree, groups_of, local
+
 
 class ScaleEvent(NamedTuple):
     """One `update()` of a loss scale.
@@ -42,24 +44,31 @@ class Event(NamedTuple):
 
 
 class Culprits:
-    """Which of several gradients hold an inf or a NaN, as flags on the device."""
+    """Which of several gradients hold an inf or a NaN, on any rank that has a part of them, as flags on the device."""
 
     def __init__(self, gradients: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Look at gradients, each with the name of its parameter; nothing is read from the device."""
         self._names: list[str] = []
+        self._flags: torch.Tensor | None = None
         flags: list[torch.Tensor] = []
+        found: list[torch.Tensor] = []
         for name, gradient in gradients:
-            values = gradient.coalesce().values() if gradient.is_sparse else gradient
+            values = gradient.coalesce().values() if gradient.is_sparse else local(gradient)
             self._names.append(name)
-            flags.append(torch.stack((values.isinf().any(), values.isnan().any())))
-        self._flags = torch.stack([flag.to(flags[0].device) for flag in flags]) if flags else None
+            found.append(gradient)
+            flags.append(torch.stack((values.isinf().any(), values.isnan().any())).float())
+        if flags:
+            self._flags = agree(torch.stack([flag.to(flags[0].device) for flag in flags]), groups_of(found))
+
+    def all(self) -> list[tuple[str, str]]:
+        """Return those that are not finite, each with what is in it: "inf", "NaN", or both."""
+        flags: list[tuple[float, float]] = [] if self._flags is None else self._flags.tolist()
+        kinds = {(1.0, 0.0): "inf", (0.0, 1.0): "NaN", (1.0, 1.0): "inf and NaN"}
+        return [(name, kinds[inf, nan]) for name, (inf, nan) in zip(self._names, flags, strict=True) if inf or nan]
 
     def first(self) -> str:
         """Return the first one with what is wrong with it, "" where all are finite."""
-        for name, (inf, nan) in zip(self._names, [] if self._flags is None else self._flags.tolist(), strict=True):
-            if inf or nan:
-                return f"{name} ({'inf and NaN' if inf and nan else 'inf' if inf else 'NaN'})"
-        return ""
+        return next((f"{name} ({kind})" for name, kind in self.all()), "")
 
 
 class SkipsInARow:
@@ -90,10 +99,3 @@ class SkipsInARow:
             for skipped in torch.stack(flags).tolist():
                 self._known = self._known + 1 if skipped else 0
         return self._known
-
-
-def not_finite(grad: torch.Tensor) -> str:
-    """Say what is wrong with a gradient: "inf", "NaN", both, or nothing."""
-    values = grad.coalesce().values() if grad.is_sparse else grad
-    kinds = {"inf": torch.isinf(values), "NaN": torch.isnan(values)}
-    return " and ".join(kind for kind, where in kinds.items() if bool(where.any()))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -17,7 +18,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from passes.contract.errors import PolicyError, ScaleCollapseError
 
-from .events import Culprits, Event, ScaleEvent, SkipsInARow, not_finite
+from ..ranks.shards import agree, groups_of, is_spread, with_local_gradient
+from .events import Culprits, Event, ScaleEvent, SkipsInARow
 from .settings import (
     Extensions,
     refuse_low_parameters,
@@ -54,6 +56,20 @@ class LossScaler(torch.amp.GradScaler):
     `hysteresis` needs to know on the host whether a step was skipped. GradScaler reads that for ordinary optimizers
     anyway; for fused ones, which decide on the device, each update then costs one synchronisation. `max_skips` costs
     one in as many updates as it allows to be skipped.
+
+    Raises:
+        PolicyError: A setting cannot be used; the message says what can.
+
+    Example:
+        >>> scaler = fxamp.LossScaler(init_scale=1024.0, min_scale=1.0, max_skips=20)
+        >>> scaler.scale(nn.functional.cross_entropy(converted(x), y)).backward()
+        >>> _ = scaler.step(optimizer)
+        >>> scaler.update()
+        >>> optimizer.zero_grad()
+        >>> scaler.get_scale(), scaler.kind
+        (1024.0, 'dynamic')
+        >>> scaler.history
+        (ScaleEvent(update=1, scale=1024.0, skipped=False, culprit=''),)
     """
 
     def __init__(
@@ -101,9 +117,12 @@ class LossScaler(torch.amp.GradScaler):
         return tuple(event.read() for event in self._events)
 
     def name_parameters(self, named_parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Give parameters the names that errors call them by, as `model.named_parameters()` lists them.
+        """Give parameters, of any shapes, the names that errors call them by, as `model.named_parameters()` lists them.
 
         Not needed for an optimizer that was itself given named parameters.
+
+        Example:
+            >>> fxamp.LossScaler().name_parameters(model.named_parameters())
         """
         self._names.update((param, name) for name, param in named_parameters)
 
@@ -118,12 +137,20 @@ class LossScaler(torch.amp.GradScaler):
 
         Args:
             loss: A tensor of one element, not scaled.
-            inputs: What to differentiate with respect to.
+            inputs: What to differentiate with respect to, of any shape.
             create_graph: As in `torch.autograd.grad`: what comes out can be differentiated again.
 
         Returns:
-            The gradients as `torch.autograd.grad` gives them, unscaled; in FP32 where they were low, since what the
-            scale brings into the range of FP16 is out of it again without.
+            The gradients as `torch.autograd.grad` gives them, of the inputs' shapes, unscaled; in FP32 where they were
+            low, since what the scale brings into the range of FP16 is out of it again without.
+
+        Example:
+            >>> scaler = fxamp.LossScaler()
+            >>> loss = nn.functional.cross_entropy(converted(x), y)
+            >>> gradients = scaler.grad(loss, list(model.parameters()), create_graph=True)
+            >>> penalty = sum(g.square().sum() for g in gradients)
+            >>> scaler.scale(loss + 0.1 * penalty).backward()
+            >>> optimizer.zero_grad()
         """
         found = torch.autograd.grad(self.scale(loss), inputs, create_graph=create_graph)
         if not self._enabled or self._scale is None:
@@ -135,37 +162,79 @@ class LossScaler(torch.amp.GradScaler):
         """Tell whether `optimizer`'s gradients were not finite, between `unscale_` or `step` and `update`.
 
         After `step` of an ordinary optimizer the answer is known; otherwise it is read from the device, once.
+
+        Example:
+            >>> fxamp.LossScaler().found_inf(optimizer)  # nothing was unscaled yet
+            False
         """
         state = self._per_optimizer_states.get(id(optimizer)) if self._enabled else None
         return state is not None and _overflowed(state)
 
     def held_back(self, optimizer: Optimizer) -> bool | torch.Tensor:
-        """Return what `found_inf` does; where that is on the device alone, a tensor of one element, read by nobody."""
+        """Return what `found_inf` does; where that is on the device alone, a tensor of shape (), read by nobody.
+
+        Example:
+            >>> fxamp.LossScaler().held_back(optimizer)
+            False
+        """
         state = self._per_optimizer_states.get(id(optimizer)) if self._enabled else None
         if state is None or "overflowed" in state:
             return state is not None and _overflowed(state)
         return _together(_found_infs([state]))
 
     def unscaled_found_inf(self, optimizer: Optimizer) -> torch.Tensor:
-        """Unscale the gradients of `optimizer` unless they are, and return whether one is not finite, unread."""
+        """Unscale the gradients of `optimizer` unless they are; return, unread and of shape (), 0 where all are finite.
+
+        Example:
+            >>> scaler = fxamp.LossScaler()
+            >>> scaler.scale(nn.functional.cross_entropy(converted(x), y)).backward()
+            >>> bool(scaler.unscaled_found_inf(optimizer))
+            False
+            >>> optimizer.zero_grad()
+        """
         if self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
             self.unscale_(optimizer)
         return torch.as_tensor(self.held_back(optimizer))
 
     def unscale_again(self, optimizer: Optimizer) -> None:
-        """Unscale the gradients of `optimizer`, of which a step may have several in turn; none is looked at."""
+        """Unscale the gradients of `optimizer`, of which a step may have several in turn; none is looked at.
+
+        Example:
+            >>> weight = nn.Parameter(torch.ones(1))
+            >>> sgd, scaler = torch.optim.SGD([weight]), fxamp.LossScaler(init_scale=8.0)
+            >>> scaler.scale(weight.sum()).backward()
+            >>> scaler.unscale_again(sgd)
+            >>> weight.grad
+            tensor([1.])
+        """
         inverse = self.inverse_scale()
         with torch.no_grad():
             for _, gradient in self._gradients([optimizer]):
                 gradient.mul_(inverse.to(gradient.device))
 
     def inverse_scale(self) -> torch.Tensor:
-        """Return what gradients are multiplied by to unscale them, as GradScaler computes it."""
+        """Return what gradients are multiplied by to unscale them, as GradScaler computes it: FP32, of shape ().
+
+        Example:
+            >>> scaler = fxamp.LossScaler(init_scale=8.0)
+            >>> _ = scaler.scale(torch.ones(()))
+            >>> scaler.inverse_scale()
+            tensor(0.1250)
+        """
         assert self._scale is not None, "a loss was scaled"
         return self._scale.double().reciprocal().float()
 
     def note(self, optimizer: Optimizer, held_back: bool | torch.Tensor) -> None:
-        """Note what became of an optimizer that did not step by `step`; a tensor is read by nobody."""
+        """Note what became of an optimizer that did not step by `step`; a tensor, of one element, is read by nobody.
+
+        Example:
+            >>> scaler = fxamp.LossScaler(init_scale=8.0)
+            >>> _ = scaler.scale(torch.ones(()))
+            >>> scaler.note(optimizer, held_back=True)
+            >>> scaler.update()
+            >>> scaler.get_scale()
+            4.0
+        """
         if self._enabled:
             assert self._scale is not None, "a loss was scaled"
             state = self._per_optimizer_states[id(optimizer)]
@@ -174,11 +243,35 @@ class LossScaler(torch.amp.GradScaler):
             found = torch.as_tensor(held_back, dtype=torch.float32, device=self._scale.device).view(())
             state.update(optimizer=optimizer, found_inf_per_device={found.device: found})
 
+    def found_infs(self, optimizers: Sequence[Optimizer]) -> list[torch.Tensor]:
+        """Return what says that gradients of optimizers, which are unscaled, are not finite; nothing where disabled.
+
+        Returns:
+            Tensors of one element, on the devices of the gradients: not 0 where a gradient is not finite.
+
+        Example:
+            >>> scaler = fxamp.LossScaler()
+            >>> scaler.scale(nn.functional.cross_entropy(converted(x), y)).backward()
+            >>> scaler.unscale_(optimizer)
+            >>> [found.item() for found in scaler.found_infs([optimizer])]
+            [0.0]
+            >>> optimizer.zero_grad()
+        """
+        return _found_infs([self._per_optimizer_states[id(o)] for o in optimizers]) if self._enabled else []
+
     def join_found_inf(self, optimizers: Sequence[Optimizer]) -> None:
-        """Let optimizers whose gradients are unscaled be held back together, if one is; nothing is read."""
-        states = [self._per_optimizer_states[id(optimizer)] for optimizer in optimizers]
-        together = _together(_found_infs(states))
-        for found in _found_infs(states):
+        """Let optimizers whose gradients are unscaled be held back together, if one is; nothing is read.
+
+        Example:
+            >>> scaler = fxamp.LossScaler()
+            >>> scaler.scale(nn.functional.cross_entropy(converted(x), y)).backward()
+            >>> scaler.unscale_(optimizer)
+            >>> scaler.join_found_inf([optimizer])
+            >>> optimizer.zero_grad()
+        """
+        founds = self.found_infs(optimizers)
+        together = _together(founds)
+        for found in founds:
             found.copy_(together)
 
     def unscale_(self, optimizer: Optimizer) -> None:
@@ -186,6 +279,13 @@ class LossScaler(torch.amp.GradScaler):
 
         Raises:
             PolicyError: A trainable parameter is float16 or bfloat16.
+
+        Example:
+            >>> scaler = fxamp.LossScaler()
+            >>> scaler.scale(nn.functional.cross_entropy(converted(x), y)).backward()
+            >>> scaler.unscale_(optimizer)  # so that they can be clipped
+            >>> norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            >>> optimizer.zero_grad()
         """
         if self._enabled:
             # GradScaler's own words come first: people search for them.
@@ -195,13 +295,32 @@ class LossScaler(torch.amp.GradScaler):
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         """Update the scale as GradScaler does, within the bounds that were set.
 
+        Args:
+            new_scale: The scale from now on: a number, or an FP32 tensor of one element that needs no gradient.
+
         Raises:
             ScaleCollapseError: This was the `max_skips`-th update in a row in which a step was skipped.
+
+        Example:
+            >>> scaler = fxamp.LossScaler(max_scale=256.0, init_scale=256.0)
+            >>> _ = scaler.scale(torch.ones(()))
+            >>> scaler.update(512.0)
+            >>> scaler.get_scale()
+            256.0
         """
         self._update(new_scale, None)
 
     def update_after(self, overflow: torch.Tensor | None) -> None:
-        """Update the scale; where `overflow` is not 0, as after an overflow, though no step was skipped."""
+        """Update the scale; where `overflow`, of shape (), is not 0, as after an overflow, though no step was skipped.
+
+        Example:
+            >>> scaler = fxamp.LossScaler(init_scale=8.0)
+            >>> _ = scaler.scale(torch.ones(()))
+            >>> scaler.note(optimizer, held_back=False)
+            >>> scaler.update_after(torch.tensor(1.0))
+            >>> scaler.get_scale()
+            4.0
+        """
         self._update(None, overflow)
 
     def _update(self, new_scale: float | torch.Tensor | None, overflow: torch.Tensor | None) -> None:
@@ -241,22 +360,38 @@ class LossScaler(torch.amp.GradScaler):
         return hysteresis > 1 and 0 < self._in_a_row.read() < hysteresis
 
     def set_growth_factor(self, new_factor: float) -> None:
-        """Set a new growth factor, checked as at construction."""
+        """Set a new growth factor: a finite number greater than 1, or it is a PolicyError.
+
+        Example:
+            >>> fxamp.LossScaler().set_growth_factor(1.5)
+        """
         require_growth_factor(new_factor)
         super().set_growth_factor(new_factor)
 
     def set_backoff_factor(self, new_factor: float) -> None:
-        """Set a new backoff factor, checked as at construction."""
+        """Set a new backoff factor: a number between 0 and 1, or it is a PolicyError.
+
+        Example:
+            >>> fxamp.LossScaler().set_backoff_factor(0.25)
+        """
         require_backoff_factor(new_factor)
         super().set_backoff_factor(new_factor)
 
     def set_growth_interval(self, new_interval: int) -> None:
-        """Set a new growth interval, checked as at construction."""
+        """Set a new growth interval, in updates: a positive int, or it is a PolicyError.
+
+        Example:
+            >>> fxamp.LossScaler().set_growth_interval(100)
+        """
         require_count("growth_interval", new_interval)
         super().set_growth_interval(new_interval)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return GradScaler's state, with the extensions under the key "fxamp". A GradScaler can load it."""
+        """Return GradScaler's state, with the extensions under the key "fxamp". A GradScaler can load it.
+
+        Example:
+            >>> torch.amp.GradScaler("cpu").load_state_dict(fxamp.LossScaler().state_dict())
+        """
         state = super().state_dict()
         if self._enabled:
             state["fxamp"] = {**self._extensions._asdict(), "overflows_in_a_row": self._in_a_row.read()}
@@ -267,6 +402,15 @@ class LossScaler(torch.amp.GradScaler):
 
         As GradScaler's settings do, the saved extensions replace the present ones; a GradScaler's state, which has
         none, leaves them. The scale is brought within the bounds.
+
+        Raises:
+            PolicyError: A saved extension cannot be used.
+
+        Example:
+            >>> scaler = fxamp.LossScaler(max_scale=1024.0, init_scale=1.0)
+            >>> scaler.load_state_dict(torch.amp.GradScaler("cpu").state_dict())
+            >>> scaler.get_scale()
+            1024.0
         """
         if not self._enabled:
             return
@@ -301,7 +445,13 @@ class LossScaler(torch.amp.GradScaler):
     ) -> dict[torch.device, torch.Tensor]:
         # GradScaler knows its optimizers by id only. This is the one place all of them pass.
         self._per_optimizer_states[id(optimizer)]["optimizer"] = optimizer
-        return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        gradients = [gradient for _, gradient in self._gradients([optimizer])]
+        if not any(map(is_spread, gradients)):
+            return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        # torch takes gradients of one mesh alone, and asks other ranks only where the first of them is sharded.
+        parts: Any = SimpleNamespace(param_groups=[{"params": list(map(with_local_gradient, gradients))}])
+        found = super()._unscale_grads_(parts, inv_scale, found_inf, allow_fp16)
+        return {device: agree(flag, groups_of(gradients)) for device, flag in found.items()}
 
     def _maybe_opt_step(
         self, optimizer: Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
@@ -327,7 +477,7 @@ class LossScaler(torch.amp.GradScaler):
 
     def _collapse_message(self, states: Sequence[dict[str, Any]]) -> str:
         optimizers = [state["optimizer"] for state in states if _found_infs([state])]
-        bad = [(name, kind) for name, grad in self._gradients(optimizers) if (kind := not_finite(grad))]
+        bad = Culprits(self._gradients(optimizers)).all()
         shown = ", ".join(f"{name} ({kind})" for name, kind in bad[:3]) or "unknown, their gradients are gone already"
         more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
         if any("NaN" in kind for _, kind in bad):

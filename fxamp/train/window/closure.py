@@ -5,15 +5,19 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from passes.contract.errors import PolicyError
 
+from ..ranks.ranks import Ranks
+from ..ranks.replicas import exchanging
 from ..scale.scaler import LossScaler
 from .conditional import gradients, holds_inf_or_nan, parameters
+from .loss import LossFunction, loss_of
 
 
 def needs_closure(optimizer: Optimizer) -> bool:
@@ -40,7 +44,7 @@ def refuse_company(optimizers: Sequence[Optimizer], max_grad_norm: float | None,
         )
 
 
-def step_by_closure(optimizer: Optimizer, scaler: LossScaler, run: Callable[[], Tensor]) -> bool:
+def step_by_closure(optimizer: Optimizer, scaler: LossScaler, run: Callable[[], Tensor], ranks: Ranks) -> bool:
     """Let an optimizer step that evaluates the loss itself; return whether it was held back.
 
     With loss scaling, a gradient that is not finite takes back the whole step, whichever evaluation it comes from.
@@ -50,6 +54,7 @@ def step_by_closure(optimizer: Optimizer, scaler: LossScaler, run: Callable[[], 
         scaler: Of the window.
         run: Runs the window's micro-batches forward and backward, from gradients of None, with the loss scale in
             them; returns their loss, without it.
+        ranks: Who has to agree that gradients are finite.
     """
     before = [p.detach().clone() for p in parameters(optimizer)]
     state = copy.deepcopy(optimizer.state_dict())
@@ -60,7 +65,9 @@ def step_by_closure(optimizer: Optimizer, scaler: LossScaler, run: Callable[[], 
             loss = run()
         if scaler.is_enabled():
             scaler.unscale_again(optimizer)
-            if holds_inf_or_nan(gradients([optimizer])).item():
+            found = holds_inf_or_nan(gradients([optimizer]))
+            ranks.agree([found])
+            if found.item():
                 raise _NotFinite
         return loss
 
@@ -75,6 +82,26 @@ def step_by_closure(optimizer: Optimizer, scaler: LossScaler, run: Callable[[], 
         optimizer.load_state_dict(state)
     scaler.note(optimizer, held_back)
     return held_back
+
+
+def run_window(
+    model: nn.Module,
+    loss_fn: LossFunction | None,
+    micro_batches: Sequence[tuple[Any, Any]],
+    scaler: LossScaler,
+    ranks: Ranks,
+) -> Tensor:
+    """Run the micro-batches of a window forward and backward, each inputs and target; return the mean of their losses.
+
+    Ranks exchange gradients in the last backward.
+    """
+    losses = []
+    for index, (inputs, target) in enumerate(micro_batches):
+        with exchanging(ranks.replicas, index + 1 == len(micro_batches)):
+            loss = loss_of(model, loss_fn, inputs, target) / len(micro_batches)
+            scaler.scale(loss).backward()
+            losses.append(loss.detach())
+    return torch.stack(losses).sum()
 
 
 class _NotFinite(Exception):  # noqa: N818 - no error: nobody but `step_by_closure` sees it

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
+from ..ranks.shards import agree, groups_of, local
 from .result import HeldBack
 
 
@@ -28,8 +29,10 @@ def gradients(optimizers: Iterable[Optimizer]) -> list[Tensor]:
 
 
 def holds_inf_or_nan(tensors: list[Tensor]) -> Tensor:
-    """Return 1.0 on the device if any number is not finite, else 0.0."""
-    return (~nn.utils.get_total_norm([t for t in tensors if t.numel()], float("inf")).isfinite()).float()
+    """Return 1.0 on the device if any number is not finite, on any rank that has a part of them, else 0.0."""
+    parts = [part for tensor in tensors if (part := local(tensor)).numel()]
+    found = (~nn.utils.get_total_norm(parts, float("inf")).isfinite()).float()
+    return agree(found, groups_of(tensors))
 
 
 def is_fused(optimizer: Optimizer) -> bool:

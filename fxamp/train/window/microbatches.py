@@ -62,9 +62,5 @@ class KeptMicroBatches:
             else:
                 p.grad = before
 
-    def overflow(self) -> Tensor:
-        """Return 1.0 where a micro-batch was left out, else 0.0."""
-        return (torch.as_tensor(self.kept) < self.seen).float()
-
     def _parameters(self) -> list[Tensor]:
         return [p for optimizer in self._optimizers for p in parameters(optimizer)]

@@ -20,13 +20,18 @@ class StepResult:
     read, and waited for, when such a value is first asked for; `loss` and `grad_norm` are tensors.
 
     Attributes:
-        loss: The loss of this micro-batch as `loss_fn` gave it: undivided, unscaled, detached. `flush` gives that of
-            the last micro-batch, NaN when there was none.
-        grad_norm: The norm of the unscaled gradients before clipping, None where nothing is clipped.
+        loss: The loss of this micro-batch as `loss_fn` gave it, of shape (): undivided, unscaled, detached. `flush`
+            gives that of the last micro-batch, NaN when there was none.
+        grad_norm: The norm of the unscaled gradients before clipping, of shape (); None where nothing is clipped.
         accumulating: Whether the window goes on.
         held_back: Per optimizer, in order; None for one that had no gradients.
         given_scale: See `scale`.
         given_kept: See `kept`.
+
+    Example:
+        >>> result = step(x, y)
+        >>> result.loss.shape, result.stepped, result.skipped, result.scale, result.kept, result.reason
+        (torch.Size([]), True, False, 1.0, 1, 'stepped')
     """
 
     loss: torch.Tensor

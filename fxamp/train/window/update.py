@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..ranks.ranks import Ranks
+from ..ranks.shards import is_spread, local, total_norm
 from ..scale.scaler import LossScaler
 from .conditional import can_be_taken_back, gradients, holds_inf_or_nan, is_fused, parameters, step_where_finite
 from .result import HeldBack
@@ -22,17 +24,11 @@ class Update(NamedTuple):
     grad_norm: Tensor | None
 
 
-def multiply(optimizers: Sequence[Optimizer], factor: float | Tensor) -> None:
-    """Multiply all gradients, before they are unscaled, so that the check for inf sees the outcome."""
-    with torch.no_grad():
-        for gradient in gradients(optimizers):
-            gradient.mul_(factor)
-
-
 def take_step(
     scaler: LossScaler,
     optimizers: Sequence[Optimizer],
     max_grad_norm: float | None,
+    ranks: Ranks,
     nothing_kept: Tensor | None = None,
     overflow: Tensor | None = None,
 ) -> Update:
@@ -44,17 +40,21 @@ def take_step(
         scaler: Of the window; its scale is in the gradients.
         optimizers: Those that have gradients.
         max_grad_norm: To which the gradients of all together are clipped; None does not even measure them.
+        ranks: Who has to agree on it.
         nothing_kept: Not 0, on the device, where the gradients are of nothing.
         overflow: Not 0, on the device, where the scale backs off though the optimizers may step.
     """
     grad_norm, found_inf = None, nothing_kept
-    if max_grad_norm is not None:
+    if max_grad_norm is not None or ranks.decide_apart:
         for optimizer in optimizers:
             scaler.unscale_(optimizer)
+        ranks.agree(scaler.found_infs(optimizers))
+    if max_grad_norm is not None:
         if scaler.is_enabled():
             scaler.join_found_inf(optimizers)
         else:
             found_inf = holds_inf_or_nan(gradients(optimizers))
+            ranks.agree([found_inf])
         grad_norm = clip([p for optimizer in optimizers for p in parameters(optimizer)], max_grad_norm)
     held_back: dict[Optimizer, HeldBack] = {}
     for optimizer in optimizers:
@@ -78,6 +78,14 @@ def _step_scaled(scaler: LossScaler, optimizer: Optimizer) -> HeldBack:
 
 def clip(params: Sequence[Tensor], max_norm: float) -> Tensor:
     """Clip the gradients to `max_norm` and give the norm that they had."""
+    found = [p.grad for p in params if p.grad is not None]
+    if not math.isinf(max_norm) and not any(map(is_spread, found)):
+        return nn.utils.clip_grad_norm_(params, max_norm)
+    norm = total_norm(found)
     if math.isinf(max_norm):  # measure only: inf/inf would make every gradient a NaN
-        return nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
-    return nn.utils.clip_grad_norm_(params, max_norm)
+        return norm
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch has it, which takes gradients of one mesh alone
+    with torch.no_grad():
+        for gradient in found:
+            local(gradient).mul_(factor.to(gradient.device))
+    return norm

@@ -1,7 +1,7 @@
 """What decides on a node, in order: the author, the policy, an autocast region, the level, at last the rule.
 
-The author comes first with casts, writes and reads of bits, then the policy with its overrides. Under autocast neither
-is asked but for casts and writes, which torch obeys too.
+The author's casts, in-place writes and reads of bits come first, then the policy's overrides. In the simulation of
+`torch.autocast` only casts and in-place writes come before the rule, since torch knows of nothing else.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from torch.fx import Node
 from ...colouring import AS_AUTOCAST, Colouring
 from ...contract.policy import module_override, op_override
 from ...contract.reasons import Code
+from ...graph.notes import Region, note_of
 from ...graph.values import ANY, may_alias, mutated_operands, out_operands
 from ...graph.values import LOW as LOW_DTYPES
-from ...notes import Region, note_of
 from ...ops import ops
 from ...ops.facts import rule_of
 from ...ops.rules import FOLLOW, FP32, LOW, PROMOTE
@@ -139,7 +139,7 @@ def _ruled(state: State, site: Site) -> Colouring:
     if state.aggressive:
         site = _at_level(state, site)
     if site.kind in (PROMOTE, FOLLOW) and not _moves_written(state, site) and _lowers(state, site):
-        code = Code.O2_LOW if state.policy.level == "O2" else Code.O3_LOW
+        code = Code.O3_LOW if state.policy.level.rounds_sensitive else Code.O2_LOW
         return all_to(state, site, site.low, code("not sensitive, beside low operands"))
     return by_kind(state, site)
 

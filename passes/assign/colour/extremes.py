@@ -11,16 +11,18 @@ After:  the same, angles FP32; cos is free
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.fx import Graph, Node
 
 from ..._torch import FakeTensor
+from ...form import Ensures, Unit
 from ...graph.literals import FP32_MAX, has_tiny, is_extreme, numbers
+from ...graph.notes import note, note_of
 from ...graph.values import ANY, LOW, is_floating
-from ...notes import note, note_of
 from ...ops import ops
 from ...ops.rules import Rule, row_named, row_of
 
@@ -38,6 +40,19 @@ def note_buffers(graph: Graph, attribute: Callable[[str], Any]) -> None:
             known = not isinstance(value, FakeTensor) and not value.is_meta
             number = known and value.dim() == 0 and value.is_floating_point()
             note(node, role="buffer", constant=float(value) if number else None)
+
+
+@dataclass(frozen=True)
+class NoteBuffers:
+    """Leave in `meta` which values of a graph are buffers or constants."""
+
+    name: ClassVar = "note-buffers"
+    ensures: ClassVar = Ensures.NOTHING_NEW
+
+    def __call__(self, unit: Unit) -> dict[str, int]:
+        """Note them; no edit is made."""
+        note_buffers(unit.graph, unit.attribute)
+        return {}
 
 
 class Extremes:

@@ -1,4 +1,4 @@
-"""After a node was coloured low: its Python numbers must fit, or be mended, or it stays FP32.
+"""Make the Python numbers of a low node representable: FP32's own bounds become the low dtype's, others keep it FP32.
 
 Before: masked_fill(scores: bf16, mask, -3.4028e+38)
 After:  masked_fill(scores: bf16, mask, -3.3895e+38)
@@ -11,9 +11,9 @@ import torch
 from ...colouring import Colouring
 from ...contract.reasons import Code
 from ...graph import literals
+from ...graph.notes import note_of
 from ...graph.values import LOW as LOW_DTYPES
 from ...graph.values import dtype_reference, mutated_operands
-from ...notes import note_of
 from ...ops.rules import KEEP, LOW
 from .operand_casts import all_to
 from .result_dtypes import result_dtypes

@@ -13,9 +13,9 @@ from ...contract.errors import PolicyError
 from ...contract.policy import module_override
 from ...contract.reasons import Code, Reason
 from ...graph import literals
+from ...graph.notes import note_of
 from ...graph.values import ANY, ELIGIBLE, dtype_reference, is_floating, module_path, out_operands, source
 from ...graph.values import LOW as LOW_DTYPES
-from ...notes import note_of
 from ...ops import ops
 from ...ops.facts import lacks_low
 from ...ops.rules import BANNED, COMPOSITE, FOLLOW, FP32, KEEP, LOW, PROMOTE

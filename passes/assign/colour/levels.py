@@ -28,7 +28,7 @@ def by_level(policy: Policy, site: Site, extreme: bool) -> str:
     if lacks_low(node, row, device) or row.no_low_backward:
         return FP32
     several = PROMOTE if kind == PROMOTE or len(site.floats) > 1 else FOLLOW
-    if policy.level == "O3" and not extreme:
+    if policy.level.rounds_sensitive and not extreme:
         return LOW if row.gives in ("float", "first") and not row.commutes else several
     if row.loss:  # FP32, but for one that only picks values out
         return FOLLOW if facts_of(node, device, low).commutes_forward else FP32

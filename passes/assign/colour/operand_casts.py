@@ -1,4 +1,6 @@
-"""Which operands of a node are cast: all to one dtype, only those that its kernel rejects mixed, or back as they were.
+"""Three ways to cast the operands of a node.
+
+`all_to` casts all to one dtype, `natural` only those that the kernel rejects mixed, `keep` back to the captured dtypes.
 
 Before: add(a: bf16, b: f32)
 After:  all_to(bf16): b is cast; natural: none; keep, where a was f32: a is cast

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,10 +11,11 @@ from torch.fx import Node
 
 from ...colouring import AS_AUTOCAST, Colouring
 from ...contract.reasons import Code
-from ...graph.values import ANY, ELIGIBLE, LOW
-from ...notes import note_of
+from ...graph.mixed import refuse_mixed
+from ...graph.notes import note_of
+from ...graph.values import ANY, ELIGIBLE
 from ...ops import ops
-from ...ops.rules import COMPOSITE, KEEP, rule
+from ...ops.rules import COMPOSITE, KEEP
 from .state import State, first_float
 
 
@@ -56,21 +56,3 @@ def _unified(state: State, node: Node, colouring: Colouring) -> Any:
         with contextlib.suppress(Exception):  # fake tensors cannot run this op at all
             return state.infer(node, lambda n, d=dtype: d if state.dtypes[n] in ELIGIBLE else state.dtypes[n])
     return state.original[node]
-
-
-def refuse_mixed(node: Node, dtype_of: Callable[[Node], Any]) -> None:
-    """Raise TypeError where a kernel rejects the float dtypes of its operands, for not every fake kernel does.
-
-    That of a norm takes weights of its input's dtype, or all of them FP32 beside a low input.
-    """
-    row = rule(ops.name(node))
-    if row is None:
-        return
-    held = [(o.name in row.uncast, dtype_of(o.node)) for o in ops.operands(node)]
-    first = {d for affine, d in held if not affine and d in ELIGIBLE}
-    affine = {d for affine, d in held if affine and d in ELIGIBLE}
-    if row.same_dtype and len(first | affine) > 1:
-        raise TypeError("the kernel takes operands of one floating dtype")
-    fits = not affine or affine == first or (affine == {torch.float32} and first <= {*LOW})
-    if "bias" in row.uncast and not fits:
-        raise TypeError("the kernel takes weights of its input's dtype, or FP32 ones beside a low input")

@@ -17,8 +17,8 @@ from ...contract.reasons import Code
 from ...graph.aliases import is_opaque
 from ...graph.bodies import Body, Border
 from ...graph.by_rows import original_dtypes
+from ...graph.notes import note_of
 from ...graph.values import ANY, ELIGIBLE, LOW, Aliases, is_floating, is_known, module_types, mutated_operands
-from ...notes import note_of
 from ...ops import ops
 from ...ops.facts import accumulates
 from ...ops.rules import KEEP, lookup, row_named, row_of
@@ -36,7 +36,7 @@ class Simulation(State):
         """Colour all nodes, in order."""
         self.restart()
         self._pinned_before = len(self.pinned)
-        if self.policy.level == "O0":
+        if not self.policy.level.rounds:
             return
         for node in self.graph.nodes:
             if not node.op.startswith("call"):
@@ -63,10 +63,8 @@ class Simulation(State):
 
     def _beside_autocast(self, value: Node) -> Any:
         """Return the dtype of an output that is read under autocast: the wider of its own and autocast's."""
-        held: Any = self.dtypes[value]
+        held: Any = note_of(value).low_of_its_own or self.dtypes[value]
         autocast: Any = self.reference.get(value)
-        if note_of(value).low_of_its_own:
-            return self.original[value]
         both = held in ELIGIBLE and autocast in ELIGIBLE
         return torch.promote_types(held, autocast) if both else held
 
@@ -82,7 +80,7 @@ class Simulation(State):
                 self.pinned.update(map(self.aliases.find, self._would_copy(members)))
         for node, colouring in self.colours.items():
             written = mutated_operands(node)
-            sums_low = self.policy.level == "O2" and not self.autocast and self._sums_low(node, written)
+            sums_low = self.policy.level.weighs and not self.autocast and self._sums_low(node, written)
             if sums_low or any(o.node in written and (o.name, o.index) in colouring.casts for o in ops.operands(node)):
                 self.pinned.update(self.aliases.find(w) for w in written)
         return len(self.pinned) > self._pinned_before
@@ -139,7 +137,7 @@ class Simulation(State):
         colouring.causes = tuple(o.node for o in floats if o.node in self.colours)
 
     def _refused(self, node: Node) -> str:
-        """Return why a node that reads low values has to be as it was, "" if it need not."""
+        """Return why a node that reads low values must keep its captured dtypes, "" if it may run with low operands."""
         if not is_known(self.dtypes[node]):
             return "what it gives cannot be told without shapes"
         made = self.dtypes[node]

@@ -1,4 +1,4 @@
-"""What a simulation knows when it comes to a node: what it was given, and what the nodes before have taught it."""
+"""The state of one forward simulation: its inputs, and what earlier nodes established (colours, pins, upcasts)."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class State:
         self.casts = Casts(original)
         self.tried: dict[Any, bool] = {}
         self.pinned = {aliases.find(v) for v in observed(graph) if original[v] in (torch.float32, ANY)}
-        self.aggressive = not autocast and policy.level in ("O2", "O3")
+        self.aggressive = not autocast and policy.level.stores_low
         self.islands = islands(graph) if self.aggressive else frozenset()
         self.reference: dict[Node, Any] = {}
         self.restart()

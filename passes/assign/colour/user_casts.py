@@ -15,8 +15,8 @@ import torch
 from torch.fx import Graph, Node
 
 from ...contract.reasons import Code, Reason
+from ...graph.notes import note_of
 from ...graph.values import ANY, LOW, is_floating, literal_dtype, module_path
-from ...notes import note_of
 from ...ops import ops
 from ...ops.rules import Rule, row_named
 
@@ -31,7 +31,7 @@ class Intent:
 
 
 def observed(graph: Graph) -> Iterator[Node]:
-    """Yield the values of which the program uses more than their numbers: their bits, or how many these are."""
+    """Yield the values whose bits or element size the program sees: viewed as another dtype, measured, filled anew."""
     for node in graph.nodes:
         name, value = ops.name(node), node.args[0] if node.args else None
         if name == "view":

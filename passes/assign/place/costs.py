@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from ...contract.devices import DEVICES
+from ...graph.notes import note_of
 from ...graph.values import SET_GRAD
-from ...notes import note_of
 from ...ops import ops
 from ...ops.rules import row_of
 
@@ -33,7 +33,7 @@ class Costs(Protocol):
     """Prices of one graph; all are asked for at once, so that what must be measured is known before.
 
     Attributes:
-        least: what the cheapest placement does, for its reasons.
+        least: the phrase by which reasons of decisions describe the optimum, such as "moves the fewest bytes".
         measured: costs are times, and not counts of what is moved.
     """
 

@@ -113,8 +113,8 @@ def blocks(problem: Problem) -> list[tuple[Problem, Variable | None]]:
     """Split a problem into parts that share at most one variable; fixed sides separate them.
 
     Returns:
-        Each part with its top, the one variable of it that a later part has too, or None. What the top itself costs
-        is in the later part.
+        Parts from the leaves to the root, each with its top: the one variable that it shares with a later part, or
+        None for a root. The cost of the top is counted in that later part.
     """
     graph: nx.Graph[Variable] = nx.Graph()
     graph.add_nodes_from(problem.low)

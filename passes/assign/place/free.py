@@ -17,8 +17,8 @@ from ...colouring import Colouring
 from ...contract.reasons import Code
 from ...graph.aliases import may_alias
 from ...graph.literals import numbers
+from ...graph.notes import note_of
 from ...graph.values import concrete_size, is_floating, is_known, literal_dtype
-from ...notes import note_of
 from ...ops import ops
 from ...ops.facts import facts_of
 from ...ops.rules import FOLLOW, FP32, LOW, PROMOTE, Rule, lookup
@@ -84,7 +84,7 @@ def _passes(checks: tuple[Check, ...], simulation: Simulation, node: Node, grad:
 def _has_an_open_kind(c: _Candidate) -> bool:
     """A matrix product may stay FP32 too: at O2, where it was measured what its casts cost."""
     policy = c.simulation.policy
-    measured = policy.level == "O2" and policy.cost == "measured"
+    measured = policy.level.weighs and policy.cost == "measured"
     product = measured and c.colouring.kind == LOW and c.colouring.reason.code == Code.LOW
     return product or c.colouring.kind in (PROMOTE, FOLLOW, FP32)
 

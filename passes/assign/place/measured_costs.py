@@ -8,8 +8,7 @@ Before: linear(x: f32[4, 8], w), low or FP32?    Asked: linear(bfloat16[4, 8], .
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,45 +17,9 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from ...contract.devices import DEVICES
+from ...contract.timing import Call, Filler, Timer
 from ...ops import ops
 from .costs import ByteCosts, Run, makes_view, number
-
-
-@dataclass(frozen=True)
-class Filler:
-    """A tensor to run an op on; strides are part of what its time depends on."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    requires_grad: bool
-
-    def __str__(self) -> str:
-        """Write it short: `float32[4, 8]/[8, 1]`, with a `'` where gradients flow."""
-        name = str(self.dtype).removeprefix("torch.")
-        return f"{name}{list(self.shape)}/{list(self.stride)}{chr(39) * self.requires_grad}"
-
-
-@dataclass(frozen=True)
-class Call:
-    """One call to be timed, forward and backward.
-
-    Attributes:
-        key: all that its time depends on, apart from the machine, as text; equal keys are equal calls.
-        function: what is called.
-        args: its arguments, with a Filler for every tensor.
-        kwargs: those by name.
-    """
-
-    key: str
-    function: Callable[..., Any] = field(compare=False)
-    args: Any = field(compare=False)
-    kwargs: Any = field(compare=False)
-
-
-# Gives the nanoseconds of each call, forward and backward together; leaves out those that cannot run.
-Timer = Callable[[Sequence[Call]], Mapping[Call, int]]
-
 
 ACCURACY = 0.05  # of a measured time; low must win by more, or what runs FP32 stays FP32
 ROUND_TRIPS = 4  # of a cast, for one alone would be lost in the time that a backward takes to start

@@ -22,8 +22,10 @@ from networkx import NetworkXUnbounded
 from torch.fx import Graph, Node
 
 from ...contract.errors import PlanError, VerificationError
-from ...contract.plan import REMEDY, Plan
+from ...contract.plan import Plan
+from ...contract.plan_format import REMEDY
 from ...contract.policy import Policy
+from ...contract.timing import Timer
 from ...graph.values import keys
 from ...ops import ops
 from ..colour.simulate import Simulation
@@ -31,7 +33,7 @@ from .apply_cut import apply_cut
 from .costs import ByteCosts, Costs, UnitCosts, requires_grad
 from .cut import Problem, Variable, solve
 from .free import free_nodes
-from .measured_costs import MeasuredCosts, Timer
+from .measured_costs import MeasuredCosts
 from .placement_problem import price, unpriced_problem
 from .uses import Uses
 

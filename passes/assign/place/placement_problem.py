@@ -34,7 +34,7 @@ def unpriced_problem(simulation: Simulation, uses: Uses) -> Problem:
 def _imply(problem: Problem, node: Node, simulation: Simulation, uses: Uses) -> None:
     """At O1: an FP32 value may be stored low only where every use rounds it to this dtype."""
     colours, dtypes, low = simulation.colours, simulation.dtypes, simulation.low
-    if simulation.policy.level in ("O2", "O3") or isinstance(dtypes[node], tuple):
+    if simulation.policy.level.stores_low or isinstance(dtypes[node], tuple):
         return
     if node in colours and colours[node].kind == "fp32":
         problem.implies += [(node, o.node if o.node in uses.free else LOW) for o in ops.operands(node)]

@@ -49,7 +49,7 @@ class Uses:
 
     def _needs(self, node: Node) -> dict[Place, torch.dtype]:
         simulation, places = self.simulation, {(o.name, o.index): o.node for o in ops.operands(node)}
-        if simulation.policy.level in ("O2", "O3") and self.upcasts(node):
+        if simulation.policy.level.stores_low and self.upcasts(node):
             return dict.fromkeys(places, torch.float32)  # nothing to do where it is FP32
         if node.op == "output":
             returned = simulation.returned()

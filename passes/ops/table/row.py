@@ -43,6 +43,7 @@ class Rule:
         casts_out: The kernel casts what it computes to the dtype of an `out=`; others reject one of another dtype.
         dtype_arg: The op has a `dtype=` argument; an explicit one wins over the rule.
         converts_first: It converts its first operand to the `dtype=` that it is given before it computes.
+        never_narrows: It does so too, but raises where that would be narrower.
         exact: Another `dtype=` gives other numbers, and not the same ones rounded: it draws, sums or divides in it.
         out: What each output is when the operands are floats: "float" (the dtype the op ran in), "first" (that of
             the first floating operand, whatever the others have), "bool", "int" (of 64 bits), "integer" (of a width
@@ -106,6 +107,7 @@ class Rule:
     casts_out: bool = False
     dtype_arg: bool = False
     converts_first: bool = False
+    never_narrows: bool = False
     exact: bool = False
     out: tuple[str, ...] = ("float",)
     out_of: str = ""

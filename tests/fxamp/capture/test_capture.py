@@ -19,6 +19,7 @@ import fxamp
 from fxamp.convert import resolve
 from passes._torch import guards_of, pytree
 from passes.contract.errors import NotFaithfulError
+from reports.zoo import BY_NAME, GraphConv, LeNet5
 from tests.support.helpers import (
     FRONT_ENDS,
     Two,
@@ -29,7 +30,6 @@ from tests.support.helpers import (
     fingerprint,
     o0,
 )
-from tests.support.models import BY_NAME, GraphConv, LeNet5
 
 both = pytest.mark.parametrize("front_end", FRONT_ENDS)
 Point = namedtuple("Point", "a b")

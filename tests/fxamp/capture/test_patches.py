@@ -40,12 +40,12 @@ def state_of_torch() -> dict[str, Any]:
 
 @pytest.mark.filterwarnings("ignore")  # of torch's own: exporting is not made for threads
 def test_threads_convert_and_call_at_once_and_torch_is_as_it_was() -> None:
-    models = [Block(seed).eval() for seed in range(8)]
+    models = [Block(seed).eval() for seed in range(4)]
     expected = []
     for model in models:
         with torch.autocast("cpu", torch.bfloat16):
             expected.append(model(example()).float())
-    others = [Block(seed).eval() for seed in range(8)]
+    others = [Block(seed).eval() for seed in range(4)]
     plain = [model(example()) for model in others]
     before = state_of_torch()
     stop = threading.Event()
@@ -65,8 +65,8 @@ def test_threads_convert_and_call_at_once_and_torch_is_as_it_was() -> None:
     caller = threading.Thread(target=call)
     caller.start()
     try:
-        with ThreadPoolExecutor(8) as pool:
-            converted = list(pool.map(convert, range(8)))
+        with ThreadPoolExecutor(4) as pool:
+            converted = list(pool.map(convert, range(4)))
     finally:
         stop.set()
         caller.join()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import threading
 import warnings
@@ -17,7 +18,11 @@ from torch.utils.checkpoint import checkpoint
 
 import fxamp
 from passes.contract.errors import NotFaithfulError
+from tests.support.front_ends import WARNINGS, assert_eager, convert, fresh
 from tests.support.helpers import FRONT_ENDS, Two, assert_is_eager, assert_untouched, example, fingerprint, o0
+
+pytestmark = WARNINGS
+__all__ = ["fresh"]
 
 
 def no_grad_region(self: Any, x: Tensor) -> Tensor:
@@ -316,6 +321,18 @@ def test_a_construct_is_kept_or_refused_by_name(construct: str, front_end: str) 
             assert_is_eager(converted, model, *args)
 
 
+# torch.autograd.grad does not reach into a reentrant checkpoint: test_control_flow.py compares its gradients.
+@pytest.mark.usefixtures("fresh")
+@pytest.mark.parametrize("construct", [c for c in TABLE if c != "reentrant checkpoint"])
+def test_a_construct_is_kept_at_the_first_call(construct: str) -> None:
+    build, inputs, _, _ = TABLE[construct]
+    torch.manual_seed(0)
+    model, args = build(), inputs()
+    for training in (True, False):
+        model.train(training)
+        assert_eager(convert(model, args, "jit", "O0"), model, args)
+
+
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # that it is deprecated
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_the_old_spelling_of_an_autocast_region_is_no_way_round(device: str) -> None:
@@ -418,6 +435,27 @@ def test_a_train_override_is_refused() -> None:
         o0(Frozen())
 
 
+@pytest.mark.parametrize("front_end", FRONT_ENDS)
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_train_override_that_sets_every_flag_is_none_while_it_does(front_end: str, frozen: bool) -> None:
+    class MayBeFrozen(Two):
+        def train(self, mode: bool = True) -> MayBeFrozen:
+            for name, child in self.named_children():
+                child.train(mode and not (frozen and name == "m"))
+            self.training = mode
+            return self
+
+    model = MayBeFrozen()
+    if frozen:
+        with pytest.raises(fxamp.CaptureError, match=r"\(MayBeFrozen\) overrides train\(\)"):
+            o0(model, front_end=front_end)
+        return
+    converted = o0(model, front_end=front_end)
+    assert model.training
+    assert_is_eager(converted.eval(), model.eval())
+    assert_is_eager(converted.train(), model.train())
+
+
 class Counts(Two):
     """Keeps a state of its own, has some layers frozen whatever the mode, and names its weights otherwise in files."""
 
@@ -443,6 +481,25 @@ class Counts(Two):
 def test_extra_state_of_the_whole_is_refused() -> None:
     with pytest.raises(fxamp.CaptureError, match=r"'\(root\)' \(Counts\) overrides .*which the converted"):
         o0(Counts())
+
+
+@pytest.mark.parametrize("front_end", FRONT_ENDS)
+def test_a_model_that_loads_older_files_loads_its_own_and_names_the_original_for_others(front_end: str) -> None:
+    class Renamed(Two):
+        def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+            return super().load_state_dict({k.replace("old", "l"): v for k, v in state_dict.items()}, *args, **kwargs)
+
+    model = Renamed()
+    converted = o0(model, front_end=front_end)
+    assert converted.load_state_dict(converted.state_dict()).missing_keys == []
+    older = {k.replace("l.", "old."): torch.zeros_like(v) for k, v in model.state_dict().items()}
+    for copied in (converted, copy.deepcopy(converted)):
+        with pytest.raises(fxamp.CaptureError, match=r"Renamed has a way of its own.*original model"):
+            copied.load_state_dict(older)
+        with pytest.raises(fxamp.CaptureError, match="Renamed has a way"):
+            nn.Sequential(copied).load_state_dict({f"0.{k}": v for k, v in older.items()})
+    model.load_state_dict(older)
+    assert not converted.l.weight.any()
 
 
 @pytest.mark.parametrize("front_end", FRONT_ENDS)

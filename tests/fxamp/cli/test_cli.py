@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 import fxamp
-from fxamp.cli.main import load_target, main
+from fxamp.cli.main import main
+from fxamp.cli.target import load_target
 from passes.contract.errors import CaptureError, FxampError
 from passes.contract.plan import Decision, Plan
 from passes.contract.policy import Policy
@@ -63,7 +64,9 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, ...]]:
     """Note what is to be converted, and convert a model of one layer instead."""
     calls: list[tuple[object, ...]] = []
 
-    def to_read(model: object, args: object, kwargs: object, policy: object, capture: str) -> fxamp.ConvertedModule:
+    def to_read(
+        model: object, args: object, kwargs: object, policy: object, capture: str, replayed: object
+    ) -> fxamp.ConvertedModule:
         calls.append((model, args, kwargs, str(policy)))
         return converted()
 
@@ -135,6 +138,30 @@ def test_saved_plan_is_reported(here: Path, capsys: Capture) -> None:
     assert "· fc " in capsys.readouterr().out
     assert main(["report", "a.json", "--nodes"]) == 0
     assert "fc/linear#0" in capsys.readouterr().out
+
+
+def test_graphs_are_printed_after_the_pass_that_is_asked_for(here: Path, capsys: Capture) -> None:
+    (here / "net.py").write_text(
+        "import torch\ndef build(): return torch.nn.Sequential(torch.nn.Linear(4, 4)), (torch.randn(2, 4),)\n"
+    )
+    asked = ["report", "net.py:build", "--print-after", "legalize", "--print-after", "eliminate-casts", "--nodes"]
+    assert main(asked) == 0
+    shown = capsys.readouterr()
+    printed = [line for line in shown.err.splitlines() if line.startswith("graph ")]
+    assert printed[0].startswith("graph 0 after legalize: read 0, switch 0, field 0, loss 0, composite 0")
+    assert printed[-1].startswith("graph 0 after eliminate-casts: no_op 0, round_trip 0, share 0")
+    assert re.search(r"^  linear: bfloat16 = linear\(to_dtype, ", shown.err, re.MULTILINE)
+    assert "after" not in shown.out.partition("Nodes")[2]
+    assert "Rules that never fired: eliminate-casts/dtype_argument, " in shown.out
+    assert main([*asked, "--quiet"]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_only_passes_are_printed_after(here: Path, capsys: Capture) -> None:
+    assert main(["report", "a.json", "--print-after", "annotate"]) == 2
+    assert "leave out --print-after" in error_of(capsys)
+    assert main(["report", "net.py:build", "--print-after", "anotate"]) == 2
+    assert "'anotate' (choose from legalize, " in error_of(capsys).replace("'legalize'", "legalize")
 
 
 def test_policy_beside_a_saved_plan_is_refused(here: Path, capsys: Capture) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 
 import fxamp
 from fxamp.measure.counts import _Counter
-from tests.support.models import LeNet5
+from reports.zoo import LeNet5
 
 X = torch.randn(2, 1, 28, 28, generator=torch.Generator().manual_seed(0))
 

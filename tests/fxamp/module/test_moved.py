@@ -122,6 +122,12 @@ def test_an_old_name_is_what_it_was(old: str, name: str) -> None:
     assert getattr(importlib.import_module(old), name) is getattr(importlib.import_module(MOVED[old][0]), name)
 
 
+@pytest.mark.parametrize("name", ["cast_floating", "cast_weight"])
+def test_casts_are_found_in_the_pass_too_where_they_were_before_they_had_a_file_of_their_own(name: str) -> None:
+    now = importlib.import_module("passes.runtime.casts")
+    assert getattr(importlib.import_module("passes.casts.insert_casts"), name) is getattr(now, name)
+
+
 @pytest.mark.parametrize("value", [fxamp.Policy("O2", dtype="fp16"), fxamp.backend("O1"), fxamp.LossScaler()])
 def test_settings_pickled_by_old_paths_load(value: Any) -> None:
     pickled = pickle.dumps(value, protocol=2)

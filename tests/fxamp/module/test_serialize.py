@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import pickle
 import subprocess
 import sys
@@ -87,22 +88,28 @@ def test_hooks_of_a_copy_are_its_own() -> None:
     assert seen == [1]
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_a_new_process_loads_it(converted: Any, training: bool, tmp_path: Path) -> None:
-    converted.train(training)
-    torch.save(converted, tmp_path / "module.pt")
-    expected = [seeded(copy.deepcopy(converted), mode) for mode in (True, False)]
-    torch.save((expected, example(), fxamp.plan_of(converted).to_json()), tmp_path / "expected.pt")
-    script = """
-import sys, torch, fxamp
-module = torch.load(sys.argv[1] + "/module.pt", weights_only=False)
-(train, evaluation), x, plan = torch.load(sys.argv[1] + "/expected.pt", weights_only=False)
-state = {k: v.clone() for k, v in module.state_dict().items()}
-for mode, expected in ((True, train), (False, evaluation)):
-    module.load_state_dict(state)
+def test_a_new_process_loads_what_every_front_end_made_in_either_mode(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    assert torch.equal(module.train(mode)(x), expected), mode
-assert fxamp.plan_of(module).to_json() == plan
+    model = Net()
+    for front_end, training in itertools.product(FRONT_ENDS, (True, False)):
+        folder = tmp_path / f"{front_end}-{training}"
+        folder.mkdir()
+        module = fxamp.convert(model, (example(),), policy="O1,dtype=bf16", capture=front_end).train(training)
+        torch.save(module, folder / "module.pt")
+        expected = [seeded(copy.deepcopy(module), mode) for mode in (True, False)]
+        torch.save((training, expected, example(), fxamp.plan_of(module).to_json()), folder / "expected.pt")
+    script = """
+import pathlib, sys, torch, fxamp
+for folder in pathlib.Path(sys.argv[1]).iterdir():
+    module = torch.load(folder / "module.pt", weights_only=False)
+    training, (train, evaluation), x, plan = torch.load(folder / "expected.pt", weights_only=False)
+    assert module.training == training, folder
+    state = {k: v.clone() for k, v in module.state_dict().items()}
+    for mode, expected in ((True, train), (False, evaluation)):
+        module.load_state_dict(state)
+        torch.manual_seed(0)
+        assert torch.equal(module.train(mode)(x), expected), (folder, mode)
+    assert fxamp.plan_of(module).to_json() == plan, folder
 """
     root = Path(fxamp.__file__).parent.parent
     result = subprocess.run(
@@ -131,6 +138,28 @@ def test_every_state_survives() -> None:
     made = loaded(o0(model))
     for training in (True, False):
         assert torch.equal(made.train(training)(example()), model.train(training)(example()))
+
+
+def kept(**changed: Any) -> fxamp.ConvertedModule:
+    """Return a converted container as one is loaded that was saved with other entries in its record."""
+    load, (tree, graphs, data), _ = o0(nn.Sequential(nn.Linear(6, 6))).__reduce__()
+    made: fxamp.ConvertedModule = load(tree, graphs, changed.get("instead", data | changed))
+    return made
+
+
+def test_a_module_that_was_saved_before_its_record_had_names_loads() -> None:
+    converted = o0(nn.Sequential(nn.Linear(6, 6)))
+    _, (_, _, data), _ = converted.__reduce__()
+    names = ("plan", "device_type", "original", "missing", "reads", "container")
+    made = kept(instead=tuple(data[name] for name in names))
+    assert (made.plan, made.original, made.device_type) == (converted.plan, "Sequential", "cpu")
+    assert len(made) == 1
+    assert kept(instead={"plan": data["plan"]}).original == "the original model"
+
+
+def test_what_a_newer_fxamp_keeps_of_a_module_is_refused_by_name() -> None:
+    with pytest.raises(fxamp.PlanError, match=r"keeps tuned, which .*does not know.*Upgrade fxamp, or convert"):
+        kept(tuned=True)
 
 
 def test_graph_data_is_plain_and_round_trips(converted: Any) -> None:

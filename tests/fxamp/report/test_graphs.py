@@ -11,7 +11,7 @@ import pytest
 import fxamp
 from fxamp.cli.main import main
 from fxamp.report.report import Report
-from tests.support.harness import converted
+from reports.subjects import converted
 
 # What a line may be: the whole, a module, a node or an edge. In quotes a quote has a backslash before it.
 QUOTED = r'"(?:[^"\\]|\\.)*"'

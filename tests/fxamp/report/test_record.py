@@ -20,12 +20,12 @@ from fxamp.report.record.build import record_of
 from fxamp.report.record.record import SCHEMA, Record, schema
 from fxamp.report.record.sizes import sizes_of
 from passes.contract.errors import PlanError
-from passes.notes import is_inserted
-from tests.support.harness import converted, subject, unchanged
-from tests.support.models import BY_NAME
+from passes.graph.notes import is_inserted
+from reports.subjects import converted, subject, unchanged
+from reports.zoo import BY_NAME
 
 ROOT = Path(fxamp.__file__).parent.parent
-MODELS = ("lenet5", "hf_bert", "vit", "hf_gpt2", "resnet18")
+MODELS = ("lenet5", "hf_bert", "resnet18", *(pytest.param(n, marks=pytest.mark.matrix) for n in ("vit", "hf_gpt2")))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -159,7 +159,7 @@ for name in ("decimal", "sqlite3", "torch", "fxamp.report.record.build")[turn]:
     __import__(name)
 import fxamp
 from fxamp.report.record.build import record_of
-from tests.support.models import BY_NAME
+from reports.zoo import BY_NAME
 
 made = {}
 for name in ("vit", "lenet5")[turn]:
@@ -169,7 +169,7 @@ for name in ("vit", "lenet5")[turn]:
         delattr(model, child)
     for child, module in children[turn]:
         setattr(model, child, module)
-    made[name] = fxamp.convert(model, args, kwargs, policy="O2,dtype=bf16", check=False)
+    made[name] = fxamp.convert(model, args, kwargs, policy="O2,dtype=bf16", check=False, dynamic_shapes=None)
 print(*(record_of(made[name]).to_json() for name in sorted(made)))
 """
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -62,6 +63,15 @@ def test_summary_counts_each_op_and_colour() -> None:
     text = rows(str(report(PLAN)))
     assert ["linear", "bfloat16", "2"] in text
     assert ["mul", "float32", "1"] in text
+
+
+def test_rules_that_fired_are_counted_and_those_that_did_not_are_named() -> None:
+    plan = dataclasses.replace(PLAN, edits={"insert-casts/operand": 3, "eliminate-casts/share": 1, "legalize/loss": 0})
+    for text in (str(report(plan)), report(plan).to_tree(nodes=True)):
+        assert ["insert-casts/operand", "3"] in rows(text)
+        assert text.endswith("\nRules that never fired: legalize/loss\n")
+    assert "Edits" not in report(plan).to_tree()
+    assert "Edits" not in str(report(PLAN))
 
 
 def test_notes_are_shown_only_when_there_are_any() -> None:

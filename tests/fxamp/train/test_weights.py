@@ -27,8 +27,9 @@ from fxamp.measure.counts import _Counter, step_counts
 from fxamp.train.step import TrainStep
 from fxamp.train.weights.weights import WeightCasts
 from passes.contract.errors import PolicyError
-from passes.notes import is_inserted
-from tests.support.models import BY_NAME
+from passes.graph.notes import is_inserted
+from reports.subjects import compiled, subject, unchanged
+from reports.zoo import BY_NAME
 
 WIDTH, VOCABULARY = 16, 11
 NEVER = "O1,dtype=bf16,share_casts=never"
@@ -152,18 +153,28 @@ def _train(
     return [shown, [p.detach().clone() for p in model.parameters()]]
 
 
-@pytest.mark.parametrize(("accumulate", "clip"), [(1, None), (3, 0.5)])
-@pytest.mark.parametrize("policy", ["O1,dtype=fp16", "O2,dtype=bf16"])
-def test_two_hundred_steps_are_those_of_a_gradscaler_loop_by_hand(
-    policy: str, accumulate: int, clip: float | None
+@pytest.mark.parametrize(
+    ("policy", "accumulate", "clip", "steps"),
+    [
+        ("O1,dtype=fp16", 3, 0.5, 40),
+        ("O2,dtype=bf16", 1, None, 40),
+        *(
+            pytest.param(policy, accumulate, clip, 200, marks=pytest.mark.matrix)
+            for policy in ("O1,dtype=fp16", "O2,dtype=bf16")
+            for accumulate, clip in ((1, None), (3, 0.5))
+        ),
+    ],
+)
+def test_steps_are_those_of_a_gradscaler_loop_by_hand(
+    policy: str, accumulate: int, clip: float | None, steps: int
 ) -> None:
-    expected = _train(None, policy, 200, accumulate, clip)
+    expected = _train(None, policy, steps, accumulate, clip)
     scales = [scale for scale, _ in expected[0]]
     assert {2.0, 0.5} <= {b / a for a, b in itertools.pairwise(scales)}
     compiled: tuple[bool | str, ...] = (False, "aot_eager")
     for compile in compiled:
         for weights in ("per_use", "per_step"):
-            shown, parameters = _train(weights, policy, 200, accumulate, clip, compile)
+            shown, parameters = _train(weights, policy, steps, accumulate, clip, compile)
             assert shown == expected[0]
             assert all(map(torch.equal, parameters, expected[1]))
 
@@ -181,26 +192,29 @@ def test_every_gradient_within_a_window_is_that_of_casts_at_every_use(policy: st
 EVERYDAY = ("resnet18", "lstm_tagger", "hf_gpt2")
 
 
-@pytest.mark.parametrize("policy", ["O1,dtype=bf16", "O2,dtype=bf16"])
+@pytest.mark.parametrize("policy", ["O2,dtype=bf16", pytest.param("O1,dtype=bf16", marks=pytest.mark.matrix)])
 @pytest.mark.parametrize("name", [n if n in EVERYDAY else pytest.param(n, marks=pytest.mark.matrix) for n in BY_NAME])
 def test_gradients_of_real_models_are_those_of_casts_at_every_use(name: str, policy: str) -> None:
-    zoo = BY_NAME[name]
-    torch.manual_seed(0)
-    model = zoo.build().train()
-    args, kwargs = zoo.inputs(2)
-    module = fxamp.convert(model, args, kwargs, policy=policy, dynamic_shapes=None)
+    found = subject(name)
+    model, args, kwargs = found.model.train(), found.args, found.kwargs
+    module = compiled(found, policy).train()
+    with unchanged(model):
+        _compare_weights(module, model, found.zoo.loss, kwargs or args)
+
+
+def _compare_weights(module: nn.Module, model: nn.Module, loss: Callable[[Any], Tensor], inputs: Any) -> None:
     found, states = [], []
     buffers = [b.clone() for b in model.buffers()]
     for weights in ("per_step", "per_use"):
         for buffer, before in zip(model.buffers(), buffers, strict=True):
             buffer.data.copy_(before)
         step = TrainStep(
-            module, lambda output: zoo.loss(output), SGD(model.parameters(), lr=0.1), accumulate_steps=4,
+            module, lambda output: loss(output), SGD(model.parameters(), lr=0.1), accumulate_steps=4,
             weights=weights,
         )  # fmt: skip
         torch.manual_seed(1)
         for _ in range(3):
-            step(kwargs or args)
+            step(inputs)
         found.append(gradients(model))
         states.append([b.clone() for b in model.buffers()])
         step._close_window()

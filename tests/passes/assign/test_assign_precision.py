@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import fxamp
 from passes.contract.plan import Decision
-from tests.support.models import LeNet5
+from reports.zoo import LeNet5
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 
@@ -427,7 +427,7 @@ MOVES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.filterwarnings("ignore:index_reduce", "ignore:The reduce argument")
-@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp16", marks=pytest.mark.matrix)])
 @pytest.mark.parametrize("op", SUMS)
 def test_at_o2_sums_into_an_accumulator_are_fp32(op: str, dtype: str) -> None:
     def f(m: Net, x: Tensor) -> Any:

@@ -9,14 +9,15 @@ import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 
-from passes.assign.assign_precision import Assignment, assign_precision
+from passes.assign.assign_precision import assign_precision
 from passes.casts.insert_casts import insert_casts
 from passes.casts.verify import verify
+from passes.colouring import Assignment
 from passes.contract.errors import VerificationError
 from passes.contract.policy import Policy
 from passes.graph.by_rows import original_dtypes
+from passes.graph.notes import is_inserted
 from passes.graph.values import Inference
-from passes.notes import is_inserted
 from tests.support.graphs import parse, residual_chain
 
 BF16 = torch.bfloat16

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from passes.contract.errors import FxampError, PlanError
-from passes.contract.plan import FORMAT_VERSION, Decision, Plan, write_text
+from passes.contract.plan import Decision, Plan
+from passes.contract.plan_format import FORMAT_VERSION, write_text
 from passes.contract.policy import Policy
 
 

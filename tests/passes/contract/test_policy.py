@@ -13,6 +13,7 @@ from torch import nn
 
 from passes.contract.devices import DEVICES
 from passes.contract.errors import PolicyError
+from passes.contract.levels import Level
 from passes.contract.policy import Override, Policy, Stack, check_used, module_override, op_override, type_names, unused
 
 STACK: Stack = [
@@ -77,7 +78,7 @@ def test_replace_validates_again() -> None:
 
 def test_policy_cannot_be_changed() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
-        Policy().level = "O2"  # type: ignore[misc]
+        Policy().level = Level.O2  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("spelling", [torch.float16, "fp16", "float16", "half", "torch.float16"])

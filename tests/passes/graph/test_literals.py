@@ -16,6 +16,7 @@ import fxamp
 from fxamp.capture.model.captured import Captures
 from fxamp.capture.states import capture, copied
 from fxamp.convert import autocast_for, emit, resolve
+from passes.contract.levels import Level
 from passes.contract.policy import Policy
 from passes.graph import literals
 from tests.support.graphs import parse
@@ -108,19 +109,21 @@ def converted(
     spelling: str, fills: tuple[float, ...], front_end: str, policy: str
 ) -> tuple[Several, fxamp.ConvertedModule]:
     settled = resolve(Policy.parse(policy), Several(spelling, fills), ((X,), {}))
-    level_apart = replace(settled, level="O0" if settled.level == "O0" else "O1")
+    level_apart = replace(settled, level=Level.O1 if settled.level.rounds else Level.O0)
     model, captures = captured(spelling, fills, front_end, level_apart)
     return model, emit(copied(captures), settled)
 
 
-POLICIES = {
-    "export": ["O1", "O2", "O1,dtype=fp16", "O2,dtype=fp16"],
-    "fx": ["O1,dtype=fp16", "O2,dtype=fp16"],
-}
+MATRIX = pytest.mark.matrix
+POLICIES = [
+    *(("export", policy) for policy in ("O1", "O2,dtype=fp16")),
+    *(pytest.param("export", policy, marks=MATRIX) for policy in ("O2", "O1,dtype=fp16")),
+    *(pytest.param("fx", policy, marks=MATRIX) for policy in ("O1,dtype=fp16", "O2,dtype=fp16")),
+]
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
-@pytest.mark.parametrize(("front_end", "policy"), [(f, p) for f, policies in POLICIES.items() for p in policies])
+@pytest.mark.parametrize(("front_end", "policy"), POLICIES)
 def test_a_mask_gives_what_it_gives_in_fp32(front_end: str, policy: str, spelling: str) -> None:
     fills = (LOWEST, -1e9, float("-inf"))
     model, module = converted(spelling, fills, front_end, policy)

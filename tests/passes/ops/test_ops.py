@@ -18,7 +18,7 @@ from torch.fx import Graph, Node
 from torch.nn.utils import rnn as rnn_utils
 
 from fxamp.capture.states import capture
-from passes.notes import note
+from passes.graph.notes import note
 from passes.ops import ops
 from passes.ops.rules import RULES
 from passes.runtime import rnn

@@ -18,9 +18,10 @@ from fxamp.report.diff.changes import compared
 from fxamp.report.diff.diff import PLAN_KEY, Change, diff
 from fxamp.report.diff.match import Item, match
 from passes.contract.errors import FxampError, PlanError
-from passes.contract.plan import FORMAT_VERSION, Decision, Plan
+from passes.contract.plan import Decision, Plan
+from passes.contract.plan_format import FORMAT_VERSION
 from passes.contract.policy import Policy
-from tests.support.models import GPT, CausalBlock
+from reports.zoo import GPT, CausalBlock
 
 
 def decision(key: str, colour: str = "bfloat16", graph: int = 0) -> Decision:

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import fxamp
 from fxamp.cli.main import main
+from fxamp.cli.target import load_target
 from fxamp.report.gate.budget import Budget
 from passes.contract.errors import PolicyError
+from passes.contract.plan import Plan
+from passes.contract.policy import Policy
+from passes.ops.facts import Machine, as_on
 
 NET = """
 import torch
@@ -173,16 +181,17 @@ def test_targets_of_a_project_are_checked_each_in_a_process_of_its_own(folder: P
     )
     status, _, err = check("--jobs=2")
     assert (status, err.count("--update")) == (2, 2)
-    assert check("--update", "--jobs=2")[0] == 0
+    plans = {name: (f"{name}/model.py:make", f"--plan={name}/plan.json", LOW) for name in ("a", "b")}
+    assert [check(*words, "--update")[0] for words in plans.values()] == [0, 0]  # here, for each process takes seconds
     text = (folder / "b" / "model.py").read_text()
     (folder / "b" / "model.py").write_text(text.replace("return self.head(h)", "return self.head(h).float().exp()"))
     before = (folder / "a" / "plan.json").stat().st_mtime_ns
     status, out, _ = check("--output-format=json", "--jobs=2")
     assert status == 1
     assert [o["status"] for o in json.loads(out)] == [0, 1]
-    check("--update")
+    check("--update", "--jobs=2")
     assert (folder / "a" / "plan.json").stat().st_mtime_ns == before
-    assert check("b")[0] == 0
+    assert check(*plans["b"])[0] == 0
 
 
 @pytest.mark.parametrize(
@@ -233,3 +242,59 @@ def test_annotations_cannot_be_ended_by_a_name(folder: Path, check: Check) -> No
     assert status == 1
     assert "boo" in out
     assert all(line.startswith(("::error::", "::warning file=net.py,line=")) for line in out.splitlines())
+
+
+PADDED = """
+import torch
+from torch import nn
+
+
+def make():
+    return nn.Sequential(nn.Conv2d(2, 3, 3), nn.ReflectionPad2d(1), nn.Conv2d(3, 2, 3)), (torch.randn(2, 2, 8, 8),)
+"""
+
+
+def test_a_plan_is_compared_by_the_facts_of_the_machine_that_it_was_made_on(folder: Path, check: Check) -> None:
+    (folder / "padded.py").write_text(PADDED)
+    made: Any = load_target("padded.py:make")
+    for capability in ("AVX512", "AVX2"):
+        with as_on(Machine("cpu", capability, "2.13")):
+            plan = fxamp.plan(*made, policy=LOW.partition("=")[2])
+        plan.save(f"{capability}.json")
+        assert Plan.load(f"{capability}.json").machine == f"cpu {capability}, torch 2.13"
+    assert fxamp.diff("AVX512.json", "AVX2.json")  # the padding runs in low alone where it is known to round once
+    for capability in ("AVX512", "AVX2"):
+        assert check("padded.py:make", f"--plan={capability}.json", LOW)[0] == 0
+    nonsense = Path("AVX2.json").read_text().replace("cpu AVX2, torch 2.13", "somewhere")
+    Path("nonsense.json").write_text(nonsense)
+    status, _, err = check("padded.py:make", "--plan=nonsense.json", LOW)
+    assert (status, "'somewhere'" in err) == (2, True)
+
+
+def test_with_measured_costs_a_plan_is_replayed_and_nothing_is_timed(
+    folder: Path, check: Check, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = "--policy=O2,dtype=bf16,cost=measured"
+    made: Any = load_target("net.py:make")
+    plan = fxamp.plan(*made, policy="O2,dtype=bf16")
+    dataclasses.replace(plan, policy=Policy.parse("O2,dtype=bf16,device=cpu,cost=measured")).save("net.json")
+    monkeypatch.setattr(sys.modules["fxamp.convert"], "emit_measured", pytest.fail)
+    assert check("net.py:make", "--plan=net.json", policy)[0] == 0
+    change(folder, "return self.head(h)", "return self.head(h.relu())")
+    status, out, _ = check("net.py:make", "--plan=net.json", policy)
+    assert status == 1
+    assert "no longer fits net.json" in out
+    assert "relu" in out
+
+
+def test_what_is_captured_just_in_time_is_called_once_and_gated(folder: Path, check: Check) -> None:
+    change(folder, "        return self.head(h)", "        return self.head(h) if h.sum() > -1e9 else self.head(-h)")
+    how = ("net.py:make", "--capture=jit", "--plan=net.json", LOW)
+    assert check(*how, "--update")[0] == 0
+    assert any("graph break" in note for note in Plan.load("net.json").notes)
+    assert check(*how, "--budget=casts=+0")[0] == 0
+    change(folder, "nn.GELU()", "nn.Softmax(-1)")
+    status, out, _ = check(*how)
+    assert (status, "softmax" in out) == (1, True)
+    status, _, err = check(*how, "--device=cuda")
+    assert (status, "'cuda'" in err) == (2, True)

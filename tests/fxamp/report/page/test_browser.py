@@ -14,7 +14,7 @@ import pytest
 import fxamp
 from fxamp.report.forms.harmless import visible
 from fxamp.report.page import page as made_page
-from tests.support.harness import converted
+from reports.subjects import converted
 from tests.support.records import HOSTILE, hostile_report, node
 
 CHROMIUM = shutil.which("chromium")

@@ -21,7 +21,7 @@ from fxamp.report.page.layout import GAP, layered
 from fxamp.report.page.report import MOST_NODES, MOST_ROWS, page
 from fxamp.report.page.views import MOST, View, views
 from fxamp.report.record.record import Record
-from tests.support.harness import converted
+from reports.subjects import converted
 from tests.support.records import node
 
 EMPTY_TAGS = {"meta", "input", "br", "link", "rect", "path"}

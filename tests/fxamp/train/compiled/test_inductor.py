@@ -103,6 +103,28 @@ print(json.dumps(counters["aot_autograd"]))
 """
 
 
+def test_the_graphs_of_a_step_can_be_cached() -> None:
+    from torch._functorch._aot_autograd.autograd_cache import check_cacheable
+
+    given: list[Any] = []
+
+    def keep(gm: Any, inputs: Any) -> Any:
+        given.append(gm)
+        return gm
+
+    torch.compiler.reset()
+    model = nn.Linear(4, 3)
+    options = {"policy": "O1,dtype=bf16", "backend": keep}
+    step = TrainStep(model, lambda out: out.square().sum(), torch.optim.SGD(model.parameters(), lr=0.1),
+                     compile={"backend": "fxamp", "options": options})  # fmt: skip
+    for _ in range(2):
+        step(torch.ones(2, 4))
+    assert len(given) == 2
+    for gm in given:
+        check_cacheable(gm)
+
+
+@pytest.mark.matrix  # which builds kernels in two processes
 def test_another_process_finds_all_graphs_of_backend_fxamp_in_the_cache(tmp_path: Path) -> None:
     cached = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0"}
     found = []

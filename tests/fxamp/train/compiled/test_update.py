@@ -91,8 +91,14 @@ KINDS: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
-@pytest.mark.parametrize("clip", [None, 0.5])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "clip"),
+    [
+        *((kind, 0.5) for kind in KINDS),
+        ("SGD", None),
+        *(pytest.param(kind, None, marks=pytest.mark.matrix) for kind in KINDS if kind != "SGD"),
+    ],
+)
 def test_a_compiled_update_takes_the_same_steps_in_one_graph_that_a_schedule_does_not_compile_anew(
     kind: str, clip: float | None
 ) -> None:

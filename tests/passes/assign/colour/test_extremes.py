@@ -65,7 +65,14 @@ def disabled(m: Net) -> Tensor:
         return m.inv_freq[None, :, None].float() @ (FAR + torch.arange(8))[None, None].float()
 
 
-@pytest.mark.parametrize("policy", ["O1", "O1,dtype=fp16", "O2", "O2,dtype=fp16", "O3", "O3,dtype=fp16"])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "O1",
+        "O2,dtype=fp16",
+        *(pytest.param(p, marks=pytest.mark.matrix) for p in ("O1,dtype=fp16", "O2", "O3", "O3,dtype=fp16")),
+    ],
+)
 @pytest.mark.parametrize("name", ROTARY)
 def test_a_matmul_of_operands_that_the_author_upcast_is_fp32_bit_for_bit(name: str, policy: str) -> None:
     """The angles of rotary positions, which collapse when rounded."""
@@ -78,7 +85,7 @@ def test_a_matmul_of_operands_that_the_author_upcast_is_fp32_bit_for_bit(name: s
     assert colours(module)["matmul"] == "float32"
 
 
-@pytest.mark.parametrize("policy", ["O2", "O2,dtype=fp16"])
+@pytest.mark.parametrize("policy", ["O2", pytest.param("O2,dtype=fp16", marks=pytest.mark.matrix)])
 @pytest.mark.parametrize("name", OUTER)
 def test_from_o2_on_angles_are_fp32_however_they_are_made(name: str, policy: str) -> None:
     module = convert(OUTER[name], policy)

@@ -20,11 +20,11 @@ from passes.assign.place.costs import requires_grad
 from passes.contract.errors import VerificationError
 from passes.contract.reasons import Code
 from passes.graph.by_rows import original_dtypes
+from passes.graph.notes import is_inserted
 from passes.graph.values import ELIGIBLE, Aliases, Inference
-from passes.notes import is_inserted
 from passes.ops import ops
+from reports.subjects import converted, subject
 from tests.passes.assign.test_assign_precision import Net, decided, under_autocast
-from tests.support.harness import converted, subject
 from tests.support.helpers import Two, example
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
@@ -223,7 +223,9 @@ def resolve_attribute(model: nn.Module, path: str) -> Any:
 
 
 @pytest.mark.parametrize(("level", "bound"), [("O1", 0.75), ("O2", 0.45)])
-@pytest.mark.parametrize("name", ["hf_bert", "hf_vit", "hf_gpt2"])
+@pytest.mark.parametrize(
+    "name", ["hf_bert", *(pytest.param(n, marks=pytest.mark.matrix) for n in ("hf_vit", "hf_gpt2"))]
+)
 def test_under_cudas_lists_there_are_far_fewer_casts_than_one_at_every_operand(
     name: str, level: str, bound: float
 ) -> None:

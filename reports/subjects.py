@@ -18,16 +18,20 @@ from fxamp.capture.states import capture, copied
 from fxamp.convert import autocast_for, emit, resolve
 from fxamp.measure.counts import StepCounts, step_counts
 from fxamp.trust.check import check_faithful
+from fxamp.trust.distance import floats
 from passes._torch import pytree
 from passes.contract.policy import Policy
-from tests.support.models import BY_NAME, Zoo
+from reports.zoo import BY_NAME, Zoo
 
 BATCH = 3
 
 
 @dataclass
 class Subject:
-    """A model and its example inputs, with what capture made of it, once for each low dtype."""
+    """A model and its example inputs, with what capture made of it, once for each low dtype.
+
+    Sizes are fixed, which takes a third of the time.
+    """
 
     zoo: Zoo
     model: nn.Module
@@ -40,11 +44,9 @@ class Subject:
         """Return what capture makes of the model for a policy with device and dtype; to be copied before use."""
         autocast = autocast_for(policy, self.model, as_inputs(self.args, self.kwargs))
         if autocast not in self.made:
-            fixed = policy.dtype is torch.float16 and policy.level != "O0"  # which takes a third of the time
             self.made[autocast] = capture(
-                self.model, self.args, self.kwargs, front_end=self.front_end, autocast=autocast,
-                dynamic_shapes=None if fixed else "auto",
-            )  # fmt: skip
+                self.model, self.args, self.kwargs, front_end=self.front_end, autocast=autocast, dynamic_shapes=None
+            )
             check_faithful(self.made[autocast].graphs[0], self.args, self.kwargs)
         return self.made[autocast]
 
@@ -76,23 +78,6 @@ def compiled(found: Subject, policy: str) -> fxamp.ConvertedModule:
     """Return a subject converted under a policy."""
     settled = resolve(Policy.parse(policy), found.model, as_inputs(found.args, found.kwargs))
     return emit(copied(found.captures(settled)), settled)
-
-
-class UnderAutocast(nn.Module):
-    """A model called under `torch.autocast`."""
-
-    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.model, self.dtype = model, dtype
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        with torch.autocast("cpu", dtype=self.dtype):
-            return self.model(*args, **kwargs)
-
-
-def floats(output: Any) -> list[Tensor]:
-    """Return the floating leaves of an output."""
-    return [t for t in pytree.tree_leaves(output) if isinstance(t, Tensor) and t.is_floating_point()]
 
 
 def run(
@@ -138,13 +123,6 @@ def oracle(found: Subject) -> tuple[list[Tensor], dict[str, Tensor]]:
     output = double(*args, **kwargs)
     found.zoo.loss(output).backward()
     return [t.detach() for t in floats(output)], {n: p.grad for n, p in double.named_parameters() if p.grad is not None}
-
-
-def distance(got: dict[str, Tensor], reference: dict[str, Tensor]) -> float:
-    """Return the relative distance of all gradients together."""
-    assert got.keys() == reference.keys()
-    difference = sum((got[n].double() - g.double()).pow(2).sum().item() for n, g in reference.items())
-    return float((difference / sum(g.double().pow(2).sum().item() for g in reference.values())) ** 0.5)
 
 
 def training_counts(name: str, policy: str) -> tuple[StepCounts, StepCounts]:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule
 
 import fxamp
-from passes import notes
-from passes.notes import Note, is_inserted, loaded, note, note_of, saved
+from passes.graph import notes
+from passes.graph.notes import Note, is_inserted, loaded, note, note_of, saved
 
 ROOT = Path(__file__).parents[2]
 # Keys that torch writes, or reads: its own, and Dynamo's and the partitioner's.
@@ -75,7 +75,7 @@ def test_a_saved_node_keeps_who_made_it_and_its_name_as_plain_data() -> None:
     node = Graph().placeholder("x")
     note(node, made_by=notes.CAST_OPERAND, leaf="LSTM", read=torch.float16)
     node.meta["stack_trace"] = "here"
-    assert saved(node) == {"made_by": "cast_operand", "leaf": "LSTM", "stack_trace": "here"}
+    assert saved(node) == {"made_by": notes.CAST_OPERAND, "leaf": "LSTM", "stack_trace": "here"}
     assert loaded(saved(node)) == {"stack_trace": "here", "fxamp": Note(made_by=notes.CAST_OPERAND, leaf="LSTM")}
 
 

@@ -1,4 +1,4 @@
-"""The models that the tests convert: eight written here, six from `transformers` out of small random configs.
+"""The models that tests and reports convert: eight written here, six from `transformers` out of small random configs.
 
 Every model is small (a forward and backward takes milliseconds), takes a batch of two or more, and has sizes that
 differ from one another, so that no two dynamic dimensions are taken for one.
@@ -415,5 +415,7 @@ ZOO: list[Zoo] = [
 ]
 BY_NAME: dict[str, Zoo] = {entry.name: entry for entry in ZOO}
 
+# Convolutions, batch norms, an RNN, a scatter, an encoder with a mask, rotary positions.
+SOME = ("lenet5", "resnet18", "lstm_tagger", "graph_conv", "hf_bert", "hf_llama")
 # oneDNN has an FP16 LSTM only on CPUs with FP16 arithmetic; elsewhere autocast itself raises.
 NO_FP16_ON_CPU = frozenset({"lstm_tagger"})

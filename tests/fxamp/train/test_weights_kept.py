@@ -1,10 +1,7 @@
-"""What goes wrong in loops written by hand on autocast and GradScaler, in a TrainStep of a converted model."""
+"""A model whose low weights are kept for a window trains as one that casts them at every use, bit for bit."""
 
 from __future__ import annotations
 
-import copy
-import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -12,82 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.optim import LBFGS, SGD, AdamW
+from torch.optim import LBFGS, AdamW
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import fxamp
 from fxamp.train.step import TrainStep
-from passes.contract.errors import PolicyError, ScaleCollapseError
-
-X = torch.randn(4, 3, 6, generator=torch.Generator().manual_seed(0))
-FP16, BF16 = "O1,dtype=fp16", "O2,dtype=bf16"
-WEIGHTS = ("per_use", "per_step")
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.norm, self.second = nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(F.gelu(self.norm(self.first(x))))
-
-
-@functools.cache
-def _converted(kind: Callable[[], nn.Module], policy: str) -> fxamp.ConvertedModule:
-    torch.manual_seed(0)
-    return fxamp.convert(kind(), (X[0],), policy=policy)
-
-
-def converted(policy: str = FP16, kind: Callable[[], nn.Module] = Net) -> fxamp.ConvertedModule:
-    return copy.deepcopy(_converted(kind, policy))
-
-
-def loss_times(output: Tensor, factor: float = 1.0) -> Tensor:
-    return output.float().square().mean() * factor
-
-
-def state(model: nn.Module) -> list[Tensor]:
-    return [t.detach().clone() for t in (*model.parameters(), *model.buffers())]
-
-
-def equal(a: list[Tensor], b: list[Tensor]) -> bool:
-    return len(a) == len(b) and all(map(torch.equal, a, b))
-
-
-def sgd(model: nn.Module) -> SGD:
-    return SGD(model.parameters(), lr=0.1)
-
-
-# ------------------------------------------------------------------------------------- the loss scale
-
-
-def test_a_loss_that_stays_nan_ends_by_name_and_never_with_a_scale_below_one() -> None:
-    model = converted()
-    step = TrainStep(model, loss_times, sgd(model))
-    before, raised = state(model), []
-    for call in range(40):
-        try:
-            step(X[0], math.nan)
-        except ScaleCollapseError as error:
-            raised.append((call, str(error)))
-        assert step.scaler.get_scale() >= 1.0
-    assert [call for call, _ in raised] == list(range(19, 40))
-    assert all("first.weight (NaN)" in message and "look for bad data" in message for _, message in raised)
-    assert equal(before, state(model))
-    assert step(X[0]).stepped
-
-
-def test_a_tiny_loss_lets_the_scale_grow_to_its_ceiling_and_no_further() -> None:
-    model = converted()
-    scaler = fxamp.LossScaler(growth_interval=1, min_scale=1.0, max_scale=2.0**24, max_skips=20)
-    step = TrainStep(model, loss_times, sgd(model), scaler=scaler)
-    scales = [step(X[0], 1e-30).scale for _ in range(300)]
-    assert max(scales) == scales[-1] == 2.0**24
-    assert all(p.isfinite().all() for p in model.parameters())
-
-
-# ------------------------------------------------------------------------------------- low parameters
+from tests.support.training import BF16, FP16, WEIGHTS, X, converted, equal, loss_times, sgd, state
 
 
 class Adapted(nn.Module):
@@ -117,9 +44,6 @@ def test_adapters_train_under_loss_scaling_beside_a_frozen_low_base() -> None:
     assert equal(*results)
 
 
-# ------------------------------------------------------------------------------------- round trips of the author's
-
-
 class RoundTrip(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -144,37 +68,6 @@ def test_rounding_that_the_author_wrote_stays_where_weights_are_kept() -> None:
     assert equal(*gradients)
 
 
-# ------------------------------------------------------------------------------------- windows
-
-
-@pytest.mark.parametrize("weights", WEIGHTS)
-def test_of_four_micro_batches_the_bad_third_skips_the_window_or_itself(weights: Any) -> None:
-    factors = (1.0, 1.0, math.inf, 1.0)
-    whole, others, by_hand = converted(), converted(), converted()
-    step = TrainStep(whole, loss_times, sgd(whole), accumulate_steps=4, weights=weights)
-    before = state(whole)
-    result = [step(x, f) for x, f in zip(X, factors, strict=True)][-1]
-    assert (result.reason, result.kept) == ("overflow", 4)
-    assert equal(before, state(whole))
-    assert all(p.grad is None for p in whole.parameters())
-    step = TrainStep(
-        others, loss_times, sgd(others), accumulate_steps=4, weights=weights, on_overflow="skip_microbatch"
-    )
-    result = [step(x, f) for x, f in zip(X, factors, strict=True)][-1]
-    assert (result.reason, result.kept, step.scaler.get_scale()) == ("stepped", 3, 2.0**15)
-    for x in (X[0], X[1], X[3]):
-        (loss_times(by_hand(x)) / 4 * 2.0**16).backward()  # a third would round otherwise in FP16
-    with torch.no_grad():
-        for p in by_hand.parameters():
-            assert p.grad is not None
-            p.sub_(p.grad * (4 / 3) / 2.0**16, alpha=0.1)
-    for ours, theirs in zip(others.parameters(), by_hand.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
-
-
-# ------------------------------------------------------------------------------------- penalties, closures
-
-
 class Critic(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -190,7 +83,7 @@ class Critic(nn.Module):
 def test_a_critic_with_norms_and_a_gradient_penalty_trains_the_same_with_weights_kept(policy: str) -> None:
     results = []
     for weights in WEIGHTS:
-        model = converted(policy, Critic)
+        model = converted(policy, Critic, "auto")
         scaler = fxamp.LossScaler("cpu", init_scale=64.0)
 
         def loss(scores: Tensor, real: Tensor, model: nn.Module = model, scaler: Any = scaler) -> Tensor:
@@ -217,9 +110,6 @@ def test_a_closure_runs_a_window_again_with_weights_kept() -> None:
         assert not any(cast._low is not None for cast in step.weights.casts)
         results.append([*losses, *state(model)])
     assert equal(*results)
-
-
-# ------------------------------------------------------------------------------------- averages, and who shares weights
 
 
 def _swapped_in(model: nn.Module, ema: AveragedModel) -> None:
@@ -272,38 +162,3 @@ def test_a_teacher_by_functional_call_in_the_loss_is_not_disturbed_and_does_not_
         results.append([*(step(x, x).loss for x in X), *state(model)])
         assert all(t.grad is None for t in teacher.values())
     assert equal(*results)
-
-
-# ------------------------------------------------------------------------------------- refused, and nothing changed
-
-
-def test_a_scheduler_of_another_optimizer_is_refused() -> None:
-    model = converted()
-    scheduler = torch.optim.lr_scheduler.StepLR(sgd(model), 1)
-    with pytest.raises(PolicyError, match="scheduler StepLR belongs to none of the optimizers given"):
-        TrainStep(model, loss_times, sgd(model), scheduler=scheduler)
-
-
-@pytest.mark.parametrize("weights", WEIGHTS)
-def test_after_an_error_in_backward_the_masters_are_back_and_the_next_window_is_whole(weights: Any) -> None:
-    model, expected = converted(BF16), converted(BF16)
-
-    def raise_once(gradient: Tensor) -> None:
-        if len(seen) == 2:
-            seen.append(0)
-            raise RuntimeError("in a hook")
-        seen.append(0)
-
-    seen: list[int] = []
-    model.get_parameter("first.weight").register_hook(raise_once)
-    step = TrainStep(model, loss_times, sgd(model), accumulate_steps=4, weights=weights)
-    masters = list(model.parameters())
-    for x in X[:2]:
-        step(x)
-    with pytest.raises(RuntimeError, match="in a hook"):
-        step(X[2])
-    assert all(a is b and a.grad is None for a, b in zip(masters, model.parameters(), strict=True))
-    assert not any(cast._low is not None for cast in step.weights.casts)
-    other = TrainStep(expected, loss_times, sgd(expected), accumulate_steps=4, weights="per_use")
-    assert [step(x).reason for x in X] == [other(x).reason for x in X]
-    assert equal(state(model), state(expected))

@@ -13,12 +13,15 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-KEY = "fxamp"
+from ..ops.ops import NOTE
+
 Region = tuple[str, bool, torch.dtype | None]  # device type, enabled, dtype
 
-# The rules that make nodes; these two make casts which are not the author's.
-CAST_OPERAND, RESTORE_OUTPUT = "cast_operand", "restore_output"
-CLAMP_OPERAND, SPLIT_LOSS, DECOMPOSE, APPLY_READS = "clamp_operand", "split_loss", "decompose", "apply_reads"
+# The rules that make nodes, each by the pass that it is of; the first two make casts which are not the author's.
+CAST_OPERAND, RESTORE_OUTPUT = "insert-casts/operand", "insert-casts/output"
+CLAMP_OPERAND = "insert-casts/clamp"
+SPLIT_LOSS, DECOMPOSE, APPLY_READS = "legalize/loss", "legalize/composite", "legalize/read"
+SETTLE = "capture/settle"
 _CASTS = (CAST_OPERAND, RESTORE_OUTPUT)
 
 
@@ -39,7 +42,7 @@ class Note:
         constant_read: The constant that stands there under autocast.
         autocast: The dtypes of its value under autocast, where that was seen.
         under_autocast: It runs under autocast, whatever is inside.
-        low_of_its_own: Of an output: low in the model itself, and not by autocast.
+        low_of_its_own: Of an output: the dtype that the model itself makes, low not by autocast.
         pure: Of a higher-order op: its body neither writes to what it is given nor returns it.
         told_dtype: It was given a dtype argument in the place of a cast.
     """
@@ -55,7 +58,7 @@ class Note:
     constant_read: str = ""
     autocast: Any = None
     under_autocast: bool = False
-    low_of_its_own: bool = False
+    low_of_its_own: torch.dtype | None = None
     pure: bool = False
     told_dtype: bool = False
 
@@ -70,13 +73,13 @@ _NOTHING = Note()
 
 def note_of(node: Node) -> Note:
     """Return what is noted on a node."""
-    found: Note = node.meta.get(KEY, _NOTHING)
+    found: Note = node.meta.get(NOTE, _NOTHING)
     return found
 
 
 def note(node: Node, **changes: Any) -> None:
     """Change fields of a node's note."""
-    node.meta[KEY] = replace(note_of(node), **changes)
+    node.meta[NOTE] = replace(note_of(node), **changes)
 
 
 def is_inserted(node: Node) -> bool:
@@ -91,12 +94,12 @@ def origin(node: Node) -> dict[str, Any]:
     """Return the part of a node's meta that says where it comes from."""
     kept = {k: node.meta[k] for k in ("nn_module_stack", "stack_trace") if k in node.meta}
     region = note_of(node).region
-    return kept | ({KEY: Note(region=region)} if region is not None else {})
+    return kept | ({NOTE: Note(region=region)} if region is not None else {})
 
 
 def move_to(node: Node, other: Node) -> None:
     """Let a node come from where another does; all else of its meta stays."""
-    for key in ("nn_module_stack", "stack_trace", KEY):
+    for key in ("nn_module_stack", "stack_trace", NOTE):
         node.meta.pop(key, None)
     node.meta |= origin(other)
 
@@ -117,4 +120,4 @@ def loaded(kept: Mapping[str, Any]) -> dict[str, Any]:
     meta = {k: kept[k] for k in ("nn_module_stack", "stack_trace") if k in kept}
     made_by = kept.get("made_by") or (CAST_OPERAND if kept.get("fxamp") == "cast" else "")
     found = Note(made_by=made_by, leaf=kept.get("leaf") or kept.get("leaf_type") or "")
-    return meta if found == _NOTHING else meta | {KEY: found}
+    return meta if found == _NOTHING else meta | {NOTE: found}

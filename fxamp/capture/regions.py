@@ -1,0 +1,83 @@
+"""The exporter's grad-mode and autocast regions, inlined: switches before and after take their place.
+
+Before: wrap_with_set_grad_enabled(False, body, x)
+After:  a = is_grad_enabled(); set_grad(False); ...; set_grad(a)
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from passes._torch import SET_GRAD, enter_autocast, exit_autocast
+from passes.graph.notes import note, note_of
+from passes.graph.splice import copy_body, put_in_place
+from passes.ops.rules import row_of
+
+_CONSTANTS = "_fxamp."  # where the front ends put what a graph refers to beside the model
+
+
+def inline_regions(graph: Graph, constants: dict[str, Any]) -> int:
+    """Replace the exporter's grad-mode and autocast regions by their bodies; return how many.
+
+    Either becomes a switch before and after it. What an autocast region says is also noted on its nodes, for
+    the colours that take the switches' place.
+
+    Args:
+        graph: changed in place.
+        constants: what get_attr targets of the form `_fxamp.NAME` refer to; bodies go, what they hold comes.
+    """
+    edits = 0
+    regions = [n for n in graph.nodes if _is_region(n)]
+    while regions:
+        regions += _inline(graph, regions.pop(), constants)
+        edits += 1
+    return edits
+
+
+def _is_region(node: Node) -> bool:
+    return row_of(node).switches != ""
+
+
+def _inline(graph: Graph, node: Node, constants: dict[str, Any]) -> list[Node]:
+    """Replace one region by its body; return the regions inside it."""
+    settings: list[Any] = list(node.args)
+    at = next(i for i, a in enumerate(settings) if isinstance(a, Node))
+    settings, holder, operands = settings[:at], settings[at], settings[at + 1 :]
+    body: GraphModule = constants[str(holder.target).removeprefix(_CONSTANTS)]
+    region = note_of(node).region
+    leave: Callable[..., Any]
+    with graph.inserting_before(node):
+        if row_of(node).switches == "grad":
+            leave, entered = SET_GRAD, graph.call_function(torch.is_grad_enabled)
+            graph.call_function(SET_GRAD, tuple(settings))
+        else:
+            device, dtype, enabled, _ = settings
+            region = (str(device), bool(enabled), dtype)
+            leave, entered = exit_autocast, graph.call_function(enter_autocast, tuple(settings))
+        copied, result = copy_body(graph, body.graph, operands)
+        graph.call_function(leave, (entered,))
+    for new in copied:
+        if region is not None and note_of(new).region is None:
+            note(new, region=region)
+        if new.op == "get_attr":
+            held = functools.reduce(getattr, str(new.target).split("."), body)
+            new.target = _lift(f"{holder.name}_{new.target}", held, constants)
+    put_in_place(graph, node, result)
+    if not holder.users:
+        graph.erase_node(holder)
+        if not any(n.op == "get_attr" and n.target == holder.target for n in graph.nodes):
+            del constants[str(holder.target).removeprefix(_CONSTANTS)]
+    return [new for new in copied if _is_region(new)]
+
+
+def _lift(name: str, value: Any, constants: dict[str, Any]) -> str:
+    """Keep what a body held under a name of its own; return the get_attr target."""
+    name = name.replace(".", "_")
+    while constants.setdefault(name, value) is not value:
+        name += "_"
+    return _CONSTANTS + name

@@ -1,0 +1,92 @@
+"""Where a verb writes: standard output is its own, standard error what is said beside it, or files."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+
+from passes.contract.errors import FxampError
+from passes.contract.plan_format import write_text
+
+from ..report.forms import harmless
+from .waiting import waiting as shown_while
+
+DONE, FOUND, UNKNOWN = 0, 1, 2  # exit statuses
+
+
+@contextlib.contextmanager
+def aside() -> Iterator[None]:
+    """Let what a model prints go to standard error, what C and child processes print too."""
+    sys.stdout.flush()
+    try:
+        out, err = sys.__stdout__.fileno(), sys.__stderr__.fileno()  # type: ignore[union-attr]
+        kept = os.dup(out)
+    except (AttributeError, OSError, ValueError):  # there is no terminal and no file behind them
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+        return
+    os.dup2(err, out)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(kept, out)
+        os.close(kept)
+
+
+def write(args: argparse.Namespace, paint: Callable[[str], str] = str, **formats: Callable[[], str]) -> None:
+    """Write one of the formats to the file asked for, or to standard output, where a terminal may have colours."""
+    # What escapes what it is given by itself is left as it is. Workflow commands begin as no other line may.
+    own: dict[str, Callable[[str], str]] = {"json": harmless.as_json, "sarif": harmless.as_json}
+    own |= dict.fromkeys(("github", "html", "junit"), str)
+    shown = own.get(args.output_format, harmless.lines)
+    if args.quiet and args.output is None:
+        return
+    text = shown(formats[args.output_format]().rstrip("\n")) + "\n"
+    if args.output is not None:
+        write_text(args.output, text)
+        return
+    try:
+        sys.stdout.write(paint(text) if args.output_format == "text" and _has_colours() else text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader (`| head`) has seen enough. Python flushes once more at exit, so give it somewhere to flush to.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _has_colours() -> bool:
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def waiting(args: argparse.Namespace, what: str) -> contextlib.AbstractContextManager[None]:
+    """Say on standard error what takes long, unless it was asked to be quiet."""
+    return contextlib.nullcontext() if args.quiet else shown_while(what, sys.stderr)
+
+
+def width(args: argparse.Namespace) -> int | None:
+    """Return how wide the terminal is that is written to; None for a file or a pipe, which take any width."""
+    return shutil.get_terminal_size().columns if args.output is None and sys.stdout.isatty() else None
+
+
+def write_pair(args: argparse.Namespace, graph: str, data: str) -> None:
+    """Write a graph to the file asked for, and the data of its nodes beside it."""
+    if args.output is None:
+        raise FxampError("model-explorer: there are two files, a graph and the data of its nodes; give -o FILE.json")
+    beside = args.output.with_name(f"{args.output.stem}.node_data.json")
+    write_text(args.output, harmless.as_json(graph))
+    write_text(beside, harmless.as_json(data))
+
+
+def to_stderr(text: str) -> None:
+    """Write lines to standard error, each of them harmless."""
+    sys.stderr.write(harmless.lines(text))
+
+
+def failed(message: str) -> int:
+    """Write an error as one line; return the exit status."""
+    sys.stderr.write(f"fxamp: error: {harmless.visible(' '.join(message.split()))}\n")
+    return UNKNOWN

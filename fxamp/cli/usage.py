@@ -1,0 +1,113 @@
+"""What each verb takes on the command line."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import NoReturn, TypeAlias
+
+from passes import NAMES
+from passes.contract.devices import DEVICES
+from passes.contract.errors import FxampError
+
+Run: TypeAlias = Callable[[argparse.Namespace], int]  # returns the exit status
+
+
+def _add_capture(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("--capture", choices=("auto", "fx", "export", "jit"), default="auto", help="front end")
+    verb.add_argument("--device", choices=tuple(DEVICES), help="decide for it, whether it is here or not")
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or not 0 < int(text) < 1000:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of processes")
+    return int(text)
+
+
+class Parser(argparse.ArgumentParser):
+    """Raise usage errors as fxamp's own, so that they print as one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise instead of printing the usage and leaving."""
+        raise FxampError(f"{message}; see `{self.prog} --help`")
+
+
+def parser_of(runs: Mapping[str, Run]) -> argparse.ArgumentParser:
+    """Return the parser; what it makes of a command line has `run`, the function of its verb.
+
+    Args:
+        runs: the function of each verb.
+    """
+    parser = Parser(prog="fxamp", description="Automatic mixed precision for PyTorch as a compiler pass.")
+    parser.add_argument("--version", action="version", version=f"fxamp {_version()}")
+    verbs = parser.add_subparsers(metavar="VERB", required=True)
+
+    def verb(
+        name: str, summary: str,
+        formats: Sequence[str] = ("text", "markdown", "json"),
+    ) -> argparse.ArgumentParser:  # fmt: skip
+        made = verbs.add_parser(name, help=summary, description=summary)
+        made.set_defaults(run=runs[name])
+        made.add_argument("--output-format", choices=formats, default="text")
+        made.add_argument("-o", "--output", metavar="FILE", type=Path, help="write there instead of printing")
+        made.add_argument("-q", "--quiet", action="store_true", help="print nothing; the exit status says it")
+        made.add_argument("--exit-zero", action="store_true", help="exit with 0 where it would be 1")
+        return made
+
+    report = verb(
+        "report", "Show in which dtype every node runs, and why.",
+        formats=("text", "markdown", "json", "html", "dot", "model-explorer"),
+    )  # fmt: skip
+    report.add_argument("target", metavar="TARGET", help="package.module:callable, path/file.py:callable or plan.json")
+    report.add_argument("--policy", help='such as "O1" or "O2,dtype=bf16,modules.fc3=fp32"')
+    _add_capture(report)
+    report.add_argument("--nodes", action="store_true", help="list every node, with its reason and the line it is from")
+    report.add_argument("--depth", type=int, metavar="N", help="show N levels of modules")
+    for name, what in (("module", "PATH"), ("op", "NAME"), ("colour", "DTYPE"), ("reason", "CODE")):
+        report.add_argument(f"--{name}", metavar=what, action="append", default=[], help=f"only this {name}")
+    report.add_argument(
+        "--print-after", metavar="PASS", action="append", default=[], choices=NAMES,
+        help=f"write every graph to standard error as it is after a pass: {', '.join(NAMES)}",
+    )  # fmt: skip
+    report.add_argument("--save-plan", metavar="FILE", type=Path, help="save the plan as JSON too")
+
+    diff = verb(
+        "diff", "Show what differs between two plans or models; exit with 1 when they differ.",
+        formats=("text", "markdown", "json", "html"),
+    )  # fmt: skip
+    diff.add_argument("before", metavar="A", help="plan.json, package.module:callable or path/file.py:callable")
+    diff.add_argument("after", metavar="B", nargs="?", help="likewise; left out, A is compared under two policies")
+    diff.add_argument("--policy", action="append", default=[], help="of A and B; given twice, of A, then of B")
+    _add_capture(diff)
+
+    check = verb(
+        "check", "Compare models with their committed plans and budgets; exit with 1 on a difference.",
+        formats=("text", "markdown", "json", "github", "junit", "sarif"),
+    )  # fmt: skip
+    check.add_argument(
+        "targets", metavar="TARGET", nargs="*",
+        help="package.module:callable, path/file.py:callable, or names of [tool.fxamp.targets]; else all of those",
+    )  # fmt: skip
+    check.add_argument("--policy", help='such as "O1" or "O2,dtype=bf16,modules.fc3=fp32"')
+    check.add_argument("--plan", metavar="FILE", help="the committed plan")
+    check.add_argument("--update", action="store_true", help="write plans that are missing or have changed")
+    check.add_argument("--budget", metavar="KEY=LIMIT", action="append", default=[], help='such as "casts=+0"')
+    check.add_argument("--jobs", metavar="N", type=_positive, default=1, help="targets to check at once")
+    check.add_argument("--name", help=argparse.SUPPRESS)
+    _add_capture(check)
+
+    rules = verb("rules", "Show the op table, or what is known of one op.")
+    rules.add_argument("op", metavar="OP", nargs="?", help="canonical name, such as softmax")
+
+    demo = verb("demo", "Train two small models on digits in FP32, under autocast and with fxamp.")
+    demo.add_argument("--seeds", type=int, default=1, metavar="N", help="how many seeds to average over")
+    return parser
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("fxamp")
+    except importlib.metadata.PackageNotFoundError:
+        return "(not installed)"

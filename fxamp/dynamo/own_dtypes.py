@@ -1,0 +1,131 @@
+"""Which dtypes the values of a graph that was captured under autocast have in the model itself.
+
+A model that holds low tensors casts to their dtype, and Dynamo writes that as it does a dtype that was read off what
+autocast made low. But the model runs without autocast too. So such a cast is taken for one to FP32 until an op
+rejects what it reads, which shows the cast to be the author's; or where all that it is made of was low before the
+author cast it up. One that nothing shows to be low is FP32, which loses nothing.
+
+Before: linear(to(x, bfloat16), base), base: bfloat16      to(linear, bfloat16)
+After:  the first is bfloat16, for the layer takes nothing else, and the second float32
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Set
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from passes.graph.mixed import refuse_mixed
+from passes.graph.values import LOW, dtypes_of, literal_dtype
+
+
+def own_dtypes(
+    graph: Graph, infer: Callable[[Node, Callable[[Node], Any]], Any], holds: Set[Node], doubtful: Set[Node]
+) -> dict[Node, Any]:
+    """Return the dtypes that the values of a graph would have without autocast.
+
+    Args:
+        graph: `meta["val"]` are its values without the casts of autocast.
+        infer: gives a node's output dtypes from those of its operands; raises where it rejects them.
+        holds: the inputs that the model itself holds, or has made low; others are not low of their own.
+        doubtful: what names a low dtype that may be the author's or read off what autocast made low.
+    """
+    nodes = [n for n in graph.nodes if n.meta.get("val") is not None]
+    place = {n: i for i, n in enumerate(nodes)}
+    own: dict[Node, Any] = {}
+    authors: set[Node] = set()
+    at = 0
+    while at < len(nodes):
+        node, at = nodes[at], at + 1
+        try:
+            made = _made(node, infer, own, holds)
+        except Exception:  # whatever a fake kernel raises
+            shown = _shown(node, infer, own, doubtful - authors)
+            if shown:
+                authors |= shown
+                at = min(place[n] for n in shown)
+                continue
+            made = dtypes_of(node.meta["val"])
+            made = made if any(own.get(n) in LOW for n in node.all_input_nodes) else without_low(made)
+        is_low = node not in doubtful or node in authors or _restores_low(node, own, holds)
+        own[node] = made if is_low else without_low(made)
+    return own
+
+
+def without_low(dtypes: Any) -> Any:
+    """Return dtypes with FP32 for low ones."""
+    if isinstance(dtypes, tuple):
+        return tuple(without_low(d) for d in dtypes)
+    return torch.float32 if dtypes in LOW else dtypes
+
+
+def _made(node: Node, infer: Callable[..., Any], own: dict[Node, Any], holds: Set[Node]) -> Any:
+    seen = dtypes_of(node.meta["val"])
+    if node.op == "placeholder" and node not in holds:
+        return without_low(seen)
+    if not node.op.startswith("call"):
+        return seen
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        return without_low(seen)
+    refuse_mixed(node, own.get)
+    return infer(node, own.get)
+
+
+def _shown(node: Node, infer: Callable[..., Any], own: dict[Node, Any], doubtful: Set[Node]) -> set[Node]:
+    """Return the casts that are shown to be the author's by an op that rejects FP32 beside a low operand.
+
+    They are the nearest ones that its FP32 operands are made of, if the op takes those operands low.
+    """
+    low = next((own[n] for n in node.all_input_nodes if own.get(n) in LOW), None)
+    if low is None:
+        return set()
+    made_of = {n: _nearest(n, own, doubtful) for n in node.all_input_nodes if own.get(n) == torch.float32}
+    made_of = {n: casts for n, casts in made_of.items() if casts}
+    lowered = {**own, **dict.fromkeys(made_of, low)}
+    try:
+        refuse_mixed(node, lowered.get)
+        infer(node, lowered.get)
+    except Exception:  # whatever a fake kernel raises
+        return set()
+    return set(itertools.chain.from_iterable(made_of.values()))
+
+
+def _nearest(value: Node, own: dict[Node, Any], doubtful: Set[Node]) -> set[Node]:
+    """Return the doubtful casts that a value is made of by the fewest ops; none where there is none."""
+    seen, front = {value}, [value]
+    while front:
+        if found := doubtful & {*front}:
+            return {*found}
+        front = [n for node in front for n in node.all_input_nodes if n not in seen and _is_wide(own.get(n))]
+        seen.update(front)
+    return set()
+
+
+def _restores_low(cast: Node, own: dict[Node, Any], holds: Set[Node]) -> bool:
+    """Say whether all that a value is made of was low before the author cast it up, weights and numbers apart.
+
+    Before: h = x.float(); h * rsqrt(h.square().mean(-1)); to(mul, bfloat16)        x: bfloat16
+    """
+    seen, left, found = {cast}, [cast], False
+    while left:
+        for n in left.pop().all_input_nodes:
+            if n in seen or not _is_wide(own.get(n)):
+                continue
+            seen.add(n)
+            if isinstance(before := n.args[0] if n.args and literal_dtype(n) == torch.float32 else None, Node):
+                found = True
+                if _is_wide(own.get(before)):
+                    return False
+            elif n.op == "placeholder" and n not in holds:
+                return False
+            else:
+                left.append(n)
+    return found
+
+
+def _is_wide(dtypes: Any) -> bool:
+    """Say whether a value, or an item of it, is FP32."""
+    return any(map(_is_wide, dtypes)) if isinstance(dtypes, tuple) else bool(dtypes == torch.float32)

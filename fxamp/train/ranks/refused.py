@@ -1,0 +1,128 @@
+"""What several ranks cannot do right together with a training step: each is refused by name, with a way out."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.fx import Node
+from torch.nn.parallel import DistributedDataParallel
+
+from passes._torch import communication_hook, communication_states, gathering
+from passes.contract.errors import PolicyError
+
+from ...module.module import ConvertedModule
+from .ranks import Ranks
+
+
+def refuse_unfit_model(model: nn.Module, weights: str) -> None:
+    """Raise PolicyError for a model that is sharded as it cannot be trained."""
+    for path, module in model.named_modules():
+        where = f"'{path}'" if path else "the model"
+        if isinstance(module, ConvertedModule):
+            inside = next((p for p, part in module.named_modules() if part is not module and is_sharded(part)), None)
+            if inside is not None:
+                raise PolicyError(
+                    f"'{inside}' is sharded by itself inside {where}, which was converted as a whole: its graph calls "
+                    "no parts, so FSDP2 would never gather this one. Call fully_shard on the converted module alone; "
+                    "or convert each block, fully_shard it, then the root."
+                )
+        if is_sharded(module):
+            _refuse_gathered(module, where, weights)
+
+
+def _refuse_gathered(module: nn.Module, where: str, weights: str) -> None:
+    """Refuse what FSDP2 was told about dtypes, where graphs were told another thing."""
+    dtype, casts_inputs = gathering(module)
+    if weights == "per_step":
+        does = f"and param_dtype={dtype} casts each shard once before that, which is the same" if dtype else (
+            "and MixedPrecisionPolicy(param_dtype=...) would do the same: it casts each shard once before that"
+        )
+        raise PolicyError(
+            f"weights='per_step' under FSDP2, which shards {where}: weights are gathered anew for every call, so that "
+            f"no cast outlives one, {does}. Leave weights at 'auto'."
+        )
+    if dtype is None or dtype == torch.float32:
+        return
+    for path, part in module.named_modules():
+        if isinstance(part, ConvertedModule):
+            if casts_inputs:
+                raise PolicyError(
+                    f"FSDP2 casts the inputs of {where} to {dtype}, where the graph has casts of its own: say "
+                    "cast_forward_inputs=False in its MixedPrecisionPolicy"
+                )
+            read = _read_otherwise(part, dtype)
+            if read:
+                raise PolicyError(
+                    f"FSDP2 gathers '{'.'.join(filter(None, (path, read)))}' of {where} in {dtype}, and the graph "
+                    "reads it in float32: leave param_dtype out of its MixedPrecisionPolicy, since the graph casts the "
+                    "parameters that the plan says, or convert by a policy that reads all of them low"
+                )
+
+
+def _read_otherwise(module: ConvertedModule, dtype: torch.dtype) -> str:
+    """Return the first trained parameter that a graph does not only cast to a dtype, "" where there is none."""
+    for variant in module.variants:
+        for node in variant.graph.find_nodes(op="get_attr"):
+            owner, _, name = str(node.target).rpartition(".")
+            p = module.get_submodule(owner)._parameters.get(name)
+            if p is not None and p.requires_grad and not all(_casts(user, dtype) for user in node.users):
+                return str(node.target)
+    return ""
+
+
+def _casts(node: Node, dtype: torch.dtype) -> bool:
+    return node.target is torch.ops.aten.to.dtype and node.args[1] == dtype
+
+
+def refuse_unfit_ranks(ranks: Ranks, *, accumulate_steps: int, on_overflow: str, scaled: bool) -> None:
+    """Raise PolicyError for what DistributedDataParallel was asked for and does not do right in a training step.
+
+    Args:
+        ranks: Of the step.
+        accumulate_steps: Micro-batches in a window.
+        on_overflow: As a TrainStep takes it.
+        scaled: Whether the loss is scaled.
+    """
+    skips = on_overflow == "skip_microbatch"
+    for replica in ranks.replicas:
+        if replica.static_graph and (accumulate_steps > 1 or skips):
+            raise PolicyError(
+                "DistributedDataParallel(static_graph=True) fails, or stops exchanging gradients, after a backward "
+                "that exchanges none (pytorch#143580), and a window of several micro-batches has such. Leave "
+                "static_graph out, or let every micro-batch be a window: accumulate_steps=1, on_overflow='skip_window'."
+            )
+        if replica.mixed_precision is not None:
+            raise PolicyError(
+                "DistributedDataParallel(mixed_precision=...) casts parameters and gradients itself: leave it out, "
+                "since the graph of a converted model casts what the plan says."
+            )
+        _refuse_hook(replica, skips, scaled)
+    if ranks.replicas and ranks.apart and not ranks.spread:
+        ignored = {name for replica in ranks.replicas for name in replica.parameters_to_ignore}
+        forgotten = [name for name in ranks.apart if not any(name.endswith(one) for one in ignored)]
+        if forgotten:
+            raise PolicyError(
+                f"'{forgotten[0]}' is trained, and no DistributedDataParallel exchanges its gradient, so that every "
+                "rank would train another one. Wrap the module that holds it, model and loss together if need be, or "
+                "name it in parameters_to_ignore where that is meant."
+            )
+
+
+def _refuse_hook(replica: DistributedDataParallel, skips: bool, scaled: bool) -> None:
+    hook = communication_hook(replica)
+    if hook and skips:
+        raise PolicyError(
+            f"on_overflow='skip_microbatch' exchanges gradients when the window is over, past the communication hook "
+            f"'{hook}': leave one of them out"
+        )
+    if scaled and any(type(state).__name__ == "PowerSGDState" for state in communication_states(replica)):
+        raise PolicyError(
+            f"the communication hook '{hook}' keeps what compression loses for the next step, at the loss scale that "
+            "it had, and after one overflow for ever as NaN: train in BF16 without loss scaling, or take "
+            "fp16_compress_hook or bf16_compress_hook"
+        )
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Say whether FSDP2 gathers the parameters of a module for its calls."""
+    return any(base.__name__ == "FSDPModule" for base in type(module).__mro__)

@@ -1,0 +1,57 @@
+"""Settings that ranks must have in common, compared before the first step: later, one would wait for ever."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from passes.contract.errors import PolicyError
+
+_SHOWN = 3  # ranks and settings named one by one
+
+
+def compare(ours: Mapping[str, object], groups: Sequence[Any]) -> None:
+    """Tell the ranks of some groups what this one was told to do, and refuse to go on where they differ.
+
+    Args:
+        ours: Settings by name; what is compared is their `repr`.
+        groups: Which ranks train together: the dimensions of a grid of ranks, so that all come to know of all.
+
+    Raises:
+        PolicyError: Ranks differ, on all of them; or one did not come in the time that its group gives, on the others.
+    """
+    known = {dist.get_rank(): {name: repr(value) for name, value in ours.items()}}
+    for group in groups:
+        gathered: list[Any] = [None] * dist.get_world_size(group)
+        try:
+            dist.all_gather_object(gathered, known, group=group)
+        except RuntimeError as error:
+            raise PolicyError(
+                f"rank {dist.get_rank()} waited for the others of ranks {dist.get_process_group_ranks(group)} to come "
+                "to their first step, and not all did: they train with other ranks, or have no step to take, or failed "
+                f"before it. {error}"
+            ) from error
+        for one in gathered:
+            known.update(one)
+    differ = [name for name in ours if len({settings.get(name) for settings in known.values()}) > 1]
+    if differ:
+        raise PolicyError(
+            "ranks that train one model were told different things: "
+            + "; ".join(_listed(name, known) for name in differ[:_SHOWN])
+            + ". Give all of them the same, or groups of their own."
+        )
+
+
+def _listed(name: str, known: Mapping[int, Mapping[str, str]]) -> str:
+    """Say which ranks have which value of a setting."""
+    ranks: dict[str, list[int]] = defaultdict(list)
+    for rank, settings in sorted(known.items()):
+        ranks[settings.get(name, "nothing")].append(rank)
+    said = []
+    for value, those in ranks.items():
+        more = f" and {len(those) - _SHOWN} more" if len(those) > _SHOWN else ""
+        said.append(f"{value} on rank {', '.join(map(str, those[:_SHOWN]))}{more}")
+    return f"{name} is {', '.join(said)}"

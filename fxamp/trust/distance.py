@@ -1,0 +1,54 @@
+"""How far two runs of a model are apart, and the run that mixed precision is compared with: under `torch.autocast`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from passes._torch import pytree
+
+
+class UnderAutocast(nn.Module):
+    """A model whose every call runs under `torch.autocast` on the CPU.
+
+    Args:
+        model: takes any arguments; it is shared, not copied.
+        dtype: torch.bfloat16 or torch.float16, what autocast casts to.
+    """
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.model, self.dtype = model, dtype
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the model gives under autocast, in autocast's dtypes."""
+        with torch.autocast("cpu", dtype=self.dtype):
+            return self.model(*args, **kwargs)
+
+
+def floats(output: Any) -> list[Tensor]:
+    """Return the tensors of a floating dtype in an output, in the order of its leaves.
+
+    Args:
+        output: a tensor, or any container that `torch.utils._pytree` knows.
+    """
+    return [t for t in pytree.tree_leaves(output) if isinstance(t, Tensor) and t.is_floating_point()]
+
+
+def distance(got: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> float:
+    """Return the norm of the difference of all tensors together over the norm of the reference, computed in float64.
+
+    Args:
+        got: tensors by name, of the shapes of the reference's, of any floating dtype.
+        reference: what they should be, not all zero.
+
+    Raises:
+        ValueError: the names are not the same.
+    """
+    if got.keys() != reference.keys():
+        raise ValueError(f"of one alone: {sorted(got.keys() ^ reference.keys())}; compare tensors of the same names")
+    difference = sum((got[n].double() - t.double()).pow(2).sum().item() for n, t in reference.items())
+    return float((difference / sum(t.double().pow(2).sum().item() for t in reference.values())) ** 0.5)

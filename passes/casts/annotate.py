@@ -1,0 +1,55 @@
+"""The last pass: bring `meta["val"]` up to date, so that `print_readable` shows the dtype of every value.
+
+Before: linear: f32[2, 4] = linear(to_dtype: f32[2, 4], ...)
+After:  linear: bf16[2, 4] = linear(to_dtype: bf16[2, 4], ...)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch.fx import Graph
+
+from .._torch import FakeTensor
+from ..colouring import Assignment
+from ..form import Ensures, Unit
+from ..graph.values import retyped
+
+
+@dataclass(frozen=True)
+class Annotate:
+    """Write the dtypes that were assigned to a graph into it."""
+
+    name: ClassVar = "annotate"
+    ensures: ClassVar = Ensures.NOTHING_NEW
+
+    def __call__(self, unit: Unit) -> dict[str, int]:
+        """Annotate one graph; no edit is made."""
+        annotate(unit.graph, unit.decided)
+        return {}
+
+
+def annotate(graph: Graph, assignment: Assignment) -> None:
+    """Give every value the dtype that it was assigned.
+
+    A cast of a fake tensor takes a hundred times as long as to look up one of the same sizes that was made before.
+    """
+    made: dict[Any, Any] = {}
+    for node in graph.nodes:
+        value, dtype = node.meta.get("val"), assignment.dtypes.get(node)
+        if isinstance(value, FakeTensor) and isinstance(dtype, torch.dtype):
+            if value.dtype != dtype:
+                key = (value.fake_mode, dtype, *_layout(value))
+                made[key] = node.meta["val"] = made[key] if key in made else retyped(value, dtype)
+        elif value is not None:
+            node.meta["val"] = retyped(value, dtype)
+
+
+def _layout(value: torch.Tensor) -> list[Any]:
+    """Return all of a tensor but its numbers and its dtype; symbolic sizes as expressions, which can be compared."""
+    if value.layout is not torch.strided:
+        return [id(value)]
+    sizes = (*value.shape, *value.stride())
+    return [value.device, value.dim(), *(s if isinstance(s, int) else s.node.expr for s in sizes)]

@@ -1,0 +1,147 @@
+"""Plans as text: read strictly, in every format that fxamp has written, and written whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import reprlib
+import uuid
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from .errors import PlanError
+
+FORMAT_VERSION = 5
+REMEDY = "make the plan anew, with `fxamp report TARGET --save-plan FILE` or `fxamp.plan(model, ...).save(path)`"
+LONGEST = 64 << 20  # characters; 50,000 nodes take 13 MB
+
+
+def strictly(text: str, name: str, what: str) -> Any:
+    """Read JSON in which nothing is said twice, and every number is one.
+
+    Args:
+        text: to read.
+        name: what errors call it.
+        what: it should be.
+
+    Raises:
+        PlanError: it is no such JSON, or longer than what any model needs.
+    """
+    if len(text) > LONGEST:
+        raise PlanError(f"{name}: not a {what} (longer than {LONGEST >> 20} MB, which no model needs); {REMEDY}")
+    try:
+        return json.loads(text, object_pairs_hook=_said_once, parse_constant=_refuse_constant)
+    except json.JSONDecodeError as error:
+        raise PlanError(f"{name}:{error.lineno}: not JSON, or cut short ({error.msg}); {REMEDY}") from error
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets within brackets
+        raise PlanError(f"{name}: not a {what} ({error}); {REMEDY}") from error
+
+
+def _said_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    data = dict(pairs)
+    if len(data) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"{reprlib.repr(twice)} is there twice in one object")
+    return data
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is no number")
+
+
+def in_this_format(data: dict[str, Any]) -> dict[str, Any]:
+    """Return a plan of an older format in this one."""
+    if data["version"] < 2:  # which knew one graph alone
+        data = {**data, "states": []}
+    if data["version"] < 3 and isinstance(data.get("decisions"), list):  # in which reasons began with their code
+        data = {**data, "decisions": [
+            {"code": row["reason"].partition(":")[0].strip(), **row}
+            if isinstance(row, dict) and isinstance(row.get("reason"), str) else row
+            for row in data["decisions"]
+        ]}  # fmt: skip
+    return {"edits": {}, "totals": {}, "fxamp_version": "", "machine": "", **data, "version": FORMAT_VERSION}
+
+
+def known_part(data: dict[str, Any], plan_kind: type, decision_kind: type) -> dict[str, Any]:
+    """Return of a plan of a newer format the fields that this one has."""
+    plan, decision = ({f.name for f in fields(kind)} for kind in (plan_kind, decision_kind))
+    note = f"of plan format {data['version']}, newer than {FORMAT_VERSION}: what it has more is not read"
+    known = {name: value for name, value in data.items() if name in plan} | {"version": FORMAT_VERSION}
+    if isinstance(known.get("notes"), list):
+        known["notes"] = [*known["notes"], note]
+    if isinstance(known.get("decisions"), list):
+        known["decisions"] = [
+            {name: value for name, value in row.items() if name in decision} if isinstance(row, dict) else row
+            for row in known["decisions"]
+        ]  # fmt: skip
+    return known
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Write a text file whole: a reader sees the old file or the new one, never half of it, whoever else writes.
+
+    Raises:
+        OSError: the file cannot be written.
+        ValueError: the path is none, or the text has characters that UTF-8 has not.
+    """
+    # A link keeps pointing where it points.
+    target = Path(os.path.realpath(path))
+    if target.exists() and not target.is_file():
+        # A directory says so here; a device or a pipe cannot be replaced, only written to.
+        target.write_text(text, encoding="utf-8")
+        return
+    temporary = target.with_name(f".fxamp-{uuid.uuid4().hex}.tmp")  # short, for the target's own name may be long
+    try:
+        with temporary.open("x", encoding="utf-8") as file:
+            file.write(text)
+        temporary.replace(target)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+# JSON types of the fields that are not text.
+_FIELD_TYPES: dict[str, type[Any]] = {
+    "graph": int,
+    "inserted_casts": int,
+    "casts": int,
+    "version": int,
+    "causes": list,
+    "notes": list,
+    "decisions": list,
+    "states": list,
+    "edits": dict,
+    "totals": dict,
+}
+
+
+def checked_states(named: list[str], name: str) -> tuple[str, ...]:
+    """Check the states of a plan: each with the number of its first graph, which rise."""
+    firsts = [state.partition(":")[0] for state in named]
+    numbers = [int(f) for f in firsts if f.isdecimal() and len(f) < 9]
+    if len(numbers) < len(firsts) or numbers != sorted(set(numbers)):
+        raise PlanError(f"{name}: 'states' has to give each state after the number of its first graph; {REMEDY}")
+    return tuple(named)
+
+
+def check_shape(kind: Any, data: Any, where: str) -> None:
+    """Refuse JSON data that does not have exactly the fields of `kind`, each of its type."""
+    if not isinstance(data, dict):
+        raise PlanError(f"{where}: expected an object, found {type(data).__name__}; {REMEDY}")
+    names = {f.name for f in fields(kind)}
+    for name in sorted(names ^ set(data)):
+        problem = "is missing" if name in names else "is not a field of this format"
+        raise PlanError(f"{where}: {name!r} {problem}; {REMEDY}")
+    for name, value in data.items():
+        expected = _FIELD_TYPES.get(name, str)
+        # bool is an int to Python, but not in a plan.
+        if not isinstance(value, expected) or isinstance(value, bool):
+            raise PlanError(f"{where}: {name!r} is {reprlib.repr(value):.60}, expected {expected.__name__}; {REMEDY}")
+        if isinstance(value, int) and value < 0:
+            raise PlanError(f"{where}: {name!r} is negative, {value}; {REMEDY}")
+        numbers = value.values() if isinstance(value, dict) else ()
+        if not all(isinstance(number, int | float) and not isinstance(number, bool) for number in numbers):
+            raise PlanError(f"{where}: {name!r} holds something other than numbers; {REMEDY}")
+        if name in ("causes", "notes", "states") and not all(isinstance(item, str) for item in value):
+            raise PlanError(f"{where}: {name!r} holds something other than text; {REMEDY}")

@@ -1,0 +1,45 @@
+"""What the compiler asks of whoever measures: the nanoseconds of calls, which it describes without running them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Filler:
+    """A tensor to run an op on; strides are part of what its time depends on."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    def __str__(self) -> str:
+        """Write it short: `float32[4, 8]/[8, 1]`, with a `'` where gradients flow."""
+        name = str(self.dtype).removeprefix("torch.")
+        return f"{name}{list(self.shape)}/{list(self.stride)}{chr(39) * self.requires_grad}"
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call to be timed, forward and backward.
+
+    Attributes:
+        key: all that its time depends on, apart from the machine, as text; equal keys are equal calls.
+        function: what is called.
+        args: its arguments, with a Filler for every tensor.
+        kwargs: those by name.
+    """
+
+    key: str
+    function: Callable[..., Any] = field(compare=False)
+    args: Any = field(compare=False)
+    kwargs: Any = field(compare=False)
+
+
+# Gives the nanoseconds of each call, forward and backward together; leaves out those that cannot run.
+Timer = Callable[[Sequence[Call]], Mapping[Call, int]]

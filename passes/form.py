@@ -1,0 +1,81 @@
+"""The form of a pass: a frozen dataclass whose fields are its options, called with one graph at a time.
+
+It changes the graph, or adds to what is known of it, and returns how often each of its rules fired: a rule that found
+nothing is there with 0. What holds afterwards is verified between the passes (`watch.py`).
+
+    @dataclass(frozen=True)
+    class DropCasts:
+        name: ClassVar = "drop-casts"
+        ensures: ClassVar = Ensures.DTYPES
+
+        def __call__(self, unit: Unit) -> dict[str, int]:
+            return {"no_op": _no_op(unit.graph, unit.decided)}
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol
+
+from torch.fx import Graph
+
+from .colouring import Assignment
+from .contract.plan import Decision
+from .graph.bodies import Border
+
+
+class Ensures(enum.Enum):
+    """What holds of a graph after a pass, and has to be verified since the pass may have broken it."""
+
+    NOTHING_NEW = "the pass leaves the graph as it is"
+    STRUCTURE = "the graph is well formed"
+    DTYPES = "the graph is well formed, and every value has the dtype that it was assigned"
+
+
+@dataclass
+class Unit:
+    """One graph on its way through the passes: that of the model, or the body of a higher-order op in it.
+
+    Attributes:
+        graph: as captured at first; changed in place.
+        attribute: resolves the target of a get_attr.
+        border: what holds at its edges, and the graphs inside it.
+        index: its number in the plan.
+        assignment: what was decided; None before that.
+        decisions: the same, as the plan has it.
+        kept: composites that could not be decomposed.
+        edits: how often each rule fired, as "pass/rule".
+    """
+
+    graph: Graph
+    attribute: Callable[[str], Any]
+    border: Border = field(default_factory=Border)
+    index: int = 0
+    assignment: Assignment | None = None
+    decisions: tuple[Decision, ...] = ()
+    kept: frozenset[str] = frozenset()
+    edits: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def decided(self) -> Assignment:
+        """What was decided; it is there once dtypes are assigned."""
+        assert self.assignment is not None, "no dtypes are assigned yet: the pass that does comes later"
+        return self.assignment
+
+
+class Pass(Protocol):
+    """What every pass has.
+
+    Attributes:
+        name: what reports, plans and `fxamp report --print-after` call it.
+        ensures: what holds after it.
+    """
+
+    name: ClassVar[str]
+    ensures: ClassVar[Ensures]
+
+    def __call__(self, unit: Unit) -> dict[str, int]:
+        """Run over one graph; return how often each rule fired."""

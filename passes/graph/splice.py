@@ -1,0 +1,30 @@
+"""Put one graph into another: a copy of a body where a call of it stood."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+
+def copy_body(graph: Graph, body: Graph, operands: list[Any]) -> tuple[list[Node], Any]:
+    """Copy a body to where the graph inserts, over these operands; return the new nodes and what it returns."""
+    copied: dict[Node, Any] = dict(zip((n for n in body.nodes if n.op == "placeholder"), operands, strict=True))
+    new = []
+    for inner in body.nodes:
+        if inner.op not in ("placeholder", "output"):
+            copied[inner] = graph.node_copy(inner, copied.__getitem__)
+            new.append(copied[inner])
+    return new, torch.fx.map_arg(body.output_node().args[0], copied.__getitem__)
+
+
+def put_in_place(graph: Graph, node: Node, result: Any) -> None:
+    """Let the readers of a node read what it is replaced by, item by item where that is several."""
+    if isinstance(result, Node):
+        node.replace_all_uses_with(result)
+    else:
+        for item in list(node.users):
+            item.replace_all_uses_with(result[item.args[1]])
+            graph.erase_node(item)
+    graph.erase_node(node)

@@ -1,0 +1,110 @@
+"""What happens between passes: verifying, timing and printing, each a watcher that is told before and after each.
+
+Before: fxamp.convert(model, (x,))
+After:  with watched(timed := Timed()): fxamp.convert(model, (x,))        timed.seconds: {"legalize": 0.012, ...}
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+from .casts.verify import verify
+from .form import Ensures, Pass, Unit
+from .ops import ops
+
+
+class Watcher:
+    """Is told of every pass over every graph; what it is told, it may not change."""
+
+    def before(self, step: Pass, unit: Unit) -> None:
+        """Take note that a pass is about to run."""
+
+    def after(self, step: Pass, unit: Unit, edits: Mapping[str, int]) -> None:
+        """Take note that a pass has run, and how often each of its rules fired."""
+
+
+class Verified(Watcher):
+    """Verifies after each pass what it ensures."""
+
+    def after(self, step: Pass, unit: Unit, edits: Mapping[str, int]) -> None:
+        """Raise VerificationError where it does not hold."""
+        if step.ensures is not Ensures.NOTHING_NEW:
+            verify(unit.graph, unit.decided if step.ensures is Ensures.DTYPES else None)
+
+
+@dataclass
+class Timed(Watcher):
+    """Adds up how long each pass takes, over all graphs.
+
+    Attributes:
+        clock: gives seconds; by default those of the processor, so that other programs do not count.
+        seconds: by the name of the pass.
+        started: when the pass that runs now was started.
+    """
+
+    clock: Callable[[], float] = time.process_time
+    seconds: dict[str, float] = field(default_factory=dict)
+    started: float = 0.0
+
+    def before(self, step: Pass, unit: Unit) -> None:
+        """Start the clock."""
+        self.started = self.clock()
+
+    def after(self, step: Pass, unit: Unit, edits: Mapping[str, int]) -> None:
+        """Stop it."""
+        self.seconds[step.name] = self.seconds.get(step.name, 0.0) + self.clock() - self.started
+
+
+@dataclass
+class Printed(Watcher):
+    """Writes every graph as it is after one pass, a node a line with its dtype, and how often each rule fired.
+
+    Attributes:
+        name: of the pass.
+        write: takes the text.
+    """
+
+    name: str
+    write: Callable[[str], object]
+
+    def after(self, step: Pass, unit: Unit, edits: Mapping[str, int]) -> None:
+        """Write the graph, where it is this pass."""
+        if step.name == self.name:
+            fired = ", ".join(f"{rule} {n}" for rule, n in edits.items())
+            self.write(f"graph {unit.index} after {step.name}{': ' * bool(fired)}{fired}\n{listing(unit)}\n")
+
+
+def listing(unit: Unit) -> str:
+    """Return a graph as text: a line for each node, with the dtype that its value has been assigned."""
+    dtypes = {} if unit.assignment is None else unit.assignment.dtypes
+    lines = []
+    for node in unit.graph.nodes:
+        held = dtypes.get(node)
+        shown = "" if held is None else f": {str(held).replace('torch.', '')}"
+        what = {"placeholder": "input", "get_attr": str(node.target), "output": "return"}.get(node.op, ops.name(node))
+        given = [*map(str, node.args), *(f"{k}={v}" for k, v in node.kwargs.items())]
+        call = f"{what}({', '.join(given)})" if node.op.startswith("call") else " ".join([what, *given])
+        lines.append(f"  {call}" if node.op == "output" else f"  {node.name}{shown} = {call}")
+    return "\n".join(lines)
+
+
+_WATCHERS: ContextVar[tuple[Watcher, ...]] = ContextVar("watchers", default=(Verified(),))
+
+
+def watchers() -> tuple[Watcher, ...]:
+    """Return who is told of passes now; verification is always among them, and first."""
+    return _WATCHERS.get()
+
+
+@contextlib.contextmanager
+def watched(*more: Watcher) -> Iterator[None]:
+    """Let these watchers be told too of all passes that run inside, in this thread."""
+    token = _WATCHERS.set((*_WATCHERS.get(), *more))
+    try:
+        yield
+    finally:
+        _WATCHERS.reset(token)

@@ -1,0 +1,75 @@
+"""Attention gets its operands in one dtype, masks too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fxamp
+from tests.support.front_ends import (
+    WARNINGS,
+    convert,
+    decided,
+    each_front_end,
+    fresh,
+    o1,
+    one,
+    plain,
+    under_autocast,
+)
+from tests.support.helpers import Two, example
+from tests.support.kernels import kernels
+
+pytestmark = [*WARNINGS, pytest.mark.usefixtures("fresh")]
+__all__ = ["fresh", "kernels"]
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # autocast's, too
+@each_front_end
+@pytest.mark.parametrize("ambient", [False, True], ids=["", "ambient autocast"])
+def test_attention_gets_its_operands_in_one_dtype(front_end: str, ambient: bool, kernels: dict[str, Any]) -> None:
+    def attend(flash: Any, self: Any, x: Tensor, mask: Tensor) -> Any:
+        q, k = F.rms_norm(self.l(x), (6,), self.m.weight[0]), F.rms_norm(self.m(x), (6,))
+        q, k, v = (t.unflatten(0, (2, 2)) for t in (q, k, self.m(x)))
+        attention = F.scaled_dot_product_attention
+        return attention(q, k, v, attn_mask=mask), attention(q, k, v, attn_mask=mask > 1), flash(q, k, v)
+
+    def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.softmax(q @ k.mT, -1) @ v
+
+    model = Two(lambda self, x, mask: attend(kernels["attention"], self, x, mask)).requires_grad_(False)
+    args = (example(), torch.tensor([[0.5, 1.5], [1.25, 0.0]]))
+    with torch.autocast("cpu", enabled=ambient):
+        module = convert(model, args, front_end, check=False)  # in FP32 the model does not run
+        got = module(*args)
+    assert decided(module, "scaled_dot_product_attention") == ["bfloat16", "bfloat16"]
+    assert decided(module, "fxamp_kernels::attention") == ["bfloat16"]
+    for ours, exact in zip(got, attend(plain, model, *args), strict=True):
+        torch.testing.assert_close(ours, exact, rtol=0.03, atol=0.03)
+
+
+def test_under_cudas_lists_attention_gets_its_operands_in_one_dtype() -> None:
+    def attend(self: Any, x: Tensor) -> Any:
+        return F.scaled_dot_product_attention(F.rms_norm(self.l(x), (6,)), F.rms_norm(self.m(x), (6,)), self.l(x))
+
+    plan = fxamp.plan(Two(attend), one(), policy=fxamp.Policy(device="cuda"))
+    colours = [(d.op, d.colour) for d in plan.decisions]
+    assert colours[-1] == ("scaled_dot_product_attention", "float16")
+    assert ("rms_norm", "float16") not in colours
+
+
+@pytest.mark.parametrize("front_end", ["export", "jit"])
+def test_attention_in_eval_takes_a_float_padding_mask(front_end: str) -> None:
+    torch.manual_seed(0)
+    layer = nn.MultiheadAttention(6, 2, batch_first=True)
+    model = Two(lambda self, x, mask: self.layer(x, x, x, key_padding_mask=mask)[0], layer=layer).eval()
+    args = (torch.randn(2, 5, 6), torch.tensor([[0.0, 0, 0, 0, float("-inf")], [0, 0, 0, 0, 0]]))
+    module, got = o1(model, args, front_end)
+    assert torch.equal(got, under_autocast(model, args).float())
+    torch.backends.mha.set_fastpath_enabled(True)
+    with torch.no_grad():
+        torch.testing.assert_close(module(*args), plain(model, args), rtol=0.03, atol=0.03)

@@ -1,0 +1,95 @@
+"""Autocast regions inside a model say what runs in which dtype, and stay."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxamp
+from tests.support.front_ends import (
+    BF16,
+    F32,
+    FP16,
+    WARNINGS,
+    Case,
+    assert_eager,
+    at_levels,
+    check,
+    convert,
+    decided,
+    each_front_end,
+    each_low,
+    fresh,
+    legs,
+    one,
+    under_autocast,
+)
+from tests.support.helpers import Two
+
+pytestmark = [*WARNINGS, pytest.mark.usefixtures("fresh")]
+__all__ = ["fresh"]
+
+
+def regions(self: Any, x: Tensor) -> Any:
+    with torch.no_grad():
+        target = self.l(x)
+    with torch.autocast("cpu", enabled=False):
+        exact = self.l(x)
+    with torch.autocast("cpu", dtype=FP16):
+        half = self.m(x)
+    return self.m(target) + exact, half.float()
+
+
+CASES = {
+    "autocast and no_grad": Case(partial(Two, regions), one, {"fx": "region at"}),
+}
+
+
+@pytest.mark.parametrize(("case", "front_end"), legs(CASES))
+def test_regions_say_what_runs_in_which_dtype(case: str, front_end: str) -> None:
+    check(CASES[case], front_end)
+
+
+@each_low("export", "jit")
+def test_a_region_of_the_other_low_dtype_reads_what_is_low(front_end: str, name: str, low: torch.dtype) -> None:
+    other = BF16 if low == FP16 else FP16
+
+    def forward(self: Any, x: Tensor) -> Any:
+        y = self.l(x)
+        with torch.autocast("cpu", dtype=other):
+            inside = self.m(y)
+            both = self.l(inside + y)
+        return inside, both, torch.cat([inside, y])
+
+    torch.manual_seed(0)
+    model, args = Two(forward), one()
+    levels = ("O0", *(f"{level},dtype={name}" for level in ("O1", "O2", "O3", "O1,modules.m=fp32")))
+    exact, *rounded = at_levels(model, args, front_end, *levels)
+    assert_eager(exact(), model, args)
+    for make in rounded:
+        module = make()
+        with torch.no_grad():
+            got, wanted = module(*args), model(*args)
+        assert [t.dtype for t in got] == [other, other, F32]
+        torch.testing.assert_close([t.float() for t in got], [t.float() for t in wanted], atol=0.05, rtol=0.05)
+        if ".m=" not in str(fxamp.plan_of(module).policy):
+            assert decided(module, "linear") == [str(d).removeprefix("torch.") for d in (low, other, other)]
+
+
+def helper(layer: nn.Module, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", dtype=BF16):
+        return layer(x)
+
+
+@each_front_end
+def test_a_region_in_a_function_that_the_model_calls_is_kept_or_refused(front_end: str) -> None:
+    region = Two(lambda self, x: self.m(helper(self.l, x).float()))
+    if front_end == "fx":
+        with pytest.raises(fxamp.CaptureError, match=r"a torch\.autocast region at .*test_autocast_regions\.py"):
+            convert(region, one(), front_end)
+    else:
+        assert torch.equal(convert(region, one(), front_end)(*one()), under_autocast(region, one()).float())

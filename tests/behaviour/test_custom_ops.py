@@ -1,0 +1,74 @@
+"""Kernels of others get what their rule says, and without a rule what the policy says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fxamp
+from tests.support.front_ends import (
+    BF16,
+    WARNINGS,
+    casts,
+    convert,
+    each_front_end,
+    fresh,
+    one,
+)
+from tests.support.helpers import Two
+from tests.support.kernels import kernels
+
+pytestmark = [*WARNINGS, pytest.mark.usefixtures("fresh")]
+__all__ = ["fresh", "kernels"]
+
+
+@each_front_end
+def test_an_unknown_kernel_gets_fp32_until_it_has_a_rule(front_end: str, kernels: dict[str, Any]) -> None:
+    model = Two(lambda self, x: self.m(kernels["double"](self.l(x)))).requires_grad_(False)
+    module = convert(model, one(), front_end)
+    got = module(*one())
+    torch.testing.assert_close(got, model(*one()), rtol=0.02, atol=0.02)
+    decision = next(d for d in fxamp.plan_of(module).decisions if d.op == "fxamp_kernels::double")
+    assert (decision.code, decision.colour) == ("keep", "float32")
+
+
+@each_front_end
+def test_a_kernel_with_a_rule_is_fed_without_a_cast(front_end: str, kernels: dict[str, Any]) -> None:
+    model = Two(lambda self, x: self.m(kernels["attention"](*(self.l(x),) * 3))).requires_grad_(False)
+    module = convert(model, one(), front_end, "O1,output_dtype=low", check=False)
+    assert module(*one()).dtype == BF16
+    assert [n.all_input_nodes[0].op for n in casts(module)].count("call_function") == 0
+
+
+@each_front_end
+def test_a_kernel_that_writes_to_its_operand_writes_to_the_original(front_end: str, kernels: dict[str, Any]) -> None:
+    def counting(self: Any, x: Tensor) -> Tensor:
+        total = torch.zeros(6)
+        return self.m(torch.ops.fxamp_kernels.count(total, self.l(x))) + total
+
+    model = Two(counting).requires_grad_(False)
+    module = convert(model, one(), front_end)
+    torch.testing.assert_close(module(*one()), model(*one()), rtol=0.03, atol=0.05)
+
+
+@each_front_end
+@pytest.mark.parametrize("choice", ["keep", "fp32", "error"])
+def test_an_op_without_a_rule_is_treated_as_the_policy_says(choice: str, front_end: str) -> None:
+    with torch.library._scoped_library("fxamp_unlisted", "FRAGMENT") as library:
+        library.define("unlisted(Tensor x) -> Tensor")
+        library.impl("unlisted", lambda x: x * 2, "CompositeExplicitAutograd")
+        torch.library.register_fake("fxamp_unlisted::unlisted", lambda x: torch.empty_like(x), lib=library)
+        model = Two(lambda self, x: self.m(torch.ops.fxamp_unlisted.unlisted(self.l(x)))).requires_grad_(False)
+        policy = f"O1,unknown_ops={choice}"
+        if choice == "error":
+            with pytest.raises(Exception, match=r"fxamp_unlisted::unlisted .*fxamp\.register_rule"):
+                convert(model, one(), front_end, policy)(*one())
+            return
+        module = convert(model, one(), front_end, policy)
+        torch.testing.assert_close(module(*one()), model(*one()), rtol=0.02, atol=0.02)
+        decision = next(d for d in fxamp.plan_of(module).decisions if "unlisted" in d.op)
+        assert decision.colour == "float32"
+        assert decision.code == {"keep": "keep", "fp32": "unknown_op"}[choice]

@@ -1,0 +1,114 @@
+"""A value is cast once for all that read it, and only to what was asked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fxamp
+from tests.support.front_ends import (
+    BF16,
+    F32,
+    FRONT_ENDS,
+    WARNINGS,
+    at_levels,
+    casts,
+    convert,
+    converted,
+    decided,
+    each_front_end,
+    each_low,
+    fresh,
+    one,
+)
+from tests.support.helpers import Two, example
+
+pytestmark = [*WARNINGS, pytest.mark.usefixtures("fresh")]
+__all__ = ["fresh"]
+
+
+@each_front_end
+def test_casts_are_shared_as_the_policy_says(front_end: str) -> None:
+    model = Two(lambda self, x: (self.l(x), self.m(x), self.l(x * 2)))
+    policies = [f"O1,output_dtype=low,share_casts={share}" for share in ("always", "weights", "never")]
+    # Of x and 2x, and two weights and two biases; of x once more; of l's weight and bias once more.
+    for made, count in zip(at_levels(model, one(), front_end, *policies), (6, 7, 9), strict=True):
+        module = made()
+        module(*one())
+        assert fxamp.plan_of(module).casts == count
+
+
+@each_front_end
+def test_an_activation_is_cast_once_for_all_its_readers(front_end: str) -> None:
+    model = nn.ModuleDict({k: nn.Linear(6, 6, bias=False) for k in "qkv"})
+    holder = Two(lambda self, x: tuple(self.heads[k](x) for k in "qkv"), heads=model)
+    module = convert(holder, one(), front_end, "O1,output_dtype=low")
+    module(*one())
+    sources = [n.all_input_nodes[0] for n in casts(module)]
+    assert len(sources) == len(set(sources)) == 4
+    assert all(n.args[1] == BF16 for n in casts(module))
+
+
+@each_front_end
+def test_logits_are_upcast_once_for_the_loss(front_end: str) -> None:
+    def head(self: Any, x: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(self.l(x)), target)
+
+    def upcast(self: Any, x: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(self.l(x)).float(), target)
+
+    args = (example(), torch.tensor([3, 99, 0, 498]))
+    found = []
+    for forward in (head, upcast):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = Two(forward, head=nn.Linear(6, 499))
+        module = convert(model, args, front_end)
+        torch.testing.assert_close(module(*args), model(*args), rtol=0.01, atol=0.01)
+        wide = [
+            n for g in fxamp.graphs(module) for n in g.graph.nodes
+            if n.op.startswith("call") and n.meta.get("val") is not None and n.meta["val"].shape == (4, 499)
+            and n.meta["val"].dtype == F32
+        ]  # fmt: skip
+        found.append(len(wide))
+    assert found[0] <= 1
+    assert found[1] <= 1
+
+
+@each_front_end
+def test_a_value_is_cast_once_per_dtype(front_end: str) -> None:
+    def fan_out(self: Any, x: Tensor) -> Any:
+        y = self.l(x)
+        wide = torch.relu(y)
+        return self.m(wide), self.l(wide), self.m(x) + wide, wide.abs() * 2
+
+    for made in at_levels(Two(fan_out), one(), front_end, "O1,ops.relu=fp32", "O2,ops.relu=fp32"):
+        module = made()
+        module(*one())
+        sources = [(n.all_input_nodes[0], n.args[1]) for n in casts(module)]
+        pairs = [(n.target if n.op == "get_attr" else n, dtype) for n, dtype in sources]
+        assert len(pairs) == len(set(pairs)) > 0
+
+
+@each_front_end
+def test_a_pair_of_casts_with_two_readers_is_removed(front_end: str) -> None:
+    def moved(self: Any, x: Tensor) -> Any:
+        y = self.l(x).t().t()
+        return self.m(y), self.l(y)
+
+    _, module = converted(moved, front_end, "O1,output_dtype=low")
+    sources = [n.all_input_nodes[0].op for n in casts(module)]
+    assert "call_function" not in sources
+    assert "call_method" not in sources
+
+
+@each_low(*FRONT_ENDS)
+def test_every_cast_is_to_the_dtype_that_was_asked_for(name: str, low: torch.dtype, front_end: str) -> None:
+    _, module = converted(lambda self, x: self.m(F.gelu(self.l(x))).exp(), front_end, f"O1,dtype={name}")
+    # Just in time the output is restored behind the last graph, for it leaves that as autocast has it.
+    assert {n.args[1] for n in casts(module)} == ({low} if front_end == "jit" else {low, F32})
+    assert set(decided(module, "linear")) == {str(low).removeprefix("torch.")}

@@ -1,0 +1,293 @@
+"""Writes reach what the model writes to: in place, through views, to inputs, buffers and `out=`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import fxamp
+from tests.support.front_ends import (
+    FRONT_ENDS,
+    WARNINGS,
+    Case,
+    assert_at_all_levels,
+    assert_eager,
+    at_levels,
+    check,
+    convert,
+    each_front_end,
+    each_low,
+    fresh,
+    legs,
+    one,
+    under_autocast,
+)
+from tests.support.helpers import Two, assert_same, example
+
+pytestmark = [
+    *WARNINGS, pytest.mark.usefixtures("fresh"), pytest.mark.filterwarnings(r"ignore:index_reduce\(\) is in beta")
+]  # fmt: skip
+__all__ = ["fresh"]
+
+
+def in_place(self: Any, x: Tensor) -> Any:
+    y = self.l(x)
+    y += self.m(x)
+    y = F.relu(y, inplace=True)
+    z = y * 1
+    z.add_(x).mul_(0.5)
+    return self.m(z)
+
+
+WRITES: tuple[Callable[[Tensor, Tensor, Tensor], Any], ...] = (
+    lambda y, x, at: y.__setitem__(x > 0, x[x > 0]),
+    lambda y, x, at: y.__setitem__(at, x[:2]),
+    lambda y, x, at: y.__setitem__((slice(None), at), x[:, :2]),
+    lambda y, x, at: y.index_add_(0, at, x[:2]),
+    lambda y, x, at: y.view(-1).index_copy_(0, at, x[0, :2]),
+    lambda y, x, at: y.index_put_((at,), x[:2], accumulate=True),
+    lambda y, x, at: y.index_reduce_(0, at, x[:2], "amax"),
+    lambda y, x, at: y.scatter_(0, at.repeat(2)[:, None].expand(4, 6), x),
+    lambda y, x, at: y.scatter_add_(0, at.repeat(2)[:, None].expand(4, 6), x),
+    lambda y, x, at: y.scatter_reduce_(0, at.repeat(2)[:, None].expand(4, 6), x, "amin"),
+    lambda y, x, at: y.masked_scatter_(x > 0, x),
+    lambda y, x, at: y.put_(at, x[0, :2]),
+    lambda y, x, at: y.lerp_(x, 0.3),
+    lambda y, x, at: y.addmm_(x, x.t() @ x),
+    lambda y, x, at: y.addbmm_(x[None], (x.t() @ x)[None]),
+)
+
+
+def sources_of_another_dtype(self: Any, x: Tensor, at: Tensor) -> Any:
+    out = []
+    for write in WRITES:
+        y = self.l(x)
+        write(y, x, at)
+        out.append(self.m(y))
+    return out
+
+
+def write_through_a_view(self: Any, x: Tensor) -> Any:
+    y = self.l(x)
+    y[:, :3].mul_(2)
+    y.view(-1)[::5] = 1.0
+    left = y[:, :3].t()
+    left.add_(y[:, 3:].t().detach())
+    return y, left
+
+
+def write_between_two_uses(self: Any, x: Tensor) -> Any:
+    y = self.m(x)
+    before = y * 3 + self.l(y.detach() * 1)
+    y.detach().mul_(2)
+    return before, self.l(y)
+
+
+def write_to_an_input(self: Any, x: Tensor) -> Any:
+    x.add_(1)
+    return self.l(x), x
+
+
+class Scales(Two):
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        super().__init__(forward)
+        self.register_buffer("scalar", torch.tensor(1.1))
+        self.register_buffer("one", torch.tensor([1.1]))
+        self.register_buffer("average", torch.zeros(6))
+        self.register_buffer("queue", torch.zeros(4, 6))
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+
+
+def buffers_written(self: Any, x: Tensor) -> Any:
+    y = self.l(x)
+    self.average.mul_(0.9).add_(y.detach().mean(0), alpha=0.1)
+    self.queue.copy_(y.detach())
+    self.count.add_(1)
+    return self.m(y) + self.average
+
+
+CASES = {
+    "in place": Case(partial(Two, in_place), one),
+    "sources of another dtype": Case(partial(Two, sources_of_another_dtype), lambda: (example(), torch.tensor([2, 0]))),
+    "through a view": Case(partial(Two, write_through_a_view), one),
+    "between two uses": Case(partial(Two, write_between_two_uses), one),
+    "to an input": Case(partial(Two, write_to_an_input), one),
+    "to buffers": Case(partial(Scales, buffers_written), one),
+}
+
+
+@pytest.mark.parametrize(("case", "front_end"), legs(CASES))
+def test_what_is_written_is_what_the_model_writes(case: str, front_end: str) -> None:
+    check(CASES[case], front_end)
+
+
+@each_front_end
+def test_buffers_that_forward_writes_keep_their_dtype_and_their_updates(front_end: str) -> None:
+    torch.manual_seed(0)
+    model, eager = Scales(buffers_written), Scales(buffers_written)
+    eager.load_state_dict(model.state_dict())
+    module = convert(model, one(), front_end)
+    for _ in range(3):
+        module(*one())
+        eager(*one())
+    for (name, ours), theirs in zip(model.named_buffers(), eager.buffers(), strict=True):
+        assert ours.dtype == theirs.dtype, name
+        torch.testing.assert_close(ours, theirs, rtol=0.02, atol=0.02)
+    assert int(model.get_buffer("count")) == 3
+
+
+@each_front_end
+def test_an_input_that_forward_writes_to_is_written_to(front_end: str) -> None:
+    module = convert(Two(write_to_an_input), one(), front_end)
+    x = example()
+    module(x)
+    assert torch.equal(x, example() + 1)
+
+
+def storage_set(self: Any, x: Tensor) -> Any:
+    y = self.l(x).detach().clone()
+    y.set_(x * 2)
+    return self.m(y)
+
+
+def storage_resized(self: Any, x: Tensor) -> Any:
+    y = torch.empty(0)
+    y.resize_(4, 6)
+    y.copy_(x)
+    return self.m(y)
+
+
+def leaf_inside(self: Any, x: Tensor) -> Any:
+    return self.m((x * 2).requires_grad_())
+
+
+def data_swapped(self: Any, x: Tensor) -> Any:
+    y = self.l(x).detach()
+    y.data = x * 2
+    return self.m(y)
+
+
+# What a refusal says.
+REPLACED: dict[str, tuple[Callable[..., Any], dict[str, str]]] = {
+    "set_": (storage_set, {"fx": r"Tensor\.set_ at .*test_mutation\.py"}),
+    "resize_": (storage_resized, {}),
+    "requires_grad_": (leaf_inside, {"fx": r"Tensor\.requires_grad_ at .*test_mutation\.py"}),
+    "data": (data_swapped, {"fx": r"assigning \.data .*test_mutation\.py", "export": "does not compute what"}),
+}
+
+
+@each_front_end
+@pytest.mark.parametrize("kind", REPLACED)
+def test_storage_that_is_replaced_is_right_or_refused(kind: str, front_end: str) -> None:
+    forward, refused = REPLACED[kind]
+    model = Two(forward)
+    if front_end in refused:
+        with pytest.raises(fxamp.CaptureError, match=refused[front_end]) as raised:
+            convert(model, one(), front_end)
+        assert re.search(r"fxamp\.(compile\(model|convert\(model, args)\)", str(raised.value))
+        return
+    got = convert(model, one(), front_end)(*one())
+    torch.testing.assert_close(got, model(*one()), rtol=0.02, atol=0.02)
+    assert got.requires_grad
+
+
+@each_front_end
+def test_an_op_in_place_follows_its_target(front_end: str) -> None:
+    def write(self: Any, x: Tensor) -> Any:
+        y = self.l(x) * 1
+        view = y[1:]
+        y.exp_()
+        y.pow_(2)
+        y.mul_(self.m(x)).div_(x.abs() + 1)
+        return y, view
+
+    torch.manual_seed(0)
+    model = Two(write).requires_grad_(False)
+    for made in at_levels(model, one(), front_end, "O1", "O2"):
+        module = made()
+        got, view = module(*one())
+        torch.testing.assert_close(got, model(*one())[0], rtol=0.05, atol=0.05)
+        assert torch.equal(got[1:], view)
+        written = {d.op: d.colour for d in fxamp.plan_of(module).decisions if d.op.endswith("_")}
+        assert len(set(written.values())) == 1
+        assert set(written) == {"exp_", "pow_", "mul_", "div_"}
+
+
+def test_under_cudas_lists_an_op_in_place_keeps_the_dtype_of_its_target() -> None:
+    def write(self: Any, x: Tensor) -> Any:
+        y = self.l(x)
+        y.exp_()
+        return y.log_softmax(-1)
+
+    plan = fxamp.plan(Two(write).requires_grad_(False), one(), policy=fxamp.Policy(device="cuda"))
+    assert [(d.op, d.colour) for d in plan.decisions] == [
+        ("linear", "float16"),
+        ("exp_", "float16"),
+        ("log_softmax", "float32"),
+    ]
+
+
+def out_of_a_selection(self: Any, x: Tensor) -> Any:
+    y = self.l(x).detach()
+    largest, first = torch.empty(4), torch.empty(4, dtype=torch.long)
+    torch.max(y, 1, out=(largest, first))
+    ordered, order = torch.empty(4, 6), torch.empty(4, 6, dtype=torch.long)
+    torch.sort(y, 1, out=(ordered, order))
+    two, which = torch.empty(4, 2), torch.empty(4, 2, dtype=torch.long)
+    torch.topk(y, 2, out=(two, which))
+    second, place = torch.empty(4), torch.empty(4, dtype=torch.long)
+    torch.kthvalue(y, 2, out=(second, place))
+    return largest, first, ordered, order, two, which, second, place
+
+
+def out_of_a_move(self: Any, x: Tensor) -> Any:
+    y = self.l(x).detach()
+    a, b, c, d = torch.empty(2, 6), torch.empty(2, 6), torch.empty(4, 6), torch.empty(4)
+    torch.index_select(y, 0, torch.tensor([1, 2]), out=a)
+    torch.gather(y, 0, torch.zeros(2, 6, dtype=torch.long), out=b)
+    torch.clamp(y, 0.0, 1.0, out=c)
+    torch.linalg.svdvals(y, out=d)
+    return a, b, c, d
+
+
+def out_of_what_is_cast(self: Any, x: Tensor) -> Any:
+    y = self.l(x).detach()
+    a, b, c, d = torch.empty(8, 6), torch.empty(4, 6), torch.empty(6), torch.empty(4, 6)
+    torch.cat([y, y], out=a)
+    torch.exp(y, out=b)
+    torch.sum(y, 0, out=c)
+    torch.add(y, y, alpha=3, out=d)
+    return a, b, c, d
+
+
+@each_low(*FRONT_ENDS)
+@pytest.mark.parametrize("writes", [out_of_a_selection, out_of_a_move, out_of_what_is_cast], ids=lambda f: f.__name__)
+def test_out_of_another_dtype_than_the_operand(writes: Any, front_end: str, name: str, low: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model, args = Two(writes), one()
+    levels = [f"{level},dtype={name}" for level in ("O0", "O1", "O2", "O3")]
+    exact, rounded, *further = at_levels(model, args, front_end, *levels)
+    assert_eager(exact(), model, args)
+    module = rounded()
+    if writes is out_of_what_is_cast:
+        assert_same(module(*args), under_autocast(model, args, low))
+    for got in (module(*args), *(make()(*args) for make in further)):
+        torch.testing.assert_close(got, model(*args), atol=0.05, rtol=0.05)
+
+
+@each_low(*FRONT_ENDS)
+def test_lists_that_are_written(front_end: str, name: str, low: torch.dtype) -> None:
+    def forward(self: Any, x: Tensor) -> Any:
+        y, z = self.l(x).detach(), x.clone()
+        torch._foreach_add_([y, z], 1.0)
+        return y, z
+
+    model, args = Two(forward), one()
+    assert_at_all_levels(model, args, front_end, name, low)

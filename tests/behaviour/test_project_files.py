@@ -1,0 +1,57 @@
+"""The files that a host of repositories reads: a workflow over what is claimed, issue forms, hooks."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+yaml: Any = pytest.importorskip("yaml")
+
+ROOT = Path(__file__).parents[2]
+GITHUB = ROOT / ".github"
+
+
+def read(path: Path) -> Any:
+    return yaml.safe_load(path.read_text(encoding="utf-8"))
+
+
+def version(text: str) -> tuple[int, int]:
+    major, minor = text.split(".")[:2]
+    return int(major), int(minor)
+
+
+def test_the_workflow_runs_ci_for_the_versions_that_are_claimed() -> None:
+    job = read(GITHUB / "workflows" / "ci.yml")["jobs"]["run"]
+    runs = [(version(run["python"]), version(run["torch"])) for run in job["strategy"]["matrix"]["include"]]
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    claimed = [version(v) for v in re.findall(r'"Programming Language :: Python :: (\d\.\d+)"', project)]
+    least = [re.search(pattern, project) for pattern in (r'requires-python = ">=([\d.]+)"', r'"torch>=([\d.]+)"')]
+    assert sorted(python for python, _ in runs) == sorted(claimed)
+    assert min(runs) == tuple(version(found[1]) for found in least if found)
+    pinned = re.search(r"^torch==([\d.]+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert pinned is not None
+    assert version(pinned[1]) in [torch for _, torch in runs]
+    assert ".ci/run" in [step.get("run") for step in job["steps"]]
+
+
+@pytest.mark.parametrize("form", sorted((GITHUB / "ISSUE_TEMPLATE").glob("[!c]*.yml")), ids=lambda p: p.stem)
+def test_an_issue_form_asks_questions_with_names_of_their_own(form: Path) -> None:
+    found = read(form)
+    assert {"name", "description", "body"} <= found.keys()
+    fields = [field for field in found["body"] if field["type"] != "markdown"]
+    assert {field["type"] for field in fields} <= {"textarea", "input", "dropdown", "checkboxes"}
+    assert len({field["id"] for field in fields}) == len(fields)
+    assert all(field["attributes"]["label"] for field in fields)
+
+
+def test_hooks_run_tools_that_the_dev_extra_brings() -> None:
+    hooks = [hook for repo in read(ROOT / ".pre-commit-config.yaml")["repos"] for hook in repo["hooks"]]
+    assert [hook["id"] for hook in hooks] == ["ruff", "ruff-format", "mypy"]
+    extra = (ROOT / "pyproject.toml").read_text(encoding="utf-8").partition("\ndev = [")[2].partition("\n]")[0]
+    for hook in hooks:
+        tool = re.match(r"python -m (\w+)", hook["entry"])
+        assert tool is not None
+        assert f'"{tool[1]}>=' in extra

@@ -1,0 +1,77 @@
+"""A state that the caller carries from call to call keeps its dtype and its value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+import fxamp
+from tests.support.front_ends import (
+    F32,
+    WARNINGS,
+    convert,
+    fresh,
+    tensors,
+)
+
+pytestmark = [*WARNINGS, pytest.mark.usefixtures("fresh")]
+__all__ = ["fresh"]
+
+
+class Recurrent(nn.Module):
+    """A recurrent layer or cell over a sequence, packed or not, with a state that the caller carries over."""
+
+    def __init__(self, kind: Any, packed: bool = False, **options: Any) -> None:
+        super().__init__()
+        self.cells, self.packed = kind(6, 5, **options), packed
+        self.out = nn.Linear(10 if options.get("bidirectional") else 5, 3)
+
+    def forward(self, x: Tensor, *state: Tensor) -> Any:
+        given: Any = None if not state else state[0] if len(state) == 1 else state
+        if isinstance(self.cells, (nn.LSTMCell, nn.GRUCell)):
+            for step in x.unbind(0):
+                given = self.cells(step, given)
+            return self.out(given[0] if isinstance(given, tuple) else given), given
+        if self.packed:
+            y, given = self.cells(pack_padded_sequence(x, torch.tensor([2, 2, 1])), given)
+            return self.out(pad_packed_sequence(y)[0]), given
+        y, given = self.cells(x, given)
+        return self.out(y), given
+
+
+RECURRENT: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str]] = {
+    "LSTM, two ways": (partial(Recurrent, nn.LSTM, bidirectional=True), (2, 3, 5), "export"),
+    "LSTM, packed": (partial(Recurrent, nn.LSTM, packed=True), (1, 3, 5), "jit"),  # of which Dynamo captures nothing
+    "GRU": (partial(Recurrent, nn.GRU), (1, 3, 5), "export"),
+    "LSTMCell": (partial(Recurrent, nn.LSTMCell), (3, 5), "export"),
+    "LSTMCell at the first call": (partial(Recurrent, nn.LSTMCell), (3, 5), "jit"),
+    "GRUCell": (partial(Recurrent, nn.GRUCell), (3, 5), "jit"),
+}
+
+
+# fx cannot tell a state that is given from one that is not.
+@pytest.mark.parametrize("kind", RECURRENT)
+def test_a_carried_state_keeps_its_dtype(kind: str) -> None:
+    build, size, front_end = RECURRENT[kind]
+    torch.manual_seed(0)
+    model = build().eval()
+    x = torch.randn(2, 3, 6)
+    state = (torch.zeros(size),) * (2 if "LSTM" in kind else 1)
+    if "packed" in kind:  # torch.export's own limit: lengths are data
+        with pytest.raises(fxamp.CaptureError, match=r"pack_padded_sequence(.|\n)*fxamp\.compile\(model\)"):
+            convert(model, (x, *state), "export")
+    module = convert(model, (x, *state), front_end)
+    ours = eager = state
+    with torch.no_grad():
+        for _ in range(3):
+            got, ours = module(x, *ours)
+            expected, eager = model(x, *eager)
+            ours, eager = tuple(tensors(ours)), tuple(tensors(eager))
+            assert {t.dtype for t in (got, *ours)} == {F32}
+            torch.testing.assert_close((got, *ours), (expected, *eager), rtol=0.03, atol=0.03)

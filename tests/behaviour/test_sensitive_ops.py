@@ -1,0 +1,123 @@
+"""Ops without a low kernel, or that lose too much in one, or that take one dtype only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.support.front_ends import (
+    F32,
+    WARNINGS,
+    at_levels,
+    decided,
+    each_front_end,
+    error,
+    fresh,
+    one,
+)
+from tests.support.helpers import Two, example
+
+pytestmark = [*WARNINGS, pytest.mark.usefixtures("fresh")]
+__all__ = ["fresh"]
+
+
+@each_front_end
+def test_a_scatter_gets_one_dtype(front_end: str) -> None:
+    index = torch.tensor([0, 2])
+    everywhere = torch.zeros(4, 6, dtype=torch.long)
+
+    def mixed(self: Any, x: Tensor) -> dict[str, Tensor]:
+        y, wide = self.l(x), F.layer_norm(x, (6,), self.m.weight[0])
+        mask = x > 0
+        item, masked = wide.clone(), wide.clone()
+        item[index] = y[:2]
+        masked[mask] = y[mask]
+        twice = wide
+        for _ in range(2):
+            twice = torch.zeros_like(twice).scatter_add(0, everywhere, self.m(twice))
+        return {
+            "scatter_add": twice,
+            "scatter": wide.scatter(0, everywhere, y),
+            "scatter_reduce": wide.scatter_reduce(0, everywhere, y, "sum"),
+            "index_add": wide.index_add(0, index, y[:2]),
+            "index_copy": wide.index_copy(0, index, y[:2]),
+            "index_put": wide.index_put((index,), y[:2]),
+            "masked_scatter": wide.masked_scatter(mask, y),
+            "lerp": wide.lerp(y, torch.full((4, 6), 0.5)),
+            "setitem": item,
+            "setitem by mask": masked,
+            "prelu": F.prelu(y, self.m.bias[:1]),
+            "addmm": torch.addmm(wide, y, self.m.weight),
+            "dot": torch.dot(y[0], wide[0]),
+        }
+
+    model = Two(mixed)
+    for made in at_levels(model, one(), front_end, "O1,dtype=bf16", "O1,dtype=fp16"):
+        module = made()
+        got = module(*one())
+        assert all(t.dtype == F32 for t in got.values())
+        for name, exact in model(*one()).items():
+            assert error(got[name], exact) < 0.03, name
+        model.zero_grad()
+        sum(t.sum() for t in got.values()).backward()
+        for op in ("scatter_reduce", "index_add", "index_put", "masked_scatter", "lerp"):
+            assert decided(module, op)[-1] == "float32", op
+        assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+@each_front_end
+def test_transforms_and_linear_algebra_run_in_the_precision_they_had(front_end: str) -> None:
+    def spectral(self: Any, x: Tensor) -> dict[str, Tensor]:
+        y = self.wide(x)
+        filtered = torch.fft.irfft(torch.fft.rfft(y) * torch.polar(torch.ones(7), torch.arange(7.0)), n=12)
+        square = y[:, :4] @ y[:, :4].mT + 4 * torch.eye(4)
+        return {
+            "filtered": self.back(filtered),
+            "solved": torch.linalg.solve(square, y[:, :1]),
+            "determinant": torch.linalg.det(square)[None],
+            "inverse": torch.linalg.inv(square),
+            "distance": torch.cdist(y, y * 2),
+            **({"quantile": torch.quantile(y, 0.5)[None]} if quantile else {}),
+        }
+
+    quantile = torch.__version__ >= "2.13"  # the exporter could not take it before
+
+    torch.manual_seed(0)
+    model = Two(spectral, wide=nn.Linear(6, 12), back=nn.Linear(12, 6))
+    for made in at_levels(model, one(), front_end, "O1", "O2", "O3"):
+        module = made()
+        got = module(*one())
+        for name, expected in model(*one()).items():
+            assert got[name].dtype == F32, name
+            assert error(got[name], expected) < 0.05, name
+        assert decided(module, "linalg_solve") == decided(module, "linalg_inv") == ["float32"]
+        assert decided(module, "linear") == ["bfloat16", "bfloat16"]
+
+
+@each_front_end
+def test_a_grid_is_sampled_at_fp32_coordinates(front_end: str) -> None:
+    def transform(self: Any, image: Tensor) -> Tensor:
+        theta = torch.eye(2, 3)[None] + 0 * self.l(image[0, 0, :1, :6]).mean()
+        grid = F.affine_grid(theta, [1, 1, 256, 256], align_corners=False)
+        return F.grid_sample(image, grid, align_corners=False)
+
+    image = torch.linspace(0, 1, 256).expand(1, 1, 256, 256).contiguous()
+    model = Two(transform)
+    for made in at_levels(model, (image,), front_end, "O1", "O2"):
+        module = made()
+        assert (module(image) - model(image)).abs().max() < 1e-2
+        assert decided(module, "grid_sampler") == ["float32"]
+
+
+@each_front_end
+def test_a_binary_cross_entropy_of_probabilities_is_that_of_fp32(front_end: str) -> None:
+    model = Two(lambda self, x, y: F.binary_cross_entropy(torch.sigmoid(self.l(x) * 40), y))
+    args = (example(), torch.ones(4, 6))
+    for made in at_levels(model, args, front_end, "O1", "O2"):
+        module = made()
+        torch.testing.assert_close(module(*args), model(*args), rtol=0.02, atol=0.0)
+        assert decided(module, "binary_cross_entropy") == ["float32"]

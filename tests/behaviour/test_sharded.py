@@ -1,0 +1,84 @@
+"""Converted blocks are sharded and trained by torch.distributed, and what cannot be is refused by name."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fxamp
+from tests.support.front_ends import (
+    F32,
+    WARNINGS,
+    convert,
+    fresh,
+    one,
+)
+from tests.support.helpers import Two, example
+
+pytestmark = [*WARNINGS, pytest.mark.usefixtures("fresh")]
+__all__ = ["fresh"]
+
+
+@pytest.fixture
+def one_process(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize("front_end", ["fx", "export"])
+def test_converted_blocks_are_sharded_and_sharded_models_refused(front_end: str) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    eager = nn.Sequential(Two(), Two())
+    model = nn.Sequential(*(convert(block, one(), front_end) for block in copy.deepcopy(eager)))
+    for block in model:
+        fully_shard(block)
+    fully_shard(model)
+    x = example()
+    got = model(x)
+    torch.testing.assert_close(got, eager(x), rtol=0.03, atol=0.03)
+    got.sum().backward()
+    assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {F32}
+    assert all(p.grad is not None for p in model.parameters())
+    sharded: Any = fully_shard(nn.Sequential(Two()))
+    refused = r"sharded already\. Convert or compile each block first, then"
+    with pytest.raises(fxamp.CaptureError, match=refused):
+        convert(sharded, one(), front_end)
+    with pytest.raises(fxamp.CaptureError, match=refused):
+        fxamp.compile(sharded)
+
+
+@pytest.mark.usefixtures("one_process")
+def test_a_low_dtype_that_parameters_are_gathered_in_is_named_with_the_policy_to_change() -> None:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    def sharded(policy: Any) -> nn.Module:
+        block: Any = fxamp.compile(Two(), policy="O1,dtype=bf16", backend="eager")
+        return fully_shard(block, mp_policy=policy)
+
+    said = r"FSDP2 gathers 4 .* 'l.weight' \(bfloat16\).* param_dtype out of its MixedPrecisionPolicy"
+    with pytest.raises(fxamp.PolicyError, match=said):
+        sharded(MixedPrecisionPolicy(param_dtype=torch.bfloat16))(example())
+    model = sharded(MixedPrecisionPolicy())
+    model(example()).sum().backward()
+    assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {F32}
+
+
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize("front_end", ["fx", "export"])
+def test_data_parallel_training_finds_every_parameter(front_end: str) -> None:
+    model = Two()
+    parallel = nn.parallel.DistributedDataParallel(convert(model, one(), front_end), find_unused_parameters=False)
+    for _ in range(2):  # the second call fails where a parameter was not seen in the first backward
+        parallel(*one()).sum().backward()
+    assert all(p.grad is not None and p.grad.dtype == F32 for p in model.parameters())

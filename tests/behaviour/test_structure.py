@@ -1,0 +1,82 @@
+"""How a model is put together makes no difference: layers used twice, graph modules, sizes that data decides."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from tests.support.front_ends import (
+    F32,
+    WARNINGS,
+    Case,
+    check,
+    colours,
+    converted,
+    decided,
+    each_front_end,
+    fresh,
+    legs,
+    o1,
+    one,
+    under_autocast,
+)
+from tests.support.helpers import Two
+
+pytestmark = [*WARNINGS, pytest.mark.usefixtures("fresh")]
+__all__ = ["fresh"]
+
+
+def called_twice(self: Any, x: Tensor) -> Any:
+    return self.l(F.layer_norm(self.l(x), (6,)).exp()), self.l(x.double().float())
+
+
+def constants(self: Any, x: Tensor) -> Any:
+    return self.l(torch.ones(6) + x) + torch.zeros(6, dtype=F32) + torch.arange(6) + torch.full((6,), 0.1)
+
+
+def any_count(self: Any, x: Tensor) -> Any:
+    y = self.l(x)
+    keep = x > 0
+    return y[keep], x.nonzero(), self.m(y[keep.any(1)]), torch.unique(x > 0)
+
+
+def channels_last(self: Any, x: Tensor) -> Any:
+    y = self.c(x.view(2, 2, 2, 3).to(memory_format=torch.channels_last))
+    return y, y.contiguous().view(2, -1), y.permute(0, 2, 3, 1).reshape(-1, 6), y.float().half()
+
+
+CASES = {
+    "constants": Case(partial(Two, constants), one, legs=("jit",)),
+    "called twice": Case(partial(Two, called_twice), one, legs=("jit",)),
+    "any count": Case(partial(Two, any_count), one, legs=("jit",)),
+    "channels last": Case(partial(Two, channels_last, c=nn.Conv2d(2, 6, 1)), one),
+}
+
+
+@pytest.mark.parametrize(("case", "front_end"), legs(CASES))
+def test_structure_makes_no_difference(case: str, front_end: str) -> None:
+    check(CASES[case], front_end)
+
+
+@each_front_end
+def test_a_graph_module_inside_is_converted(front_end: str) -> None:
+    inner = fx.symbolic_trace(nn.Sequential(nn.Linear(6, 6), nn.Tanh()))
+    model, module = converted(lambda self, x: self.m(self.inner(x)), front_end, inner=inner)
+    assert decided(module, "linear") == ["bfloat16", "bfloat16"]
+    assert torch.equal(module(*one()), under_autocast(model, one()).float())
+
+
+@each_front_end
+def test_keys_do_not_move_when_another_layer_comes_in(front_end: str) -> None:
+    def more(self: Any, x: Tensor) -> Any:
+        return self.m(torch.tanh(self.extra(self.l(x))))
+
+    first, _ = o1(Two(), one(), front_end)
+    second, _ = o1(Two(more, extra=nn.Linear(6, 6)), one(), front_end)
+    assert set(colours(second)) - set(colours(first)) == {"extra/linear#0", "/tanh#0"}
+    assert set(colours(first)) == {"l/linear#0", "m/linear#0"}

@@ -1,0 +1,105 @@
+"""What ranks are refused: on all of them, by name, and before one waits for what never comes."""
+
+from __future__ import annotations
+
+import datetime
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import fxamp
+from tests.support.small import BF16, FP16, X, blocks, converted, step_of
+from tests.support.workers import Workers, refused
+
+
+def take_one(wrap: dict[str, Any], settings: dict[str, Any]) -> None:
+    step_of(DistributedDataParallel(blocks(), **wrap), **settings)(X[0])
+
+
+@pytest.mark.parametrize("settings", [{"accumulate_steps": 2}, {"on_overflow": "skip_microbatch"}], ids=str)
+def test_a_static_graph_with_a_backward_that_exchanges_nothing(two: Workers, settings: dict[str, Any]) -> None:
+    refused(two, take_one, {"static_graph": True}, settings, match="static_graph=True.* Leave static_graph out, or")
+
+
+def take_one_hooked() -> None:
+    replica = DistributedDataParallel(blocks())
+    replica.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    step_of(replica, on_overflow="skip_microbatch")(X[0])
+
+
+def test_a_hook_that_an_exchange_after_backward_would_pass_by(two: Workers) -> None:
+    refused(two, take_one_hooked, match="past the communication hook 'fp16_compress_hook': leave one of them out")
+
+
+def take_one_forgotten() -> None:
+    step_of(nn.Sequential(DistributedDataParallel(blocks()), nn.Linear(2, 2)))(X[0])
+
+
+def test_a_trained_parameter_that_no_replica_holds(two: Workers) -> None:
+    refused(two, take_one_forgotten, match="'1.weight' is trained, and no DistributedDataParallel exchanges")
+
+
+def take_one_each(policies: list[str], settings: list[dict[str, Any]]) -> None:
+    rank = dist.get_rank()
+    replica = DistributedDataParallel(converted(policies[rank]))
+    step_of(replica, **settings[rank])(X[0])
+
+
+SCALERS: list[dict[str, Any]] = [{"scaler": fxamp.LossScaler(init_scale=2.0**k)} for k in (8, 9)]
+
+
+@pytest.mark.parametrize(
+    ("policies", "settings", "match"),
+    [
+        ([BF16, "O2,dtype=bf16"], [{}, {}], r"the policy is \['O1,dtype=bf16.*'\] on rank 0, \['O2.*'\] on rank 1"),
+        ([FP16, FP16], SCALERS, r"the loss scaler is .*'scale': 256.0.* on rank 0, .*'scale': 512.0.* on rank 1"),
+        ([FP16, FP16], [{}, {"scaler": None}], r"the loss scaler is .*dynamic.* on rank 0, .*none.* on rank 1"),
+        ([BF16, BF16], [{}, {"accumulate_steps": 2}], "accumulate_steps is 1 on rank 0, 2 on rank 1"),
+        ([BF16, BF16], [{}, {"max_grad_norm": 1.0}], "max_grad_norm is None on rank 0, 1.0 on rank 1"),
+    ],
+    ids=["policy", "scale", "scaling", "accumulation", "clipping"],
+)
+def test_ranks_that_were_told_different_things(
+    two: Workers, policies: list[str], settings: list[dict[str, Any]], match: str
+) -> None:
+    refused(two, take_one_each, policies, settings, match=match)
+
+
+def take_one_loaded() -> None:
+    step = step_of(DistributedDataParallel(converted(BF16)))
+    state = step.state_dict()
+    step(X[0])
+    step(X[1])
+    if dist.get_rank() == 0:
+        step.load_state_dict(state)
+    else:
+        step.load_state_dict(step.state_dict())
+    step(X[2])
+
+
+def test_ranks_of_which_one_goes_on_from_another_checkpoint(two: Workers) -> None:
+    refused(two, take_one_loaded, match="the number of finished windows is 0 on rank 0, 2 on rank 1")
+
+
+def take_one_sharded(ranks: list[list[int]]) -> str:
+    timeout = datetime.timedelta(seconds=2)
+    groups = [dist.new_group(some, timeout=timeout) for some in sorted(map(tuple, ranks))]  # of which all know
+    group = groups[sorted(map(tuple, ranks)).index(tuple(ranks[dist.get_rank()]))]
+    model: Any = fully_shard(converted(BF16), mesh=DeviceMesh.from_group(group, "cpu"))
+    try:
+        step_of(model)(X[0])
+    except fxamp.PolicyError as error:
+        return str(error)
+    return ""
+
+
+def test_a_rank_that_waits_for_one_that_trains_in_a_world_of_its_own(two: Workers) -> None:
+    first, second = two(take_one_sharded, [[0, 1], [1]])
+    assert "rank 0 waited for the others of ranks [0, 1] to come to their first step" in first
+    assert not second

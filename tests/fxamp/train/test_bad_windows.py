@@ -1,0 +1,71 @@
+"""Windows in which something goes wrong: a micro-batch overflows, backward raises, a scheduler is another's."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fxamp.train.step import TrainStep
+from passes.contract.errors import PolicyError
+from tests.support.training import BF16, WEIGHTS, X, converted, equal, loss_times, sgd, state
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_of_four_micro_batches_the_bad_third_skips_the_window_or_itself(weights: Any) -> None:
+    factors = (1.0, 1.0, math.inf, 1.0)
+    whole, others, by_hand = converted(), converted(), converted()
+    step = TrainStep(whole, loss_times, sgd(whole), accumulate_steps=4, weights=weights)
+    before = state(whole)
+    result = [step(x, f) for x, f in zip(X, factors, strict=True)][-1]
+    assert (result.reason, result.kept) == ("overflow", 4)
+    assert equal(before, state(whole))
+    assert all(p.grad is None for p in whole.parameters())
+    step = TrainStep(
+        others, loss_times, sgd(others), accumulate_steps=4, weights=weights, on_overflow="skip_microbatch"
+    )
+    result = [step(x, f) for x, f in zip(X, factors, strict=True)][-1]
+    assert (result.reason, result.kept, step.scaler.get_scale()) == ("stepped", 3, 2.0**15)
+    for x in (X[0], X[1], X[3]):
+        (loss_times(by_hand(x)) / 4 * 2.0**16).backward()  # a third would round otherwise in FP16
+    with torch.no_grad():
+        for p in by_hand.parameters():
+            assert p.grad is not None
+            p.sub_(p.grad * (4 / 3) / 2.0**16, alpha=0.1)
+    for ours, theirs in zip(others.parameters(), by_hand.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
+
+
+def test_a_scheduler_of_another_optimizer_is_refused() -> None:
+    model = converted()
+    scheduler = torch.optim.lr_scheduler.StepLR(sgd(model), 1)
+    with pytest.raises(PolicyError, match="scheduler StepLR belongs to none of the optimizers given"):
+        TrainStep(model, loss_times, sgd(model), scheduler=scheduler)
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_after_an_error_in_backward_the_masters_are_back_and_the_next_window_is_whole(weights: Any) -> None:
+    model, expected = converted(BF16), converted(BF16)
+
+    def raise_once(gradient: Tensor) -> None:
+        if len(seen) == 2:
+            seen.append(0)
+            raise RuntimeError("in a hook")
+        seen.append(0)
+
+    seen: list[int] = []
+    model.get_parameter("first.weight").register_hook(raise_once)
+    step = TrainStep(model, loss_times, sgd(model), accumulate_steps=4, weights=weights)
+    masters = list(model.parameters())
+    for x in X[:2]:
+        step(x)
+    with pytest.raises(RuntimeError, match="in a hook"):
+        step(X[2])
+    assert all(a is b and a.grad is None for a, b in zip(masters, model.parameters(), strict=True))
+    assert not any(cast._low is not None for cast in step.weights.casts)
+    other = TrainStep(expected, loss_times, sgd(expected), accumulate_steps=4, weights="per_use")
+    assert [step(x).reason for x in X] == [other(x).reason for x in X]
+    assert equal(state(model), state(expected))

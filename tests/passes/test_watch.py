@@ -1,0 +1,147 @@
+"""The form of a pass, and what is told between two of them: verification, times, printed graphs, edits by rule."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import re
+from typing import ClassVar
+
+import pytest
+import torch
+from torch.fx import GraphModule
+
+from passes import NAMES, Printed, Timed, compile_graph, watched
+from passes.contract.errors import VerificationError
+from passes.contract.plan import Plan
+from passes.contract.policy import Policy
+from passes.form import Ensures, Unit
+from passes.pipeline import _run, deciding, preparing
+from passes.watch import Watcher
+from tests.support.graphs import attribute, parse
+
+POLICY = Policy("O1", dtype="bf16", device="cpu")
+TEXT = """
+    x: f32[2, 4]
+    w: f32[4, 4] = param
+    first: f32[2, 4] = linear(x, w)
+    second: f32[2, 4] = linear(x, w)
+    both: f32[2, 4] = add.Tensor(first, second)
+    p: f32[2, 4] = softmax.int(both, 1)
+    return p
+"""
+
+
+def compiled(policy: Policy = POLICY) -> tuple[GraphModule, Plan]:
+    gm = parse(TEXT)
+    return gm, compile_graph(gm.graph, policy, functools.partial(attribute, gm), capture="fx")
+
+
+def test_a_pass_is_its_configuration() -> None:
+    passes = [*preparing(POLICY), *deciding(POLICY)]
+    assert tuple(step.name for step in passes) == NAMES
+    assert all(re.fullmatch(r"[a-z]+(-[a-z]+)*", name) for name in NAMES)
+    assert passes == [*preparing(POLICY), *deciding(POLICY)]
+    for step in passes:
+        assert type(step).__doc__
+        assert isinstance(step.ensures, Ensures)
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            step.anything = 1  # type: ignore[attr-defined]
+
+
+def test_nothing_is_prepared_where_nothing_is_rounded() -> None:
+    assert preparing(Policy("O0")) == ()
+
+
+def test_watchers_are_told_before_and_after_every_pass() -> None:
+    told = []
+
+    class Told(Watcher):
+        def before(self, step: object, unit: Unit) -> None:
+            told.append(("before", step.name))  # type: ignore[attr-defined]
+
+        def after(self, step: object, unit: Unit, edits: object) -> None:
+            told.append(("after", step.name))  # type: ignore[attr-defined]
+
+    with watched(Told()):
+        compiled()
+    assert told == [(when, name) for name in NAMES for when in ("before", "after")]
+    told.clear()
+    compiled()
+    assert not told
+
+
+@pytest.mark.parametrize("ensures", Ensures)
+def test_what_a_pass_breaks_is_found_after_it(ensures: Ensures) -> None:
+    promised = ensures
+
+    @dataclasses.dataclass(frozen=True)
+    class Widens:
+        name: ClassVar = "widens"
+        ensures: ClassVar = promised
+
+        def __call__(self, unit: Unit) -> dict[str, int]:
+            relu = next(n for n in unit.graph.nodes if n.name == "second")
+            unit.decided.dtypes[relu] = torch.float64
+            return {}
+
+    gm, _ = compiled()
+    unit = Unit(gm.graph, functools.partial(attribute, gm))
+    _run(unit, deciding(POLICY)[:1])
+    if ensures is Ensures.DTYPES:
+        with pytest.raises(VerificationError, match=r"linear .*gives torch\.\w+, its plan says torch\.float64"):
+            _run(unit, (Widens(),))
+    else:
+        _run(unit, (Widens(),))
+
+
+def test_times_are_kept_by_pass() -> None:
+    ticks = iter(range(100))
+    timed = Timed(clock=lambda: float(next(ticks)))
+    with watched(timed):
+        compiled()
+    assert timed.seconds == dict.fromkeys(NAMES, 1.0)
+
+
+def test_a_graph_is_printed_as_it_is_after_one_pass() -> None:
+    texts: list[str] = []
+    with watched(Printed("insert-casts", texts.append)):
+        compiled()
+    assert texts == [
+        """graph 0 after insert-casts: operand 4, output 1, clamp 0, argument 0, assertion 0
+  x: float32 = input
+  w: float32 = w
+  to_dtype: bfloat16 = to(x, torch.bfloat16)
+  to_dtype_1: bfloat16 = to(w, torch.bfloat16)
+  first: bfloat16 = linear(to_dtype, to_dtype_1)
+  to_dtype_2: bfloat16 = to(x, torch.bfloat16)
+  to_dtype_3: bfloat16 = to(w, torch.bfloat16)
+  second: bfloat16 = linear(to_dtype_2, to_dtype_3)
+  both: bfloat16 = add(first, second)
+  p: bfloat16 = softmax(both, 1)
+  to_dtype_4: float32 = to(p, torch.float32)
+  return (to_dtype_4,)
+"""
+    ]
+
+
+def test_the_plan_says_how_often_each_rule_fired_and_which_never_did() -> None:
+    _, plan = compiled()
+    assert (plan.edits["insert-casts/operand"], plan.edits["insert-casts/output"], plan.inserted_casts) == (4, 1, 5)
+    assert plan.edits["eliminate-casts/share"] == 2
+    assert "eliminate-casts/share" not in plan.never_fired
+    assert {"eliminate-casts/promote", "insert-casts/clamp", "legalize/composite"} <= set(plan.never_fired)
+    again = Plan.from_json(plan.to_json())
+    assert again.edits == plan.edits
+    assert copy.deepcopy(plan).edits == plan.edits
+
+
+def test_a_second_run_of_the_passes_that_eliminate_finds_nothing() -> None:
+    gm = parse(TEXT)
+    unit = Unit(gm.graph, functools.partial(attribute, gm))
+    steps = deciding(POLICY)
+    _run(unit, steps)
+    before = dict(unit.edits)
+    _run(unit, [step for step in steps if step.name == "eliminate-casts"])
+    assert unit.edits == before

@@ -1,0 +1,60 @@
+"""Graphs as `torch.export` gives them, with its regions and after these are inlined."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+from torch.fx.graph import CodeGen
+
+from fxamp.capture.regions import inline_regions
+
+
+class Model(nn.Module):
+    """A weight, a buffer, and the forward it is given."""
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(6, 6, generator=torch.Generator().manual_seed(0)))
+        self.register_buffer("b", torch.linspace(0, 1, 6))
+        self.body = forward
+
+    def forward(self, *args: Tensor) -> Any:
+        return self.body(self, *args)
+
+
+def example(rows: int = 4) -> Tensor:
+    return torch.randn(rows, 6, generator=torch.Generator().manual_seed(rows))
+
+
+def exported(model: nn.Module, *args: Tensor, dynamic: bool = False) -> tuple[GraphModule, dict[str, Any]]:
+    """Export a model; return its graph and what it refers to beside the model, under `_fxamp`."""
+    dims = tuple({0: torch.export.Dim.AUTO} for _ in args) if dynamic else None
+    shapes = {"args": dims} if dims else None
+    gm = torch.export.export(model, args, dynamic_shapes=shapes, strict=False).module(check_guards=False)
+    assert isinstance(gm, GraphModule)
+    gm.graph.set_codegen(CodeGen())
+    constants = {}
+    for node in list(gm.graph.nodes):
+        if node.op == "get_attr":
+            held = getattr(gm, str(node.target), None)
+            if isinstance(held, GraphModule):
+                constants[str(node.target)] = held
+                node.target = f"_fxamp.{node.target}"
+    return gm, constants
+
+
+def inlined(model: nn.Module, *args: Tensor) -> tuple[GraphModule, dict[str, Any], int]:
+    """Export a model, inline its regions, and put what they held where the graph finds it."""
+    gm, constants = exported(model, *args)
+    edits = inline_regions(gm.graph, constants)
+    holder = nn.Module()
+    for name, value in constants.items():
+        setattr(holder, name, value)
+    gm.add_module("_fxamp", holder)
+    gm.graph.lint()
+    gm.recompile()
+    return gm, constants, edits
