@@ -16,9 +16,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch.fx import Graph, GraphModule, Node
 
+from .._torch import pytree
 from ..ops.rules import Rule, row_of
 from .aliases import mutated_operands
 from .notes import note
@@ -87,7 +87,7 @@ def bodies_of(graph: Graph, attribute: Callable[[str], Any]) -> dict[Node, list[
         row = row_of(node)
         if not row.bodies:
             continue
-        held = [a for a in torch.utils._pytree.tree_leaves((node.args, node.kwargs)) if _is_body(a, attribute)]
+        held = [a for a in pytree.tree_leaves((node.args, node.kwargs)) if _is_body(a, attribute)]
         modules = [attribute(str(a.target)) for a in held]
         if not modules:
             continue

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from ..._torch import SET_GRAD
 from ...contract.devices import DEVICES
 from ...graph.notes import note_of
-from ...graph.values import SET_GRAD
 from ...ops import ops
 from ...ops.rules import row_of
 
