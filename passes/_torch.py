@@ -88,7 +88,7 @@ def overload_name(op: OpOverload) -> str:
 
 def qualified_name(packet: OpOverloadPacket) -> str:
     """Return the name of an op with its namespace: "aten::add"."""
-    return packet._qualified_op_name
+    return str(packet._qualified_op_name)
 
 
 def is_composite(op: OpOverload) -> bool:

@@ -13,7 +13,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -123,15 +123,22 @@ def _sides(args: argparse.Namespace) -> list[Path | nn.Module]:
         )
     policies = args.policy if len(args.policy) == 2 else [*args.policy, None][:1] * 2
     names = names * 2 if len(names) == 1 else names
-    for name, policy in zip(names, policies, strict=True):
-        if policy is not None and name not in targets and (len(args.policy) == 2 or not targets):
-            raise PolicyError(f"{name!r} is a saved plan and has its own policy; leave out --policy")
+    _refuse_policies_of_plans(args, names, policies, targets)
     asked = [Policy.of(policy) for policy in policies]
     made = {name: load_target(name) for name in dict.fromkeys(names) if name in targets}
     return [
         _read(made[name], policy, args.capture, args.device) if name in made else Path(name)
         for name, policy in zip(names, asked, strict=True)
     ]  # fmt: skip
+
+
+def _refuse_policies_of_plans(
+    args: argparse.Namespace, names: Sequence[str], policies: Sequence[str | None], targets: Collection[str]
+) -> None:
+    """Refuse a --policy that is a saved plan's: both were given, or there is no target that it could be of."""
+    for name, policy in zip(names, policies, strict=True):
+        if policy is not None and name not in targets and (len(args.policy) == 2 or not targets):
+            raise PolicyError(f"{name!r} is a saved plan and has its own policy; leave out --policy")
 
 
 def _check(args: argparse.Namespace) -> int:

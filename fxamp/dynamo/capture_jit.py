@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -97,36 +97,34 @@ class _Description:
 
     def of(self, gm: GraphModule, *, inside: bool = False) -> None:
         """Describe one graph, in place; `inside` says that it is the body of a higher-order op."""
-        held: dict[Node, Any] = {}
-        regions: list[tuple[Node, tuple[str, bool, Any]]] = []
-        for node in list(gm.graph.nodes):
+        nodes, held = list(gm.graph.nodes), dict[Node, Any]()
+        for node in nodes:
             if inside and node.op == "placeholder":
                 node.meta = dict(node.meta)  # Dynamo gives it that of the value outside, the very object
             _describe_origin(node, self.scope)
             if node.op == "get_attr" and isinstance(body := attribute_of(gm, str(node.target)), GraphModule):
                 self.of(body, inside=True)
-            if node.target is enter_autocast:
-                kind, dtype, enabled, _ = node.args
-                regions.append((node, (str(kind), bool(enabled), dtype)))
-            elif node.target is exit_autocast:
-                regions = [r for r in regions if r[0] is not node.args[0]]
-            elif regions and node.op.startswith("call"):
-                node.meta["autocast_region"] = regions[-1][1]
             if ops.name(node) == "to":
                 node.meta["cast"] = "literal" if _is_method(node) else "autocast" if self.ambient else "baked"
+        _describe_regions(nodes)
+        for node in nodes:
             value = pytree.tree_map(without_transforms, node.meta.get("example_value", node.meta.get("val")))
-            if value is None:
-                continue
-            if node.op.startswith("call") and is_floating(dtypes_of(value)):
-                self._describe_cast(node, value, held)
-            if self.ambient and node.op.startswith("call"):
-                value = retyped(value, self._inferred(node, value, held))
-            elif self.ambient and inside and node.op == "placeholder":
-                value = retyped(value, without_low(dtypes_of(value)))
-            node.meta["val"] = value
-            held[node] = dtypes_of(value)
+            if value is not None:
+                node.meta["val"] = value = self._described(node, value, held, inside)
+                held[node] = dtypes_of(value)
         if self.ambient and self.makes_low and not inside:
             self.own = own_dtypes(gm.graph, self.infer, self.holds, self.doubtful)
+
+    def _described(self, node: Node, value: Any, held: dict[Node, Any], inside: bool) -> Any:
+        """Return a value as the model would give it without autocast; what a cast means is said on it."""
+        call = node.op.startswith("call")
+        if call and is_floating(dtypes_of(value)):
+            self._describe_cast(node, value, held)
+        if self.ambient and call:
+            return retyped(value, self._inferred(node, value, held))
+        if self.ambient and inside and node.op == "placeholder":
+            return retyped(value, without_low(dtypes_of(value)))
+        return value
 
     def _inferred(self, node: Node, value: Any, held: dict[Node, Any]) -> Any:
         """Return the dtypes that a node gives without autocast, where fake tensors cannot run it too.
@@ -179,6 +177,19 @@ def _describe_origin(node: Node, scope: Scope | None) -> None:
         node.meta["nn_module_stack"] = scope.stack(node)
     elif stack := node.meta.get("nn_module_stack"):
         node.meta["nn_module_stack"] = {k: (_ROOT.sub("", path), kind) for k, (path, kind) in stack.items()}
+
+
+def _describe_regions(nodes: Iterable[Node]) -> None:
+    """Leave on the calls between two switches of autocast what the innermost such region says."""
+    regions: list[tuple[Node, tuple[str, bool, Any]]] = []
+    for node in nodes:
+        if node.target is enter_autocast:
+            kind, dtype, enabled, _ = node.args
+            regions.append((node, (str(kind), bool(enabled), dtype)))
+        elif node.target is exit_autocast:
+            regions = [r for r in regions if r[0] is not node.args[0]]
+        elif regions and node.op.startswith("call"):
+            node.meta["autocast_region"] = regions[-1][1]
 
 
 def _settle(node: Node, dtype: torch.dtype | None) -> None:

@@ -16,9 +16,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch.fx import Graph, GraphModule, Node
 
+from .._torch import HigherOrderOperator, pytree
 from .aliases import mutated_operands
 
 # name -> the number of arguments between the body and its operands
@@ -86,10 +86,10 @@ def bodies_of(graph: Graph, attribute: Callable[[str], Any]) -> dict[Node, list[
     """Return the bodies of the higher-order ops of a graph that the compiler rewrites."""
     found: dict[Node, list[Body]] = {}
     for node in graph.nodes:
-        if node.op != "call_function" or not isinstance(node.target, torch._ops.HigherOrderOperator):
+        if node.op != "call_function" or not isinstance(node.target, HigherOrderOperator):
             continue
         name = node.target.name()
-        held = [a for a in torch.utils._pytree.tree_leaves((node.args, node.kwargs)) if _is_body(a, attribute)]
+        held = [a for a in pytree.tree_leaves((node.args, node.kwargs)) if _is_body(a, attribute)]
         modules = [attribute(str(a.target)) for a in held]
         if name not in _FIXED or not modules:
             continue

@@ -21,7 +21,6 @@ from ..contract.policy import type_names
 from ..ops import ops
 from ..ops.rules import row_of
 from ..runtime.casts import ELIGIBLE as ELIGIBLE
-from .aliases import SET_GRAD as SET_GRAD
 from .aliases import Aliases as Aliases
 from .aliases import grad_modes as grad_modes
 from .aliases import may_alias as may_alias

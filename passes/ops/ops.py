@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch.fx import Node
 from torch.fx.node import map_aggregate
 
-from .._torch import boolean_dispatched
+from .._torch import HigherOrderOperator, OpOverload, OpOverloadPacket, boolean_dispatched, own_schema, qualified_name
 from ..runtime import rnn
 
 # The tables: canonical name -> its other spellings in one dialect.
@@ -151,7 +151,7 @@ def name(node: Node) -> str:
 @functools.lru_cache(maxsize=4096)
 def of_target(target: Any) -> str:
     """Return the canonical name of a call_function target."""
-    if isinstance(target, torch._ops.HigherOrderOperator):
+    if isinstance(target, HigherOrderOperator):
         return f"higher_order::{target.name()}"
     qualified = _qualified_name(target)
     if qualified:
@@ -192,9 +192,9 @@ def _of_operator(space: str, op: str) -> str:
 
 def _qualified_name(target: Any) -> str:
     """Return "namespace::op" of an operator, "" for anything else."""
-    if isinstance(target, torch._ops.OpOverload):
-        return str(target._schema.name)
-    return str(target._qualified_op_name) if isinstance(target, torch._ops.OpOverloadPacket) else ""
+    if isinstance(target, OpOverload):
+        return own_schema(target).name
+    return qualified_name(target) if isinstance(target, OpOverloadPacket) else ""
 
 
 def _suffix(node: Node, found: str) -> str:
@@ -243,8 +243,8 @@ def first_schema(op: str) -> Any:
 
 def schema_of(node: Node) -> Any:
     """Return the schema that says what a node aliases and mutates, of the overload that fits the call; or None."""
-    if isinstance(node.target, torch._ops.OpOverload):
-        return node.target._schema
+    if isinstance(node.target, OpOverload):
+        return own_schema(node.target)
     op = name(node)
     op = op if _schemas(op) else op.removesuffix("_")
     if inspect.isfunction(node.target):  # its arguments may have another order
@@ -306,8 +306,8 @@ def _names(node: Node) -> tuple[str, ...]:
 @functools.lru_cache(maxsize=4096)
 def _python_names(target: Any) -> tuple[str, ...] | None:
     """Return the names of the positional arguments of what is written in Python, or an operator; None for a builtin."""
-    if isinstance(target, torch._ops.OpOverload):
-        return tuple(a.name for a in target._schema.arguments)
+    if isinstance(target, OpOverload):
+        return tuple(a.name for a in own_schema(target).arguments)
     if isinstance(target, str):
         target = getattr(torch.Tensor, target, None)
     if not inspect.isfunction(target):
@@ -358,7 +358,7 @@ def _kind(arg: Any) -> str:
 def _schemas(op: str) -> tuple[Any, ...]:
     """Return the schemas of an ATen op, those that take tensors and write to no `out` first."""
     packet = getattr(torch.ops.aten, op, None) if op.isidentifier() else None
-    if not isinstance(packet, torch._ops.OpOverloadPacket):
+    if not isinstance(packet, OpOverloadPacket):
         return ()
 
     def last(schema: Any) -> tuple[bool, bool, str]:
@@ -366,7 +366,7 @@ def _schemas(op: str) -> tuple[Any, ...]:
         makes = any("Tensor" in str(r.type) for r in schema.returns)
         return not (takes or makes), any(a.is_out for a in schema.arguments), schema.overload_name
 
-    return tuple(sorted((getattr(packet, o)._schema for o in packet.overloads()), key=last))
+    return tuple(sorted((own_schema(getattr(packet, o)) for o in packet.overloads()), key=last))
 
 
 @functools.lru_cache(maxsize=16384)

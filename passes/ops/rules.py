@@ -17,7 +17,14 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from .._torch import autocast_registrations, registered_autocast_dtype
+from .._torch import (
+    OpOverload,
+    OpOverloadPacket,
+    autocast_registrations,
+    own_schema,
+    qualified_name,
+    registered_autocast_dtype,
+)
 from ..contract.errors import PolicyError
 from . import ops
 from .table import elementwise, images, linalg, losses, made, moves, norms, products, queries, reductions
@@ -155,10 +162,10 @@ def _check_fact(where: str, fact: str, value: Any) -> None:
 
 def _op_name(op: Any) -> str:
     """Return "namespace::op" for an op in any of its forms, the bare name for an op of ATen."""
-    if isinstance(op, torch._ops.OpOverload):
-        op = op._schema.name
-    elif isinstance(op, torch._ops.OpOverloadPacket):
-        op = op._qualified_op_name
+    if isinstance(op, OpOverload):
+        op = own_schema(op).name
+    elif isinstance(op, OpOverloadPacket):
+        op = qualified_name(op)
     elif not isinstance(op, str):
         op = getattr(op, "_qualname", op)  # what torch.library.custom_op returns
     if not isinstance(op, str):

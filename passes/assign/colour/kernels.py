@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from ..._torch import pytree
 from ...graph.values import ELIGIBLE, concrete
 from ...ops import ops
 from ...ops.rules import row_named
@@ -48,7 +49,7 @@ def runs_in(
 def _runs(node: Node, device: str, dtype_of: Callable[[Node], torch.dtype | None]) -> bool:
     def zeros(arg: Node) -> Any:
         value = arg.meta["val"] if "val" in arg.meta else torch.empty(1, device=device)  # captured without inputs
-        return torch.utils._pytree.tree_map(lambda v: _zeros(v, dtype_of(arg)), value)
+        return pytree.tree_map(lambda v: _zeros(v, dtype_of(arg)), value)
 
     target: Any = node.target
     try:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from ..._torch import OpOverload, overload_name
 from ...contract.reasons import Code, Reason
 from ...graph.values import ANY, LOW, is_floating, literal_dtype, module_path
 from ...ops import ops
@@ -123,7 +124,7 @@ class Casts:
     def reference(self, node: Node) -> Node | None:
         """Return the tensor whose dtype the cast takes, where the graph still has it."""
         if ops.name(node) == "type_as" or (
-            isinstance(node.target, torch._ops.OpOverload) and node.target._overloadname == "other"
+            isinstance(node.target, OpOverload) and overload_name(node.target) == "other"
         ):
             return node.args[1] if isinstance(node.args[1], Node) else None
         for arg in (*node.args[1:], *node.kwargs.values()):

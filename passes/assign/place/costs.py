@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from ...graph.values import SET_GRAD
+from ..._torch import SET_GRAD
 from ...ops import ops
 from ...ops.rules import row_of
 

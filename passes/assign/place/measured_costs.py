@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_arg
 
+from ..._torch import OpOverload
 from ...contract.timing import Call, Filler, Timer
 from ...ops import ops
 from .costs import BYTES_PER_NANOSECOND, ByteCosts, Run, makes_view, number
@@ -97,7 +98,7 @@ def _call(target: Any, args: Any, kwargs: Any) -> Call:
     if isinstance(target, str):
         name, function = f"Tensor.{target}", getattr(Tensor, target)
     else:
-        name = str(target) if isinstance(target, torch._ops.OpOverload) else getattr(target, "__qualname__", "?")
+        name = str(target) if isinstance(target, OpOverload) else getattr(target, "__qualname__", "?")
         function = target
     given = [*map(_text, args), *(f"{k}={_text(v)}" for k, v in kwargs.items())]
     return Call(f"{name}({', '.join(given)})", function, args, kwargs)
