@@ -28,6 +28,7 @@ from ..dynamo import compiled
 from . import checkpoint
 from .compiled.compile_settings import refuse_unfit, settings_of
 from .compiled.compiled_step import CompiledStep
+from .describe import reasons_to_wait
 from .ema import averages_of, follow
 from .first_step import begin
 from .given import low_dtype_of, optimizers_of, scaler_of, schedulers_of
@@ -36,7 +37,6 @@ from .ranks.refused import refuse_unfit_model
 from .ranks.replicas import exchanging
 from .scale.scaler import LossScaler
 from .scale.settings import require_count, require_number, require_scale
-from .waiting import reasons_to_wait
 from .weights.weights import Mode, WeightCasts
 from .window.average import Mean, average
 from .window.closure import needs_closure, refuse_company, run_window, step_by_closure
