@@ -31,6 +31,10 @@ def describe(step: TrainStep) -> tuple[tuple[str, str], ...]:
         ("waits for the device", "; ".join(f"once a window, since {why}" for why in step.waits) or "never"),
         ("loss scaling", f"{scaler.kind}, scale {scaler.get_scale():g}" if scaler.is_enabled() else scaler.kind),
     ]
+    if step.ranks.replicated > 1:
+        rows.append(("ranks", f"{step.ranks.replicated} exchange gradients once a window"))
+    elif step.ranks.spread:
+        rows.append(("ranks", "parameters are spread over several, which agree on whether to step"))
     if step.on_overflow == "skip_microbatch":
         rows.append(("on overflow", "skip_microbatch, which keeps one more set of gradients"))
     skipped = [event for event in scaler.history if event.skipped]
