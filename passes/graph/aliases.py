@@ -11,22 +11,24 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from .._torch import SET_GRAD, OpOverload, OpOverloadPacket, own_schema, qualified_name
 from ..ops import ops
 from ..ops.rules import row_named, row_of
+from .notes import is_inserted, note_of
 
-SET_GRAD = torch._C._set_grad_enabled
 
 def is_opaque(node: Node) -> bool:
     """Say whether nothing is known of what a call does inside: a module, a higher-order op, a function not of torch."""
-    if node.meta.get("fxamp") or node.meta.get("pure"):
-        return False
     name = ops.name(node)
-    return name.startswith(("module:", "higher_order::")) or ("." in name and "::" not in name)
+    if not name.startswith(("module:", "higher_order::")) and ("." not in name or "::" in name):
+        return False
+    return not (is_inserted(node) or note_of(node).pure)
 
 
 def may_alias(node: Node) -> bool:
     """Say whether a node's output may share storage with an operand."""
-    if row_of(node).may_alias or _in_place(ops.name(node)) or "out" in node.kwargs or is_opaque(node):
+    name = ops.name(node)
+    if row_named(name).may_alias or _in_place(name) or "out" in node.kwargs or is_opaque(node):
         return True
     schema = ops.schema_of(node)
     return schema is not None and any(r.alias_info is not None for r in schema.returns)
@@ -34,7 +36,7 @@ def may_alias(node: Node) -> bool:
 
 def out_operands(node: Node) -> list[Node]:
     """Return the operands that a call is given to write its results to: `out=`, or what a schema has in its place."""
-    overload = isinstance(node.target, torch._ops.OpOverload)
+    overload = isinstance(node.target, OpOverload)
     names = {"out", *(a.name for s in _schemas(node.target) if overload for a in s.arguments if a.is_out)}
     return [o.node for o in ops.operands(node) if o.name in names]
 
@@ -56,7 +58,7 @@ def _written(node: Node) -> set[str]:
             (i, a.name) for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write
         ]
         written |= {name for i, given in writes for name in (given, f"arg{i}")}  # a packet's operands have no names
-    if _in_place(name) and not isinstance(node.target, torch._ops.OpOverload):
+    if _in_place(name) and not isinstance(node.target, OpOverload):
         written |= {o.name for o in list(ops.operands(node))[:1]}
     if row_named(name).writes:
         argument, default, unless, *also = row_named(name).writes
@@ -67,10 +69,10 @@ def _written(node: Node) -> set[str]:
 
 def _schemas(target: Any) -> list[Any]:
     """Return the schemas that a call of an operator may mean: one for an overload, all for a packet of a user's."""
-    if isinstance(target, torch._ops.OpOverload):
-        return [target._schema]
-    if isinstance(target, torch._ops.OpOverloadPacket) and not target._qualified_op_name.startswith("aten::"):
-        return [getattr(target, overload)._schema for overload in target.overloads()]
+    if isinstance(target, OpOverload):
+        return [own_schema(target)]
+    if isinstance(target, OpOverloadPacket) and not qualified_name(target).startswith("aten::"):
+        return [own_schema(getattr(target, overload)) for overload in target.overloads()]
     return []
 
 

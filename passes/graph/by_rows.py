@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from .._torch import enter_autocast, exit_autocast
+from .._torch import SET_GRAD, enter_autocast, exit_autocast
 from ..ops import ops
 from ..ops.rules import COMPOSITE, KEEP, Rule, row_of, rule
 from ..runtime import rnn
-from .aliases import SET_GRAD
 from .values import (
     ANY,
     COMPLEX,

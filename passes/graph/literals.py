@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from .._torch import OpOverload, own_schema
 from ..ops import ops
 from ..ops.rules import row_named
 
@@ -49,10 +50,10 @@ def _defaults(target: Any) -> tuple[tuple[str, float], ...]:
 
 @functools.lru_cache(maxsize=4096)
 def _scalar_arguments(target: Any) -> frozenset[str]:
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         return frozenset()
     kinds = ("number", "Scalar", "Optional[number]", "Tensor")
-    return frozenset(a.name for a in target._schema.arguments if str(a.type) in kinds)
+    return frozenset(a.name for a in own_schema(target).arguments if str(a.type) in kinds)
 
 
 def is_extreme(number: float, low: torch.dtype) -> bool:

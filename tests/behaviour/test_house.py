@@ -34,7 +34,7 @@ ARROWS = {
     "passes.assign.colour": "._torch .colouring .contract .form .graph .ops",
     "passes.form": ".colouring .contract .graph",
     "passes.legalize": "._torch .contract .form .graph .ops",
-    "passes.assign.place": ".assign.colour .colouring .contract .graph .ops",
+    "passes.assign.place": "._torch .assign.colour .colouring .contract .graph .ops",
     "passes.assign": ".assign.colour .assign.place .colouring .contract .form .graph .ops",
     "passes.casts": "._torch .colouring .contract .form .graph .ops .runtime",
     "passes.watch": ".casts .form .ops",
@@ -54,7 +54,8 @@ ARROWS = {
     ),
     "fxamp.report.record": ".capture.model .module .trust passes._torch passes.contract passes.graph passes.ops",
     "fxamp.dynamo": (
-        ".capture.model .module .report.record .trust passes passes._torch passes.contract passes.graph passes.ops"
+        ".capture.model .module .report.record .trust passes passes._torch passes.contract passes.graph "
+        "passes.ops"
     ),
     "fxamp.measure": ".capture .capture.model .module .trust passes._torch passes.contract passes.graph",
     "fxamp.report.forms": ".report.record",
@@ -81,17 +82,7 @@ ARROWS = {
 # What of the compiler anyone may use. The others are its passes, which only its entrance reaches.
 OPEN = {"passes", "passes._torch", "passes.contract", "passes.graph", "passes.ops", "passes.runtime"}
 MOST_ENTRIES, MOST_LINES = 12, 400
-# Files that are longer: how long each may be, which may only fall.
-LONGER: dict[str, int] = {}
-# Functions that decide more: how often each may, which may only fall.
-MOST_DECISIONS = 20
-DECIDE_MORE = {
-    "fxamp/capture/export.py:dynamic_dims": 21,
-    "fxamp/cli/main.py:_sides": 21,
-    "fxamp/dynamo/capture_jit.py:of": 24,
-    "fxamp/report/page/views.py:_drawn": 21,
-    "fxamp/trust/check.py:_run": 22,
-}
+MOST_DECISIONS = 20  # of a function
 # Rooms whose `__init__` holds more than its docstring: what a user imports, and what saved modules name.
 WITH_NAMES = {"passes", "fxamp", "fxamp.dynamo", "fxamp.module", "fxamp.report", "fxamp.report.page"}
 
@@ -168,13 +159,13 @@ def length(path: Path) -> int:
     return len(text.splitlines()) - sum(len(example.splitlines()) + 3 for example in examples if example)
 
 
-def test_no_file_is_longer_than_it_was() -> None:
+def test_no_file_is_too_long() -> None:
     long = {}
     for path in FILES.values():
         lines = length(path)
         if lines > MOST_LINES:
             long[path.relative_to(ROOT).as_posix()] = lines
-    assert long == LONGER
+    assert not long
 
 
 DECIDES = (ast.If, ast.IfExp, ast.For, ast.While, ast.ExceptHandler, ast.Assert, ast.match_case, ast.comprehension)
@@ -201,7 +192,7 @@ def test_no_function_decides_more_than_can_be_held_in_mind() -> None:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, Function) and (count := decisions(node)) > MOST_DECISIONS:
                 found[f"{path.relative_to(ROOT).as_posix()}:{node.name}"] = count
-    assert found == DECIDE_MORE
+    assert not found
 
 
 def test_conditions_that_are_joined_count_like_branches() -> None:

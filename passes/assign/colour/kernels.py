@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from ..._torch import pytree
+from ...contract.devices import DEVICES
 from ...graph.values import ELIGIBLE, concrete
 from ...ops import ops
 from ...ops.rules import row_named
@@ -35,7 +37,7 @@ def runs_in(
     name = ops.name(node)
     if not row_named(name).tries_low and "::" not in name:
         return True
-    if device == "cuda" and not torch.cuda.is_available():
+    if not DEVICES[device].is_here():
         return True
     literals = torch.fx.map_arg((node.args, dict(node.kwargs)), lambda n: None)
     key = (name, dtype, device, repr(literals))
@@ -48,7 +50,7 @@ def runs_in(
 def _runs(node: Node, device: str, dtype_of: Callable[[Node], torch.dtype | None]) -> bool:
     def zeros(arg: Node) -> Any:
         value = arg.meta["val"] if "val" in arg.meta else torch.empty(1, device=device)  # captured without inputs
-        return torch.utils._pytree.tree_map(lambda v: _zeros(v, dtype_of(arg)), value)
+        return pytree.tree_map(lambda v: _zeros(v, dtype_of(arg)), value)
 
     target: Any = node.target
     try:
