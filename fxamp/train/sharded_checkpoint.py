@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
+from passes._torch import OptimizedModule
 from passes.contract.errors import PolicyError
 
 from .checkpoint import course_of, load_course, random_state, refuse_other_settings, set_random_state
@@ -44,6 +45,9 @@ def save_checkpoint(step: TrainStep, folder: str | os.PathLike[str], *, group: A
 
     Raises:
         PolicyError: A window is open, whose gradients belong to this rank alone.
+
+    Example:
+        >>> fxamp.save_checkpoint(step, "checkpoints/1")
     """
     if step._position:
         raise PolicyError(
@@ -71,6 +75,10 @@ def load_checkpoint(step: TrainStep, folder: str | os.PathLike[str], *, group: A
         PolicyError: It is no checkpoint of a TrainStep, or that of another model, optimizer or scaler; nothing was
             changed.
         FileNotFoundError: It is not there, or not whole.
+
+    Example:
+        >>> fxamp.save_checkpoint(step, "checkpoints/1")
+        >>> fxamp.load_checkpoint(step, "checkpoints/1")
     """
     known: dict[str, Any] = FileSystemReader(folder).read_metadata().state_dict_metadata
     if "course" not in known:
@@ -150,7 +158,7 @@ def _plain(model: nn.Module, name: str) -> str:
     module: nn.Module | None = model
     plain = []
     for part in name.split("."):
-        if not isinstance(module, (DistributedDataParallel, AveragedModel, torch._dynamo.OptimizedModule)):
+        if not isinstance(module, (DistributedDataParallel, AveragedModel, OptimizedModule)):
             plain.append(part)
         module = None if module is None else module._modules.get(part)
     return ".".join(plain) or name
