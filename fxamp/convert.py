@@ -186,7 +186,9 @@ def autocast_for(policy: Policy, model: nn.Module, inputs: Any) -> Autocast | No
 def _refuse_without_plain(captures: Captures) -> None:
     for captured in captures.graphs:
         if not captured.plain:
-            raise CaptureError(f"O0 is the model without autocast, which it does not run without: {captured.notes[-1]}")
+            raise CaptureError(
+                f"the model runs under autocast alone, and O0 is the model without autocast: {captured.notes[-1]}"
+            )
 
 
 def _at_first_call(model: nn.Module, policy: Policy, replayed: Plan | None, dynamic_shapes: Any) -> Any:

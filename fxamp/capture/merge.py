@@ -43,7 +43,7 @@ def merge(train: Graph, evaluation: Graph, constants: Mapping[str, Any], others:
         return _Merge(train, evaluation, _lifted(constants), _lifted(others)).run()
     except Differ as e:
         raise CaptureError(
-            f"the model computes differently in train and in eval mode: {e}. One graph cannot hold both"
+            f"the model computes differently in train and in eval mode: {e}. Each mode needs a graph of its own"
         ) from None
 
 

@@ -155,7 +155,7 @@ def _check(args: argparse.Namespace) -> int:
             for t in args.targets
         ]
         if args.plan is None and not args.budget:
-            raise FxampError("check: there is nothing to check by; give --plan FILE, --budget KEY=LIMIT, or both")
+            raise FxampError("check: there is nothing to compare with; give --plan FILE, --budget KEY=LIMIT, or both")
         if args.plan is not None and len(chosen) > 1:
             raise FxampError("check: one --plan is the plan of one TARGET; give several of them in pyproject.toml")
     else:

@@ -216,8 +216,8 @@ def compile(
     refuse_wrapped(model)
     if given := split(options)[0]:
         raise PolicyError(
-            f"{', '.join(map(repr, given))}: of fxamp.compile these are arguments, fxamp.compile(model, policy=...); "
-            "options go to the inner backend."
+            f"options of fxamp.compile go to the inner backend, and {', '.join(map(repr, given))} are arguments: write "
+            "fxamp.compile(model, policy=...)."
         )
     made = _backend(policy, backend, mode=mode, options=options)
     refuse_unmatched(made.policy, model)

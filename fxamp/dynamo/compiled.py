@@ -153,8 +153,8 @@ def _refuse_another_colour(policy: Policy, path: str, other: str) -> None:
     here, there = (module_override(policy, [(p, ())]) for p in (path, other))
     if (here and here.colour) != (there and there.colour):
         raise PolicyError(
-            f"'{path}' and '{other}' run the same graph, for Dynamo captures code once, and {here or there} is for one "
-            "of them alone. Convert ahead of time, or override both, or by type or op."
+            f"'{path}' and '{other}' share one graph, since Dynamo captures their code once, so {here or there} cannot "
+            "hold for one of them alone. Convert ahead of time, override both, or override a type or an op."
         )
 
 

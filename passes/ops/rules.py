@@ -110,20 +110,36 @@ class Table(tuple[Rule, ...]):
 
 
 def rules() -> Table:
-    """Return every row, those of custom ops last."""
+    """Return every row of the table of ops, those of custom ops last. Printed, it is a line for each.
+
+    Example:
+        >>> {rule.name: (rule.cpu, rule.cuda) for rule in fxamp.rules()}["softmax"]
+        ('follow', 'fp32')
+    """
     return Table((*RULES.values(), *_custom.values()))
 
 
 def register_rule(op: Any, kind: str, **facts: Any) -> Rule:
-    """Register the rule of a custom op, for both devices.
+    """Register the rule of a custom op, for all devices and for this process.
+
+    Not needed for an op that `torch.library.register_autocast` knows.
 
     Args:
         op: The op or its name: `torch.ops.my_lib.my_op`, an overload of it, or "my_lib::my_op".
-        kind: One of `KIND_NAMES`, but "banned" and "composite".
-        **facts: Fields of `Rule`, such as `sensitive="range"`, `same_dtype=True`, or `cuda=` for another kind there.
+        kind: What it runs in: "low", "fp32", "promote" (the widest dtype of its operands), "follow" (the dtype of its
+            operand) or "keep" (the dtypes that the model has).
+        **facts: Columns of the table, such as `sensitive="range"`, `same_dtype=True`, or `cuda=` for its kind there.
+
+    Returns:
+        The row of the table.
 
     Raises:
-        PolicyError: Unknown kind or fact, an op that the table has, or one that was registered otherwise before.
+        PolicyError: The kind or a fact is unknown, the op is torch's own, or it was registered before with other facts.
+
+    Example:
+        >>> rule = fxamp.register_rule("my_lib::attention", "low", same_dtype=True)
+        >>> rule.name, rule.cpu, rule.cuda
+        ('my_lib::attention', 'low', 'low')
     """
     name = _op_name(op)
     where = f"register_rule({name!r})"
@@ -138,8 +154,14 @@ def register_rule(op: Any, kind: str, **facts: Any) -> Rule:
     plain: dict[str, Any] = {fact: tuple(value) if isinstance(value, list) else value for fact, value in facts.items()}
     new = replace(Rule(name, kind, kind, "registered by the user"), **plain)
     if _custom.setdefault(name, new) != new:
-        raise PolicyError(f"{where}: it was registered otherwise before, as {_custom[name]}")
+        told = _differences(_custom[name], new)
+        raise PolicyError(f"{where}: it was registered before with {told}; register it once, or start a new process")
     return new
+
+
+def _differences(before: Rule, now: Rule) -> str:
+    names = [f.name for f in fields(Rule) if getattr(before, f.name) != getattr(now, f.name)]
+    return ", ".join(f"{name}={getattr(before, name)!r}" for name in names)
 
 
 _WORDS = {"sensitive": ("", "range", "rounding"), "commutes": ("", "forward", "both")}

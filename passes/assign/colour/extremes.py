@@ -60,7 +60,7 @@ class Extremes:
 
     Attributes:
         values: what must be read in FP32.
-        lowest: of these, what only `finfo(float32).min` takes out of range.
+        lowest: of these, what is out of range only since it holds `finfo(float32).min`, as the fill of a mask does.
         fixed: made of buffers, constants and integers alone.
         constants: tensors of no dimension that hold a known number.
     """
@@ -95,7 +95,7 @@ class Extremes:
             self.fixed.add(node)
         self._count(node, name, operands, found, passed_on)
         if not is_floating(dtypes[node]) or dtypes[node] in LOW:
-            return  # what is low is past saving
+            return  # a low value has lost already what FP32 would keep
         number = self._number(node, passed_on, found)
         if number is not None:
             self._is_constant(node, number)

@@ -58,7 +58,7 @@ def _without_kernel(state: State, site: Site) -> Colouring:
 
 
 def _low(state: State, site: Site) -> Colouring:
-    """Colour what the rule runs low, unless its operands have been upcast, or hold what low cannot."""
+    """Colour a `low` op low, except where the author upcast every operand, or all hold numbers out of low range."""
     floats, low = site.floats, site.low
     cast = [o for o in floats if castable(state, o, site.row, low)]
     if not cast:

@@ -148,8 +148,8 @@ def test_parse_refuses_and_says_what_is_legal(text: str, message: str) -> None:
         ({int: "fp32"}, "int is not a module type"),
         ({3: "fp32"}, "3 is not a module path, a glob or a module type"),
         ({"a,b": "fp32"}, "the key 'a,b' is empty or holds one of"),
-        (7, "modules is a mapping of names to colours, not 7"),
-        ("fc3", "modules is a mapping of names to colours, not 'fc3'"),
+        (7, "modules maps names to 'low', 'fp32' or 'keep', and is not 7"),
+        ("fc3", "modules maps names to 'low', 'fp32' or 'keep', and is not 'fc3'"),
     ],
 )
 def test_bad_module_overrides_are_refused(overrides: object, message: str) -> None:

@@ -602,7 +602,7 @@ def test_a_rule_that_makes_no_sense_is_refused(
 def test_registering_twice_is_fine_unless_it_differs(registry: dict[str, Rule]) -> None:
     first = rules.register_rule("my::op", LOW)
     assert rules.register_rule("my::op", LOW) == first
-    with pytest.raises(PolicyError, match="otherwise before"):
+    with pytest.raises(PolicyError, match="registered before with cpu='low'"):
         rules.register_rule("my::op", FP32)
     assert registry == {"my::op": first}
 
