@@ -140,9 +140,11 @@ class _Tree:
             child = next((k for k in (*value, *now) if value.get(k, _MISSING) is not now.get(k, _MISSING)), "")
             name, value, now = f"{name.removesuffix('_modules')}{child}", value.get(child), now.get(child)
         then = "was not set" if value is _MISSING else f"was {_show(value)}"
+        same = value is not _MISSING and _show(now) == _show(value)
+        other = _show(now).replace("a ", "another ", 1) if same else _show(now)
         return CaptureError(
-            f"'{name}' of {self.whose} {then} when the model was captured, and is {_show(now)} now: the graph goes on "
-            "with what it was. Set it back, or change the original model and convert that again."
+            f"'{name}' of {self.whose} {then} when the model was captured, and is {other} now, which the graph does "
+            "not follow. Set it back, or change the original model and convert that again."
         )
 
 
@@ -246,8 +248,8 @@ class Baked:
 def _asked(name: str, required: bool, place: str) -> CaptureError:
     now, then = ("does not require", "required") if required else ("requires", "did not require")
     return CaptureError(
-        f"{name} {now} gradients, and {then} them when the model was captured, where forward() asks for that ({place}) "
-        "and takes a way that the graph has alone. Convert again in the state wanted."
+        f"{name} {now} gradients, and {then} them when the model was captured. forward() branches on that ({place}), "
+        "and the graph has the branch of then alone. Convert again in the state wanted."
     )
 
 

@@ -10,6 +10,7 @@ listed op inside counts as what it does in effect; where that depends on shapes 
 from __future__ import annotations
 
 import difflib
+import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, replace
 from typing import Any
@@ -25,9 +26,10 @@ from .._torch import (
     qualified_name,
     registered_autocast_dtype,
 )
+from ..contract.devices import DEVICES
 from ..contract.errors import PolicyError
 from . import ops
-from .table import elementwise, images, linalg, losses, made, moves, norms, products, queries, reductions
+from .table import elementwise, higher_order, images, linalg, losses, made, moves, norms, products, queries, reductions
 from .table.row import BANNED as BANNED
 from .table.row import COMPOSITE as COMPOSITE
 from .table.row import FOLLOW as FOLLOW
@@ -36,13 +38,14 @@ from .table.row import KEEP as KEEP
 from .table.row import KIND_NAMES as KIND_NAMES
 from .table.row import LOW as LOW
 from .table.row import PROMOTE as PROMOTE
+from .table.row import SUMMARY as SUMMARY
 from .table.row import UNKNOWN as UNKNOWN
 from .table.row import Rule as Rule
 
 _FILES = (products, losses, norms, reductions, elementwise, images, linalg, moves, made, queries)
 ROWS = tuple(row for file in _FILES for row in file.ROWS)
 RULES: Mapping[str, Rule] = {row.name: row for row in ROWS}
-_ALL = {**RULES, **{row.name: row for row in queries.QUERIES}}
+_ALL = {**RULES, **{row.name: row for row in (*queries.QUERIES, *higher_order.HIGHER_ORDER)}}
 
 # Rules of custom ops, which their users register. The one state of this module, and only `register_rule` writes it.
 _custom: dict[str, Rule] = {}
@@ -74,7 +77,24 @@ def lookup(name: str, device: str, low: torch.dtype | None = None) -> tuple[Rule
         found = _from_register_autocast(name, device, low)
     if found is None:
         found = replace(UNKNOWN, name=name)
-    return found, found.kind(device)
+    return found, _kind(found, device)
+
+
+def _kind(row: Rule, device: str) -> str:
+    """Return the kind of a row on a device; what torch has not registered there gets its operands as they are."""
+    kind = row.kind(DEVICES[device].lists)
+    return PROMOTE if kind in (LOW, FP32) and row.name in _unlisted(device) else kind
+
+
+@functools.cache
+def _unlisted(device: str) -> frozenset[str]:
+    """Return the ops of ATen that the autocast whose lists a device shares has, and that of the device has not."""
+    lists = DEVICES[device].lists
+    own, shared = (
+        {n.removeprefix("aten::").partition(".")[0] for n in autocast_registrations(d) if n.startswith("aten::")}
+        for d in (device, lists)
+    )
+    return frozenset(shared - own)
 
 
 class Table(tuple[Rule, ...]):
@@ -90,20 +110,36 @@ class Table(tuple[Rule, ...]):
 
 
 def rules() -> Table:
-    """Return every row, those of custom ops last."""
+    """Return every row of the table of ops, those of custom ops last. Printed, it is a line for each.
+
+    Example:
+        >>> {rule.name: (rule.cpu, rule.cuda) for rule in fxamp.rules()}["softmax"]
+        ('follow', 'fp32')
+    """
     return Table((*RULES.values(), *_custom.values()))
 
 
 def register_rule(op: Any, kind: str, **facts: Any) -> Rule:
-    """Register the rule of a custom op, for both devices.
+    """Register the rule of a custom op, for all devices and for this process.
+
+    Not needed for an op that `torch.library.register_autocast` knows.
 
     Args:
         op: The op or its name: `torch.ops.my_lib.my_op`, an overload of it, or "my_lib::my_op".
-        kind: One of `KIND_NAMES`, but "banned" and "composite".
-        **facts: Fields of `Rule`, such as `sensitive="range"`, `same_dtype=True`, or `cuda=` for another kind there.
+        kind: What it runs in: "low", "fp32", "promote" (the widest dtype of its operands), "follow" (the dtype of its
+            operand) or "keep" (the dtypes that the model has).
+        **facts: Columns of the table, such as `sensitive="range"`, `same_dtype=True`, or `cuda=` for its kind there.
+
+    Returns:
+        The row of the table.
 
     Raises:
-        PolicyError: Unknown kind or fact, an op that the table has, or one that was registered otherwise before.
+        PolicyError: The kind or a fact is unknown, the op is torch's own, or it was registered before with other facts.
+
+    Example:
+        >>> rule = fxamp.register_rule("my_lib::attention", "low", same_dtype=True)
+        >>> rule.name, rule.cpu, rule.cuda
+        ('my_lib::attention', 'low', 'low')
     """
     name = _op_name(op)
     where = f"register_rule({name!r})"
@@ -118,8 +154,14 @@ def register_rule(op: Any, kind: str, **facts: Any) -> Rule:
     plain: dict[str, Any] = {fact: tuple(value) if isinstance(value, list) else value for fact, value in facts.items()}
     new = replace(Rule(name, kind, kind, "registered by the user"), **plain)
     if _custom.setdefault(name, new) != new:
-        raise PolicyError(f"{where}: it was registered otherwise before, as {_custom[name]}")
+        told = _differences(_custom[name], new)
+        raise PolicyError(f"{where}: it was registered before with {told}; register it once, or start a new process")
     return new
+
+
+def _differences(before: Rule, now: Rule) -> str:
+    names = [f.name for f in fields(Rule) if getattr(before, f.name) != getattr(now, f.name)]
+    return ", ".join(f"{name}={getattr(before, name)!r}" for name in names)
 
 
 _WORDS = {"sensitive": ("", "range", "rounding"), "commutes": ("", "forward", "both")}
@@ -127,7 +169,7 @@ _WORDS = {"sensitive": ("", "range", "rounding"), "commutes": ("", "forward", "b
 
 def _check_fact(where: str, fact: str, value: Any) -> None:
     """Raise unless `fact` is a field of `Rule` that can hold `value`."""
-    known = [f.name for f in fields(Rule) if f.name not in ("name", "cpu")]
+    known = [f.name for f in fields(Rule) if f.name not in ("name", "cpu", "known")]
     if fact not in known:
         raise PolicyError(f"{where}: no fact is named {fact!r}{_nearest(fact, known)}")
     wanted = type(getattr(Rule("", "", ""), fact))
@@ -158,7 +200,7 @@ def _nearest(name: Any, known: Iterable[str]) -> str:
 
 def _from_register_autocast(name: str, device: str, low: torch.dtype | None) -> Rule | None:
     """Return the rule that `torch.library.register_autocast` gave a custom op, or None."""
-    if name not in autocast_registrations("cpu" if device == "cpu" else "cuda"):
+    if name not in autocast_registrations(device):
         return None
     dtype = registered_autocast_dtype(name, device)
     if dtype is None:

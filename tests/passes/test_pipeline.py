@@ -23,7 +23,7 @@ from passes.colouring import Assignment
 from passes.contract.plan import Plan
 from passes.contract.policy import Policy
 from passes.graph.by_rows import original_dtypes
-from passes.graph.inserted import is_inserted
+from passes.graph.notes import is_inserted
 from passes.graph.values import LOW, no_autocast
 from passes.ops import ops
 from tests.support.graphs import attribute, random_graph, random_inputs, residual_chain, run, storages

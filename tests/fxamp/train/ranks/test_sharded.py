@@ -88,8 +88,6 @@ def test_a_fused_optimizer_skips_a_step_on_all_ranks(two: Workers) -> None:
     assert all(map(torch.equal, first[2], second[2]))
 
 
-
-
 def test_shards_may_be_gathered_in_the_low_dtype_where_the_graph_reads_no_other(two: Workers) -> None:
     model = {"how": "without norms", "policy": "O1,dtype=bf16"}
     full, low = (two(train, {**model, "low": low}, X[:24], {"accumulate_steps": 2}) for low in (None, LOW_AS_IT_IS))
