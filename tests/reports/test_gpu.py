@@ -13,7 +13,6 @@ import torch
 
 from reports import gpu
 
-
 SOME = ("BERT-base", "ResNet-50")
 
 
