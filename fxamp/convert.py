@@ -14,6 +14,7 @@ from torch.export import ExportedProgram
 
 from passes import compile_graph
 from passes._torch import pytree
+from passes.contract.devices import DEVICES
 from passes.contract.errors import (
     CaptureError,
     NotAModuleError,
@@ -24,7 +25,7 @@ from passes.contract.errors import (
 )
 from passes.contract.plan import Plan, joined
 from passes.contract.plan_format import REMEDY
-from passes.contract.policy import DEVICES, Policy
+from passes.contract.policy import Policy
 from passes.contract.timing import Timer
 from passes.graph.values import LOW
 
@@ -81,9 +82,9 @@ def convert(
         policy: A level ("O0" to "O3"), a policy string ("O2,dtype=bf16,modules.fc3=fp32") or a Policy; "O1" by default.
         capture: "export", "fx", "jit" (at the first call, by torch.compile, the graphs run eagerly), or "auto": export
             with example inputs, else fx, and jit where that one would lose something of the model, which is logged.
-        dynamic_shapes: "auto" keeps every dimension free, or the first of each input alone where that would take more
-            than 4 s of processor time and 0.25 ms for each call of torch, or fails; the plan says so. None fixes all
-            sizes. Anything else as `torch.export.export` takes it.
+        dynamic_shapes: "auto" keeps every dimension free. Where that fails, or takes more than 4 s of processor time
+            plus 0.25 ms for each call of torch, it keeps the first of each input free, and the plan says so. None fixes
+            all sizes. Anything else as `torch.export.export` takes it.
         plan: A Plan, or the path of one, to replay; its policy is the policy.
         check: False leaves the comparison out.
 
@@ -177,7 +178,7 @@ def autocast_for(policy: Policy, model: nn.Module, inputs: Any) -> Autocast | No
     if not policy.level.rounds or policy.dtype is None:
         return None
     device = device_of(model, inputs)
-    if device not in ("cpu", "cuda") or policy.dtype not in LOW:
+    if device not in DEVICES or policy.dtype not in LOW:
         return None
     return Autocast(device, policy.dtype, str(policy.device))
 
@@ -185,7 +186,9 @@ def autocast_for(policy: Policy, model: nn.Module, inputs: Any) -> Autocast | No
 def _refuse_without_plain(captures: Captures) -> None:
     for captured in captures.graphs:
         if not captured.plain:
-            raise CaptureError(f"O0 is the model without autocast, which it does not run without: {captured.notes[-1]}")
+            raise CaptureError(
+                f"the model runs under autocast alone, and O0 is the model without autocast: {captured.notes[-1]}"
+            )
 
 
 def _at_first_call(model: nn.Module, policy: Policy, replayed: Plan | None, dynamic_shapes: Any) -> Any:

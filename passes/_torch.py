@@ -3,7 +3,7 @@
 Each is used by PyTorch's own documentation or by its downstream projects, and each is tested against the oldest and
 the newest supported torch: fake tensors (shapes and dtypes without data), dispatch modes (what an operator really
 did), the dispatcher's own list of autocast rules, the exporter's guards, autocast regions as two calls, the
-structured trace of a compilation, and what exchanges the gradients of replicas.
+structured trace of a compilation, and what replicas and shards were told.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch._jit_internal import boolean_dispatched as boolean_dispatched
 from torch._library.custom_ops import _maybe_get_opdef
 from torch._logging._internal import trace_structured
@@ -39,6 +40,7 @@ from torch.utils import _contextlib as decorators  # the file of `no_grad` as a 
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
+from .contract.devices import DEVICES
 from .contract.errors import CaptureError
 
 if TYPE_CHECKING:
@@ -87,7 +89,7 @@ def overload_name(op: OpOverload) -> str:
 
 def qualified_name(packet: OpOverloadPacket) -> str:
     """Return the name of an op with its namespace: "aten::add"."""
-    return packet._qualified_op_name
+    return str(packet._qualified_op_name)
 
 
 def is_composite(op: OpOverload) -> bool:
@@ -129,12 +131,11 @@ def close(library: torch.library.Library) -> None:
 
 
 def autocast_registrations(device: str) -> frozenset[str]:
-    """Names (`namespace::op` or `namespace::op.overload`) with an autocast kernel for `device` ("cpu", "cuda").
+    """Names (`namespace::op` or `namespace::op.overload`) with an autocast kernel for a device of `DEVICES`.
 
     The fallthrough for everything else is not in the list. Rules that `torch.library.register_autocast` added are.
     """
-    key = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}[device]
-    return frozenset(torch._C._dispatch_get_registrations_for_dispatch_key(key))
+    return frozenset(torch._C._dispatch_get_registrations_for_dispatch_key(DEVICES[device].autocast))
 
 
 def registered_autocast_dtype(name: str, device: str) -> torch.dtype | None:
@@ -143,7 +144,7 @@ def registered_autocast_dtype(name: str, device: str) -> torch.dtype | None:
     overload = getattr(getattr(torch.ops, namespace), op).default
     definition: Any = _maybe_get_opdef(overload)
     if definition is None:
-        key = getattr(torch._C.DispatchKey, "Autocast" + ("CPU" if device == "cpu" else "CUDA"))
+        key = getattr(torch._C.DispatchKey, DEVICES[device].autocast)
         kernel = overload.py_kernels.get(key)
         return inspect.getclosurevars(kernel).nonlocals.get("cast_inputs") if kernel else None
     if hasattr(definition, "_autocast_dtype"):
@@ -294,6 +295,16 @@ def communication_states(replica: DistributedDataParallel) -> list[Any]:
     return [state for _, state in replica._comm_hooks]
 
 
+def gathering(module: nn.Module) -> tuple[torch.dtype | None, bool]:
+    """Return in which dtype FSDP2 gathers the parameters of a module that it has sharded, and whether it casts inputs.
+
+    None stands for the dtype that they have. FSDP2 keeps its MixedPrecisionPolicy to itself.
+    """
+    sharded: Any = module
+    policy = sharded._get_fsdp_state()._mp_policy
+    return policy.param_dtype, bool(policy.cast_forward_inputs)
+
+
 __all__ = [
     "C_NN",
     "GUARD_NAMES",
@@ -321,6 +332,7 @@ __all__ = [
     "enter_autocast",
     "example_sizes",
     "exit_autocast",
+    "gathering",
     "global_module_hooks",
     "guards_of",
     "in_transform",

@@ -21,10 +21,12 @@ from torch.fx.proxy import Attribute
 
 from passes._torch import BatchNorm, TorchDispatchMode, TorchFunctionMode, own_schema, pytree, storage_id
 from passes.contract.errors import INSTEAD, CaptureError, FxampError, NotFaithfulError
+from passes.graph.notes import note
 from passes.graph.values import mutated_operands, source
+from passes.ops import ops
+from passes.ops.rules import RULES
 from passes.runtime import rnn
 
-from ..module.in_place import IN_PLACE
 from .model import frames
 from .model.call import CallSpec, flatten_outputs
 from .model.patches import replaced, traced_here_alone
@@ -49,15 +51,7 @@ _TRACEABLE = (
 )  # fmt: skip
 
 
-_FACTORIES = {
-    torch.zeros: "zeros", torch.ones: "ones", torch.full: "full", torch.empty: "empty", torch.eye: "eye",
-    torch.arange: "arange", torch.linspace: "linspace", torch.logspace: "logspace", torch.rand: "rand",
-    torch.randn: "randn", torch.randint: "randint", torch.randperm: "randperm", torch.normal: "normal",
-    torch.tensor: "tensor", torch.as_tensor: "as_tensor", torch.scalar_tensor: "scalar_tensor",
-    torch.tril_indices: "tril_indices", torch.triu_indices: "triu_indices", torch.hann_window: "hann_window",
-    torch.hamming_window: "hamming_window", torch.bartlett_window: "bartlett_window",
-    torch.blackman_window: "blackman_window",
-}  # fmt: skip
+_FACTORIES = {getattr(torch, row.name): row.name for row in RULES.values() if row.factory}
 # What these do to a tensor leaves no node that does it again, or one that autograd does not see.
 _LOST_METHODS = frozenset(
     {"register_hook", "register_post_accumulate_grad_hook", "retain_grad", "requires_grad_", "set_", "backward"}
@@ -110,7 +104,7 @@ def _recording(function: Callable[[Any, Any], Any]) -> Callable[[_Value, Any], A
     return record
 
 
-for _function in IN_PLACE:  # without them `x += y` is `x = x + y` to Python, and other names of x keep what it was
+for _function in ops.IN_PLACE:  # without them `x += y` is `x = x + y` to Python, and other names of x keep what it was
     setattr(_Value, f"__{_function.__name__}__", _recording(_function))
 
 
@@ -247,7 +241,7 @@ class _Tracer(Tracer):
         node.meta.setdefault("stack_trace", _user_stack())
         if kind == "call_module":
             leaf = self.root.get_submodule(target)
-            node.meta["leaf_type"] = type(leaf).__name__
+            note(node, leaf=type(leaf).__name__)
             self.leaves[target] = leaf
             node.meta["nn_module_stack"] = {**self.module_stack, target: (target, type(leaf))}
         else:

@@ -17,6 +17,7 @@ from torch.fx import Graph, GraphModule, Node
 from passes._torch import OpOverload, own_schema
 from passes.graph.values import module_path, source
 from passes.ops import ops
+from passes.ops.rules import row_of
 
 Path = tuple[Any, ...]  # where a literal stands: position or name of the argument, then indices and keys
 SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -144,7 +145,7 @@ def is_size(node: Node) -> bool:
         return False
     target: Any = node.target
     if isinstance(target, OpOverload):
-        return ops.name(node) in ("sym_size", "sym_stride", "sym_numel", "sym_storage_offset")
+        return row_of(node).asks == "shape"
     return getattr(target, "__module__", "") in ("_operator", "math", "torch") or target in vars(operator).values()
 
 

@@ -122,6 +122,14 @@ def dynamic_dims(shapes: Any, call: CallSpec, flat: list[Any]) -> tuple[Any, ...
     if shapes is None:
         return (None,) * len(tensors)
     values = call.unflatten(flat)
+    out: list[Any] = []
+    for name, spec in zip(call.given, _by_input(shapes, call, values), strict=True):
+        _align(values[name], spec, out)
+    return tuple(out)
+
+
+def _by_input(shapes: Any, call: CallSpec, values: dict[str, Any]) -> list[Any]:
+    """Return the specification of each input that the example gives, of a dict by input or a tuple of all."""
     if isinstance(shapes, dict):
         if call.var_keyword is not None and call.var_keyword not in shapes:  # torch.export names them one by one
             extra = {k: v for k, v in shapes.items() if k not in call.given and k in values.get(call.var_keyword, {})}
@@ -129,18 +137,13 @@ def dynamic_dims(shapes: Any, call: CallSpec, flat: list[Any]) -> tuple[Any, ...
         unknown = sorted(set(shapes) - set(values))
         if unknown:
             raise CaptureError(f"dynamic_shapes names {unknown}, which are no inputs; those are {list(values)}.")
-        given = [shapes.get(n) for n in call.given]
-    elif isinstance(shapes, (tuple, list)) and len(shapes) == len(call.given):
-        given = list(shapes)
-    else:
-        raise CaptureError(
-            "dynamic_shapes has to be a dict by input, or a tuple with one entry for each of the inputs "
-            f"{list(values)}; got {shapes!r}."
-        )
-    out: list[Any] = []
-    for name, spec in zip(call.given, given, strict=True):
-        _align(values[name], spec, out)
-    return tuple(out)
+        return [shapes.get(n) for n in call.given]
+    if isinstance(shapes, (tuple, list)) and len(shapes) == len(call.given):
+        return list(shapes)
+    raise CaptureError(
+        "dynamic_shapes has to be a dict by input, or a tuple with one entry for each of the inputs "
+        f"{list(values)}; got {shapes!r}."
+    )
 
 
 def _align(value: Any, spec: Any, out: list[Any]) -> None:

@@ -13,7 +13,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -123,15 +123,22 @@ def _sides(args: argparse.Namespace) -> list[Path | nn.Module]:
         )
     policies = args.policy if len(args.policy) == 2 else [*args.policy, None][:1] * 2
     names = names * 2 if len(names) == 1 else names
-    for name, policy in zip(names, policies, strict=True):
-        if policy is not None and name not in targets and (len(args.policy) == 2 or not targets):
-            raise PolicyError(f"{name!r} is a saved plan and has its own policy; leave out --policy")
+    _refuse_policies_of_plans(args, names, policies, targets)
     asked = [Policy.of(policy) for policy in policies]
     made = {name: load_target(name) for name in dict.fromkeys(names) if name in targets}
     return [
         _read(made[name], policy, args.capture, args.device) if name in made else Path(name)
         for name, policy in zip(names, asked, strict=True)
     ]  # fmt: skip
+
+
+def _refuse_policies_of_plans(
+    args: argparse.Namespace, names: Sequence[str], policies: Sequence[str | None], targets: Collection[str]
+) -> None:
+    """Refuse a --policy that is a saved plan's: both were given, or there is no target that it could be of."""
+    for name, policy in zip(names, policies, strict=True):
+        if policy is not None and name not in targets and (len(args.policy) == 2 or not targets):
+            raise PolicyError(f"{name!r} is a saved plan and has its own policy; leave out --policy")
 
 
 def _check(args: argparse.Namespace) -> int:
@@ -148,7 +155,7 @@ def _check(args: argparse.Namespace) -> int:
             for t in args.targets
         ]
         if args.plan is None and not args.budget:
-            raise FxampError("check: there is nothing to check by; give --plan FILE, --budget KEY=LIMIT, or both")
+            raise FxampError("check: there is nothing to compare with; give --plan FILE, --budget KEY=LIMIT, or both")
         if args.plan is not None and len(chosen) > 1:
             raise FxampError("check: one --plan is the plan of one TARGET; give several of them in pyproject.toml")
     else:
@@ -204,13 +211,13 @@ def _read(
 
 
 def _rules(args: argparse.Namespace) -> int:
-    from passes.ops.rules import RULES
+    from passes.ops.rules import RULES, SUMMARY
 
     if args.op is not None and args.op not in RULES:
         raise FxampError(f"no rule for the op {args.op!r}{nearest(args.op, RULES)}")
     rows = [asdict(RULES[name]) for name in ([args.op] if args.op else sorted(RULES))]
     # A table of one op reads better upright, and of many with only the columns that any of them fills.
-    columns = [name for name in rows[0] if any(row[name] for row in rows)]
+    columns = [name for name in rows[0] if (args.op or name in SUMMARY) and any(row[name] for row in rows)]
     table = [[_cell(row[name]) for name in columns] for row in rows]
     headers: Sequence[str] = columns
     if args.op:
@@ -238,17 +245,13 @@ def _cell(value: object) -> str:
     if value is None or value is False:
         return ""
     if isinstance(value, set | frozenset):
-        return ", ".join(_texts(value))
+        return ", ".join(sorted(map(str, value)))
     return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
 def _plain(value: object) -> list[str] | str:
     """Give JSON what it has no form for: a set in a fixed order, anything else as text."""
-    return _texts(value) if isinstance(value, set | frozenset) else str(value)
-
-
-def _texts(values: Iterable[object]) -> list[str]:
-    return sorted(str(value) for value in values)
+    return sorted(map(str, value)) if isinstance(value, set | frozenset) else str(value)
 
 
 VERBS = {"report": _report, "diff": _diff, "check": _check, "rules": _rules, "demo": _demo}

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,16 +18,16 @@ from torch.fx import Graph, GraphModule, Node
 
 from passes._torch import enter_autocast, exit_autocast, pytree, source_name, without_transforms
 from passes.contract.policy import Policy, module_override, type_names
-from passes.graph.values import LOW, Inference, dtypes_of, is_floating, literal_dtype, origin, retyped
+from passes.graph.notes import note, origin
+from passes.graph.values import LOW, Inference, dtypes_of, is_floating, literal_dtype, retyped
 from passes.ops import ops
+from passes.ops.rules import row_of
 
 from .own_dtypes import own_dtypes, without_low
 from .scope import Scope
 
 _ROOT = re.compile(r"^[LG]\['\w+'\]\.?")
 _ATOM = re.compile(r"\['([^']*)'\]|\[(\d+)\]|\.([A-Za-z]\w*)")  # not `_modules`, `_parameters`
-_EXACT = re.compile("rand|norm|space")  # draws, sums or divides otherwise in another dtype
-_CASTS_AFTER = ("to", "getitem", "type_as")
 
 
 def ambient_dtype(graph: Graph, device: str) -> torch.dtype | None:
@@ -49,7 +49,7 @@ def _whole_region(graph: Graph) -> tuple[Node, Node] | None:
     if not calls or calls[0].target is not enter_autocast or not calls[0].args[2]:
         return None
     left = next((n for n in calls if n.target is exit_autocast and n.args[0] is calls[0]), None)
-    if left is None or any(ops.name(n) not in _CASTS_AFTER for n in calls[calls.index(left) + 1 :]):
+    if left is None or any(not (row_of(n).cast or row_of(n).asks == "item") for n in calls[calls.index(left) + 1 :]):
         return None
     return calls[0], left
 
@@ -59,9 +59,9 @@ def describe(
 ) -> dict[int, torch.dtype]:
     """Leave on every node what the passes read: `val`, the module path, the autocast region, what a cast means.
 
-    `meta["cast"]` is "literal" where the author called `.float()` and its like; else "autocast" for a dtype that
+    A cast is noted as "literal" where the author called `.float()` and its like; else "autocast" for a dtype that
     autocast's program has there, and "baked" where nothing is known but the dtype, which is then that of FP32. Where
-    autocast's program has a low dtype, the graph is given FP32, and `meta["read"]` is the low one.
+    autocast's program has a low dtype, the graph is given FP32, and the note has the low one.
 
     Args:
         gm: changed in place: dtypes that are low by autocast become FP32.
@@ -79,7 +79,7 @@ def describe(
     made = {i: description.own.get(n) for i, n in enumerate(outputs) if isinstance(n, Node)}
     low = {i: dtype for i, dtype in made.items() if dtype in LOW}
     for i, dtype in low.items():
-        outputs[i].meta["low_of_its_own"] = dtype
+        note(outputs[i], low_of_its_own=dtype)
     return low
 
 
@@ -98,34 +98,34 @@ class _Description:
 
     def of(self, gm: GraphModule, *, inside: bool = False) -> None:
         """Describe one graph, in place; `inside` says that it is the body of a higher-order op."""
-        held: dict[Node, Any] = {}
-        regions: list[tuple[Node, tuple[str, bool, Any]]] = []
-        for node in list(gm.graph.nodes):
+        nodes, held = list(gm.graph.nodes), dict[Node, Any]()
+        for node in nodes:
+            if inside and node.op == "placeholder":
+                node.meta = dict(node.meta)  # Dynamo gives it that of the value outside, the very object
             _describe_origin(node, self.scope)
             if node.op == "get_attr" and isinstance(body := attribute_of(gm, str(node.target)), GraphModule):
                 self.of(body, inside=True)
-            if node.target is enter_autocast:
-                kind, dtype, enabled, _ = node.args
-                regions.append((node, (str(kind), bool(enabled), dtype)))
-            elif node.target is exit_autocast:
-                regions = [r for r in regions if r[0] is not node.args[0]]
-            elif regions and node.op.startswith("call"):
-                node.meta["autocast_region"] = regions[-1][1]
             if ops.name(node) == "to":
-                node.meta["cast"] = "literal" if _is_method(node) else "autocast" if self.ambient else "baked"
+                note(node, cast="literal" if _is_method(node) else "autocast" if self.ambient else "baked")
+        _describe_regions(nodes)
+        for node in nodes:
             value = pytree.tree_map(without_transforms, node.meta.get("example_value", node.meta.get("val")))
-            if value is None:
-                continue
-            if node.op.startswith("call") and is_floating(dtypes_of(value)):
-                self._describe_cast(node, value, held)
-            if self.ambient and node.op.startswith("call"):
-                value = retyped(value, self._inferred(node, value, held))
-            elif self.ambient and inside and node.op == "placeholder":
-                value = retyped(value, without_low(dtypes_of(value)))
-            node.meta["val"] = value
-            held[node] = dtypes_of(value)
+            if value is not None:
+                node.meta["val"] = value = self._described(node, value, held, inside)
+                held[node] = dtypes_of(value)
         if self.ambient and self.makes_low and not inside:
             self.own = own_dtypes(gm.graph, self.infer, self.holds, self.doubtful)
+
+    def _described(self, node: Node, value: Any, held: dict[Node, Any], inside: bool) -> Any:
+        """Return a value as the model would give it without autocast; what a cast means is said on it."""
+        call = node.op.startswith("call")
+        if call and is_floating(dtypes_of(value)):
+            self._describe_cast(node, value, held)
+        if self.ambient and call:
+            return retyped(value, self._inferred(node, value, held))
+        if self.ambient and inside and node.op == "placeholder":
+            return retyped(value, without_low(dtypes_of(value)))
+        return value
 
     def _inferred(self, node: Node, value: Any, held: dict[Node, Any]) -> Any:
         """Return the dtypes that a node gives without autocast, where fake tensors cannot run it too.
@@ -149,14 +149,14 @@ class _Description:
             return
         if low and ops.name(node) == "to":
             _settle(node, torch.float32)
-        elif low and (fp32 or not _EXACT.search(ops.name(node))):
+        elif low and (fp32 or not row_of(node).exact):
             cast = _without_read(node)
             before: Any = cast.args[0]
             cast.meta["val"] = retyped(before.meta.get("val", value), torch.float32)
             held[cast] = torch.float32
             node = cast
         if low and ops.name(node) == "to":
-            node.meta["cast"], node.meta["read"] = ("baked", None) if fp32 else ("autocast", given)
+            note(node, cast="baked" if fp32 else "autocast", read=None if fp32 else given)
 
     def _is_fp32(self, node: Node) -> bool:
         """Say whether nothing may be low where a node stands."""
@@ -180,6 +180,19 @@ def _describe_origin(node: Node, scope: Scope | None) -> None:
         node.meta["nn_module_stack"] = {k: (_ROOT.sub("", path), kind) for k, (path, kind) in stack.items()}
 
 
+def _describe_regions(nodes: Iterable[Node]) -> None:
+    """Leave on the calls between two switches of autocast what the innermost such region says."""
+    regions: list[tuple[Node, tuple[str, bool, Any]]] = []
+    for node in nodes:
+        if node.target is enter_autocast:
+            kind, dtype, enabled, _ = node.args
+            regions.append((node, (str(kind), bool(enabled), dtype)))
+        elif node.target is exit_autocast:
+            regions = [r for r in regions if r[0] is not node.args[0]]
+        elif regions and node.op.startswith("call"):
+            note(node, region=regions[-1][1])
+
+
 def _settle(node: Node, dtype: torch.dtype | None) -> None:
     """Put a dtype, or none, where a call names one."""
     given = literal_dtype(node)
@@ -194,7 +207,7 @@ def _without_read(node: Node) -> Node:
     """
     graph, value = node.graph, node.args[0] if node.args else None
     floating = isinstance(value, Node) and is_floating(dtypes_of(value.meta.get("val")))
-    first = floating and ops.name(node) in ops.CONVERTS_FIRST
+    first = floating and row_of(node).converts_first
     _settle(node, None if first else torch.float32)
     with graph.inserting_before(node) if first else graph.inserting_after(node):
         cast = graph.call_method("to", (value if first else node, torch.float32))

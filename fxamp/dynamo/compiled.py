@@ -1,4 +1,4 @@
-"""Which graphs were converted for which model, found again by the module that was compiled, or by their parameters.
+"""The registry of converted graphs of Dynamo, looked up by compiled module or by identity of parameters.
 
 Dynamo hands a backend flat graphs, and no model. The parameters among their inputs are the model's own, and where one
 graph serves another model of the same code too, that shows at its first call.
@@ -23,6 +23,7 @@ from passes._torch import FakeTensor, original_of, pytree
 from passes.contract.errors import CaptureError, PolicyError
 from passes.contract.plan import Decision, Plan, sums
 from passes.contract.policy import Policy, module_override
+from passes.graph.notes import is_inserted
 from passes.graph.values import dtypes_of
 
 from .capture_jit import parameter_path
@@ -61,7 +62,7 @@ class Converted:
         """Return what graphs have in common that were captured for other sizes, or once more."""
         nodes = self.graph.graph.nodes
         given = tuple(str(dtypes_of(n.meta.get("val"))) for n in nodes if n.op == "placeholder" and _is_made(n))
-        calls = [n for n in nodes if n.op.startswith("call") and n.meta.get("fxamp") != "cast"]
+        calls = [n for n in nodes if n.op.startswith("call") and not is_inserted(n)]
         made = filter(_is_made, calls)
         written = tuple((str(n.target), str(map_aggregate((n.args, dict(n.kwargs)), _unsized))) for n in made)
         return self.broke, given, tuple((d.graph, d.key, d.op, d.source) for d in self.plan.decisions), written
@@ -152,8 +153,8 @@ def _refuse_another_colour(policy: Policy, path: str, other: str) -> None:
     here, there = (module_override(policy, [(p, ())]) for p in (path, other))
     if (here and here.colour) != (there and there.colour):
         raise PolicyError(
-            f"'{path}' and '{other}' run the same graph, for Dynamo captures code once, and {here or there} is for one "
-            "of them alone. Convert ahead of time, or override both, or by type or op."
+            f"'{path}' and '{other}' share one graph, since Dynamo captures their code once, so {here or there} cannot "
+            "hold for one of them alone. Convert ahead of time, override both, or override a type or an op."
         )
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from passes._torch import HigherOrderOperator
 from passes.graph.mixed import refuse_mixed
 from passes.graph.values import LOW, dtypes_of, literal_dtype
 
@@ -68,7 +69,7 @@ def _made(node: Node, infer: Callable[..., Any], own: dict[Node, Any], holds: Se
         return without_low(seen)
     if not node.op.startswith("call"):
         return seen
-    if isinstance(node.target, torch._ops.HigherOrderOperator):
+    if isinstance(node.target, HigherOrderOperator):
         return without_low(seen)
     refuse_mixed(node, own.get)
     return infer(node, own.get)

@@ -23,6 +23,7 @@ from ..capture.model.call import CallSpec
 from ..capture.model.reads import HOOKS, Reads, label
 
 _OWN = frozenset(nn.Module().__dict__) - {"_modules"}  # torch's tables and flags
+_OF_SHARDS = ("FSDPState.", "distribute_module.")  # hooks of fully_shard and parallelize_module
 _CONTAINERS = (list, tuple, dict, set, OrderedDict)
 
 
@@ -111,9 +112,12 @@ class _Tree:
         for (path, attributes, name), table in zip(self._owners[:], self._hooks[:], strict=True):
             for hook in table.values():
                 if label(hook) not in self._own_hooks:
+                    way_out = "Remove it, or use"
+                    if label(hook).startswith(_OF_SHARDS):
+                        way_out = "Shard the converted module as a whole, or convert each block and shard that; or use"
                     raise CaptureError(
                         f"module '{path or '(root)'}' of {self.whose} has a {HOOKS[name]} now ({label(hook)}), which "
-                        "the graph does not run. Remove it, or use fxamp.compile, which runs hooks."
+                        f"the graph does not run. {way_out} fxamp.compile, which runs hooks."
                     )
             if table:  # forward's own, which ran while it was captured
                 self._owners = [own for own in self._owners if own[1] is not attributes or own[2] != name]
@@ -136,9 +140,11 @@ class _Tree:
             child = next((k for k in (*value, *now) if value.get(k, _MISSING) is not now.get(k, _MISSING)), "")
             name, value, now = f"{name.removesuffix('_modules')}{child}", value.get(child), now.get(child)
         then = "was not set" if value is _MISSING else f"was {_show(value)}"
+        same = value is not _MISSING and _show(now) == _show(value)
+        other = _show(now).replace("a ", "another ", 1) if same else _show(now)
         return CaptureError(
-            f"'{name}' of {self.whose} {then} when the model was captured, and is {_show(now)} now: the graph goes on "
-            "with what it was. Set it back, or change the original model and convert that again."
+            f"'{name}' of {self.whose} {then} when the model was captured, and is {other} now, which the graph does "
+            "not follow. Set it back, or change the original model and convert that again."
         )
 
 
@@ -242,8 +248,8 @@ class Baked:
 def _asked(name: str, required: bool, place: str) -> CaptureError:
     now, then = ("does not require", "required") if required else ("requires", "did not require")
     return CaptureError(
-        f"{name} {now} gradients, and {then} them when the model was captured, where forward() asks for that ({place}) "
-        "and takes a way that the graph has alone. Convert again in the state wanted."
+        f"{name} {now} gradients, and {then} them when the model was captured. forward() branches on that ({place}), "
+        "and the graph has the branch of then alone. Convert again in the state wanted."
     )
 
 

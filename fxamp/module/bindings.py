@@ -22,22 +22,10 @@ import torch
 from torch.fx import Graph, Node
 
 from passes._torch import C_NN
+from passes.ops.rules import RULES
 
-# Overloads, by where the function is that takes the same arguments in the same order.
-_FUNCTIONS = {
-    torch: """
-        add.Tensor addmm.default baddbmm.default batch_norm.default bmm.default cat.default conv1d.default
-        conv2d.default cos.default div.Tensor dropout.default embedding.default exp.default flatten.using_ints
-        group_norm.default layer_norm.default log_softmax.int masked_fill.Scalar matmul.default max_pool2d.default
-        mean.dim mm.default mul.Tensor neg.default permute.default pow.Tensor_Scalar relu.default reshape.default
-        rms_norm.default rsqrt.default select.int sigmoid.default sin.default softmax.int squeeze.dim sub.Tensor
-        sum.dim_IntList t.default tanh.default transpose.int unbind.int unsqueeze.default where.self
-    """,
-    C_NN: """
-        adaptive_avg_pool2d.default gelu.default linear.default scaled_dot_product_attention.default silu.default
-    """,
-    torch.Tensor: "contiguous.default expand.default to.dtype type_as.default view.default",
-}
+# Where torch has a function for an overload, in this order.
+_OWNERS = (torch, C_NN, torch.Tensor)
 # The function takes fewer arguments by position than its overload: a memory format by keyword only.
 _BY_POSITION: dict[Any, int] = {torch.ops.aten.to.dtype: 4}
 
@@ -46,13 +34,13 @@ _BY_POSITION: dict[Any, int] = {torch.ops.aten.to.dtype: 4}
 def bindings() -> dict[Any, Callable[..., Any]]:
     """Return the function for each overload; what this torch does not have is left out."""
     out: dict[Any, Callable[..., Any]] = {}
-    for owner, names in _FUNCTIONS.items():
-        for name in names.split():
-            function = getattr(owner, name.partition(".")[0], None)
+    for row in RULES.values():
+        for overload in row.direct:
+            function = next((getattr(owner, row.name) for owner in _OWNERS if hasattr(owner, row.name)), None)
             with contextlib.suppress(AttributeError):
-                overload = operator.attrgetter(name)(torch.ops.aten)
+                found = operator.attrgetter(f"{row.name}.{overload}")(torch.ops.aten)
                 if function is not None:
-                    out[overload] = function
+                    out[found] = function
     return out
 
 

@@ -10,17 +10,12 @@ After:  iadd = fxamp_in_place_iadd(x, 1)
 from __future__ import annotations
 
 import contextlib
-import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch.fx import Graph, Node
 
-# Not `@=`, which a tensor does not have: to Python `x @= y` is `x = x @ y` there.
-IN_PLACE = (
-    operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv, operator.imod, operator.ipow,
-    operator.iand, operator.ior, operator.ixor, operator.ilshift, operator.irshift,
-)  # fmt: skip
+from passes.ops import ops
 
 
 def _called(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
@@ -33,7 +28,7 @@ def _called(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     return call
 
 
-_CALLED = {function: _called(function) for function in IN_PLACE}
+_CALLED = {function: _called(function) for function in ops.IN_PLACE}
 
 
 @contextlib.contextmanager

@@ -299,8 +299,8 @@ class ConvertedModule(GraphModule):
         odd = next((path for path, flag in now.items() if flag is not self.training), None)
         here = f"'{odd}' has training={now[odd]}" if odd is not None else f"it has training={self.training}"
         return CaptureError(
-            f"{self.original} computes something else in each state, and was captured for: {held}. Now {here}, "
-            f"gradients {'on' if grad else 'off'}, which none of these is{self._fixed()}. Convert it again in the "
+            f"{self.original} computes different things in different states, and was captured for: {held}. This call "
+            f"is in none of these: {here}, gradients {'on' if grad else 'off'}{self._fixed()}. Convert it again in the "
             "state wanted; both conversions share the parameters."
         )
 

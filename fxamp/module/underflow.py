@@ -1,4 +1,4 @@
-"""Warn of FP16 gradients that no one has scaled: small ones become zeros, and nothing fails."""
+"""Warn when FP16 gradients come out of an unscaled loss: small ones are zero then, and no error says so."""
 
 from __future__ import annotations
 

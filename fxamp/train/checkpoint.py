@@ -56,8 +56,8 @@ def load(step: TrainStep, state: Mapping[str, Any]) -> None:
     _refuse_other_gradients(step, state["gradients"])
     if step._again is not None and state["position"]:
         raise PolicyError(
-            "the state was saved within a window of an optimizer that runs its window again, and the micro-batches are "
-            "not in it: save at the end of a window, or call flush() first"
+            "the state was saved in the middle of a window of an optimizer that runs the window again, as LBFGS does; "
+            "micro-batches are not saved. Save at the end of a window, or call flush() first"
         )
 
     step._close_window()

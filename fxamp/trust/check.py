@@ -238,19 +238,27 @@ def _run(
     inputs, parameters = [t for t in given if t.requires_grad], [p for p in model.parameters() if p.requires_grad]
     leaves = pytree.tree_leaves(call(args, kwargs))
     floats = [o for o in leaves if isinstance(o, torch.Tensor) and o.is_floating_point() and o.requires_grad]
-    gradients: list[Any] | None = [None] * (len(parameters) + len(inputs))
-    if floats and torch.is_grad_enabled() and (parameters or inputs):
-        weights = [
-            torch.linspace(0.5, 1.5, max(o.numel(), 1), dtype=o.dtype, device=o.device)[: o.numel()].view(o.shape)
-            for o in floats
-        ]
-        try:
-            gradients = list(torch.autograd.grad(floats, [*parameters, *inputs], weights, allow_unused=True))
-        except RuntimeError:  # a model for inference alone: it writes over what its own backward needs
-            gradients = None
+    gradients = _gradients(floats, [*parameters, *inputs])
     state = {f"input {i}": t for i, t in enumerate(given)} | {f"'{name}'": t for name, t in tensors.items()}
     copies = [o.detach().clone() if isinstance(o, torch.Tensor) else o for o in leaves]
     return _Run(copies, gradients, {name: t.detach().clone() for name, t in state.items()})
+
+
+def _gradients(floats: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> list[Any] | None:
+    """Return the gradients of outputs, all of whose numbers weigh differently; None where there is no backward.
+
+    That is so of a model for inference alone, which writes over what its own backward needs.
+    """
+    if not floats or not sources or not torch.is_grad_enabled():
+        return [None] * len(sources)
+    weights = [
+        torch.linspace(0.5, 1.5, max(o.numel(), 1), dtype=o.dtype, device=o.device)[: o.numel()].view(o.shape)
+        for o in floats
+    ]
+    try:
+        return list(torch.autograd.grad(floats, sources, weights, allow_unused=True))
+    except RuntimeError:
+        return None
 
 
 def fresh(value: Any) -> Any:

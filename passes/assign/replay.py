@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch.fx import Graph
+from torch.fx import Graph, Node
 
 from ..colouring import Assignment
 from ..contract.errors import PlanError
-from ..contract.plan import Plan
+from ..contract.plan import Decision, Plan
 from ..contract.plan_format import REMEDY
 from ..form import Ensures, Unit
 from ..graph.values import keys, source
@@ -55,18 +55,7 @@ def replay(graph: Graph, assignment: Assignment, plan: Plan, own: Container[str]
     """
     names = keys(graph.nodes)
     ours = {names[n]: n for n in graph.nodes if n in assignment.colours}
-    theirs = {d.key: d for d in plan.decisions}
-    missing = [k for k in theirs if k not in ours and (own is None or k in own)]
-    theirs = {k: d for k, d in theirs.items() if k in ours or k in missing}
-    extra = [k for k in ours if k not in theirs]
-    if missing or extra:
-        key = (missing or extra)[0]
-        where = f" ({source(ours[key])})" if key in ours else ""
-        kind = "decides on a node that the model does not have" if missing else "does not know a node of the model"
-        raise PlanError(
-            f"the plan does not fit this model: it {kind}: {key}{where}; {len(missing)} missing, {len(extra)} new. "
-            f"{REMEDY}"
-        )
+    theirs = _fitting(ours, {d.key: d for d in plan.decisions}, own)
     for key, decision in theirs.items():
         node = ours[key]
         colour = getattr(torch, decision.colour, None)
@@ -78,3 +67,20 @@ def replay(graph: Graph, assignment: Assignment, plan: Plan, own: Container[str]
                 f"{str(assignment.colours[node].dtype).removeprefix('torch.')} with torch {torch.__version__} "
                 f"(the plan was made with {plan.torch_version}). {REMEDY}"
             )
+
+
+def _fitting(
+    ours: Mapping[str, Node], theirs: Mapping[str, Decision], own: Container[str] | None
+) -> dict[str, Decision]:
+    """Return the decisions of a plan that are of this graph; raise PlanError where one is missing on either side."""
+    missing = [k for k in theirs if k not in ours and (own is None or k in own)]
+    extra = [k for k in ours if k not in theirs]
+    if missing or extra:
+        key = (missing or extra)[0]
+        where = f" ({source(ours[key])})" if key in ours else ""
+        kind = "decides on a node that the model does not have" if missing else "does not know a node of the model"
+        raise PlanError(
+            f"the plan does not fit this model: it {kind}: {key}{where}; {len(missing)} missing, {len(extra)} new. "
+            f"{REMEDY}"
+        )
+    return {k: d for k, d in theirs.items() if k in ours}

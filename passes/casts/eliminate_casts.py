@@ -23,9 +23,9 @@ from torch.fx import Graph, Node
 from ..colouring import Assignment
 from ..form import Ensures, Unit
 from ..graph.aliases import Aliases, grad_modes, may_alias
-from ..graph.inserted import is_inserted
+from ..graph.notes import is_inserted, note, note_of
 from ..ops import ops
-from ..ops.rules import PROMOTING
+from ..ops.rules import row_of
 from ..runtime.casts import CAST, cast_floating, cast_weight
 
 _WIDENS = {(torch.float16, torch.float32), (torch.bfloat16, torch.float32)}
@@ -105,18 +105,11 @@ def _share(graph: Graph, assignment: Assignment, mode: str) -> int:
     first: dict[Any, Node] = {}
     for cast in [n for n in graph.nodes if is_inserted(n) or n.target is CAST]:
         value: Any = cast.args[0]
-        is_attribute = value.op == "get_attr" or bool(value.meta.get("parameter"))
         if not is_inserted(cast) and (aliases.is_mutated(cast) or assignment.dtypes[value] == cast.args[1]):
             continue  # written later, or no copy at all
-        if mode == "weights" and (not is_attribute or value.meta.get("buffer")):
+        if mode == "weights" and (not _is_attribute(value) or note_of(value).role == "buffer"):
             continue
-        # A front end may read one attribute twice.
-        same = value.target if is_attribute else value
-        one = cast.target is cast_weight or (  # a tensor: a cast like any
-            cast.target is cast_floating and isinstance(assignment.dtypes[value], torch.dtype)
-        )
-        key = (is_attribute, same, CAST if one else cast.target, cast.args[1], modes[cast], aliases.epoch(value, cast))
-        keep = first.setdefault(key, cast)
+        keep = first.setdefault((*_what_is_cast(cast, assignment), modes[cast], aliases.epoch(value, cast)), cast)
         if keep is cast or not is_inserted(cast) or (cast.target is cast_weight and not is_inserted(keep)):
             continue
         if cast.target is cast_weight:  # what one reader needs does the others no harm
@@ -125,7 +118,18 @@ def _share(graph: Graph, assignment: Assignment, mode: str) -> int:
     return edits
 
 
-_TAKES_DTYPE = frozenset(["sum", "nansum", "mean", "linalg_vector_norm"])
+def _is_attribute(value: Node) -> bool:
+    """Say whether a value is held by a module."""
+    return value.op == "get_attr" or note_of(value).role == "parameter"
+
+
+def _what_is_cast(cast: Node, assignment: Assignment) -> tuple[Any, ...]:
+    """Return what two casts have in common that do the same: of which value, how, and to what."""
+    value: Any = cast.args[0]
+    same = value.target if _is_attribute(value) else value  # a front end may read one attribute twice
+    tensor = cast.target is cast_floating and isinstance(assignment.dtypes[value], torch.dtype)
+    how = CAST if tensor or cast.target is cast_weight else cast.target
+    return _is_attribute(value), same, how, cast.args[1]
 
 
 def _promote(graph: Graph, assignment: Assignment) -> int:
@@ -133,7 +137,9 @@ def _promote(graph: Graph, assignment: Assignment) -> int:
     edits = 0
     if assignment.symbolic:
         return edits  # ranks decide what promotes
-    for cast, reader in _upcasts_read_once(graph, assignment, PROMOTING):
+    for cast, reader in _upcasts_read_once(graph, assignment):
+        if not row_of(reader).promotes_inside:
+            continue
         value: Any = cast.args[0]
         seen = assignment.dtypes | {cast: assignment.dtypes[value]}
         if assignment.infer(reader, seen.__getitem__) == assignment.dtypes[reader]:
@@ -144,18 +150,18 @@ def _promote(graph: Graph, assignment: Assignment) -> int:
 def _dtype_argument(graph: Graph, assignment: Assignment) -> int:
     """Before: sum(to(x: bf16, f32)). After: sum(x, dtype=f32). An explicit dtype of the author's stays."""
     edits = 0
-    for cast, reader in _upcasts_read_once(graph, assignment, _TAKES_DTYPE):
-        schema = ops.schema_of(reader)
+    for cast, reader in _upcasts_read_once(graph, assignment):
+        schema = ops.schema_of(reader) if row_of(reader).absorbs_cast else None
         takes = schema is not None and any(a.name == "dtype" and a.kwarg_only for a in schema.arguments)
         if takes and ops.argument(reader, "dtype") is None:
             reader.kwargs = {**reader.kwargs, "dtype": cast.args[1]}
-            reader.meta["dtype_argument"] = True  # what it gives is no longer what was captured
+            note(reader, told_dtype=True)  # what it gives is no longer what was captured
             edits += _replace(graph, cast, cast.args[0])  # type: ignore[arg-type]
     return edits
 
 
-def _upcasts_read_once(graph: Graph, assignment: Assignment, names: frozenset[str]) -> list[tuple[Node, Node]]:
-    """Return (cast, reader) where one of these ops alone reads a widening cast, and could read what is cast itself.
+def _upcasts_read_once(graph: Graph, assignment: Assignment) -> list[tuple[Node, Node]]:
+    """Return (cast, reader) where one call alone reads a widening cast, and could read what is cast itself.
 
     It keeps what it reads for backward, so nothing may ever write to that. With several readers the sum of their
     gradients would be rounded in another place.
@@ -168,7 +174,7 @@ def _upcasts_read_once(graph: Graph, assignment: Assignment, names: frozenset[st
         once = len(cast.users) == 1 and sum(o.node is cast for o in ops.operands(reader)) == 1
         widens = (assignment.dtypes[value], assignment.dtypes[cast]) in _WIDENS and cast.target is CAST
         written = aliases.is_mutated(value) or aliases.is_mutated(reader)
-        if once and widens and not written and ops.name(reader) in names and modes[cast] == modes[reader]:
+        if once and widens and not written and modes[cast] == modes[reader]:
             found.append((cast, reader))
     return found
 

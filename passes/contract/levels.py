@@ -6,43 +6,40 @@ import enum
 
 
 class Level(str, enum.Enum):
-    """How far a conversion goes; a level is equal to its name, and prints as it."""
+    """How far a conversion goes; a level is equal to its name, and prints as it.
+
+    Attributes:
+        rounds: anything runs in the low dtype; else the graph is the author's, bit for bit.
+        is_autocasts: values are those of `torch.autocast`, bit for bit where the plan names no deviation.
+        stores_low: values that autocast would keep in FP32 may be stored low.
+        rounds_sensitive: sensitive ops run low too, wherever they have a kernel.
+        weighs: an op that could run low stays FP32 where that serves: sums of losses, what does not pay.
+    """
+
+    rounds: bool
+    is_autocasts: bool
+    stores_low: bool
+    rounds_sensitive: bool
+    weighs: bool
+
+    def __new__(cls, name: str, facts: str = "") -> Level:
+        """Make a level of its name and the names of what holds for it."""
+        made = str.__new__(cls, name)
+        made._value_ = name
+        for fact in ("rounds", "is_autocasts", "stores_low", "rounds_sensitive", "weighs"):
+            setattr(made, fact, fact in facts.split())
+        return made
 
     O0 = "O0"
-    O1 = "O1"
-    O2 = "O2"
-    O3 = "O3"
+    O1 = "O1", "rounds is_autocasts"
+    O2 = "O2", "rounds stores_low weighs"
+    O3 = "O3", "rounds stores_low rounds_sensitive"
 
     __str__ = str.__str__
     __repr__ = str.__repr__
 
     def __format__(self, spec: str) -> str:
         return format(self.value, spec)
-
-    @property
-    def rounds(self) -> bool:
-        """Whether anything runs in the low dtype; else the graph is the author's, bit for bit."""
-        return self is not Level.O0
-
-    @property
-    def is_autocasts(self) -> bool:
-        """Whether values are those of `torch.autocast`, bit for bit where the plan names no deviation."""
-        return self is Level.O1
-
-    @property
-    def stores_low(self) -> bool:
-        """Whether values that autocast would keep in FP32 may be stored low."""
-        return self in (Level.O2, Level.O3)
-
-    @property
-    def rounds_sensitive(self) -> bool:
-        """Whether sensitive ops run low too, wherever they have a kernel."""
-        return self is Level.O3
-
-    @property
-    def weighs(self) -> bool:
-        """Whether an op that could run low stays FP32 where that serves: sums of losses, what does not pay."""
-        return self is Level.O2
 
 
 LEVELS = tuple(level.value for level in Level)

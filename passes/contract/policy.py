@@ -19,6 +19,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import nn
 
+from .devices import DEVICES
 from .errors import PolicyError
 from .levels import LEVELS, Level
 
@@ -30,7 +31,6 @@ OpOverrides: TypeAlias = Mapping[str, object] | Iterable[tuple[str, object]]
 Stack: TypeAlias = Sequence[tuple[str, Sequence[str]]]
 
 COLOURS = ("low", "fp32", "keep")
-DEVICES = ("cpu", "cuda")
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 CHOICES = {
     "output_dtype": ("original", "low"),
@@ -61,8 +61,8 @@ class Policy:
             sensitive, "O3" all that has a 16-bit kernel.
         dtype: The low dtype: `torch.float16`, `torch.bfloat16`, "fp16" or "bf16". None takes the dtype of the
             surrounding `torch.autocast`, or its default for the device: BF16 on a CPU, FP16 on CUDA.
-        device: "cpu" or "cuda": whose op lists decide. None takes the device of the model. A plan for a device that is
-            absent can be made, saved and compared.
+        device: "cpu", "cuda" or "xpu": whose op lists decide. None takes the device of the model. A plan for a
+            device that is absent can be made, saved and compared.
         modules: Overrides by module: a mapping from a path, a glob of paths (`*` stays within one segment, and a key
             covers its submodules) or a type to "low", "fp32" or "keep" (the dtypes that the model has).
         ops: Overrides by op: a mapping from names as `fxamp.rules()` lists them to "low", "fp32" or "keep".
@@ -350,7 +350,7 @@ def _pairs(field: str, overrides: ModuleOverrides | OpOverrides) -> Pairs:
     try:
         pairs = [(key, colour) for key, colour in items]
     except (TypeError, ValueError) as error:
-        raise PolicyError(f"{field} is a mapping of names to colours, not {overrides!r}") from error
+        raise PolicyError(f"{field} maps names to 'low', 'fp32' or 'keep', and is not {overrides!r}") from error
     for key, value in pairs:
         name = _key(field, key)
         colour = _colour(f"{field}.{name}", value)
@@ -399,7 +399,7 @@ def _device(value: object) -> str | None:
     if value is None:
         return None
     # Lists and facts are those of a device type; which of several devices it is does not matter.
-    return _choice("device", re.sub(r":\d+$", "", str(value)), DEVICES)
+    return _choice("device", re.sub(r":\d+$", "", str(value)), tuple(DEVICES))
 
 
 def _choice(name: str, value: object, legal: Sequence[str], more: str = "") -> str:

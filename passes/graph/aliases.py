@@ -11,46 +11,24 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from .._torch import SET_GRAD, OpOverload, OpOverloadPacket, own_schema, qualified_name
 from ..ops import ops
-
-SET_GRAD = torch._C._set_grad_enabled
-
-# Ops that may return an operand, a view of it or several, though no schema says so.
-_MAY_ALIAS = """
-    alias alpha_dropout as_tensor asarray atleast_1d atleast_2d atleast_3d broadcast_tensors broadcast_to
-    cartesian_prod channel_shuffle chunk conj_physical contiguous detach diagonal dropout dropout1d dropout2d
-    dropout3d dsplit einsum expand expand_as feature_alpha_dropout feature_dropout flatten getitem hsplit imag mH mT
-    matrix_H meshgrid movedim narrow native_dropout numpy_T permute positive ravel real reshape reshape_as
-    resolve_conj resolve_neg rrelu select slice split split_with_sizes squeeze sum_to_size t tensor_split to
-    to_dense transpose type_as unbind unflatten unfold unsafe_chunk unsafe_split unsafe_split_with_sizes unsqueeze
-    view view_as vsplit
-"""
-# Of these, the functions that take their tensors one by one.
-_SEVERAL = ("atleast_1d", "atleast_2d", "atleast_3d", "broadcast_tensors", "cartesian_prod", "einsum", "meshgrid")
-
-# Norms update their running statistics, though no schema says so: op -> the argument that says whether, its default.
-_UPDATES_STATISTICS = {
-    "batch_norm": ("training", False), "native_batch_norm": ("training", False),
-    "_batch_norm_impl_index": ("training", False), "cudnn_batch_norm": ("training", False),
-    "miopen_batch_norm": ("training", False), "instance_norm": ("use_input_stats", True),
-}  # fmt: skip
-
-
-_ALIASING = frozenset(_MAY_ALIAS.split())
+from ..ops.rules import row_named, row_of
+from .notes import is_inserted, note_of
 
 
 def is_opaque(node: Node) -> bool:
     """Say whether nothing is known of what a call does inside: a module, a higher-order op, a function not of torch."""
-    if node.meta.get("fxamp") or node.meta.get("pure"):
-        return False
     name = ops.name(node)
-    return name.startswith(("module:", "higher_order::")) or ("." in name and "::" not in name)
+    if not name.startswith(("module:", "higher_order::")) and ("." not in name or "::" in name):
+        return False
+    return not (is_inserted(node) or note_of(node).pure)
 
 
 def may_alias(node: Node) -> bool:
     """Say whether a node's output may share storage with an operand."""
     name = ops.name(node)
-    if name in _ALIASING or _in_place(name) or "out" in node.kwargs or is_opaque(node):
+    if row_named(name).may_alias or _in_place(name) or "out" in node.kwargs or is_opaque(node):
         return True
     schema = ops.schema_of(node)
     return schema is not None and any(r.alias_info is not None for r in schema.returns)
@@ -58,7 +36,7 @@ def may_alias(node: Node) -> bool:
 
 def out_operands(node: Node) -> list[Node]:
     """Return the operands that a call is given to write its results to: `out=`, or what a schema has in its place."""
-    overload = isinstance(node.target, torch._ops.OpOverload)
+    overload = isinstance(node.target, OpOverload)
     names = {"out", *(a.name for s in _schemas(node.target) if overload for a in s.arguments if a.is_out)}
     return [o.node for o in ops.operands(node) if o.name in names]
 
@@ -80,21 +58,21 @@ def _written(node: Node) -> set[str]:
             (i, a.name) for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write
         ]
         written |= {name for i, given in writes for name in (given, f"arg{i}")}  # a packet's operands have no names
-    if _in_place(name) and not isinstance(node.target, torch._ops.OpOverload):
+    if _in_place(name) and not isinstance(node.target, OpOverload):
         written |= {o.name for o in list(ops.operands(node))[:1]}
-    if name in _UPDATES_STATISTICS and ops.argument(node, *_UPDATES_STATISTICS[name]) is not False:
-        written |= {"running_mean", "running_var"}
-    if name in ("embedding", "embedding_bag") and ops.argument(node, "max_norm") is not None:
-        written.add("weight")
+    if row_named(name).writes:
+        argument, default, unless, *also = row_named(name).writes
+        if ops.argument(node, argument, default) is not unless:
+            written.update(also)
     return written
 
 
 def _schemas(target: Any) -> list[Any]:
     """Return the schemas that a call of an operator may mean: one for an overload, all for a packet of a user's."""
-    if isinstance(target, torch._ops.OpOverload):
-        return [target._schema]
-    if isinstance(target, torch._ops.OpOverloadPacket) and not target._qualified_op_name.startswith("aten::"):
-        return [getattr(target, overload)._schema for overload in target.overloads()]
+    if isinstance(target, OpOverload):
+        return [own_schema(target)]
+    if isinstance(target, OpOverloadPacket) and not qualified_name(target).startswith("aten::"):
+        return [own_schema(getattr(target, overload)) for overload in target.overloads()]
     return []
 
 
@@ -105,7 +83,7 @@ def _in_place(name: str) -> bool:
 class Aliases:
     """Sets of values that may share storage (union-find), and when each set is written.
 
-    A view made after the last write to its storage is as good as a copy, and no member: nothing tells the two apart.
+    A view made after the last write to its storage is left out of the set: no later write can show that it is a view.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -175,7 +153,7 @@ def _shared(node: Node) -> list[Node]:
         shared = [o.node for o in operands if o.name in said]
         if shared:
             return shared
-    return [o.node for o in operands if o.name == operands[0].name or ops.name(node) in _SEVERAL]
+    return [o.node for o in operands if o.name == operands[0].name or row_of(node).may_alias == "all"]
 
 
 def _is_call(node: Node) -> bool:
@@ -183,10 +161,9 @@ def _is_call(node: Node) -> bool:
 
 
 def grad_modes(graph: Graph) -> dict[Node, tuple[bool | None, int]]:
-    """Return what a value must share with another to be the same in gradients.
+    """Return, for each node, the grad mode and the number of switches of `torch.func` transforms before it.
 
-    The grad mode that each node runs in, which is True, False, or None for the caller's own; and the number of
-    switches into or out of a `torch.func` transform before it.
+    Two casts may be merged only where both agree. The grad mode is True, False, or None for the caller's own.
     """
     mode: bool | None = None
     transforms = 0

@@ -16,15 +16,8 @@ from collections.abc import Iterator
 from torch.fx import Graph, Node
 
 from ..ops import ops
-from ..ops.rules import rule
+from ..ops.rules import row_of, rule
 
-_ARITHMETIC = frozenset(
-    """add sub rsub mul div pow square sqrt rsqrt reciprocal abs neg exp exp2 log log2 clamp clamp_min clamp_max maximum
-    where masked_fill to""".split()  # noqa: SIM905
-)
-_REDUCTIONS = frozenset(
-    """mean sum var std var_mean std_mean norm linalg_norm linalg_vector_norm amax max logsumexp""".split()  # noqa: SIM905
-)
 _LONGEST = 64  # nodes; no norm has as many, and a search that finds none stops
 
 
@@ -41,7 +34,7 @@ def islands(graph: Graph) -> frozenset[Node]:
 def _quotients(node: Node) -> Iterator[tuple[Node, Node]]:
     """Yield (value, divisor) for each way to read a call as a quotient: x / y, x * (1 / y), x - log(y)."""
     name = ops.name(node)
-    if name not in ("div", "mul", "sub"):
+    if not _is(node, "quotient"):
         return
     first, second = (*node.args, None, None)[:2]
     if not isinstance(first, Node) or not isinstance(second, Node):
@@ -52,23 +45,28 @@ def _quotients(node: Node) -> Iterator[tuple[Node, Node]]:
         yield second, first
 
 
+def _is(node: Node, *parts: str) -> bool:
+    """Say whether a call may be one of these parts of a norm."""
+    found = row_of(node).in_norm
+    return any(part in found for part in parts)
+
+
 def _inverts(node: Node, name: str) -> bool:
     """Say whether a value is one over something; for a difference, whether it is a logarithm."""
     while _is_move(node) or ops.name(node) == "to" or (ops.name(node) == "mul" and len(node.all_input_nodes) == 1):
         node = node.all_input_nodes[0]  # the number may come first
     if name == "sub":
-        return ops.name(node) in ("log", "log2", "logsumexp")
+        return _is(node, "logarithm")
     exponent = node.args[1] if ops.name(node) == "pow" else 0
     if ops.name(node) == "div":
         return not isinstance(node.args[0], Node)
-    return ops.name(node) in ("rsqrt", "reciprocal") or (isinstance(exponent, (int, float)) and exponent < 0)
+    return _is(node, "reciprocal") or (isinstance(exponent, (int, float)) and exponent < 0)
 
 
 def _is_move(node: Node) -> bool:
     row = rule(ops.name(node))
-    return bool(node.args) and isinstance(node.args[0], Node) and row is not None and row.commutes != "" and (
-        row.name not in _ARITHMETIC | _REDUCTIONS
-    )  # fmt: skip
+    moves = row is not None and row.commutes != "" and not row.in_norm
+    return moves and bool(node.args) and isinstance(node.args[0], Node)
 
 
 def _island(order: dict[Node, int], end: Node, value: Node, divisor: Node) -> set[Node]:
@@ -83,7 +81,7 @@ def _island(order: dict[Node, int], end: Node, value: Node, divisor: Node) -> se
         node = heapq.heappop(latest)[1]
         if len(sides[node]) == 2 and _size(node) == _size(value):  # else a statistic that both read
             common.append(node)
-        elif ops.name(node) in _ARITHMETIC | _REDUCTIONS or _is_move(node) or ops.name(node) == "getitem":
+        elif _is(node, "arithmetic", "statistic") or _is_move(node) or ops.name(node) == "getitem":
             visited.append(node)
             for operand in node.all_input_nodes:
                 if operand not in sides:
@@ -94,7 +92,7 @@ def _island(order: dict[Node, int], end: Node, value: Node, divisor: Node) -> se
         if any(n in inside for n in node.all_input_nodes):
             inside.add(node)
     inside -= set(common)
-    statistics = [n for n in inside if ops.name(n) in _REDUCTIONS and divisor in sides[n]]
+    statistics = [n for n in inside if _is(n, "statistic") and divisor in sides[n]]
     if not statistics:
         return set()
     for node in common:
@@ -105,7 +103,7 @@ def _island(order: dict[Node, int], end: Node, value: Node, divisor: Node) -> se
 def _before(order: dict[Node, int], node: Node) -> set[Node]:
     """Return what belongs to an island before the value that it divides: an exponential, and what centres."""
     inside: set[Node] = set()
-    if ops.name(node) in ("exp", "exp2") and isinstance(node.args[0], Node):
+    if _is(node, "exponential") and isinstance(node.args[0], Node):
         inside, node = {node}, node.args[0]
     if ops.name(node) == "sub" and all(isinstance(a, Node) for a in node.args[:2]):
         inside |= _island(order, node, *node.args[:2])  # type: ignore[arg-type]

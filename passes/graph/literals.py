@@ -16,18 +16,11 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from .._torch import OpOverload, own_schema
 from ..ops import ops
+from ..ops.rules import row_named
 
 FP32_MAX = torch.finfo(torch.float32).max
-# Kernels that hold their eps in FP32, whatever their operands have.
-_NORMS = frozenset(
-    """layer_norm group_norm rms_norm batch_norm instance_norm native_layer_norm native_group_norm native_batch_norm
-    _fused_rms_norm _native_batch_norm_legit _native_batch_norm_legit_no_training
-    _native_batch_norm_legit_functional""".split()  # noqa: SIM905
-)
-# Ops that bring a value within bounds, and those that keep it from zero and one by a number.
-_BOUNDS = frozenset(["clamp", "clamp_min", "clamp_max", "hardtanh"])
-_BOUNDS_FROM_ONE = frozenset(["logit", "special_logit"])
 
 
 def numbers(node: Node) -> Iterator[float]:
@@ -57,10 +50,10 @@ def _defaults(target: Any) -> tuple[tuple[str, float], ...]:
 
 @functools.lru_cache(maxsize=4096)
 def _scalar_arguments(target: Any) -> frozenset[str]:
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         return frozenset()
     kinds = ("number", "Scalar", "Optional[number]", "Tensor")
-    return frozenset(a.name for a in target._schema.arguments if str(a.type) in kinds)
+    return frozenset(a.name for a in own_schema(target).arguments if str(a.type) in kinds)
 
 
 def is_extreme(number: float, low: torch.dtype) -> bool:
@@ -79,10 +72,10 @@ def has_tiny(name: str, found: Iterable[float], low: torch.dtype) -> bool:
 
     Such are numbers that it rounds to zero, and bounds that it rounds to one: logarithms behind them are infinite.
     """
-    if name in _NORMS:
+    if row_named(name).holds_eps:
         return False
-    op, found = name.removesuffix("_"), list(found)
-    bounds = found if op in _BOUNDS else [1 - x for x in found] if op in _BOUNDS_FROM_ONE else []
+    limits, found = row_named(name.removesuffix("_")).limits, list(found)
+    bounds = found if limits == "bounds" else [1 - x for x in found] if limits == "from_one" else []
     return any(is_tiny(x, low) for x in found) or any(_becomes_one(x, low) for x in bounds)
 
 

@@ -6,24 +6,22 @@ Analyses only; nothing here changes a graph. What values alias is in `aliases.py
 from __future__ import annotations
 
 import contextlib
-import inspect
 import operator
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from .._torch import FakeTensor, FakeTensorMode, enter_autocast, example_sizes, exit_autocast, pytree, quiet_fakes
+from .._torch import FakeTensor, FakeTensorMode, example_sizes, pytree, quiet_fakes
+from ..contract.devices import DEVICES
 from ..contract.policy import type_names
 from ..ops import ops
-from ..ops.rules import COMPOSITE, KEEP, Rule, rule
-from ..runtime import rnn
+from ..ops.rules import row_of
 from ..runtime.casts import ELIGIBLE as ELIGIBLE
-from .aliases import SET_GRAD as SET_GRAD
 from .aliases import Aliases as Aliases
 from .aliases import grad_modes as grad_modes
 from .aliases import may_alias as may_alias
@@ -35,7 +33,7 @@ _FRAME = re.compile(r'File "(.*)", line (\d+)')
 _TORCH = os.path.dirname(torch.__file__).replace("\\", "/") + "/"
 
 
-class _Unknown:
+class Unknown:
     """A dtype of which not all is known."""
 
     def __init__(self, name: str) -> None:
@@ -45,19 +43,11 @@ class _Unknown:
         return self.name
 
 
-ANY = _Unknown("any")  # of a value that nothing is known of: an input of a model captured without inputs
-COMPLEX = _Unknown("complex")  # complex, of 32 to 128 bits: made of such values
+ANY = Unknown("any")  # of a value that nothing is known of: an input of a model captured without inputs
+COMPLEX = Unknown("complex")  # complex, of 32 to 128 bits: made of such values
 
 
 # Where a node comes from.
-
-
-ORIGIN = ("nn_module_stack", "stack_trace", "autocast_region")
-
-
-def origin(node: Node) -> dict[str, Any]:
-    """Return the part of a node's meta that one made for it, or in its place, takes over."""
-    return {k: node.meta[k] for k in ORIGIN if k in node.meta}
 
 
 def module_path(node: Node) -> str:
@@ -124,26 +114,6 @@ def keys(nodes: Iterable[Node]) -> dict[Node, str]:
 # Dtypes.
 
 
-def original_dtypes(graph: Graph, attribute: Callable[[str], Any]) -> dict[Node, Any]:
-    """Return the dtype of every value of the graph as captured: a dtype, a tuple of them, None, or ANY.
-
-    `attribute` resolves the target of a get_attr.
-    """
-    infer, out = SymbolicInference(), dict[Node, Any]()
-    for node in graph.nodes:
-        if node.op == "output":
-            out[node] = None
-        elif "val" in node.meta:
-            out[node] = dtypes_of(node.meta["val"])
-        elif node.op == "get_attr":
-            out[node] = dtypes_of(attribute(str(node.target)))
-        elif node.op == "placeholder":
-            out[node] = ANY
-        else:
-            out[node] = infer(node, out.__getitem__)
-    return out
-
-
 def dtypes_of(value: Any) -> Any:
     """Return the dtype of a tensor, a tuple for a container, None for anything else."""
     if isinstance(value, torch.Tensor):
@@ -171,8 +141,8 @@ def is_floating(dtype: Any) -> bool:
 
 
 def is_known(dtype: Any) -> bool:
-    """Say whether nothing about a dtype is unknown; a list of unknown length is one of which it is known."""
-    return all(map(is_known, dtype)) if isinstance(dtype, tuple) else not isinstance(dtype, _Unknown)
+    """Say whether every part of a dtype is known; a list of unknown length, written as one element, counts as known."""
+    return all(map(is_known, dtype)) if isinstance(dtype, tuple) else not isinstance(dtype, Unknown)
 
 
 def is_complex(dtype: Any) -> bool:
@@ -207,7 +177,7 @@ def _as_dtype(arg: Any) -> torch.dtype | None:
 
 
 @contextlib.contextmanager
-def no_autocast(devices: Sequence[str] = ("cpu", "cuda")) -> Iterator[None]:
+def no_autocast(devices: Iterable[str] = tuple(DEVICES)) -> Iterator[None]:
     """Run without ambient autocast on any of the devices fxamp converts for."""
     with contextlib.ExitStack() as stack:
         for device in devices:
@@ -237,7 +207,7 @@ class Inference:
             held = dtype_of(node.args[0])
             if isinstance(held, tuple):
                 return held[node.args[1]]  # type: ignore[index]
-        if ops.name(node) in ops.SHARDS and isinstance(node.args[0], Node):
+        if row_of(node).shards and isinstance(node.args[0], Node):
             return dtype_of(node.args[0])
         key = _key(node, dtype_of)
         if key is None:
@@ -308,62 +278,10 @@ def concrete_size(size: Any) -> Any:
     return {int: int, float: float, bool: bool}[size.node.pytype](number)
 
 
-class SymbolicInference:
-    """Output dtypes without shapes: from the rules alone. What it says is sound; ANY where it cannot say.
-
-    A list of unknown length whose elements have one dtype is a tuple of one.
-    """
-
-    def __call__(self, node: Node, dtype_of: Callable[[Node], Any]) -> Any:
-        """Return the dtypes of the node's output when its operands have the given dtypes."""
-        name = ops.name(node)
-        if name == "getitem":
-            return _item(dtype_of(node.args[0]), node.args[1])  # type: ignore[arg-type]
-        if name in _NOT_TENSORS or node.target in _SWITCHES:
-            return None
-        reference = dtype_reference(node)
-        if reference is not None:
-            return dtype_of(reference)
-        given = [(o.name, dtype_of(o.node)) for o in ops.operands(node)]
-        if "out" in node.kwargs:
-            return _only([d for n, d in given if n == "out"])
-        literal, row = literal_dtype(node), rule(name)
-        if literal is not None:
-            return literal
-        first: Any = node.args[0] if node.args else None
-        if name.startswith("_foreach_") and name.endswith("_") and isinstance(first, (list, tuple)):
-            return tuple(map(dtype_of, first))
-        if node.op == "call_module" or row is None or isinstance(ops.argument(node, "dtype"), Node):
-            return ANY
-        if all(d is None for _, d in given):
-            return None if getattr(node.target, "__module__", "") == "_operator" else ANY
-        if name.endswith("_"):
-            return given[0][1]
-        return _made(node, row, given)
-
-
-# Calls whose result is no tensor, and those that switch a mode.
-_NOT_TENSORS = (
-    "getattr", "size", "dim", "numel", "is_floating_point", "is_complex", "stride", "shape", "storage_offset",
-    "element_size", "item", "tolist", "is_contiguous", "setitem", "get_device", "data_ptr", "_assert_scalar",
-    "_assert_tensor_metadata",
-)  # fmt: skip
-_SWITCHES = (torch.is_grad_enabled, SET_GRAD, enter_autocast, exit_autocast)
-
-
-def _item(held: Any, index: Any) -> Any:
-    """Return the dtypes of an item: of a container, of a list of unknown length, or of an indexed tensor."""
-    if not isinstance(held, tuple):
-        return held
-    if len(held) == 1:
-        return held if isinstance(index, slice) else held[0]
-    return held[index] if isinstance(index, (int, slice)) else ANY
-
-
 def dtype_reference(node: Node) -> Node | None:
     """Return the tensor whose dtype a call takes: `x.to(y)`, `x.type_as(y)`, `zeros(2, dtype=y.dtype)`."""
     name = ops.name(node)
-    if name not in ("to", "type_as"):
+    if not row_of(node).cast:
         given = ops.argument(node, "dtype")
         return _owner(given) if isinstance(given, Node) else None
     for arg in (*node.args[1:], *node.kwargs.values()):
@@ -380,81 +298,3 @@ def _owner(node: Node) -> Node | None:
     """Return y where the node is `y.dtype`."""
     held = node.args[0] if ops.name(node) == "getattr" and node.args[1] == "dtype" else None
     return held if isinstance(held, Node) else None
-
-
-def _made(node: Node, row: Rule, given: list[tuple[str, Any]]) -> Any:
-    """Return the dtypes that the row of an op says come out."""
-    name, schema = ops.name(node), ops.schema_of(node)
-    if row.cpu == COMPOSITE or row.name in _DEPENDS:
-        return ANY
-    if name == "to":  # to a device; `type` takes a dtype as text
-        return ANY if node.target == "type" or any(isinstance(a, str) for a in node.args) else given[0][1]
-    returns = [str(r.type) for r in schema.returns] if schema is not None else ["Tensor"] * len(row.out)
-    if not any("Tensor" in r for r in returns):
-        return None
-    if inspect.isfunction(node.target) and len(row.out) > 1:
-        return ANY  # other outputs than ATen's, as its flags have it
-    if any(isinstance(a, complex) for a in (*node.args, *node.kwargs.values())):
-        given = [*given, ("", COMPLEX)]
-    ran, index = _ran(row, given), ANY if row.name in _OTHER_INTEGERS else torch.int64
-    if ops.argument(node, "out_int32", False) is not False:
-        index = torch.int32
-    kinds = {"float": ran, "first": _first(row, given), "bool": torch.bool, "int": index, "complex": COMPLEX}
-    kinds["float"] = ANY if row.cpu == KEEP and isinstance(ran, torch.dtype) and not is_floating(ran) else ran
-    if returns == ["List[Tensor]"]:
-        return (kinds[row.out[0]],)
-    if node.target is rnn.lstm:  # output, (h_n, c_n)
-        return ran, (ran, ran)
-    if name in ("lstm", "rnn_tanh", "rnn_relu"):
-        return (ran,) * len(returns)
-    out = tuple(kinds[o] for o in row.out[: len(returns)])
-    return out[0] if len(returns) == 1 else out + (ANY,) * (len(returns) - len(out))
-
-
-# Ops whose outputs depend on the values of flags, or on the number of operands.
-_DEPENDS = (
-    "atleast_1d", "atleast_2d", "atleast_3d", "float_power", "histogramdd", "unique", "unique_consecutive",
-    "unique_dim", "stft",
-)  # fmt: skip
-
-# Ops with real outputs of complex operands.
-_REAL = (
-    "abs", "angle", "cdist", "cosine_similarity", "dist", "fft_hfft", "fft_hfft2", "fft_hfftn", "fft_irfft",
-    "fft_irfft2", "fft_irfftn", "frobenius_norm", "imag", "istft", "l1_loss", "linalg_cond", "linalg_eigh",
-    "linalg_eigvalsh", "linalg_lstsq", "linalg_matrix_norm", "linalg_norm", "linalg_slogdet", "linalg_svd",
-    "linalg_svdvals", "linalg_vector_norm", "norm", "nuclear_norm", "pairwise_distance", "pdist", "real", "slogdet",
-    "std", "std_mean", "svd", "triplet_margin_loss", "var", "var_mean", "view_as_real",
-)  # fmt: skip
-
-# Ops whose integer outputs are not int64, or which have others for some arguments.
-_OTHER_INTEGERS = (
-    "bincount", "frexp", "linalg_cholesky_ex", "linalg_inv_ex", "linalg_ldl_factor", "linalg_lu_factor",
-    "linalg_solve_ex", "linalg_ldl_factor_ex", "linalg_lu_factor_ex", "_lu_with_info", "linalg_matrix_rank", "nonzero",
-)  # fmt: skip
-
-
-def _ran(row: Rule, given: list[tuple[str, Any]]) -> Any:
-    """Return the dtype that an op runs in: that of its floating operands, if they agree and nothing else decides."""
-    kinds = {d for d in _leaves([d for _, d in given]) if d is not None}
-    floats = {d for d in kinds if is_floating(d)}
-    if any(map(is_complex, kinds)):
-        return ANY if row.name in _REAL else COMPLEX
-    if len(floats) > 1:
-        return ANY
-    if len(floats) == 1:
-        return ANY if ANY in kinds and not row.same_dtype else floats.pop()
-    return _only(list(kinds)) if row.commutes else ANY  # a value that is only moved keeps any dtype
-
-
-def _first(row: Rule, given: list[tuple[str, Any]]) -> Any:
-    """Return the dtype of the operand that decides alone: a table, else the first."""
-    held = dict(given).get("weight") if row.name in ("embedding", "embedding_bag") else given[0][1]
-    return held if isinstance(held, (torch.dtype, _Unknown)) else ANY
-
-
-def _only(dtypes: list[Any]) -> Any:
-    return dtypes[0] if len(dtypes) == 1 else ANY
-
-
-def _leaves(dtypes: Any) -> list[Any]:
-    return [x for d in dtypes for x in (_leaves(d) if isinstance(d, tuple) else [d])]

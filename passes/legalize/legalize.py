@@ -17,11 +17,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from .._torch import FakeTensor, OpOverload, enter_autocast, exit_autocast, is_composite, quiet_fakes
 from ..contract.policy import Policy
 from ..form import Ensures, Unit
+from ..graph.notes import DECOMPOSE, move_to, note
 from ..graph.splice import copy_body, put_in_place
-from ..graph.values import ORIGIN, origin
 from ..ops import ops
 from ..ops.facts import rule_of
-from ..ops.rules import COMPOSITE
+from ..ops.rules import COMPOSITE, row_of
 from .reads import apply_reads, cast_before_norms
 from .split_loss import split_losses
 
@@ -100,7 +100,8 @@ def decompose_composites(graph: Graph, device: str) -> tuple[int, list[str]]:
         with graph.inserting_before(node):
             new, result = copy_body(graph, body, node.all_input_nodes)
         for made in new:
-            made.meta = {k: v for k, v in made.meta.items() if k not in ORIGIN} | origin(node)
+            move_to(made, node)
+            note(made, made_by=DECOMPOSE)
         put_in_place(graph, node, result)
         found += [n for n in reversed(new) if _is_composite(n, device)]
         edits += 1
@@ -112,9 +113,6 @@ def _is_composite(node: Node, device: str) -> bool:
     return node.op in ("call_function", "call_method") and rule_of(node, device)[1] == COMPOSITE
 
 
-_UNROLLS = ("gru", "lstm", "rnn_tanh", "rnn_relu", "quantized_gru")  # one step of graph per step of time
-
-
 def _body_of(node: Node, memo: dict[Any, Graph | None]) -> Graph | None:
     """Return what a composite calls, as a graph over its operands; None where that cannot be had."""
     target: Any = node.target
@@ -122,8 +120,8 @@ def _body_of(node: Node, memo: dict[Any, Graph | None]) -> Graph | None:
     values = [n.meta.get("val") for n in inputs]
     known = [v for v in values if isinstance(v, (FakeTensor, torch.SymInt))]
     tensors = [v for v in known if isinstance(v, FakeTensor)]
-    if ops.name(node) in _UNROLLS or not tensors or len(known) != len(values):
-        return None
+    if row_of(node).recurrent or not tensors or len(known) != len(values):
+        return None  # of a recurrence the graph would have each step of time
     if isinstance(target, OpOverload) and not is_composite(target):
         return None
     place = {n: i for i, n in enumerate(inputs)}

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-import operator as operator  # read from here by other passes
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch.fx import Node
 from torch.fx.node import map_aggregate
 
-from .._torch import boolean_dispatched
+from .._torch import HigherOrderOperator, OpOverload, OpOverloadPacket, boolean_dispatched, own_schema, qualified_name
 from ..runtime import rnn
 
 # The tables: canonical name -> its other spellings in one dialect.
@@ -61,10 +61,8 @@ CAST_METHODS: dict[str, torch.dtype] = {
     "bool": torch.bool, "cfloat": torch.complex64, "cdouble": torch.complex128, "chalf": torch.complex32,
 }  # fmt: skip
 
-# What converts its first operand to the `dtype=` it is given before it computes.
-CONVERTS_FIRST = ("softmax", "log_softmax", "softmin", "sum", "nansum", "mean", "prod", "cumsum", "cumprod")
-# The same, of an operand that is not wider: else they raise.
-NEVER_NARROW = ("norm", "linalg_norm", "linalg_vector_norm", "linalg_matrix_norm")
+# Methods that cast to a dtype that they are given, by name, as text, or on a tensor.
+CASTS_TO_GIVEN = ("to", "type", "type_as")
 
 # Methods of a tensor, and its attributes (`getattr(x, "T")` in a symbolic graph).
 _METHODS = {"to": " ".join((*CAST_METHODS, "type", "cpu", "cuda", "xpu")), "dim": "ndimension", "numel": "nelement"}
@@ -89,9 +87,8 @@ _FUNCTIONS: dict[Any, str] = {
     abs: "abs", pow: "pow", round: "round", getattr: "getattr",
 }  # fmt: skip
 
-# What is called on a tensor in shards, as Dynamo writes it; fake tensors do not run it.
+# What is called on a tensor in shards, as Dynamo writes it.
 _SHARDS = {"from_local": "from_local", "prim_from_local": "from_local"}
-SHARDS = ("from_local", "to_local", "redistribute")
 
 # Arguments that make another op of a Python function.
 _SUFFIXES: dict[str, dict[Any, str]] = {
@@ -119,6 +116,13 @@ def _by_spelling(table: dict[str, str]) -> dict[str, str]:
 SYNONYMS, OPERATORS = _by_spelling(_SYNONYMS), _by_spelling(_OPERATORS)
 METHODS, ATTRIBUTES, PRIMS = _by_spelling(_METHODS), _by_spelling(_ATTRIBUTES), _by_spelling(_PRIMS)
 
+# `x += y` and its like. Not `@=`, which a tensor does not have: to Python `x @= y` is `x = x @ y` there.
+IN_PLACE = tuple(getattr(operator, s) for s, op in OPERATORS.items() if op.endswith("_") and hasattr(operator, s))
+
+
+# The key of `node.meta` under which stands what fxamp notes on a node, a `graph.notes.Note`.
+NOTE = "fxamp"
+
 
 class Operand(NamedTuple):
     """One operand of a node: the argument's name, its place among the leaves of that argument, and the producer."""
@@ -137,21 +141,27 @@ def name(node: Node) -> str:
     An opaque leaf module is `module:` and its type's name.
     """
     if node.op == "call_module":
-        return f"module:{node.meta.get('leaf_type', node.target)}"
+        return f"module:{getattr(node.meta.get(NOTE), 'leaf', '') or node.target}"
     if node.op == "call_method":
         return _of_method(str(node.target))
     if node.op != "call_function":
         return ""
     if node.target is getattr:
         return ATTRIBUTES.get(str(node.args[1]), "getattr")
-    found = of_target(node.target)
-    return canonical(found + _suffix(node, found)) if inspect.isfunction(node.target) else found
+    found, is_python = _named(node.target)
+    return canonical(found + _suffix(node, found)) if is_python else found
+
+
+@functools.lru_cache(maxsize=4096)
+def _named(target: Any) -> tuple[str, bool]:
+    """Return the name of a call_function target, and whether it is a function of Python, whose arguments count too."""
+    return of_target(target), inspect.isfunction(target)
 
 
 @functools.lru_cache(maxsize=4096)
 def of_target(target: Any) -> str:
     """Return the canonical name of a call_function target."""
-    if isinstance(target, torch._ops.HigherOrderOperator):
+    if isinstance(target, HigherOrderOperator):
         return f"higher_order::{target.name()}"
     qualified = _qualified_name(target)
     if qualified:
@@ -192,9 +202,9 @@ def _of_operator(space: str, op: str) -> str:
 
 def _qualified_name(target: Any) -> str:
     """Return "namespace::op" of an operator, "" for anything else."""
-    if isinstance(target, torch._ops.OpOverload):
-        return str(target._schema.name)
-    return str(target._qualified_op_name) if isinstance(target, torch._ops.OpOverloadPacket) else ""
+    if isinstance(target, OpOverload):
+        return own_schema(target).name
+    return qualified_name(target) if isinstance(target, OpOverloadPacket) else ""
 
 
 def _suffix(node: Node, found: str) -> str:
@@ -243,8 +253,8 @@ def first_schema(op: str) -> Any:
 
 def schema_of(node: Node) -> Any:
     """Return the schema that says what a node aliases and mutates, of the overload that fits the call; or None."""
-    if isinstance(node.target, torch._ops.OpOverload):
-        return node.target._schema
+    if isinstance(node.target, OpOverload):
+        return own_schema(node.target)
     op = name(node)
     op = op if _schemas(op) else op.removesuffix("_")
     if inspect.isfunction(node.target):  # its arguments may have another order
@@ -306,8 +316,8 @@ def _names(node: Node) -> tuple[str, ...]:
 @functools.lru_cache(maxsize=4096)
 def _python_names(target: Any) -> tuple[str, ...] | None:
     """Return the names of the positional arguments of what is written in Python, or an operator; None for a builtin."""
-    if isinstance(target, torch._ops.OpOverload):
-        return tuple(a.name for a in target._schema.arguments)
+    if isinstance(target, OpOverload):
+        return tuple(a.name for a in own_schema(target).arguments)
     if isinstance(target, str):
         target = getattr(torch.Tensor, target, None)
     if not inspect.isfunction(target):
@@ -358,7 +368,7 @@ def _kind(arg: Any) -> str:
 def _schemas(op: str) -> tuple[Any, ...]:
     """Return the schemas of an ATen op, those that take tensors and write to no `out` first."""
     packet = getattr(torch.ops.aten, op, None) if op.isidentifier() else None
-    if not isinstance(packet, torch._ops.OpOverloadPacket):
+    if not isinstance(packet, OpOverloadPacket):
         return ()
 
     def last(schema: Any) -> tuple[bool, bool, str]:
@@ -366,7 +376,7 @@ def _schemas(op: str) -> tuple[Any, ...]:
         makes = any("Tensor" in str(r.type) for r in schema.returns)
         return not (takes or makes), any(a.is_out for a in schema.arguments), schema.overload_name
 
-    return tuple(sorted((getattr(packet, o)._schema for o in packet.overloads()), key=last))
+    return tuple(sorted((own_schema(getattr(packet, o)) for o in packet.overloads()), key=last))
 
 
 @functools.lru_cache(maxsize=16384)

@@ -16,7 +16,7 @@ def by_mode(training: bool, train: Any, evaluation: Any) -> Any:
 
 
 def count_(counter: torch.Tensor, training: bool, values: int = 2) -> torch.Tensor:
-    """Add one in training, in place; else write nothing, as adding zero would to autograd and to torch.func.
+    """Count a batch in training, in place. In eval write nothing: to autograd and torch.func even `add_(0)` is a write.
 
     Args:
         counter: how many batches there were.

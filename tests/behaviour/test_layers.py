@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -61,9 +62,81 @@ def test_the_compiler_needs_torch_and_networkx_only(path: Path) -> None:
     assert packages(path) <= known | standard
 
 
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+@functools.cache
+def ours() -> frozenset[str]:
+    """Return every name that our own code defines or assigns: what is private there is ours."""
+    found: set[str] = set()
+    for path in (*PASSES, *FXAMP):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                found.add(node.name)
+            elif isinstance(node, ast.Attribute | ast.Name) and isinstance(node.ctx, ast.Store):
+                found.add(node.attr if isinstance(node, ast.Attribute) else node.id)
+    return frozenset(found)
+
+
+def of_torch(tree: ast.AST) -> dict[str, str]:
+    """Return what names of a file are of torch's modules, by the names that they have there."""
+    found: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [a for a in node.names if a.name.partition(".")[0] == "torch"]
+            found |= {a.asname or a.name: a.name for a in names} | ({"torch": "torch"} if names else {})
+        elif isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").partition(".")[0] == "torch":
+            found |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
+    return found
+
+
+def private_names(source: str, own: Collection[str] = ()) -> set[str]:
+    """Return the private names of torch that a file uses: by import, by a chain of attributes, of an object.
+
+    An object's is told by its name, which nothing of ours has. Of `self` a class of ours may use what it inherits; the
+    tables of `nn.Module` are in every saved module; and what operators are called is no name of Python's.
+    """
+    tree = ast.parse(source)
+    torchs, found = of_torch(tree), {name for name in of_torch(tree).values() if "._" in name}
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Attribute) or not is_private(node.attr):
+            continue
+        root, *chain = ast.unparse(node).split(".") if isinstance(node.value, ast.Name | ast.Attribute) else [""]
+        if root in torchs:
+            name = ".".join([torchs[root], *chain])
+            found |= {name} - {n for n in (name,) if n.startswith("torch.ops.")}
+        elif root not in NOT_TORCHS and node.attr not in TABLES and node.attr not in own:
+            found.add(ast.unparse(node))
+    return found
+
+
+TABLES = {"_modules", "_parameters", "_buffers"}
+NOT_TORCHS = {"self", "cls", "sys", "super()"}  # `sys._getframe` is Python's
+NAMED_TUPLES = {"_asdict", "_fields", "_replace"}
+
+
 @pytest.mark.parametrize("path", [*PASSES, *FXAMP], ids=lambda p: str(p.relative_to(ROOT)))
-def test_private_modules_of_torch_are_named_in_one_file(path: Path) -> None:
-    if path.name == "_torch.py":
-        return
-    private = {m for level, m in imports(path) if level == 0 and m.startswith("torch.") and "._" in m}
-    assert not private
+def test_private_names_of_torch_stand_in_one_file(path: Path) -> None:
+    if path != ROOT / "passes" / "_torch.py":
+        assert not private_names(path.read_text(encoding="utf-8"), ours() | NAMED_TUPLES)
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("from torch._C import _nn", {"torch._C._nn"}),
+        ("import torch._dynamo as d", {"torch._dynamo"}),
+        ("import torch._dynamo", {"torch._dynamo"}),
+        ("import torch\ntorch._C._foo()", {"torch._C", "torch._C._foo"}),
+        ("import torch\ntorch.fx.node._side_effects", {"torch.fx.node._side_effects"}),
+        ("from torch import nn\nnn.Module._call_impl", {"torch.nn.Module._call_impl"}),
+        ("def f(op): return op._schema.arguments", {"op._schema"}),
+        ("def f(op): return getattr(op, 'x')._schema", {"getattr(op, 'x')._schema"}),
+        ("def f(op): return op._ours", set()),
+        ("import torch\ntorch.ops.aten._to_copy.default, torch.ops.aten.add._overload", set()),
+        ("def f(self, m): return self._scale, m._modules, sys._getframe(), m.__dict__", set()),
+    ],
+)
+def test_a_private_name_is_found_wherever_it_stands(source: str, found: set[str]) -> None:
+    assert private_names(source, {"_ours"}) == found

@@ -83,6 +83,16 @@ def test_extras_in_commands_are_there() -> None:
     assert {"demo", "test"} <= named <= extras
 
 
+def test_files_that_are_named_are_there_and_diffs_have_been_made() -> None:
+    text = text_of(ROOT / ".github" / "CONTRIBUTING.md")
+    named = re.findall(r"`((?:passes|fxamp|tests|reports)/[\w/.]+)`", text)
+    assert len(named) > 10
+    assert [name for name in named if not (ROOT / name).exists()] == []
+    for block in blocks(text, "diff"):
+        for name, lines in re.findall(r"^\+\+\+ b/(\S+)\n((?:\+.*\n)+?)(?=--- |\Z)", block, re.MULTILINE):
+            assert re.sub(r"^\+", "", lines, flags=re.MULTILINE) in text_of(ROOT / name), name
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
 def test_links_lead_to_files(page: Path) -> None:
     links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", text_of(page))]
@@ -101,7 +111,7 @@ def test_figures_of_the_readme_are_those_of_the_reports() -> None:
     parts = [moved[m, "fxamp O2 per_step"] / moved[m, "torch.autocast"] for m in ("bert", "vit", "gpt2")]
     assert said is not None
     assert said.groups() == tuple(f"{part:.2f}" for part in parts)
-    bytes_moved = re.search(r"moved ([\d.]+) of the bytes of\s+compiled autocast", text_of(README))
+    bytes_moved = re.search(r"moved ([\d.]+) times the bytes of\s+compiled autocast", text_of(README))
     compiled = re.search(r"^\| fxamp O1 +\|[^|]*\|[^|]*\| ([\d.]+)", text_of(ROOT / "reports/compiled_step.md"), re.M)
     assert bytes_moved is not None
     assert compiled is not None

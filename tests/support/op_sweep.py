@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from passes._torch import pytree
-from passes.graph.values import ANY, COMPLEX, Aliases, SymbolicInference, dtypes_of, is_complex, mutated_operands
+from passes.graph.by_rows import SymbolicInference
+from passes.graph.values import ANY, COMPLEX, Aliases, dtypes_of, is_complex, mutated_operands
 from passes.ops import ops
 from passes.ops.rules import RULES
 

@@ -1,4 +1,4 @@
-"""Where in the user's code something happens: the frames that are neither torch's, nor Python's plumbing, nor ours."""
+"""The line of the user's code that something happens at: frames of torch, Python's importing and fxamp are skipped."""
 
 from __future__ import annotations
 

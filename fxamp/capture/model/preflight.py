@@ -1,4 +1,4 @@
-"""What a front end would lose without a word is refused by name: module, construct, file and line, way out."""
+"""Refuse what a front end would drop without an error; the message names module, construct, line and way out."""
 
 from __future__ import annotations
 

@@ -20,9 +20,10 @@ import torch
 from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
-from passes.graph.inserted import is_inserted
+from passes.graph.notes import is_inserted
 from passes.graph.values import LOW, dtypes_of, module_path
 from passes.ops import ops
+from passes.ops.rules import row_named
 
 from ..forms.harmless import visible
 from .changes import Change, another_model
@@ -30,9 +31,7 @@ from .items import arguments, arrow, dtype_of, node_keys, target_of
 from .match import Item, match
 
 _LOW = tuple(str(dtype).removeprefix("torch.") for dtype in LOW)
-_SIZES = ("getattr", "size", "sym_size", "dim", "numel", "stride")
-# What has no dtype to speak of, and what capture keeps or leaves out as it likes.
-_SILENT = (*_SIZES, "placeholder", "get_attr", "module _guards_fn", "_assert_tensor_metadata", "contiguous")
+_NO_CALLS = ("placeholder", "get_attr", "module _guards_fn")
 _WIDE = 60
 
 
@@ -169,7 +168,7 @@ class _Writer:
     def _is_silent(self, node: Node, label: str) -> bool:
         """Say whether a node without a counterpart needs none: a size, a module that does nothing, a part of one."""
         part = label == "getitem" and node.all_input_nodes[0].op == "call_module"
-        return part or label in _SILENT or node.op in _SILENT or node in self.sizes or _does_nothing(node)
+        return part or _is_silent(label) or node.op in _NO_CALLS or node in self.sizes or _does_nothing(node)
 
     def _kept(self, node: Node, unit: _Unit) -> None:
         self._casts(unit, module_path(node))
@@ -209,7 +208,12 @@ def _computes(unit: _Unit) -> bool:
     node = unit.nodes[0]
     value = node.meta.get("val")
     floating = isinstance(value, torch.Tensor) and value.is_floating_point()
-    return node.op.startswith("call") and unit.label not in _SILENT and floating
+    return node.op.startswith("call") and not _is_silent(unit.label) and floating
+
+
+def _is_silent(label: str) -> bool:
+    """Say whether something has no dtype to speak of, or is what capture keeps or leaves out as it likes."""
+    return label in (*_NO_CALLS, "contiguous") or row_named(label).asks in ("shape", "dtype")
 
 
 def _does_nothing(node: Node) -> bool:
@@ -221,8 +225,8 @@ def _sizes(graph: Graph) -> set[Node]:
     """Return what is computed from sizes alone."""
     found = set[Node]()
     for node in graph.nodes:
-        read = node.all_input_nodes
-        if node.op.startswith("call") and (_label(node) in _SIZES or (read and found.issuperset(read))):
+        read, asks = node.all_input_nodes, row_named(_label(node)).asks == "shape"
+        if node.op.startswith("call") and (asks or (read and found.issuperset(read))):
             found.add(node)
     return found
 

@@ -54,8 +54,10 @@ class Budget:
             raise PolicyError(f"budget {text!r}: write {key}=500 for a value, or {key}={_example(key)} for a change")
         sign, number, percent = found.groups()
         if sign and sign != ("+" if key in CEILINGS else "-"):
-            worse = "more" if key in CEILINGS else "less"
-            raise PolicyError(f"budget {text!r}: {worse} of {key} is what is limited; write {key}={_example(key)}")
+            way = "up" if key in CEILINGS else "down"
+            raise PolicyError(
+                f"budget {text!r}: a budget limits how far {key} may go {way}; write {key}={_example(key)}"
+            )
         if percent and not sign and key in CEILINGS:
             raise PolicyError(f"budget {text!r}: {key} is no percentage; write {key}=500 or {key}={_example(key)}")
         return cls(key, sign, float(number), bool(percent))

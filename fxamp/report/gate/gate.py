@@ -102,39 +102,54 @@ def check(
         PlanError: the plan is missing, cannot be read, or is of another model.
         PolicyError: a budget is of a total that is not known.
     """
-    before = None if plan is None else _committed(plan, update)
-    replayed = before if before is not None and before.policy.cost == "measured" and not update else None
-    with as_on(None if update or before is None else _machine(before, os.fspath(plan or ""))):
-        try:
-            module = make(replayed)
-        except PlanError as e:
-            if replayed is None:
-                raise
-            said = f"{target}: the model no longer fits {os.fspath(plan or '')}, made with measured costs: {e}"
-            return Outcome(target, CHANGED, said, plan=os.fspath(plan or ""))
-        now, record = with_totals(module)
-    found = GraphDiff("", "", ()) if before is None else _difference(before, now, os.fspath(plan or ""), update)
+    name = "" if plan is None else os.fspath(plan)
+    before = _committed(name, update) if name else None
+    try:
+        now, record = _made(make, None if update else before, name)
+    except _NoLonger as e:
+        said = f"{target}: the model no longer fits {name}, made with measured costs: {e}"
+        return Outcome(target, CHANGED, said, plan=name)
+    found = GraphDiff("", "", ()) if before is None else _difference(before, now, name, update)
     against = now if update else before
     broken = [text for b in budgets if (text := b.broken(now.totals, against.totals if against else None))]
-    places = {n.key: Place(n.file, n.line) for n in record.nodes if n.line}
-    wrote = update and plan is not None and (before is None or bool(found))
-    if wrote and plan is not None:
-        now.save(plan)
-    changes = () if update else found.changes
-    status = CHANGED if changes or broken else KEPT
+    wrote = bool(name) and update and (before is None or bool(found))
+    if wrote:
+        now.save(name)
+    changes = () if update else tuple(found.changes)
     return Outcome(
-        target, status, _message(target, found, before, now, broken, os.fspath(plan or ""), wrote), tuple(changes),
-        {c.key: places[c.key] for c in changes if c.key in places}, tuple(broken), dict(now.totals),
-        os.fspath(plan or ""),
+        target, CHANGED if changes or broken else KEPT, _message(target, found, before, now, broken, name, wrote),
+        changes, _places(record, changes), tuple(broken), dict(now.totals), name,
     )  # fmt: skip
 
 
-def _committed(plan: str | os.PathLike[str], update: bool) -> Plan | None:
+class _NoLonger(Exception):  # noqa: N818 - a signal inside this file, not an error
+    """A plan with measured costs cannot be replayed any more."""
+
+
+def _made(make: Callable[[Plan | None], nn.Module], before: Plan | None, name: str) -> tuple[Plan, Record]:
+    """Return what is decided now, by the facts of the plan that it will be compared with."""
+    replayed = before if before is not None and before.policy.cost == "measured" else None
+    with as_on(None if before is None else _machine(before, name)):
+        try:
+            return with_totals(make(replayed))
+        except PlanError as e:
+            if replayed is None:
+                raise
+            raise _NoLonger(str(e)) from e
+
+
+def _places(record: Record, changes: Iterable[Change]) -> dict[str, Place]:
+    """Return where the author made the nodes that changed."""
+    places = {n.key: Place(n.file, n.line) for n in record.nodes if n.line}
+    return {c.key: places[c.key] for c in changes if c.key in places}
+
+
+def _committed(plan: str, update: bool) -> Plan | None:
     if Path(plan).exists():
         return Plan.load(plan, newer=True)
     if update:
         return None
-    raise PlanError(f"there is no plan {os.fspath(plan)!r} yet: write it with --update, and commit it")
+    raise PlanError(f"there is no plan {plan!r} yet: write it with --update, and commit it")
 
 
 def _machine(plan: Plan, name: str) -> Machine | None:

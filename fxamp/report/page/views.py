@@ -158,10 +158,23 @@ def _runs(graph: _Graph, module: str, depth: int) -> list[_Run]:
 
 def _drawn(graph: _Graph, module: str, words: str, runs: Sequence[_Run]) -> View:
     """Draw some of a module's boxes, with what they read from elsewhere."""
+    boxes: dict[object, Box] = {at: _box(graph, module, run) for at, run in enumerate(runs)}
+    edges = _joined(graph, runs, boxes)
+    order = sorted(boxes, key=lambda name: isinstance(name, int))  # what comes from outside stands first
+    layout = layered({name: boxes[name].width for name in order}, edges)
+    number = {name: i for i, name in enumerate(order)}
+    return View(
+        module, words, layout.width, layout.height,
+        tuple(_moved(boxes[name], layout.places[name]) for name in order),
+        tuple(Edge(number[a], number[b], cast, tuple(layout.routes[a, b])) for (a, b), cast in edges.items()),
+    )  # fmt: skip
+
+
+def _joined(graph: _Graph, runs: Sequence[_Run], boxes: dict[object, Box]) -> dict[tuple[object, object], str]:
+    """Return which box reads which, and the cast between, if any; boxes of what lies elsewhere are added."""
     boxed = {place: at for at, (_, places) in enumerate(runs) for place in places}
     readings = {(read.value, at) for place, at in boxed.items() for read in graph.nodes[place].reads}
     readers = Counter(value for value, _ in readings)
-    boxes: dict[object, Box] = {at: _box(graph, module, run) for at, run in enumerate(runs)}
     edges: dict[tuple[object, object], str] = {}
     for place, at in boxed.items():
         for read in graph.nodes[place].reads:
@@ -175,14 +188,7 @@ def _drawn(graph: _Graph, module: str, words: str, runs: Sequence[_Run]) -> View
                     boxes[origin] = _outside(graph, read.value, start)
             if origin != at:
                 edges[origin, at] = edges.get((origin, at)) or read.cast
-    order = sorted(boxes, key=lambda name: isinstance(name, int))  # what comes from outside stands first
-    layout = layered({name: boxes[name].width for name in order}, edges)
-    number = {name: i for i, name in enumerate(order)}
-    return View(
-        module, words, layout.width, layout.height,
-        tuple(_moved(boxes[name], layout.places[name]) for name in order),
-        tuple(Edge(number[a], number[b], cast, tuple(layout.routes[a, b])) for (a, b), cast in edges.items()),
-    )  # fmt: skip
+    return edges
 
 
 def _box(graph: _Graph, module: str, run: _Run) -> Box:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import torch
 from torch import nn
+from torch.fx import Node
 from torch.nn.parallel import DistributedDataParallel
 
-from passes._torch import communication_hook, communication_states
+from passes._torch import communication_hook, communication_states, gathering
 from passes.contract.errors import PolicyError
 
 from ...module.module import ConvertedModule
@@ -24,12 +26,52 @@ def refuse_unfit_model(model: nn.Module, weights: str) -> None:
                     "no parts, so FSDP2 would never gather this one. Call fully_shard on the converted module alone; "
                     "or convert each block, fully_shard it, then the root."
                 )
-        if weights == "per_step" and is_sharded(module):
-            raise PolicyError(
-                f"weights='per_step' under FSDP2, which shards {where}: weights are gathered anew for every call, so "
-                "that no cast outlives it. MixedPrecisionPolicy(param_dtype=...) casts each shard once before it is "
-                "gathered, which is the same; otherwise leave weights at 'auto'."
-            )
+        if is_sharded(module):
+            _refuse_gathered(module, where, weights)
+
+
+def _refuse_gathered(module: nn.Module, where: str, weights: str) -> None:
+    """Refuse what FSDP2 was told about dtypes, where graphs were told another thing."""
+    dtype, casts_inputs = gathering(module)
+    if weights == "per_step":
+        does = f"and param_dtype={dtype} casts each shard once before that, which is the same" if dtype else (
+            "and MixedPrecisionPolicy(param_dtype=...) would do the same: it casts each shard once before that"
+        )
+        raise PolicyError(
+            f"weights='per_step' under FSDP2, which shards {where}: weights are gathered anew for every call, so that "
+            f"no cast outlives one, {does}. Leave weights at 'auto'."
+        )
+    if dtype is None or dtype == torch.float32:
+        return
+    for path, part in module.named_modules():
+        if isinstance(part, ConvertedModule):
+            if casts_inputs:
+                raise PolicyError(
+                    f"FSDP2 casts the inputs of {where} to {dtype}, where the graph has casts of its own: say "
+                    "cast_forward_inputs=False in its MixedPrecisionPolicy"
+                )
+            read = _read_otherwise(part, dtype)
+            if read:
+                raise PolicyError(
+                    f"FSDP2 gathers '{'.'.join(filter(None, (path, read)))}' of {where} in {dtype}, and the graph "
+                    "reads it in float32: leave param_dtype out of its MixedPrecisionPolicy, since the graph casts the "
+                    "parameters that the plan says, or convert by a policy that reads all of them low"
+                )
+
+
+def _read_otherwise(module: ConvertedModule, dtype: torch.dtype) -> str:
+    """Return the first trained parameter that a graph does not only cast to a dtype, "" where there is none."""
+    for variant in module.variants:
+        for node in variant.graph.find_nodes(op="get_attr"):
+            owner, _, name = str(node.target).rpartition(".")
+            p = module.get_submodule(owner)._parameters.get(name)
+            if p is not None and p.requires_grad and not all(_casts(user, dtype) for user in node.users):
+                return str(node.target)
+    return ""
+
+
+def _casts(node: Node, dtype: torch.dtype) -> bool:
+    return node.target is torch.ops.aten.to.dtype and node.args[1] == dtype
 
 
 def refuse_unfit_ranks(ranks: Ranks, *, accumulate_steps: int, on_overflow: str, scaled: bool) -> None:

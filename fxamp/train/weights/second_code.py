@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
 from passes.graph.aliases import mutated_operands
-from passes.graph.inserted import is_inserted
+from passes.graph.notes import is_inserted
 from passes.runtime.casts import CAST, cast_weight
 
 from ...module.bindings import called_directly, read_directly
@@ -108,7 +108,7 @@ def why_not(module: ConvertedModule, cast: Node) -> str:
     if weight is None:
         return "is no parameter of its module any more"
     if type(weight) is not nn.Parameter:
-        return f"is a {type(weight).__name__}, whose local tensor changes from call to call"
+        return f"is a {type(weight).__name__}, which is gathered or exchanged anew at each call"
     if any(user.op == "output" or cast in mutated_operands(user) for user in cast.users):
         return "leaves the graph, or is written to in it"
     return ""

@@ -1,10 +1,13 @@
 """What decides on a node, in order: the author, the policy, an autocast region, the level, at last the rule.
 
-The author comes first with casts, writes and reads of bits, then the policy with its overrides. Under autocast neither
-is asked but for casts and writes, which torch obeys too.
+The author's casts, in-place writes and reads of bits come first, then the policy's overrides. In the simulation of
+`torch.autocast` only casts and in-place writes come before the rule, since torch knows of nothing else.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -12,91 +15,160 @@ from torch.fx import Node
 from ...colouring import AS_AUTOCAST, Colouring
 from ...contract.policy import module_override, op_override
 from ...contract.reasons import Code
+from ...graph.notes import Region, note_of
 from ...graph.values import ANY, may_alias, mutated_operands, out_operands
 from ...graph.values import LOW as LOW_DTYPES
 from ...ops import ops
 from ...ops.facts import rule_of
-from ...ops.rules import FOLLOW, FP32, LOW, PROMOTE, Rule
+from ...ops.rules import FOLLOW, FP32, LOW, PROMOTE
 from .extremes import converts
 from .kinds import by_kind, fp32, in_place, user_cast
 from .levels import by_level
 from .operand_casts import all_to, keep, natural
-from .state import State, first_float
+from .state import Site, State, first_float
+
+Decider = Callable[[State, Site], "Colouring | None"]
 
 
-def decide(state: State, node: Node, name: str, floats: list[ops.Operand]) -> Colouring | None:
-    """Return what a node runs in, and why; None for one that has no say in it."""
+def site_of(state: State, node: Node, name: str, floats: Iterable[ops.Operand]) -> Site:
+    """Return a call with what the table says of it, in the low dtype that holds there."""
     row, kind = rule_of(node, state.device, state.low)
-    if name in ("to", "type_as"):
-        return user_cast(state, node)
-    if node.meta.get(AS_AUTOCAST):
-        return _as_autocast(state, node, floats)
-    if "read" in node.meta:
-        why = Code.DTYPE_ARGUMENT(f"{node.meta['read']}, as read under autocast")
-        return natural(state, row, floats, FOLLOW, why)
-    if mutated_operands(node) and (name.endswith("_") or out_operands(node) or name == "setitem"):
-        return in_place(state, node, row, floats)
-    if not state.autocast and state.aliases.find(node) in state.pinned:
-        why = Code.MUTATED("its storage is written, and shared with FP32 values")
-        if not state.aliases.is_mutated(node):
-            why = Code.KEEP("the program reads its bits, how many it has, or its dtype for what is written")
-        elif may_alias(node):
-            return natural(state, row, floats, kind, why)  # a cast before a view would part it from what is written
-        # Not FP32: what the author made low shares its storage with no cast of it.
-        return keep(state, node, floats, kind, why)
-    moves_written = may_alias(node) and state.aliases.is_mutated(node)
-    if not state.autocast and not moves_written and (pinned := _override(state, node, name, row, floats)):
-        return pinned
-    low, region = state.low, node.meta.get("autocast_region")
-    if region is not None and region[0] == state.device:
-        if not region[1]:
-            return natural(state, row, floats, "region", Code.AUTOCAST_REGION("the model disables autocast here"))
-        low = region[2] or low
-    held = {state.dtypes[o.node] for o in floats if isinstance(state.dtypes[o.node], torch.dtype)}
-    # Beside one of 64 bits autocast goes on casting the others to FP32.
-    if torch.float64 in held and not (kind == FP32 and held & {*LOW_DTYPES}):
-        return natural(state, row, floats, kind, Code.FLOAT64("left as it is"))
-    if state.autocast:
-        return by_kind(state, node, name, row, kind, floats, low)
-    if node in state.islands:
-        return fp32(state, node, row, floats, Code.ISLAND("a norm written by hand is FP32 throughout"))
-    if state.aggressive:
-        values = [o.node for o in floats]
-        extreme = any(n in state.extremes.values for n in values) or converts(node, name, state.dtypes)
-        by_rule, kind = kind, by_level(state.policy, node, row, kind, values, extreme)
-        if kind == LOW != by_rule and any(state.dtypes[n] is ANY for n in values):
-            kind = PROMOTE  # what has an unknown dtype may be complex, or an index
-    if kind in (PROMOTE, FOLLOW) and not moves_written and _lowers(state, row, floats):
-        code = Code.O3_LOW if state.policy.level.rounds_sensitive else Code.O2_LOW
-        why = code("not sensitive, beside low operands")
-        return all_to(state, low, row, floats, kind, why)
-    return by_kind(state, node, name, row, kind, floats, low)
+    region = _region(state, node)
+    return Site(node, name, row, kind, tuple(floats), (region and region[2]) or state.low)
 
 
-def _as_autocast(state: State, node: Node, floats: list[ops.Operand]) -> Colouring:
+def decide(state: State, site: Site) -> Colouring | None:
+    """Return what a node runs in, and why; None for one that has no say in it."""
+    if site.row.cast:
+        return user_cast(state, site)
+    told = _first((_under_autocast, _as_read), state, site)
+    if told is None and _writes(site):
+        return in_place(state, site)
+    return told or _first(_DECIDERS, state, site) or _ruled(state, site)
+
+
+def _first(deciders: Iterable[Decider], state: State, site: Site) -> Colouring | None:
+    """Return the answer of the first that has one."""
+    return next((found for decider in deciders if (found := decider(state, site)) is not None), None)
+
+
+def _under_autocast(state: State, site: Site) -> Colouring | None:
     """Give an autograd function, which runs under autocast, what it read there: then it gives what it gave there."""
-    seen = {(o.name, o.index): o.node.meta.get("autocast", state.original[o.node]) for o in floats}
-    casts = {at: seen[at] for at, o in zip(seen, floats, strict=True) if state.dtypes[o.node] != seen[at]}
-    dtype = first_float(node.meta["autocast"]) or torch.float32
+    if not note_of(site.node).under_autocast:
+        return None
+    seen = {(o.name, o.index): _under_it(state, o.node) for o in site.floats}
+    casts = {at: seen[at] for at, o in zip(seen, site.floats, strict=True) if state.dtypes[o.node] != seen[at]}
+    dtype = first_float(note_of(site.node).autocast) or torch.float32
     return Colouring(dtype, AS_AUTOCAST, Code.AS_AUTOCAST("runs under torch.autocast, on what it read there"), casts)
 
 
-def _override(state: State, node: Node, name: str, row: Rule, floats: list[ops.Operand]) -> Colouring | None:
+def _under_it(state: State, value: Node) -> Any:
+    """Return the dtypes that a value has under autocast, as far as they were seen."""
+    seen = note_of(value).autocast
+    return state.original[value] if seen is None else seen
+
+
+def _as_read(state: State, site: Site) -> Colouring | None:
+    """Obey a dtype argument that the program read off a value."""
+    read = note_of(site.node).read
+    if read is None:
+        return None
+    why = Code.DTYPE_ARGUMENT(f"{read}, as read under autocast")
+    return natural(state, site.of_kind(FOLLOW), why)
+
+
+def _writes(site: Site) -> bool:
+    """Say whether a call is there to write to what it is given."""
+    to_write = site.name.endswith("_") or site.name == "setitem" or bool(out_operands(site.node))
+    return to_write and bool(mutated_operands(site.node))
+
+
+def _pinned(state: State, site: Site) -> Colouring | None:
+    """Leave what shares its storage with a write, or what the program reads the bits of."""
+    node = site.node
+    if state.autocast or state.aliases.find(node) not in state.pinned:
+        return None
+    why = Code.MUTATED("its storage is written, and shared with FP32 values")
+    if not state.aliases.is_mutated(node):
+        why = Code.KEEP("the program reads its bits, how many it has, or its dtype for what is written")
+    elif may_alias(node):
+        return natural(state, site, why)  # a cast before a view would part it from what is written
+    # Not FP32: what the author made low shares its storage with no cast of it.
+    return keep(state, site, why)
+
+
+def _overridden(state: State, site: Site) -> Colouring | None:
     """Return what the policy says of the module that a node was made in, or else of its op."""
-    found = module_override(state.policy, state.stacks.get(node, ())) if state.policy.modules else None
-    found = found or (op_override(state.policy, name) if state.policy.ops else None)
+    if state.autocast or _moves_written(state, site):
+        return None
+    policy = state.policy
+    found = module_override(policy, state.stacks.get(site.node, ())) if policy.modules else None
+    found = found or (op_override(policy, site.name) if policy.ops else None)
     if found is None:
         return None
-    reason = Code.OVERRIDE(str(found))
+    site, reason = site.of_kind("override"), Code.OVERRIDE(str(found))
     if found.colour == "keep":
-        return keep(state, node, floats, "override", reason)
-    return all_to(state, state.low if found.colour == "low" else torch.float32, row, floats, "override", reason)
+        return keep(state, site, reason)
+    return all_to(state, site, state.low if found.colour == "low" else torch.float32, reason)
 
 
-def _lowers(state: State, row: Rule, floats: list[ops.Operand]) -> bool:
+def _outside_autocast(state: State, site: Site) -> Colouring | None:
+    region = _region(state, site.node)
+    if region is None or region[1]:
+        return None
+    return natural(state, site.of_kind("region"), Code.AUTOCAST_REGION("the model disables autocast here"))
+
+
+def _beside_float64(state: State, site: Site) -> Colouring | None:
+    """Beside a value of 64 bits nothing is low; autocast goes on casting what is low there to FP32."""
+    held = {state.dtypes[o.node] for o in site.floats}
+    if torch.float64 not in held or (site.kind == FP32 and not held.isdisjoint(LOW_DTYPES)):
+        return None
+    return natural(state, site, Code.FLOAT64("left as it is"))
+
+
+_DECIDERS = (_pinned, _overridden, _outside_autocast, _beside_float64)
+
+
+def _ruled(state: State, site: Site) -> Colouring:
+    """Return what the rule says, as the level reads it."""
+    if state.autocast:
+        return by_kind(state, site)
+    if site.node in state.islands:
+        return fp32(state, site, Code.ISLAND("a norm written by hand is FP32 throughout"))
+    if state.aggressive:
+        site = _at_level(state, site)
+    if site.kind in (PROMOTE, FOLLOW) and not _moves_written(state, site) and _lowers(state, site):
+        code = Code.O3_LOW if state.policy.level.rounds_sensitive else Code.O2_LOW
+        return all_to(state, site, site.low, code("not sensitive, beside low operands"))
+    return by_kind(state, site)
+
+
+def _at_level(state: State, site: Site) -> Site:
+    """Return a call with the kind that a level beyond autocast gives it."""
+    values = [o.node for o in site.floats]
+    extreme = any(n in state.extremes.values for n in values) or converts(site.node, site.name, state.dtypes)
+    kind = by_level(state.policy, site, extreme)
+    if kind == LOW != site.kind and any(state.dtypes[n] is ANY for n in values):
+        kind = PROMOTE  # what has an unknown dtype may be complex, or an index
+    return site.of_kind(kind)
+
+
+def _region(state: State, node: Node) -> Region | None:
+    """Return the autocast region of the model's own that a node stands in, where it is of this device."""
+    region = note_of(node).region
+    return region if region is not None and region[0] == state.device else None
+
+
+def _moves_written(state: State, site: Site) -> bool:
+    """Say whether a node passes on storage that is written somewhere."""
+    return may_alias(site.node) and state.aliases.is_mutated(site.node)
+
+
+def _lowers(state: State, site: Site) -> bool:
     """Say whether an op with mixed operands runs low at O2: one is low, none is a number that low cannot hold."""
-    if not state.aggressive or row.out[0] in ("bool", "int", "complex"):
+    if not state.aggressive or site.row.gives not in ("float", "first"):
         return False
-    held = {state.dtypes[o.node] for o in floats}
+    held = {state.dtypes[o.node] for o in site.floats}
     mixed = any(d in LOW_DTYPES for d in held) and any(d not in LOW_DTYPES for d in held)
-    return mixed and ANY not in held and not any(o.node in state.extremes.values for o in floats)
+    return mixed and ANY not in held and not any(o.node in state.extremes.values for o in site.floats)

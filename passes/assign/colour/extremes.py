@@ -21,35 +21,25 @@ from torch.fx import Graph, Node
 from ..._torch import FakeTensor
 from ...form import Ensures, Unit
 from ...graph.literals import FP32_MAX, has_tiny, is_extreme, numbers
+from ...graph.notes import note, note_of
 from ...graph.values import ANY, LOW, is_floating
 from ...ops import ops
-from ...ops.rules import Rule
+from ...ops.rules import Rule, row_named, row_of
 
-# Ops that bring a value of any size back into range.
-_BOUNDS = frozenset(
-    """softmax _softmax _safe_softmax log_softmax sigmoid tanh erf sin cos hardsigmoid layer_norm group_norm rms_norm
-    batch_norm instance_norm""".split()  # noqa: SIM905
-)
-# What counts, whatever it is made of.
-_COUNTS = frozenset(["arange", "range", "cumsum"])
-_CONVERTS = frozenset(["to", "type_as", "add", "sub", "rsub", "mul", "div", "pow", "outer"])
 _ONE: tuple[tuple[str, ...], ...] = (("float",), ("first",))  # what comes out is one floating tensor
-_MOVES = frozenset(["getitem", "to", "type_as", "detach_"])
-_FILLS = frozenset(["full", "new_full", "full_like", "scalar_tensor", "tensor"])
 
 
 def note_buffers(graph: Graph, attribute: Callable[[str], Any]) -> None:
-    """Leave in `meta` which values are buffers or constants, and the number that one of no dimension holds.
+    """Note which values are buffers or constants, and the number that one of no dimension holds.
 
     A fill value is mostly a literal, and sometimes such a tensor. `attribute` resolves the target of a get_attr.
     """
     for node in graph.nodes:
         value = attribute(str(node.target)) if node.op == "get_attr" else None
         if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
-            node.meta["buffer"] = True
             known = not isinstance(value, FakeTensor) and not value.is_meta
-            if known and value.dim() == 0 and value.is_floating_point():
-                node.meta["constant"] = float(value)
+            number = known and value.dim() == 0 and value.is_floating_point()
+            note(node, role="buffer", constant=float(value) if number else None)
 
 
 @dataclass(frozen=True)
@@ -70,7 +60,7 @@ class Extremes:
 
     Attributes:
         values: what must be read in FP32.
-        lowest: of these, what only `finfo(float32).min` takes out of range.
+        lowest: of these, what is out of range only since it holds `finfo(float32).min`, as the fill of a mask does.
         fixed: made of buffers, constants and integers alone.
         constants: tensors of no dimension that hold a known number.
     """
@@ -84,10 +74,11 @@ class Extremes:
         self._tiny: set[Node] = set()  # of the values, those that only moves pass on: x + eps, and not 1 / (x + eps)
         self._largest: dict[Node, float] = {}  # what a range of numbers goes to
         for node in graph.nodes:
-            if node.meta.get("buffer"):
+            held = note_of(node)
+            if held.role == "buffer":
                 self.fixed.add(node)
-            if "constant" in node.meta:
-                self._is_constant(node, node.meta["constant"])
+            if held.constant is not None:
+                self._is_constant(node, held.constant)
 
     def _is_constant(self, node: Node, number: float) -> None:
         self.constants[node] = number
@@ -98,28 +89,37 @@ class Extremes:
 
     def visit(self, node: Node, name: str, row: Rule, dtypes: dict[Node, Any]) -> None:
         """Learn what a call makes, from what it reads."""
-        operands = [o.node for o in ops.operands(node)]
-        moves = bool(operands) and (row.commutes != "" or name in _MOVES)
-        found = list(numbers(node))
+        operands, found = [o.node for o in ops.operands(node)], list(numbers(node))
+        passed_on = _passed_on(row, name, operands)
         if all(n in self.fixed or not (is_floating(dtypes[n]) or dtypes[n] is ANY) for n in operands):
             self.fixed.add(node)
-        if name == "arange" and not operands and found:
-            self._largest[node] = max(map(abs, found))
-        elif moves and operands[0] in self._largest:
-            self._largest[node] = self._largest[operands[0]]
+        self._count(node, name, operands, found, passed_on)
         if not is_floating(dtypes[node]) or dtypes[node] in LOW:
-            return  # what is low is past saving
-        if moves and operands[0] in self.constants:
-            self._is_constant(node, self.constants[operands[0]])
-        elif name in _FILLS and len(found) == 1 and (_is_scalar(node) or "val" not in node.meta):
-            self._is_constant(node, found[0])
-        elif has_tiny(name, found, self.low) or (moves and any(n in self._tiny for n in operands)):
+            return  # a low value has lost already what FP32 would keep
+        number = self._number(node, passed_on, found)
+        if number is not None:
+            self._is_constant(node, number)
+        elif has_tiny(name, found, self.low) or (passed_on and not self._tiny.isdisjoint(operands)):
             self._tiny.add(node)
             self.values.add(node)
         elif not self._is_scaled(name, operands, found):
-            self._range(node, found, operands if (moves or row.out in _ONE) and name not in _BOUNDS else [])
-            if name in _COUNTS or converts(node, name, dtypes):
+            passes = bool(passed_on) or row.out in _ONE
+            self._range(node, found, operands if passes and not row_named(name).bounded else [])
+            if row_named(name).counts or converts(node, name, dtypes):
                 self.values.add(node)
+
+    def _count(self, node: Node, name: str, operands: list[Node], found: list[float], passed_on: list[Node]) -> None:
+        """Learn what a range of numbers goes to."""
+        if name == "arange" and not operands and found:
+            self._largest[node] = max(map(abs, found))
+        self._largest.update((node, self._largest[n]) for n in passed_on if n in self._largest)
+
+    def _number(self, node: Node, passed_on: list[Node], found: list[float]) -> float | None:
+        """Return the number that a tensor of no dimension holds, where it is known."""
+        if passed_on and passed_on[0] in self.constants:
+            return self.constants[passed_on[0]]
+        filled = row_of(node).fills and len(found) == 1 and (_is_scalar(node) or "val" not in node.meta)
+        return found[0] if filled else None
 
     def _range(self, node: Node, found: list[float], passed: list[Node]) -> None:
         """Learn what numbers out of range make, and what is made of such values in turn, where it is passed on."""
@@ -133,16 +133,22 @@ class Extremes:
     def _is_scaled(self, name: str, operands: list[Node], found: list[float]) -> bool:
         """Say whether a range of numbers is brought into [-1, 1]."""
         largest = self._largest.get(operands[0]) if len(operands) == len(found) == 1 else None
-        if largest is None or name not in ("div", "mul"):
+        if largest is None:
             return False
-        return largest <= abs(found[0]) if name == "div" else largest * abs(found[0]) <= 1
+        return (name == "div" and largest <= abs(found[0])) or (name == "mul" and largest * abs(found[0]) <= 1)
+
+
+def _passed_on(row: Rule, name: str, operands: list[Node]) -> list[Node]:
+    """Return the operand whose numbers a call passes on as they are."""
+    moves = row.commutes != "" or row_named(name).cast or name == "getitem"
+    return operands[:1] if moves else []
 
 
 def converts(node: Node, name: str, dtypes: dict[Node, Any]) -> bool:
     """Say whether a float is made of integers; numbers beside an activation in low are no positions."""
     operands = [o.node for o in ops.operands(node)]
     whole = any(_is_whole(dtypes[n]) and not _is_scalar(n) for n in operands)
-    return whole and name in _CONVERTS and not any(dtypes[n] in LOW for n in operands)
+    return whole and row_named(name).of_integers and not any(dtypes[n] in LOW for n in operands)
 
 
 def _is_whole(dtype: Any) -> bool:

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from ..._torch import pytree
+from ...contract.devices import DEVICES
 from ...graph.values import ELIGIBLE, concrete
 from ...ops import ops
-
-_NOT_EVERYWHERE = frozenset(["lstm", "rnn_tanh", "rnn_relu", "gru", "quantized_gru", "rrelu"])
+from ...ops.rules import row_named
 
 
 def runs_in(
@@ -34,9 +35,9 @@ def runs_in(
         tried: what was found for the same call of this graph before; added to.
     """
     name = ops.name(node)
-    if name not in _NOT_EVERYWHERE and "::" not in name:
+    if not row_named(name).tries_low and "::" not in name:
         return True
-    if device == "cuda" and not torch.cuda.is_available():
+    if not DEVICES[device].is_here():
         return True
     literals = torch.fx.map_arg((node.args, dict(node.kwargs)), lambda n: None)
     key = (name, dtype, device, repr(literals))
@@ -49,7 +50,7 @@ def runs_in(
 def _runs(node: Node, device: str, dtype_of: Callable[[Node], torch.dtype | None]) -> bool:
     def zeros(arg: Node) -> Any:
         value = arg.meta["val"] if "val" in arg.meta else torch.empty(1, device=device)  # captured without inputs
-        return torch.utils._pytree.tree_map(lambda v: _zeros(v, dtype_of(arg)), value)
+        return pytree.tree_map(lambda v: _zeros(v, dtype_of(arg)), value)
 
     target: Any = node.target
     try:

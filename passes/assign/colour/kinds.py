@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch.fx import Node
@@ -12,133 +13,197 @@ from ...contract.errors import PolicyError
 from ...contract.policy import module_override
 from ...contract.reasons import Code, Reason
 from ...graph import literals
+from ...graph.notes import note_of
 from ...graph.values import ANY, ELIGIBLE, dtype_reference, is_floating, module_path, out_operands, source
 from ...graph.values import LOW as LOW_DTYPES
 from ...ops import ops
 from ...ops.facts import lacks_low
-from ...ops.rules import BANNED, COMPOSITE, FOLLOW, FP32, KEEP, LOW, PROMOTE, Rule
+from ...ops.rules import BANNED, COMPOSITE, FOLLOW, FP32, KEEP, LOW, PROMOTE
 from .kernels import runs_in
 from .operand_casts import all_to, castable, keep, natural
-from .state import State, first_float
+from .state import Site, State, first_float
+from .user_casts import Intent
 
 
-def by_kind(
-    state: State, node: Node, name: str, row: Rule, kind: str, floats: list[ops.Operand], low: Any
-) -> Colouring:
+def by_kind(state: State, site: Site) -> Colouring:
     """Colour a node as the kind of its rule has it.
 
     Raises:
         PolicyError: autocast bans the op on this device; it has no rule, and the policy wants one.
     """
-    if kind == LOW and not state.autocast and _lacks(state, node, row, low):
-        return _without_kernel(state, node, row, floats, low)
-    if kind == LOW:
-        return _low(state, row, floats, low)
-    if kind == FP32:
-        return fp32(state, node, row, floats)
-    reads_low = not state.autocast and any(state.dtypes[o.node] in LOW_DTYPES for o in floats)
-    if kind in (PROMOTE, FOLLOW) and reads_low and _lacks(state, node, row, low):  # autocast fails there
-        return _without_kernel(state, node, row, floats, low)
-    if kind == PROMOTE:
-        return natural(state, row, floats, kind, Code.PROMOTE("widest operand"))
-    if kind == FOLLOW or state.autocast:
-        return natural(state, row, floats, kind, Code.FOLLOW("its operand's dtype"))
-    if kind == BANNED:
-        raise PolicyError(
-            f"{name} ({source(node) or node.name}, module '{module_path(node)}') is unsafe in low precision, and "
-            f"autocast bans it on {state.device}: use binary_cross_entropy_with_logits on the logits, or allow it "
-            f"with Policy(ops={{'{name}': 'fp32'}})."
-        )
-    known = row.reason != "unknown op"
-    if not known and state.policy.unknown_ops == "error":
-        raise PolicyError(
-            f"{name} ({source(node) or node.name}, module '{module_path(node)}') has no rule: register one with "
-            "fxamp.register_rule, or choose Policy(unknown_ops='keep')."
-        )
-    if not known and state.policy.unknown_ops == "fp32":
-        return all_to(state, torch.float32, row, floats, FP32, Code.UNKNOWN_OP("FP32 by policy"))
-    if kind == KEEP and (reference := dtype_reference(node)) is not None:
-        dtype = first_float(state.dtypes[reference]) or torch.float32
-        return Colouring(dtype, FOLLOW, Code.FOLLOW("made with the dtype of its reference"))
-    why = Code.COMPOSITE("kept whole") if kind == COMPOSITE else Code.KEEP(row.reason)
-    kept = keep(state, node, floats, kind, why)
-    held = {kept.casts.get((o.name, o.index), state.dtypes[o.node]) for o in floats}
-    if kind == COMPOSITE and node.op == "call_function" and len(held & {*ELIGIBLE}) > 1:
-        return all_to(state, torch.float32, row, floats, kind, why)  # autocast, which made them one, is off
-    if known and kind == KEEP and not kept.casts:
-        kept.reason = Code.AS_WRITTEN(row.reason)
+    if not state.autocast and _meets_low(state, site) and _lacks(state, site):  # autocast fails there
+        return _without_kernel(state, site)
+    return _KINDS[site.kind](state, site)
+
+
+def _meets_low(state: State, site: Site) -> bool:
+    """Say whether an op runs low by its rule, or for what it reads."""
+    reads = site.kind in (PROMOTE, FOLLOW) and any(state.dtypes[o.node] in LOW_DTYPES for o in site.floats)
+    return site.kind == LOW or reads
+
+
+def _lacks(state: State, site: Site) -> bool:
+    """Say whether there is no kernel for it."""
+    if lacks_low(site.node, site.row, state.device):
+        return True
+    return not runs_in(site.node, site.low, state.device, state.dtypes.get, state.tried)
+
+
+def _without_kernel(state: State, site: Site) -> Colouring:
+    """Colour what has no low kernel: FP32, but for what the author wrote on low values and nothing has changed."""
+    why = f"no kernel for {site.low} on this {state.device}"
+    if all(state.dtypes[o.node] == state.original[o.node] for o in site.floats):
+        return keep(state, site.of_kind(KEEP), Code.AS_WRITTEN(why))
+    return all_to(state, site.of_kind(KEEP), torch.float32, Code.KEEP(why))
+
+
+def _low(state: State, site: Site) -> Colouring:
+    """Colour a `low` op low, except where the author upcast every operand, or all hold numbers out of low range."""
+    floats, low = site.floats, site.low
+    cast = [o for o in floats if castable(state, o, site.row, low)]
+    if not cast:
+        return natural(state, site, Code.NO_OPERAND("nothing that is cast"))
+    asked = state.autocast or low != state.low  # by a region, which takes what it is given
+    if not asked and any(state.dtypes[o.node] in LOW_DTYPES and state.dtypes[o.node] != low for o in cast):
+        return all_to(state, site, torch.float32, Code.USER_CAST("an operand is in the other low dtype"))
+    if not state.autocast and all(o.node in state.upcast for o in floats):
+        return natural(state, site, Code.USER_CAST("every operand was upcast by the author"))
+    if state.aggressive and _is_position(state, site):
+        return natural(state, site, Code.POSITION("made of integers and buffers alone"))
+    return all_to(state, site, low, Code.LOW(site.row.reason))
+
+
+def _is_position(state: State, site: Site) -> bool:
+    """Say whether a product is of buffers and integers alone, among them what low cannot hold."""
+    extremes, values = state.extremes, [o.node for o in site.floats]
+    return all(n in extremes.fixed for n in values) and any(n in extremes.values for n in values)
+
+
+def fp32(state: State, site: Site, why: Reason | None = None) -> Colouring:
+    """Colour what runs FP32, unless it is told its dtype."""
+    explicit = ops.argument(site.node, "dtype")
+    if site.row.dtype_arg and isinstance(explicit, torch.dtype):
+        return natural(state, site.of_kind(FP32), Code.DTYPE_ARGUMENT(str(explicit)))
+    return all_to(state, site.of_kind(FP32), torch.float32, why or Code.FP32(site.row.reason))
+
+
+def _promote(state: State, site: Site) -> Colouring:
+    return natural(state, site, Code.PROMOTE("widest operand"))
+
+
+def _follow(state: State, site: Site) -> Colouring:
+    return natural(state, site, Code.FOLLOW("its operand's dtype"))
+
+
+def _banned(state: State, site: Site) -> Colouring:
+    if state.autocast:
+        return _follow(state, site)
+    raise PolicyError(
+        f"{_where(site)} is unsafe in low precision, and "
+        f"autocast bans it on {state.device}: use binary_cross_entropy_with_logits on the logits, or allow it "
+        f"with Policy(ops={{'{site.name}': 'fp32'}})."
+    )
+
+
+def _kept(state: State, site: Site) -> Colouring:
+    """Colour what keeps the dtypes that it had: by its rule, or since it has none."""
+    if state.autocast:
+        return _follow(state, site)
+    if not site.row.known:
+        return _unknown(state, site)
+    reference = dtype_reference(site.node)
+    if reference is not None:
+        return _like(state, reference)
+    kept = keep(state, site, Code.KEEP(site.row.reason))
+    if not kept.casts:
+        kept.reason = Code.AS_WRITTEN(site.row.reason)
     return kept
 
 
-def _lacks(state: State, node: Node, row: Rule, low: Any) -> bool:
-    if lacks_low(node, row, state.device):
-        return True
-    return not runs_in(node, low, state.device, state.dtypes.get, state.tried)
+def _like(state: State, reference: Node) -> Colouring:
+    """Colour what is made with the dtype of another value."""
+    dtype = first_float(state.dtypes[reference]) or torch.float32
+    return Colouring(dtype, FOLLOW, Code.FOLLOW("made with the dtype of its reference"))
 
 
-def _without_kernel(state: State, node: Node, row: Rule, floats: list[ops.Operand], low: Any) -> Colouring:
-    """Colour what has no low kernel: FP32, but for what the author wrote on low values and nothing has changed."""
-    why = f"no kernel for {low} on this {state.device}"
-    if all(state.dtypes[o.node] == state.original[o.node] for o in floats):
-        return keep(state, node, floats, KEEP, Code.AS_WRITTEN(why))
-    return all_to(state, torch.float32, row, floats, KEEP, Code.KEEP(why))
+def _unknown(state: State, site: Site) -> Colouring:
+    """Colour what has no rule, as the policy says."""
+    if state.policy.unknown_ops == "error":
+        raise PolicyError(
+            f"{_where(site)} has no rule: register one with "
+            "fxamp.register_rule, or choose Policy(unknown_ops='keep')."
+        )
+    if state.policy.unknown_ops == "fp32":
+        return all_to(state, site.of_kind(FP32), torch.float32, Code.UNKNOWN_OP("FP32 by policy"))
+    reference = dtype_reference(site.node)
+    return keep(state, site, Code.KEEP(site.row.reason)) if reference is None else _like(state, reference)
 
 
-def _low(state: State, row: Rule, floats: list[ops.Operand], low: Any) -> Colouring:
-    """Colour what the rule runs low, unless its operands have been upcast, or hold what low cannot."""
-    cast = [o for o in floats if castable(state, o, row, low)]
-    if not cast:
-        return natural(state, row, floats, LOW, Code.NO_OPERAND("nothing that is cast"))
-    asked = state.autocast or low != state.low  # by a region, which takes what it is given
-    if not asked and any(state.dtypes[o.node] in LOW_DTYPES and state.dtypes[o.node] != low for o in cast):
-        return all_to(state, torch.float32, row, floats, LOW, Code.USER_CAST("an operand is in the other low dtype"))
-    if not state.autocast and all(o.node in state.upcast for o in floats):
-        return natural(state, row, floats, LOW, Code.USER_CAST("every operand was upcast by the author"))
-    extremes = state.extremes
-    if (
-        state.aggressive
-        and all(o.node in extremes.fixed for o in floats)
-        and any(o.node in extremes.values for o in floats)
-    ):
-        return natural(state, row, floats, LOW, Code.POSITION("made of integers and buffers alone"))
-    return all_to(state, low, row, floats, LOW, Code.LOW(row.reason))
+def _composite(state: State, site: Site) -> Colouring:
+    """Colour what could not be decomposed, and is kept whole."""
+    if state.autocast:
+        return _follow(state, site)
+    why = Code.COMPOSITE("kept whole")
+    kept = keep(state, site, why)
+    held = {kept.casts.get((o.name, o.index), state.dtypes[o.node]) for o in site.floats}
+    if site.node.op == "call_function" and len(held & {*ELIGIBLE}) > 1:
+        return all_to(state, site, torch.float32, why)  # autocast, which made them one, is off
+    return kept
 
 
-def fp32(state: State, node: Node, row: Rule, floats: list[ops.Operand], why: Reason | None = None) -> Colouring:
-    """Colour what runs FP32, unless it is told its dtype."""
-    explicit = ops.argument(node, "dtype")
-    if row.dtype_arg and isinstance(explicit, torch.dtype):
-        return natural(state, row, floats, FP32, Code.DTYPE_ARGUMENT(str(explicit)))
-    return all_to(state, torch.float32, row, floats, FP32, why or Code.FP32(row.reason))
+_KINDS: dict[str, Callable[[State, Site], Colouring]] = {
+    LOW: _low,
+    FP32: fp32,
+    PROMOTE: _promote,
+    FOLLOW: _follow,
+    KEEP: _kept,
+    BANNED: _banned,
+    COMPOSITE: _composite,
+}
 
 
-def in_place(state: State, node: Node, row: Rule, floats: list[ops.Operand]) -> Colouring | None:
+def _where(site: Site) -> str:
+    return f"{site.name} ({source(site.node) or site.node.name}, module '{module_path(site.node)}')"
+
+
+def in_place(state: State, site: Site) -> Colouring | None:
     """Colour what writes to a tensor: its target's dtype decides."""
-    outs, first = out_operands(node), node.args[0] if node.args else None
-    targets = outs or [t for t in (first if isinstance(first, (list, tuple)) else [first]) if isinstance(t, Node)]
+    targets = _targets(site.node)
     dtype = next((d for t in targets if is_floating(d := state.dtypes[t]) or d is ANY), None)
-    strict = row.same_dtype or ops.name(node) == "setitem"  # index_put, where an index is a tensor
-    strict |= bool(outs) and not row.casts_out
+    sources = [o for o in site.floats if o.node not in targets]
+    strict = _takes_its_dtype_alone(site)
     if dtype is ANY and strict:
         why = Code.UNKNOWN_RANK("captured without inputs, so its target's dtype is not known")
-        return keep(state, node, [o for o in floats if o.node not in targets], PROMOTE, why)
+        return keep(state, replace(site, kind=PROMOTE, floats=tuple(sources)), why)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         return None
     # What nothing is known of is FP32, or cast where it turns out to be: it may be an index.
     cast = (ANY, *ELIGIBLE) if dtype in LOW_DTYPES else ELIGIBLE
-    sources = [o for o in floats if strict and o.node not in targets and state.dtypes[o.node] in cast]
-    casts = {(o.name, o.index): dtype for o in sources if state.dtypes[o.node] != dtype}
+    written = [o for o in sources if strict and state.dtypes[o.node] in cast]
+    casts = {(o.name, o.index): dtype for o in written if state.dtypes[o.node] != dtype}
     return Colouring(dtype, PROMOTE, Code.IN_PLACE("its target's dtype"), casts)
 
 
-def user_cast(state: State, node: Node) -> Colouring | None:
+def _targets(node: Node) -> list[Node]:
+    """Return what a call writes to: `out=`, else its first argument."""
+    first = node.args[0] if node.args else None
+    found = first if isinstance(first, (list, tuple)) else [first]
+    return out_operands(node) or [t for t in found if isinstance(t, Node)]
+
+
+def _takes_its_dtype_alone(site: Site) -> bool:
+    """Say whether what is written must have the dtype of what it is written to."""
+    indexed = site.name == "setitem"  # index_put, where an index is a tensor
+    return site.row.same_dtype or indexed or (bool(out_operands(site.node)) and not site.row.casts_out)
+
+
+def user_cast(state: State, site: Site) -> Colouring | None:
     """Colour a cast that the author wrote; one to another dtype than a floating one has no colour."""
-    forced = module_override(state.policy, state.stacks.get(node, ())) if state.policy.modules else None
-    observed = None if forced is not None and forced.colour == "fp32" else node.meta.get("read")
-    intent = state.casts.read(node, state.dtypes, observed, exact=not state.aggressive)
+    node = site.node
+    intent = _intent(state, node)
     if intent.dtype is None and not intent.literal and state.dtypes[node] is ANY and not state.autocast:
         why = Code.KEEP("it takes the dtype of what is not known, or the device")
-        return keep(state, node, list(ops.operands(node))[:1], KEEP, why)
+        return keep(state, replace(site, kind=KEEP, floats=tuple(ops.operands(node))[:1]), why)
     if intent.dtype is None or not intent.dtype.is_floating_point:
         return None
     if intent.literal and intent.dtype == torch.float32:
@@ -147,10 +212,17 @@ def user_cast(state: State, node: Node) -> Colouring | None:
     changed = intent.dtype if baked is not None and baked != intent.dtype else None
     value = next(ops.operands(node))
     number = 0.0 if intent.literal else state.extremes.constants.get(value.node, 0.0)
-    if not state.autocast and intent.dtype in LOW_DTYPES and literals.is_extreme(number, intent.dtype):
-        if abs(number) != literals.FP32_MAX:
-            why = Code.LITERAL("a number does not fit the low dtype")
-            return Colouring(torch.float32, "cast", why, set_dtype=torch.float32)
-        why = Code.LITERAL("finfo(float32).min becomes the low dtype's own")
-        return Colouring(intent.dtype, "cast", why, set_dtype=changed, clamped=((value.name, value.index),))
-    return Colouring(intent.dtype, "cast", intent.reason, set_dtype=changed)
+    if state.autocast or intent.dtype not in LOW_DTYPES or not literals.is_extreme(number, intent.dtype):
+        return Colouring(intent.dtype, "cast", intent.reason, set_dtype=changed)
+    if abs(number) != literals.FP32_MAX:
+        why = Code.LITERAL("a number does not fit the low dtype")
+        return Colouring(torch.float32, "cast", why, set_dtype=torch.float32)
+    why = Code.LITERAL("finfo(float32).min becomes the low dtype's own")
+    return Colouring(intent.dtype, "cast", why, set_dtype=changed, clamped=((value.name, value.index),))
+
+
+def _intent(state: State, node: Node) -> Intent:
+    """Return what a cast means, where the policy does not want FP32 whatever it read."""
+    forced = module_override(state.policy, state.stacks.get(node, ())) if state.policy.modules else None
+    observed = None if forced is not None and forced.colour == "fp32" else note_of(node).read
+    return state.casts.read(node, state.dtypes, observed, exact=not state.aggressive)

@@ -9,32 +9,28 @@ from torch.fx import Node
 
 from ...contract.policy import Policy
 from ...ops.facts import accumulates, facts_of, lacks_low, rounds_once
-from ...ops.rules import BANNED, COMPOSITE, FOLLOW, FP32, KEEP, LOW, NO_LOW_BACKWARD, PROMOTE, RULES, Rule
+from ...ops.rules import BANNED, COMPOSITE, FOLLOW, FP32, KEEP, LOW, PROMOTE, Rule
+from .state import Site
 
-_LOSSES = frozenset(n for n, r in RULES.items() if r.reason.startswith("loss"))
 
-
-def by_level(policy: Policy, node: Node, row: Rule, kind: str, floats: list[Node], extreme: bool) -> str:
+def by_level(policy: Policy, site: Site, extreme: bool) -> str:
     """Return the kind of a node at O2 or O3.
 
     Args:
         policy: with dtype and device filled in.
-        node: the call.
-        row: its rule.
-        kind: the kind that the rule has on the device.
-        floats: its floating operands.
-        extreme: one of them holds what the low dtype cannot.
+        site: the call, with the kind that its rule has on the device.
+        extreme: one of its operands holds what the low dtype cannot.
     """
-    device = policy.device or "cpu"
+    device, node, row, kind = policy.device or "cpu", site.node, site.row, site.kind
     low: Any = policy.dtype
     if kind in (LOW, KEEP, BANNED, COMPOSITE):
         return kind
-    if lacks_low(node, row, device) or row.name in NO_LOW_BACKWARD:
+    if lacks_low(node, row, device) or row.no_low_backward:
         return FP32
-    several = PROMOTE if kind == PROMOTE or len(floats) > 1 else FOLLOW
+    several = PROMOTE if kind == PROMOTE or len(site.floats) > 1 else FOLLOW
     if policy.level.rounds_sensitive and not extreme:
-        return LOW if row.out[0] in ("float", "first") and not row.commutes else several
-    if row.name in _LOSSES:  # FP32, but for one that only picks values out
+        return LOW if row.gives in ("float", "first") and not row.commutes else several
+    if row.loss:  # FP32, but for one that only picks values out
         return FOLLOW if facts_of(node, device, low).commutes_forward else FP32
     if accumulates(node, row):
         return FP32

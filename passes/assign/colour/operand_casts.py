@@ -1,4 +1,6 @@
-"""Which operands of a node are cast: all to one dtype, only those that its kernel rejects mixed, or back as they were.
+"""Three ways to cast the operands of a node.
+
+`all_to` casts all to one dtype, `natural` only those that the kernel rejects mixed, `keep` back to the captured dtypes.
 
 Before: add(a: bf16, b: f32)
 After:  all_to(bf16): b is cast; natural: none; keep, where a was f32: a is cast
@@ -10,24 +12,23 @@ import functools
 from typing import Any
 
 import torch
-from torch.fx import Node
 
 from ...colouring import Colouring, Place
 from ...contract.reasons import Code, Reason
 from ...graph.values import ANY, ELIGIBLE, LOW
 from ...ops import ops
 from ...ops.rules import PROMOTE, Rule
-from .state import State, first_float
+from .state import Site, State, first_float
 
 
-def all_to(state: State, dtype: Any, row: Rule, floats: list[ops.Operand], kind: str, reason: Reason) -> Colouring:
+def all_to(state: State, site: Site, dtype: Any, reason: Reason) -> Colouring:
     """Cast every castable operand that has another dtype."""
     casts = {}
-    for o in floats:
+    for o in site.floats:
         held = state.dtypes[o.node]
-        if castable(state, o, row, dtype) and held != dtype and (held is not ANY or dtype in LOW):
+        if castable(state, o, site.row, dtype) and held != dtype and (held is not ANY or dtype in LOW):
             casts[o.name, o.index] = dtype
-    return Colouring(dtype, kind, reason, casts)
+    return Colouring(dtype, site.kind, reason, casts)
 
 
 def castable(state: State, operand: ops.Operand, row: Rule, dtype: Any) -> bool:
@@ -40,25 +41,26 @@ def castable(state: State, operand: ops.Operand, row: Rule, dtype: Any) -> bool:
     return not (operand.name in row.uncast and dtype in LOW)
 
 
-def natural(state: State, row: Rule, floats: list[ops.Operand], kind: str, reason: Reason) -> Colouring:
+def natural(state: State, site: Site, reason: Reason) -> Colouring:
     """Leave the operands as they are, unless the kernel rejects mixed ones: then all go to the widest."""
-    held = [state.dtypes[o.node] for o in floats if isinstance(state.dtypes[o.node], torch.dtype)]
+    values = [state.dtypes[o.node] for o in site.floats]
+    held = [d for d in values if isinstance(d, torch.dtype)]
     widest = functools.reduce(torch.promote_types, held) if held else torch.float32
     mixed = len(set(held)) > 1
-    if mixed and row.same_dtype and row.out[0] != "first":
-        return all_to(state, widest, row, floats, kind, Code.WIDEST("the kernel rejects mixed operands"))
-    unknown = any(state.dtypes[o.node] is ANY for o in floats) and any(d in LOW for d in held)
-    ranks_known = all("val" in o.node.meta for o in floats)
-    if kind == PROMOTE and not ranks_known and (mixed or unknown):
-        return all_to(state, torch.float32, row, floats, kind, Code.UNKNOWN_RANK("captured without inputs"))
-    return Colouring(widest, kind, reason)
+    if mixed and site.row.same_dtype and site.row.gives != "first":
+        return all_to(state, site, widest, Code.WIDEST("the kernel rejects mixed operands"))
+    unknown = ANY in values and any(d in LOW for d in held)
+    ranks_known = all("val" in o.node.meta for o in site.floats)
+    if site.kind == PROMOTE and not ranks_known and (mixed or unknown):
+        return all_to(state, site, torch.float32, Code.UNKNOWN_RANK("captured without inputs"))
+    return Colouring(widest, site.kind, reason)
 
 
-def keep(state: State, node: Node, floats: list[ops.Operand], kind: str, reason: Reason) -> Colouring:
+def keep(state: State, site: Site, reason: Reason) -> Colouring:
     """Cast the operands back to the dtypes that they had when the graph was captured."""
     casts: dict[Place, torch.dtype] = {}
     before = []
-    for o in floats:
+    for o in site.floats:
         original, held = state.original[o.node], state.dtypes[o.node]
         if original is ANY and held in LOW:
             original = torch.float32
@@ -66,5 +68,5 @@ def keep(state: State, node: Node, floats: list[ops.Operand], kind: str, reason:
             before.append(original)
             if isinstance(held, torch.dtype) and held != original:
                 casts[o.name, o.index] = original
-    dtype = first_float(state.original[node]) or next(iter(before), torch.float32)
-    return Colouring(dtype, kind, reason, casts)
+    dtype = first_float(state.original[site.node]) or next(iter(before), torch.float32)
+    return Colouring(dtype, site.kind, reason, casts)

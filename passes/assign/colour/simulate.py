@@ -16,31 +16,17 @@ from ...colouring import Colouring
 from ...contract.reasons import Code
 from ...graph.aliases import is_opaque
 from ...graph.bodies import Body, Border
-from ...graph.values import (
-    ANY,
-    ELIGIBLE,
-    LOW,
-    Aliases,
-    is_floating,
-    is_known,
-    module_types,
-    mutated_operands,
-    original_dtypes,
-)
+from ...graph.by_rows import original_dtypes
+from ...graph.notes import note_of
+from ...graph.values import ANY, ELIGIBLE, LOW, Aliases, is_floating, is_known, module_types, mutated_operands
 from ...ops import ops
 from ...ops.facts import accumulates
-from ...ops.rules import KEEP, lookup
-from .decide import decide
+from ...ops.rules import KEEP, lookup, row_named, row_of
+from .decide import decide, site_of
 from .fit_numbers import fit_numbers
 from .operand_casts import keep
 from .result_dtypes import result_dtypes
 from .state import State, first_float
-
-# What asks for a shape, a dtype or nothing: no arithmetic, no colour.
-_ASKS = frozenset(
-    """getitem getattr sym_size sym_stride sym_numel sym_storage_offset size stride dim numel shape is_floating_point
-    is_complex element_size _assert_tensor_metadata device is_contiguous by_mode""".split()  # noqa: SIM905
-)
 
 
 class Simulation(State):
@@ -57,7 +43,7 @@ class Simulation(State):
                 continue
             name = ops.name(node)
             floats = [o for o in ops.operands(node) if is_floating(self.dtypes[o.node]) or self.dtypes[o.node] is ANY]
-            if name in _ASKS:
+            if row_named(name).asks:
                 if name == "getitem":
                     self.dtypes[node] = self.infer(node, self.dtypes.__getitem__)
             elif any(b.first is not None for b in self.border.bodies.get(node, ())):
@@ -77,7 +63,7 @@ class Simulation(State):
 
     def _beside_autocast(self, value: Node) -> Any:
         """Return the dtype of an output that is read under autocast: the wider of its own and autocast's."""
-        held: Any = value.meta.get("low_of_its_own", self.dtypes[value])
+        held: Any = note_of(value).low_of_its_own or self.dtypes[value]
         autocast: Any = self.reference.get(value)
         both = held in ELIGIBLE and autocast in ELIGIBLE
         return torch.promote_types(held, autocast) if both else held
@@ -101,13 +87,13 @@ class Simulation(State):
 
     def _would_copy(self, members: Sequence[Node]) -> list[Node]:
         """Return the values, low beyond O1 only, by whose dtype a cast copies what it passed on (`x.type_as(y)`)."""
-        references = [self.casts.reference(m) for m in members if self.aggressive and ops.name(m) in ("to", "type_as")]
+        references = [self.casts.reference(m) for m in members if self.aggressive and row_of(m).cast]
         known = [r for r in references if r is not None and self.original[r] == self.reference.get(r)]
         return [r for r in known if self.dtypes[r] != self.original[r]]
 
     def _no_copy_any_more(self, node: Node) -> bool:
         """Say whether the author's cast copied its operand, and now only passes it on, for that is low beyond O1."""
-        value = node.args[0] if self.aggressive and ops.name(node) in ("to", "type_as") else None
+        value = node.args[0] if self.aggressive and row_of(node).cast else None
         if not isinstance(value, Node) or not isinstance(self.dtypes[node], torch.dtype):
             return False
         copied = any(held.get(value) != held.get(node) for held in (self.original, self.reference))
@@ -136,21 +122,22 @@ class Simulation(State):
 
     def _visit(self, node: Node, name: str, floats: list[ops.Operand]) -> None:
         """Decide on one node, and on what comes out of it."""
-        colouring = decide(self, node, name, floats)
+        site = site_of(self, node, name, floats)
+        colouring = decide(self, site)
         if colouring is None:
             return
         self.dtypes[node] = result_dtypes(self, node, colouring)
         why = self._refused(node) if not self.autocast and self._runs_low(floats, colouring) else ""
         if why:
-            colouring = keep(self, node, floats, KEEP, Code.KEEP(why))
+            colouring = keep(self, site.of_kind(KEEP), Code.KEEP(why))
             self.dtypes[node] = result_dtypes(self, node, colouring)
         if not self.autocast:
-            colouring = fit_numbers(self, node, name, floats, colouring)
+            colouring = fit_numbers(self, site, colouring)
         self.colours[node] = colouring
         colouring.causes = tuple(o.node for o in floats if o.node in self.colours)
 
     def _refused(self, node: Node) -> str:
-        """Return why a node that reads low values has to be as it was, "" if it need not."""
+        """Return why a node that reads low values must keep its captured dtypes, "" if it may run with low operands."""
         if not is_known(self.dtypes[node]):
             return "what it gives cannot be told without shapes"
         made = self.dtypes[node]

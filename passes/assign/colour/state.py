@@ -1,7 +1,8 @@
-"""What a simulation knows when it comes to a node: what it was given, and what the nodes before have taught it."""
+"""The state of one forward simulation: its inputs, and what earlier nodes established (colours, pins, upcasts)."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,8 +13,35 @@ from ...contract.policy import Policy
 from ...graph.bodies import Border
 from ...graph.islands import islands
 from ...graph.values import ANY, Aliases
+from ...ops import ops
+from ...ops.rules import Rule
 from .extremes import Extremes
 from .user_casts import Casts, observed
+
+
+@dataclass(frozen=True)
+class Site:
+    """A call that is to be decided on, and what the table says of it.
+
+    Attributes:
+        node: the call.
+        name: its op.
+        row: the row of that.
+        kind: the kind by which it is coloured: that of the row on the device, until something else decides.
+        floats: its floating operands, and those of which nothing is known.
+        low: the low dtype here, which an autocast region of the model's own may choose.
+    """
+
+    node: Node
+    name: str
+    row: Rule
+    kind: str
+    floats: tuple[ops.Operand, ...]
+    low: Any
+
+    def of_kind(self, kind: str) -> Site:
+        """Return the same call with another kind."""
+        return replace(self, kind=kind)
 
 
 class State:

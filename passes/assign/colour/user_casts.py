@@ -1,4 +1,4 @@
-"""What the author's own casts mean: literal (`.float()`) or relative (`.to(q.dtype)`, `type_as`).
+"""What the author's own casts mean: literal (`.float()`, `.half()`) or relative (`.to(q.dtype)`, `type_as`).
 
 Capture bakes both into `to(x, float32)`, and comparison with a capture under autocast tells them apart. A literal cast
 is kept, and its value has that dtype. A relative one follows its reference: what `.to(input.dtype)` restores is low
@@ -14,9 +14,12 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from ..._torch import OpOverload, overload_name
 from ...contract.reasons import Code, Reason
+from ...graph.notes import note_of
 from ...graph.values import ANY, LOW, is_floating, literal_dtype, module_path
 from ...ops import ops
+from ...ops.rules import Rule, row_named
 
 
 @dataclass(frozen=True)
@@ -28,12 +31,8 @@ class Intent:
     reason: Reason
 
 
-# Random fills that draw other numbers for another dtype, and not the same ones rounded.
-_DRAWS_ANEW = ("normal_", "random_") if torch.__version__ >= "2.13" else ("normal_", "random_", "uniform_")
-
-
 def observed(graph: Graph) -> Iterator[Node]:
-    """Yield the values of which the program uses more than their numbers: their bits, or how many these are."""
+    """Yield the values whose bits or element size the program sees: viewed as another dtype, measured, filled anew."""
     for node in graph.nodes:
         name, value = ops.name(node), node.args[0] if node.args else None
         if name == "view":
@@ -41,11 +40,18 @@ def observed(graph: Graph) -> Iterator[Node]:
         elif name == "getattr" and node.args[1] == "dtype":
             seen = any(_uses_dtype(user) for user in node.users)
         else:
-            seen = name in ("element_size", *_DRAWS_ANEW) or (
-                name == "getattr" and node.args[1] in ("itemsize", "nbytes")
+            seen = (
+                name == "element_size"
+                or (name == "getattr" and node.args[1] in ("itemsize", "nbytes"))
+                or (name.endswith("_") and _draws_anew(row_named(name.removesuffix("_"))))
             )
         if seen and isinstance(value, Node):
             yield value
+
+
+def _draws_anew(row: Rule) -> bool:
+    """Say whether a fill at random draws other numbers for another dtype, and not the same ones rounded."""
+    return row.redraws == "always" or (row.redraws != "" and torch.__version__ < row.redraws)
 
 
 def _uses_dtype(node: Node) -> bool:
@@ -84,34 +90,42 @@ class Casts:
             return Intent(found, False, Code.CAST("relative, follows its reference"))
         if baked is None:
             return Intent(held if isinstance(held, torch.dtype) else None, False, Code.FOLLOW("moves its operand"))
-        if node.meta.get("cast") == "autocast":
+        if note_of(node).cast == "autocast":
             why = Code.CAST("as it is under autocast, written or read there")
-            return Intent(node.meta.get("read") or baked, True, why)
+            return Intent(note_of(node).read or baked, True, why)
         kind = self._kind(node)
         if kind == "relative" and observed is not None:
             return Intent(observed, False, Code.CAST("relative, the dtype that was read under autocast"))
-        if (
-            not baked.is_floating_point
-            or not isinstance(held, torch.dtype)
-            or not is_floating(self.original.get(value))
-        ):
+        floats = baked.is_floating_point and is_floating(self.original.get(value))
+        if not floats or not isinstance(held, torch.dtype):
             return Intent(baked, True, Code.CAST("the author wrote this dtype"))
         if kind == "baked" and held in LOW and baked == torch.float32:
             return Intent(baked, True, Code.USER_CAST("undecided, taken as an upcast"))
-        changes = self.original[value] != baked or baked != torch.float32  # no cast to be restored by
-        if kind == "literal" or baked in LOW or (changes and kind != "relative"):  # what was captured is FP32
+        if self._is_literal(value, baked, kind):
             return Intent(baked, True, Code.CAST("the author wrote this dtype"))
-        if kind == "relative":
-            return Intent(self._restores(node, dtypes) or held, False, Code.USER_CAST("relative"))
+        return self._by_use(node, dtypes, held, observed, exact)
+
+    def _by_use(
+        self, node: Node, dtypes: dict[Node, Any], held: torch.dtype, observed: torch.dtype | None, exact: bool
+    ) -> Intent:
+        """Return what a cast means that gives what the capture under autocast saw, or else restores what was cast."""
         if observed is None:
-            return Intent(self._restores(node, dtypes) or held, False, Code.USER_CAST("undecided, taken as relative"))
+            why = "relative" if self._kind(node) == "relative" else "undecided, taken as relative"
+            return Intent(self._restores(node, dtypes) or held, False, Code.USER_CAST(why))
         restored = None if exact else self._restores(node, dtypes)
         return Intent(restored or observed, False, Code.CAST("undecided, for under autocast it does nothing"))
+
+    def _is_literal(self, value: Node, baked: torch.dtype, kind: str) -> bool:
+        """Say whether the author of a cast must have meant the dtype that was captured, not that of another value."""
+        if kind == "literal" or baked in LOW:  # what was captured is FP32
+            return True
+        changes = self.original[value] != baked or baked != torch.float32
+        return changes and kind != "relative"  # no cast to be restored by
 
     def reference(self, node: Node) -> Node | None:
         """Return the tensor whose dtype the cast takes, where the graph still has it."""
         if ops.name(node) == "type_as" or (
-            isinstance(node.target, torch._ops.OpOverload) and node.target._overloadname == "other"
+            isinstance(node.target, OpOverload) and overload_name(node.target) == "other"
         ):
             return node.args[1] if isinstance(node.args[1], Node) else None
         for arg in (*node.args[1:], *node.kwargs.values()):
@@ -125,7 +139,7 @@ class Casts:
 
     def _kind(self, node: Node) -> str:
         """Return "literal", "relative" or "undecided"; a method in a graph of Python's says what the author wrote."""
-        return str(node.meta.get("cast", "literal" if node.op == "call_method" else "undecided"))
+        return note_of(node).cast or ("literal" if node.op == "call_method" else "undecided")
 
     def _restores(self, node: Node, dtypes: dict[Node, Any]) -> torch.dtype | None:
         """Return the dtype that the nearest upcast before this cast, in the same module, was made from."""

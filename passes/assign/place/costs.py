@@ -14,13 +14,11 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from ...graph.values import SET_GRAD
+from ..._torch import SET_GRAD
+from ...contract.devices import DEVICES
+from ...graph.notes import note_of
 from ...ops import ops
-
-# Bytes that move in the time of one launch, and in a nanosecond; assumed, not measured: 5 us at 10 GB/s on a CPU core,
-# 2 us at 500 GB/s on a GPU.
-LAUNCH = {"cpu": 50_000, "cuda": 1_000_000}
-BYTES_PER_NANOSECOND = {"cpu": 10, "cuda": 500}
+from ...ops.rules import row_of
 
 
 class Run(NamedTuple):
@@ -35,7 +33,7 @@ class Costs(Protocol):
     """Prices of one graph; all are asked for at once, so that what must be measured is known before.
 
     Attributes:
-        least: what the cheapest placement does, for its reasons.
+        least: the phrase by which reasons of decisions describe the optimum, such as "moves the fewest bytes".
         measured: costs are times, and not counts of what is moved.
     """
 
@@ -52,7 +50,7 @@ class ByteCosts:
     least, measured = "moves the fewest bytes", False
 
     def __init__(self, device: str, grad: frozenset[Node]) -> None:
-        self.launch = LAUNCH[device]
+        self.launch = DEVICES[device].launch
         self.grad = grad
 
     def price(self, runs: Sequence[Run], casts: Sequence[Node]) -> tuple[list[int], list[int]]:
@@ -68,7 +66,7 @@ class ByteCosts:
         if is_view(node):
             return 0
         moved = numel(node.meta.get("val")) + sum(numel(o.node.meta.get("val")) for o in ops.operands(node))
-        backward = 2 if node in self.grad and ops.name(node) not in _FREE_BACKWARD else 0
+        backward = 2 if node in self.grad and not row_of(node).free_backward else 0
         return size * moved * (1 + backward)
 
 
@@ -103,20 +101,13 @@ def numel(value: Any) -> int:
 
 def is_view(node: Node) -> bool:
     """Say whether an op only makes a new view of its operand, or most often does."""
-    return ops.name(node) in _VIEWS or makes_view(node)
+    return row_of(node).view or makes_view(node)
 
 
 def makes_view(node: Node) -> bool:
     """Say whether an op makes a view whatever it is given."""
     schema = ops.schema_of(node)
     return ops.name(node) == "getitem" or (schema is not None and any(r.alias_info is not None for r in schema.returns))
-
-
-# The gradient of each operand is the gradient itself, or a view of it.
-_FREE_BACKWARD = frozenset(["add", "sub", "cat"])
-_VIEWS = frozenset(
-    ["getitem", "reshape", "flatten", "unflatten", "contiguous", "dropout", "chunk", "expand_as", "view_as"]
-)
 
 
 def requires_grad(graph: Graph) -> frozenset[Node]:
@@ -131,7 +122,7 @@ def requires_grad(graph: Graph) -> frozenset[Node]:
             state = node.args[0]
             enabled = [*enabled[:-1]] if isinstance(state, Node) and len(enabled) > 1 else [*enabled, bool(state)]
         elif not node.op.startswith("call"):
-            unknown = node.op == "get_attr" and "val" not in node.meta and not node.meta.get("buffer")
+            unknown = node.op == "get_attr" and "val" not in node.meta and note_of(node).role != "buffer"
             if unknown or getattr(node.meta.get("val"), "requires_grad", False):
                 out.add(node)
         elif enabled[-1] and (node.op == "call_module" or any(n in out for n in node.all_input_nodes)):

@@ -113,8 +113,8 @@ def blocks(problem: Problem) -> list[tuple[Problem, Variable | None]]:
     """Split a problem into parts that share at most one variable; fixed sides separate them.
 
     Returns:
-        Each part with its top, the one variable of it that a later part has too, or None. What the top itself costs
-        is in the later part.
+        Parts from the leaves to the root, each with its top: the one variable that it shares with a later part, or
+        None for a root. The cost of the top is counted in that later part.
     """
     graph: nx.Graph[Variable] = nx.Graph()
     graph.add_nodes_from(problem.low)
@@ -164,40 +164,52 @@ def _with_top(part: Problem, top: Variable, side: Variable) -> Problem:
 
 def _solve_part(problem: Problem) -> set[Variable]:
     graph: nx.DiGraph[Hashable] = nx.DiGraph()
-    ends: Mapping[Variable, Hashable] = {LOW: "source", FP32: "sink"}
-
-    def node(v: Variable) -> Hashable:
-        return ends.get(v, ("v", v))
-
     graph.add_nodes_from(["source", "sink"])
     for v in problem.low:
-        _edge(graph, "source", node(v), problem.fp32[v])
-        _edge(graph, node(v), "sink", problem.low[v])
+        _edge(graph, "source", _vertex(v), problem.fp32[v])
+        _edge(graph, _vertex(v), "sink", problem.low[v])
     for i, net in enumerate(problem.nets):
-        tensor = node(net.tensor)
-        if tensor != "sink":
-            _edge(graph, tensor, ("up", i), net.cost)
-        if tensor != "source":
-            _edge(graph, ("down", i), tensor, net.cost)
-        for reader in set(net.readers):
-            if tensor != "sink" and reader != LOW:
-                _infinite(graph, ("up", i), node(reader))
-            if tensor != "source" and reader != FP32:
-                _infinite(graph, node(reader), ("down", i))
+        _add_net(graph, net, i)
     for v, w in problem.implies:
         if v != FP32 and w != LOW:
-            _infinite(graph, node(v), node(w))
+            _infinite(graph, _vertex(v), _vertex(w))
     residual = nx.algorithms.flow.boykov_kolmogorov(graph, "source", "sink")
-    # The FP32 side is what can still reach the sink: of all minimum cuts the one with the fewest values in FP32.
-    fp32_side = {"sink"}
-    front: list[Hashable] = ["sink"]
+    fp32_side = _reaching("sink", residual)
+    return {v for v in problem.low if _vertex(v) not in fp32_side}
+
+
+_ENDS: Mapping[Variable, Hashable] = {LOW: "source", FP32: "sink"}
+
+
+def _vertex(v: Variable) -> Hashable:
+    """Return the vertex of a variable, or of a fixed side."""
+    return _ENDS.get(v, ("v", v))
+
+
+def _add_net(graph: nx.DiGraph[Hashable], net: Net, i: int) -> None:
+    """Add the two vertices of a net, by which a cast of its tensor is paid once, and their edges."""
+    tensor, up, down = _vertex(net.tensor), ("up", i), ("down", i)
+    if tensor != "sink":
+        _edge(graph, tensor, up, net.cost)
+    if tensor != "source":
+        _edge(graph, down, tensor, net.cost)
+    for reader in set(net.readers):
+        if tensor != "sink" and reader != LOW:
+            _infinite(graph, up, _vertex(reader))
+        if tensor != "source" and reader != FP32:
+            _infinite(graph, _vertex(reader), down)
+
+
+def _reaching(sink: Hashable, residual: nx.DiGraph[Hashable]) -> set[Hashable]:
+    """Return what can still reach the sink: of all minimum cuts the FP32 side with the fewest values."""
+    found, front = {sink}, [sink]
     while front:
         w = front.pop()
         for v, data in residual.pred[w].items():
-            if v not in fp32_side and data["flow"] < data["capacity"]:
-                fp32_side.add(v)
+            if v not in found and data["flow"] < data["capacity"]:
+                found.add(v)
                 front.append(v)
-    return {v for v in problem.low if node(v) not in fp32_side}
+    return found
 
 
 def _infinite(graph: nx.DiGraph[Hashable], tail: Hashable, head: Hashable) -> None:

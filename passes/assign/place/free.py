@@ -7,17 +7,25 @@ that is not sensitive, and with measured costs a matrix product too: one that do
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 from torch.fx import Node
 
 from ...colouring import Colouring
+from ...contract.reasons import Code
 from ...graph.aliases import may_alias
 from ...graph.literals import numbers
+from ...graph.notes import note_of
 from ...graph.values import concrete_size, is_floating, is_known, literal_dtype
 from ...ops import ops
 from ...ops.facts import facts_of
-from ...ops.rules import FOLLOW, FP32, LOW, PROMOTE, lookup
+from ...ops.rules import FOLLOW, FP32, LOW, PROMOTE, Rule, lookup
 from ..colour.simulate import Simulation
+
+# Why a node is as it is, where nothing may move it.
+_SETTLED = (Code.OVERRIDE, Code.LITERAL, Code.MUTATED, Code.KEEP, Code.FLOAT64, Code.DTYPE_ARGUMENT)
 
 
 def free_nodes(simulation: Simulation, grad: frozenset[Node]) -> dict[Node, None]:
@@ -27,56 +35,149 @@ def free_nodes(simulation: Simulation, grad: frozenset[Node]) -> dict[Node, None
         simulation: what was decided so far.
         grad: the values that gradients flow through.
     """
+    checks = (*_ALWAYS, *(_BEYOND_AUTOCAST if simulation.aggressive else _AS_AUTOCAST))
     free: dict[Node, None] = {}
     for node in simulation.graph.nodes:
         item = ops.name(node) == "getitem" and node.args[0] in free and is_floating(simulation.dtypes[node])
-        if item or (node in simulation.colours and _is_free(simulation, node, grad)):
+        if item or (node in simulation.colours and _passes(checks, simulation, node, grad)):
             free[node] = None
     return free
 
 
-def _is_free(simulation: Simulation, node: Node, grad: frozenset[Node]) -> bool:
-    colouring, name, low, dtypes = simulation.colours[node], ops.name(node), simulation.low, simulation.dtypes
-    row, _ = lookup(name, simulation.device, low)
-    if colouring.kind not in (PROMOTE, FOLLOW, FP32) and not _is_free_product(simulation, colouring):
+@dataclass(frozen=True)
+class _Candidate:
+    """A node that has a colour, and what is known of it.
+
+    Attributes:
+        read: all its operands.
+        floats: those that are floating.
+        held: their dtypes.
+        grad: gradients flow through it.
+    """
+
+    simulation: Simulation
+    node: Node
+    colouring: Colouring
+    row: Rule
+    read: tuple[Node, ...]
+    floats: tuple[ops.Operand, ...]
+    held: tuple[object, ...]
+    grad: bool
+
+
+Check = Callable[[_Candidate], bool]
+
+
+def _passes(checks: tuple[Check, ...], simulation: Simulation, node: Node, grad: frozenset[Node]) -> bool:
+    dtypes = simulation.dtypes
+    row = lookup(ops.name(node), simulation.device, simulation.low)[0]
+    operands = list(ops.operands(node))
+    floats = tuple(o for o in operands if is_floating(dtypes[o.node]))
+    held, read = tuple(dtypes[o.node] for o in floats), tuple(o.node for o in operands)
+    candidate = _Candidate(simulation, node, simulation.colours[node], row, read, floats, held, node in grad)
+    return all(check(candidate) for check in checks)
+
+
+# At every level.
+
+
+def _has_an_open_kind(c: _Candidate) -> bool:
+    """A matrix product may stay FP32 too: at O2, where it was measured what its casts cost."""
+    policy = c.simulation.policy
+    measured = policy.level.weighs and policy.cost == "measured"
+    product = measured and c.colouring.kind == LOW and c.colouring.reason.code == Code.LOW
+    return product or c.colouring.kind in (PROMOTE, FOLLOW, FP32)
+
+
+def _makes_a_value(c: _Candidate) -> bool:
+    """It writes to none, and the author has said nothing of where it stands."""
+    return not ops.name(c.node).endswith("_") and note_of(c.node).region is None
+
+
+def _names_no_dtype(c: _Candidate) -> bool:
+    return not c.colouring.literals and literal_dtype(c.node) is None
+
+
+def _is_in_either_dtype(c: _Candidate) -> bool:
+    """It runs in one of the two dtypes, and all that it reads has one."""
+    either = (c.simulation.low, torch.float32)
+    return c.colouring.dtype in either and all(d in either for d in c.held if not isinstance(d, tuple))
+
+
+def _is_known(c: _Candidate) -> bool:
+    dtypes = c.simulation.dtypes
+    return is_floating(dtypes[c.node]) and all(is_known(dtypes[n]) for n in (c.node, *c.read))
+
+
+def _shares_no_written_storage(c: _Candidate) -> bool:
+    aliases = c.simulation.aliases
+    view = may_alias(c.node) and any(aliases.is_mutated(o.node) for o in c.floats)
+    return not view and not aliases.is_mutated(c.node)
+
+
+def _reads_a_float(c: _Candidate) -> bool:
+    return bool(c.floats)
+
+
+def _has_no_low_weights(c: _Candidate) -> bool:
+    """A norm takes low weights beside a low input alone."""
+    return not any(o.name in c.row.uncast and d == c.simulation.low for o, d in zip(c.floats, c.held, strict=True))
+
+
+_ALWAYS: tuple[Check, ...] = (
+    _has_an_open_kind, _makes_a_value, _names_no_dtype, _is_in_either_dtype, _is_known, _shares_no_written_storage,
+    _reads_a_float, _has_no_low_weights,
+)  # fmt: skip
+
+
+# From O2 on: what is not sensitive.
+
+
+def _is_not_sensitive(c: _Candidate) -> bool:
+    return c.colouring.kind != FP32 and c.colouring.reason.code not in _SETTLED
+
+
+def _gives_what_it_reads(c: _Candidate) -> bool:
+    """Its first operand decides, and not its weights."""
+    return c.row.gives in ("float", "first") and c.floats[0].name not in c.row.uncast
+
+
+def _fits_low(c: _Candidate) -> bool:
+    """Low can hold it and what it reads, and the author wanted none of that in FP32."""
+    extreme, upcast = c.simulation.extremes.values, c.simulation.upcast
+    return c.node not in extreme and not any(o.node in extreme or o.node in upcast for o in c.floats)
+
+
+_BEYOND_AUTOCAST: tuple[Check, ...] = (_is_not_sensitive, _gives_what_it_reads, _fits_low)
+
+
+# At O1: what changes no value.
+
+
+def _rounds_nothing(c: _Candidate) -> bool:
+    """It is FP32 only by autocast's list, over low values, in a kernel that computes in FP32; or it moves values."""
+    if c.colouring.kind != FP32:
+        return _only_moves(c)
+    known = facts_of(c.node, c.simulation.device, c.simulation.low)
+    return all(d == c.simulation.low for d in c.held) and known.fp32_internal and known.status == "measured"
+
+
+def _only_moves(c: _Candidate) -> bool:
+    """Rounding moves across moves of values, whatever the device, but not of a number that is rounded with them."""
+    moves = c.row.commutes == "both" or (c.row.commutes == "forward" and not c.grad)
+    if not moves or c.colouring.casts or _lets_a_number_pass(c):
         return False
-    if name.endswith("_") or node.meta.get("autocast_region"):
+    if c.simulation.dtypes[c.node] == torch.float32 and _is_compacted(c.node.meta.get("val")):
         return False
-    if colouring.literals or literal_dtype(node) is not None or colouring.dtype not in (low, torch.float32):
-        return False
-    if simulation.aliases.is_mutated(node) or not is_floating(dtypes[node]):
-        return False
-    floats = [o for o in ops.operands(node) if is_floating(dtypes[o.node])]
-    if not all(map(is_known, [dtypes[node], *(dtypes[o.node] for o in ops.operands(node))])):
-        return False
-    if not floats or any(simulation.aliases.is_mutated(o.node) and may_alias(node) for o in floats):
-        return False
-    if any(o.name in row.uncast and dtypes[o.node] == low for o in floats):  # it takes low weights beside low alone
-        return False
-    held = [dtypes[o.node] for o in floats]
-    if any(d not in (low, torch.float32) for d in held if not isinstance(d, tuple)):
-        return False
-    if simulation.policy.level.stores_low:
-        primary, extreme = floats[0], simulation.extremes.values
-        return (
-            colouring.kind != FP32
-            and row.out[0] in ("float", "first")
-            and primary.name not in row.uncast
-            and node not in extreme
-            and not any(o.node in extreme for o in floats)
-            and not any(o.node in simulation.upcast for o in floats)
-            and colouring.reason.code not in ("override", "literal", "mutated", "keep", "float64", "dtype_argument")
-        )
-    if colouring.kind == FP32:  # only by autocast's list, over low values, in a kernel that computes in FP32
-        known = facts_of(node, simulation.device, low)
-        return all(d == low for d in held) and known.fp32_internal and known.status == "measured"
-    # Rounding moves across moves of values, whatever the device, but not of a number that is rounded with them.
-    moves = row.commutes == "both" or (row.commutes == "forward" and node not in grad)
-    if dtypes[node] == torch.float32 and _is_compacted(node.meta.get("val")):
-        return False
-    scalar = dtypes[node] == low and torch.float32 in held  # which promotion lets pass
-    exact = all(torch.tensor(x, dtype=low).item() == x for x in numbers(node))
-    return moves and not colouring.casts and not scalar and exact
+    return all(torch.tensor(x, dtype=c.simulation.low).item() == x for x in numbers(c.node))
+
+
+def _lets_a_number_pass(c: _Candidate) -> bool:
+    """Say whether it is low beside an FP32 scalar, which promotion lets pass."""
+    return c.simulation.dtypes[c.node] == c.simulation.low and torch.float32 in c.held
+
+
+_AS_AUTOCAST: tuple[Check, ...] = (_rounds_nothing,)
 
 
 def _is_compacted(value: object) -> bool:
@@ -93,9 +194,3 @@ def _is_compacted(value: object) -> bool:
             return True
         expected *= size
     return False
-
-
-def _is_free_product(simulation: Simulation, colouring: Colouring) -> bool:
-    """Say whether a matrix product may stay FP32: at O2, where it was measured what its casts cost."""
-    measured = simulation.policy.level.weighs and simulation.policy.cost == "measured"
-    return measured and colouring.kind == LOW and colouring.reason.code == "low"

@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from ...colouring import Place
 from ...ops import ops
-from ...ops.rules import PROMOTING, rule
+from ...ops.rules import row_of, rule
 from ..colour.simulate import Simulation
 from .costs import Costs, Run
 from .cut import FP32, LOW, Net, Problem, Variable
@@ -117,7 +117,7 @@ def _is_promoted(node: Node, simulation: Simulation, uses: Uses) -> bool:
     It does beside a tensor that is FP32, and not beside a number.
     """
     read = uses.readers[node]
-    if len(read) != 1 or ops.name(read[0][0]) not in PROMOTING:
+    if len(read) != 1 or not row_of(read[0][0]).promotes_inside:
         return False
     others = [o.node for o in ops.operands(read[0][0]) if o.node is not node]
     return any((n in uses.free or simulation.dtypes[n] == torch.float32) and _rank(n) > 0 for n in others)

@@ -310,7 +310,7 @@ def test_an_error_of_ours_comes_as_it_is() -> None:
 
 
 def test_arguments_given_as_options_are_named() -> None:
-    with pytest.raises(fxamp.PolicyError, match=r"'policy': of fxamp.compile these are arguments"):
+    with pytest.raises(fxamp.PolicyError, match=r"'policy' are arguments: write fxamp.compile"):
         compiled(Two(), options={"policy": "O2"})
 
 

@@ -517,7 +517,7 @@ def test_packed_sequence_is_one_input() -> None:
 
 def with_plan(dtype: torch.dtype | None, level: str = "O1") -> nn.Module:
     model = nn.Linear(4, 1)
-    setattr(model, "plan", SimpleNamespace(policy=SimpleNamespace(dtype=dtype, level=level)))  # noqa: B010
+    setattr(model, "plan", SimpleNamespace(policy=fxamp.Policy(level, dtype=dtype)))  # noqa: B010
     return model
 
 

@@ -21,12 +21,12 @@ from torch.fx import Graph, Node
 from torch.library import custom_op
 
 from passes._torch import pytree
+from passes.graph.by_rows import SymbolicInference, original_dtypes
 from passes.graph.values import (
     ANY,
     COMPLEX,
     Aliases,
     Inference,
-    SymbolicInference,
     dtypes_of,
     grad_modes,
     keys,
@@ -35,7 +35,6 @@ from passes.graph.values import (
     module_stack,
     mutated_operands,
     no_autocast,
-    original_dtypes,
     source,
 )
 from passes.runtime import rnn

@@ -19,8 +19,9 @@ from passes.assign.place import place as placing
 from passes.assign.place.costs import requires_grad
 from passes.contract.errors import VerificationError
 from passes.contract.reasons import Code
-from passes.graph.inserted import is_inserted
-from passes.graph.values import ELIGIBLE, Aliases, Inference, original_dtypes
+from passes.graph.by_rows import original_dtypes
+from passes.graph.notes import is_inserted
+from passes.graph.values import ELIGIBLE, Aliases, Inference
 from passes.ops import ops
 from reports.subjects import converted, subject
 from tests.passes.assign.test_assign_precision import Net, decided, under_autocast

@@ -1,0 +1,35 @@
+"""Casts, and calls that compute nothing: what is asked of a value, asserted of it, or leaves tensors."""
+
+from __future__ import annotations
+
+from .row import KEEP, group, of
+
+# fmt: off
+ROWS = (
+    *group(KEEP, KEEP, "a cast: the author's own",
+        of("to", dtype_arg=True, cast=True, may_alias="first", of_integers=True, in_norm="arithmetic", direct="dtype"),
+        of("type_as", cast=True, may_alias="first", of_integers=True, direct="default"),
+        "chalf",
+    ),
+    *group(KEEP, KEEP, "leaves tensors: its value must be the original one",
+        of("item", out=""),
+        "_local_scalar_dense _assert_async sym_constrain_range_for_size",
+        of("is_nonzero", out="bool"),
+        of("_assert_tensor_metadata", out="", asks="dtype"),
+        of("histogram", no_low="cpu"),
+        of("histogramdd", depends=True, no_low="cpu"),
+    ),
+)
+# Calls that are no operators of ATen, or compute nothing of tensors; `fxamp.rules()` does not list them.
+QUERIES = (
+    *group(KEEP, KEEP, "asks a value for what is no number of it",
+        of("getitem", asks="item", may_alias="first"),
+        of("getattr size stride dim numel is_contiguous", asks="shape", out=""),
+        of("sym_size sym_stride sym_numel sym_storage_offset", asks="shape", out=""),
+        of("is_floating_point is_complex element_size", asks="dtype", out=""),
+    ),
+    *group(KEEP, KEEP, "leaves tensors, or writes into one",
+        "storage_offset get_device data_ptr tolist _assert_scalar setitem",
+        out="",
+    ),
+)

@@ -1,0 +1,135 @@
+"""FSDP2: converted or compiled blocks sharded one by one, a model converted as a whole at its root, low dtypes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.optim import AdamW
+
+import fxamp
+from tests.fxamp.train.ranks.test_replicas import OVERFLOWS, alone, assert_as_alone, mine
+from tests.support.small import FP16, INF, SCALER, X, blocks, converted, step_of, weights_of
+from tests.support.workers import Workers, refused
+
+pytestmark = pytest.mark.xdist_group("ranks")
+WINDOW: dict[str, Any] = {"scaler": SCALER, "accumulate_steps": 2, "max_grad_norm": 0.05}
+LOW: dict[str, Any] = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+LOW_AS_IT_IS = {**LOW, "cast_forward_inputs": False}
+
+
+def sharded(how: str, policy: str = FP16, low: dict[str, Any] | None = None) -> Any:
+    """Return the model sharded, "whole" or by blocks that were converted or compiled; or one "without norms"."""
+    given: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(**low)} if low else {}
+    if how == "without norms":
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 2))
+        return fully_shard(fxamp.convert(model, (X[0],), policy=policy, check=False), **given)
+    if how == "whole":
+        return fully_shard(converted(policy), **given)
+    parts: list[nn.Module] = list(blocks())
+    if how == "converted":
+        parts = [fxamp.convert(part, (X[0],), policy=policy, check=False) for part in parts]
+    if how == "compiled":
+        parts = [fxamp.compile(part, policy=policy, backend="eager") for part in parts]
+    for part in parts:
+        fully_shard(part, **given)
+    return fully_shard(nn.Sequential(*parts), **given)
+
+
+def train(model: dict[str, Any], x: Tensor, settings: dict[str, Any]) -> list[Any]:
+    replica = sharded(**model)
+    step = step_of(replica, **settings)
+    results = [r for r in map(step, mine(x, settings.get("accumulate_steps", 1))) if not r.accumulating]
+    ranks_of_all = [r.kept * (2 if step.on_overflow == "skip_window" else 1) for r in results]
+    culprits = [event.culprit for event in step.scaler.history if event.skipped]
+    return [[r.scale for r in results], [r.skipped for r in results], ranks_of_all, weights_of(replica), culprits]
+
+
+@pytest.mark.parametrize(
+    ("how", "compile"),
+    [("converted", False), ("converted", "aot_eager"), ("whole", False), ("whole", "aot_eager"), ("compiled", False)],
+)
+def test_shards_train_as_one_process_that_takes_their_batches_as_micro_batches(
+    two: Workers, how: str, compile: bool | str
+) -> None:
+    ranks = two(train, {"how": how}, OVERFLOWS, {**WINDOW, "compile": compile})
+    assert_as_alone(ranks, alone(OVERFLOWS, 2, policy=FP16, **WINDOW))
+    assert ranks[0][4] == ranks[1][4]
+    assert ranks[0][4][0].endswith("norm.weight (NaN)")
+
+
+def test_a_micro_batch_that_overflows_on_one_rank_is_left_out_on_all(two: Workers) -> None:
+    settings = {"scaler": SCALER, "accumulate_steps": 2, "on_overflow": "skip_microbatch"}
+    ranks = two(train, {"how": "converted"}, OVERFLOWS, settings)
+    together = OVERFLOWS.clone()
+    together[8] = INF  # what the first rank has at the same time
+    one = alone(together, 2, policy=FP16, **settings)
+    one[2] = [kept // 2 for kept in one[2]]
+    assert one[2] == [2, 2, 1, 2, 2, 2]
+    assert_as_alone(ranks, one)
+
+
+def train_fused(skip: bool) -> list[Any]:
+    model = sharded("converted")
+    step = step_of(model, optimizer=AdamW(model.parameters(), lr=1e-3, fused=True), scaler=SCALER)
+    x = mine(OVERFLOWS if skip else X[:24], 1)
+    results = [step(one) for one in x]
+    return [[r.scale for r in results], [r.skipped for r in results], weights_of(model)]
+
+
+def test_a_fused_optimizer_skips_a_step_on_all_ranks(two: Workers) -> None:
+    first, second = two(train_fused, True)
+    assert first[1] == second[1]
+    assert first[1] == [i == 5 for i in range(12)]
+    assert all(map(torch.equal, first[2], second[2]))
+
+
+def test_shards_may_be_gathered_in_the_low_dtype_where_the_graph_reads_no_other(two: Workers) -> None:
+    model = {"how": "without norms", "policy": "O1,dtype=bf16"}
+    full, low = (two(train, {**model, "low": low}, X[:24], {"accumulate_steps": 2}) for low in (None, LOW_AS_IT_IS))
+    torch.testing.assert_close(low[0][3], full[0][3], rtol=0, atol=0)
+
+
+def make_step(model: dict[str, Any], settings: dict[str, Any]) -> None:
+    step_of(sharded(**model), **settings)
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "match"),
+    [
+        ({"how": "converted"}, {"weights": "per_step"}, r"gathered anew for every call.* would do the same"),
+        (
+            {"how": "whole", "low": LOW}, {"weights": "per_step"},
+            r"param_dtype=torch.bfloat16 casts each shard once before that, which is the same. Leave weights at 'auto'",
+        ),
+        ({"how": "whole", "low": LOW}, {}, "FSDP2 casts the inputs of the model.* say cast_forward_inputs=False"),
+        (
+            {"how": "converted", "policy": "O1,dtype=bf16", "low": LOW_AS_IT_IS}, {},
+            r"gathers '0.norm.weight' of the model in torch.bfloat16, and the graph reads it in float32: leave",
+        ),
+    ],
+    ids=["per_step", "per_step in a low dtype", "inputs", "norms"],
+)  # fmt: skip
+def test_what_shards_cannot_be_asked_for(
+    two: Workers, model: dict[str, Any], settings: dict[str, Any], match: str
+) -> None:
+    refused(two, make_step, model, settings, match=match)
+
+
+def shard_inside(called: bool) -> None:
+    model = converted()
+    fully_shard(model[0])
+    fully_shard(model)
+    if called:
+        model(X[0])
+    step_of(model)
+
+
+def test_parts_of_a_model_that_was_converted_as_a_whole(two: Workers) -> None:
+    refused(two, shard_inside, False, match="'0' is sharded by itself inside the model.* fully_shard on the converted")
+    with pytest.raises(AssertionError, match="Shard the converted module as a whole, or convert each block"):
+        two(shard_inside, True)

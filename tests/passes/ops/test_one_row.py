@@ -1,0 +1,129 @@
+"""What is known of an op stands in its row: no other file has a collection of names of ops."""
+
+from __future__ import annotations
+
+import ast
+import operator
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from passes.ops import ops
+from passes.ops.rules import RULES
+from passes.ops.table.higher_order import HIGHER_ORDER
+from passes.ops.table.queries import QUERIES
+
+ROOT = Path(__file__).parents[3]
+ROOM = ROOT / "passes" / "ops"
+FILES = [p for package in ("passes", "fxamp") for p in sorted((ROOT / package).rglob("*.py")) if ROOM not in p.parents]
+KNOWN = RULES.keys() | {row.name for row in (*QUERIES, *HIGHER_ORDER)}
+SPACES = {"torch": torch, "F": F, "nn": nn, "operator": operator, "aten": torch.ops.aten}
+
+# File and ops of a collection that is not knowledge of ops: why.
+ALLOWED: dict[tuple[str, frozenset[str]], str] = {}
+
+
+def op_named(word: str) -> str:
+    """Return the op that a word is the name of, "" where it is none."""
+    found = ops.canonical(word.removeprefix("higher_order::")).removesuffix("_")
+    return next((op for op in (found, f"higher_order::{found}") if op in KNOWN), "")
+
+
+def op_of(node: ast.expr) -> str:
+    """Return the op that an element of a collection stands for: its name, or a function of torch's."""
+    if isinstance(node, ast.Constant):
+        return op_named(node.value) if isinstance(node.value, str) else ""
+    space, _, path = ast.unparse(node).partition(".")
+    if not isinstance(node, ast.Attribute) or space not in SPACES:
+        return ""
+    try:
+        found: Any = operator.attrgetter(path)(SPACES[space])
+    except AttributeError:
+        return ""
+    return op_named(ops.of_target(found)) if callable(found) and not isinstance(found, type) else ""
+
+
+def words_of(text: str) -> set[str]:
+    """Return the ops in a text of names, such as one that is split, or a pattern; none in a sentence."""
+    words = [word.partition(".")[0] for word in re.split(r"[\s|,()]+", text) if word]
+    found = [op for word in words if (op := op_named(word))]
+    return set(found) if 3 * len(found) >= 2 * len(words) else set()
+
+
+def collections(source: str) -> Iterator[tuple[int, frozenset[str]]]:
+    """Yield line and ops of every collection that names several."""
+    tree = ast.parse(source)
+    docstrings = {
+        id(n.body[0].value)
+        for n in ast.walk(tree)
+        if isinstance(n, (ast.Module, ast.ClassDef, ast.FunctionDef)) and n.body and isinstance(n.body[0], ast.Expr)
+    }
+    for node in (n for n in ast.walk(tree) if isinstance(n, ast.expr)):
+        found: set[str] = set()
+        if isinstance(node, (ast.Set, ast.Tuple, ast.List)):
+            found = {op for e in node.elts if (op := op_of(e))}
+        elif isinstance(node, ast.Dict):
+            found = {op for e in node.keys if e is not None and (op := op_of(e))}
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+            found = words_of(node.value)
+        if len(found) > 1:
+            yield node.lineno, frozenset(found)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_names_of_ops_are_collected_in_their_rows_alone(path: Path) -> None:
+    name = path.relative_to(ROOT).as_posix()
+    found = {f"{name}:{line}": ops for line, ops in collections(path.read_text("utf-8")) if (name, ops) not in ALLOWED}
+    assert not found, "make it a column of passes/ops/table/row.py, and ask row_of(node)"
+
+
+def test_what_is_allowed_is_still_there_and_has_a_reason() -> None:
+    assert all(ALLOWED.values())
+    there = {(p.relative_to(ROOT).as_posix(), found) for p in FILES for _, found in collections(p.read_text("utf-8"))}
+    assert ALLOWED.keys() <= there
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        'X = ("softmax", "exp")',
+        'X = frozenset(["to", "type_as"])',
+        'X = {torch.zeros: "a", torch.ones: "b"}',
+        "X = (torch.ops.aten.add.Tensor, F.relu)",
+        'X = frozenset("softmax layer_norm".split())',
+        'X = re.compile("softmax|layer_norm")',
+        "if name in {'size', 'dim'}: pass",
+        "X = {operator.iadd, operator.isub}",
+        'X = """add.Tensor addmm.default"""',
+        'X = frozenset(["cond", "while_loop"])',
+        'X = ("higher_order::wrap", "higher_order::cond")',
+    ],
+)
+def test_a_collection_is_found_however_it_is_written(source: str) -> None:
+    assert list(collections(source))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        '"""softmax layer_norm"""',
+        'X = ("softmax", "linear algebra")',
+        'raise ValueError("add the mean to all of them")',
+        'X = (torch.add, operator.add, "add")',
+    ],
+)
+def test_one_op_and_a_sentence_are_no_collection(source: str) -> None:
+    assert not list(collections(source))
+
+
+def test_no_op_has_two_rows() -> None:
+    from passes.ops import rules
+
+    names = [row.name for row in (*rules.ROWS, *QUERIES, *HIGHER_ORDER)]
+    assert not {n for n in names if names.count(n) > 1}
