@@ -14,6 +14,7 @@ from torch.export import ExportedProgram
 
 from passes import compile_graph
 from passes._torch import pytree
+from passes.contract.devices import DEVICES
 from passes.contract.errors import (
     CaptureError,
     NotAModuleError,
@@ -24,7 +25,7 @@ from passes.contract.errors import (
 )
 from passes.contract.plan import Plan, joined
 from passes.contract.plan_format import REMEDY
-from passes.contract.policy import DEVICES, Policy
+from passes.contract.policy import Policy
 from passes.contract.timing import Timer
 from passes.graph.values import LOW
 
@@ -177,7 +178,7 @@ def autocast_for(policy: Policy, model: nn.Module, inputs: Any) -> Autocast | No
     if not policy.level.rounds or policy.dtype is None:
         return None
     device = device_of(model, inputs)
-    if device not in ("cpu", "cuda") or policy.dtype not in LOW:
+    if device not in DEVICES or policy.dtype not in LOW:
         return None
     return Autocast(device, policy.dtype, str(policy.device))
 

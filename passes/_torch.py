@@ -40,6 +40,7 @@ from torch.utils import _contextlib as decorators  # the file of `no_grad` as a 
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
+from .contract.devices import DEVICES
 from .contract.errors import CaptureError
 
 if TYPE_CHECKING:
@@ -130,12 +131,11 @@ def close(library: torch.library.Library) -> None:
 
 
 def autocast_registrations(device: str) -> frozenset[str]:
-    """Names (`namespace::op` or `namespace::op.overload`) with an autocast kernel for `device` ("cpu", "cuda").
+    """Names (`namespace::op` or `namespace::op.overload`) with an autocast kernel for a device of `DEVICES`.
 
     The fallthrough for everything else is not in the list. Rules that `torch.library.register_autocast` added are.
     """
-    key = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}[device]
-    return frozenset(torch._C._dispatch_get_registrations_for_dispatch_key(key))
+    return frozenset(torch._C._dispatch_get_registrations_for_dispatch_key(DEVICES[device].autocast))
 
 
 def registered_autocast_dtype(name: str, device: str) -> torch.dtype | None:
@@ -144,7 +144,7 @@ def registered_autocast_dtype(name: str, device: str) -> torch.dtype | None:
     overload = getattr(getattr(torch.ops, namespace), op).default
     definition: Any = _maybe_get_opdef(overload)
     if definition is None:
-        key = getattr(torch._C.DispatchKey, "Autocast" + ("CPU" if device == "cpu" else "CUDA"))
+        key = getattr(torch._C.DispatchKey, DEVICES[device].autocast)
         kernel = overload.py_kernels.get(key)
         return inspect.getclosurevars(kernel).nonlocals.get("cast_inputs") if kernel else None
     if hasattr(definition, "_autocast_dtype"):

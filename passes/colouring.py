@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from .contract.reasons import Reason
 
-AS_AUTOCAST = "as_autocast"  # a kind, and the key of a node's meta: it runs under autocast, whatever is inside
+AS_AUTOCAST = "as_autocast"  # a kind: it runs under autocast, whatever is inside
 Place = tuple[str, int]  # an operand: argument name, index in a list argument
 
 

@@ -29,7 +29,7 @@ from .contract.policy import Policy, check_used
 from .contract.timing import Timer
 from .form import Pass, Unit
 from .graph.bodies import Body, Border, all_graphs, bodies_of
-from .graph.inserted import is_inserted
+from .graph.notes import is_inserted
 from .graph.values import module_types, no_autocast
 from .legalize.legalize import Legalize
 from .ops import ops

@@ -44,6 +44,7 @@ from fxamp.measure.counts import _Counter, step_counts  # noqa: E402
 from fxamp.trust.distance import UnderAutocast, distance, floats  # noqa: E402
 from passes._torch import pytree  # noqa: E402
 from passes.contract.reasons import DEVIATIONS  # noqa: E402
+from passes.graph.notes import note_of  # noqa: E402
 from reports.architectures import BY_NAME, Inputs  # noqa: E402
 from reports.trial.first import Record, Stopped, unequal  # noqa: E402
 
@@ -414,7 +415,7 @@ class _AsUnderAutocast(Record):
 
     def run_node(self, n: Node) -> Any:
         made = super().run_node(n)
-        dtype = n.meta.get("autocast")
+        dtype = note_of(n).autocast
         if isinstance(made, Tensor) and made.is_floating_point() and isinstance(dtype, torch.dtype):
             made = made.to(dtype)
             if n.name in self.made:

@@ -28,6 +28,7 @@ sys.path.insert(0, str(HERE.parent))
 
 from passes.contract.errors import PolicyError  # noqa: E402  (the path comes first)
 from passes.contract.reasons import DEVIATIONS  # noqa: E402
+from passes.graph.notes import note_of  # noqa: E402
 from reports.trial import samples  # noqa: E402
 from reports.trial.cuda import POLICY, dtypes_under_cuda  # noqa: E402
 from reports.trial.judge import (  # noqa: E402
@@ -125,7 +126,7 @@ def planned_for_cuda(found: samples.Sample) -> tuple[str, str, list[str]]:
             rows, unrun = dtypes_under_cuda(plain, module, found.args, {})
     except Exception as e:  # what no fake CUDA tensor gets through
         return OK, f"not run: {type(e).__name__}: {e}"[:200], ["(none of it)"]
-    if any("read" in n.meta or n.meta.get("cast") == "relative" for n in module.graph.nodes):
+    if any(note_of(n).read is not None or note_of(n).cast == "relative" for n in module.graph.nodes):
         return OK, "not compared: it reads a dtype, which the unrounded graph has as it is without autocast", unrun
     for key, op, expected, autocast, got, why in rows:
         if op in (*unrun, "getitem") or why in DEVIATIONS:  # nothing is decided on a getitem

@@ -21,6 +21,7 @@ from torch.fx.proxy import Attribute
 
 from passes._torch import BatchNorm, TorchDispatchMode, TorchFunctionMode, own_schema, pytree, storage_id
 from passes.contract.errors import INSTEAD, CaptureError, FxampError, NotFaithfulError
+from passes.graph.notes import note
 from passes.graph.values import mutated_operands, source
 from passes.ops import ops
 from passes.ops.rules import RULES
@@ -240,7 +241,7 @@ class _Tracer(Tracer):
         node.meta.setdefault("stack_trace", _user_stack())
         if kind == "call_module":
             leaf = self.root.get_submodule(target)
-            node.meta["leaf_type"] = type(leaf).__name__
+            note(node, leaf=type(leaf).__name__)
             self.leaves[target] = leaf
             node.meta["nn_module_stack"] = {**self.module_stack, target: (target, type(leaf))}
         else:

@@ -19,6 +19,7 @@ import torch
 from torch.fx import Graph
 
 from passes._torch import TorchFunctionMode
+from passes.graph.notes import note
 from passes.ops import ops
 from passes.ops.rules import row_of
 
@@ -64,12 +65,12 @@ def _memory_format(args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def drop_aliases(graph: Graph) -> None:
-    """Remove the aliases, and leave in `meta["cast"]` of a cast what they said: "literal", two of them "undecided"."""
+    """Remove the aliases, and note on a cast what they said: "literal", two of them "undecided"."""
     twice = {n for n in graph.nodes if n.target is _ALIAS and getattr(n.args[0], "target", None) is _ALIAS}
     for node in list(graph.nodes):
         if node.target is _ALIAS:
             for reader in node.users:
                 if row_of(reader).cast:
-                    reader.meta["cast"] = "undecided" if node in twice else "literal"
+                    note(reader, cast="undecided" if node in twice else "literal")
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)

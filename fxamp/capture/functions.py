@@ -17,6 +17,7 @@ import torch.utils.checkpoint
 from torch.fx import Graph, GraphModule, Node
 
 from passes._torch import close, pytree
+from passes.graph.notes import note, note_of
 
 from .model.patches import replaced
 from .model.preflight import used_by_model
@@ -45,9 +46,9 @@ def as_under_autocast(graph: Graph, device: str, dtype: torch.dtype) -> None:
     Before: call(TimesHundred, x, 2)    After: call_under_autocast(TimesHundred, "cpu", bfloat16, x, 2)
     """
     for node in graph.nodes:
-        if node.target is call and "autocast" in node.meta:
+        if node.target is call and note_of(node).autocast is not None:
             node.target, node.args = call_under_autocast, (node.args[0], device, dtype, *node.args[1:])
-            node.meta["as_autocast"] = True
+            note(node, under_autocast=True)
 
 
 class _Lost(Exception):  # noqa: N818 - a signal inside this file, not an error

@@ -16,7 +16,8 @@ from torch.fx import Graph, Node
 
 from passes._torch import OpOverload, own_schema
 from passes.contract.errors import CaptureError
-from passes.graph.values import module_path, origin
+from passes.graph.notes import note, note_of, origin
+from passes.graph.values import module_path
 from passes.runtime.modes import by_mode, count_
 
 from .compare import Differ, Path, Walk, counts, same_call, spelled_out
@@ -66,10 +67,6 @@ def follows_mode(graph: Graph) -> bool:
     )
 
 
-# What comparison with a capture under autocast left on a node, which one graph for both modes has to agree on.
-_READ = ("cast", "read", "replaced", "constant_read")
-
-
 class _Merge(Walk):
     """The train graph and the eval graph."""
 
@@ -82,7 +79,7 @@ class _Merge(Walk):
         """Let the train graph follow the flags."""
         for node, other in self._align():
             changes = list(self.literals(node, other))
-            if any(node.meta.get(key) != other.meta.get(key) for key in _READ):
+            if note_of(node).reads != note_of(other).reads:
                 raise Differ(node, other)
             if changes:
                 args, kwargs = spelled_out(node, other)[0]
@@ -94,9 +91,7 @@ class _Merge(Walk):
     def is_same(self) -> bool:
         """Say whether the two differ in nothing."""
         pairs = self._align(exact=True)
-        return not any(
-            list(self.literals(a, b)) or any(a.meta.get(key) != b.meta.get(key) for key in _READ) for a, b in pairs
-        )
+        return not any(list(self.literals(a, b)) or note_of(a).reads != note_of(b).reads for a, b in pairs)
 
     def _align(self, exact: bool = False) -> list[tuple[Node, Node]]:
         """Pair the nodes of both graphs; batch norm's batch counter and dropouts may stand in the train graph alone."""
@@ -120,15 +115,16 @@ class _Merge(Walk):
 
     def _agree_on_autocast(self, node: Node, other: Node) -> None:
         """Keep what autocast gives where both modes say the same."""
-        if node.meta.get("autocast") != other.meta.get("autocast"):
-            node.meta.pop("autocast", None)
+        if note_of(node).autocast != note_of(other).autocast:
+            note(node, autocast=None)
 
     def _count_in_training(self, node: Node) -> None:
         """Put `count_` in the place of batch norm's own `add_`."""
         with self.left.inserting_before(node):
             values = self._values_per_channel(module_path(node))
             counted = self.left.call_function(count_, (node.args[0], self._flag(module_path(node)), *values))
-        counted.meta = origin(node) | {k: node.meta[k] for k in ("val", "autocast") if k in node.meta}
+        counted.meta = origin(node) | {k: node.meta[k] for k in ("val",) if k in node.meta}
+        note(counted, autocast=note_of(node).autocast)
         node.replace_all_uses_with(counted)
         self.left.erase_node(node)
 

@@ -13,18 +13,19 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from passes._torch import SET_GRAD, HigherOrderOperator, enter_autocast, exit_autocast
+from passes._torch import SET_GRAD, enter_autocast, exit_autocast
+from passes.graph.notes import note, note_of
 from passes.graph.splice import copy_body, put_in_place
+from passes.ops.rules import row_of
 
-_GRAD, _AUTOCAST = "wrap_with_set_grad_enabled", "wrap_with_autocast"
 _CONSTANTS = "_fxamp."  # where the front ends put what a graph refers to beside the model
 
 
 def inline_regions(graph: Graph, constants: dict[str, Any]) -> int:
     """Replace the exporter's grad-mode and autocast regions by their bodies; return how many.
 
-    Either becomes a switch before and after it. What an autocast region says is also left on its nodes, in
-    `meta["autocast_region"]` as (device type, enabled, dtype), for the colours that take the switches' place.
+    Either becomes a switch before and after it. What an autocast region says is also noted on its nodes, for
+    the colours that take the switches' place.
 
     Args:
         graph: changed in place.
@@ -38,13 +39,8 @@ def inline_regions(graph: Graph, constants: dict[str, Any]) -> int:
     return edits
 
 
-def _hop_name(node: Node) -> str:
-    target = node.target
-    return str(target.name()) if isinstance(target, HigherOrderOperator) else ""
-
-
 def _is_region(node: Node) -> bool:
-    return node.op == "call_function" and _hop_name(node) in (_GRAD, _AUTOCAST)
+    return row_of(node).switches != ""
 
 
 def _inline(graph: Graph, node: Node, constants: dict[str, Any]) -> list[Node]:
@@ -53,10 +49,10 @@ def _inline(graph: Graph, node: Node, constants: dict[str, Any]) -> list[Node]:
     at = next(i for i, a in enumerate(settings) if isinstance(a, Node))
     settings, holder, operands = settings[:at], settings[at], settings[at + 1 :]
     body: GraphModule = constants[str(holder.target).removeprefix(_CONSTANTS)]
-    region = node.meta.get("autocast_region")
+    region = note_of(node).region
     leave: Callable[..., Any]
     with graph.inserting_before(node):
-        if _hop_name(node) == _GRAD:
+        if row_of(node).switches == "grad":
             leave, entered = SET_GRAD, graph.call_function(torch.is_grad_enabled)
             graph.call_function(SET_GRAD, tuple(settings))
         else:
@@ -66,8 +62,8 @@ def _inline(graph: Graph, node: Node, constants: dict[str, Any]) -> list[Node]:
         copied, result = copy_body(graph, body.graph, operands)
         graph.call_function(leave, (entered,))
     for new in copied:
-        if region is not None:
-            new.meta.setdefault("autocast_region", region)
+        if region is not None and note_of(new).region is None:
+            note(new, region=region)
         if new.op == "get_attr":
             held = functools.reduce(getattr, str(new.target).split("."), body)
             new.target = _lift(f"{holder.name}_{new.target}", held, constants)

@@ -6,13 +6,13 @@
     h + torch.finfo(h.dtype).tiny add(h, 1.18e-38)        add(h, 1.0e-31)             a number that was read
 
 Nothing is read of source code: what differs between the two captures is what depends on autocast, and nothing else is.
-It is left on the nodes of the graph without autocast, which `passes.legalize.reads` and the colours carry out:
+It is noted on the nodes of the graph without autocast, which `passes.legalize.reads` and the colours carry out:
 
-    meta["cast"]      of a cast: "relative" or "literal"; "undecided" where it does nothing in either capture
-    meta["read"]      of a cast: the dtype that it has under autocast
-    meta["replaced"]  of any other call: ((path, literal), ...) that it has under autocast
-    meta["constant_read"]  of a get_attr: the constant that stands there under autocast; its dtype is in meta["read"]
-    meta["autocast"]  the dtypes of the value under autocast: the oracle that the rules are checked by
+    cast           of a cast: "relative" or "literal"; "undecided" where it does nothing in either capture
+    read           of a cast: the dtype that it has under autocast
+    replaced       of any other call: ((path, literal), ...) that it has under autocast
+    constant_read  of a get_attr: the constant that stands there under autocast; its dtype is in `read`
+    autocast       the dtypes of the value under autocast: the oracle that the rules are checked by
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from passes._torch import pytree
-from passes.graph.values import LOW, Inference, dtypes_of, is_floating, literal_dtype, origin, retyped
+from passes.graph.notes import SETTLE, note, note_of, origin
+from passes.graph.values import LOW, Inference, dtypes_of, is_floating, literal_dtype, retyped
 from passes.ops import ops
 
 from .compare import Differ, Path, Walk, attribute_of, counts, same_call, show
@@ -105,21 +106,21 @@ class _Related(Walk):
         for b, a in self.twin.items():
             made = dtypes_of(b.meta.get("val"))
             if oracle and made is not None:
-                a.meta["autocast"] = made
+                note(a, autocast=made)
             if ops.name(a) == "to" and is_floating(dtypes_of(a.meta.get("val"))):
                 _describe_cast(a, b, oracle)
         for node, read in self.casts:
-            node.meta["cast"] = "relative"
+            note(node, cast="relative")
             if oracle:
-                node.meta["read"] = read
+                note(node, read=read)
         for node, path, value in self.replaced:
-            node.meta["replaced"] = (*node.meta.get("replaced", ()), (path, value))
+            note(node, replaced=(*note_of(node).replaced, (path, value)))
         for node, value in self.constants.items():
             name = str(node.target).removeprefix(_HOME) + "_autocast"
             held = self.held(str(node.target))
             # A number out of range is infinity in low, and the colours have a better answer to it.
             constants[name] = held if _same(held.to(value.dtype), value) else value.to(held.dtype)
-            node.meta |= {"constant_read": _HOME + name, "read": value.dtype}
+            note(node, constant_read=_HOME + name, read=value.dtype)
         for body in self.inside:
             body.carry_out(constants, oracle)
 
@@ -137,9 +138,9 @@ def _describe_cast(node: Node, twin: Node, oracle: bool) -> None:
     before: Any = twin.args[0]
     named = literal_dtype(twin)
     if named is not None and dtypes_of(before.meta.get("val")) != named:
-        node.meta["cast"] = "literal"
-    elif oracle and node.meta.get("cast") == "undecided" and named is not None:
-        node.meta["read"] = named
+        note(node, cast="literal")
+    elif oracle and note_of(node).cast == "undecided" and named is not None:
+        note(node, read=named)
 
 
 def _place(plain: Graph, low: Graph) -> str:
@@ -174,7 +175,7 @@ def settle(low: Graph, constants: Constants, returned: list[Any]) -> None:
             if not node.op.startswith("call") or value is None:
                 continue
             if made is not None:
-                node.meta["autocast"] = made
+                note(node, autocast=made)
             _widen(node)
             try:
                 held[node] = infer(node, lambda n: held.get(n))  # noqa: B023 - called at once
@@ -189,16 +190,16 @@ def _widen(node: Node) -> None:
     """Take low dtypes for ones that were read: without autocast they are FP32."""
     low = literal_dtype(node)
     if ops.name(node) == "to":
-        node.meta["cast"] = "relative" if low in LOW else "literal"
+        note(node, cast="relative" if low in LOW else "literal")
     if low not in LOW:
         return
     if ops.name(node) == "to":
-        node.meta["read"] = low
+        note(node, read=low)
     else:
         given = (tuple(node.args), dict(node.kwargs))
         paths = [path for path, value in pytree.tree_flatten_with_path(given)[0] if value is low]
         at = [tuple(getattr(k, "idx", getattr(k, "key", None)) for k in path) for path in paths]
-        node.meta["replaced"] = tuple((path, low) for path in at)
+        note(node, replaced=tuple((path, low) for path in at))
     node.args, node.kwargs = pytree.tree_map(lambda a: torch.float32 if a is low else a, (node.args, node.kwargs))
 
 
@@ -218,5 +219,6 @@ def _restore_outputs(graph: Graph, dtypes: Mapping[Node, Any]) -> None:
         if isinstance(held, torch.dtype) and held.is_floating_point and is_floating(dtype) and held != dtype:
             with graph.inserting_before(output):
                 made[value] = graph.call_function(torch.ops.aten.to.dtype, (value, dtype))
-            made[value].meta = origin(value) | {"val": retyped(value.meta["val"], dtype), "cast": "literal"}
+            made[value].meta = origin(value) | {"val": retyped(value.meta["val"], dtype)}
+            note(made[value], made_by=SETTLE, cast="literal")
     output.args = torch.fx.map_arg(output.args, lambda n: made.get(n, n))

@@ -23,6 +23,7 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
 from passes.contract.errors import CaptureError, NotAModuleError
+from passes.graph.notes import note, note_of
 from passes.graph.values import no_autocast
 
 from ..module.module import ConvertedModule
@@ -267,8 +268,8 @@ def with_own_constants(captures: Sequence[Captured]) -> list[Captured]:
         for node in captured.graph.nodes if at else ():
             if node.op == "get_attr" and str(node.target).startswith("_fxamp."):
                 node.target = f"_fxamp.{names[str(node.target).removeprefix('_fxamp.')]}"
-            if "constant_read" in node.meta:
-                node.meta["constant_read"] = f"_fxamp.{names[str(node.meta['constant_read']).removeprefix('_fxamp.')]}"
+            if read := note_of(node).constant_read:
+                note(node, constant_read=f"_fxamp.{names[read.removeprefix('_fxamp.')]}")
         out.append(replace(captured, constants={names[name]: value for name, value in captured.constants.items()}))
     return out
 

@@ -13,7 +13,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -211,13 +211,13 @@ def _read(
 
 
 def _rules(args: argparse.Namespace) -> int:
-    from passes.ops.rules import RULES
+    from passes.ops.rules import RULES, SUMMARY
 
     if args.op is not None and args.op not in RULES:
         raise FxampError(f"no rule for the op {args.op!r}{nearest(args.op, RULES)}")
     rows = [asdict(RULES[name]) for name in ([args.op] if args.op else sorted(RULES))]
     # A table of one op reads better upright, and of many with only the columns that any of them fills.
-    columns = [name for name in rows[0] if any(row[name] for row in rows)]
+    columns = [name for name in rows[0] if (args.op or name in SUMMARY) and any(row[name] for row in rows)]
     table = [[_cell(row[name]) for name in columns] for row in rows]
     headers: Sequence[str] = columns
     if args.op:
@@ -245,17 +245,13 @@ def _cell(value: object) -> str:
     if value is None or value is False:
         return ""
     if isinstance(value, set | frozenset):
-        return ", ".join(_texts(value))
+        return ", ".join(sorted(map(str, value)))
     return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
 def _plain(value: object) -> list[str] | str:
     """Give JSON what it has no form for: a set in a fixed order, anything else as text."""
-    return _texts(value) if isinstance(value, set | frozenset) else str(value)
-
-
-def _texts(values: Iterable[object]) -> list[str]:
-    return sorted(str(value) for value in values)
+    return sorted(map(str, value)) if isinstance(value, set | frozenset) else str(value)
 
 
 VERBS = {"report": _report, "diff": _diff, "check": _check, "rules": _rules, "demo": _demo}

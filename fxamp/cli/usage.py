@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NoReturn, TypeAlias
 
 from passes import NAMES
+from passes.contract.devices import DEVICES
 from passes.contract.errors import FxampError
 
 Run: TypeAlias = Callable[[argparse.Namespace], int]  # returns the exit status
@@ -16,7 +17,7 @@ Run: TypeAlias = Callable[[argparse.Namespace], int]  # returns the exit status
 
 def _add_capture(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--capture", choices=("auto", "fx", "export", "jit"), default="auto", help="front end")
-    verb.add_argument("--device", choices=("cpu", "cuda"), help="decide for it, whether it is here or not")
+    verb.add_argument("--device", choices=tuple(DEVICES), help="decide for it, whether it is here or not")
 
 
 def _positive(text: str) -> int:

@@ -27,8 +27,9 @@ from passes._torch import FakeTensor, inner_backend, trace_artifact
 from passes.contract.errors import NotAModuleError, PolicyError
 from passes.contract.plan import Plan
 from passes.contract.policy import Policy, check_used, nearest, type_names
+from passes.graph.notes import note, note_of
 from passes.graph.values import LOW, no_autocast, retyped
-from passes.ops import ops
+from passes.ops.rules import row_of
 
 from ..capture.model.preflight import refuse_wrapped
 from ..module.underflow import UnderflowWatch
@@ -47,7 +48,6 @@ _WITHOUT_AUTOCAST = (
     "captured without autocast: what Python reads of dtypes (finfo, dtype= arguments, branches) is that of FP32, and "
     "what runs between graphs is FP32 too; fxamp.compile, or torch.autocast round the call, makes it autocast's"
 )
-_RECOMPUTED = ("higher_order::tag_activation_checkpoint", "higher_order::wrap_activation_checkpoint")
 
 
 @dataclass(frozen=True)
@@ -95,10 +95,10 @@ class Backend:
 
 def _inner(backend: Inner, gm: GraphModule) -> tuple[Inner, tuple[str, ...]]:
     """Return the inner backend for a graph, and what is to be said of it."""
-    names = {ops.name(n) for part in gm.modules() if isinstance(part, GraphModule) for n in part.graph.nodes}
-    if backend != "eager" or names.isdisjoint(_RECOMPUTED):
-        return backend, ()
-    return "aot_eager", (_NOT_EAGER,)
+    nodes = (n for part in gm.modules() if isinstance(part, GraphModule) for n in part.graph.nodes)
+    if backend == "eager" and any(row_of(n).recomputed for n in nodes):
+        return "aot_eager", (_NOT_EAGER,)
+    return backend, ()
 
 
 def backend(
@@ -237,15 +237,14 @@ def rewrite(
     dtype = policy.dtype or ambient or torch.get_autocast_dtype(device)
     resolved = replace(policy, device=device, dtype=dtype)
     for node, value in zip(gm.graph.nodes, example_inputs, strict=False):
-        node.meta["parameter"] = isinstance(value, nn.Parameter)
-        node.meta["buffer"] = not node.meta["parameter"] and is_attribute(node)
+        note(node, role="parameter" if isinstance(value, nn.Parameter) else "buffer" if is_attribute(node) else "")
         if isinstance(value, torch.Tensor) and "example_value" in node.meta:  # of a part that torch has split off
             node.meta["example_value"] = retyped(node.meta["example_value"], value.dtype)
     found = scope()
     if found is not None:
         refuse_unmatched(policy, found.root)
     under = on or ambient is not None
-    own = [n.meta["parameter"] or n.meta["buffer"] or is_low_of_its_own(v)
+    own = [note_of(n).role != "" or is_low_of_its_own(v)
            for n, v in zip(gm.graph.nodes, example_inputs, strict=False)]  # fmt: skip
     with no_autocast():
         low = describe(gm, scope=found, ambient=under, policy=resolved, own=own)

@@ -18,7 +18,8 @@ from torch.fx import Graph, GraphModule, Node
 
 from passes._torch import enter_autocast, exit_autocast, pytree, source_name, without_transforms
 from passes.contract.policy import Policy, module_override, type_names
-from passes.graph.values import LOW, Inference, dtypes_of, is_floating, literal_dtype, origin, retyped
+from passes.graph.notes import note, origin
+from passes.graph.values import LOW, Inference, dtypes_of, is_floating, literal_dtype, retyped
 from passes.ops import ops
 from passes.ops.rules import row_of
 
@@ -58,9 +59,9 @@ def describe(
 ) -> dict[int, torch.dtype]:
     """Leave on every node what the passes read: `val`, the module path, the autocast region, what a cast means.
 
-    `meta["cast"]` is "literal" where the author called `.float()` and its like; else "autocast" for a dtype that
+    A cast is noted as "literal" where the author called `.float()` and its like; else "autocast" for a dtype that
     autocast's program has there, and "baked" where nothing is known but the dtype, which is then that of FP32. Where
-    autocast's program has a low dtype, the graph is given FP32, and `meta["read"]` is the low one.
+    autocast's program has a low dtype, the graph is given FP32, and the note has the low one.
 
     Args:
         gm: changed in place: dtypes that are low by autocast become FP32.
@@ -78,7 +79,7 @@ def describe(
     made = {i: description.own.get(n) for i, n in enumerate(outputs) if isinstance(n, Node)}
     low = {i: dtype for i, dtype in made.items() if dtype in LOW}
     for i, dtype in low.items():
-        outputs[i].meta["low_of_its_own"] = dtype
+        note(outputs[i], low_of_its_own=dtype)
     return low
 
 
@@ -105,7 +106,7 @@ class _Description:
             if node.op == "get_attr" and isinstance(body := attribute_of(gm, str(node.target)), GraphModule):
                 self.of(body, inside=True)
             if ops.name(node) == "to":
-                node.meta["cast"] = "literal" if _is_method(node) else "autocast" if self.ambient else "baked"
+                note(node, cast="literal" if _is_method(node) else "autocast" if self.ambient else "baked")
         _describe_regions(nodes)
         for node in nodes:
             value = pytree.tree_map(without_transforms, node.meta.get("example_value", node.meta.get("val")))
@@ -155,7 +156,7 @@ class _Description:
             held[cast] = torch.float32
             node = cast
         if low and ops.name(node) == "to":
-            node.meta["cast"], node.meta["read"] = ("baked", None) if fp32 else ("autocast", given)
+            note(node, cast="baked" if fp32 else "autocast", read=None if fp32 else given)
 
     def _is_fp32(self, node: Node) -> bool:
         """Say whether nothing may be low where a node stands."""
@@ -189,7 +190,7 @@ def _describe_regions(nodes: Iterable[Node]) -> None:
         elif node.target is exit_autocast:
             regions = [r for r in regions if r[0] is not node.args[0]]
         elif regions and node.op.startswith("call"):
-            node.meta["autocast_region"] = regions[-1][1]
+            note(node, region=regions[-1][1])
 
 
 def _settle(node: Node, dtype: torch.dtype | None) -> None:

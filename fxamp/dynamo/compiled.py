@@ -23,6 +23,7 @@ from passes._torch import FakeTensor, original_of, pytree
 from passes.contract.errors import CaptureError, PolicyError
 from passes.contract.plan import Decision, Plan, sums
 from passes.contract.policy import Policy, module_override
+from passes.graph.notes import is_inserted
 from passes.graph.values import dtypes_of
 
 from .capture_jit import parameter_path
@@ -61,7 +62,7 @@ class Converted:
         """Return what graphs have in common that were captured for other sizes, or once more."""
         nodes = self.graph.graph.nodes
         given = tuple(str(dtypes_of(n.meta.get("val"))) for n in nodes if n.op == "placeholder" and _is_made(n))
-        calls = [n for n in nodes if n.op.startswith("call") and n.meta.get("fxamp") != "cast"]
+        calls = [n for n in nodes if n.op.startswith("call") and not is_inserted(n)]
         made = filter(_is_made, calls)
         written = tuple((str(n.target), str(map_aggregate((n.args, dict(n.kwargs)), _unsized))) for n in made)
         return self.broke, given, tuple((d.graph, d.key, d.op, d.source) for d in self.plan.decisions), written

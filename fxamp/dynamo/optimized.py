@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from passes._torch import OptimizedModule, dynamo_errors, pytree
+from passes.contract.devices import DEVICES
 from passes.contract.errors import FxampError
 from passes.contract.policy import Policy
 
@@ -164,7 +165,7 @@ def under_autocast(policy: Policy, model: nn.Module, args: Any, kwargs: Any) -> 
     Ambient autocast gives the dtype that the policy leaves open.
     """
     device = policy.device or _device(model, args, kwargs)
-    if device != "cpu" and not (device == "cuda" and torch.cuda.is_available()):
+    if device not in DEVICES or not DEVICES[device].is_here():
         yield None
         return
     on, before = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from passes._torch import on_recompile_limit
+from passes.contract.devices import DEVICES
 
 from .scope import scope
 
@@ -28,7 +29,7 @@ def _reached(function: str) -> None:
     found = scope()
     if found is None:
         return
-    low = any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda"))
+    low = any(torch.is_autocast_enabled(device) for device in DEVICES)
     known = _REACHED.setdefault(found.root, {})
     if function not in known and not low:
         warnings.warn(

@@ -26,8 +26,8 @@ PATIENCE = 30.0  # seconds to wait for others who write
 
 def machine(device: str) -> str:
     """Return all that a time depends on beside the call: the device, its threads, torch and how exact FP32 is."""
-    if device == "cuda":
-        where = torch.cuda.get_device_name()
+    if device != "cpu":
+        where = str(getattr(torch, device).get_device_name())
     else:
         where = f"{_cpu_name()}, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
     precision = torch.get_float32_matmul_precision()

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from passes._torch import pytree
+from passes.contract.devices import DEVICES
 from passes.contract.errors import PolicyError
 from passes.contract.levels import Level
 from passes.contract.plan import Plan
@@ -51,9 +52,10 @@ def _runnable(policy: Policy, model: nn.Module, inputs: Inputs | None) -> Inputs
         raise PolicyError(
             f"cost='measured' runs the model's ops: give example inputs, fxamp.convert(model, args, kwargs), {instead}."
         )
-    if policy.device == "cuda" and not torch.cuda.is_available():
+    if not DEVICES[policy.device or "cpu"].is_here():
         raise PolicyError(
-            f"cost='measured' runs ops on 'cuda', which this machine does not have: convert where it is, {instead}."
+            f"cost='measured' runs ops on {policy.device!r}, which this machine does not have: convert where it is, "
+            f"{instead}."
         )
     leaves = pytree.tree_leaves((list(model.parameters()), list(model.buffers()), inputs))
     homes = sorted({t.device.type for t in leaves if isinstance(t, Tensor)})

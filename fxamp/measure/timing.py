@@ -18,6 +18,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from passes._torch import pytree
+from passes.contract.devices import DEVICES
 from passes.contract.timing import Call, Filler
 
 from ..trust.check import same_random_state
@@ -104,8 +105,7 @@ class OpTimer:
         return storage.as_strided(filler.shape, filler.stride).requires_grad_(filler.requires_grad)
 
     def _synchronize(self) -> None:
-        if self.device == "cuda":
-            torch.cuda.synchronize()
+        DEVICES[self.device].synchronize()
 
 
 def _clocks() -> tuple[int, int]:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.fx import Graph
 
 from passes.contract.errors import CaptureError, NotAModuleError
-from passes.graph.inserted import is_inserted
+from passes.graph.notes import is_inserted
 
 from .module import ConvertedModule
 from .serialize import graph_from_data, graph_to_data

@@ -13,6 +13,7 @@ from torch.fx import Graph, Node
 
 from passes._torch import HigherOrderOperator, OpOverload, overload_name, own_schema
 from passes.contract.errors import PlanError
+from passes.graph.notes import loaded, saved
 
 
 class Ref(NamedTuple):
@@ -28,9 +29,6 @@ class Op(NamedTuple):
     overload: str
 
 
-_META = ("nn_module_stack", "stack_trace", "leaf_type", "fxamp")
-
-
 def graph_to_data(graph: Graph) -> list[Any]:
     """Return one tuple (op, name, target, args, kwargs, meta) per node."""
     return [
@@ -40,7 +38,7 @@ def graph_to_data(graph: Graph) -> list[Any]:
             _target_to_data(n.target),
             _dump(n.args),
             _dump(n.kwargs),
-            {k: n.meta[k] for k in _META if k in n.meta},
+            saved(n),
         )
         for n in graph.nodes
     ]
@@ -64,7 +62,7 @@ def graph_from_data(data: list[Any]) -> Graph:
 
     for op, name, target, args, kwargs, meta in data:
         node = graph.create_node(op, _target_from_data(target), load(args), load(kwargs), name=name)
-        node.meta.update(meta)
+        node.meta.update(loaded(meta))
         nodes[name] = node
     return graph
 

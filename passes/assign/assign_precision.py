@@ -24,6 +24,7 @@ from ..contract.timing import Timer
 from ..form import Ensures, Unit
 from ..graph.bodies import Border
 from ..graph.by_rows import SymbolicInference, original_dtypes
+from ..graph.notes import note_of
 from ..graph.values import ANY, Aliases, Inference, is_floating, is_known, keys, module_types, source
 from .colour.simulate import Simulation
 from .place.place import place
@@ -112,7 +113,7 @@ def _disagreements(graph: Graph, reference: Simulation) -> list[str]:
     """
     out, wrong, names = [], set[Node](), keys(graph.nodes)
     for node in graph.nodes:
-        seen, ours = node.meta.get("autocast"), reference.dtypes.get(node)
+        seen, ours = note_of(node).autocast, reference.dtypes.get(node)
         compared = node.op.startswith("call") and is_floating(seen) and is_known(ours)
         if not compared or seen == ours:
             continue

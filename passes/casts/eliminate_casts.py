@@ -23,7 +23,7 @@ from torch.fx import Graph, Node
 from ..colouring import Assignment
 from ..form import Ensures, Unit
 from ..graph.aliases import Aliases, grad_modes, may_alias
-from ..graph.inserted import is_inserted
+from ..graph.notes import is_inserted, note, note_of
 from ..ops import ops
 from ..ops.rules import row_of
 from ..runtime.casts import CAST, cast_floating, cast_weight
@@ -107,7 +107,7 @@ def _share(graph: Graph, assignment: Assignment, mode: str) -> int:
         value: Any = cast.args[0]
         if not is_inserted(cast) and (aliases.is_mutated(cast) or assignment.dtypes[value] == cast.args[1]):
             continue  # written later, or no copy at all
-        if mode == "weights" and (not _is_attribute(value) or value.meta.get("buffer")):
+        if mode == "weights" and (not _is_attribute(value) or note_of(value).role == "buffer"):
             continue
         keep = first.setdefault((*_what_is_cast(cast, assignment), modes[cast], aliases.epoch(value, cast)), cast)
         if keep is cast or not is_inserted(cast) or (cast.target is cast_weight and not is_inserted(keep)):
@@ -120,7 +120,7 @@ def _share(graph: Graph, assignment: Assignment, mode: str) -> int:
 
 def _is_attribute(value: Node) -> bool:
     """Say whether a value is held by a module."""
-    return value.op == "get_attr" or bool(value.meta.get("parameter"))
+    return value.op == "get_attr" or note_of(value).role == "parameter"
 
 
 def _what_is_cast(cast: Node, assignment: Assignment) -> tuple[Any, ...]:
@@ -155,7 +155,7 @@ def _dtype_argument(graph: Graph, assignment: Assignment) -> int:
         takes = schema is not None and any(a.name == "dtype" and a.kwarg_only for a in schema.arguments)
         if takes and ops.argument(reader, "dtype") is None:
             reader.kwargs = {**reader.kwargs, "dtype": cast.args[1]}
-            reader.meta["dtype_argument"] = True  # what it gives is no longer what was captured
+            note(reader, told_dtype=True)  # what it gives is no longer what was captured
             edits += _replace(graph, cast, cast.args[0])  # type: ignore[arg-type]
     return edits
 

@@ -17,8 +17,8 @@ from torch.fx.node import map_aggregate
 from .._torch import pytree
 from ..colouring import Assignment, Colouring
 from ..form import Ensures, Unit
-from ..graph.inserted import sign
-from ..graph.values import ANY, ELIGIBLE, is_floating, origin
+from ..graph.notes import CAST_OPERAND, CLAMP_OPERAND, RESTORE_OUTPUT, note, origin
+from ..graph.values import ANY, ELIGIBLE, is_floating
 from ..ops import ops
 from ..ops.rules import row_of
 from ..runtime.casts import CAST, cast_floating, cast_weight
@@ -86,6 +86,7 @@ def _clamp_operands(graph: Graph, node: Node, colouring: Colouring, assignment: 
         with graph.inserting_before(node):
             made = graph.call_function(torch.ops.aten.clamp.default, (value, -largest, largest))
         made.meta = origin(node) | {"val": value.meta.get("val")}
+        note(made, made_by=CLAMP_OPERAND)
         assignment.dtypes[made], assignment.original[made] = assignment.dtypes[value], assignment.original[value]
         return made
 
@@ -105,13 +106,15 @@ def _folds_by_grad(node: Node) -> bool:
         return True
 
 
-def make_cast(graph: Graph, value: Node, dtype: torch.dtype, reader: Node, assignment: Assignment) -> Node:
+def make_cast(
+    graph: Graph, value: Node, dtype: torch.dtype, reader: Node, assignment: Assignment, rule: str = CAST_OPERAND
+) -> Node:
     """Insert a cast of a value just before its reader."""
     held = assignment.dtypes[value]
     with graph.inserting_before(reader):
         made = graph.call_function(CAST if isinstance(held, torch.dtype) else cast_floating, (value, dtype))
     made.meta = origin(reader)
-    sign(made)
+    note(made, made_by=rule)
     if "val" in value.meta:
         made.meta["val"] = value.meta["val"]
     assignment.dtypes[made] = dtype if isinstance(held, torch.dtype) else recast(held, dtype)
@@ -156,7 +159,7 @@ def _restore_outputs(graph: Graph, assignment: Assignment) -> int:
     for value in output.all_input_nodes:
         held, original = assignment.dtypes.get(value), _floating(assignment.returned.get(value))
         if is_floating(held) and original is not None and recast(held, original) != held:
-            made[value] = make_cast(graph, value, original, output, assignment)
+            made[value] = make_cast(graph, value, original, output, assignment, RESTORE_OUTPUT)
             if assignment.symbolic:  # what was made of an input that nothing is known of may be complex
                 made[value].target = cast_floating
     output.args = torch.fx.map_arg(output.args, lambda n: made.get(n, n))

@@ -7,10 +7,10 @@ from typing import Any
 
 from torch.fx import Graph, Node
 
-from ..colouring import AS_AUTOCAST, Assignment
+from ..colouring import Assignment
 from ..contract.errors import VerificationError
-from ..graph.inserted import is_inserted
 from ..graph.mixed import refuse_mixed
+from ..graph.notes import is_inserted, note_of
 from ..graph.values import ANY, COMPLEX, is_complex, module_path, source
 from ..ops import ops
 from ..ops.rules import row_of
@@ -69,14 +69,14 @@ def _dtypes(node: Node, held: dict[Node, Any], assignment: Assignment) -> Any:
         return assignment.dtypes.get(node)  # of a body: what its caller has there
     if not node.op.startswith("call"):
         return assignment.original.get(node)
-    if node.op == "call_module" or node.meta.get(AS_AUTOCAST) or ops.name(node).startswith("higher_order::"):
+    if node.op == "call_module" or note_of(node).under_autocast or ops.name(node).startswith("higher_order::"):
         return assignment.dtypes.get(node)  # opaque: the operands are checked where they are cast
     if node.target is cast_floating:
         value, dtype = node.args
         return recast(held[value], dtype)  # type: ignore[index, arg-type]
     sources = [_owner(n) for n in node.all_input_nodes]
     # What stood in an autocast region was cast by it, and is no more once it has a colour.
-    region = node in assignment.colours and "autocast_region" in node.meta
+    region = node in assignment.colours and note_of(node).region is not None
     as_captured = not region and all(held[n] == assignment.original.get(n) for n in sources)
     if as_captured and not _is_touched(node, assignment):
         return assignment.original.get(node)
@@ -109,8 +109,8 @@ def _owner(node: Node) -> Node:
 
 def _is_touched(node: Node, assignment: Assignment) -> bool:
     colouring = assignment.colours.get(node)
-    read = "read" in node.meta and not row_of(node).cast
-    told = "dtype_argument" in node.meta  # by eliminate_casts
+    read = note_of(node).read is not None and not row_of(node).cast
+    told = note_of(node).told_dtype  # by eliminate_casts
     # An operand that was cast may be the author's own cast by now, which has the dtype that it always had.
     changed = colouring is not None and (colouring.set_dtype is not None or bool(colouring.casts))
     return read or is_inserted(node) or told or changed

@@ -19,6 +19,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import nn
 
+from .devices import DEVICES
 from .errors import PolicyError
 from .levels import LEVELS, Level
 
@@ -30,7 +31,6 @@ OpOverrides: TypeAlias = Mapping[str, object] | Iterable[tuple[str, object]]
 Stack: TypeAlias = Sequence[tuple[str, Sequence[str]]]
 
 COLOURS = ("low", "fp32", "keep")
-DEVICES = ("cpu", "cuda")
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 CHOICES = {
     "output_dtype": ("original", "low"),
@@ -399,7 +399,7 @@ def _device(value: object) -> str | None:
     if value is None:
         return None
     # Lists and facts are those of a device type; which of several devices it is does not matter.
-    return _choice("device", re.sub(r":\d+$", "", str(value)), DEVICES)
+    return _choice("device", re.sub(r":\d+$", "", str(value)), tuple(DEVICES))
 
 
 def _choice(name: str, value: object, legal: Sequence[str], more: str = "") -> str:

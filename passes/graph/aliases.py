@@ -14,19 +14,21 @@ from torch.fx import Graph, Node
 from .._torch import SET_GRAD, OpOverload, OpOverloadPacket, own_schema, qualified_name
 from ..ops import ops
 from ..ops.rules import row_named, row_of
+from .notes import is_inserted, note_of
 
 
 def is_opaque(node: Node) -> bool:
     """Say whether nothing is known of what a call does inside: a module, a higher-order op, a function not of torch."""
-    if node.meta.get("fxamp") or node.meta.get("pure"):
-        return False
     name = ops.name(node)
-    return name.startswith(("module:", "higher_order::")) or ("." in name and "::" not in name)
+    if not name.startswith(("module:", "higher_order::")) and ("." not in name or "::" in name):
+        return False
+    return not (is_inserted(node) or note_of(node).pure)
 
 
 def may_alias(node: Node) -> bool:
     """Say whether a node's output may share storage with an operand."""
-    if row_of(node).may_alias or _in_place(ops.name(node)) or "out" in node.kwargs or is_opaque(node):
+    name = ops.name(node)
+    if row_named(name).may_alias or _in_place(name) or "out" in node.kwargs or is_opaque(node):
         return True
     schema = ops.schema_of(node)
     return schema is not None and any(r.alias_info is not None for r in schema.returns)

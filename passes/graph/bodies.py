@@ -18,12 +18,10 @@ from typing import Any
 
 from torch.fx import Graph, GraphModule, Node
 
-from .._torch import HigherOrderOperator, pytree
+from .._torch import pytree
+from ..ops.rules import Rule, row_of
 from .aliases import mutated_operands
-
-# name -> the number of arguments between the body and its operands
-_ENTERED = {"tag_activation_checkpoint": 0, "wrap": 0, "wrap_activation_checkpoint": 0, "invoke_subgraph": 1}
-_FIXED = frozenset(["cond", "while_loop", "scan", "associative_scan", "map_impl", "map", *_ENTERED])
+from .notes import note
 
 
 @dataclass(frozen=True)
@@ -72,7 +70,7 @@ class Border:
         inputs: the dtypes of its placeholders, where they are not the original ones.
         restore_outputs: its outputs have their original dtypes.
         autocast_outputs: its outputs have the dtypes that autocast gives them, or wider ones: what reads them runs
-            under autocast, outside this graph. `meta["low_of_its_own"]` is the dtype of one that the model makes low.
+            under autocast, outside this graph. What the model makes low by itself keeps the dtype that is noted on it.
         bodies: the graphs inside it.
     """
 
@@ -86,16 +84,16 @@ def bodies_of(graph: Graph, attribute: Callable[[str], Any]) -> dict[Node, list[
     """Return the bodies of the higher-order ops of a graph that the compiler rewrites."""
     found: dict[Node, list[Body]] = {}
     for node in graph.nodes:
-        if node.op != "call_function" or not isinstance(node.target, HigherOrderOperator):
+        row = row_of(node)
+        if not row.bodies:
             continue
-        name = node.target.name()
         held = [a for a in pytree.tree_leaves((node.args, node.kwargs)) if _is_body(a, attribute)]
         modules = [attribute(str(a.target)) for a in held]
-        if name not in _FIXED or not modules:
+        if not modules:
             continue
-        first = 1 + _ENTERED[name] if _is_entered(node, name, held, modules) else None
+        first = row.operands_at if _is_entered(node, row, held, modules) else None
         if first is not None and not _writes(modules[0].graph):
-            node.meta["pure"] = True  # neither an alias nor a write: see `aliases.is_opaque`
+            note(node, pure=True)  # neither an alias nor a write: see `aliases.is_opaque`
         found[node] = [Body(m, first) for m in modules]
     return found
 
@@ -110,13 +108,13 @@ def _is_body(arg: Any, attribute: Callable[[str], Any]) -> bool:
     return isinstance(arg, Node) and arg.op == "get_attr" and isinstance(attribute(str(arg.target)), GraphModule)
 
 
-def _is_entered(node: Node, name: str, held: list[Node], modules: list[GraphModule]) -> bool:
+def _is_entered(node: Node, row: Rule, held: list[Node], modules: list[GraphModule]) -> bool:
     """Say whether there is one body, called here alone, with one operand for each of its placeholders."""
-    if name not in _ENTERED or len(held) != 1 or node.args[0] is not held[0]:
+    if row.bodies != "entered" or len(held) != 1 or node.args[0] is not held[0]:
         return False
     readers = sum(len(n.users) for n in node.graph.nodes if n.op == "get_attr" and n.target == held[0].target)
     placeholders = sum(n.op == "placeholder" for n in modules[0].graph.nodes)
-    return readers == 1 and placeholders == len(node.args) - 1 - _ENTERED[name]
+    return readers == 1 and placeholders == len(node.args) - row.operands_at
 
 
 def _writes(graph: Graph) -> bool:

@@ -47,7 +47,8 @@ def _quotients(node: Node) -> Iterator[tuple[Node, Node]]:
 
 def _is(node: Node, *parts: str) -> bool:
     """Say whether a call may be one of these parts of a norm."""
-    return any(part in row_of(node).in_norm for part in parts)
+    found = row_of(node).in_norm
+    return any(part in found for part in parts)
 
 
 def _inverts(node: Node, name: str) -> bool:

@@ -9,7 +9,7 @@ import contextlib
 import operator
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from .._torch import FakeTensor, FakeTensorMode, example_sizes, pytree, quiet_fakes
+from ..contract.devices import DEVICES
 from ..contract.policy import type_names
 from ..ops import ops
 from ..ops.rules import row_of
@@ -47,14 +48,6 @@ COMPLEX = Unknown("complex")  # complex, of 32 to 128 bits: made of such values
 
 
 # Where a node comes from.
-
-
-ORIGIN = ("nn_module_stack", "stack_trace", "autocast_region")
-
-
-def origin(node: Node) -> dict[str, Any]:
-    """Return the part of a node's meta that one made for it, or in its place, takes over."""
-    return {k: node.meta[k] for k in ORIGIN if k in node.meta}
 
 
 def module_path(node: Node) -> str:
@@ -184,7 +177,7 @@ def _as_dtype(arg: Any) -> torch.dtype | None:
 
 
 @contextlib.contextmanager
-def no_autocast(devices: Sequence[str] = ("cpu", "cuda")) -> Iterator[None]:
+def no_autocast(devices: Iterable[str] = tuple(DEVICES)) -> Iterator[None]:
     """Run without ambient autocast on any of the devices fxamp converts for."""
     with contextlib.ExitStack() as stack:
         for device in devices:

@@ -17,8 +17,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from .._torch import FakeTensor, OpOverload, enter_autocast, exit_autocast, is_composite, quiet_fakes
 from ..contract.policy import Policy
 from ..form import Ensures, Unit
+from ..graph.notes import DECOMPOSE, move_to, note
 from ..graph.splice import copy_body, put_in_place
-from ..graph.values import ORIGIN, origin
 from ..ops import ops
 from ..ops.facts import rule_of
 from ..ops.rules import COMPOSITE, row_of
@@ -100,7 +100,8 @@ def decompose_composites(graph: Graph, device: str) -> tuple[int, list[str]]:
         with graph.inserting_before(node):
             new, result = copy_body(graph, body, node.all_input_nodes)
         for made in new:
-            made.meta = {k: v for k, v in made.meta.items() if k not in ORIGIN} | origin(node)
+            move_to(made, node)
+            note(made, made_by=DECOMPOSE)
         put_in_place(graph, node, result)
         found += [n for n in reversed(new) if _is_composite(n, device)]
         edits += 1

@@ -1,6 +1,6 @@
 """Give a call the literals that it has under autocast, where the program read them off a dtype.
 
-What the program read was found by comparing two captures; it stands in `meta["replaced"]` and `meta["constant_read"]`.
+What the program read was found by comparing two captures; it stands in `replaced` and `constant_read` of the note.
 
 Before: masked_fill(x, m, -3.4028e+38)         ones([8], dtype=float32)         softmax(x, 1, dtype=float32)
 After:  masked_fill(x, m, -3.3895e+38)         ones([8], dtype=bfloat16)        softmax(x, 1, dtype=bfloat16)
@@ -9,13 +9,13 @@ After:  masked_fill(x, m, -3.3895e+38)         ones([8], dtype=bfloat16)        
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
-from ..graph.values import LOW, dtypes_of, is_floating, origin, retyped
+from ..graph.notes import APPLY_READS, note, note_of, origin
+from ..graph.values import LOW, dtypes_of, retyped
 from ..ops import ops
 from ..ops.rules import row_of
 
@@ -25,7 +25,7 @@ Path = tuple[Any, ...]
 def apply_reads(graph: Graph, *, exact: bool) -> int:
     """Put what was read under autocast in the place of what was read without, in place; return how many edits.
 
-    What a value's dtype was without autocast stays in its `val`; the dtype that was read is left in `meta["read"]`, and
+    What a value's dtype was without autocast stays in its `val`; the dtype that was read is left in its note, and
     decides on the node.
 
     Args:
@@ -34,46 +34,38 @@ def apply_reads(graph: Graph, *, exact: bool) -> int:
     """
     edits = 0
     for node in list(graph.nodes):
-        if "constant_read" in node.meta:
+        if note_of(node).constant_read:
             _cast_constant(node)
             edits += 1
-        for path, value in node.meta.pop("replaced", ()):
+        replaced = note_of(node).replaced
+        for path, value in replaced:
             row = row_of(node)
             first = row.never_narrows or (row.converts_first and not exact)
             if isinstance(value, torch.dtype) and first:
-                _cast_first(node, {"cast": "relative", "read": value})
+                _cast_first(node, cast="relative", read=value)
             else:
                 node.args, node.kwargs = _with((tuple(node.args), dict(node.kwargs)), path, value)
                 if isinstance(value, torch.dtype):
-                    node.meta["read"] = value
+                    note(node, read=value)
             edits += 1
+        if replaced:
+            note(node, replaced=())
     return edits
 
 
 def _cast_constant(node: Node) -> None:
     """Before: a: float32. After: to(b, float32), a cast relative to what was read; b is what autocast has for a."""
-    read = node.meta.pop("read")
-    node.target = node.meta.pop("constant_read")
+    found = note_of(node)
+    note(node, read=None, constant_read="")
+    node.target = found.constant_read
     literal = node.meta["val"].dtype if isinstance(node.meta.get("val"), torch.Tensor) else torch.float32
     with node.graph.inserting_after(node):
         cast = node.graph.call_function(torch.ops.aten.to.dtype, (node, literal))
     node.replace_all_uses_with(cast, delete_user_cb=lambda user: user is not cast)
-    cast.meta = origin(node) | {"cast": "relative", "read": read}
+    cast.meta = origin(node)
+    note(cast, made_by=APPLY_READS, cast="relative", read=found.read)
     if "val" in node.meta:
         cast.meta["val"] = node.meta["val"]
-
-
-def restore_outputs(graph: Graph, dtypes: Mapping[Node, Any]) -> None:
-    """Cast what a graph returns to the dtypes that the model returns, as its author would have."""
-    output: Any = graph.output_node()
-    made: dict[Node, Node] = {}
-    for value, dtype in dtypes.items():
-        held = dtypes_of(value.meta.get("val"))
-        if isinstance(held, torch.dtype) and held.is_floating_point and is_floating(dtype) and held != dtype:
-            with graph.inserting_before(output):
-                made[value] = graph.call_function(torch.ops.aten.to.dtype, (value, dtype))
-            made[value].meta = origin(value) | {"val": retyped(value.meta["val"], dtype), "cast": "literal"}
-    output.args = torch.fx.map_arg(output.args, lambda n: made.get(n, n))
 
 
 def cast_before_norms(graph: Graph) -> int:
@@ -88,12 +80,12 @@ def cast_before_norms(graph: Graph) -> int:
     for node in list(graph.nodes):
         told = ops.argument(node, "dtype") if row_of(node).never_narrows else None
         if isinstance(told, Node) or told in LOW:
-            _cast_first(node, {})
+            _cast_first(node)
             edits += 1
     return edits
 
 
-def _cast_first(node: Node, means: Mapping[str, Any]) -> None:
+def _cast_first(node: Node, **means: Any) -> None:
     """Before: softmax(x, 1, dtype=float32). After: softmax(to(x, float32), 1), a cast that means what it is told."""
     value: Any = node.args[0] if node.args else next(ops.operands(node)).node
     told: Any = ops.argument(node, "dtype")
@@ -103,9 +95,9 @@ def _cast_first(node: Node, means: Mapping[str, Any]) -> None:
             cast = node.graph.call_method("to", (value, told))
         else:
             cast = node.graph.call_function(torch.ops.aten.to.dtype, (value, gives or told))
-    cast.meta = origin(node) | dict(means)
+    cast.meta = origin(node)
+    note(cast, made_by=APPLY_READS, **(means if gives in (None, told) else {"cast": "autocast", "read": told}))
     if gives is not None:
-        cast.meta |= {} if gives == told else {"cast": "autocast", "read": told}
         cast.meta["val"] = retyped(value.meta.get("val"), gives)
     schema = ops.schema_of(node)
     names = [a.name for a in schema.arguments] if schema is not None else []

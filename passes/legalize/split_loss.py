@@ -15,7 +15,7 @@ import torch
 from torch.fx import Graph, Node
 
 from .._torch import FakeTensor
-from ..graph.values import origin
+from ..graph.notes import SPLIT_LOSS, note, origin
 from ..ops import ops
 
 aten = torch.ops.aten
@@ -50,6 +50,7 @@ def _split(graph: Graph, node: Node) -> None:
         with graph.inserting_before(node):
             made = graph.call_function(op, args, kwargs)
         made.meta = origin(node)
+        note(made, made_by=SPLIT_LOSS)
         with logits.meta["val"].fake_mode, torch.no_grad():
             made.meta["val"] = op(*torch.fx.map_arg(args, _value), **torch.fx.map_arg(kwargs, _value))
         return made

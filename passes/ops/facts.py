@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from ..contract.devices import DEVICES
 from . import ops
 from .rules import COMPOSITE, Rule, lookup, rule
 
@@ -83,11 +84,8 @@ def this_machine(device: str) -> Machine:
     if instead is not None and instead.device == device:
         return instead
     version = ".".join(torch.__version__.split(".")[:2])
-    if device == "cpu":
-        return Machine("cpu", torch.backends.cpu.get_cpu_capability(), version)
-    if device == "cuda" and torch.cuda.is_available():
-        return Machine("cuda", "sm_{}{}".format(*torch.cuda.get_device_capability()), version)
-    return Machine(device, "", version)
+    known = DEVICES[device]
+    return Machine(device, known.capability() if known.is_here() else "", version)
 
 
 def facts(name: str, device: str, low: torch.dtype, **static: Any) -> Facts:
@@ -95,7 +93,7 @@ def facts(name: str, device: str, low: torch.dtype, **static: Any) -> Facts:
 
     Args:
         name: Canonical op name; an in-place name gives the facts of its base.
-        device: "cpu" or "cuda".
+        device: One of `DEVICES`.
         low: `torch.float16` or `torch.bfloat16`.
         **static: The arguments that matter, such as `dim="last"` or `approximate="tanh"`. Where they are not given, or
             were not measured, what holds of every measured variant is assumed.
@@ -139,7 +137,7 @@ def rule_of(node: Node, device: str, low: torch.dtype | None = None) -> tuple[Ru
 
 def lacks_low(node: Node, row: Rule, device: str) -> bool:
     """Say whether a device has no low kernel for an op, or for these arguments of it."""
-    return device in row.no_low or _has(node, row.no_low_for)
+    return DEVICES[device].lists in row.no_low or _has(node, row.no_low_for)
 
 
 def accumulates(node: Node, row: Rule) -> bool:

@@ -120,6 +120,10 @@ METHODS, ATTRIBUTES, PRIMS = _by_spelling(_METHODS), _by_spelling(_ATTRIBUTES), 
 IN_PLACE = tuple(getattr(operator, s) for s, op in OPERATORS.items() if op.endswith("_") and hasattr(operator, s))
 
 
+# The key of `node.meta` under which stands what fxamp notes on a node, a `graph.notes.Note`.
+NOTE = "fxamp"
+
+
 class Operand(NamedTuple):
     """One operand of a node: the argument's name, its place among the leaves of that argument, and the producer."""
 
@@ -137,15 +141,21 @@ def name(node: Node) -> str:
     An opaque leaf module is `module:` and its type's name.
     """
     if node.op == "call_module":
-        return f"module:{node.meta.get('leaf_type', node.target)}"
+        return f"module:{getattr(node.meta.get(NOTE), 'leaf', '') or node.target}"
     if node.op == "call_method":
         return _of_method(str(node.target))
     if node.op != "call_function":
         return ""
     if node.target is getattr:
         return ATTRIBUTES.get(str(node.args[1]), "getattr")
-    found = of_target(node.target)
-    return canonical(found + _suffix(node, found)) if inspect.isfunction(node.target) else found
+    found, is_python = _named(node.target)
+    return canonical(found + _suffix(node, found)) if is_python else found
+
+
+@functools.lru_cache(maxsize=4096)
+def _named(target: Any) -> tuple[str, bool]:
+    """Return the name of a call_function target, and whether it is a function of Python, whose arguments count too."""
+    return of_target(target), inspect.isfunction(target)
 
 
 @functools.lru_cache(maxsize=4096)

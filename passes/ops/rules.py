@@ -10,6 +10,7 @@ listed op inside counts as what it does in effect; where that depends on shapes 
 from __future__ import annotations
 
 import difflib
+import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, replace
 from typing import Any
@@ -25,9 +26,10 @@ from .._torch import (
     qualified_name,
     registered_autocast_dtype,
 )
+from ..contract.devices import DEVICES
 from ..contract.errors import PolicyError
 from . import ops
-from .table import elementwise, images, linalg, losses, made, moves, norms, products, queries, reductions
+from .table import elementwise, higher_order, images, linalg, losses, made, moves, norms, products, queries, reductions
 from .table.row import BANNED as BANNED
 from .table.row import COMPOSITE as COMPOSITE
 from .table.row import FOLLOW as FOLLOW
@@ -36,13 +38,14 @@ from .table.row import KEEP as KEEP
 from .table.row import KIND_NAMES as KIND_NAMES
 from .table.row import LOW as LOW
 from .table.row import PROMOTE as PROMOTE
+from .table.row import SUMMARY as SUMMARY
 from .table.row import UNKNOWN as UNKNOWN
 from .table.row import Rule as Rule
 
 _FILES = (products, losses, norms, reductions, elementwise, images, linalg, moves, made, queries)
 ROWS = tuple(row for file in _FILES for row in file.ROWS)
 RULES: Mapping[str, Rule] = {row.name: row for row in ROWS}
-_ALL = {**RULES, **{row.name: row for row in queries.QUERIES}}
+_ALL = {**RULES, **{row.name: row for row in (*queries.QUERIES, *higher_order.HIGHER_ORDER)}}
 
 # Rules of custom ops, which their users register. The one state of this module, and only `register_rule` writes it.
 _custom: dict[str, Rule] = {}
@@ -74,7 +77,24 @@ def lookup(name: str, device: str, low: torch.dtype | None = None) -> tuple[Rule
         found = _from_register_autocast(name, device, low)
     if found is None:
         found = replace(UNKNOWN, name=name)
-    return found, found.kind(device)
+    return found, _kind(found, device)
+
+
+def _kind(row: Rule, device: str) -> str:
+    """Return the kind of a row on a device; what torch has not registered there gets its operands as they are."""
+    kind = row.kind(DEVICES[device].lists)
+    return PROMOTE if kind in (LOW, FP32) and row.name in _unlisted(device) else kind
+
+
+@functools.cache
+def _unlisted(device: str) -> frozenset[str]:
+    """Return the ops of ATen that the autocast whose lists a device shares has, and that of the device has not."""
+    lists = DEVICES[device].lists
+    own, shared = (
+        {n.removeprefix("aten::").partition(".")[0] for n in autocast_registrations(d) if n.startswith("aten::")}
+        for d in (device, lists)
+    )
+    return frozenset(shared - own)
 
 
 class Table(tuple[Rule, ...]):
@@ -149,7 +169,7 @@ _WORDS = {"sensitive": ("", "range", "rounding"), "commutes": ("", "forward", "b
 
 def _check_fact(where: str, fact: str, value: Any) -> None:
     """Raise unless `fact` is a field of `Rule` that can hold `value`."""
-    known = [f.name for f in fields(Rule) if f.name not in ("name", "cpu")]
+    known = [f.name for f in fields(Rule) if f.name not in ("name", "cpu", "known")]
     if fact not in known:
         raise PolicyError(f"{where}: no fact is named {fact!r}{_nearest(fact, known)}")
     wanted = type(getattr(Rule("", "", ""), fact))
@@ -180,7 +200,7 @@ def _nearest(name: Any, known: Iterable[str]) -> str:
 
 def _from_register_autocast(name: str, device: str, low: torch.dtype | None) -> Rule | None:
     """Return the rule that `torch.library.register_autocast` gave a custom op, or None."""
-    if name not in autocast_registrations("cpu" if device == "cpu" else "cuda"):
+    if name not in autocast_registrations(device):
         return None
     dtype = registered_autocast_dtype(name, device)
     if dtype is None:

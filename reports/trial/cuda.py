@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.fx import Interpreter, Node
 
 from passes._torch import FakeTensorMode, pytree
+from passes.graph.notes import is_inserted
 from passes.graph.values import keys
 from passes.ops import ops
 from passes.ops.rules import FP32, LOW, lookup
@@ -104,7 +105,7 @@ def beside(plain: Any, module: Any, dtypes: dict[str, torch.dtype]) -> list[list
         module: the same converted at O1.
         dtypes: what autocast gives the values of the first graph of `plain`, by the name of the node.
     """
-    ours = {key: n for n, key in keys(module.graph.nodes).items() if n.meta.get("fxamp") != "cast"}
+    ours = {key: n for n, key in keys(module.graph.nodes).items() if not is_inserted(n)}
     decisions = {d.key: d for d in module.plan.decisions}
     rows = []
     for node, key in keys(plain.graph.nodes).items():

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fxamp
+from passes.graph.notes import is_inserted
 
 accelerate: Any = pytest.importorskip("accelerate")
 transformers: Any = pytest.importorskip("transformers")
@@ -194,7 +195,7 @@ def test_a_frozen_low_base_is_not_cast() -> None:
         module = fxamp.convert(model, torch.randn(2, 8), policy="O1,dtype=bf16", capture=capture)
         module(torch.randn(2, 8)).sum().backward()
         [graph] = fxamp.graphs(module)
-        inserted = [n for n in graph.graph.nodes if n.meta.get("fxamp") == "cast"]
+        inserted = [n for n in graph.graph.nodes if is_inserted(n)]
         assert not [n for n in inserted if "base" in str(n.args[0].target)]
         assert len([n for n in inserted if any(f"{w}_" in f"{n.args[0].target}_" for w in ("a.weight", "b.weight"))
                     or "parameters_weight" in str(n.args[0].target)]) == 2  # fmt: skip

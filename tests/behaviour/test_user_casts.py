@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import fxamp
+from passes.graph.notes import is_inserted
 from tests.support.front_ends import (
     BF16,
     F32,
@@ -138,7 +139,7 @@ def test_the_two_low_dtypes_meet_in_fp32(front_end: str) -> None:
     assert decided(module, "add") == ["float32"]
     for graph in fxamp.graphs(module):  # nothing is rounded to one and then to the other
         for node in graph.graph.nodes:
-            if node.meta.get("fxamp") and node.all_input_nodes:
+            if is_inserted(node) and node.all_input_nodes:
                 source = node.all_input_nodes[0].meta.get("val")
                 assert source is None or {source.dtype, node.meta["val"].dtype} != {FP16, BF16}
 

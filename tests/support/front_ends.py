@@ -17,6 +17,7 @@ from fxamp.capture.model.captured import Captures, as_inputs
 from fxamp.capture.states import capture, copied
 from fxamp.convert import autocast_for, emit, resolve
 from passes._torch import pytree
+from passes.graph.notes import is_inserted
 from tests.support.helpers import Two, assert_same, example, run
 
 FRONT_ENDS = ("fx", "export", "jit")
@@ -89,7 +90,7 @@ def colours(module: nn.Module) -> dict[str, str]:
 
 def casts(module: nn.Module) -> list[Any]:
     """Return the casts that fxamp made, in all graphs."""
-    return [n for g in fxamp.graphs(module) for n in g.graph.nodes if n.meta.get("fxamp") == "cast"]
+    return [n for g in fxamp.graphs(module) for n in g.graph.nodes if is_inserted(n)]
 
 
 def tensors(value: Any) -> list[Tensor]:

@@ -29,7 +29,7 @@ from torch.fx import Graph, GraphModule, Node
 from passes._torch import FakeTensorMode, pytree
 from passes.colouring import Assignment
 from passes.graph.by_rows import original_dtypes
-from passes.graph.inserted import is_inserted
+from passes.graph.notes import CAST_OPERAND, is_inserted, note
 from passes.graph.values import Inference
 from passes.runtime.casts import CAST
 
@@ -117,7 +117,7 @@ def _made(builder: Builder, name: str, text: str, known: dict[str, Any]) -> Node
     args, kwargs = eval(f"_({arguments})", {"_": lambda *a, **k: (a, k)}, known)
     if op == "cast":
         node = builder.call(CAST, *args, name=name)
-        node.meta["fxamp"] = "cast"
+        note(node, made_by=CAST_OPERAND)
         return node
     target = _PLAIN[op] if op in _PLAIN else operator.attrgetter(op)(aten)
     if isinstance(target, torch._ops.OpOverloadPacket):

@@ -10,7 +10,7 @@ from torch.fx.node import map_arg
 
 from passes._torch import OpOverload
 from passes.contract.plan import Decision, Plan
-from passes.graph.inserted import is_inserted
+from passes.graph.notes import is_inserted
 from passes.graph.values import keys, module_path
 from passes.ops import ops
 

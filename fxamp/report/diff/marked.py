@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
-from passes.graph.inserted import is_inserted
+from passes.graph.notes import is_inserted
 from passes.graph.values import LOW, dtypes_of, module_path
 from passes.ops import ops
 from passes.ops.rules import row_named

@@ -13,7 +13,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from passes.contract.plan import Decision, Plan
-from passes.graph.inserted import is_inserted
+from passes.graph.notes import is_inserted
 from passes.graph.values import LOW, frames, own_frame
 from passes.ops.rules import RULES
 

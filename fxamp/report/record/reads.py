@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 from torch.fx import Graph, Node
 
-from passes.graph.inserted import is_inserted
+from passes.graph.notes import is_inserted, note_of
 from passes.graph.values import keys
 
 from .record import Read
@@ -45,7 +45,7 @@ def origins(graph: Graph, names: Mapping[Node, str], decided: Collection[str]) -
         if isinstance(node.meta.get("val"), (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)):
             found[node] = ()  # a size, which has no dtype to follow
         elif node.op in ("placeholder", "get_attr"):
-            attribute = node.op == "get_attr" or bool(node.meta.get("parameter"))
+            attribute = node.op == "get_attr" or note_of(node).role == "parameter"
             found[node] = (Read(names[node], "attribute" if attribute else "input", ""),)
         elif is_inserted(node):
             found[node] = tuple(Read(r.value, r.kind, dtype(node)) for r in found[node.all_input_nodes[0]])

@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from passes._torch import FakeTensorMode, pytree, quiet_fakes, storage_id
 from passes.contract.errors import FxampError
-from passes.graph.inserted import is_inserted
+from passes.graph.notes import is_inserted
 from passes.graph.values import no_autocast
 
 from ...capture.model.tensors import held, kept

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
 from passes.graph.aliases import mutated_operands
-from passes.graph.inserted import is_inserted
+from passes.graph.notes import is_inserted
 from passes.runtime.casts import CAST, cast_weight
 
 from ...module.bindings import called_directly, read_directly

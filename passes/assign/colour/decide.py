@@ -7,6 +7,7 @@ The author's casts, in-place writes and reads of bits come first, then the polic
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -14,6 +15,7 @@ from torch.fx import Node
 from ...colouring import AS_AUTOCAST, Colouring
 from ...contract.policy import module_override, op_override
 from ...contract.reasons import Code
+from ...graph.notes import Region, note_of
 from ...graph.values import ANY, may_alias, mutated_operands, out_operands
 from ...graph.values import LOW as LOW_DTYPES
 from ...ops import ops
@@ -52,19 +54,26 @@ def _first(deciders: Iterable[Decider], state: State, site: Site) -> Colouring |
 
 def _under_autocast(state: State, site: Site) -> Colouring | None:
     """Give an autograd function, which runs under autocast, what it read there: then it gives what it gave there."""
-    if not site.node.meta.get(AS_AUTOCAST):
+    if not note_of(site.node).under_autocast:
         return None
-    seen = {(o.name, o.index): o.node.meta.get("autocast", state.original[o.node]) for o in site.floats}
+    seen = {(o.name, o.index): _under_it(state, o.node) for o in site.floats}
     casts = {at: seen[at] for at, o in zip(seen, site.floats, strict=True) if state.dtypes[o.node] != seen[at]}
-    dtype = first_float(site.node.meta["autocast"]) or torch.float32
+    dtype = first_float(note_of(site.node).autocast) or torch.float32
     return Colouring(dtype, AS_AUTOCAST, Code.AS_AUTOCAST("runs under torch.autocast, on what it read there"), casts)
+
+
+def _under_it(state: State, value: Node) -> Any:
+    """Return the dtypes that a value has under autocast, as far as they were seen."""
+    seen = note_of(value).autocast
+    return state.original[value] if seen is None else seen
 
 
 def _as_read(state: State, site: Site) -> Colouring | None:
     """Obey a dtype argument that the program read off a value."""
-    if "read" not in site.node.meta:
+    read = note_of(site.node).read
+    if read is None:
         return None
-    why = Code.DTYPE_ARGUMENT(f"{site.node.meta['read']}, as read under autocast")
+    why = Code.DTYPE_ARGUMENT(f"{read}, as read under autocast")
     return natural(state, site.of_kind(FOLLOW), why)
 
 
@@ -145,9 +154,9 @@ def _at_level(state: State, site: Site) -> Site:
     return site.of_kind(kind)
 
 
-def _region(state: State, node: Node) -> tuple[str, bool, torch.dtype | None] | None:
+def _region(state: State, node: Node) -> Region | None:
     """Return the autocast region of the model's own that a node stands in, where it is of this device."""
-    region = node.meta.get("autocast_region")
+    region = note_of(node).region
     return region if region is not None and region[0] == state.device else None
 
 

@@ -21,6 +21,7 @@ from torch.fx import Graph, Node
 from ..._torch import FakeTensor
 from ...form import Ensures, Unit
 from ...graph.literals import FP32_MAX, has_tiny, is_extreme, numbers
+from ...graph.notes import note, note_of
 from ...graph.values import ANY, LOW, is_floating
 from ...ops import ops
 from ...ops.rules import Rule, row_named, row_of
@@ -29,17 +30,16 @@ _ONE: tuple[tuple[str, ...], ...] = (("float",), ("first",))  # what comes out i
 
 
 def note_buffers(graph: Graph, attribute: Callable[[str], Any]) -> None:
-    """Leave in `meta` which values are buffers or constants, and the number that one of no dimension holds.
+    """Note which values are buffers or constants, and the number that one of no dimension holds.
 
     A fill value is mostly a literal, and sometimes such a tensor. `attribute` resolves the target of a get_attr.
     """
     for node in graph.nodes:
         value = attribute(str(node.target)) if node.op == "get_attr" else None
         if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
-            node.meta["buffer"] = True
             known = not isinstance(value, FakeTensor) and not value.is_meta
-            if known and value.dim() == 0 and value.is_floating_point():
-                node.meta["constant"] = float(value)
+            number = known and value.dim() == 0 and value.is_floating_point()
+            note(node, role="buffer", constant=float(value) if number else None)
 
 
 @dataclass(frozen=True)
@@ -74,10 +74,11 @@ class Extremes:
         self._tiny: set[Node] = set()  # of the values, those that only moves pass on: x + eps, and not 1 / (x + eps)
         self._largest: dict[Node, float] = {}  # what a range of numbers goes to
         for node in graph.nodes:
-            if node.meta.get("buffer"):
+            held = note_of(node)
+            if held.role == "buffer":
                 self.fixed.add(node)
-            if "constant" in node.meta:
-                self._is_constant(node, node.meta["constant"])
+            if held.constant is not None:
+                self._is_constant(node, held.constant)
 
     def _is_constant(self, node: Node, number: float) -> None:
         self.constants[node] = number

@@ -11,6 +11,7 @@ import torch
 from ...colouring import Colouring
 from ...contract.reasons import Code
 from ...graph import literals
+from ...graph.notes import note_of
 from ...graph.values import LOW as LOW_DTYPES
 from ...graph.values import dtype_reference, mutated_operands
 from ...ops.rules import KEEP, LOW
@@ -47,7 +48,7 @@ def _in_fp32(state: State, site: Site, colouring: Colouring) -> Colouring:
         return colouring  # the author's own low value, which a copy in FP32 would part from what is written
     why = Code.LITERAL("a number does not fit the low dtype")
     colouring = all_to(state, site.of_kind(colouring.kind), torch.float32, why)
-    if dtype_reference(node) is not None or "read" in node.meta:
+    if dtype_reference(node) is not None or note_of(node).read is not None:
         colouring.set_dtype = torch.float32
     state.dtypes[node] = torch.float32 if colouring.set_dtype else result_dtypes(state, node, colouring)
     return colouring

@@ -13,6 +13,7 @@ import torch
 from torch.fx import Node
 
 from ..._torch import pytree
+from ...contract.devices import DEVICES
 from ...graph.values import ELIGIBLE, concrete
 from ...ops import ops
 from ...ops.rules import row_named
@@ -36,7 +37,7 @@ def runs_in(
     name = ops.name(node)
     if not row_named(name).tries_low and "::" not in name:
         return True
-    if device == "cuda" and not torch.cuda.is_available():
+    if not DEVICES[device].is_here():
         return True
     literals = torch.fx.map_arg((node.args, dict(node.kwargs)), lambda n: None)
     key = (name, dtype, device, repr(literals))

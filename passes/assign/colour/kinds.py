@@ -13,11 +13,12 @@ from ...contract.errors import PolicyError
 from ...contract.policy import module_override
 from ...contract.reasons import Code, Reason
 from ...graph import literals
+from ...graph.notes import note_of
 from ...graph.values import ANY, ELIGIBLE, dtype_reference, is_floating, module_path, out_operands, source
 from ...graph.values import LOW as LOW_DTYPES
 from ...ops import ops
 from ...ops.facts import lacks_low
-from ...ops.rules import BANNED, COMPOSITE, FOLLOW, FP32, KEEP, LOW, PROMOTE, UNKNOWN
+from ...ops.rules import BANNED, COMPOSITE, FOLLOW, FP32, KEEP, LOW, PROMOTE
 from .kernels import runs_in
 from .operand_casts import all_to, castable, keep, natural
 from .state import Site, State, first_float
@@ -108,7 +109,7 @@ def _kept(state: State, site: Site) -> Colouring:
     """Colour what keeps the dtypes that it had: by its rule, or since it has none."""
     if state.autocast:
         return _follow(state, site)
-    if site.row.reason == UNKNOWN.reason:
+    if not site.row.known:
         return _unknown(state, site)
     reference = dtype_reference(site.node)
     if reference is not None:
@@ -223,5 +224,5 @@ def user_cast(state: State, site: Site) -> Colouring | None:
 def _intent(state: State, node: Node) -> Intent:
     """Return what a cast means, where the policy does not want FP32 whatever it read."""
     forced = module_override(state.policy, state.stacks.get(node, ())) if state.policy.modules else None
-    observed = None if forced is not None and forced.colour == "fp32" else node.meta.get("read")
+    observed = None if forced is not None and forced.colour == "fp32" else note_of(node).read
     return state.casts.read(node, state.dtypes, observed, exact=not state.aggressive)

@@ -12,6 +12,7 @@ from torch.fx import Node
 from ...colouring import AS_AUTOCAST, Colouring
 from ...contract.reasons import Code
 from ...graph.mixed import refuse_mixed
+from ...graph.notes import note_of
 from ...graph.values import ANY, ELIGIBLE
 from ...ops import ops
 from ...ops.rules import COMPOSITE, KEEP
@@ -24,7 +25,7 @@ def result_dtypes(state: State, node: Node, colouring: Colouring) -> Any:
     if colouring.kind == "cast":
         return colouring.dtype
     if colouring.kind == AS_AUTOCAST:
-        return node.meta["autocast"]
+        return note_of(node).autocast
     casts = colouring.casts
     wanted = {o.node: casts[o.name, o.index] for o in ops.operands(node) if (o.name, o.index) in casts}
     kept = colouring.kind in (KEEP, COMPOSITE) and not state.autocast

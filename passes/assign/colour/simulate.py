@@ -17,10 +17,11 @@ from ...contract.reasons import Code
 from ...graph.aliases import is_opaque
 from ...graph.bodies import Body, Border
 from ...graph.by_rows import original_dtypes
+from ...graph.notes import note_of
 from ...graph.values import ANY, ELIGIBLE, LOW, Aliases, is_floating, is_known, module_types, mutated_operands
 from ...ops import ops
 from ...ops.facts import accumulates
-from ...ops.rules import KEEP, lookup, row_of
+from ...ops.rules import KEEP, lookup, row_named, row_of
 from .decide import decide, site_of
 from .fit_numbers import fit_numbers
 from .operand_casts import keep
@@ -42,7 +43,7 @@ class Simulation(State):
                 continue
             name = ops.name(node)
             floats = [o for o in ops.operands(node) if is_floating(self.dtypes[o.node]) or self.dtypes[o.node] is ANY]
-            if row_of(node).asks:
+            if row_named(name).asks:
                 if name == "getitem":
                     self.dtypes[node] = self.infer(node, self.dtypes.__getitem__)
             elif any(b.first is not None for b in self.border.bodies.get(node, ())):
@@ -62,7 +63,7 @@ class Simulation(State):
 
     def _beside_autocast(self, value: Node) -> Any:
         """Return the dtype of an output that is read under autocast: the wider of its own and autocast's."""
-        held: Any = value.meta.get("low_of_its_own", self.dtypes[value])
+        held: Any = note_of(value).low_of_its_own or self.dtypes[value]
         autocast: Any = self.reference.get(value)
         both = held in ELIGIBLE and autocast in ELIGIBLE
         return torch.promote_types(held, autocast) if both else held

@@ -16,6 +16,7 @@ from torch.fx import Graph, Node
 
 from ..._torch import OpOverload, overload_name
 from ...contract.reasons import Code, Reason
+from ...graph.notes import note_of
 from ...graph.values import ANY, LOW, is_floating, literal_dtype, module_path
 from ...ops import ops
 from ...ops.rules import Rule, row_named
@@ -89,9 +90,9 @@ class Casts:
             return Intent(found, False, Code.CAST("relative, follows its reference"))
         if baked is None:
             return Intent(held if isinstance(held, torch.dtype) else None, False, Code.FOLLOW("moves its operand"))
-        if node.meta.get("cast") == "autocast":
+        if note_of(node).cast == "autocast":
             why = Code.CAST("as it is under autocast, written or read there")
-            return Intent(node.meta.get("read") or baked, True, why)
+            return Intent(note_of(node).read or baked, True, why)
         kind = self._kind(node)
         if kind == "relative" and observed is not None:
             return Intent(observed, False, Code.CAST("relative, the dtype that was read under autocast"))
@@ -138,7 +139,7 @@ class Casts:
 
     def _kind(self, node: Node) -> str:
         """Return "literal", "relative" or "undecided"; a method in a graph of Python's says what the author wrote."""
-        return str(node.meta.get("cast", "literal" if node.op == "call_method" else "undecided"))
+        return note_of(node).cast or ("literal" if node.op == "call_method" else "undecided")
 
     def _restores(self, node: Node, dtypes: dict[Node, Any]) -> torch.dtype | None:
         """Return the dtype that the nearest upcast before this cast, in the same module, was made from."""

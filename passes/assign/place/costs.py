@@ -15,13 +15,10 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from ..._torch import SET_GRAD
+from ...contract.devices import DEVICES
+from ...graph.notes import note_of
 from ...ops import ops
 from ...ops.rules import row_of
-
-# Bytes that move in the time of one launch, and in a nanosecond; assumed, not measured: 5 us at 10 GB/s on a CPU core,
-# 2 us at 500 GB/s on a GPU.
-LAUNCH = {"cpu": 50_000, "cuda": 1_000_000}
-BYTES_PER_NANOSECOND = {"cpu": 10, "cuda": 500}
 
 
 class Run(NamedTuple):
@@ -53,7 +50,7 @@ class ByteCosts:
     least, measured = "moves the fewest bytes", False
 
     def __init__(self, device: str, grad: frozenset[Node]) -> None:
-        self.launch = LAUNCH[device]
+        self.launch = DEVICES[device].launch
         self.grad = grad
 
     def price(self, runs: Sequence[Run], casts: Sequence[Node]) -> tuple[list[int], list[int]]:
@@ -125,7 +122,7 @@ def requires_grad(graph: Graph) -> frozenset[Node]:
             state = node.args[0]
             enabled = [*enabled[:-1]] if isinstance(state, Node) and len(enabled) > 1 else [*enabled, bool(state)]
         elif not node.op.startswith("call"):
-            unknown = node.op == "get_attr" and "val" not in node.meta and not node.meta.get("buffer")
+            unknown = node.op == "get_attr" and "val" not in node.meta and note_of(node).role != "buffer"
             if unknown or getattr(node.meta.get("val"), "requires_grad", False):
                 out.add(node)
         elif enabled[-1] and (node.op == "call_module" or any(n in out for n in node.all_input_nodes)):

@@ -17,6 +17,7 @@ from ...colouring import Colouring
 from ...contract.reasons import Code
 from ...graph.aliases import may_alias
 from ...graph.literals import numbers
+from ...graph.notes import note_of
 from ...graph.values import concrete_size, is_floating, is_known, literal_dtype
 from ...ops import ops
 from ...ops.facts import facts_of
@@ -48,7 +49,8 @@ class _Candidate:
     """A node that has a colour, and what is known of it.
 
     Attributes:
-        floats: its floating operands.
+        read: all its operands.
+        floats: those that are floating.
         held: their dtypes.
         grad: gradients flow through it.
     """
@@ -57,6 +59,7 @@ class _Candidate:
     node: Node
     colouring: Colouring
     row: Rule
+    read: tuple[Node, ...]
     floats: tuple[ops.Operand, ...]
     held: tuple[object, ...]
     grad: bool
@@ -68,9 +71,10 @@ Check = Callable[[_Candidate], bool]
 def _passes(checks: tuple[Check, ...], simulation: Simulation, node: Node, grad: frozenset[Node]) -> bool:
     dtypes = simulation.dtypes
     row = lookup(ops.name(node), simulation.device, simulation.low)[0]
-    floats = tuple(o for o in ops.operands(node) if is_floating(dtypes[o.node]))
-    held = tuple(dtypes[o.node] for o in floats)
-    candidate = _Candidate(simulation, node, simulation.colours[node], row, floats, held, node in grad)
+    operands = list(ops.operands(node))
+    floats = tuple(o for o in operands if is_floating(dtypes[o.node]))
+    held, read = tuple(dtypes[o.node] for o in floats), tuple(o.node for o in operands)
+    candidate = _Candidate(simulation, node, simulation.colours[node], row, read, floats, held, node in grad)
     return all(check(candidate) for check in checks)
 
 
@@ -87,7 +91,7 @@ def _has_an_open_kind(c: _Candidate) -> bool:
 
 def _makes_a_value(c: _Candidate) -> bool:
     """It writes to none, and the author has said nothing of where it stands."""
-    return not ops.name(c.node).endswith("_") and not c.node.meta.get("autocast_region")
+    return not ops.name(c.node).endswith("_") and note_of(c.node).region is None
 
 
 def _names_no_dtype(c: _Candidate) -> bool:
@@ -102,11 +106,7 @@ def _is_in_either_dtype(c: _Candidate) -> bool:
 
 def _is_known(c: _Candidate) -> bool:
     dtypes = c.simulation.dtypes
-    return is_floating(dtypes[c.node]) and all(is_known(dtypes[n]) for n in (c.node, *_read(c)))
-
-
-def _read(c: _Candidate) -> list[Node]:
-    return [o.node for o in ops.operands(c.node)]
+    return is_floating(dtypes[c.node]) and all(is_known(dtypes[n]) for n in (c.node, *c.read))
 
 
 def _shares_no_written_storage(c: _Candidate) -> bool:

@@ -17,9 +17,10 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from ..._torch import OpOverload
+from ...contract.devices import DEVICES
 from ...contract.timing import Call, Filler, Timer
 from ...ops import ops
-from .costs import BYTES_PER_NANOSECOND, ByteCosts, Run, makes_view, number
+from .costs import ByteCosts, Run, makes_view, number
 
 ACCURACY = 0.05  # of a measured time; low must win by more, or what runs FP32 stays FP32
 ROUND_TRIPS = 4  # of a cast, for one alone would be lost in the time that a backward takes to start
@@ -32,7 +33,7 @@ class MeasuredCosts:
 
     def __init__(self, device: str, low: torch.dtype, grad: frozenset[Node], timer: Timer) -> None:
         self.low, self.grad, self.timer = low, grad, timer
-        self.bytes, self.speed = ByteCosts(device, grad), BYTES_PER_NANOSECOND[device]
+        self.bytes, self.speed = ByteCosts(device, grad), DEVICES[device].bytes_per_nanosecond
 
     def price(self, runs: Sequence[Run], casts: Sequence[Node]) -> tuple[list[int], list[int]]:
         """Time every distinct call once and return the nanoseconds of each."""

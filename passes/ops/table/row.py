@@ -35,7 +35,7 @@ class Rule:
         casts: Arguments that are cast; () for every floating one.
         uncast: Arguments that are never cast to low: statistics, affine parameters, tables.
         same_dtype: The kernel rejects operands of different float dtypes, so all of them go to one.
-        widest: Devices on which "promote" means the widest dtype of all operands, a 0-dim one among them.
+        widest: Devices by whose lists "promote" means the widest dtype of all operands, a 0-dim one among them.
         promotes_inside: The kernel takes operands of several floating dtypes, and casts the narrower ones up as it
             reads them.
         absorbs_cast: With `dtype=float32` it does to a low operand what it does to that operand cast up, in backward
@@ -75,13 +75,19 @@ class Rule:
         holds_eps: The kernel holds its eps in FP32, whatever its operands have.
         in_norm: What it may be in a norm or a softmax that is written by hand: "arithmetic", "statistic", "quotient"
             (it may divide by one), "reciprocal", "logarithm", "exponential".
-        no_low: Devices on which the op lacks a low kernel.
+        no_low: Devices on which the op lacks a low kernel, and on what shares their lists.
         no_low_for: The same on every device, for some arguments.
         no_low_backward: Its low kernel is for the forward only, as torch's own tests say.
         tries_low: Whether it has a low kernel depends on the machine or on arguments, so it is tried.
         accumulates: For some arguments it sums or multiplies many values into one; ("",) for all.
         folds: Its kernel is chosen by whether the weight requires gradients.
         direct: Overloads for which torch has a Python function that takes the same arguments in the same order.
+        bodies: How the graphs in a higher-order op are compiled: "" (as they are), "fixed" (between the dtypes of the
+            original), or "entered" (with the dtypes that its operands have here, where it is called here alone).
+        operands_at: Where in its arguments the operands of a body that is entered begin.
+        recomputed: Its body runs once more in backward.
+        switches: The mode that its body runs in is another one: "grad" or "autocast".
+        known: False for an op that neither the table nor torch nor a user knows.
         since: The torch version that brought the op or put it on a list, where versions differ.
         until: The torch version that took it away.
     """
@@ -132,11 +138,16 @@ class Rule:
     accumulates: tuple[Any, ...] = ()
     folds: bool = False
     direct: tuple[str, ...] = ()
+    bodies: str = ""
+    operands_at: int = 0
+    recomputed: bool = False
+    switches: str = ""
+    known: bool = True
     since: str = ""
     until: str = ""
 
     def kind(self, device: str) -> str:
-        """Return the kind on a device; what is not a CPU goes by the list of CUDA, as torch's other devices do."""
+        """Return the kind on a CPU or on CUDA; any other device names the one whose lists it shares."""
         return self.cpu if device == "cpu" else self.cuda
 
     @property
@@ -145,8 +156,14 @@ class Rule:
         return self.out[0] if self.out else ""
 
 
+# The columns of a table of all ops; one op is shown with every column that says something.
+SUMMARY = (
+    "name", "cpu", "cuda", "reason", "sensitive", "uncast", "same_dtype", "widest", "casts_out", "dtype_arg", "out",
+    "commutes", "no_low", "since", "until",
+)  # fmt: skip
+
 # What is known of an op that has no row.
-UNKNOWN = Rule("", KEEP, KEEP, "unknown op")
+UNKNOWN = Rule("", KEEP, KEEP, "unknown op", known=False)
 
 Entry = tuple[str, dict[str, Any]]
 _SEVERAL = frozenset(f.name for f in fields(Rule) if f.default == () or f.name == "out")

@@ -12,6 +12,7 @@ from torch.fx import GraphModule
 
 import fxamp
 from fxamp.capture.regions import inline_regions
+from passes.graph.notes import note_of
 from tests.support.exported import Model, example, exported, inlined
 
 BF16 = torch.bfloat16
@@ -155,7 +156,8 @@ def test_a_region_becomes_two_switches() -> None:
 
 def test_what_an_autocast_region_says_stays_on_its_nodes_the_inner_one_winning() -> None:
     gm, _, _ = inlined(Model(autocast_in_autocast), example())
-    regions = [n.meta["autocast_region"] for n in gm.graph.nodes if n.target is aten.matmul.default]
+    found = [note_of(n).region for n in gm.graph.nodes if n.target is aten.matmul.default]
+    regions = [r for r in found if r is not None]
     assert [r[:2] for r in regions] == [("cpu", True), ("cpu", False), ("cpu", True)]
     assert regions[0][2] == regions[2][2] == BF16
 

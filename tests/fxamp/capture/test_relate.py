@@ -16,6 +16,7 @@ import fxamp
 from fxamp.capture.model.captured import Autocast, Captured, Captures
 from fxamp.capture.states import capture
 from fxamp.convert import emit, resolve
+from passes.graph import notes
 from passes.ops import ops
 from tests.support.helpers import Two, assert_is_eager, example, o0
 
@@ -174,13 +175,13 @@ def test_without_rounding_what_was_read_is_the_models_own(way: Callable[..., Any
     ],
 )
 def test_a_cast_is_what_the_two_captures_have_it(forward: Callable[..., Any], said: list[str]) -> None:
-    assert [n.meta["cast"] for n in casts(captured(Two(forward)).graph)] == said
+    assert [notes.note_of(n).cast for n in casts(captured(Two(forward)).graph)] == said
 
 
 def test_values_have_the_dtypes_that_autocast_gives_as_an_oracle() -> None:
     graph = captured(Two(lambda self, x: self.m(torch.relu(self.l(x)).float()))).graph
     calls = [n for n in graph.nodes if n.op == "call_function" and ops.name(n) != "_assert_tensor_metadata"]
-    seen = [n.meta["autocast"] for n in calls]
+    seen = [notes.note_of(n).autocast for n in calls]
     assert seen == [torch.bfloat16, torch.bfloat16, torch.float32, torch.bfloat16]
 
 
@@ -219,7 +220,8 @@ def test_a_model_that_takes_another_way_where_a_dtype_is_low_says_where() -> Non
 
 def test_a_rule_that_is_wrong_is_reported_with_the_place() -> None:
     graph = captured(Two(lambda self, x: torch.relu(self.l(x))))
-    graph.graph.find_nodes(op="call_function", target=torch.ops.aten.relu.default)[0].meta["autocast"] = torch.float16
+    relu = graph.graph.find_nodes(op="call_function", target=torch.ops.aten.relu.default)[0]
+    notes.note(relu, autocast=torch.float16)
     converted = emit(Captures((graph,)), resolve(fxamp.Policy("O1", dtype="bf16"), graph.model, None))
     (note,) = [n for n in converted.plan.notes if n.startswith("defect of a rule")]
     assert "torch.float16 at /relu#0, the rules say torch.bfloat16" in note

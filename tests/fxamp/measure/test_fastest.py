@@ -16,7 +16,7 @@ from fxamp.measure import fastest
 from fxamp.measure.timing import OpTimer
 from passes.contract.errors import PolicyError
 from passes.contract.plan import Plan
-from passes.graph.inserted import is_inserted
+from passes.graph.notes import is_inserted
 from tests.support.helpers import assert_untouched, fingerprint
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))

@@ -20,7 +20,7 @@ from fxamp.report.record.build import record_of
 from fxamp.report.record.record import SCHEMA, Record, schema
 from fxamp.report.record.sizes import sizes_of
 from passes.contract.errors import PlanError
-from passes.graph.inserted import is_inserted
+from passes.graph.notes import is_inserted
 from reports.subjects import converted, subject, unchanged
 from reports.zoo import BY_NAME
 

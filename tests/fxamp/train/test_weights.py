@@ -27,7 +27,7 @@ from fxamp.measure.counts import _Counter, step_counts
 from fxamp.train.step import TrainStep
 from fxamp.train.weights.weights import WeightCasts
 from passes.contract.errors import PolicyError
-from passes.graph.inserted import is_inserted
+from passes.graph.notes import is_inserted
 from reports.subjects import compiled, subject, unchanged
 from reports.zoo import BY_NAME
 

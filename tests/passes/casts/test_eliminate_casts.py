@@ -16,6 +16,7 @@ import fxamp
 from fxamp.measure.counts import step_counts
 from passes.assign.colour.extremes import note_buffers
 from passes.casts.eliminate_casts import eliminate_casts
+from passes.graph.notes import is_inserted
 from tests.support.graphs import as_it_stands, assert_rewrites, assert_unchanged, parse, random_inputs, render
 from tests.support.helpers import Two, example
 
@@ -541,7 +542,7 @@ def test_casts_of_a_buffer_are_not_shared_where_only_those_of_weights_are() -> N
         gm = parse(text)
         note_buffers(gm.graph, gm.get_buffer)
         eliminate(gm, share)
-        assert sum(n.meta.get("fxamp") == "cast" for n in gm.graph.nodes) == casts
+        assert sum(is_inserted(n) for n in gm.graph.nodes) == casts
 
 
 def test_a_layer_called_on_a_transposed_and_on_a_plain_input_casts_its_weights_once() -> None:
@@ -555,7 +556,7 @@ def test_a_layer_called_on_a_transposed_and_on_a_plain_input_casts_its_weights_o
 
     model, x = Twice(), torch.randn(3, 4, 6)
     module = fxamp.convert(model, x, policy="O1")
-    casts = [n for n in module.graph.nodes if n.meta.get("fxamp") == "cast"]
+    casts = [n for n in module.graph.nodes if is_inserted(n)]
     assert sorted(c.args[0].op for c in casts) == ["call_function"] * 2 + ["get_attr"] * 2 + ["placeholder"]
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         expected = model(x)

@@ -16,7 +16,7 @@ from passes.colouring import Assignment
 from passes.contract.errors import VerificationError
 from passes.contract.policy import Policy
 from passes.graph.by_rows import original_dtypes
-from passes.graph.inserted import is_inserted
+from passes.graph.notes import is_inserted
 from passes.graph.values import Inference
 from tests.support.graphs import parse, residual_chain
 

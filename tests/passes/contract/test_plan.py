@@ -254,3 +254,17 @@ def test_threads_that_save_one_plan_leave_a_whole_one_and_nothing_else(plan: Pla
     assert [w.exception() for w in writes] == [None] * 200
     assert all(r.result() == plan for r in reads)
     assert [p.name for p in tmp_path.iterdir()] == ["plan.json"]
+
+
+def test_a_plan_of_before_edits_were_counted_loads_without_any(plan: Plan) -> None:
+    counted = dataclasses.replace(plan, edits={"eliminate-casts/share": 2, "eliminate-casts/no_op": 0})
+    assert counted.never_fired == ("eliminate-casts/no_op",)
+    assert Plan.from_json(counted.to_json()).edits == counted.edits
+    assert Plan.from_json(counted.to_json()) == plan  # how it was made is no part of what was decided
+    data = json.loads(counted.to_json()) | {"version": 4}
+    del data["edits"]
+    pickled = Plan.__new__(Plan)
+    pickled.__setstate__({name: value for name, value in vars(counted).items() if name != "edits"})
+    for made in (Plan.from_json(json.dumps(data)), pickled):
+        assert made == plan
+        assert (made.edits, made.never_fired) == ({}, ())

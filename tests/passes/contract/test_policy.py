@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from passes.contract.devices import DEVICES
 from passes.contract.errors import PolicyError
 from passes.contract.levels import Level
 from passes.contract.policy import Override, Policy, Stack, check_used, module_override, op_override, type_names, unused
@@ -120,8 +121,8 @@ def test_of_takes_nothing_a_string_or_a_policy() -> None:
         ("O1,modules.0=fp16", "unknown modules.0 'fp16'; legal: low, fp32, keep; the nearest name is 'low'$"),
         ("O1,dtype=fp8", "dtype 'fp8' is not a low dtype; legal: fp16, bf16.*nearest name is 'fp16'"),
         ("O1,dtype=float32", "dtype 'float32' is not a low dtype"),
-        ("O1,device=gpu", "unknown device 'gpu'; legal: cpu, cuda; the nearest name is 'cuda'$"),
-        ("O1,device=xla", "unknown device 'xla'; legal: cpu, cuda$"),
+        ("O1,device=gpu", f"unknown device 'gpu'; legal: {', '.join(DEVICES)}; the nearest name is 'cuda'$"),
+        ("O1,device=xla", f"unknown device 'xla'; legal: {', '.join(DEVICES)}$"),
         ("O1,dtpe=fp16", "unknown key 'dtpe'; legal: dtype, .*ops.NAME; the nearest name is 'dtype'"),
         ("O1,cost=time", "unknown cost 'time'; legal: bytes, measured"),
         ("O1,output_dtype=fp16", "unknown output_dtype 'fp16'; legal: original, low"),

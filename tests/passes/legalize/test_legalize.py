@@ -13,6 +13,7 @@ from torch.fx import GraphModule, symbolic_trace
 
 import fxamp
 from passes._torch import enter_autocast, exit_autocast, pytree
+from passes.graph.notes import note, note_of
 from passes.legalize import legalize
 from passes.legalize.legalize import decompose_composites, drop_autocast_switches, index_fields
 from passes.ops import ops
@@ -113,16 +114,13 @@ def test_a_cell_becomes_its_layers_with_their_weights_at_hand() -> None:
 def test_new_nodes_say_where_they_come_from() -> None:
     gm, _ = composite(*COMPOSITES["gru_cell"])
     node = next(n for n in gm.graph.nodes if n.op == "call_function")
-    node.meta |= {
-        "nn_module_stack": {"k": ("cell", nn.GRUCell)},
-        "stack_trace": "here",
-        "autocast_region": ("cpu", False, None),
-    }
+    node.meta |= {"nn_module_stack": {"k": ("cell", nn.GRUCell)}, "stack_trace": "here"}
+    note(node, region=("cpu", False, None))
     decompose_composites(gm.graph, "cpu")
     made = [n for n in gm.graph.nodes if n.op == "call_function"]
     assert len(made) > 5
     assert all(n.meta["nn_module_stack"] == {"k": ("cell", nn.GRUCell)} for n in made)
-    assert all(n.meta["stack_trace"] == "here" and n.meta["autocast_region"][1] is False for n in made)
+    assert all(n.meta["stack_trace"] == "here" and (note_of(n).region or ("", True))[1] is False for n in made)
 
 
 def test_sizes_that_were_dynamic_stay_dynamic() -> None:

@@ -16,12 +16,13 @@ from torch import nn
 
 from passes.ops import ops
 from passes.ops.rules import RULES
+from passes.ops.table.higher_order import HIGHER_ORDER
 from passes.ops.table.queries import QUERIES
 
 ROOT = Path(__file__).parents[3]
 ROOM = ROOT / "passes" / "ops"
 FILES = [p for package in ("passes", "fxamp") for p in sorted((ROOT / package).rglob("*.py")) if ROOM not in p.parents]
-KNOWN = RULES.keys() | {row.name for row in QUERIES}
+KNOWN = RULES.keys() | {row.name for row in (*QUERIES, *HIGHER_ORDER)}
 SPACES = {"torch": torch, "F": F, "nn": nn, "operator": operator, "aten": torch.ops.aten}
 
 # File and ops of a collection that is not knowledge of ops: why.
@@ -30,8 +31,8 @@ ALLOWED: dict[tuple[str, frozenset[str]], str] = {}
 
 def op_named(word: str) -> str:
     """Return the op that a word is the name of, "" where it is none."""
-    found = ops.canonical(word).removesuffix("_")
-    return found if found in KNOWN else ""
+    found = ops.canonical(word.removeprefix("higher_order::")).removesuffix("_")
+    return next((op for op in (found, f"higher_order::{found}") if op in KNOWN), "")
 
 
 def op_of(node: ast.expr) -> str:
@@ -100,6 +101,8 @@ def test_what_is_allowed_is_still_there_and_has_a_reason() -> None:
         "if name in {'size', 'dim'}: pass",
         "X = {operator.iadd, operator.isub}",
         'X = """add.Tensor addmm.default"""',
+        'X = frozenset(["cond", "while_loop"])',
+        'X = ("higher_order::wrap", "higher_order::cond")',
     ],
 )
 def test_a_collection_is_found_however_it_is_written(source: str) -> None:
@@ -122,5 +125,5 @@ def test_one_op_and_a_sentence_are_no_collection(source: str) -> None:
 def test_no_op_has_two_rows() -> None:
     from passes.ops import rules
 
-    names = [row.name for row in (*rules.ROWS, *QUERIES)]
+    names = [row.name for row in (*rules.ROWS, *QUERIES, *HIGHER_ORDER)]
     assert not {n for n in names if names.count(n) > 1}

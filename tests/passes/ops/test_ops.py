@@ -18,6 +18,7 @@ from torch.fx import Graph, Node
 from torch.nn.utils import rnn as rnn_utils
 
 from fxamp.capture.states import capture
+from passes.graph.notes import note
 from passes.ops import ops
 from passes.ops.rules import RULES
 from passes.runtime import rnn
@@ -290,7 +291,7 @@ def test_a_higher_order_op_and_a_leaf_module_say_what_they_are() -> None:
     assert ops.name(call(torch.ops.higher_order.cond)) == "higher_order::cond"
     node = Graph().call_module("encoder.attention")
     assert ops.name(node) == "module:encoder.attention"
-    node.meta["leaf_type"] = "MultiheadAttention"
+    note(node, leaf="MultiheadAttention")
     assert ops.name(node) == "module:MultiheadAttention"
 
 

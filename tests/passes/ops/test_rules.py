@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from passes._torch import FakeTensorMode, autocast_registrations, pytree
+from passes.contract.devices import DEVICES
 from passes.contract.errors import PolicyError
 from passes.ops import ops, rules
 from passes.ops.rules import BANNED, COMPOSITE, FOLLOW, FP32, KEEP, KIND_NAMES, LOW, PROMOTE, RULES, Rule
@@ -46,24 +47,24 @@ def listed(device: str) -> set[str]:
     return {n.partition(".")[0] for n in names if (device, n) != ("cpu", "_convolution.deprecated")}
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("device", DEVICES)
 def test_every_op_on_torchs_list_has_a_row_that_says_so(device: str) -> None:
     kinds = {name: rules.lookup(name, device)[1] for name in listed(device)}
     assert not {n: k for n, k in kinds.items() if k not in (LOW, FP32, PROMOTE, BANNED)}
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("device", DEVICES)
 def test_every_low_or_fp32_row_is_on_torchs_list_or_calls_only_what_is(device: str) -> None:
-    rows = {n for n, r in RULES.items() if r.kind(device) in (LOW, FP32, BANNED) or device in r.widest}
+    kinds = {n: rules.lookup(n, device)[1] for n in RULES}
     named = listed(device) | ONLY_IN_CUDA_BUILDS | OTHER_RELEASES
-    unlisted = {n for n in rows if n not in named and RULES[n].kind(device) != PROMOTE}
-    assert unlisted == set(IN_EFFECT[device].split()) | ({"mkldnn_rnn_layer"} & unlisted)
+    unlisted = {n for n, kind in kinds.items() if n not in named and kind in (LOW, FP32, BANNED)}
+    assert unlisted == set(IN_EFFECT[DEVICES[device].lists].split()) | ({"mkldnn_rnn_layer"} & unlisted)
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("device", DEVICES)
 def test_an_op_that_torch_promotes_takes_the_widest_dtype(device: str) -> None:
     promoted = {n for n in listed(device) if rules.lookup(n, device)[1] == PROMOTE}
-    assert promoted == {n for n, r in RULES.items() if device in r.widest} - {"inner"}
+    assert promoted == {n for n, r in RULES.items() if DEVICES[device].lists in r.widest} - {"inner"}
 
 
 def test_a_row_is_an_aten_op_or_a_function_of_torch() -> None:

@@ -9,12 +9,14 @@ import torch
 from torch.fx import Node
 
 from passes import compile_graph
-from passes.assign.place.costs import LAUNCH, ByteCosts, Run, UnitCosts, requires_grad
+from passes.assign.place.costs import ByteCosts, Run, UnitCosts, requires_grad
 from passes.assign.place.measured_costs import ROUND_TRIPS, MeasuredCosts, round_trips
+from passes.contract.devices import DEVICES
 from passes.contract.errors import PolicyError
 from passes.contract.plan import Plan
 from passes.contract.policy import Policy
 from passes.contract.timing import Call, Filler
+from passes.graph.notes import note
 from tests.support.graphs import parse
 from tests.support.helpers import named
 
@@ -44,8 +46,8 @@ def runs(node: Node) -> list[Run]:
 def test_a_cast_costs_a_launch_and_its_bytes_and_the_same_again_where_gradients_flow() -> None:
     found = nodes()
     costs = ByteCosts("cpu", requires_grad(found["x"].graph))
-    assert costs.cast(found["x"]) == LAUNCH["cpu"] + 8 * 6
-    assert costs.cast(found["relu"]) == 2 * (LAUNCH["cpu"] + 8 * 6)
+    assert costs.cast(found["x"]) == DEVICES["cpu"].launch + 8 * 6
+    assert costs.cast(found["relu"]) == 2 * (DEVICES["cpu"].launch + 8 * 6)
 
 
 def test_an_op_costs_the_bytes_that_it_reads_and_writes_and_a_view_nothing() -> None:
@@ -65,9 +67,9 @@ def test_gradients_flow_from_parameters_and_from_what_nothing_is_known_of() -> N
     assert {n.name for n in requires_grad(found["x"].graph)} == {"w", "linear", "relu", "view"}
     del found["w"].meta["val"]
     assert found["w"] in requires_grad(found["x"].graph)
-    found["w"].meta["buffer"] = True
+    note(found["w"], role="buffer")
     assert requires_grad(found["x"].graph) == frozenset()
-    del found["w"].meta["buffer"]
+    note(found["w"], role="")
     found["w"].meta["val"] = torch.zeros(4, 4)
     assert requires_grad(found["x"].graph) == frozenset()
 

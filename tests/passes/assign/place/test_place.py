@@ -20,7 +20,7 @@ from passes.assign.place.costs import requires_grad
 from passes.contract.errors import VerificationError
 from passes.contract.reasons import Code
 from passes.graph.by_rows import original_dtypes
-from passes.graph.inserted import is_inserted
+from passes.graph.notes import is_inserted
 from passes.graph.values import ELIGIBLE, Aliases, Inference
 from passes.ops import ops
 from reports.subjects import converted, subject

@@ -1,0 +1,52 @@
+"""The devices that fxamp knows, one row a device: whose lists of ops hold there, and what a placement costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Device:
+    """One kind of device.
+
+    Attributes:
+        name: What torch calls it.
+        lists: The device whose column of the op table holds: its own, or that of the one whose autocast lists it
+            shares. What torch has registered there and not here, such as a vendor's kernels, is on no list here.
+        autocast: The dispatch key of its autocast.
+        launch: How many bytes move in the time of one launch; assumed, not measured.
+        bytes_per_nanosecond: How many bytes move in a nanosecond; assumed.
+        is_here: Tells whether this process has one.
+        capability: Names the kind of it that is here, by which measured facts are told apart.
+        synchronize: Waits for what was launched.
+    """
+
+    name: str
+    lists: str
+    autocast: str
+    launch: int
+    bytes_per_nanosecond: int
+    is_here: Callable[[], bool]
+    capability: Callable[[], str]
+    synchronize: Callable[[], None]
+
+
+_ROWS = (
+    Device(  # 5 us at 10 GB/s, on a core
+        "cpu", "cpu", "AutocastCPU", 50_000, 10,
+        lambda: True, torch.backends.cpu.get_cpu_capability, torch.cpu.synchronize,
+    ),
+    Device(  # 2 us at 500 GB/s
+        "cuda", "cuda", "AutocastCUDA", 1_000_000, 500,
+        lambda: torch.cuda.is_available(), lambda: "sm_{}{}".format(*torch.cuda.get_device_capability()),
+        torch.cuda.synchronize,
+    ),
+    Device(  # what a placement costs is CUDA's
+        "xpu", "cuda", "AutocastXPU", 1_000_000, 500,
+        lambda: torch.xpu.is_available(), lambda: torch.xpu.get_device_name(), lambda: torch.xpu.synchronize(),
+    ),
+)  # fmt: skip
+DEVICES: Mapping[str, Device] = {row.name: row for row in _ROWS}

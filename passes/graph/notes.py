@@ -1,0 +1,123 @@
+"""What fxamp notes on a node: one typed record under one key of `node.meta`.
+
+A note is frozen, for fx gives a copied node the very objects that the meta of the first holds: `note` replaces it.
+`val`, `nn_module_stack` and `stack_trace` beside it are torch's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from ..ops.ops import NOTE
+
+Region = tuple[str, bool, torch.dtype | None]  # device type, enabled, dtype
+
+# The rules that make nodes, each by the pass that it is of; the first two make casts which are not the author's.
+CAST_OPERAND, RESTORE_OUTPUT = "insert-casts/operand", "insert-casts/output"
+CLAMP_OPERAND = "insert-casts/clamp"
+SPLIT_LOSS, DECOMPOSE, APPLY_READS = "legalize/loss", "legalize/composite", "legalize/read"
+SETTLE = "capture/settle"
+_CASTS = (CAST_OPERAND, RESTORE_OUTPUT)
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """What is noted on one node; a field that says nothing is empty, or None.
+
+    Attributes:
+        made_by: The rule of fxamp's that made it; "" for what was captured.
+        leaf: Of an opaque module: the name of its type, which is part of the op's name.
+        region: The autocast region of the model's own that it stands in: device type, enabled, dtype.
+        role: "parameter" or "buffer": what holds the value; "buffer" for any other tensor that the model holds too.
+        constant: The number that it holds, where that is known.
+        cast: Of a cast: "literal", "relative", "undecided"; just in time "autocast", where autocast's program has this
+            dtype, or "baked", where nothing is known but the dtype.
+        read: The dtype that the program reads there under autocast.
+        replaced: Literals that it has under autocast, each with its path in the arguments.
+        constant_read: The constant that stands there under autocast.
+        autocast: The dtypes of its value under autocast, where that was seen.
+        under_autocast: It runs under autocast, whatever is inside.
+        low_of_its_own: Of an output: the dtype that the model itself makes, low not by autocast.
+        pure: Of a higher-order op: its body neither writes to what it is given nor returns it.
+        told_dtype: It was given a dtype argument in the place of a cast.
+    """
+
+    made_by: str = ""
+    leaf: str = ""
+    region: Region | None = None
+    role: str = ""
+    constant: float | None = None
+    cast: str = ""
+    read: torch.dtype | None = None
+    replaced: tuple[tuple[tuple[Any, ...], Any], ...] = ()
+    constant_read: str = ""
+    autocast: Any = None
+    under_autocast: bool = False
+    low_of_its_own: torch.dtype | None = None
+    pure: bool = False
+    told_dtype: bool = False
+
+    @property
+    def reads(self) -> tuple[Any, ...]:
+        """What comparison with a capture under autocast has found of it."""
+        return self.cast, self.read, self.replaced, self.constant_read
+
+
+_NOTHING = Note()
+
+
+def note_of(node: Node) -> Note:
+    """Return what is noted on a node."""
+    found: Note = node.meta.get(NOTE, _NOTHING)
+    return found
+
+
+def note(node: Node, **changes: Any) -> None:
+    """Change fields of a node's note."""
+    node.meta[NOTE] = replace(note_of(node), **changes)
+
+
+def is_inserted(node: Node) -> bool:
+    """Say whether fxamp made this cast."""
+    return note_of(node).made_by in _CASTS
+
+
+# What came from capture, and one that is made for it, or in its place, takes over.
+
+
+def origin(node: Node) -> dict[str, Any]:
+    """Return the part of a node's meta that says where it comes from."""
+    kept = {k: node.meta[k] for k in ("nn_module_stack", "stack_trace") if k in node.meta}
+    region = note_of(node).region
+    return kept | ({NOTE: Note(region=region)} if region is not None else {})
+
+
+def move_to(node: Node, other: Node) -> None:
+    """Let a node come from where another does; all else of its meta stays."""
+    for key in ("nn_module_stack", "stack_trace", NOTE):
+        node.meta.pop(key, None)
+    node.meta |= origin(other)
+
+
+# A saved module keeps where its nodes come from, who made them, and their names; as plain data, so that no path of
+# this file is in it.
+
+
+def saved(node: Node) -> dict[str, Any]:
+    """Return what a saved module keeps of a node's meta."""
+    found = note_of(node)
+    kept = {k: node.meta[k] for k in ("nn_module_stack", "stack_trace") if k in node.meta}
+    return kept | {k: v for k, v in (("made_by", found.made_by), ("leaf", found.leaf)) if v}
+
+
+def loaded(kept: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the meta of what `saved` kept, or a version before it, which had `fxamp` and `leaf_type`."""
+    meta = {k: kept[k] for k in ("nn_module_stack", "stack_trace") if k in kept}
+    made_by = kept.get("made_by") or (CAST_OPERAND if kept.get("fxamp") == "cast" else "")
+    found = Note(made_by=made_by, leaf=kept.get("leaf") or kept.get("leaf_type") or "")
+    return meta if found == _NOTHING else meta | {NOTE: found}

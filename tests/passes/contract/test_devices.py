@@ -1,0 +1,41 @@
+"""A device is one row: with it fxamp plans for the device, whether it is here or not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import fxamp
+from passes.contract.devices import DEVICES, Device
+from passes.contract.policy import Policy
+from passes.ops.rules import LOW, PROMOTE, RULES, lookup
+
+
+@pytest.mark.parametrize("device", DEVICES.values(), ids=lambda d: d.name)
+def test_torch_has_autocast_for_each_device_by_that_key(device: Device) -> None:
+    assert device.lists in DEVICES
+    assert torch.get_autocast_dtype(device.name) in (torch.float16, torch.bfloat16)
+    assert torch._C._dispatch_get_registrations_for_dispatch_key(device.autocast)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_policy_names_any_device_and_a_plan_for_it_is_made_wherever_one_is(device: str) -> None:
+    assert str(Policy.parse(f"O1,device={device}")) == f"O1,device={device}"
+    plan = fxamp.plan(nn.Sequential(nn.Linear(4, 4), nn.Softmax(1)), torch.randn(2, 4), policy=f"O1,device={device}")
+    linear, softmax = plan.decisions
+    low = str(torch.get_autocast_dtype(device)).removeprefix("torch.")
+    assert (linear.colour, softmax.colour) == (low, low if DEVICES[device].lists == "cpu" else "float32")
+
+
+def test_an_xpu_has_the_lists_of_cuda_but_for_the_kernels_of_its_vendor() -> None:
+    kinds = {name: (lookup(name, "xpu")[1], lookup(name, "cuda")[1]) for name in RULES}
+    assert {name: both for name, both in kinds.items() if both[0] != both[1]} == {
+        "cudnn_convolution": (PROMOTE, LOW),
+        "cudnn_convolution_transpose": (PROMOTE, LOW),
+    }
+
+
+def test_the_row_of_the_cpu_is_of_what_is_here() -> None:
+    assert DEVICES["cpu"].is_here()
+    assert DEVICES["cpu"].capability() == torch.backends.cpu.get_cpu_capability()
