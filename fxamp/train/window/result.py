@@ -59,7 +59,7 @@ class StepResult:
 
     @cached_property
     def kept(self) -> int:
-        """How many micro-batches of the window the gradients are the mean of, up to now."""
+        """How many micro-batches the gradients are the mean of, so far in this window."""
         return int(self.given_kept)
 
     @cached_property
