@@ -58,8 +58,8 @@ class Policy:
             sensitive, "O3" all that has a 16-bit kernel.
         dtype: The low dtype: `torch.float16`, `torch.bfloat16`, "fp16" or "bf16". None takes the dtype of the
             surrounding `torch.autocast`, or its default for the device: BF16 on a CPU, FP16 on CUDA.
-        device: "cpu", "cuda" or "xpu": whose op lists decide. None takes that of the model. A plan for a device that is
-            absent can be made, saved and compared.
+        device: "cpu", "cuda" or "xpu": whose op lists decide. None takes the device of the model. A plan for a
+            device that is absent can be made, saved and compared.
         modules: Overrides by module: a mapping from a path, a glob of paths (`*` stays within one segment, and a key
             covers its submodules) or a type to "low", "fp32" or "keep" (the dtypes that the model has).
         ops: Overrides by op: a mapping from names as `fxamp.rules()` lists them to "low", "fp32" or "keep".

@@ -1,4 +1,7 @@
-"""What became of past updates of a loss scale. Numbers that are on the device stay there until they are asked for."""
+"""What became of past updates of a loss scale: their history, and how many steps in a row were skipped.
+
+Numbers that are on the device stay there until they are asked for.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""What each node runs in, and why: one simulation forwards over the graph, each rule read as the level reads it.
+"""The colour of each node, which is the dtype that it runs in, and why.
+
+One simulation goes forwards over the graph, and reads each rule as the level reads it.
 
 Imports analyses, ops and the contract.
-`assign` runs it, `place` asks it, and `verify` computes dtypes by it.
+`assign` runs it, and `place` asks it.
 """
