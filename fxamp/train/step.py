@@ -28,6 +28,7 @@ from ..dynamo import compiled
 from . import checkpoint
 from .compiled.compile_settings import refuse_unfit, settings_of
 from .compiled.compiled_step import CompiledStep
+from .describe import reasons_to_wait
 from .ema import averages_of, follow
 from .first_step import begin
 from .given import low_dtype_of, optimizers_of, scaler_of, schedulers_of
@@ -36,7 +37,6 @@ from .ranks.refused import refuse_unfit_model
 from .ranks.replicas import exchanging
 from .scale.scaler import LossScaler
 from .scale.settings import require_count, require_number, require_scale
-from .waiting import reasons_to_wait
 from .weights.weights import Mode, WeightCasts
 from .window.average import Mean, average
 from .window.closure import needs_closure, refuse_company, run_window, step_by_closure
@@ -79,7 +79,9 @@ class TrainStep:
             the last backward. "per_use" casts at every call, and with `compile` in backward too; gradients are the
             same, bit for bit. A weight that is written to, moved or replaced is cast anew; an edit through `.data` is
             seen in the next window. "auto" is "per_step" where a weight would be cast more than once a window, and with
-            `compile`. Parts that `torch.compile` compiled before cast at every use; `weights.per_use` names them.
+            `compile`, but under DistributedDataParallel, since torch splits only graphs that read the weights, to
+            exchange gradients while backward goes on. Parts that `torch.compile` compiled before cast at every use;
+            `weights.per_use` names them. Under FSDP2 "per_step" is refused.
         on_overflow: "skip_window" skips a step if any micro-batch had gradients that were not finite.
             "skip_microbatch" leaves those micro-batches out, and the gradients are the mean of the others; the scale
             backs off all the same. It costs one more set of gradients, and under DistributedDataParallel an exchange
@@ -95,6 +97,7 @@ class TrainStep:
         scaler: The LossScaler in use; a disabled one without loss scaling.
         weights: Which casts of weights are kept for a window.
         compiled: What is compiled, and what became of it; None where nothing is.
+        ranks: The ranks that share the step, if it is shared.
         windows: How many windows were finished.
 
     Raises:
@@ -152,6 +155,8 @@ class TrainStep:
         self.compiled = None if settings is None else CompiledStep(settings)
         self.ranks = Ranks(model, self.optimizers)
         refuse_unfit_model(model, weights)
+        if weights == "auto" and settings is not None and self.ranks.replicated > 1:
+            weights = "per_use"
         self.weights = WeightCasts(model, weights, accumulate_steps, settings is not None)
         self._low_dtype = low_dtype_of(model)
         self.scaler = scaler_of(scaler, self._low_dtype)

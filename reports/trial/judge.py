@@ -160,19 +160,20 @@ def _ahead_of_time(found: Subject, captures: Captures, level: str) -> Verdict:
 
 
 def _at_first_call(found: Subject, front_end: str, level: str) -> Verdict:
-    verdict = _compiled(found, front_end, level)
-    if not verdict.failed:
+    verdict, got = _compiled(found, front_end, level)
+    if verdict.kind not in (MISMATCH, ERROR):
         return verdict
-    why = _without_fxamp(found, under=level != "O0")
+    why = _without_fxamp(found, got, level)
     return Verdict(TORCH, why) if why else verdict
 
 
-def _without_fxamp(found: Subject, *, under: bool) -> str:
-    """Say what `torch.compile` alone does not keep of eager, its graphs run as they are; "" if it keeps all.
+def _without_fxamp(found: Subject, got: Run | None, level: str) -> str:
+    """Say what `torch.compile` alone does not keep of eager either, its graphs run as they are; "" if it does better.
 
-    A graph with checkpoints in it is run by "aot_eager", as the plan says.
+    It has to raise where fxamp did (`got` is None), to differ where that differs, and at O0 in the same way. A graph
+    with checkpoints in it is run by "aot_eager", as the plan says.
     """
-    expected = found.autocast if under else found.plain
+    expected = found.plain if level == "O0" else found.autocast
     for backend in ("eager", "aot_eager"):
         torch._dynamo.reset()
         seen: list[str] = []
@@ -182,16 +183,20 @@ def _without_fxamp(found: Subject, *, under: bool) -> str:
             return lookup_backend(backend)(gm, inputs)
 
         try:
-            got = found.run(torch.compile(found.model, backend=inner), found.ambient() if under else None)
+            alone = found.run(torch.compile(found.model, backend=inner), None if level == "O0" else found.ambient())
         except Exception as e:
-            return f"{type(e).__name__}: {' '.join(str(e).split())[:200]}"
-        why = changed(got, expected) if expected is not None else ""
-        if why or not any("checkpoint" in name for name in seen):
-            return why
+            if got is None:
+                return f"{type(e).__name__}: {' '.join(str(e).split())[:200]}"
+        else:
+            why = changed(alone, expected) if expected is not None and got is not None else ""
+            if why and got is not None and not (level == "O0" and changed(got, alone)):
+                return why
+        if not any("checkpoint" in name for name in seen):
+            return ""
     return ""
 
 
-def _compiled(found: Subject, front_end: str, level: str) -> Verdict:
+def _compiled(found: Subject, front_end: str, level: str) -> tuple[Verdict, Run | None]:
     policy = f"{level},dtype={found.low}"
     torch._dynamo.reset()
     try:
@@ -202,14 +207,14 @@ def _compiled(found: Subject, front_end: str, level: str) -> Verdict:
             module = torch.compile(found.model, backend=fxamp.backend(policy, "eager"))
             got = found.run(module, None if level == "O0" else found.ambient())
     except Exception as e:
-        return as_verdict(e)
+        return as_verdict(e), None
     try:
         plan = fxamp.plan_of(module)
     except FxampError:
         plan = None  # no graph: all of it ran as it is
     if front_end == "jit" or level == "O0":
-        return _judge(found, got, level, plan, wider=level != "O0")
-    return _judge_ambient(found, got, level, plan)
+        return _judge(found, got, level, plan, wider=level != "O0"), got
+    return _judge_ambient(found, got, level, plan), got
 
 
 def _judge(found: Subject, got: Run, level: str, plan: fxamp.Plan | None, *, wider: bool = False) -> Verdict:

@@ -9,6 +9,7 @@ import hashlib
 import json
 import logging
 import multiprocessing
+import signal
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -20,6 +21,7 @@ import torch
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parents[2]
+PATIENCE = 20  # how much longer than its processor time a case may take, where other programs run too
 CASES = 300  # that a process runs before another takes its place: torch's caches grow
 Found = dict[str, Any]  # what a case came to, as plain data
 
@@ -60,8 +62,8 @@ def run_all(
 ) -> None:  # fmt: skip
     """Run every case that the record does not have, and record it; `work` gives what it found, without the case.
 
-    A case that ends its process, or takes longer than `seconds`, is recorded as `{"died": why}`. Ends early at `until`,
-    a time as `time.monotonic` gives it.
+    A case that ends its process, or takes longer than `seconds` of processor time, or PATIENCE times as long by the
+    clock, is recorded as `{"died": why}`. Ends early at `until`, a time as `time.monotonic` gives it.
     """
     waiting = [case for case in cases if case not in record.found]
     version = code()
@@ -77,7 +79,7 @@ def _results(
     while waiting or workers:
         late = until is not None and time.monotonic() > until
         while waiting and not late and len(workers) < processes:
-            worker = _Worker(context, work)
+            worker = _Worker(context, work, seconds)
             worker.send(waiting.pop())
             workers[worker.connection] = worker
         if not workers:
@@ -87,8 +89,8 @@ def _results(
             found: Found | None = None
             if connection in ready:
                 found = worker.received()
-            elif time.monotonic() - worker.since > seconds:
-                found = {"died": f"took longer than {seconds:.0f} s"}
+            elif time.monotonic() - worker.since > PATIENCE * seconds:
+                found = {"died": f"took longer than {PATIENCE * seconds:.0f} s by the clock"}
             if found is None:
                 continue
             yield worker.case, found
@@ -102,9 +104,10 @@ def _results(
 class _Worker:
     """A process that runs one case after another."""
 
-    def __init__(self, context: Any, work: Callable[[str], Found]) -> None:
+    def __init__(self, context: Any, work: Callable[[str], Found], seconds: float) -> None:
         self.connection, other = context.Pipe()
-        self.process = context.Process(target=_serve, args=(other, work), daemon=True)
+        self.seconds = seconds
+        self.process = context.Process(target=_serve, args=(other, work, seconds), daemon=True)
         self.process.start()
         other.close()
         self.case, self.since, self.count = "", 0.0, 0
@@ -120,6 +123,8 @@ class _Worker:
             found: Found = self.connection.recv()
         except EOFError:
             self.process.join()
+            if self.process.exitcode == -signal.SIGPROF:
+                return {"died": f"took longer than {self.seconds:.0f} s"}
             return {"died": f"its process ended with {self.process.exitcode}"}
         return found
 
@@ -130,7 +135,7 @@ class _Worker:
         self.connection.close()
 
 
-def _serve(connection: Connection, work: Callable[[str], Found]) -> None:
+def _serve(connection: Connection, work: Callable[[str], Found], seconds: float) -> None:
     torch.set_num_threads(1)  # how a sum is shared out decides how it rounds
     warnings.simplefilter("ignore")
     logging.disable(logging.ERROR)
@@ -140,8 +145,10 @@ def _serve(connection: Connection, work: Callable[[str], Found]) -> None:
         except EOFError:
             return
         start = time.process_time()
+        signal.setitimer(signal.ITIMER_PROF, seconds)  # which ends the process
         try:
             found = work(case)
         except Exception as e:
             found = {"harness": f"{type(e).__name__}: {e}"[:500]}
+        signal.setitimer(signal.ITIMER_PROF, 0)
         connection.send({**found, "seconds": round(time.process_time() - start, 2)})

@@ -107,6 +107,17 @@ def test_what_the_model_gives_low_and_autocast_in_fp32_is_autocasts_rounded(fron
     assert judged(subject, front_end, ("O1",))["O1"].kind == "ok"
 
 
+@pytest.mark.parametrize("kind", [judge.ERROR, judge.MISMATCH, judge.VERIFICATION])
+def test_a_failure_is_torchs_only_where_it_fails_alike(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    subject = Subject(Net(), (torch.randn(4, 6),))
+    got = subject.plain if kind == judge.MISMATCH else None
+    monkeypatch.setattr(judge, "_compiled", lambda *args: (judge.Verdict(kind), got))
+    assert judged(subject, "jit", ("O0",))["O0"].kind == kind
+    if kind == judge.ERROR:
+        monkeypatch.delattr(torch, "compile")  # so it raises too
+        assert judged(subject, "jit", ("O0",))["O0"].kind == judge.TORCH
+
+
 def test_a_failing_program_shrinks_to_the_line_that_fails() -> None:
     lines = (
         Line("v0", "self.l(x)"),
