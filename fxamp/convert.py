@@ -351,8 +351,8 @@ def resolve(policy: Policy, model: nn.Module, inputs: tuple[tuple[Any, ...], dic
     device = policy.device or device_of(model, inputs)
     if device not in DEVICES:
         raise PolicyError(
-            f"{type(model).__name__} is on '{device}', for which fxamp knows no ops: move it to "
-            f"{' or '.join(DEVICES)} before converting, or go by the lists of that one with device= in the policy."
+            f"{type(model).__name__} is on '{device}', for which fxamp knows no ops: move it to one of "
+            f"{', '.join(DEVICES)} before converting, or go by the lists of that one with device= in the policy."
         )
     dtype = policy.dtype or torch.get_autocast_dtype(device)
     return replace(policy, device=device, dtype=dtype)
