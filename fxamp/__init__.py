@@ -56,6 +56,8 @@ if TYPE_CHECKING:
     from .report.report import Report as Report
     from .report.report import report as report
     from .train.scale.scaler import LossScaler as LossScaler
+    from .train.sharded_checkpoint import load_checkpoint as load_checkpoint
+    from .train.sharded_checkpoint import save_checkpoint as save_checkpoint
     from .train.step import TrainStep as TrainStep
     from .train.window.result import StepResult as StepResult
 
@@ -79,6 +81,7 @@ _FOUND_IN = {
     "fxamp.report.report": ("Report", "report"),
     "fxamp.train.window.result": ("StepResult",),
     "fxamp.train.scale.scaler": ("LossScaler",),
+    "fxamp.train.sharded_checkpoint": ("load_checkpoint", "save_checkpoint"),
     "fxamp.train.step": ("TrainStep",),
 }  # fmt: skip
 _MODULE_OF = {name: module for module, names in _FOUND_IN.items() for name in names}

@@ -80,8 +80,9 @@ def convert(
             dtypes of real ones. A batch of at least 2 keeps the batch size free.
         kwargs: Example keyword inputs.
         policy: A level ("O0" to "O3"), a policy string ("O2,dtype=bf16,modules.fc3=fp32") or a Policy; "O1" by default.
-        capture: "export", "fx", "jit" (at the first call, by torch.compile, the graphs run eagerly), or "auto": export
-            with example inputs, else fx, and jit where that one would lose something of the model, which is logged.
+        capture: "export" takes `torch.export`, "fx" symbolic tracing, "jit" `torch.compile` at the first call, whose
+            graphs run eagerly. "auto" is "export" with example inputs, else "fx"; where that would lose something of
+            the model it is "jit", and a log line says why.
         dynamic_shapes: "auto" keeps every dimension free. Where that fails, or takes more than 4 s of processor time
             plus 0.25 ms for each call of torch, it keeps the first of each input free, and the plan says so. None fixes
             all sizes. Anything else as `torch.export.export` takes it.
@@ -94,7 +95,7 @@ def convert(
 
     Raises:
         CaptureError: The model cannot be captured faithfully.
-        NotAModuleError: The model is none.
+        NotAModuleError: The model is no module.
         PolicyError: The policy is wrong, or does not fit the model.
         PlanError: The plan cannot be read, or does not fit the model.
         VerificationError: A rewritten graph does not do what its plan says, or an op of it has no kernel here.
@@ -300,7 +301,7 @@ def called_to_read(model: nn.Module, args: Any, kwargs: Any, policy: Policy) -> 
 def plan_of(module: nn.Module) -> Plan:
     """Return what was decided for a converted module, or a compiled one after its first call: one plan, all graphs.
 
-    Of a model in which several modules were converted, each by itself, it is one plan too, with their paths in it.
+    Modules of a model that were converted one by one give one plan, with their paths in it.
 
     Raises:
         CaptureError: Nothing was converted for the module, or nothing yet.
@@ -350,8 +351,8 @@ def resolve(policy: Policy, model: nn.Module, inputs: tuple[tuple[Any, ...], dic
     device = policy.device or device_of(model, inputs)
     if device not in DEVICES:
         raise PolicyError(
-            f"{type(model).__name__} is on '{device}', for which fxamp knows no ops: move it to "
-            f"{' or '.join(DEVICES)} before converting, or go by the lists of that one with device= in the policy."
+            f"{type(model).__name__} is on '{device}', for which fxamp knows no ops: move it to one of "
+            f"{', '.join(DEVICES)} before converting, or go by the lists of that one with device= in the policy."
         )
     dtype = policy.dtype or torch.get_autocast_dtype(device)
     return replace(policy, device=device, dtype=dtype)

@@ -2,6 +2,7 @@
 
 .. include:: training.md
 .. include:: trainers.md
+.. include:: ranks.md
 .. include:: checking.md
 .. include:: capture.md
 """

@@ -55,7 +55,7 @@ class Backend:
     """A torch.compile backend: equal to another by value, so that making one anew recompiles nothing.
 
     Attributes:
-        policy: What to convert to; where it leaves the dtype open, that of the surrounding autocast is taken.
+        policy: What to convert to. Without a dtype it takes that of the surrounding autocast.
         backend: The inner backend, by name or as a callable.
         mode: The inner backend's mode.
         options: The inner backend's options, as pairs.
@@ -199,10 +199,10 @@ def compile(
     Returns:
         torch's `OptimizedModule`, whose state_dict keys have the prefix `_orig_mod.`; `model.compile(backend="fxamp",
         options={"policy": ...})` works in place and keeps them. Each call of it, and of a method of the model through
-        it, runs under `torch.autocast` (but at O0). Outputs have the shapes and dtypes of the model's.
+        it, runs under `torch.autocast`, except at O0. Outputs have the shapes and dtypes of the model's.
 
     Raises:
-        NotAModuleError: The model is none.
+        NotAModuleError: The model is no module.
         CaptureError: The model is wrapped for parallel training already.
         PolicyError: The policy is wrong, or there is no such inner backend; an option is an argument of this function.
 

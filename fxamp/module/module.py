@@ -77,8 +77,8 @@ class Variant:
 class ConvertedModule(GraphModule):
     """A model in mixed precision: a `torch.fx.GraphModule` that is called like the original.
 
-    Where the model computes something else in training and in evaluation, or with and without gradients, it has a graph
-    for each, chosen at the call; `.graph` and `.code` are those of the state that it is in.
+    A model that computes different things in train and eval mode, or with gradients and without, has a graph for each
+    state. A call takes the graph of the present state, and so do `.graph` and `.code`.
 
     Attributes:
         variants: The graphs.
@@ -214,7 +214,7 @@ class ConvertedModule(GraphModule):
         return code
 
     def graph_forward(self, *flat: Any) -> Any:
-        """Run the graph of the present state on the tensors of a call, whose shapes nobody checks; return flat outputs.
+        """Run the graph of the present state on flat tensors, without a check of shapes; return flat outputs.
 
         Example:
             >>> output, = converted.graph_forward(x)
@@ -225,11 +225,11 @@ class ConvertedModule(GraphModule):
 
     @property
     def code(self) -> str:
-        """The code of the graph, which runs by itself; a call takes the same by fewer detours (`bindings.py`)."""
+        """The code of the graph. A call runs the same ops by torch's Python functions, in less time (`bindings.py`)."""
         return self.graph.python_code("self").src
 
     def only(self, at: int) -> ConvertedModule:
-        """Return a module of one of the graphs alone, which shares all but the choice.
+        """Return a module that has one of the graphs alone, over the same parameters.
 
         Example:
             >>> converted.only(0)(x).shape

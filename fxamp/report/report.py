@@ -68,9 +68,6 @@ class Report:
             reasons: Codes; only these are counted.
             width: Of the terminal that it has to fit, in characters; None for any.
 
-        Raises:
-            FxampError: Nothing of the model is asked for by these filters.
-
         Example:
             >>> print(fxamp.report(converted).to_tree(ops=["linear"]).splitlines()[-3])
             Sequential        2      2       0        ...
@@ -217,8 +214,8 @@ def report(converted_or_plan: Diffable | TrainStep) -> Report:
     """Report on a plan, the path of a saved one, a converted module, a compiled one, or a TrainStep of one.
 
     Args:
-        converted_or_plan: What was decided is in a plan; what it costs at the shapes of the example inputs is known of
-            a module that `fxamp.convert` returned.
+        converted_or_plan: A plan says what was decided. A module that `fxamp.convert` returned says also what that
+            costs, at the shapes of the example inputs.
 
     Raises:
         FxampError: There is no plan in what was given.

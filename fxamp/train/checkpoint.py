@@ -25,19 +25,39 @@ def state_of(step: TrainStep) -> dict[str, Any]:
     """Return the state of a step, of plain values and tensors."""
     kept = step._kept
     return {
-        "settings": settings(step),
+        **course_of(step),
         "model": step.model.state_dict(),
         "optimizers": [optimizer.state_dict() for optimizer in step.optimizers],
-        "schedulers": [scheduler.state_dict() for scheduler in step.schedulers],
         "ema": [average.state_dict() for average in step.averages],
-        "scaler": step._scaler_state or {} if step._undecided else step.scaler.state_dict(),
-        "windows": step.windows,
         "position": step._position,
         "given_scale": step._given_scale,
         "kept": None if kept is None else int(kept.kept),
         "gradients": [[None if p.grad is None else p.grad.detach() for p in parameters(o)] for o in step.optimizers],
-        "rng": _random_state(),
+        "rng": random_state(),
     }
+
+
+def course_of(step: TrainStep) -> dict[str, Any]:
+    """Return what steers a step, between two windows: numbers that all ranks have in common."""
+    return {
+        "settings": settings(step),
+        "schedulers": [scheduler.state_dict() for scheduler in step.schedulers],
+        "scaler": step._scaler_state or {} if step._undecided else step.scaler.state_dict(),
+        "windows": step.windows,
+    }
+
+
+def load_course(step: TrainStep, state: Mapping[str, Any]) -> None:
+    """Bring a step to where `course_of` was told of, with no window open."""
+    step._close_window()
+    if step._undecided:
+        step._scaler_state = state["scaler"]
+    else:
+        step.scaler.load_state_dict(state["scaler"])
+    for scheduler, saved in zip(step.schedulers, state["schedulers"], strict=True):
+        scheduler.load_state_dict(saved)
+    step.windows = state["windows"]
+    step._begun = False  # other ranks may have loaded another
 
 
 def load(step: TrainStep, state: Mapping[str, Any]) -> None:
@@ -49,7 +69,7 @@ def load(step: TrainStep, state: Mapping[str, Any]) -> None:
     missing = sorted(set(_KEYS) - set(state))
     if missing:
         raise PolicyError(f"not the state of a TrainStep: it lacks {', '.join(missing)}")
-    _refuse_other_settings(step, state["settings"])
+    refuse_other_settings(step, state["settings"])
     _refuse_other_tensors("the model", step.model.state_dict(), state["model"])
     for index, (average, saved) in enumerate(zip(step.averages, state["ema"], strict=True)):
         _refuse_other_tensors(f"ema {index}", average.state_dict(), saved)
@@ -60,25 +80,20 @@ def load(step: TrainStep, state: Mapping[str, Any]) -> None:
             "micro-batches are not saved. Save at the end of a window, or call flush() first"
         )
 
-    step._close_window()
+    load_course(step, state)
     step._cleared = [p for p in step.model.parameters() if p.grad is None]
-    if step._undecided:
-        step._scaler_state = state["scaler"]
-    else:
-        step.scaler.load_state_dict(state["scaler"])
     step.model.load_state_dict(state["model"])
-    parts: list[Any] = [*step.optimizers, *step.schedulers, *step.averages]
-    for part, saved in zip(parts, [*state["optimizers"], *state["schedulers"], *state["ema"]], strict=True):
+    parts: list[Any] = [*step.optimizers, *step.averages]
+    for part, saved in zip(parts, [*state["optimizers"], *state["ema"]], strict=True):
         part.load_state_dict(saved)
-    step._begun = False  # other ranks may have loaded another
-    step.windows, step._position = state["windows"], state["position"]
+    step._position = state["position"]
     step._use_scale(state["given_scale"])
     if step._kept is not None:
         step._kept.seen, step._kept.kept = state["position"], state["kept"]
     for optimizer, gradients in zip(step.optimizers, state["gradients"], strict=True):
         for p, gradient in zip(parameters(optimizer), gradients, strict=True):
             p.grad = None if gradient is None else gradient.to(p.device, copy=True)
-    _set_random_state(state["rng"])
+    set_random_state(state["rng"])
 
 
 def settings(step: TrainStep) -> dict[str, Any]:
@@ -95,8 +110,11 @@ def settings(step: TrainStep) -> dict[str, Any]:
     }
 
 
-def _refuse_other_settings(step: TrainStep, saved: Mapping[str, Any]) -> None:
+def refuse_other_settings(step: TrainStep, saved: Mapping[str, Any], free: Sequence[str] = ()) -> None:
+    """Raise PolicyError where a state was saved with other settings; those that are `free` may be others."""
     for name, ours in settings(step).items():
+        if name in free:
+            continue
         theirs = saved.get(name)
         if theirs != ours and "undecided" not in (theirs, ours):
             raise PolicyError(
@@ -122,12 +140,14 @@ def _refuse_other_gradients(step: TrainStep, saved: Sequence[Sequence[Tensor | N
                 )
 
 
-def _random_state() -> dict[str, Any]:
+def random_state() -> dict[str, Any]:
+    """Return where torch's random number generators are."""
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else []
     return {"cpu": torch.get_rng_state(), "cuda": cuda}
 
 
-def _set_random_state(state: Mapping[str, Any]) -> None:
+def set_random_state(state: Mapping[str, Any]) -> None:
+    """Bring torch's random number generators to where `random_state` was told that they are."""
     torch.set_rng_state(state["cpu"])
     if state["cuda"] and torch.cuda.is_available():
         torch.cuda.set_rng_state_all(state["cuda"][: torch.cuda.device_count()])

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from .compiled.compiled_step import CompiledStep
-from .step import TrainStep
+from .window.conditional import waits
+
+if TYPE_CHECKING:
+    from .step import TrainStep
 
 _SHOWN = 5  # weights and events named one by one
 
@@ -26,6 +31,10 @@ def describe(step: TrainStep) -> tuple[tuple[str, str], ...]:
         ("waits for the device", "; ".join(f"once a window, since {why}" for why in step.waits) or "never"),
         ("loss scaling", f"{scaler.kind}, scale {scaler.get_scale():g}" if scaler.is_enabled() else scaler.kind),
     ]
+    if step.ranks.replicated > 1:
+        rows.append(("ranks", f"{step.ranks.replicated} exchange gradients once a window"))
+    elif step.ranks.spread:
+        rows.append(("ranks", "parameters are spread over several, which agree on whether to step"))
     if step.on_overflow == "skip_microbatch":
         rows.append(("on overflow", "skip_microbatch, which keeps one more set of gradients"))
     skipped = [event for event in scaler.history if event.skipped]
@@ -54,3 +63,17 @@ def compiled_rows(compiled: CompiledStep | None) -> list[tuple[str, str]]:
     if compiled.update.eager:
         rows.append((f"{compiled.update.region.name}: last ran uncompiled", compiled.update.eager))
     return rows
+
+
+def reasons_to_wait(step: TrainStep) -> tuple[str, ...]:
+    """Return why a step waits for the device at the end of a window, once; nothing where it never does."""
+    if not step.scaler.is_enabled() and step.max_grad_norm is None and step._kept is None:
+        return ()
+    in_graph = step.compiled is not None and step.windows > 1 and not step.compiled.update.eager
+    deciding = [] if in_graph else [o for o in step.optimizers if waits(o)]
+    reasons = [f"{type(o).__name__} steps or not as Python decides" for o in deciding]
+    reasons += [f"{type(s).__name__} follows the steps that were taken" for s in step.schedulers]
+    reasons += ["the average of the weights follows the steps that were taken"] * bool(step.averages)
+    if step._kept is not None and step.ranks.replicas:
+        reasons.append("ranks ask each other which gradients there are, before they exchange them")
+    return tuple(dict.fromkeys(reasons))

@@ -28,6 +28,7 @@ from ..dynamo import compiled
 from . import checkpoint
 from .compiled.compile_settings import refuse_unfit, settings_of
 from .compiled.compiled_step import CompiledStep
+from .describe import reasons_to_wait
 from .ema import averages_of, follow
 from .first_step import begin
 from .given import low_dtype_of, optimizers_of, scaler_of, schedulers_of
@@ -36,7 +37,6 @@ from .ranks.refused import refuse_unfit_model
 from .ranks.replicas import exchanging
 from .scale.scaler import LossScaler
 from .scale.settings import require_count, require_number, require_scale
-from .waiting import reasons_to_wait
 from .weights.weights import Mode, WeightCasts
 from .window.average import Mean, average
 from .window.closure import needs_closure, refuse_company, run_window, step_by_closure
@@ -50,16 +50,16 @@ from .window.update import Update, take_step
 class TrainStep:
     """Run one training step per call.
 
-    As in a loop written by hand on `torch.amp.GradScaler`, and bit-equal to it: an optimizer whose gradients are not
-    finite is skipped, the others step. Nothing is read from the device but where Python has to choose (see `waits`).
-    Three outcomes are defined that such a loop leaves open:
+    It has the bits of a loop written by hand on `torch.amp.GradScaler`: an optimizer whose gradients are not finite is
+    skipped, the others step. It waits for the device only where Python has to choose (see `waits`). Three outcomes are
+    defined that such a loop leaves open:
 
     - An optimizer without gradients does not step.
     - With `max_grad_norm`, one gradient that is not finite skips every optimizer, since there is no norm to clip to.
       That holds without loss scaling too.
     - A call that raises abandons its window: gradients are set to None, and the next call opens a new one.
 
-    After a window the gradients that it made are None, those of parameters in no optimizer given too.
+    After a window its gradients are None, those of parameters that are in no optimizer too.
 
     Args:
         model: Called as it is: neither converted nor switched between train and eval.
@@ -68,8 +68,8 @@ class TrainStep:
         optimizer: One or several, over distinct parameters. One that evaluates the loss itself (LBFGS) stands alone,
             and runs the window's micro-batches again as often as it asks for it.
         scaler: A LossScaler, which serves this TrainStep alone; a number for a static loss scale; None for no loss
-            scaling; "auto" for `LossScaler(min_scale=1, max_scale=2**24, max_skips=20)` when the model was converted
-            to FP16, else none; for a compiled model that is decided at its first call.
+            scaling. "auto" is `LossScaler(min_scale=1, max_scale=2**24, max_skips=20)` for a model in FP16, else none;
+            what a compiled model is shows at its first call.
         accumulate_steps: Micro-batches in a window. The loss is divided by it.
         max_grad_norm: Clip the unscaled gradients of all optimizers to this norm, taken over all of them together.
             `float("inf")` measures the norm and clips nothing.
@@ -79,7 +79,9 @@ class TrainStep:
             the last backward. "per_use" casts at every call, and with `compile` in backward too; gradients are the
             same, bit for bit. A weight that is written to, moved or replaced is cast anew; an edit through `.data` is
             seen in the next window. "auto" is "per_step" where a weight would be cast more than once a window, and with
-            `compile`. Parts that `torch.compile` compiled before cast at every use; `weights.per_use` names them.
+            `compile`, but under DistributedDataParallel, since torch splits only graphs that read the weights, to
+            exchange gradients while backward goes on. Parts that `torch.compile` compiled before cast at every use;
+            `weights.per_use` names them. Under FSDP2 "per_step" is refused.
         on_overflow: "skip_window" skips a step if any micro-batch had gradients that were not finite.
             "skip_microbatch" leaves those micro-batches out, and the gradients are the mean of the others; the scale
             backs off all the same. It costs one more set of gradients, and under DistributedDataParallel an exchange
@@ -95,6 +97,7 @@ class TrainStep:
         scaler: The LossScaler in use; a disabled one without loss scaling.
         weights: Which casts of weights are kept for a window.
         compiled: What is compiled, and what became of it; None where nothing is.
+        ranks: The ranks that share the step, if it is shared.
         windows: How many windows were finished.
 
     Raises:
@@ -152,6 +155,8 @@ class TrainStep:
         self.compiled = None if settings is None else CompiledStep(settings)
         self.ranks = Ranks(model, self.optimizers)
         refuse_unfit_model(model, weights)
+        if weights == "auto" and settings is not None and self.ranks.replicated > 1:
+            weights = "per_use"
         self.weights = WeightCasts(model, weights, accumulate_steps, settings is not None)
         self._low_dtype = low_dtype_of(model)
         self.scaler = scaler_of(scaler, self._low_dtype)
@@ -176,12 +181,12 @@ class TrainStep:
 
     @property
     def waits(self) -> tuple[str, ...]:
-        """Why a step waits for the device at the end of a window, once; empty where it never does."""
+        """The reasons why a step waits for the device once, at the end of a window; empty where it never does."""
         return reasons_to_wait(self)
 
     @property
     def converted_model(self) -> nn.Module:
-        """The model, or the converted one in it where it is but a wrapper of one, such as DistributedDataParallel."""
+        """The converted module in the model, where the model is a wrapper of one, as of DDP; else the model."""
         inside = self.weights.parts
         return inside[0] if len(inside) == 1 else self.model
 

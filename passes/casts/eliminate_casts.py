@@ -14,6 +14,8 @@ prod casts in its place. The gradients of cumsum, cumprod, pow and atan2 would d
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -81,7 +83,7 @@ def _round_trip(graph: Graph, assignment: Assignment) -> int:
 
     The casts made a copy. Where x is written, or the copy would leave the graph, it is still needed.
     """
-    edits, aliases = 0, Aliases(graph)
+    edits, aliases = 0, functools.cache(lambda: Aliases(graph))  # which takes long, and mostly nobody asks
     for cast in _inserted(graph):
         middle: Any = cast.args[0]
         if not is_inserted(middle):
@@ -89,7 +91,7 @@ def _round_trip(graph: Graph, assignment: Assignment) -> int:
         value = middle.args[0]
         if assignment.dtypes[value] != cast.args[1] or (cast.args[1], middle.args[1]) not in _WIDENS:
             continue
-        if aliases.is_mutated(value) or any(u.op == "output" or may_alias(u) for u in cast.users):
+        if aliases().is_mutated(value) or any(u.op == "output" or may_alias(u) for u in cast.users):
             continue
         edits += _replace(graph, cast, value)
         if not middle.users:
@@ -137,9 +139,7 @@ def _promote(graph: Graph, assignment: Assignment) -> int:
     edits = 0
     if assignment.symbolic:
         return edits  # ranks decide what promotes
-    for cast, reader in _upcasts_read_once(graph, assignment):
-        if not row_of(reader).promotes_inside:
-            continue
+    for cast, reader in _upcasts_read_once(graph, assignment, lambda n: row_of(n).promotes_inside):
         value: Any = cast.args[0]
         seen = assignment.dtypes | {cast: assignment.dtypes[value]}
         if assignment.infer(reader, seen.__getitem__) == assignment.dtypes[reader]:
@@ -150,8 +150,8 @@ def _promote(graph: Graph, assignment: Assignment) -> int:
 def _dtype_argument(graph: Graph, assignment: Assignment) -> int:
     """Before: sum(to(x: bf16, f32)). After: sum(x, dtype=f32). An explicit dtype of the author's stays."""
     edits = 0
-    for cast, reader in _upcasts_read_once(graph, assignment):
-        schema = ops.schema_of(reader) if row_of(reader).absorbs_cast else None
+    for cast, reader in _upcasts_read_once(graph, assignment, lambda n: row_of(n).absorbs_cast):
+        schema = ops.schema_of(reader)
         takes = schema is not None and any(a.name == "dtype" and a.kwarg_only for a in schema.arguments)
         if takes and ops.argument(reader, "dtype") is None:
             reader.kwargs = {**reader.kwargs, "dtype": cast.args[1]}
@@ -160,23 +160,26 @@ def _dtype_argument(graph: Graph, assignment: Assignment) -> int:
     return edits
 
 
-def _upcasts_read_once(graph: Graph, assignment: Assignment) -> list[tuple[Node, Node]]:
-    """Return (cast, reader) where one call alone reads a widening cast, and could read what is cast itself.
+def _upcasts_read_once(
+    graph: Graph, assignment: Assignment, takes: Callable[[Node], object]
+) -> list[tuple[Node, Node]]:
+    """Return (cast, reader) where one such call alone reads a widening cast, and could read what is cast itself.
 
     It keeps what it reads for backward, so nothing may ever write to that. With several readers the sum of their
     gradients would be rounded in another place.
     """
-    aliases, modes = Aliases(graph), grad_modes(graph)
+    dtypes, modes = assignment.dtypes, grad_modes(graph)
+    widening = [c for c in _inserted(graph) if c.target is CAST and (dtypes[c.args[0]], dtypes[c]) in _WIDENS]  # type: ignore[index]
     found = []
-    for cast in _inserted(graph):
-        value: Any = cast.args[0]
+    for cast in widening:
         reader = next(iter(cast.users), cast)
         once = len(cast.users) == 1 and sum(o.node is cast for o in ops.operands(reader)) == 1
-        widens = (assignment.dtypes[value], assignment.dtypes[cast]) in _WIDENS and cast.target is CAST
-        written = aliases.is_mutated(value) or aliases.is_mutated(reader)
-        if once and widens and not written and modes[cast] == modes[reader]:
+        if once and takes(reader) and modes[cast] == modes[reader]:
             found.append((cast, reader))
-    return found
+    if not found:
+        return found
+    aliases = Aliases(graph)
+    return [(c, r) for c, r in found if not aliases.is_mutated(r) and not aliases.is_mutated(c.args[0])]  # type: ignore[arg-type]
 
 
 def _inserted(graph: Graph) -> list[Node]:

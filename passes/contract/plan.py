@@ -61,7 +61,7 @@ class Decision:
         kind: Kind of the rule that was applied.
         reason: `code: sentence`.
         causes: Keys of the decisions this one follows from.
-        code: The reason's code; left out, the word that the reason begins with.
+        code: The code of the reason; by default the word before its colon.
 
     Example:
         >>> first = converted.plan.decisions[0]
@@ -116,13 +116,12 @@ class Plan:
         inserted_casts: Casts that colouring asked for.
         casts: Of those, the ones left after elimination.
         torch_version: The torch it was made with.
-        states: Of a model with several graphs: the states of the model that each holds for, and the number of its first
-            graph, as "12: evaluation". A decision that the first of them has too, for the same key, stands there alone.
-        edits: How often each rule of the passes fired, as "pass/rule"; empty of a plan older than that is written down.
+        states: For a model with several graphs: which state of the model each is for, behind the number of its first
+            graph, as "12: evaluation". Decisions that it shares with the first state are listed there alone.
+        edits: How often each rule of the passes fired, as "pass/rule"; empty in plans of an older format.
         totals: What the graphs cost at the example's sizes, as `fxamp check` compares it; empty where nobody asked.
-        fxamp_version: The fxamp it was made with; "" of a plan older than that is written down.
-        machine: For whose measured facts it was made, as "cpu AVX512, torch 2.13"; "" of a plan older than that is
-            written down.
+        fxamp_version: The fxamp it was made with; "" in plans of an older format.
+        machine: Whose measured facts it was made with, as "cpu AVX512, torch 2.13"; "" in plans of an older format.
         version: Version of the file format.
 
     Example:
@@ -193,7 +192,7 @@ class Plan:
         return replace(self, decisions=tuple(d for d in self.decisions if d.graph == index))
 
     def part(self, at: int) -> Plan:
-        """Return the plan of one of several graphs: its own decisions, and of the first graph's those it may share.
+        """Return the plan of one of several graphs: its own decisions, and those that it shares with the first.
 
         Args:
             at: Number of the graph among `states`.
@@ -213,7 +212,7 @@ class Plan:
         )  # fmt: skip
 
     def own(self, at: int) -> frozenset[tuple[int, str]]:
-        """Return what `part` has that is no other graph's: (graph, key).
+        """Return the decisions of `part(at)` that belong to this graph alone, as (graph, key).
 
         Args:
             at: Number of the graph among `states`.
@@ -246,7 +245,7 @@ class Plan:
         Args:
             text: As `to_json` writes it.
             name: What errors call it.
-            newer: Of a newer format read what this fxamp knows of, for comparisons; a note says that there is more.
+            newer: Accept a newer format too. What this fxamp does not know is left out, and a note says so.
 
         Raises:
             PlanError: The text is no plan; the message says where.

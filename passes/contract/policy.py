@@ -53,9 +53,6 @@ class Policy:
     Of two module overrides that match, a path beats a type, and of two paths the longer literal prefix wins. An
     override of a module beats one of an op.
 
-    What is given has other types than what is held, so `__init__` is written out. It stays a dataclass, and not one of
-    attrs, since users call `dataclasses.replace` on it.
-
     Args:
         level: "O0" computes all in FP32, "O1" rounds what `torch.autocast` rounds, "O2" all that is not numerically
             sensitive, "O3" all that has a 16-bit kernel.
@@ -67,11 +64,11 @@ class Policy:
             covers its submodules) or a type to "low", "fp32" or "keep" (the dtypes that the model has).
         ops: Overrides by op: a mapping from names as `fxamp.rules()` lists them to "low", "fp32" or "keep".
         output_dtype: "original" returns outputs in the dtype that the model gives, "low" as they come.
-        cost: "bytes" places casts where the fewest bytes move, "measured" where it takes the least time on this
-            machine, and leaves low what does not pay for its casts.
+        cost: "bytes" places casts where the fewest bytes move. "measured" places them where this machine takes the
+            least time, and keeps FP32 what does not pay for its casts.
         unknown_ops: An op without a rule keeps its dtypes ("keep"), runs in FP32 ("fp32") or is refused ("error").
-        share_casts: Whether a value that several ops read low is cast once, so that its gradients are summed low, as
-            the weight cache of `torch.autocast` does: "always", for "weights" alone, or "never".
+        share_casts: What is cast once for all ops that read it low: "always" any value, "weights" weights alone,
+            "never" nothing. Gradients of what is cast once are summed low, as under `torch.autocast`.
 
     Raises:
         PolicyError: A value is unknown (the message lists the legal ones), or two overrides contradict each other.
@@ -84,6 +81,8 @@ class Policy:
         True
     """
 
+    # What is given has other types than what is held, so `__init__` is written out. It stays a dataclass, and not one
+    # of attrs, since users call `dataclasses.replace` on it.
     level: Level
     _: KW_ONLY
     dtype: torch.dtype | None

@@ -14,7 +14,7 @@ from passes.contract.reasons import DEVIATIONS
 from passes.ops.rules import FOLLOW, LOW, lookup
 from reports.zoo import BY_NAME
 
-SOME = ("lenet5", "gpt", "graph_conv", "hf_bert")
+SOME = ("lenet5", "graph_conv", "hf_bert")
 # What fake CUDA tensors cannot run without a device (the latter in a build for CUDA), and what the rule table says.
 UNRUN = {"batch_norm": FOLLOW, "lstm": LOW}
 

@@ -70,7 +70,9 @@ ARROWS = {
         "passes.ops"
     ),
     "fxamp.report.gate": ".convert .module .report.diff .report.forms .report.record passes.contract passes.ops",
-    "fxamp.train": ".dynamo .train.compiled .train.ranks .train.scale .train.weights .train.window passes.contract",
+    "fxamp.train": (
+        ".dynamo .train.compiled .train.ranks .train.scale .train.weights .train.window passes._torch passes.contract"
+    ),
     "fxamp.demo": ".convert .measure .train .train.weights passes.contract",
     "fxamp.pytest_plugin": ".report.gate",
     "fxamp.report": ".dynamo .module .report.diff .report.forms .report.page .report.record .train passes.contract",

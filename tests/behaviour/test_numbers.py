@@ -184,7 +184,9 @@ def test_a_weight_out_of_range_is_not_clipped(front_end: str) -> None:
 
 
 @each_front_end
-@pytest.mark.parametrize("policy", ["O1", "O2", "O3", "O3,dtype=fp16"])
+@pytest.mark.parametrize(
+    "policy", ["O2", "O3", *(pytest.param(p, marks=pytest.mark.matrix) for p in ("O1", "O3,dtype=fp16"))]
+)
 def test_integers_times_frequencies_are_positions(front_end: str, policy: str) -> None:
     def rotary(self: Any, x: Tensor) -> Any:
         angles = (torch.arange(4)[:, None] + 3000) * torch.tensor([1.0, 0.5, 0.25])

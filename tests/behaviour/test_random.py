@@ -60,7 +60,9 @@ def test_noise_is_drawn_in_the_dtype_of_the_model(front_end: str) -> None:
 
 
 @each_front_end
-@pytest.mark.parametrize("policy", ["O1", "O2", "O3", "O1,dtype=fp16"])
+@pytest.mark.parametrize(
+    "policy", ["O1", "O3", *(pytest.param(p, marks=pytest.mark.matrix) for p in ("O2", "O1,dtype=fp16"))]
+)
 def test_random_fills_draw_what_the_model_drew(front_end: str, policy: str) -> None:
     def noise(self: Any, x: Tensor) -> Any:
         y = self.l(x)

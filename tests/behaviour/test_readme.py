@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
 import sys
 import types
 import warnings
@@ -37,7 +39,7 @@ def run_examples(page: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setitem(sys.modules, "readme", module)  # Dynamo looks up the globals of a function there
     own, _, others = text_of(page).partition(TRAINERS)
     for part in (own, others):
-        for number, block in enumerate(blocks(part, "python")):
+        for number, block in enumerate(b for b in blocks(part, "python") if not b.startswith("# train.py\n")):
             with warnings.catch_warnings():
                 if part is others or page.stem == "trainers":
                     warnings.simplefilter("ignore")
@@ -56,6 +58,21 @@ def test_the_examples_of_a_page_run_one_after_the_other(
     if page.stem == "trainers":  # the base of LoRA is low already
         base = [d for d in fxamp.plan_of(names["compiled"]).decisions if d.module_path == "base"]
         assert [(d.op, d.colour) for d in base] == [("linear", "bfloat16")]
+
+
+@pytest.mark.matrix
+def test_the_script_for_many_ranks_runs_by_the_line_that_is_printed(tmp_path: Path) -> None:
+    text = text_of(GUIDES / "ranks.md")
+    launcher, *line = blocks(text, "sh")[0].split()
+    assert launcher == "torchrun"
+    (tmp_path / "train.py").write_text(blocks(text, "python")[0], encoding="utf-8")
+    path = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "torch.distributed.run", *line]
+    run = subprocess.run(command, cwd=tmp_path, env={**os.environ, **path}, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    losses = re.findall(r"tensor\(([\d.]+)\)", run.stdout)
+    assert len(losses) == 2
+    assert len(set(losses)) == 1
 
 
 def test_the_readme_is_short_enough_to_be_read() -> None:
@@ -111,7 +128,7 @@ def test_figures_of_the_readme_are_those_of_the_reports() -> None:
     parts = [moved[m, "fxamp O2 per_step"] / moved[m, "torch.autocast"] for m in ("bert", "vit", "gpt2")]
     assert said is not None
     assert said.groups() == tuple(f"{part:.2f}" for part in parts)
-    bytes_moved = re.search(r"moved ([\d.]+) times the bytes of\s+compiled autocast", text_of(README))
+    bytes_moved = re.search(r"moved ([\d.]+) times the bytes of\s+compiled\s+autocast", text_of(README))
     compiled = re.search(r"^\| fxamp O1 +\|[^|]*\|[^|]*\| ([\d.]+)", text_of(ROOT / "reports/compiled_step.md"), re.M)
     assert bytes_moved is not None
     assert compiled is not None

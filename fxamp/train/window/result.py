@@ -59,7 +59,10 @@ class StepResult:
 
     @cached_property
     def kept(self) -> int:
-        """How many micro-batches of the window the gradients are the mean of, up to now."""
+        """How many micro-batches the gradients are the mean of, so far in this window.
+
+        At its end that is those of all ranks, where DistributedDataParallel has replicas of the model.
+        """
         return int(self.given_kept)
 
     @cached_property

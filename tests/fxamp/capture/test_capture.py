@@ -651,7 +651,7 @@ def test_a_model_on_a_device_without_op_lists_is_refused_with_the_way_out() -> N
     class OnMps(Tensor):
         device = SimpleNamespace(type="mps")  # type: ignore[assignment]
 
-    message = r"Elsewhere is on 'mps', for which fxamp knows no ops: move it to cpu or cuda before"
+    message = r"Elsewhere is on 'mps', for which fxamp knows no ops: move it to one of cpu, cuda, xpu before"
     with pytest.raises(fxamp.PolicyError, match=message):
         resolve(fxamp.Policy(), Elsewhere(2, 2), None)
     assert resolve(fxamp.Policy(device="cuda"), Elsewhere(2, 2), None).device == "cuda"

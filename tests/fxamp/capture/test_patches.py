@@ -53,6 +53,7 @@ def test_threads_convert_and_call_at_once_and_torch_is_as_it_was() -> None:
 
     def call() -> None:
         while not stop.is_set():
+            stop.wait(0.001)
             for i, model in enumerate(others):
                 if not torch.equal(model(example()), plain[i]):
                     wrong.append(i)

@@ -21,7 +21,6 @@ from passes.ops import ops
 from tests.support.helpers import Two, assert_is_eager, example, o0
 
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
-both_low = pytest.mark.parametrize("low", LOW)
 
 
 def captured(model: nn.Module, x: Tensor | None = None, dtype: torch.dtype = torch.bfloat16) -> Captured:
@@ -129,7 +128,7 @@ WAYS = [
 ]  # fmt: skip
 
 
-@both_low
+@pytest.mark.parametrize("low", ["bf16", pytest.param("fp16", marks=pytest.mark.matrix)])
 @pytest.mark.parametrize("way", WAYS)
 def test_what_the_code_reads_of_dtypes_is_autocasts(way: Callable[..., Any], low: str) -> None:
     torch.manual_seed(0)

@@ -117,6 +117,15 @@ def test_what_changes_on_the_converted_module_is_refused_by_name(both: tuple[Net
     assert_is_eager(converted, model)
 
 
+def test_a_layer_put_in_place_of_one_of_its_kind_is_another(both: tuple[Net, Any]) -> None:
+    model, converted = both
+    before, model.l = model.l, nn.Linear(6, 6)
+    with pytest.raises(fxamp.CaptureError, match=r"'l' of .* was a Linear .*, and is another Linear now"):
+        converted(example())
+    model.l = before
+    converted(example())
+
+
 def test_a_model_that_was_changed_is_converted_again(model: Net) -> None:
     converted = o0(model)
     model.drop.p = model.scale = 0.25

@@ -162,7 +162,7 @@ from fxamp.report.record.build import record_of
 from reports.zoo import BY_NAME
 
 made = {}
-for name in ("vit", "lenet5")[turn]:
+for name in ("graph_conv", "lenet5")[turn]:
     model, (args, kwargs) = BY_NAME[name].build(), BY_NAME[name].inputs(3)
     children = list(model.named_children())
     for child, _ in children:

@@ -204,7 +204,7 @@ def test_a_window_that_would_have_to_be_run_again_is_refused() -> None:
 
     step = lbfgs()
     step(X[0])
-    with pytest.raises(PolicyError, match=r"the micro-batches are not in it.*flush\(\)"):
+    with pytest.raises(PolicyError, match=r"micro-batches are not saved.*flush\(\)"):
         lbfgs().load_state_dict(step.state_dict())
     step.flush()
     lbfgs().load_state_dict(step.state_dict())

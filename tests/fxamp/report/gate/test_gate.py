@@ -61,10 +61,10 @@ def check(folder: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tup
     return run
 
 
-def change(folder: Path, before: str, after: str) -> None:
-    text = (folder / "net.py").read_text()
+def change(folder: Path, before: str, after: str, name: str = "net.py") -> None:
+    text = (folder / name).read_text()
     assert before in text
-    (folder / "net.py").write_text(text.replace(before, after))
+    (folder / name).write_text(text.replace(before, after))
 
 
 Check = Callable[..., "tuple[int, str, str]"]
@@ -168,30 +168,44 @@ def test_nothing_to_check_by_is_no_answer(check: Check) -> None:
     assert check("net.py:make", LOW)[0] == 2
 
 
-def test_targets_of_a_project_are_checked_each_in_a_process_of_its_own(folder: Path, check: Check) -> None:
-    for name in ("a", "b"):
+@pytest.fixture
+def project(folder: Path, check: Check) -> dict[str, tuple[str, ...]]:
+    """Make a project of two targets, and return by name what checks each of them here: a process takes seconds."""
+    for name, outputs in (("a", 4), ("b", 8)):
         (folder / name).mkdir()
-        (folder / name / "model.py").write_text(NET.replace("16, 4", "16, 4" if name == "a" else "16, 8"))
-    (folder / "pyproject.toml").write_text(
-        "".join(
-            f'[tool.fxamp.targets.{name}]\ntarget = "{name}/model.py:make"\npolicy = "O1,dtype=bf16"\n'
-            f'plan = "{name}/plan.json"\nbudget = ["casts=+0"]\n'
-            for name in ("a", "b")
-        )
-    )
-    status, _, err = check("--jobs=2")
-    assert (status, err.count("--update")) == (2, 2)
-    plans = {name: (f"{name}/model.py:make", f"--plan={name}/plan.json", LOW) for name in ("a", "b")}
-    assert [check(*words, "--update")[0] for words in plans.values()] == [0, 0]  # here, for each process takes seconds
-    text = (folder / "b" / "model.py").read_text()
-    (folder / "b" / "model.py").write_text(text.replace("return self.head(h)", "return self.head(h).float().exp()"))
-    before = (folder / "a" / "plan.json").stat().st_mtime_ns
+        (folder / name / "model.py").write_text(NET.replace("16, 4", f"16, {outputs}"))
+    tables = [
+        f'[tool.fxamp.targets.{name}]\ntarget = "{name}/model.py:make"\npolicy = "O1,dtype=bf16"\n'
+        f'plan = "{name}/plan.json"\nbudget = ["casts=+0"]\n'
+        for name in ("a", "b")
+    ]
+    (folder / "pyproject.toml").write_text("".join(tables))
+    return {name: (f"{name}/model.py:make", f"--plan={name}/plan.json", LOW) for name in ("a", "b")}
+
+
+def test_targets_of_a_project_are_checked_each_in_a_process_of_its_own(
+    folder: Path, check: Check, project: dict[str, tuple[str, ...]]
+) -> None:
+    assert [check(*words, "--update")[0] for words in project.values()] == [0, 0]
+    change(folder, "return self.head(h)", "return self.head(h).float().exp()", "b/model.py")
     status, out, _ = check("--output-format=json", "--jobs=2")
     assert status == 1
     assert [o["status"] for o in json.loads(out)] == [0, 1]
+
+
+@pytest.mark.matrix  # the same in more processes
+def test_plans_of_a_project_that_are_missing_or_have_changed_are_written_and_no_others(
+    folder: Path, check: Check, project: dict[str, tuple[str, ...]]
+) -> None:
+    status, _, err = check("--jobs=2")
+    assert (status, err.count("--update")) == (2, 2)
+    assert check("--update", "--jobs=2")[0] == 0
+    change(folder, "return self.head(h)", "return self.head(h).float().exp()", "b/model.py")
+    before = (folder / "a" / "plan.json").stat().st_mtime_ns
     check("--update", "--jobs=2")
     assert (folder / "a" / "plan.json").stat().st_mtime_ns == before
-    assert check(*plans["b"])[0] == 0
+    assert check("b")[0] == 0
+    assert [check(*words)[0] for words in project.values()] == [0, 0]
 
 
 @pytest.mark.parametrize(

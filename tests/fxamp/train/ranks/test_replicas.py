@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.support.small import BF16, FP16, INF, SCALER, X, converted, step_of, weights_of
+import fxamp
+from tests.support.small import BF16, FP16, INF, SCALER, X, blocks, converted, step_of, weights_of
 from tests.support.workers import Workers, refused
 
 SMALL_BUCKETS = 0.001  # MB: every layer has one of its own
@@ -62,12 +63,15 @@ def test_a_window_exchanges_gradients_once(weights: Any, compile: bool | str) ->
     assert all(map(torch.equal, model.parameters(), alone.parameters()))
 
 
-def train(x: Tensor, wrap: dict[str, Any], settings: dict[str, Any], whole: bool = True) -> list[Any]:
+def train(x: Tensor, wrap: dict[str, Any], settings: dict[str, Any]) -> list[Any]:
     """Train on this rank's share; return scales, which steps were skipped, how many were kept, and the weights."""
-    replica = DistributedDataParallel(converted(settings.pop("policy", BF16)), **wrap)
+    policy = settings.pop("policy", BF16)
+    compiled = wrap.pop("compiled", False)
+    model: Any = fxamp.compile(blocks(), policy=policy, backend="eager") if compiled else converted(policy)
+    replica = DistributedDataParallel(model, **wrap)
     step = step_of(replica, **settings)
     results = [step(one) for one in mine(x, settings.get("accumulate_steps", 1))]
-    results = [r for r in results if not r.accumulating] if whole else [step.flush()]
+    results = [r for r in results if not r.accumulating]
     return [[r.scale for r in results], [r.skipped for r in results], [r.kept for r in results], weights_of(replica)]
 
 
@@ -118,6 +122,7 @@ def test_a_micro_batch_that_overflows_on_one_rank_alone_is_left_out_alone(two: W
 ASKED_FOR: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"gradient_as_bucket_view": True, "bucket_cap_mb": SMALL_BUCKETS}, {"accumulate_steps": 2, "max_grad_norm": 0.05}),
     ({"find_unused_parameters": True}, {"accumulate_steps": 2, "weights": "per_step"}),
+    ({"compiled": True}, {"accumulate_steps": 2, "max_grad_norm": 0.05}),
     ({"static_graph": True}, {"weights": "per_step"}),
     ({"broadcast_buffers": False}, {"accumulate_steps": 2, "compile": "aot_eager", "max_grad_norm": 0.05}),
 ]
@@ -195,24 +200,33 @@ def test_the_last_micro_batches_of_an_epoch_may_be_more_on_one_rank(
         torch.testing.assert_close(rank[3], weights_of(model), rtol=0, atol=1e-6)
 
 
-def order_of_events(weights: str) -> list[str]:
-    """Return in which order layers have their gradients, and buckets are ready to be exchanged."""
-    replica = DistributedDataParallel(converted(BF16), bucket_cap_mb=SMALL_BUCKETS)
+def note_exchanges(replica: DistributedDataParallel) -> list[str]:
+    """Return where it is noted that a bucket is ready to be exchanged."""
     events: list[str] = []
 
     def hook(_: object, bucket: Any) -> Any:
         events.append(f"exchange {bucket.index()}")
         return default_hooks.allreduce_hook(replica.process_group, bucket)
 
-    hook.__annotations__ = {}
+    hook.__annotations__ = {}  # torch does not understand them as text
     replica.register_comm_hook(None, hook)
+    return events
+
+
+def note_gradients(replica: DistributedDataParallel, events: list[str]) -> None:
+    for name, p in replica.module.named_parameters():
+        p.register_post_accumulate_grad_hook(lambda _, name=name: events.append(name))
+
+
+def order_of_events(weights: str) -> list[str]:
+    """Return in which order layers have their gradients, and buckets are ready to be exchanged."""
+    replica = DistributedDataParallel(converted(BF16), bucket_cap_mb=SMALL_BUCKETS)
+    events = note_exchanges(replica)
     step = step_of(replica, accumulate_steps=2, weights=weights)
     assert step.weights.mode == weights
     for x in X[:4]:
         step(x)
-    del events[:]
-    for name, p in replica.module.named_parameters():
-        p.register_post_accumulate_grad_hook(lambda _, name=name: events.append(name))
+    note_gradients(replica, events)
     step(X[4])
     del events[:]
     step(X[5])
@@ -225,6 +239,34 @@ def test_casts_that_are_kept_let_buckets_go_while_backward_goes_on(two: Workers)
     first = kept[0].index("exchange 0")
     assert len([event for event in kept[0] if event.startswith("exchange")]) > 3
     assert any(event.startswith("0.") for event in kept[0][first:]), kept[0]
+
+
+def wide(compile: bool | str, weights: str) -> list[Any]:
+    """Train a model that torch splits into several graphs, so that each can exchange gradients when it is done."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(16, 600), nn.GELU(), nn.Linear(600, 600), nn.GELU(), nn.Linear(600, 600), nn.Linear(600, 2)]
+    model = fxamp.convert(nn.Sequential(*layers), (X[0],), policy=BF16, check=False)
+    replica = DistributedDataParallel(model, bucket_cap_mb=1)
+    events = note_exchanges(replica)
+    step = step_of(replica, accumulate_steps=2, compile=compile, weights=weights)
+    for x in mine(X[:12], 2):
+        step(x)
+    note_gradients(replica, events)
+    step(X[0])
+    del events[:]
+    step(X[1])
+    return [step.weights.mode, events, weights_of(replica)]
+
+
+def test_a_compiled_replica_exchanges_gradients_while_backward_goes_on(two: Workers) -> None:
+    plain = two(wide, False, "auto")[0]
+    mode, events, trained = two(wide, "aot_eager", "auto")[0]
+    assert mode == "per_use"
+    assert events.index("exchange 0") < events.index("2.weight")
+    torch.testing.assert_close(trained, plain[2], rtol=0, atol=0)
+    mode, _, trained = two(wide, "aot_eager", "per_step")[0]
+    assert mode == "per_step"  # whose backward is one graph
+    torch.testing.assert_close(trained, plain[2], rtol=0, atol=0)
 
 
 def compressing() -> list[Any]:

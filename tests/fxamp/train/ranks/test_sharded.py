@@ -15,7 +15,6 @@ from tests.fxamp.train.ranks.test_replicas import OVERFLOWS, alone, assert_as_al
 from tests.support.small import FP16, INF, SCALER, X, blocks, converted, step_of, weights_of
 from tests.support.workers import Workers, refused
 
-pytestmark = pytest.mark.xdist_group("ranks")
 WINDOW: dict[str, Any] = {"scaler": SCALER, "accumulate_steps": 2, "max_grad_norm": 0.05}
 LOW: dict[str, Any] = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 LOW_AS_IT_IS = {**LOW, "cast_forward_inputs": False}

@@ -18,7 +18,6 @@ import fxamp
 from tests.support.small import FP16, INF, SCALER, X, blocks, converted, loss_of, step_of, weights_of
 from tests.support.workers import Workers
 
-pytestmark = pytest.mark.xdist_group("ranks")
 WINDOW: dict[str, Any] = {"scaler": SCALER, "accumulate_steps": 2, "max_grad_norm": 0.05}
 BATCHES = X[:12].clone()
 BATCHES[6] = INF

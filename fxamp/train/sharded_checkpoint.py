@@ -1,0 +1,195 @@
+"""Checkpoints that every rank writes its part of, and that any number of ranks reads: `torch.distributed.checkpoint`.
+
+Tensors are kept by the names of the parameters as the author of the model knows them, so that a model may be sharded,
+replicated or neither where it is loaded. The rest is small and the same on all ranks, and is written once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
+
+from passes._torch import OptimizedModule
+from passes.contract.errors import PolicyError
+
+from .checkpoint import course_of, load_course, random_state, refuse_other_settings, set_random_state
+from .window.conditional import parameters
+
+if TYPE_CHECKING:
+    from .step import TrainStep
+
+
+def save_checkpoint(step: TrainStep, folder: str | os.PathLike[str], *, group: Any = None) -> None:
+    """Save all that a run needs to go on, on as many ranks or on others; every rank calls it, between two windows.
+
+    What says that a checkpoint is whole is written last: a folder of its own for each holds a whole one, or none.
+
+    Args:
+        step: What is saved.
+        folder: Which all ranks can write to.
+        group: The ranks that train, where that is not all.
+
+    Raises:
+        PolicyError: A window is open, whose gradients belong to this rank alone.
+
+    Example:
+        >>> fxamp.save_checkpoint(step, "checkpoints/1")
+    """
+    if step._position:
+        raise PolicyError(
+            "within a window gradients are those of one rank, and another number of ranks could not go on with them: "
+            "save at the end of a window, or call flush() first"
+        )
+    tensors, rest = _states(step)
+    course = {**course_of(step), "states": rest, "groups": _groups(step), "random": _random_states(group)}
+    with _quiet():
+        save({"course": (course,), **tensors}, checkpoint_id=folder, process_group=group)
+
+
+def load_checkpoint(step: TrainStep, folder: str | os.PathLike[str], *, group: Any = None) -> None:
+    """Load what `save_checkpoint` saved, into a TrainStep made in the same way; every rank calls it.
+
+    The number of ranks may be another, and `accumulate_steps` with it. Random numbers go on where they were if the
+    number of ranks is the same, and otherwise as they are.
+
+    Args:
+        step: Where to.
+        folder: Which all ranks can read.
+        group: The ranks that train, where that is not all.
+
+    Raises:
+        PolicyError: It is no checkpoint of a TrainStep, or that of another model, optimizer or scaler; nothing was
+            changed.
+        FileNotFoundError: It is not there, or not whole.
+
+    Example:
+        >>> fxamp.save_checkpoint(step, "checkpoints/1")
+        >>> fxamp.load_checkpoint(step, "checkpoints/1")
+    """
+    known: dict[str, Any] = FileSystemReader(folder).read_metadata().state_dict_metadata
+    if "course" not in known:
+        raise PolicyError(f"'{os.fspath(folder)}' is no checkpoint of a TrainStep, as fxamp.save_checkpoint writes it")
+    given: dict[str, Any] = {"course": ()}
+    with _quiet():
+        load(given, checkpoint_id=folder, process_group=group)
+    (course,) = given["course"]
+    refuse_other_settings(step, course["settings"], free=("accumulate_steps",))
+    state = {name: tensor for name, tensor in _states(step)[0].items() if not name.startswith("optimizer.")}
+    for name, tensor in state.items():
+        if name not in known or tuple(known[name].size) != tuple(tensor.shape):
+            raise PolicyError(f"the checkpoint is that of another model: it differs at '{name.partition('.')[2]}'")
+
+    load_course(step, course)
+    states = _like_saved(step, known)
+    with _quiet():
+        load({**state, **{key: value for _, _, key, value in states}}, checkpoint_id=folder, process_group=group)
+    rest = course["states"]
+    for index, optimizer in enumerate(step.optimizers):
+        found: dict[int, dict[str, Any]] = defaultdict(dict)
+        for place, name in enumerate(_names(step, optimizer)):
+            found[place].update(rest.get(f"optimizer.{index}.{name}", {}))
+        for at, place, key, value in states:
+            if at == index:
+                found[place][key.rpartition(".")[2]] = value
+        now = optimizer.state_dict()["param_groups"]
+        groups = [{**saved, "params": own["params"]} for own, saved in zip(now, course["groups"][index], strict=True)]
+        optimizer.load_state_dict({"state": {at: kept for at, kept in found.items() if kept}, "param_groups": groups})
+    if len(course["random"]) == _count(group):
+        set_random_state(course["random"][dist.get_rank(group) if _several() else 0])
+
+
+def _states(step: TrainStep) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
+    """Return the tensors of a step's model, averages and optimizers by name, and what else optimizers keep."""
+    tensors = {f"model.{_plain(step.model, name)}": t for name, t in step.model.state_dict().items()}
+    for index, average in enumerate(step.averages):
+        tensors.update((f"ema.{index}.{_plain(average, name)}", t) for name, t in average.state_dict().items())
+    rest: dict[str, dict[str, Any]] = defaultdict(dict)
+    for index, optimizer in enumerate(step.optimizers):
+        for name, p in zip(_names(step, optimizer), parameters(optimizer), strict=True):
+            for key, value in optimizer.state.get(p, {}).items():
+                if isinstance(value, Tensor):
+                    tensors[f"optimizer.{index}.{name}.{key}"] = value
+                else:
+                    rest[f"optimizer.{index}.{name}"][key] = value
+    return {name: t for name, t in tensors.items() if isinstance(t, Tensor)}, dict(rest)
+
+
+def _like_saved(step: TrainStep, known: Mapping[str, Any]) -> list[tuple[int, int, str, Tensor]]:
+    """Return tensors to load the states of optimizers into: optimizer, place of the parameter, name and tensor.
+
+    One that has the shape of its parameter is spread over ranks as that is.
+    """
+    saved: dict[str, list[str]] = defaultdict(list)
+    for key in known:
+        saved[key.rpartition(".")[0]].append(key)
+    states = []
+    for index, optimizer in enumerate(step.optimizers):
+        for place, (name, p) in enumerate(zip(_names(step, optimizer), parameters(optimizer), strict=True)):
+            for key in saved[f"optimizer.{index}.{name}"]:
+                size, dtype = known[key].size, known[key].properties.dtype
+                alike = p.ndim > 0 and tuple(size) == tuple(p.shape)
+                value = torch.empty_like(p, dtype=dtype) if alike else torch.empty(size, dtype=dtype)
+                states.append((index, place, key, value.detach()))
+    return states
+
+
+def _names(step: TrainStep, optimizer: Optimizer) -> list[str]:
+    """Return the names of an optimizer's parameters, in order; one that the model does not have goes by its place."""
+    known = {p: _plain(step.model, name) for name, p in step.model.named_parameters()}
+    return [known.get(p, f"parameter {place}") for place, p in enumerate(parameters(optimizer))]  # type: ignore[call-overload]
+
+
+def _plain(model: nn.Module, name: str) -> str:
+    """Return a name as the author of the model knows it, without what wrappers put into it."""
+    module: nn.Module | None = model
+    plain = []
+    for part in name.split("."):
+        if not isinstance(module, (DistributedDataParallel, AveragedModel, OptimizedModule)):
+            plain.append(part)
+        module = None if module is None else module._modules.get(part)
+    return ".".join(plain) or name
+
+
+def _groups(step: TrainStep) -> list[list[dict[str, Any]]]:
+    """Return what the groups of parameters of each optimizer are set to."""
+    return [
+        [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+        for optimizer in step.optimizers
+    ]
+
+
+def _random_states(group: Any) -> list[Any]:
+    states: list[Any] = [random_state()] * _count(group)
+    if _several():
+        dist.all_gather_object(states, states[0], group=group)
+    return states
+
+
+def _several() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def _count(group: Any) -> int:
+    return dist.get_world_size(group) if _several() else 1
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence what torch warns of where there is one process and no group."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
