@@ -30,7 +30,7 @@ def gradients(optimizers: Iterable[Optimizer]) -> list[Tensor]:
 
 def holds_inf_or_nan(tensors: list[Tensor]) -> Tensor:
     """Return 1.0 on the device if any number is not finite, on any rank that has a part of them, else 0.0."""
-    parts = [part for tensor in tensors if (part := local(tensor)).numel()]
+    parts = [part for part in map(local, tensors) if part.numel()]
     found = (~nn.utils.get_total_norm(parts, float("inf")).isfinite()).float()
     return agree(found, groups_of(tensors))
 
