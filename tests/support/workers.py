@@ -20,7 +20,7 @@ import torch.distributed as dist
 from passes.contract.errors import PolicyError
 from tests.support.ranks import free_ports, leave_group
 
-COLLECTIVE, CALL = 30.0, 120.0  # seconds that a rank waits for others, and that a function may take
+COLLECTIVE, CALL = 60.0, 300.0  # seconds that a rank waits for others, and that a function may take
 
 
 class Workers:

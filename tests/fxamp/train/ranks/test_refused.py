@@ -101,5 +101,6 @@ def take_one_sharded(ranks: list[list[int]]) -> str:
 
 def test_a_rank_that_waits_for_one_that_trains_in_a_world_of_its_own(two: Workers) -> None:
     first, second = two(take_one_sharded, [[0, 1], [1]])
+    two.end()  # the connection between them is closed by now
     assert "rank 0 waited for the others of ranks [0, 1] to come to their first step" in first
     assert not second

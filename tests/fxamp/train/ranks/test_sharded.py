@@ -50,8 +50,11 @@ def train(model: dict[str, Any], x: Tensor, settings: dict[str, Any]) -> list[An
 
 @pytest.mark.parametrize(
     ("how", "compile"),
-    [("converted", False), ("converted", "aot_eager"), ("whole", False), ("whole", "aot_eager"), ("compiled", False)],
-)
+    [
+        ("converted", False), ("whole", False), ("whole", "aot_eager"), ("compiled", False),
+        pytest.param("converted", "aot_eager", marks=pytest.mark.matrix),
+    ],
+)  # fmt: skip
 def test_shards_train_as_one_process_that_takes_their_batches_as_micro_batches(
     two: Workers, how: str, compile: bool | str
 ) -> None:
