@@ -22,7 +22,6 @@ from tests.fxamp.train.ranks.test_replicas import mine
 from tests.support.small import BF16, FP16, INF, SCALER, X, converted, loss_of, step_of, weights_of
 from tests.support.workers import Workers
 
-pytestmark = pytest.mark.xdist_group("ranks")
 WINDOW = 4  # micro-batches of all ranks together
 BATCHES = X[: 6 * WINDOW].clone()
 BATCHES[2] = BATCHES[3 * WINDOW + 1] = INF  # so that the scale falls before the checkpoint, and after it
