@@ -17,6 +17,7 @@ from passes.contract.errors import INSTEAD, CaptureError, NotFaithfulError
 from . import frames
 from .patches import replaced
 from .reads import HOOKS, label
+from .tensors import held, kept, same
 
 # Methods that training code calls on a module; a converted module has torch.nn.Module's own, its layers their author's.
 _METHODS = {
@@ -27,7 +28,8 @@ _METHODS = {
     "_save_to_state_dict": "rename the keys outside",
 }
 # Also such methods, but what they read that this model has not saved is refused when it is loaded.
-_LOADERS = ("load_state_dict", "_load_from_state_dict")
+_LOADERS = dict.fromkeys(("load_state_dict", "_load_from_state_dict"), "convert old files outside")
+_SWITCHES = ("train", "eval")
 
 
 def refuse_modules(model: nn.Module, front_end: str) -> None:
@@ -41,11 +43,11 @@ def refuse_modules(model: nn.Module, front_end: str) -> None:
             for hook in getattr(module, attribute).values():
                 _refuse_hook(where, kind, label(hook), front_end)
     for method in overridden(type(model)):
-        if method in _LOADERS or (method in ("train", "eval") and _sets_every_flag(model)):
+        if _loads_itself(model) if method in _LOADERS else method in _SWITCHES and _sets_every_flag(model):
             continue
         raise NotFaithfulError(
             f"module '(root)' ({type(model).__name__}) overrides {method}(), which the converted module would not "
-            f"call. {INSTEAD}, or {_METHODS[method]}."
+            f"call. {INSTEAD}, or {(_METHODS | _LOADERS)[method]}."
         )
 
 
@@ -80,6 +82,18 @@ def _sets_every_flag(model: nn.Module) -> bool:
         for p, grad in asked.items():
             p.requires_grad_(grad)
     return same and all(flags) and all(name.rpartition(".")[2] == "training" for name in changed)
+
+
+def _loads_itself(model: nn.Module) -> bool:
+    """Say whether a state that the model saves loads as it is, so that its author's way is for other files."""
+    tensors = {**dict(model.named_parameters()), **held(model)}
+    before = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+    try:
+        with untouched(model), kept(tensors.values()):
+            model.load_state_dict({name: value.detach().clone() for name, value in model.state_dict().items()})
+            return all(same(tensor.detach(), before[name]) for name, tensor in tensors.items())
+    except Exception:  # whatever it asks of a state, it does more
+        return False
 
 
 def _refuse_wrapper(module: nn.Module, where: str) -> None:

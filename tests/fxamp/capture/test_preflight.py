@@ -502,6 +502,18 @@ def test_a_model_that_loads_older_files_loads_its_own_and_names_the_original_for
     assert not converted.l.weight.any()
 
 
+def test_a_model_that_changes_what_it_loads_is_refused_and_left_as_it_was() -> None:
+    class Doubled(Two):
+        def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+            return super().load_state_dict({k: 2 * v for k, v in state_dict.items()}, *args, **kwargs)
+
+    model = Doubled()
+    before = fingerprint(model)
+    with pytest.raises(fxamp.CaptureError, match=r"\(Doubled\) overrides load_state_dict\(\)"):
+        o0(model)
+    assert_untouched(model, before)
+
+
 @pytest.mark.parametrize("front_end", FRONT_ENDS)
 def test_what_the_author_of_a_part_says_of_modes_and_files_is_kept(front_end: str) -> None:
     model: Any = nn.Sequential(Counts(), nn.ReLU())
