@@ -33,6 +33,7 @@ from torch.export import ExportedProgram
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP as GUARD_NAMES
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.library import Library
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode as TorchFunctionMode
@@ -125,7 +126,7 @@ def drop_hooks(module: torch.nn.Module) -> None:
     module._forward_hooks.clear()
 
 
-def close(library: torch.library.Library) -> None:
+def close(library: Library) -> None:
     """Take the operators of a library out of the registry."""
     library._destroy()
 
@@ -133,13 +134,13 @@ def close(library: torch.library.Library) -> None:
 def autocast_registrations(device: str) -> frozenset[str]:
     """Names (`namespace::op` or `namespace::op.overload`) with an autocast kernel for a device of `DEVICES`.
 
-    The fallthrough for everything else is not in the list. Rules that `torch.library.register_autocast` added are.
+    The fallthrough for everything else is not in the list. Rules that `register_autocast` of PyTorch added are.
     """
     return frozenset(torch._C._dispatch_get_registrations_for_dispatch_key(DEVICES[device].autocast))
 
 
 def registered_autocast_dtype(name: str, device: str) -> torch.dtype | None:
-    """Return what `torch.library.register_autocast` was told of an op, or None: its kernel comes by other means."""
+    """Return what `register_autocast` of PyTorch was told of an op, or None: its kernel comes by other means."""
     namespace, _, op = name.partition("::")
     overload = getattr(getattr(torch.ops, namespace), op).default
     definition: Any = _maybe_get_opdef(overload)

@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from tabulate import tabulate
 from torch import nn
+from torch.library import define
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
@@ -339,7 +340,7 @@ def define_operators() -> None:
     for name, arguments in (("nms", "Tensor dets, Tensor scores, float iou_threshold"),
                             ("qnms", "Tensor dets, Tensor scores, float iou_threshold")):  # fmt: skip
         with contextlib.suppress(RuntimeError):  # it has them
-            torch.library.define(f"torchvision::{name}", f"({arguments}) -> Tensor")
+            define(f"torchvision::{name}", f"({arguments}) -> Tensor")
 
 
 def build(case: str) -> Made:

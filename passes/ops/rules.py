@@ -69,7 +69,7 @@ def rule(name: str) -> Rule | None:
 def lookup(name: str, device: str, low: torch.dtype | None = None) -> tuple[Rule, str]:
     """Return the row of an op and its kind on a device; an unknown op is kept.
 
-    `low` is the dtype of the conversion: a custom op that was registered with `torch.library.register_autocast` for
+    `low` is the dtype of the conversion: a custom op that was registered with `register_autocast` of PyTorch for
     another low dtype is kept.
     """
     found = rule(name)
@@ -122,7 +122,7 @@ def rules() -> Table:
 def register_rule(op: Any, kind: str, **facts: Any) -> Rule:
     """Register the rule of a custom op, for all devices and for this process.
 
-    Not needed for an op that `torch.library.register_autocast` knows.
+    Not needed for an op that `register_autocast` of PyTorch knows.
 
     Args:
         op: The op or its name: `torch.ops.my_lib.my_op`, an overload of it, or "my_lib::my_op".
@@ -187,7 +187,7 @@ def _op_name(op: Any) -> str:
     elif isinstance(op, OpOverloadPacket):
         op = qualified_name(op)
     elif not isinstance(op, str):
-        op = getattr(op, "_qualname", op)  # what torch.library.custom_op returns
+        op = getattr(op, "_qualname", op)  # what `custom_op` of PyTorch returns
     if not isinstance(op, str):
         raise PolicyError(f"register_rule: {op!r} is no operator; give torch.ops.my_lib.my_op or 'my_lib::my_op'")
     return op.removeprefix("aten::")
@@ -199,13 +199,13 @@ def _nearest(name: Any, known: Iterable[str]) -> str:
 
 
 def _from_register_autocast(name: str, device: str, low: torch.dtype | None) -> Rule | None:
-    """Return the rule that `torch.library.register_autocast` gave a custom op, or None."""
+    """Return the rule that `register_autocast` of PyTorch gave a custom op, or None."""
     if name not in autocast_registrations(device):
         return None
     dtype = registered_autocast_dtype(name, device)
     if dtype is None:
         return Rule(name, KEEP, KEEP, "it has an autocast kernel of its own, which cannot be read")
-    reason = f"torch.library.register_autocast: {dtype}"
+    reason = f"registered for autocast: {dtype}"
     if dtype == torch.float32:
         return Rule(name, FP32, FP32, reason)
     if dtype in (torch.float16, torch.bfloat16) and low in (None, dtype):
