@@ -142,9 +142,8 @@ def _all_states(model: nn.Module, run: Run) -> Captures:
             return None
 
     def of_both(first: Captured | None, gradients: bool) -> tuple[Captured | None, Captured | None]:
-        """Capture in the other training mode too, but where the program asks for none: then the first is of both."""
-        both_modes = first is not None and not first.flag_reads
-        return first, first if both_modes else attempt(not now, gradients)
+        """Capture in the other training mode too, whatever was seen to be read: a read of a flag may be missed."""
+        return first, attempt(not now, gradients)
 
     found = {grad: of_both(_in_state(model, run, now, grad), grad)}
     asked = [place for captured in found[grad] if captured is not None for place in captured.grad_reads]

@@ -400,10 +400,10 @@ def test_a_flag_that_is_read_where_dynamo_traces_is_followed() -> None:
 
 @pytest.mark.parametrize(
     ("model", "exports"),
-    [(nn.LayerNorm(6), 2), (nn.Dropout(), 4), (Two(by_layer), 4), (FlagOfItsClass(), 4)],
+    [(nn.LayerNorm(6), 4), (nn.Dropout(), 4), (Two(by_layer), 4), (FlagOfItsClass(), 4)],
     ids=["asks none", "a layer asks", "asks another", "by its class"],
 )
-def test_a_model_that_asks_for_no_training_flag_is_captured_once(
+def test_both_training_modes_are_captured_whatever_was_seen_to_be_asked(
     model: nn.Module, exports: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = []
