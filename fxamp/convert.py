@@ -152,9 +152,7 @@ def _ahead_of_time(
         return converted
 
 
-def checked(
-    captures: Captures, autocast: Autocast | None, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Captures:
+def checked(captures: Captures, autocast: Autocast | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captures:
     """Compare the present graph with the model; leave that out for a model that runs under autocast alone."""
     try:
         present = check_faithful(captures.graphs[0], args, kwargs)

@@ -118,7 +118,7 @@ def to_markdown(made: dict[str, Any]) -> str:
     marks = [(name, *(_mark(row[way]) for way in WAYS)) for name, row in sorted(found.items())]
     return (
         "# O1 compiled by Inductor, against eager autocast, bit by bit\n\n"
-        f"BF16 on a CPU, torch {made['torch']}. \"exact\": {', '.join(made['options'])}. "
+        f'BF16 on a CPU, torch {made["torch"]}. "exact": {", ".join(made["options"])}. '
         "Made by `python reports/exact_numerics.py`.\n\n"
         f"{tabulate(rows, headers, 'pipe')}\n\n"
         "By architecture: outputs, and gradients; how far they are from eager autocast's, as a share of their norm.\n\n"

@@ -188,7 +188,7 @@ def to_markdown(data: dict[str, Any]) -> str:
         parts.append(f"## {title}\n\n{tabulate(of, headers, 'pipe')}\n" if of else "")
     lists = (
         ("Refused by fxamp alone", [f"- `{case}` {level}: {why}" for case, level, why in data["alone"]]),
-        ("Failures", [f"- `--case \"{case}\"` {level}: {kind}: {why}" for case, level, kind, why in data["failures"]]),
+        ("Failures", [f'- `--case "{case}"` {level}: {kind}: {why}' for case, level, kind, why in data["failures"]]),
         ("What fake CUDA tensors cannot run", [", ".join(f"`{name}`" for name in data["unrun"])]),
     )
     parts += [f"## {title}\n\n" + ("\n".join(lines) or "None.") + "\n" for title, lines in lists]

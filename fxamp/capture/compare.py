@@ -59,9 +59,7 @@ class Walk:
         other: the same for the second.
     """
 
-    def __init__(
-        self, left: Graph, right: Graph, held: Callable[[str], Any], other: Callable[[str], Any]
-    ) -> None:
+    def __init__(self, left: Graph, right: Graph, held: Callable[[str], Any], other: Callable[[str], Any]) -> None:
         self.left, self.right, self.held, self.other = left, right, held, other
         self.twin: dict[Node, Node] = {}
         self._sizes: dict[Any, Any] = {}  # symbols of the second graph, as the first calls them

@@ -33,9 +33,7 @@ def call(function: type[torch.autograd.Function], *args: Any) -> Any:
     return function.apply(*args)
 
 
-def call_under_autocast(
-    function: type[torch.autograd.Function], device: str, dtype: torch.dtype, *args: Any
-) -> Any:
+def call_under_autocast(function: type[torch.autograd.Function], device: str, dtype: torch.dtype, *args: Any) -> Any:
     """Call an autograd function as `torch.autocast` would: what it computes inside is its author's to say."""
     with torch.autocast(device, dtype):
         return function.apply(*args)

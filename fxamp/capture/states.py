@@ -233,8 +233,10 @@ def _apart(ours: list[Captured], others: list[Captured], grad: bool) -> list[Cap
 
 def _same(a: Captured, b: Captured) -> bool:
     outputs = (a.call.out_spec, a.call.out_constants) == (b.call.out_spec, b.call.out_constants)
-    return outputs and (a.without is None) == (b.without is None) and same_graphs(
-        a.graph, b.graph, a.constants, b.constants
+    return (
+        outputs
+        and (a.without is None) == (b.without is None)
+        and same_graphs(a.graph, b.graph, a.constants, b.constants)
     )
 
 

@@ -38,9 +38,7 @@ ARROWS = {
     "passes.assign": ".assign.colour .assign.place .colouring .contract .form .graph .ops",
     "passes.casts": "._torch .colouring .contract .form .graph .ops .runtime",
     "passes.watch": ".casts .form .ops",
-    "passes.pipeline": (
-        ".assign .assign.colour .casts .colouring .contract .form .graph .legalize .ops .watch"
-    ),
+    "passes.pipeline": (".assign .assign.colour .casts .colouring .contract .form .graph .legalize .ops .watch"),
     "passes": ".pipeline .watch",
     "fxamp.guard": "",
     "fxamp.capture.model": "passes passes._torch passes.contract passes.graph",
@@ -54,8 +52,7 @@ ARROWS = {
     ),
     "fxamp.report.record": ".capture.model .module .trust passes._torch passes.contract passes.graph passes.ops",
     "fxamp.dynamo": (
-        ".capture.model .module .report.record .trust passes passes._torch passes.contract passes.graph "
-        "passes.ops"
+        ".capture.model .module .report.record .trust passes passes._torch passes.contract passes.graph passes.ops"
     ),
     "fxamp.measure": ".capture .capture.model .module .trust passes._torch passes.contract passes.graph",
     "fxamp.report.forms": ".report.record",
@@ -76,9 +73,7 @@ ARROWS = {
     "fxamp.demo": ".convert .measure .train .train.weights passes.contract",
     "fxamp.pytest_plugin": ".report.gate",
     "fxamp.report": ".dynamo .module .report.diff .report.forms .report.page .report.record .train passes.contract",
-    "fxamp.cli": (
-        ".convert .demo .report .report.diff .report.forms .report.gate passes passes.contract passes.ops"
-    ),
+    "fxamp.cli": (".convert .demo .report .report.diff .report.forms .report.gate passes passes.contract passes.ops"),
     "fxamp.__main__": ".cli",
 }
 # What of the compiler anyone may use. The others are its passes, which only its entrance reaches.

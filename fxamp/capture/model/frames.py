@@ -23,9 +23,7 @@ def _folder(file: str | None) -> str:
 
 _TORCH, _NN = _folder(torch.__file__), _folder(torch.nn.__file__)
 _OURS = (_folder(sys.modules[__name__.partition(".")[0]].__file__), _folder(passes.__file__))
-_PLUMBING = tuple(
-    os.path.realpath(m.__file__ or "") for m in (contextlib, functools, unittest.mock, decorators)
-)
+_PLUMBING = tuple(os.path.realpath(m.__file__ or "") for m in (contextlib, functools, unittest.mock, decorators))
 # What generated code calls its file. "<stdin>", "<string>" and "<ipython-input-1>" are the user's.
 _GENERATED = ("<eval_with_key>", "<frozen ", "<__array_function__")
 

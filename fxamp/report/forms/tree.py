@@ -69,10 +69,15 @@ def _share(part: Sequence[NodeRecord], whole: Sequence[NodeRecord], name: str) -
 
 
 def chosen(
-    record: Record, *, modules: Sequence[str] = (), ops: Sequence[str] = (), colours: Sequence[str] = (),
+    record: Record,
+    *,
+    modules: Sequence[str] = (),
+    ops: Sequence[str] = (),
+    colours: Sequence[str] = (),
     reasons: Sequence[str] = (),
 ) -> list[NodeRecord]:
     """Return the nodes that filters let pass: in one of the modules or below it, of an op, a colour, a reason code."""
+
     def within(node: NodeRecord) -> bool:
         return any(node.module == m or node.module.startswith(f"{m}.") for m in modules)
 

@@ -194,4 +194,3 @@ def _version() -> str:
         return importlib.metadata.version("fxamp")
     except importlib.metadata.PackageNotFoundError:
         return "(not installed)"
-

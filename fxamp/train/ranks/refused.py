@@ -34,8 +34,10 @@ def _refuse_gathered(module: nn.Module, where: str, weights: str) -> None:
     """Refuse what FSDP2 was told about dtypes, where graphs were told another thing."""
     dtype, casts_inputs = gathering(module)
     if weights == "per_step":
-        does = f"and param_dtype={dtype} casts each shard once before that, which is the same" if dtype else (
-            "and MixedPrecisionPolicy(param_dtype=...) would do the same: it casts each shard once before that"
+        does = (
+            f"and param_dtype={dtype} casts each shard once before that, which is the same"
+            if dtype
+            else ("and MixedPrecisionPolicy(param_dtype=...) would do the same: it casts each shard once before that")
         )
         raise PolicyError(
             f"weights='per_step' under FSDP2, which shards {where}: weights are gathered anew for every call, so that "

@@ -70,7 +70,6 @@ class SecondCode:
         with called_directly(copied), called_by_name(copied), read_directly(copied):
             self.run: Callable[..., Any] = _code(copied)
 
-
     def make_ready(self, module: ConvertedModule) -> Iterator[tuple[KeptCast, Tensor | None]]:
         """Make the casts for a compiled graph, and yield them with what they are."""
         for cast, path, dtype in self._casts:

@@ -130,8 +130,7 @@ def _unknown(state: State, site: Site) -> Colouring:
     """Colour what has no rule, as the policy says."""
     if state.policy.unknown_ops == "error":
         raise PolicyError(
-            f"{_where(site)} has no rule: register one with "
-            "fxamp.register_rule, or choose Policy(unknown_ops='keep')."
+            f"{_where(site)} has no rule: register one with fxamp.register_rule, or choose Policy(unknown_ops='keep')."
         )
     if state.policy.unknown_ops == "fp32":
         return all_to(state, site.of_kind(FP32), torch.float32, Code.UNKNOWN_OP("FP32 by policy"))

@@ -32,10 +32,13 @@ def net(activation=nn.ReLU):
 
 X = (torch.randn(3, 6),)
 """
-TEST = NET + """
+TEST = (
+    NET
+    + """
 def test_net(precision_plan):
     precision_plan.check(net(), X, policy="O1,dtype=bf16")
 """
+)
 Run = Callable[..., Any]
 
 
@@ -87,7 +90,9 @@ def test_a_plan_that_is_damaged_fails_and_is_written_anew(pytester: pytest.Pytes
 
 
 def test_two_checks_of_one_file_are_refused_by_name(pytester: pytest.Pytester, run: Run) -> None:
-    pytester.makepyfile(test_it=NET + """
+    pytester.makepyfile(
+        test_it=NET
+        + """
 import fxamp, pytest
 
 CONVERTED = fxamp.convert(net(), X, policy="O2,dtype=bf16")
@@ -103,7 +108,8 @@ def test_twice(precision_plan):
     precision_plan.check(CONVERTED)
     precision_plan.check(CONVERTED, basename="second")
     precision_plan.check(CONVERTED)
-""")
+"""
+    )
     for _ in range(2):
         run(UPDATE)  # which fails at the first plan that it writes
     result = run()
