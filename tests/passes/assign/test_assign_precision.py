@@ -286,6 +286,17 @@ def test_a_cast_that_passes_on_what_is_written_does_not_become_a_copy(spelling: 
     assert torch.equal(given, X + 1)
 
 
+def test_a_cast_to_the_dtype_of_an_item_stays_a_copy_where_that_is_written() -> None:
+    def write(m: Any, x: Tensor) -> Tensor:
+        copied = x.type_as(x.half().erf()[x.argmax(0)])  # an FP16 value, which O3 with BF16 would compute in FP32
+        copied -= copied
+        return copied
+
+    given = X.clone()
+    fxamp.compile(Net(write), policy="O3,dtype=bf16", backend="eager")(given)
+    assert torch.equal(given, X)
+
+
 def test_beside_64_bits_what_autocast_makes_fp32_is_fp32() -> None:
     def loss(m: Any, x: Tensor) -> Tensor:
         return F.binary_cross_entropy_with_logits(m.first(x), x.double().sigmoid())
