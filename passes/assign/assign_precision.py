@@ -26,7 +26,6 @@ from ..graph.bodies import Border
 from ..graph.by_rows import SymbolicInference, original_dtypes
 from ..graph.notes import note_of
 from ..graph.values import ANY, Aliases, Inference, is_floating, is_known, keys, module_types, source
-from ..ops.rules import row_of
 from .colour.simulate import Simulation
 from .place.place import place
 
@@ -110,8 +109,7 @@ def assign_precision(
 def _disagreements(graph: Graph, reference: Simulation) -> list[str]:
     """Compare what the rules say of autocast with what a capture under it gave, value by value.
 
-    A node counts where the rules are right about its operands, so that one wrong rule is said once. A recurrent layer
-    does not: fake tensors run it step by step, and real ones by a fused kernel.
+    A node counts where the rules are right about its operands, so that one wrong rule is said once.
     """
     out, wrong, names = [], set[Node](), keys(graph.nodes)
     for node in graph.nodes:
@@ -119,7 +117,7 @@ def _disagreements(graph: Graph, reference: Simulation) -> list[str]:
         compared = node.op.startswith("call") and is_floating(seen) and is_known(ours)
         if not compared or seen == ours:
             continue
-        if wrong.isdisjoint(node.all_input_nodes) and not row_of(node).recurrent:
+        if wrong.isdisjoint(node.all_input_nodes):
             out.append(f"torch.autocast gives {seen} at {names[node]}, the rules say {ours}: {source(node)}")
         wrong.add(node)
     return out
