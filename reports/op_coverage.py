@@ -17,6 +17,7 @@ import logging
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from passes.contract.errors import PolicyError  # noqa: E402  (the path comes fi
 from passes.contract.reasons import DEVIATIONS  # noqa: E402
 from passes.graph.notes import note_of  # noqa: E402
 from reports.trial import samples  # noqa: E402
-from reports.trial.cuda import POLICY, dtypes_under_cuda  # noqa: E402
+from reports.trial.cuda import dtypes_under_cuda  # noqa: E402
 from reports.trial.judge import (  # noqa: E402
     FAILURES,
     LEVELS,
@@ -41,6 +42,8 @@ from reports.trial.judge import (  # noqa: E402
     Subject,
     Verdict,
     as_verdict,
+    captured,
+    emitted,
     judged,
     quiet,
 )
@@ -50,10 +53,11 @@ from reports.trial.workers import Found, Record, code, run_all  # noqa: E402
 
 RECORD = HERE.parent / "build" / "trial" / "op_coverage.jsonl"
 NONE, BANNED, ALONE, RANDOM = "no sample", "banned", "refused by fxamp alone", "random memory"
-# Front end, dtype of the inputs, and whether they come from a product.
+# Dtype of the inputs, whether they come from a product, and the front ends. Every op has its first sample by every one
+# before any has its second.
 KINDS = (
-    ("export", "fp32", "product"), ("jit", "fp32", "product"), ("cuda", "fp32", "product"), ("export", "fp32", "plain"),
-    ("jit", "fp32", "plain"), ("export", "fp16", "plain"), ("cuda", "fp16", "plain"), ("jit", "fp16", "plain"),
+    ("fp32", "product", ("export", "jit", "cuda")), ("fp32", "plain", ("export", "jit")),
+    ("fp16", "plain", ("export", "jit", "cuda")),
 )  # fmt: skip
 
 
@@ -62,9 +66,9 @@ def work(case: str) -> Found:
     front, dtype, behind, name = case.split(" ", 3)
     found = samples.sample(name, dtype, product=behind == "product")
     if found is None:
-        return {"found": {level: [NONE, ""] for level in LEVELS}}
+        return {"found": {level: [NONE, ""] for level in (("O1",) if front == "cuda" else LEVELS)}}
     if front == "cuda":
-        kind, why, unrun = planned_for_cuda(found)
+        kind, why, unrun = planned_for_cuda(replace(found, low="fp16"))
         return {"found": {"O1": [kind, why]}, "unrun": unrun}
     low = "fp16" if dtype == "fp16" else "bf16"
     deterministic = name.partition(":")[2].partition(".")[0] not in samples.UNINITIALISED
@@ -105,14 +109,10 @@ def _exports(found: samples.Sample, subject: Subject | None = None) -> str:
 
 def planned_for_cuda(found: samples.Sample) -> tuple[str, str, list[str]]:
     """Judge the plan for CUDA: kind, why, and the ops that fake tensors cannot run."""
-    import fxamp
-
     try:
         with quiet():
-            plain, module = (
-                fxamp.convert(found.model, found.args, policy=policy, capture="export", dynamic_shapes=None)
-                for policy in ("O0", POLICY)
-            )
+            captures = captured(found, "export", "cuda")
+            plain, module = emitted(found, captures, "O0"), emitted(found, captures, "O1", "cuda")
     except PolicyError as e:
         return (BANNED if "bans" in str(e) else ALONE), str(e)[:200], []
     except Exception as e:
@@ -218,10 +218,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     record.forget(options.again, failed)
     until = None if options.seconds is None else time.monotonic() + options.seconds
     wanted = options.only or samples.names()
-    cases = [" ".join((*kind, name)) for kind in KINDS for name in wanted]
-    for device in (False, True):  # fake CUDA tensors change a process for good
-        mine = [c for c in cases if c.startswith("cuda") == device][: options.limit]
-        run_all(mine, work, record, processes=options.processes, until=until, name="cuda" if device else "cases")
+    left = options.limit
+    for dtype, behind, fronts in KINDS:
+        by_name = [[f"{front} {dtype} {behind} {name}" for front in fronts] for name in wanted]
+        cases = [case for each in by_name for case in each][:left]
+        left = None if left is None else left - len(cases)
+        for device in (True, False):  # fake CUDA tensors change a process for good
+            mine = [c for c in cases if c.startswith("cuda") == device]
+            run_all(mine, work, record, processes=options.processes, until=until, name=f"{dtype} {behind}")
     data = summary(record.found)
     write(options.output, "op_coverage", data, to_markdown(data))
 

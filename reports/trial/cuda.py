@@ -20,7 +20,6 @@ from passes.ops import ops
 from passes.ops.rules import FP32, LOW, lookup
 
 LOW_DTYPE = torch.float16
-POLICY = "O1,dtype=fp16,device=cuda"
 
 
 class Oracle(Interpreter):
@@ -78,7 +77,7 @@ def dtypes_under_cuda(plain: Any, module: Any, args: Any, kwargs: Any) -> tuple[
 
     Args:
         plain: the model converted at O0.
-        module: the same converted under POLICY.
+        module: the same converted at O1, for CUDA, with LOW_DTYPE.
         args: its example inputs.
         kwargs: its example inputs by keyword.
     """

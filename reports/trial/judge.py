@@ -12,7 +12,7 @@ import io
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -114,10 +114,23 @@ def quiet() -> Iterator[None]:
         yield
 
 
-def captured(found: Subject, front_end: str) -> Captures:
+class Tried(Protocol):
+    """A model with its inputs, and what is low for it."""
+
+    @property
+    def model(self) -> nn.Module: ...  # noqa: D102
+    @property
+    def args(self) -> tuple[Any, ...]: ...  # noqa: D102
+    @property
+    def kwargs(self) -> dict[str, Any]: ...  # noqa: D102
+    @property
+    def low(self) -> str: ...  # noqa: D102
+
+
+def captured(found: Tried, front_end: str, device: str | None = None) -> Captures:
     """Capture once for all levels, as `fxamp.convert` does for one, and check it as that does."""
     inputs = (found.args, found.kwargs) if front_end == "export" else (None, None)
-    settled = resolve(Policy.parse(f"O1,dtype={found.low}"), found.model, as_inputs(*inputs))
+    settled = resolve(_policy(found, "O1", device), found.model, as_inputs(*inputs))
     autocast = autocast_for(settled, found.model, as_inputs(*inputs))
     options: Any = {"dynamic_shapes": None} if front_end == "export" else {}
     captures = capture(found.model, *inputs, front_end=front_end, autocast=autocast, **options)
@@ -126,16 +139,20 @@ def captured(found: Subject, front_end: str) -> Captures:
     return captures
 
 
-def emitted(found: Subject, captures: Captures, level: str) -> fxamp.ConvertedModule:
+def emitted(found: Tried, captures: Captures, level: str, device: str | None = None) -> fxamp.ConvertedModule:
     """Return a subject that was captured converted at one level, and run once as `fxamp.convert` does."""
     inputs = as_inputs(found.args, found.kwargs) if captures.graphs[0].front_end == "export" else None
-    settled = resolve(Policy.parse(f"{level},dtype={found.low}"), found.model, inputs)
+    settled = resolve(_policy(found, level, device), found.model, inputs)
     captures = copied(captures)
     present = captures.graphs[0]
     converted = emit(captures, settled)
     if inputs is not None:
         check_runs(converted, present, *inputs)
     return converted
+
+
+def _policy(found: Tried, level: str, device: str | None) -> Policy:
+    return Policy(level, dtype=LOW[found.low], device=device)
 
 
 def _ahead_of_time(found: Subject, captures: Captures, level: str) -> Verdict:
