@@ -27,8 +27,7 @@ from tabulate import tabulate
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
-from passes.contract.errors import PolicyError  # noqa: E402  (the path comes first)
-from passes.contract.reasons import DEVIATIONS  # noqa: E402
+from passes.contract.reasons import DEVIATIONS  # noqa: E402  (the path comes first)
 from passes.graph.notes import note_of  # noqa: E402
 from reports.trial import samples  # noqa: E402
 from reports.trial.cuda import dtypes_under_cuda  # noqa: E402
@@ -65,20 +64,21 @@ def work(case: str) -> Found:
     """Judge one case: by level, [kind, why]."""
     front, dtype, behind, name = case.split(" ", 3)
     found = samples.sample(name, dtype, product=behind == "product")
+    deterministic = name.partition(":")[2].partition(".")[0] not in samples.UNINITIALISED
     if found is None:
         return {"found": {level: [NONE, ""] for level in (("O1",) if front == "cuda" else LEVELS)}}
     if front == "cuda":
-        kind, why, unrun = planned_for_cuda(replace(found, low="fp16"))
-        return {"found": {"O1": [kind, why]}, "unrun": unrun}
+        verdict, unrun = planned_for_cuda(replace(found, low="fp16"))
+        why = _exports(found, deterministic) if verdict.kind == REFUSED else ""
+        return {"found": {"O1": _settled(verdict, why, deterministic)}, "unrun": unrun}
     low = "fp16" if dtype == "fp16" else "bf16"
-    deterministic = name.partition(":")[2].partition(".")[0] not in samples.UNINITIALISED
     try:
         subject = Subject(found.model, found.args, low=low, deterministic=deterministic)
     except Exception as e:
         return {"found": {level: [RAISES, f"{type(e).__name__}: {e}"[:200]] for level in LEVELS}}
     verdicts = judged(subject, front)
     odd = any(v.kind in (REFUSED, MISMATCH) for v in verdicts.values())
-    why = _exports(found, subject) if front == "export" and odd else ""
+    why = _exports(found, deterministic) if front == "export" and odd else ""
     return {"found": {level: _settled(v, why, deterministic) for level, v in verdicts.items()}}
 
 
@@ -93,13 +93,14 @@ def _settled(verdict: Verdict, exports: str, deterministic: bool) -> list[str]:
     return [ALONE if verdict.kind == REFUSED else verdict.kind, verdict.why]
 
 
-def _exports(found: samples.Sample, subject: Subject | None = None) -> str:
+def _exports(found: samples.Sample, deterministic: bool) -> str:
     """Say why torch.export itself refuses a model, or what it makes of it that is not the model; "" if it is."""
     try:
         with quiet():
             program = torch.export.export(found.model, found.args)
-            if subject is None:
+            if not deterministic:
                 return ""
+            subject = Subject(found.model, found.args)
             made = program.module()  # over the model's own parameters
             why = changed(subject.run(made), subject.plain)
     except Exception as e:
@@ -107,33 +108,30 @@ def _exports(found: samples.Sample, subject: Subject | None = None) -> str:
     return f"its program is not the model: {why}" if why else ""
 
 
-def planned_for_cuda(found: samples.Sample) -> tuple[str, str, list[str]]:
-    """Judge the plan for CUDA: kind, why, and the ops that fake tensors cannot run."""
+def planned_for_cuda(found: samples.Sample) -> tuple[Verdict, list[str]]:
+    """Judge the plan for CUDA; and return the ops that fake tensors cannot run."""
     try:
         with quiet():
             captures = captured(found, "export", "cuda")
             plain, module = emitted(found, captures, "O0"), emitted(found, captures, "O1", "cuda")
-    except PolicyError as e:
-        return (BANNED if "bans" in str(e) else ALONE), str(e)[:200], []
     except Exception as e:
-        verdict = as_verdict(e)
-        if verdict.kind in FAILURES:
-            return verdict.kind, verdict.why, []
-        exports = _exports(found)
-        return (REFUSED, f"torch.export: {exports}", []) if exports else (verdict.kind, verdict.why, [])
+        return as_verdict(e), []
     try:
         with quiet():
             rows, unrun = dtypes_under_cuda(plain, module, found.args, {})
     except Exception as e:  # what no fake CUDA tensor gets through
-        return OK, f"not run: {type(e).__name__}: {e}"[:200], ["(none of it)"]
+        return Verdict(OK, f"not run: {type(e).__name__}: {e}"[:200]), ["(none of it)"]
     if any(note_of(n).read is not None or note_of(n).cast == "relative" for n in module.graph.nodes):
-        return OK, "not compared: it reads a dtype, which the unrounded graph has as it is without autocast", unrun
+        return Verdict(OK, "not compared: it reads a dtype, which the unrounded graph has as it is"), unrun
+    deviated = False  # a value that is not autocast's makes others so
     for key, op, expected, autocast, got, why in rows:
+        deviated = deviated or why in DEVIATIONS
         if op in (*unrun, "getitem") or why in DEVIATIONS:  # nothing is decided on a getitem
             continue
-        if autocast != expected or (got != expected and why != "cut"):
-            return MISMATCH, f"{key} gives {expected}; autocast is planned as {autocast}, run {got}: {why}", unrun
-    return OK, "", unrun
+        if autocast != expected or (got != expected and why != "cut" and not deviated):
+            why = f"{key} gives {expected}; autocast is planned as {autocast}, run {got}: {why}"
+            return Verdict(MISMATCH, why), unrun
+    return Verdict(OK), unrun
 
 
 def summary(found: dict[str, Found]) -> dict[str, Any]:

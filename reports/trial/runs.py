@@ -63,11 +63,15 @@ def run(
 ) -> Run:  # fmt: skip
     """Call a module that has the parameters of a model, from seed 0, on copies of the inputs; the model is unchanged.
 
-    `context` is what the forward runs in, `noise` what the backward runs in too. The backward is that of a fixed
-    weighted sum of all outputs.
+    `context` is what the forward runs in, `noise` what the backward runs in too, and what the inputs have. The backward
+    is that of a fixed weighted sum of all outputs.
     """
     args, kwargs = copy.deepcopy((args, kwargs or {}))
     given = tensors((args, kwargs))
+    if noise is not None:
+        for t in given:
+            with torch.no_grad(), contextlib.suppress(RuntimeError):  # one that overlaps itself is left as it is
+                noise.change(t)
     with untouched(model), preserved(model), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.manual_seed(0)
@@ -220,10 +224,15 @@ class Noise(TorchDispatchMode):
         made = func(*args, **(kwargs or {}))
         known = {_place(t) for t in tensors((args, kwargs))}
         for t in tensors(made):
-            if t.is_floating_point() and t.layout is torch.strided and _place(t) not in known:
-                t.mul_(1 + self.info.eps * (torch.rand(t.shape, generator=self.generator, dtype=t.dtype) - 0.5))
-                t.copy_(torch.where(t.abs() < self.info.smallest_normal, t.to(self.dtype).to(t.dtype), t))
+            if _place(t) not in known:
+                self.change(t)
         return made
+
+    def change(self, t: Tensor) -> None:
+        """Change a tensor, in place, if it may be rounded."""
+        if t.is_floating_point() and t.layout is torch.strided:
+            t.mul_(1 + self.info.eps * (torch.rand(t.shape, generator=self.generator, dtype=t.dtype) - 0.5))
+            t.copy_(torch.where(t.abs() < self.info.smallest_normal, t.to(self.dtype).to(t.dtype), t))
 
 
 def _place(t: Tensor) -> int:

@@ -107,6 +107,55 @@ def test_what_the_model_gives_low_and_autocast_in_fp32_is_autocasts_rounded(fron
     assert judged(subject, front_end, ("O1",))["O1"].kind == "ok"
 
 
+class Low(nn.Module):
+    """Gives the same in low twice: by the name of the dtype, and from an input that is low."""
+
+    def forward(self, x: Tensor, low: Tensor) -> Any:
+        return x.to(torch.bfloat16), low.abs()
+
+
+def test_just_in_time_only_what_the_model_makes_low_by_a_named_dtype_may_come_out_fp32(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(4, 6)
+    assert judged(Subject(Low(), (x, x.bfloat16())), "jit", ("O1",))["O1"].kind == "ok"
+    monkeypatch.setattr(judge, "_names_low", lambda found: False)
+    assert judged(Subject(Low(), (x, x.bfloat16())), "jit", ("O1",))["O1"].why == (
+        "output 0 is torch.float32, not torch.bfloat16"
+    )
+
+
+@pytest.mark.parametrize(("code", "kind"), [("user_cast", "deviation"), ("low", "mismatch")])
+def test_just_in_time_a_deviation_is_named_at_the_first_node_that_differs(
+    code: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = Subject(Net(), (torch.randn(4, 6),))
+    monkeypatch.setattr(judge, "_compiled", lambda *args: (judge.Verdict("deviation", "output 0 differs"), None))
+    monkeypatch.setattr(judge, "_without_fxamp", lambda *args: "")
+    monkeypatch.setattr(judge, "first_difference_at_calls", lambda *args: (code, "l/linear#0"))
+    assert judged(found, "jit", ("O1",))["O1"].kind == kind
+
+
+class UpcastTwice(nn.Module):
+    """Two products in FP32 by casts of its own, in two graphs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.l = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.l(x)
+        torch._dynamo.graph_break()
+        return (h.float() @ h.float().t()).relu()
+
+
+def test_the_first_node_that_differs_just_in_time_is_found_behind_a_graph_break() -> None:
+    torch.manual_seed(0)
+    verdict = judged(Subject(UpcastTwice(), (torch.randn(4, 6),)), "jit", ("O1",))["O1"]
+    assert (verdict.kind, verdict.why) == ("deviation", "user_cast at /matmul#0")
+
+
 @pytest.mark.parametrize("kind", [judge.ERROR, judge.MISMATCH, judge.VERIFICATION])
 def test_a_failure_is_torchs_only_where_it_fails_alike(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     subject = Subject(Net(), (torch.randn(4, 6),))
