@@ -24,6 +24,7 @@ from reports.trial import judge, samples
 from reports.trial.generate import generate, runs
 from reports.trial.judge import LEVELS, Subject, judged
 from reports.trial.program import Line, Program
+from reports.trial.runs import Noise
 from reports.trial.shrink import shrink
 from reports.trial.workers import Record, run_all
 from tests.support.front_ends import WARNINGS
@@ -90,6 +91,14 @@ def test_what_every_op_may_round_counts_in_backward_too_and_with_tiny_numbers(lo
     torch.manual_seed(0)
     found = judged(Subject(Tiny(), (torch.randn(4, 6),), low=low), "export", ("O3",))
     assert found["O3"].kind == "ok"
+
+
+def test_what_low_holds_exactly_is_not_changed_by_rounding() -> None:
+    labels, x = torch.tensor([1.0, -1.0, 0.0]), torch.full((3,), 1 / 3)
+    for t in (labels, x):
+        Noise(torch.bfloat16, 2).round(t)
+    assert labels.tolist() == [1.0, -1.0, 0.0]
+    assert 0 < (x - 1 / 3).abs().max() < 2**-8
 
 
 class Loss(nn.Module):
