@@ -134,8 +134,8 @@ def planned_for_cuda(found: samples.Sample) -> tuple[Verdict, list[str]]:
     return Verdict(OK), unrun
 
 
-def summary(found: dict[str, Found]) -> dict[str, Any]:
-    """Return what the report says of a record, as plain data."""
+def summary(found: dict[str, Found], there_are: int) -> dict[str, Any]:
+    """Return what the report says of a record of so many of the cases that there are, as plain data."""
     counts: dict[str, dict[str, int]] = {}
     failures, alone, named, unrun = [], [], collections.Counter[str](), set[str]()
     refused = collections.Counter[str]()
@@ -158,7 +158,8 @@ def summary(found: dict[str, Found]) -> dict[str, Any]:
     kinds = sorted({k for c in counts.values() for k in c}, key=lambda k: (k != OK, k))
     now = code()
     return {
-        "torch": torch.__version__, "cases": len(found), "current": sum(e["code"] == now for e in found.values()),
+        "torch": torch.__version__, "cases": len(found), "of": there_are,
+        "current": sum(e["code"] == now for e in found.values()),
         "hours": sum(e.get("seconds", 0) for e in found.values()) / 3600, "counts": counts, "kinds": kinds,
         "deviations": sorted(named.items()), "refused": refused.most_common(20), "alone": alone,
         "failures": failures, "unrun": sorted(unrun),
@@ -171,9 +172,9 @@ def to_markdown(data: dict[str, Any]) -> str:
     table = tabulate(rows, ("case", "samples", *data["kinds"]), "pipe")
     parts = [
         "# torch's own samples of ops and modules\n\n"
-        f"Written by `reports/op_coverage.py` on a CPU, torch {data['torch']}: {data['cases']} cases, of which\n"
-        f"{data['current']} by the present code, in {data['hours']:.1f} hours of processor time. A case is one sample\n"
-        "of an op of `op_db` or a module of `module_db`, by a front end, from FP32 or FP16 inputs, as they are or\n"
+        f"Written by `reports/op_coverage.py` on a CPU, torch {data['torch']}: {data['cases']:,} of {data['of']:,}\n"
+        f"cases, of which {data['current']:,} by the present code, in {data['hours']:.1f} hours of processor time. A case is one\n"
+        "sample of an op of `op_db` or a module of `module_db`, by a front end, from FP32 or FP16 inputs, as they are or\n"
         "behind a product. O0 is compared with eager PyTorch to the bit, gradients within 1e-6; O1 with\n"
         "`torch.autocast` to the bit; its gradients, and all of O2 and O3, with FP32 within four times (at O3 eight)\n"
         "what autocast, or one rounding an op, changes.\n"
@@ -215,7 +216,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     record = Record(options.record)
     record.forget(options.again, failed)
     until = None if options.seconds is None else time.monotonic() + options.seconds
-    wanted = options.only or samples.names()
+    names = samples.names()
+    wanted = options.only or names
     left = options.limit
     for dtype, behind, fronts in KINDS:
         by_name = [[f"{front} {dtype} {behind} {name}" for front in fronts] for name in wanted]
@@ -224,7 +226,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for device in (True, False):  # fake CUDA tensors change a process for good
             mine = [c for c in cases if c.startswith("cuda") == device]
             run_all(mine, work, record, processes=options.processes, until=until, name=f"{dtype} {behind}")
-    data = summary(record.found)
+    data = summary(record.found, len(names) * sum(len(fronts) for _, _, fronts in KINDS))
     write(options.output, "op_coverage", data, to_markdown(data))
 
 

@@ -125,8 +125,13 @@ def first_difference(
     shown = unequal([(0, expected, got)], module.plan)
     if shown is not None:
         return shown
-    known = {*expected.names.values()}
-    inside = next((d for d in module.plan.deviations if d.key not in known), None)  # a part of the last op
+    return _inside([expected], module.plan)
+
+
+def _inside(expected: Iterable[Record], plan: fxamp.Plan) -> tuple[str, str]:
+    """Return the code and the key of the first deviation that is of a part of an op, where no node differs."""
+    known = {key for record in expected for key in record.names.values()}
+    inside = next((d for d in plan.deviations if d.key not in known), None)
     return ("", "what no node shows") if inside is None else (inside.code, inside.key)
 
 
@@ -169,7 +174,8 @@ def first_difference_at_calls(found: Compared, policy: Policy, *, grad: bool = T
             torch.manual_seed(0)
             compiled(*args, **kwargs)
     runs = [(index, theirs, ours) for (_, theirs), (index, ours) in zip(expected.calls, got.calls, strict=False)]
-    return unequal(runs, fxamp.plan_of(compiled)) or ("", "what no node shows")
+    plan = fxamp.plan_of(compiled)
+    return unequal(runs, plan) or _inside([record for _, record in expected.calls], plan)
 
 
 def _flat(module: fxamp.ConvertedModule, found: Compared) -> list[Any]:

@@ -222,7 +222,8 @@ def test_a_sample_of_an_op_is_judged_and_reported(monkeypatch: pytest.MonkeyPatc
     found = {case: {"case": case, "code": "", **op_coverage.work(case)} for case in cases}
     kinds = {case: {kind for kind, _ in entry["found"].values()} for case, entry in found.items()}
     assert list(kinds.values()) == [{"ok"}, {"ok"}, {"no sample"}]
-    text = op_coverage.to_markdown(op_coverage.summary(found))
+    text = op_coverage.to_markdown(op_coverage.summary(found, 6))
+    assert "3 of 6 cases" in text
     assert "| export fp32 product O1 | " in text
     assert "## Failures\n\nNone." in text
 
