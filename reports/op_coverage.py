@@ -172,10 +172,12 @@ def to_markdown(data: dict[str, Any]) -> str:
     table = tabulate(rows, ("case", "samples", *data["kinds"]), "pipe")
     parts = [
         "# torch's own samples of ops and modules\n\n"
-        f"Written by `reports/op_coverage.py` on a CPU, torch {data['torch']}: {data['cases']:,} of {data['of']:,}\n"
-        f"cases, of which {data['current']:,} by the present code, in {data['hours']:.1f} hours of processor time. A case is one\n"
-        "sample of an op of `op_db` or a module of `module_db`, by a front end, from FP32 or FP16 inputs, as they are or\n"
-        "behind a product. O0 is compared with eager PyTorch to the bit, gradients within 1e-6; O1 with\n"
+        "Written by `reports/op_coverage.py` on a CPU, "
+        f"torch {data['torch']}: {data['cases']:,} of {data['of']:,} cases,\n"
+        f"of which {data['current']:,} by the present code, in {data['hours']:.1f} hours of processor time. A case\n"
+        "is one sample of an op of `op_db` or a module of `module_db`, by a front end, from FP32 or FP16\n"
+        "inputs, as they are or behind a product. O0 is compared with eager PyTorch to the bit, gradients\n"
+        "within 1e-6; O1 with\n"
         "`torch.autocast` to the bit; its gradients, and all of O2 and O3, with FP32 within four times (at O3 eight)\n"
         "what autocast, or one rounding an op, changes.\n"
         f"`cuda` compares the dtypes planned with those of the autocast kernels on fake tensors.\n\n{table}\n"

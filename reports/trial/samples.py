@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
 
 from passes._torch import pytree
 
@@ -120,6 +121,8 @@ def _of_module(info: Any, dtype: torch.dtype) -> Iterator[tuple[Any, Any]]:
         if s.forward_input is None:
             continue
         made = info.module_cls(*s.constructor_input.args, **s.constructor_input.kwargs)
+        if any(isinstance(p, UninitializedParameter) for p in made.parameters()):
+            made(*s.forward_input.args, **s.forward_input.kwargs)  # a lazy module becomes another one at its first call
         yield made.eval(), (s.forward_input.args, s.forward_input.kwargs)
 
 
