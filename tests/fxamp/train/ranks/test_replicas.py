@@ -245,7 +245,7 @@ def wide(compile: bool | str, weights: str) -> list[Any]:
     """Train a model that torch splits into several graphs, so that each can exchange gradients when it is done."""
     torch.manual_seed(0)
     layers = [nn.Linear(16, 600), nn.GELU(), nn.Linear(600, 600), nn.GELU(), nn.Linear(600, 600), nn.Linear(600, 2)]
-    model = fxamp.convert(nn.Sequential(*layers), (X[0],), policy=BF16, check=False)
+    model = fxamp.convert(nn.Sequential(*layers), (X[0],), policy=BF16, check=False, dynamic_shapes=None)
     replica = DistributedDataParallel(model, bucket_cap_mb=1)
     events = note_exchanges(replica)
     step = step_of(replica, accumulate_steps=2, compile=compile, weights=weights)
