@@ -34,7 +34,7 @@ def warm() -> ForkServerContext:
     return context
 
 
-def in_another_process(function: Callable[..., Any], *args: Any) -> Any:
+def in_another_process(function: Callable[..., Any], *args: Any, seconds: float = SECONDS) -> Any:
     """Return what a function of a module returns in a process of its own, in this folder and environment.
 
     Raises:
@@ -47,7 +47,7 @@ def in_another_process(function: Callable[..., Any], *args: Any) -> Any:
     process.start()
     theirs.close()
     try:
-        assert ours.poll(SECONDS), f"{function.__name__} took more than {SECONDS:g} s"
+        assert ours.poll(seconds), f"{function.__name__} took more than {seconds:g} s"
         fine, answer = ours.recv()
     except EOFError:
         fine, answer = False, f"{function.__name__} left its process"

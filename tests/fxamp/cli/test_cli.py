@@ -23,6 +23,7 @@ from fxamp.cli.target import load_target
 from passes.contract.errors import CaptureError, FxampError
 from passes.contract.plan import Decision, Plan
 from passes.contract.policy import Policy
+from tests.support.helpers import convert_fixed
 from tests.support.processes import in_another_process, printed
 
 ROOT = Path(__file__).parents[3]
@@ -56,7 +57,7 @@ class Net(nn.Module):
 
 @functools.cache
 def converted() -> fxamp.ConvertedModule:
-    module: fxamp.ConvertedModule = fxamp.convert(Net(), (torch.randn(2, 4),), policy="O2")
+    module: fxamp.ConvertedModule = convert_fixed(Net(), (torch.randn(2, 4),), policy="O2")
     return module
 
 
