@@ -181,11 +181,11 @@ def project(folder: Path, check: Check) -> dict[str, tuple[str, ...]]:
         (folder / name / "model.py").write_text(NET.replace("16, 4", f"16, {outputs}"))
     tables = [
         f'[tool.fxamp.targets.{name}]\ntarget = "{name}/model.py:make"\npolicy = "O1,dtype=bf16"\n'
-        f'plan = "{name}/plan.json"\nbudget = ["casts=+0"]\n'
+        f'capture = "fx"\nplan = "{name}/plan.json"\nbudget = ["casts=+0"]\n'
         for name in ("a", "b")
     ]
     (folder / "pyproject.toml").write_text("".join(tables))
-    return {name: (f"{name}/model.py:make", f"--plan={name}/plan.json", LOW) for name in ("a", "b")}
+    return {name: (f"{name}/model.py:make", f"--plan={name}/plan.json", LOW, "--capture=fx") for name in ("a", "b")}
 
 
 def test_targets_of_a_project_are_checked_each_in_a_process_of_its_own_whatever_it_prints(
