@@ -17,7 +17,7 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
-SECONDS = 120.0  # that a function may take
+SECONDS = 300.0  # that a function may take
 ROOT = Path(__file__).parents[2]
 
 
