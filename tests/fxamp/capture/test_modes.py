@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxamp
-from tests.support.helpers import FRONT_ENDS, Two, assert_is_eager, assert_same, convert_fixed, example, o0, plan_fixed
+from tests.support.helpers import FRONT_ENDS, Two, assert_is_eager, assert_same, convert_fixed, example, o0
 
 both = pytest.mark.parametrize("front_end", FRONT_ENDS)
 
@@ -221,9 +221,9 @@ def test_a_plan_names_the_states_and_replays_all_of_them() -> None:
     assert len(fxamp.graphs(converted)) == 2
     again = convert_fixed(model, (example(),), plan=fxamp.Plan.from_json(plan.to_json()))
     assert again.plan == plan
-    one = plan_fixed(Two(), (example(),))
+    one = fxamp.plan(Two(), (example(),))
     with pytest.raises(fxamp.PlanError, match=r"decides on 1 state\(s\) of its model, and this model has 2: training"):
-        convert_fixed(model, (example(),), plan=one)
+        fxamp.convert(model, (example(),), plan=one)
 
 
 def test_the_graph_and_its_code_are_those_of_the_present_state() -> None:

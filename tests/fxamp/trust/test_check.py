@@ -229,9 +229,9 @@ def test_an_op_that_only_its_fake_kernel_runs_is_found_at_conversion_and_named()
         return F.rrelu(self.l(x), training=True, inplace=True)  # which autocast cannot run in FP16 on a CPU either
 
     with pytest.raises(fxamp.VerificationError, match=r"converted it does not: rrelu_ in module ''.*ops\.NAME=fp32"):
-        convert_fixed(Two(sloped), (example(),), policy="O1,dtype=fp16")
-    convert_fixed(Two(sloped), (example(),), policy="O1,dtype=fp16,modules.l=fp32")
-    convert_fixed(Two(sloped), (example(),), policy="O1,dtype=fp16", check=False)
+        fxamp.convert(Two(sloped), (example(),), policy="O1,dtype=fp16")
+    fxamp.convert(Two(sloped), (example(),), policy="O1,dtype=fp16,modules.l=fp32")
+    fxamp.convert(Two(sloped), (example(),), policy="O1,dtype=fp16", check=False)
 
 
 def test_a_transform_inside_forward_is_captured() -> None:
