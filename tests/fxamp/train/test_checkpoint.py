@@ -6,9 +6,6 @@ import copy
 import functools
 import io
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +19,7 @@ from torch.optim.swa_utils import AveragedModel
 import fxamp
 from fxamp.train.step import TrainStep
 from passes.contract.errors import PolicyError
+from tests.support.processes import in_another_process
 
 X = torch.randn(12, 3, 4, generator=torch.Generator().manual_seed(0))
 FACTORS = [1.0, 0.5, math.inf, 1.0, 1.0, 2.0, 0.25, 1.0, 1.0, math.nan, 1.0, 1.0]
@@ -129,17 +127,13 @@ def test_gradients_within_a_window_are_those_saved_and_no_others() -> None:
         assert torch.equal(a.grad, b.grad)
 
 
-_OTHER_PROCESS = """
-import sys
-import torch
-sys.path[:0] = [{root!r}]
-from tests.fxamp.train.test_checkpoint import FACTORS, X, build, tensors_of
-step = build(seed=1)
-step.load_state_dict(torch.load({file!r}, weights_only=True))
-for x, factor in zip(X[4:], FACTORS[4:]):
-    step(x, factor)
-torch.save([t.detach() for t in tensors_of(step)], {file!r})
-"""
+def go_on(file: str) -> None:
+    """Train from a saved state to the end, and leave there what came of it."""
+    step = build(seed=1)
+    step.load_state_dict(torch.load(file, weights_only=True))
+    for x, factor in zip(X[4:], FACTORS[4:], strict=True):
+        step(x, factor)
+    torch.save([t.detach() for t in tensors_of(step)], file)
 
 
 def test_a_run_goes_on_in_another_process(tmp_path: Path) -> None:
@@ -149,9 +143,7 @@ def test_a_run_goes_on_in_another_process(tmp_path: Path) -> None:
     torch.save(step.state_dict(), file)
     for x, factor in zip(X[4:], FACTORS[4:], strict=True):
         step(x, factor)
-    root = str(Path(__file__).parents[3])
-    code = _OTHER_PROCESS.format(root=root, file=file)
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path, env=os.environ | {"PYTHONPATH": root})
+    in_another_process(go_on, file)
     assert all(map(torch.equal, torch.load(file), tensors_of(step)))
 
 

@@ -30,6 +30,7 @@ from passes.contract.errors import PolicyError
 from passes.graph.notes import is_inserted
 from reports.subjects import compiled, subject, unchanged
 from reports.zoo import BY_NAME
+from tests.support.helpers import convert_fixed
 
 WIDTH, VOCABULARY = 16, 11
 NEVER = "O1,dtype=bf16,share_casts=never"
@@ -56,7 +57,7 @@ class Tied(nn.Module):
 @functools.cache
 def _converted(policy: str) -> fxamp.ConvertedModule:
     torch.manual_seed(0)
-    return fxamp.convert(Tied(), (batch(0),), policy=policy)
+    return convert_fixed(Tied(), (batch(0),), policy=policy)
 
 
 def converted(policy: str = "O1,dtype=bf16") -> fxamp.ConvertedModule:
@@ -156,8 +157,8 @@ def _train(
 @pytest.mark.parametrize(
     ("policy", "accumulate", "clip", "steps"),
     [
-        ("O1,dtype=fp16", 3, 0.5, 40),
-        ("O2,dtype=bf16", 1, None, 40),
+        ("O1,dtype=fp16", 3, 0.5, 20),
+        ("O2,dtype=bf16", 1, None, 20),
         *(
             pytest.param(policy, accumulate, clip, 200, marks=pytest.mark.matrix)
             for policy in ("O1,dtype=fp16", "O2,dtype=bf16")
@@ -352,7 +353,7 @@ class Distilled(nn.Module):
 @functools.cache
 def _distilled() -> fxamp.ConvertedModule:
     torch.manual_seed(0)
-    return fxamp.convert(Distilled(), (batch(0),), policy="O2,dtype=bf16")
+    return convert_fixed(Distilled(), (batch(0),), policy="O2,dtype=bf16")
 
 
 @pytest.mark.parametrize(("make", "times", "kept"), [(_distilled, 2, 5), (lambda: _converted(NEVER), 2, 5)])
@@ -373,7 +374,7 @@ def test_a_weight_that_many_graphs_read_is_kept_once() -> None:
     torch.manual_seed(0)
     inner = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5), nn.Linear(WIDTH, WIDTH))
     x = torch.randn(3, WIDTH)
-    one, other = (fxamp.convert(inner, (x,), policy="O1,dtype=bf16") for _ in range(2))
+    one, other = (convert_fixed(inner, (x,), policy="O1,dtype=bf16") for _ in range(2))
     assert WeightCasts(one, "auto", 1).mode == "per_use"  # each of its graphs casts a weight once
     both = nn.Sequential(one, other)  # the same weights in two converted modules
     step = TrainStep(both, lambda o: o.mean(), SGD(inner.parameters(), lr=0.1), accumulate_steps=2)
@@ -647,7 +648,7 @@ def _compiled_by_fxamp() -> nn.Module:
 
 
 def _captured_at_the_first_call() -> nn.Module:
-    return fxamp.convert(Tied(), capture="jit")
+    return convert_fixed(Tied(), capture="jit")
 
 
 def _compiled_in_place() -> nn.Module:
@@ -676,7 +677,7 @@ def test_per_step_is_refused_for_a_compiled_model_with_the_reason(make: Callable
 
 
 def test_per_step_is_refused_where_parameters_are_gone() -> None:
-    model = fxamp.convert(nn.Linear(4, 4, bias=False), (torch.randn(2, 4),))
+    model = convert_fixed(nn.Linear(4, 4, bias=False), (torch.randn(2, 4),))
     parametrize.register_parametrization(model, "weight", nn.Identity())
     with pytest.raises(PolicyError, match="'weight' is no parameter of its module any more"):
         WeightCasts(model, "per_step", 4)

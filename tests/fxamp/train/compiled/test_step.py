@@ -182,7 +182,7 @@ def by_step(model: nn.Module, backend: Saved, weights: Any) -> None:
 
 @pytest.mark.parametrize("weights", ["per_step", "per_use"])
 def test_no_low_copy_of_a_weight_is_saved_for_backward(weights: Any) -> None:
-    model, backend = converted("gpt2"), Saved()
+    model, backend = converted("bert"), Saved()
     by_step(model, backend, weights)
     assert backend.tensors
     assert not low_weights_among(backend.tensors, model)
@@ -192,7 +192,7 @@ def test_the_partitioner_saves_low_copies_of_weights_where_nothing_keeps_it_from
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("fxamp.train.compiled.compiled_region.recompute_weight_casts", lambda *_: None)
-    model, backend = converted("gpt2"), Saved()
+    model, backend = converted("bert"), Saved()
     by_step(model, backend, "per_use")
     assert low_weights_among(backend.tensors, model)
 
