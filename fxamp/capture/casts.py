@@ -8,6 +8,7 @@ operand, which `drop_aliases` takes out of the graph again:
     h.float()       ->  to(alias(h), float32)           a method that names its dtype: the cast is literal
     h.to(dtype)     ->  to(alias(alias(h)), dtype)      `dtype` may be written out, or have been read off a tensor
     h.contiguous()  ->  contiguous(alias(h))
+    lstm(h)         ->  lstm(to(alias(alias(alias(h))), bf16))    under autocast: see `recurrent.py`
 """
 
 from __future__ import annotations
@@ -16,12 +17,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.fx import Graph
+from torch.fx import Graph, Node
 
 from passes._torch import TorchFunctionMode
 from passes.graph.notes import note
 from passes.ops import ops
 from passes.ops.rules import row_of
+
+from .model.captured import Autocast
+from .recurrent import ALIASES, with_low_operands
 
 _ALIAS = torch.ops.aten.alias.default
 _METHODS = frozenset(getattr(torch.Tensor, n) for n in ops.CAST_METHODS)
@@ -33,11 +37,13 @@ class ExplicitCasts(TorchFunctionMode):
     """Give every cast and every `contiguous()` an alias of its operand.
 
     Args:
+        autocast: what is captured under, which recurrent layers have to be told.
         watch: is told the arguments of each call of torch, and may raise to end the capture.
     """
 
-    def __init__(self, watch: Callable[[Any], None] | None = None) -> None:
+    def __init__(self, autocast: Autocast | None = None, watch: Callable[[Any], None] | None = None) -> None:
         super().__init__()
+        self._autocast = autocast
         self._watch = watch
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -49,7 +55,7 @@ class ExplicitCasts(TorchFunctionMode):
             return func(value, *args[1:], **kwargs)
         if func is torch.Tensor.contiguous and args[0].layout is torch.strided:
             return _CONTIGUOUS(_ALIAS(args[0]), **_memory_format(args, kwargs))
-        return func(*args, **kwargs)
+        return func(*with_low_operands(self._autocast, func, args), **kwargs)
 
 
 def _memory_format(args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -57,12 +63,20 @@ def _memory_format(args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def drop_aliases(graph: Graph) -> None:
-    """Remove the aliases, and note on a cast what they said: "literal", two of them "undecided"."""
-    twice = {n for n in graph.nodes if n.target is _ALIAS and getattr(n.args[0], "target", None) is _ALIAS}
+    """Remove the aliases, and note on a cast what they said: "literal", two "undecided", three that it is not there."""
+    behind: dict[Node, int] = {}
     for node in list(graph.nodes):
         if node.target is _ALIAS:
-            for reader in node.users:
-                if row_of(reader).cast:
-                    note(reader, cast="undecided" if node in twice else "literal")
-            node.replace_all_uses_with(node.args[0])
+            value: Any = node.args[0]
+            behind[node] = behind.get(value, 0) + 1
+    for node in list(graph.nodes):
+        count = behind.get(node.args[0], 0) if node.args and isinstance(node.args[0], Node) else 0
+        if row_of(node).cast and count == ALIASES:
+            node.replace_all_uses_with(node.all_input_nodes[0])
             graph.erase_node(node)
+        elif row_of(node).cast and count:
+            note(node, cast="undecided" if count == 2 else "literal")
+    for node in behind:
+        first: Any = node.args[0]
+        node.replace_all_uses_with(first)
+        graph.erase_node(node)

@@ -31,6 +31,7 @@ from .model.frames import place_of
 from .model.patches import traced_here_alone, uncollected
 from .model.preflight import untouched
 from .model.reads import Recorder
+from .recurrent import ask
 from .regions import inline_regions
 
 _PREFIX = "model."
@@ -213,6 +214,7 @@ def export(
     wrapper.training = model.training
     tensors = _distinct([v for v in flat if isinstance(v, torch.Tensor)])
     functions = Functions()
+    ask(autocast, model)
     entered = contextlib.nullcontext() if autocast is None else autocast.context()
     with _quiet():
         try:
@@ -220,7 +222,7 @@ def export(
                 uncollected(),
                 without_fused_layers(),
                 entered,
-                ExplicitCasts(limit.watch() if limit else None),
+                ExplicitCasts(autocast, limit.watch() if limit else None),
                 functions.kept(),
             ):
                 program = torch.export.export(
