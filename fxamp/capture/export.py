@@ -24,11 +24,11 @@ from passes.contract.errors import INSTEAD, CaptureError, FxampError
 
 from .casts import ExplicitCasts, drop_aliases
 from .functions import Functions
-from .limit import Limit, TooMuch
 from .model.call import CallSpec, Leaf, flatten_outputs
 from .model.captured import Autocast
 from .model.frames import place_of
-from .model.patches import traced_here_alone, uncollected
+from .model.limit import Limit, TooMuch
+from .model.patches import traced_here_alone
 from .model.preflight import untouched
 from .model.reads import Recorder
 from .recurrent import ask
@@ -218,13 +218,8 @@ def export(
     entered = contextlib.nullcontext() if autocast is None else autocast.context()
     with _quiet():
         try:
-            with (
-                uncollected(),
-                without_fused_layers(),
-                entered,
-                ExplicitCasts(autocast, limit.watch() if limit else None),
-                functions.kept(),
-            ):
+            watch = limit.watch() if limit else None
+            with without_fused_layers(), entered, ExplicitCasts(autocast, watch), functions.kept():
                 program = torch.export.export(
                     wrapper, tensors, dynamic_shapes={"tensors": dims} if tensors else None, strict=False
                 )

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxamp
-from fxamp.capture.limit import Limit, TooMuch
+from fxamp.capture.model.limit import Limit, TooMuch
 
 
 class Windows(nn.Module):
