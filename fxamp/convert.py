@@ -83,9 +83,10 @@ def convert(
         capture: "export" takes `torch.export`, "fx" symbolic tracing, "jit" `torch.compile` at the first call, whose
             graphs run eagerly. "auto" is "export" with example inputs, else "fx"; where that would lose something of
             the model it is "jit", and a log line says why.
-        dynamic_shapes: "auto" keeps every dimension free. Where that fails, or takes more than 4 s of processor time
-            plus 0.25 ms for each call of torch, it keeps the first of each input free, and the plan says so. None fixes
-            all sizes. Anything else as `torch.export.export` takes it.
+        dynamic_shapes: "auto" keeps every dimension free. Where that fails, takes more than 4 s of processor time
+            plus 0.25 ms for each call of torch, or compares sizes by formulas of more than 128 operations, it keeps the
+            first of each input free, and the plan says so. None fixes all sizes. Anything else as
+            `torch.export.export` takes it.
         plan: A Plan, or the path of one, to replay; its policy is the policy.
         check: False leaves the comparison out.
 

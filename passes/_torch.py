@@ -173,6 +173,16 @@ def guards_of(program: ExportedProgram) -> list[str]:
     return list(found)
 
 
+def longest_guard(env: Any, first: int) -> int:
+    """Return how many operations the longest comparison of sizes has that a trace has made.
+
+    Args:
+        env: the ShapeEnv of its fake tensors.
+        first: the number of comparisons to pass over, in the order in which they were made.
+    """
+    return max((int(guard.expr.count_ops()) for guard in env.guards[first:]), default=0)
+
+
 def example_sizes(size: torch.SymInt | torch.SymFloat | torch.SymBool) -> dict[Any, Any]:
     """Return what the symbols that stand for input sizes were when the graph was captured."""
     env = size.node.shape_env
@@ -342,6 +352,7 @@ __all__ = [
     "inner_backend",
     "is_compiled_in_place",
     "is_composite",
+    "longest_guard",
     "on_recompile_limit",
     "original_of",
     "overload_name",
