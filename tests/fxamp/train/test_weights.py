@@ -411,7 +411,7 @@ def test_an_error_in_the_third_micro_batch_leaves_masters_and_no_window() -> Non
     step = make_step(model, accumulate_steps=4)
     for _ in range(2):
         step(batch(0), (batch(0), 1.0))
-    with pytest.raises(ValueError, match="to match target"):
+    with pytest.raises((ValueError, RuntimeError), match="to match target"):
         step(batch(0), (batch(0)[:, :2], 1.0))
     assert "graph_forward" not in model.__dict__
     assert all(p.grad is None for p in model.parameters())
