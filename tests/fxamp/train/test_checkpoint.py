@@ -70,6 +70,7 @@ def tensors_of(step: TrainStep) -> list[Tensor]:
     return [*step.model.parameters(), *step.averages[0].parameters()]
 
 
+@pytest.mark.usefixtures("eager_and_traced")
 @pytest.mark.parametrize("policy", ["O1,dtype=fp16", pytest.param("O2,dtype=bf16", marks=pytest.mark.matrix)])
 @pytest.mark.parametrize("on_overflow", ["skip_window", "skip_microbatch"])
 @pytest.mark.parametrize("stop", [3, 4, 5, 6])
@@ -113,6 +114,7 @@ def test_the_run_of_one_level_goes_on_at_another() -> None:
     assert other(X[1], 1.0).reason == "accumulating"
 
 
+@pytest.mark.usefixtures("eager_and_traced")
 def test_gradients_within_a_window_are_those_saved_and_no_others() -> None:
     step = build()
     step(X[0], 1.0)
