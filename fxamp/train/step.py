@@ -358,16 +358,17 @@ class TrainStep:
             live = [o for o in self.optimizers if any(p.grad is not None for p in parameters(o))]
             if live:
                 update = self._update(live, mean) if self._again is None else self._update_by_closure(*live)
-                self._follow(update.held_back)
+                update = update._replace(held_back=self._follow(update.held_back))
             return self._result(update, mean.kept)
         finally:
             self._close_window()
 
     def _update(self, live: Sequence[Optimizer], mean: Mean) -> Update:
         self._scale_now()  # before the update changes it
-        compiled = self.compiled is not None and self.compiled.update.takes(live, self.ranks)
-        step = self.compiled.update if self.compiled is not None and compiled else take_step
-        return step(self._window_scaler, live, self.max_grad_norm, self.ranks, mean.nothing, mean.overflow)
+        told = (self._window_scaler, live, self.max_grad_norm, self.ranks, mean.nothing, mean.overflow)
+        if self.compiled is not None and self.compiled.update.takes(live, self.ranks):
+            return self.compiled.update(*told)
+        return take_step(*told, followed=bool(self.schedulers or self.averages))
 
     def _update_by_closure(self, optimizer: Optimizer) -> Update:
         micro_batches, scaler = tuple(self._again or ()), self._window_scaler
@@ -383,16 +384,18 @@ class TrainStep:
         scaler.update()
         return Update({optimizer: held_back}, None)
 
-    def _follow(self, held_back: Mapping[Optimizer, HeldBack]) -> None:
-        """Let schedulers and averages follow the optimizers that stepped."""
+    def _follow(self, held_back: dict[Optimizer, HeldBack]) -> dict[Optimizer, HeldBack]:
+        """Let schedulers and averages follow the optimizers that stepped; return what is known of them by then."""
         if not self.schedulers and not self.averages:
-            return
-        stepped = [optimizer for optimizer, held in held_back.items() if not held]
+            return held_back
+        known: dict[Optimizer, HeldBack] = {optimizer: bool(held) for optimizer, held in held_back.items()}
+        stepped = [optimizer for optimizer, held in known.items() if not held]
         for scheduler in self.schedulers:
             if scheduler.optimizer in stepped:
                 scheduler.step()
         if stepped:
             follow(self.averages, self.model)
+        return known
 
     def _close_window(self) -> None:
         self.weights.forget()
