@@ -29,7 +29,7 @@ from . import checkpoint
 from .compiled.compile_settings import refuse_unfit, settings_of
 from .compiled.compiled_step import CompiledStep
 from .describe import reasons_to_wait
-from .ema import averages_of, follow
+from .ema import averages_of
 from .first_step import begin
 from .given import low_dtype_of, optimizers_of, scaler_of, schedulers_of
 from .ranks.ranks import Ranks
@@ -41,9 +41,10 @@ from .weights.weights import Mode, WeightCasts
 from .window.average import Mean, average
 from .window.closure import needs_closure, refuse_company, run_window, step_by_closure
 from .window.conditional import parameters
+from .window.following import follow
 from .window.loss import LossFunction, loss_of
 from .window.microbatches import KeptMicroBatches
-from .window.result import HeldBack, StepResult
+from .window.result import StepResult
 from .window.update import Update, take_step
 
 
@@ -358,7 +359,7 @@ class TrainStep:
             live = [o for o in self.optimizers if any(p.grad is not None for p in parameters(o))]
             if live:
                 update = self._update(live, mean) if self._again is None else self._update_by_closure(*live)
-                update = update._replace(held_back=self._follow(update.held_back))
+                update = update._replace(held_back=follow(update.held_back, self.model, self.schedulers, self.averages))
             return self._result(update, mean.kept)
         finally:
             self._close_window()
@@ -383,19 +384,6 @@ class TrainStep:
         held_back = step_by_closure(optimizer, scaler, run, self.ranks)
         scaler.update()
         return Update({optimizer: held_back}, None)
-
-    def _follow(self, held_back: dict[Optimizer, HeldBack]) -> dict[Optimizer, HeldBack]:
-        """Let schedulers and averages follow the optimizers that stepped; return what is known of them by then."""
-        if not self.schedulers and not self.averages:
-            return held_back
-        known: dict[Optimizer, HeldBack] = {optimizer: bool(held) for optimizer, held in held_back.items()}
-        stepped = [optimizer for optimizer, held in known.items() if not held]
-        for scheduler in self.schedulers:
-            if scheduler.optimizer in stepped:
-                scheduler.step()
-        if stepped:
-            follow(self.averages, self.model)
-        return known
 
     def _close_window(self) -> None:
         self.weights.forget()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -22,7 +22,7 @@ from .result import HeldBack
 class Update(NamedTuple):
     """What became of the optimizers that had gradients, and the norm of those where it was asked for."""
 
-    held_back: dict[Optimizer, HeldBack]
+    held_back: Mapping[Optimizer, HeldBack]
     grad_norm: Tensor | None
 
 

@@ -336,6 +336,17 @@ def test_auto_keeps_casts_where_a_window_has_several_micro_batches() -> None:
     assert make_step(Tied(), "auto").weights.mode == "per_use"
 
 
+def test_in_a_window_of_one_a_weight_that_is_cast_once_is_cast_once_either_way() -> None:
+    counts = []
+    for weights in ("per_use", "per_step"):
+        step = make_step(converted("O2,dtype=bf16"), weights, accumulate_steps=1)
+        run_window(step, [0])
+        with _Counter() as counter:
+            run_window(step, [0])
+        counts.append((counter.casts, counter.cast_bytes, counter.ops))
+    assert counts[0] == counts[1]
+
+
 class Distilled(nn.Module):
     """Reads every weight of its encoder in two places: without gradients and with."""
 
