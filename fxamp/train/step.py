@@ -265,12 +265,18 @@ class TrainStep:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TrainStep:
         """Copy the step with its model and optimizers, between windows: copies of parameters have no gradients."""
+        new = memo[id(self)] = TrainStep.__new__(TrainStep)
+        new.__setstate__({key: copy.deepcopy(value, memo) for key, value in self.__getstate__().items()})
+        return new
+
+    def __getstate__(self) -> dict[str, Any]:
         if self._position:
             raise PolicyError("a TrainStep cannot be copied within a window: call flush() first, or save state_dict()")
-        new = memo[id(self)] = TrainStep.__new__(TrainStep)
-        new.__dict__.update({key: copy.deepcopy(value, memo) for key, value in self.__dict__.items()})
-        new.scaler.name_parameters(new.model.named_parameters())
-        return new
+        return self.__dict__
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.scaler.name_parameters(self.model.named_parameters())
 
     def _micro_batch(self, inputs: Any, target: Any) -> None:
         """Run forward and backward; gradients are those of the window so far."""

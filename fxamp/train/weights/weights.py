@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections import Counter
 from collections.abc import Hashable, Iterator
 from typing import Any, Literal
@@ -115,13 +114,9 @@ class WeightCasts:
         for cast in self.casts:
             cast.forget()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> WeightCasts:
+    def __getstate__(self) -> dict[str, Any]:
         """Copy nothing that is kept: it belongs to the window of the original."""
-        new = WeightCasts.__new__(WeightCasts)
-        new.__dict__.update(self.__dict__)
-        new.parts, new._modules = copy.deepcopy((self.parts, self._modules), memo)
-        new._codes, new._casts = {}, {}
-        return new
+        return {**self.__dict__, "_codes": {}, "_casts": {}}
 
     def _count(self, path: str, module: ConvertedModule, graph: Graph, kept: dict[str, None]) -> Counter[Hashable]:
         """Count the casts of a graph that can be kept, and note which weights they are of, or why they cannot."""

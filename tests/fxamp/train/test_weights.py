@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import io
 import itertools
 import math
 from collections.abc import Callable, Iterable
@@ -620,17 +621,28 @@ def test_gradients_are_compatible_with_a_mid_window_state_dict() -> None:
     assert all(torch.equal(after[k], before[k]) for k in before)
 
 
-def test_a_copy_of_a_step_trains_its_own_model_the_same_and_is_made_between_windows() -> None:
+def by_pickle(step: TrainStep) -> TrainStep:
+    file = io.BytesIO()
+    torch.save(step, file)
+    file.seek(0)
+    loaded: TrainStep = torch.load(file, weights_only=False)
+    return loaded
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, by_pickle])
+def test_a_copy_of_a_step_trains_its_own_model_the_same_and_is_made_between_windows(
+    copied: Callable[[TrainStep], TrainStep],
+) -> None:
     step = make_step(converted(), scaler=fxamp.LossScaler(init_scale=8.0))
     run_window(step, range(3))
-    twin = copy.deepcopy(step)
+    twin = copied(step)
     assert not {id(p) for p in step.model.parameters()} & {id(p) for p in twin.model.parameters()}
     for one in (step, twin):
         run_window(one, range(3, 5))
         assert all(cast._low is not None for cast in one.weights.casts)
     assert_same_gradients(step.model, twin.model)
     with pytest.raises(PolicyError, match=r"within a window: call flush\(\)"):
-        copy.deepcopy(step)
+        copied(step)
     run_window(step, [5])
     run_window(twin, [5])
     assert all(map(torch.equal, step.model.parameters(), twin.model.parameters()))
