@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import nn
 
 from passes._torch import pytree
@@ -75,16 +74,15 @@ def _related(plain: Captured, low: Captured, autocast: Autocast) -> Captured:
     where = relate(plain.graph, constants, low.graph, low.constants, oracle=autocast.oracle)
     plain = replace(plain, constants=constants)
     call, reads = both(plain.call, low.call), tuple(dict.fromkeys((*plain.grad_reads, *low.grad_reads)))
-    flags = plain.flag_reads or low.flag_reads
     if not where and _same_outputs(plain.call, low.call):
-        return replace(plain, call=call, grad_reads=reads, flag_reads=flags)
+        return replace(plain, call=call, grad_reads=reads)
     settle(low.graph, low.constants, list(plain.call.out_dtypes))
     note = f"the model takes another way under torch.autocast: {where or 'it returns something else'}"
     if not autocast.oracle:
         note += f" (on the CPU; '{autocast.wanted}' is not here to ask)"
     call = replace(call, out_spec=low.call.out_spec, out_constants=low.call.out_constants)
     notes = tuple(sorted({*plain.notes, *low.notes, note}))
-    return replace(low, call=call, notes=notes, grad_reads=reads, flag_reads=flags, without=plain)
+    return replace(low, call=call, notes=notes, grad_reads=reads, without=plain)
 
 
 def _same_outputs(a: CallSpec, b: CallSpec) -> bool:
@@ -121,7 +119,6 @@ def _export(
     refuse_assigned(changed, [name for name, t in held(model).items() if id(t) in lifted], "export")
     return Captured(
         graph, spec, "export", {}, constants, (*dims.notes, *_side_effects(changed)), grad_reads=tuple(asked),
-        flag_reads=reads.ask_for("training") or any(isinstance(m, torch.jit.ScriptModule) for m in model.modules()),
         model=model,
     )  # fmt: skip
 

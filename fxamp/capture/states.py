@@ -141,14 +141,12 @@ def _all_states(model: nn.Module, run: Run) -> Captures:
             missing.append((state, str(e)))
             return None
 
-    def of_both(first: Captured | None, gradients: bool) -> tuple[Captured | None, Captured | None]:
-        """Capture in the other training mode too, whatever was seen to be read: a read of a flag may be missed."""
-        return first, attempt(not now, gradients)
-
-    found = {grad: of_both(_in_state(model, run, now, grad), grad)}
+    # Both training modes always: a flag can be read in ways that nothing sees.
+    found: dict[bool, tuple[Captured | None, Captured | None]] = {}
+    found[grad] = _in_state(model, run, now, grad), attempt(not now, grad)
     asked = [place for captured in found[grad] if captured is not None for place in captured.grad_reads]
     if asked:
-        found[not grad] = of_both(attempt(now, not grad), not grad)
+        found[not grad] = attempt(now, not grad), attempt(not now, not grad)
     by_grad = {mode: _merged(model, run, mode, *pair) for mode, pair in found.items()}
     graphs = by_grad[grad]
     if asked:

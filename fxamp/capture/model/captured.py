@@ -81,7 +81,6 @@ class Captured:
         without: the capture without autocast, where that has other ops than `graph`, which was captured under it.
         plain: the model runs without autocast; else nothing can be compared, and O0 is refused.
         grad_reads: lines where the program asked for the grad mode.
-        flag_reads: the program may have asked a module for its training flag.
         model: what was captured.
     """
 
@@ -95,7 +94,6 @@ class Captured:
     without: Captured | None = None
     plain: bool = True
     grad_reads: tuple[str, ...] = ()
-    flag_reads: bool = True
     model: nn.Module = field(default_factory=nn.Module)
 
     def noting(self, *more: str) -> Captured:

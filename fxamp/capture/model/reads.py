@@ -47,7 +47,6 @@ class Reads:
             value, which depends on all of them.
         hooks: what forward() itself installs as hooks at its first call, by their names.
         inputs: whether inputs required gradients, by their place among the tensors, and where it was asked.
-        unseen: something was traced by Dynamo, and what that read is not known.
     """
 
     attributes: set[tuple[str, str]] = field(default_factory=set)
@@ -57,11 +56,6 @@ class Reads:
     gradients: dict[str, str] = field(default_factory=dict)
     inputs: dict[int, tuple[bool, str]] = field(default_factory=dict)
     hooks: set[str] = field(default_factory=set)
-    unseen: bool = False
-
-    def ask_for(self, name: str) -> bool:
-        """Say whether an attribute of this name may have been read of any module."""
-        return self.unseen or any(read == name for _, read in self.attributes)
 
     def add_opaque(self, path: str, leaf: nn.Module) -> None:
         """Count everything of a module that is not looked into as read."""
@@ -89,7 +83,8 @@ class Recorder:
         modules = dict(self._model.named_modules())
         held = {(path, name): v for path, m in modules.items() for name, v in vars(m).items() if _looked_into(v)}
         kinds = {nn.Module, *map(type, held.values())}
-        note = self._noting({id(m): p for p, m in modules.items()}, {id(v): where for where, v in held.items()})
+        # By their tables: torch.export puts proxies in the place of shared modules, which have the module's own table.
+        note = self._noting({id(vars(m)): p for p, m in modules.items()}, {id(vars(v)): at for at, v in held.items()})
         note_gradient = self._noting_gradients(inputs)
         patches = contextlib.ExitStack()
 
@@ -106,7 +101,6 @@ class Recorder:
 
                 def call(*args: Any, **kwargs: Any) -> Any:
                     patches.close()
-                    self._reads.unseen = True
                     try:
                         return compiled(*args, **kwargs)
                     finally:
@@ -129,10 +123,11 @@ class Recorder:
 
         def noting(get: Callable[..., Any]) -> Callable[..., Any]:
             def read(owner: Any, name: str) -> Any:
-                if id(owner) in paths and not (name == "_modules" and sys._getframe(2).f_code is _WALK):
-                    attributes.add((paths[id(owner)], name))
-                elif id(owner) in held:
-                    objects.add((*held[id(owner)], name))
+                table = id(get(owner, "__dict__"))
+                if table in paths and not (name == "_modules" and sys._getframe(2).f_code is _WALK):
+                    attributes.add((paths[table], name))
+                elif table in held:
+                    objects.add((*held[table], name))
                 return get(owner, name)
 
             return read

@@ -89,7 +89,7 @@ class Simulation(State):
         """Return the values, low beyond O1 only, by whose dtype a cast copies what it passed on (`x.type_as(y)`)."""
         references = [self.casts.reference(m) for m in members if self.aggressive and row_of(m).cast]
         known = [r for r in references if r is not None and self.original[r] == self.reference.get(r)]
-        return [r for r in known if self.dtypes[r] != self.original[r]]
+        return [_indexed(r) for r in known if self.dtypes[r] != self.original[r]]
 
     def _no_copy_any_more(self, node: Node) -> bool:
         """Say whether the author's cast copied its operand, and now only passes it on, for that is low beyond O1."""
@@ -157,3 +157,10 @@ class Simulation(State):
         inputs = [o.node for o in ops.operands(node) if is_floating(self.dtypes[o.node])]
         if inputs and (row.commutes or name == "getitem") and all(i in self.upcast for i in inputs):
             self.upcast.add(node)
+
+
+def _indexed(value: Node) -> Node:
+    """Return what an item was taken of, or the value itself: an item has no colour of its own."""
+    while row_named(ops.name(value)).asks == "item" and isinstance(value.args[0], Node):
+        value = value.args[0]
+    return value

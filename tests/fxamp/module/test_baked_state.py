@@ -28,7 +28,7 @@ class Config:
 
 
 class Net(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, shared: bool = False) -> None:
         super().__init__()
         self.l = nn.Linear(6, 6)
         self.norm = nn.BatchNorm1d(6)
@@ -38,6 +38,8 @@ class Net(nn.Module):
         self.scale, self.gains, self.config = 2.0, [1.0, 2.0], Config()
         self.act: Callable[[Tensor], Tensor] = F.relu
         self.unread, self.calls = 1.0, 0
+        if shared:  # then torch.export runs the model with proxies of all modules
+            self.tail = self.last
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
@@ -52,11 +54,12 @@ def model() -> Net:
     return Net()
 
 
-@pytest.fixture(scope="module", params=FRONT_ENDS)
+@pytest.fixture(scope="module", params=[*((end, False) for end in FRONT_ENDS), ("export", True)], ids=str)
 def both(request: pytest.FixtureRequest) -> tuple[Net, Any]:
     """A model and what was made of it, which every test leaves as they were."""
-    model = Net()
-    return model, o0(model, front_end=request.param)
+    front_end, shared = request.param
+    model = Net(shared)
+    return model, o0(model, front_end=front_end)
 
 
 @contextlib.contextmanager

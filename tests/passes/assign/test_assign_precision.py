@@ -286,6 +286,17 @@ def test_a_cast_that_passes_on_what_is_written_does_not_become_a_copy(spelling: 
     assert torch.equal(given, X + 1)
 
 
+def test_a_cast_to_the_dtype_of_an_item_stays_a_copy_where_that_is_written() -> None:
+    def write(m: Any, x: Tensor) -> Tensor:
+        copied = x.type_as(x.half().erf()[x.argmax(0)])  # an FP16 value, which O3 with BF16 would compute in FP32
+        copied -= copied
+        return copied
+
+    given = X.clone()
+    fxamp.compile(Net(write), policy="O3,dtype=bf16", backend="eager")(given)
+    assert torch.equal(given, X)
+
+
 def test_beside_64_bits_what_autocast_makes_fp32_is_fp32() -> None:
     def loss(m: Any, x: Tensor) -> Tensor:
         return F.binary_cross_entropy_with_logits(m.first(x), x.double().sigmoid())
@@ -294,6 +305,24 @@ def test_beside_64_bits_what_autocast_makes_fp32_is_fp32() -> None:
     assert got.dtype == torch.float64
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(got, Net(loss)(X))
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_a_cast_that_does_nothing_restores_no_dtype_wider_than_fp32(level: str) -> None:
+    def twice(m: Any, x: Tensor) -> Tensor:
+        narrowed = x.double().to(torch.float32)
+        return narrowed.to(narrowed.dtype)
+
+    assert convert(twice, level)(X).dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_loss_of_logits_that_are_not_fp32_has_their_dtype(dtype: torch.dtype) -> None:
+    def loss(m: Any, x: Tensor) -> Tensor:
+        return F.cross_entropy(x, x.argmax(-1)).mT
+
+    given = X.to(dtype)
+    assert fxamp.convert(Net(loss), (given,), policy="O2,dtype=bf16")(given).dtype == dtype
 
 
 def test_an_author_s_cast_serves_a_reader_that_was_coloured_low() -> None:
