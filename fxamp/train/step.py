@@ -241,9 +241,9 @@ class TrainStep:
     def state_dict(self) -> dict[str, Any]:
         """Return all that a run needs to go on bit for bit, of plain values and tensors.
 
-        That is the states of the model, the optimizers, schedulers, averages and the scaler, the position in the
-        window with the gradients so far, and torch's random number generators. As in a module's `state_dict`, tensors
-        are those in use, no copies.
+        That is the states of the model, of a loss that is a module, the optimizers, schedulers, averages and the
+        scaler, what optimizers hold besides, the position in the window with the gradients so far, and torch's random
+        number generators. As in a module's `state_dict`, tensors are those in use, no copies.
 
         Example:
             >>> torch.save(step.state_dict(), "step.pt")
