@@ -244,6 +244,11 @@ def in_transform() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
+def copy_together(to: list[torch.Tensor], source: list[torch.Tensor]) -> None:
+    """Copy many tensors, on an accelerator by one launch; the dtypes may differ."""
+    torch._foreach_copy_(to, source)
+
+
 def run_as_soon_as_ready(value: torch.Tensor) -> None:
     """Let backward pass through the node that made a value as soon as its gradient is complete.
 
@@ -339,6 +344,7 @@ __all__ = [
     "communication_hook",
     "communication_states",
     "compile_records",
+    "copy_together",
     "decorators",
     "drop_hooks",
     "dynamo_errors",

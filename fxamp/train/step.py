@@ -29,7 +29,7 @@ from . import checkpoint
 from .compiled.compile_settings import refuse_unfit, settings_of
 from .compiled.compiled_step import CompiledStep
 from .describe import reasons_to_wait
-from .ema import averages_of, follow
+from .ema import averages_of
 from .first_step import begin
 from .given import low_dtype_of, optimizers_of, scaler_of, schedulers_of
 from .ranks.ranks import Ranks
@@ -41,9 +41,10 @@ from .weights.weights import Mode, WeightCasts
 from .window.average import Mean, average
 from .window.closure import needs_closure, refuse_company, run_window, step_by_closure
 from .window.conditional import parameters
+from .window.following import follow
 from .window.loss import LossFunction, loss_of
 from .window.microbatches import KeptMicroBatches
-from .window.result import HeldBack, StepResult
+from .window.result import StepResult
 from .window.update import Update, take_step
 
 
@@ -240,9 +241,9 @@ class TrainStep:
     def state_dict(self) -> dict[str, Any]:
         """Return all that a run needs to go on bit for bit, of plain values and tensors.
 
-        That is the states of the model, the optimizers, schedulers, averages and the scaler, the position in the
-        window with the gradients so far, and torch's random number generators. As in a module's `state_dict`, tensors
-        are those in use, no copies.
+        That is the states of the model, of a loss that is a module, the optimizers, schedulers, averages and the
+        scaler, what optimizers hold besides, the position in the window with the gradients so far, and torch's random
+        number generators. As in a module's `state_dict`, tensors are those in use, no copies.
 
         Example:
             >>> torch.save(step.state_dict(), "step.pt")
@@ -264,12 +265,18 @@ class TrainStep:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TrainStep:
         """Copy the step with its model and optimizers, between windows: copies of parameters have no gradients."""
+        new = memo[id(self)] = TrainStep.__new__(TrainStep)
+        new.__setstate__({key: copy.deepcopy(value, memo) for key, value in self.__getstate__().items()})
+        return new
+
+    def __getstate__(self) -> dict[str, Any]:
         if self._position:
             raise PolicyError("a TrainStep cannot be copied within a window: call flush() first, or save state_dict()")
-        new = memo[id(self)] = TrainStep.__new__(TrainStep)
-        new.__dict__.update({key: copy.deepcopy(value, memo) for key, value in self.__dict__.items()})
-        new.scaler.name_parameters(new.model.named_parameters())
-        return new
+        return self.__dict__
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.scaler.name_parameters(self.model.named_parameters())
 
     def _micro_batch(self, inputs: Any, target: Any) -> None:
         """Run forward and backward; gradients are those of the window so far."""
@@ -358,16 +365,17 @@ class TrainStep:
             live = [o for o in self.optimizers if any(p.grad is not None for p in parameters(o))]
             if live:
                 update = self._update(live, mean) if self._again is None else self._update_by_closure(*live)
-                self._follow(update.held_back)
+                update = update._replace(held_back=follow(update.held_back, self.model, self.schedulers, self.averages))
             return self._result(update, mean.kept)
         finally:
             self._close_window()
 
     def _update(self, live: Sequence[Optimizer], mean: Mean) -> Update:
         self._scale_now()  # before the update changes it
-        compiled = self.compiled is not None and self.compiled.update.takes(live, self.ranks)
-        step = self.compiled.update if self.compiled is not None and compiled else take_step
-        return step(self._window_scaler, live, self.max_grad_norm, self.ranks, mean.nothing, mean.overflow)
+        told = (self._window_scaler, live, self.max_grad_norm, self.ranks, mean.nothing, mean.overflow)
+        if self.compiled is not None and self.compiled.update.takes(live, self.ranks):
+            return self.compiled.update(*told)
+        return take_step(*told, followed=bool(self.schedulers or self.averages))
 
     def _update_by_closure(self, optimizer: Optimizer) -> Update:
         micro_batches, scaler = tuple(self._again or ()), self._window_scaler
@@ -382,17 +390,6 @@ class TrainStep:
         held_back = step_by_closure(optimizer, scaler, run, self.ranks)
         scaler.update()
         return Update({optimizer: held_back}, None)
-
-    def _follow(self, held_back: Mapping[Optimizer, HeldBack]) -> None:
-        """Let schedulers and averages follow the optimizers that stepped."""
-        if not self.schedulers and not self.averages:
-            return
-        stepped = [optimizer for optimizer, held in held_back.items() if not held]
-        for scheduler in self.schedulers:
-            if scheduler.optimizer in stepped:
-                scheduler.step()
-        if stepped:
-            follow(self.averages, self.model)
 
     def _close_window(self) -> None:
         self.weights.forget()

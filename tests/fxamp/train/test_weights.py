@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import io
 import itertools
 import math
 from collections.abc import Callable, Iterable
@@ -340,6 +341,17 @@ def test_auto_keeps_casts_where_a_window_has_several_micro_batches() -> None:
     assert make_step(Tied(), "auto").weights.mode == "per_use"
 
 
+def test_in_a_window_of_one_a_weight_that_is_cast_once_is_cast_once_either_way() -> None:
+    counts = []
+    for weights in ("per_use", "per_step"):
+        step = make_step(converted("O2,dtype=bf16"), weights, accumulate_steps=1)
+        run_window(step, [0])
+        with _Counter() as counter:
+            run_window(step, [0])
+        counts.append((counter.casts, counter.cast_bytes, counter.ops))
+    assert counts[0] == counts[1]
+
+
 class Distilled(nn.Module):
     """Reads every weight of its encoder in two places: without gradients and with."""
 
@@ -620,18 +632,29 @@ def test_gradients_are_compatible_with_a_mid_window_state_dict() -> None:
     assert all(torch.equal(after[k], before[k]) for k in before)
 
 
+def by_pickle(step: TrainStep) -> TrainStep:
+    file = io.BytesIO()
+    torch.save(step, file)
+    file.seek(0)
+    loaded: TrainStep = torch.load(file, weights_only=False)
+    return loaded
+
+
 @pytest.mark.usefixtures("eager_and_traced")
-def test_a_copy_of_a_step_trains_its_own_model_the_same_and_is_made_between_windows() -> None:
+@pytest.mark.parametrize("copied", [copy.deepcopy, by_pickle])
+def test_a_copy_of_a_step_trains_its_own_model_the_same_and_is_made_between_windows(
+    copied: Callable[[TrainStep], TrainStep],
+) -> None:
     step = make_step(converted(), scaler=fxamp.LossScaler(init_scale=8.0))
     run_window(step, range(3))
-    twin = copy.deepcopy(step)
+    twin = copied(step)
     assert not {id(p) for p in step.model.parameters()} & {id(p) for p in twin.model.parameters()}
     for one in (step, twin):
         run_window(one, range(3, 5))
         assert all(cast._low is not None for cast in one.weights.casts)
     assert_same_gradients(step.model, twin.model)
     with pytest.raises(PolicyError, match=r"within a window: call flush\(\)"):
-        copy.deepcopy(step)
+        copied(step)
     run_window(step, [5])
     run_window(twin, [5])
     assert all(map(torch.equal, step.model.parameters(), twin.model.parameters()))
