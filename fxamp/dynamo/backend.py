@@ -23,8 +23,8 @@ from torch import nn
 from torch.fx import GraphModule
 
 from passes import compile_graph
-from passes._torch import FakeTensor, inner_backend, trace_artifact
-from passes.contract.errors import NotAModuleError, PolicyError
+from passes._torch import FakeTensor, inner_backend, original_of, trace_artifact
+from passes.contract.errors import CaptureError, NotAModuleError, PolicyError
 from passes.contract.plan import Plan
 from passes.contract.policy import Policy, check_used, nearest, type_names
 from passes.graph.notes import note, note_of
@@ -32,6 +32,7 @@ from passes.graph.values import LOW, no_autocast, retyped
 from passes.ops.rules import row_of
 
 from ..capture.model.preflight import refuse_wrapped
+from ..module.module import ConvertedModule
 from ..module.underflow import UnderflowWatch
 from ..trust.check import refuse_low_parameters
 from . import compiled, recompile_limit
@@ -203,7 +204,7 @@ def compile(
 
     Raises:
         NotAModuleError: The model is no module.
-        CaptureError: The model is wrapped for parallel training already.
+        CaptureError: The model is wrapped for parallel training, compiled or converted already.
         PolicyError: The policy is wrong, or there is no such inner backend; an option is an argument of this function.
 
     Example:
@@ -213,6 +214,7 @@ def compile(
     """
     if not isinstance(model, nn.Module):
         raise NotAModuleError(f"fxamp.compile takes a torch.nn.Module, not {type(model).__name__}.")
+    _refuse_second_time(model)
     refuse_wrapped(model)
     if given := split(options)[0]:
         raise PolicyError(
@@ -274,6 +276,31 @@ def _device(example_inputs: list[Any]) -> str:
     tensors = [t for t in example_inputs if isinstance(t, torch.Tensor)]
     found = next((t for t in tensors if isinstance(t, nn.Parameter)), tensors[0] if tensors else None)
     return found.device.type if found is not None and found.device.type != "meta" else "cpu"
+
+
+def _refuse_second_time(model: nn.Module) -> None:
+    """Raise CaptureError for a model that is compiled already, or of which a part is converted already.
+
+    What is compiled inside a model is captured with it, by torch.compile itself.
+    """
+    kind = type(model).__name__
+    if original_of(model) is not None:
+        raise CaptureError(
+            f"this {kind} is what torch.compile or fxamp.compile returned: use it as it is, or give fxamp.compile the "
+            "original model."
+        )
+    if compiled.is_compiled(model):
+        raise CaptureError(
+            f"this {kind} is compiled in place, by its compile(): use it as it is, or give fxamp.compile a copy "
+            "(copy.deepcopy(model) is not compiled)."
+        )
+    for path, module in model.named_modules():
+        if isinstance(module, ConvertedModule):
+            what = f"submodule '{path}' of this {kind} is" if path else "this module is"
+            raise CaptureError(
+                f"{what} converted already: compile it by torch.compile(model), or give fxamp.compile the original "
+                "model."
+            )
 
 
 def refuse_unmatched(policy: Policy, model: nn.Module) -> None:
