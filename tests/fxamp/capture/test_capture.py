@@ -282,6 +282,13 @@ def test_a_batch_of_one_is_specialised_and_the_later_call_says_what_to_do() -> N
         converted(example(4))
 
 
+def test_another_number_of_channels_is_refused_without_talk_of_batches() -> None:
+    converted = o0(nn.Conv1d(1, 2, 3), (torch.randn(4, 1, 8),))
+    said = r"dimension 1 of input 'input' was specialised to 1 .*gives 2\. Give a size of 1, or convert with an example"
+    with pytest.raises(fxamp.CaptureError, match=said):
+        converted(torch.randn(4, 2, 8))
+
+
 def test_without_dynamic_shapes_other_sizes_are_refused() -> None:
     converted = o0(Two(), dynamic_shapes=None)
     with pytest.raises(fxamp.CaptureError, match=r"dimension 0 of input 'x' was specialised to 4.*gives 2"):
