@@ -260,6 +260,11 @@ def report(converted_or_plan: Diffable | TrainStep) -> Report:
     plan = plan_in(given)
     if plan is None and step is not None and step.compiled is not None and step.compiled.settings.converts:
         plan = plan_of(step.model)
+    if plan is None and step is not None:
+        raise FxampError(
+            f"report: {type(given).__name__} is not converted, so this TrainStep trains it in FP32, and there is no "
+            "plan; give TrainStep what fxamp.convert or fxamp.compile returned"
+        )
     if plan is None:
         raise FxampError(
             f"report: a {type(given).__name__} has no plan; give a Plan, the path of a saved one, "

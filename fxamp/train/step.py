@@ -30,7 +30,7 @@ from .compiled.compile_settings import refuse_unfit, settings_of
 from .compiled.compiled_step import CompiledStep
 from .describe import reasons_to_wait
 from .ema import averages_of, follow
-from .first_step import begin
+from .first_step import begin, warn_of_fp32
 from .given import low_dtype_of, optimizers_of, scaler_of, schedulers_of
 from .ranks.ranks import Ranks
 from .ranks.refused import refuse_unfit_model
@@ -168,6 +168,7 @@ class TrainStep:
         self._scaler_state: Mapping[str, Any] | None = None  # loaded before that call
         self._warned = False
         self._begun = False  # whether all ranks are known to have been told the same
+        self._seen = False  # whether it was looked at what the model runs in
 
         self.windows = 0
         self._position = 0  # micro-batches of the open window seen so far
@@ -282,6 +283,7 @@ class TrainStep:
                     "the loss does not depend on any trainable parameter: look for torch.no_grad(), .detach() or "
                     ".item() in the model or in loss_fn"
                 )
+            warn_of_fp32(self)
             if self._undecided:
                 self._decide()
             if self._kept is not None:
