@@ -38,7 +38,7 @@ from .capture.model.preflight import loads_otherwise, untouched
 from .capture.states import capture as capture_model
 from .capture.states import in_state_of, module_of, refuse_non_models, with_own_constants
 from .dynamo import compiled
-from .dynamo.backend import compile
+from .dynamo.backend import compile, refuse_unmatched
 from .measure.fastest import emit_measured, kept_notes
 from .module.kept import Kept
 from .module.module import ConvertedModule, Variant
@@ -132,6 +132,10 @@ def _ahead_of_time(
     with capturing():  # conversions take turns
         module, inputs = module_of(model), as_inputs(args, kwargs)
         settled = resolve(policy, module, inputs)
+        if not any(
+            isinstance(m, torch.fx.GraphModule) for m in module.modules()
+        ):  # whose nodes have paths of their own
+            refuse_unmatched(settled, module)  # for a capture may take long
         autocast = autocast_for(settled, module, inputs)
         captures = capture_model(
             model, args, kwargs, front_end=front_end, dynamic_shapes=dynamic_shapes, autocast=autocast

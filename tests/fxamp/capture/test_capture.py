@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections import namedtuple
+import sys
+from collections import OrderedDict, namedtuple
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -287,6 +288,18 @@ def test_another_number_of_channels_is_refused_without_talk_of_batches() -> None
     said = r"dimension 1 of input 'input' was specialised to 1 .*gives 2\. Give a size of 1, or convert with an example"
     with pytest.raises(fxamp.CaptureError, match=said):
         converted(torch.randn(4, 2, 8))
+
+
+def test_a_module_that_the_policy_misspells_is_named_before_anything_is_captured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys.modules["fxamp.convert"], "capture_model", pytest.fail)
+    model = nn.Sequential(OrderedDict(body=nn.Linear(4, 4), head=nn.Linear(4, 2)))
+    for convert in (fxamp.convert, fxamp.plan):
+        with pytest.raises(
+            fxamp.PolicyError, match=r"modules\.haed=fp32 matches no module .*; the nearest name is 'head'"
+        ):
+            convert(model, (torch.randn(2, 4),), policy="O1,modules.haed=fp32")
 
 
 def test_without_dynamic_shapes_other_sizes_are_refused() -> None:
