@@ -166,9 +166,7 @@ class TrainStep:
         compiles |= settings is not None and settings.converts
         self._undecided = isinstance(scaler, str) and self._low_dtype is None and compiles
         self._scaler_state: Mapping[str, Any] | None = None  # loaded before that call
-        self._warned = False
-        self._begun = False  # whether all ranks are known to have been told the same
-        self._seen = False  # whether it was looked at what the model runs in
+        self._warned = self._begun = self._seen = False  # of unscaled FP16; told the same as all ranks; looked for FP32
 
         self.windows = 0
         self._position = 0  # micro-batches of the open window seen so far
