@@ -74,24 +74,24 @@ def convert(
 
     Args:
         model: An `nn.Module` with FP32 parameters (frozen ones may be FP16 or BF16), a `GraphModule` or an
-            `ExportedProgram`. It is not changed; the converted module shares its parameters and buffers, so an
-            optimizer built before goes on working.
-        args: Example inputs, a tuple as `torch.export.export` takes them (a lone tensor is wrapped), of the shapes and
-            dtypes of real ones. A batch of at least 2 keeps the batch size free.
+            `ExportedProgram`. The model is not changed. The converted module shares its parameters and buffers, so an
+            optimizer that was built before keeps working.
+        args: Example inputs, a tuple as `torch.export.export` takes them (a lone tensor is wrapped), with the shapes
+            and dtypes of real inputs. A batch of at least 2 keeps the batch size free.
         kwargs: Example keyword inputs.
         policy: A level ("O0" to "O3"), a policy string ("O2,dtype=bf16,modules.fc3=fp32") or a Policy; "O1" by default.
-        capture: "export" takes `torch.export`, "fx" symbolic tracing, "jit" `torch.compile` at the first call, whose
-            graphs run eagerly. "auto" is "export" with example inputs, else "fx"; where that would lose something of
-            the model it is "jit", and a log line says why.
-        dynamic_shapes: "auto" keeps every dimension free. Where that fails, or takes more than 4 s of processor time
-            plus 0.25 ms for each call of torch, it keeps the first of each input free, and the plan says so. None fixes
-            all sizes. Anything else as `torch.export.export` takes it.
+        capture: "export" captures with `torch.export`, "fx" by symbolic tracing, and "jit" with `torch.compile` at the
+            first call, whose graphs then run eagerly. "auto" is "export" with example inputs, else "fx"; if that front
+            end would drop something of the model, it is "jit", and a log line says why.
+        dynamic_shapes: "auto" keeps every dimension free. If that fails, or takes more than 4 s of processor time plus
+            0.25 ms for each call of torch, it keeps only the first dimension of each input free, and the plan says so.
+            None fixes all sizes. Any other value is given to `torch.export.export`.
         plan: A Plan, or the path of one, to replay; its policy is the policy.
-        check: False leaves the comparison out.
+        check: False leaves out the comparison, and the three runs that it needs.
 
     Returns:
-        A ConvertedModule, called like the model; what `fxamp.compile` returns where the model is captured at its first
-        call. Outputs have the shapes and dtypes of the model's.
+        A ConvertedModule, called like the model. If the model is captured at its first call, the result of
+        `fxamp.compile`. Outputs have the shapes and dtypes of the model's outputs.
 
     Raises:
         CaptureError: The model cannot be captured faithfully.
@@ -242,14 +242,14 @@ def plan(
     capture: str = "auto",
     dynamic_shapes: Any = "auto",
 ) -> Plan:
-    """Decide only: return the plan that `convert` would carry out ahead of time. Nothing of the model is run.
+    """Decide only: return the plan that `convert` would carry out. The model is traced, but no kernel of it runs.
 
     Args:
         model: As `convert` takes it.
-        args: Example inputs of the shapes and dtypes of real ones.
+        args: Example inputs, with the shapes and dtypes of real inputs.
         kwargs: Example keyword inputs.
         policy: As `convert` takes it.
-        capture: As `convert` takes it, but "jit".
+        capture: As `convert` takes it, except "jit".
         dynamic_shapes: As `convert` takes it.
 
     Raises:
@@ -297,9 +297,9 @@ def called_to_read(model: nn.Module, args: Any, kwargs: Any, policy: Policy) -> 
 
 
 def plan_of(module: nn.Module) -> Plan:
-    """Return what was decided for a converted module, or a compiled one after its first call: one plan, all graphs.
+    """Return the plan of a converted module, or of a compiled one after its first call: one plan for all graphs.
 
-    Modules of a model that were converted one by one give one plan, with their paths in it.
+    For a model whose submodules were converted one by one, it is one plan, with their paths in the model.
 
     Raises:
         CaptureError: Nothing was converted for the module, or nothing yet.

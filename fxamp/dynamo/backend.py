@@ -52,10 +52,10 @@ _WITHOUT_AUTOCAST = (
 
 @dataclass(frozen=True)
 class Backend:
-    """A torch.compile backend: equal to another by value, so that making one anew recompiles nothing.
+    """A backend of `torch.compile`. Backends with the same settings are equal, so a second one recompiles nothing.
 
     Attributes:
-        policy: What to convert to. Without a dtype it takes that of the surrounding autocast.
+        policy: The policy of the conversion. Without a dtype it takes the dtype of the surrounding autocast.
         backend: The inner backend, by name or as a callable.
         mode: The inner backend's mode.
         options: The inner backend's options, as pairs.
@@ -182,8 +182,8 @@ def compile(
 ) -> Any:
     """Compile a model with `torch.compile`, converted to mixed precision on the way.
 
-    The model is captured at its first call, and again where a call does not fit a graph: control flow that depends on
-    values, hooks and checkpointing stay what they are.
+    The model is captured at its first call, and again at a call that fits no graph. Control flow that depends on
+    values, hooks and checkpointing work as they do under `torch.compile`.
 
     Args:
         model: Any module that `torch.compile` takes, with FP32 parameters (frozen ones may be FP16 or BF16); it is not
@@ -198,13 +198,15 @@ def compile(
 
     Returns:
         torch's `OptimizedModule`, whose state_dict keys have the prefix `_orig_mod.`; `model.compile(backend="fxamp",
-        options={"policy": ...})` works in place and keeps them. Each call of it, and of a method of the model through
-        it, runs under `torch.autocast`, except at O0. Outputs have the shapes and dtypes of the model's.
+        options={"policy": ...})` works in place, without a prefix. Each call of the result, and of a method of the
+        model through the result, runs under `torch.autocast`, except at O0. Outputs have the shapes and dtypes of the
+        model's outputs.
 
     Raises:
         NotAModuleError: The model is no module.
         CaptureError: The model is wrapped for parallel training already.
-        PolicyError: The policy is wrong, or there is no such inner backend; an option is an argument of this function.
+        PolicyError: The policy is wrong, there is no such inner backend, or `options` holds a name that is an argument
+            of this function.
 
     Example:
         >>> compiled = fxamp.compile(model, policy="O2,dtype=bf16", backend="eager")  # "inductor" by default

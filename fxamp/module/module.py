@@ -82,8 +82,9 @@ class ConvertedModule(GraphModule):
 
     Attributes:
         variants: The graphs.
-        functions: The generated code of each graph, by its place: a function of this module and the flat inputs.
-        uncopied: Why it cannot be copied now, "" when it can.
+        functions: The generated code of each graph, by its place in `variants`: a function of this module and the flat
+            inputs.
+        uncopied: The reason why the module cannot be copied now; "" if it can.
 
     Example:
         >>> converted[0].weight is model[0].weight, converted.plan.casts
@@ -127,7 +128,7 @@ class ConvertedModule(GraphModule):
 
     @property
     def plan(self) -> Plan:
-        """What was decided, node by node, for all graphs."""
+        """The plan: the decisions on all nodes of all graphs."""
         return self._kept.plan
 
     @plan.setter
@@ -136,7 +137,7 @@ class ConvertedModule(GraphModule):
 
     @property
     def device_type(self) -> str:
-        """Whose autocast is disabled round the graph."""
+        """The device type whose autocast is disabled while the graph runs."""
         return self._kept.device_type
 
     @property
@@ -187,7 +188,7 @@ class ConvertedModule(GraphModule):
         self._guards[at] = spec.guard_function()
 
     def put(self, at: int, graph: Graph) -> None:
-        """Put a graph in the place of one of the graphs, whatever state the module is in.
+        """Replace one of the graphs by another, whatever state the module is in.
 
         Example:
             >>> converted.put(0, converted.graph)
@@ -214,7 +215,7 @@ class ConvertedModule(GraphModule):
         return code
 
     def graph_forward(self, *flat: Any) -> Any:
-        """Run the graph of the present state on flat tensors, without a check of shapes; return flat outputs.
+        """Run the graph of the present state on flat tensors without checking shapes, and return flat outputs.
 
         Example:
             >>> output, = converted.graph_forward(x)
@@ -229,7 +230,7 @@ class ConvertedModule(GraphModule):
         return self.graph.python_code("self").src
 
     def only(self, at: int) -> ConvertedModule:
-        """Return a module that has one of the graphs alone, over the same parameters.
+        """Return a module that has only one of the graphs, over the same parameters.
 
         Example:
             >>> converted.only(0)(x).shape
@@ -316,7 +317,7 @@ class ConvertedModule(GraphModule):
             super().__setattr__(name, value)
 
     def get_submodule(self, target: str) -> nn.Module:
-        """Return a part by its path, whatever it is called.
+        """Return a submodule by its path, also if its name is one that a GraphModule uses itself.
 
         Example:
             >>> converted.get_submodule("2").weight.shape
