@@ -186,7 +186,8 @@ def _refuse_without_plain(captures: Captures) -> None:
     for captured in captures.graphs:
         if not captured.plain:
             raise CaptureError(
-                f"the model runs under autocast alone, and O0 is the model without autocast: {captured.notes[-1]}"
+                "the model runs only under autocast, and O0 means without autocast: choose O1 or higher. "
+                f"{captured.notes[-1]}"
             )
 
 
@@ -205,8 +206,8 @@ def emit(
     states = [c.state for c in captures.graphs]
     if replayed is not None and len(found) != max(len(replayed.states), 1):
         raise PlanError(
-            f"the plan decides on {max(len(replayed.states), 1)} state(s) of its model, and this model has "
-            f"{len(found)}: {'; '.join(map(str, states))}. {REMEDY}"
+            f"the plan is for {max(len(replayed.states), 1)} state(s) of a model (train or eval mode, with or without "
+            f"gradients), and this model has {len(found)}: {'; '.join(map(str, states))}. {REMEDY}"
         )
     model, named = found[0].model, {name: value for c in found for name, value in c.constants.items()}
     root = skeleton(model, {path: m for c in found for path, m in c.opaque.items()}, named)
@@ -350,7 +351,7 @@ def resolve(policy: Policy, model: nn.Module, inputs: tuple[tuple[Any, ...], dic
     if device not in DEVICES:
         raise PolicyError(
             f"{type(model).__name__} is on '{device}', for which fxamp knows no ops: move it to one of "
-            f"{', '.join(DEVICES)} before converting, or go by the lists of that one with device= in the policy."
+            f"{', '.join(DEVICES)} before converting, or name one with device= in the policy, to use its op lists."
         )
     dtype = policy.dtype or torch.get_autocast_dtype(device)
     return replace(policy, device=device, dtype=dtype)

@@ -167,7 +167,7 @@ def guards_of(program: ExportedProgram) -> list[str]:
     found = getattr(program, "_guards_code", None)
     if found is None:
         raise CaptureError(
-            f"torch {torch.__version__} does not say what it assumed of the sizes; fxamp needs 2.11 to 2.15"
+            f"torch {torch.__version__} does not report its guards on sizes; fxamp supports torch 2.11 to 2.15"
         )
     return list(found)
 

@@ -108,7 +108,7 @@ def compile_graph(
         outermost = Unit(graph, attribute, _border_of(policy, under_autocast, bodies))
         units = _compiled(outermost, deciding(policy, plan, own, timer), itertools.count())
     if plan is not None and any(d.graph >= len(units) for d in plan.decisions):
-        raise PlanError(f"the plan decides on more graphs than the {len(units)} of this model; {REMEDY}")
+        raise PlanError(f"the plan has more graphs than the {len(units)} of this model; {REMEDY}")
     return _plan_of(policy, capture, notes, prepared, units)
 
 

@@ -27,7 +27,7 @@ from .relate import relate, settle
 from .rerun import rerun
 
 Run = Callable[[], Captured]
-ALONE = "the model runs under torch.autocast alone, so nothing was compared: {}"
+ALONE = "the model runs only under torch.autocast, so nothing was compared: {}"
 
 
 def by_export(

@@ -75,7 +75,7 @@ def width(args: argparse.Namespace) -> int | None:
 def write_pair(args: argparse.Namespace, graph: str, data: str) -> None:
     """Write a graph to the file asked for, and the data of its nodes beside it."""
     if args.output is None:
-        raise FxampError("model-explorer: there are two files, a graph and the data of its nodes; give -o FILE.json")
+        raise FxampError("model-explorer writes two files, a graph and the data of its nodes; give -o FILE.json")
     beside = args.output.with_name(f"{args.output.stem}.node_data.json")
     write_text(args.output, harmless.as_json(graph))
     write_text(beside, harmless.as_json(data))

@@ -22,7 +22,7 @@ def _add_capture(verb: argparse.ArgumentParser) -> None:
 
 def _positive(text: str) -> int:
     if not text.isdecimal() or not 0 < int(text) < 1000:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of processes")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of processes: give one from 1 to 999")
     return int(text)
 
 

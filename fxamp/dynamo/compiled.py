@@ -154,7 +154,7 @@ def _refuse_another_colour(policy: Policy, path: str, other: str) -> None:
     if (here and here.colour) != (there and there.colour):
         raise PolicyError(
             f"'{path}' and '{other}' share one graph, since Dynamo captures their code once, so {here or there} cannot "
-            "hold for one of them alone. Convert ahead of time, override both, or override a type or an op."
+            "hold for only one of them. Convert ahead of time, override both, or override a type or an op."
         )
 
 

@@ -114,7 +114,9 @@ class _Tree:
                 if label(hook) not in self._own_hooks:
                     way_out = "Remove it, or use"
                     if label(hook).startswith(_OF_SHARDS):
-                        way_out = "Shard the converted module as a whole, or convert each block and shard that; or use"
+                        way_out = (
+                            "Shard the converted module as a whole, or convert each block and shard the results; or use"
+                        )
                     raise CaptureError(
                         f"module '{path or '(root)'}' of {self.whose} has a {HOOKS[name]} now ({label(hook)}), which "
                         f"the graph does not run. {way_out} fxamp.compile, which runs hooks."
@@ -131,8 +133,8 @@ class _Tree:
         for module, kind_then in zip(self._modules, self._classes, strict=True):
             if type(module) is not kind_then:
                 raise CaptureError(
-                    f"a {kind_then.__name__} of {self.whose} is a {type(module).__name__} now, as a parametrization or "
-                    "a sharded wrapper makes it, whose code the graph does not run. Convert again."
+                    f"a {kind_then.__name__} of {self.whose} is a {type(module).__name__} now (a parametrization or a "
+                    "sharded wrapper changes the class). The graph does not run the code of that class. Convert again."
                 )
 
     def _changed(self, name: str, value: Any, now: Any) -> CaptureError:
@@ -144,7 +146,7 @@ class _Tree:
         other = _show(now).replace("a ", "another ", 1) if same else _show(now)
         return CaptureError(
             f"'{name}' of {self.whose} {then} when the model was captured, and is {other} now, which the graph does "
-            "not follow. Set it back, or change the original model and convert that again."
+            "not follow. Set it back, or change the original model and convert it again."
         )
 
 
@@ -227,7 +229,9 @@ class Baked:
         """
         for module, name, value in self._numbers:
             if getattr(module, name) != value:
-                raise CaptureError(f"'{name}' of a layer is not what it was when the model was captured.")
+                raise CaptureError(
+                    f"'{name}' of a layer has changed since the model was captured. Set it back, or convert again."
+                )
 
     def check_inputs(self, flat: Sequence[Any], call: CallSpec) -> None:
         """Raise CaptureError when a tensor requires gradients, or does not, and forward() asked for that."""
@@ -249,7 +253,7 @@ def _asked(name: str, required: bool, place: str) -> CaptureError:
     now, then = ("does not require", "required") if required else ("requires", "did not require")
     return CaptureError(
         f"{name} {now} gradients, and {then} them when the model was captured. forward() branches on that ({place}), "
-        "and the graph has the branch of then alone. Convert again in the state wanted."
+        "and the graph has only the branch taken during capture. Convert again in the state that you want."
     )
 
 

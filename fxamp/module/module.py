@@ -349,9 +349,9 @@ class ConvertedModule(GraphModule):
             strange = {k.removeprefix(prefix) for k in state_dict if k.startswith(prefix)} ^ self.state_dict().keys()
             if strange:
                 raise CaptureError(
-                    f"{self.original} has a way of its own to load a state, which a converted module does not call, "
-                    f"and this state has other names ('{min(strange)}'): load it into the original model, whose "
-                    "parameters these are."
+                    f"{self.original} has its own code to load a state, which a converted module does not call, and "
+                    f"this state has other names ('{min(strange)}'): load it into the original model, which shares "
+                    "its parameters with the converted module."
                 )
         super()._load_from_state_dict(state_dict, prefix, *rest)
 

@@ -76,7 +76,8 @@ def optimizers_of(optimizer: object, model: nn.Module) -> tuple[Optimizer, ...]:
     if trained and not trained & owner.keys():
         raise PolicyError(
             f"the optimizer holds none of the trainable parameters of {type(model).__name__}, and would train nothing. "
-            "Build it from model.parameters(), after what replaces them: fully_shard, load_state_dict(assign=True)."
+            "Build it from model.parameters(), after calls that replace them: fully_shard, "
+            "load_state_dict(assign=True)."
         )
     return optimizers
 

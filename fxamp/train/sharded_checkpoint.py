@@ -52,8 +52,8 @@ def save_checkpoint(step: TrainStep, folder: str | os.PathLike[str], *, group: A
     """
     if step._position:
         raise PolicyError(
-            "within a window gradients are those of one rank, and another number of ranks could not go on with them: "
-            "save at the end of a window, or call flush() first"
+            "within a window each rank has its own gradients, and another number of ranks could not continue with "
+            "them: save at the end of a window, or call flush() first"
         )
     tensors, rest = _states(step)
     course = {**course_of(step), "states": rest, "groups": _groups(step), "random": _random_states(group)}

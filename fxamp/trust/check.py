@@ -50,13 +50,13 @@ def refuse_low_parameters(named: Iterable[tuple[str, Any]], gathered: Callable[[
         listed = ", ".join(f"'{n}' ({str(d).removeprefix('torch.')})" for n, d in low[:3])
         if gathered():
             raise PolicyError(
-                f"FSDP2 gathers {len(low)} trainable parameter(s) in a low dtype: {listed}. Leave param_dtype out of "
-                "its MixedPrecisionPolicy: the graph casts parameters itself, those that the plan says."
+                f"FSDP2 gathers {len(low)} trainable parameter(s) in a low dtype: {listed}. Do not set "
+                "param_dtype in its MixedPrecisionPolicy: the graph casts parameters itself."
             )
         raise PolicyError(
             f"{len(low)} trainable parameter(s) are low already: {listed}. Updates below their resolution vanish."
-            " Call model.float() before building the optimizer and convert that (the casts live in the graph), or "
-            "freeze them with requires_grad_(False)."
+            " Call model.float() before you build the optimizer, and convert the result, whose graph casts the FP32 "
+            "weights itself; or freeze them with requires_grad_(False)."
         )
 
 
@@ -193,7 +193,7 @@ def check_runs(module: ConvertedModule, captured: Captured, args: tuple[Any, ...
             raise
         except Exception as e:
             raise VerificationError(
-                f"{type(model).__name__} runs, and converted it does not: {_failed(module.graph, e)}: "
+                f"{type(model).__name__} runs, but the converted module does not: {_failed(module.graph, e)}: "
                 f"{type(e).__name__}: {e}. Keep that op or its module in FP32 (ops.NAME=fp32, modules.PATH=fp32), or "
                 "pass check=False to convert for a device that has a kernel for it."
             ) from e
@@ -282,12 +282,12 @@ def _compare(name: str, front_end: str, model: nn.Module, expected: _Run, got: _
                 else "shape"
             )
             raise NotFaithfulError(
-                f"{way_out}: output {i} differs by {difference}. Something in it is lost by capture (a side effect, a "
-                f"random draw, a branch). {INSTEAD}, or pass check=False if it draws from a generator of its own."
+                f"{way_out}: output {i} differs by {difference}. Capture has lost a part of the model (a side effect, "
+                f"a random draw, a branch). {INSTEAD}, or pass check=False if the model has its own random generator."
             )
     for where, value in expected.state.items():
         if where not in got.state or not same(value, got.state[where]):
-            raise NotFaithfulError(f"{way_out}: it leaves something else in {where}. {INSTEAD}.")
+            raise NotFaithfulError(f"{way_out}: it leaves other values in {where}. {INSTEAD}.")
     _compare_gradients(way_out, model, expected.gradients, got.gradients)
 
 
@@ -295,7 +295,7 @@ def _compare_gradients(way_out: str, model: nn.Module, expected: list[Any] | Non
     if expected is None:
         return
     if got is None:
-        raise NotFaithfulError(f"{way_out}: its backward raises, and that of the model does not. {INSTEAD}.")
+        raise NotFaithfulError(f"{way_out}: its backward raises an error, and the model's does not. {INSTEAD}.")
     named = [n for n, p in model.named_parameters() if p.requires_grad]
     noise = GRADIENT_NOISE * _norm([g for g in expected if g is not None and not g.is_meta])
     for i, (a, b) in enumerate(zip(expected, got, strict=True)):

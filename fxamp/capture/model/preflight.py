@@ -104,7 +104,7 @@ def _refuse_wrapper(module: nn.Module, where: str) -> None:
         )
     if isinstance(module, torch.jit.ScriptModule):
         raise CaptureError(
-            f"{where} is a TorchScript module, whose code is not Python's any more. Convert the original model."
+            f"{where} is a TorchScript module, whose code is no longer Python. Convert the original model."
         )
     if type(module).__name__ == "OptimizedModule":
         raise CaptureError(
@@ -139,7 +139,7 @@ def _refuse_hook(where: str, kind: str, label: str, front_end: str) -> None:
             f"capture='{front_end}' would read a stale weight. Use torch.nn.utils.parametrizations instead."
         )
     raise NotFaithfulError(
-        f"{where} has a {kind} ({label}), which a graph captured with '{front_end}' would not run. {INSTEAD}, or "
+        f"{where} has a {kind} ({label}), which the graph captured with '{front_end}' would not run. {INSTEAD}, or "
         "remove the hook before converting."
     )
 
@@ -300,7 +300,7 @@ def refuse_assigned(changed: list[str], read: Collection[str], front_end: str) -
         plain = name.replace("_buffers.", "")
         if plain != name or name in read:
             raise NotFaithfulError(
-                f"forward() assigns '{plain}', which the graph captured with '{front_end}' would not. {INSTEAD}, or "
+                f"forward() assigns '{plain}'; the graph captured with '{front_end}' would not do that. {INSTEAD}, or "
                 "write to it in place ('copy_')."
             )
 

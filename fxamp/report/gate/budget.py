@@ -91,9 +91,9 @@ class Budget:
 
 def _total(budget: Budget, totals: Mapping[str, float] | None, why: str) -> float:
     if totals is None:
-        raise PolicyError(f"budget {budget}: a change is against a plan; give --plan FILE")
+        raise PolicyError(f"budget {budget}: a change needs a plan to compare with; give --plan FILE")
     if budget.key not in totals:
-        raise PolicyError(f"budget {budget}: {budget.key} is not known: {why}")
+        raise PolicyError(f"budget {budget}: the total {budget.key} is not known for this model: {why}")
     return totals[budget.key]
 
 

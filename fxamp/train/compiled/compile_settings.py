@@ -89,7 +89,7 @@ def settings_of(compile: object, cuda_graph: object) -> CompileSettings | None:
         raise PolicyError(f"cuda_graph must be True or False, got {cuda_graph!r}")
     if compile is False:
         if cuda_graph:
-            raise PolicyError("cuda_graph=True captures what compile=True has compiled: give compile=True too")
+            raise PolicyError("cuda_graph=True captures graphs that compile=True has compiled: give compile=True too")
         return None
     given = {} if compile is True else {"backend": compile} if isinstance(compile, str) else compile
     if not isinstance(given, Mapping):

@@ -30,18 +30,18 @@ def compare(ours: Mapping[str, object], groups: Sequence[Any]) -> None:
             dist.all_gather_object(gathered, known, group=group)
         except RuntimeError as error:
             raise PolicyError(
-                f"rank {dist.get_rank()} waited for the others of ranks {dist.get_process_group_ranks(group)} to come "
-                "to their first step, and not all did: they train with other ranks, or have no step to take, or failed "
-                f"before it. {error}"
+                f"rank {dist.get_rank()} waited for the other ranks of {dist.get_process_group_ranks(group)} at its "
+                "first step, and not all of them arrived: they train with other ranks, take no step, or failed before "
+                f"it. {error}"
             ) from error
         for one in gathered:
             known.update(one)
     differ = [name for name in ours if len({settings.get(name) for settings in known.values()}) > 1]
     if differ:
         raise PolicyError(
-            "ranks that train one model were told different things: "
+            "ranks that train one model have different settings: "
             + "; ".join(_listed(name, known) for name in differ[:_SHOWN])
-            + ". Give all of them the same, or groups of their own."
+            + ". Give all of them the same settings, or give them process groups of their own."
         )
 
 

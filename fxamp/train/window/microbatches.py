@@ -50,7 +50,10 @@ class KeptMicroBatches:
         """
         new = gradients(self._optimizers)
         if any(gradient.is_sparse for gradient in new):
-            raise PolicyError('on_overflow="skip_microbatch" selects among dense gradients, and there are sparse ones')
+            raise PolicyError(
+                'on_overflow="skip_microbatch" works only with dense gradients, and some are sparse: use '
+                'on_overflow="skip_window"'
+            )
         self.seen += 1
         bad = holds_inf_or_nan(new)
         self.kept = self.kept + 1 - bad
