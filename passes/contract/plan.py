@@ -1,4 +1,4 @@
-"""What was decided, and why, as plain data: one `Decision` per node, one `Plan` per model.
+"""Decisions and their reasons as plain data: one `Decision` per node, one `Plan` per model.
 
 A plan can be saved, diffed, kept in version control and replayed. Its JSON holds text and numbers only, and the same
 plan always gives the same text.

@@ -1,4 +1,4 @@
-"""What the user asked for: a level, a dtype, a device, and overrides per module, type and op.
+"""The user's request: a level, a dtype, a device, and overrides per module, type and op.
 
 A `Policy` is frozen and hashable, and its string form round-trips::
 

@@ -64,7 +64,7 @@ class Body:
 
 @dataclass(frozen=True)
 class Border:
-    """What holds at the edges of a graph.
+    """The dtypes at the edges of a graph.
 
     Attributes:
         inputs: the dtypes of its placeholders, where they are not the original ones.

@@ -56,7 +56,7 @@ class NoteBuffers:
 
 
 class Extremes:
-    """What is known of the values of one graph, learned node by node.
+    """The known ranges of the values of one graph, learned node by node.
 
     Attributes:
         values: what must be read in FP32.

@@ -1,4 +1,4 @@
-"""What a row of the op table says, and how the rows of a group are written."""
+"""The columns of the op table, and the way to write the rows of a group."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ class Rule:
 
     @property
     def gives(self) -> str:
-        """What its first output is; "" where that is no tensor."""
+        """The kind of its first output; "" if that is no tensor."""
         return self.out[0] if self.out else ""
 
 
