@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        # Python would leave with 1, which means "found", and a model that exits with what it likes.
+        # Python would exit with 1, which means "found" here; a target that calls sys.exit could choose any status.
         logger.debug("unexpected", exc_info=True)
         return failed(f"unexpected {type(error).__name__}: {error}; please report it")
     finally:
@@ -135,7 +135,7 @@ def _sides(args: argparse.Namespace) -> list[Path | nn.Module]:
 def _refuse_policies_of_plans(
     args: argparse.Namespace, names: Sequence[str], policies: Sequence[str | None], targets: Collection[str]
 ) -> None:
-    """Refuse a --policy that is a saved plan's: both were given, or there is no target that it could be of."""
+    """Refuse a --policy for a saved plan, which has its own: it is one of two, or there is no target."""
     for name, policy in zip(names, policies, strict=True):
         if policy is not None and name not in targets and (len(args.policy) == 2 or not targets):
             raise PolicyError(f"{name!r} is a saved plan and has its own policy; leave out --policy")

@@ -1,4 +1,4 @@
-"""What each verb takes on the command line."""
+"""The arguments of each verb on the command line."""
 
 from __future__ import annotations
 

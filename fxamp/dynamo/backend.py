@@ -289,9 +289,9 @@ def at_call(
     run: Callable[..., Any], converted: compiled.Converted, example_inputs: Sequence[Any],
     low: Mapping[int, torch.dtype] = MappingProxyType({}),
 ) -> Callable[..., Any]:  # fmt: skip
-    """Return what calls a compiled graph, with ambient autocast off, and notes which models it is called for.
+    """Return a function that calls a compiled graph with ambient autocast off, and records the models that use it.
 
-    The outputs at `low` are noted to be low in the model itself.
+    It marks the outputs at `low` as low in the model itself.
     """
     device = converted.plan.policy.device or "cpu"
     first = converted.places[0] if converted.places else 0
@@ -319,7 +319,7 @@ def at_call(
 
 
 def _noted(outputs: Sequence[Any], low: Mapping[int, torch.dtype]) -> list[Any]:
-    """Note which outputs are low in the model itself; another one that is the same tensor becomes a view of it."""
+    """Mark outputs that are low in the model itself; another output that is the same tensor becomes a view of it."""
     own = {id(outputs[i]) for i in low}
     for i, dtype in low.items():
         note_low(outputs[i], dtype)
@@ -327,9 +327,9 @@ def _noted(outputs: Sequence[Any], low: Mapping[int, torch.dtype]) -> list[Any]:
 
 
 def _told(example_inputs: Sequence[Any]) -> dict[int, torch.dtype]:
-    """Return the dtypes that a part of a graph which torch splits for DistributedDataParallel was told of its inputs.
+    """Return the dtypes that the inputs had in compilation, for a part of a graph that torch splits for DDP.
 
-    They are autocast's; what the part before it gives is wider where the policy keeps that FP32.
+    They are autocast's dtypes. Where the policy keeps a value of the part before in FP32, that part gives it in FP32.
     """
     if not any(isinstance(value, FakeTensor) for value in example_inputs):
         return {}

@@ -1,4 +1,4 @@
-"""What a graph has as a constant, compared at every call with what the model and the converted module have now.
+"""The constants of a graph, compared at every call with the values that the model and the converted module have now.
 
 The converted module shares the model's parameters, and has training flags of its own; but a dropout's `p`, a number
 that forward() read, a layer that it called, are in the graph as they were. A change of one of them, on the model or on
@@ -40,7 +40,7 @@ _ANY = itertools.repeat(_MISSING)
 
 
 class _Tree:
-    """What is compared of one tree of modules: entries of tables with what they were, and tables of hooks."""
+    """The comparison of one tree of modules: entries of tables with their values at capture, and tables of hooks."""
 
     def __init__(self, whose: str, own_hooks: Set[str]) -> None:
         self.whose = whose
@@ -151,7 +151,7 @@ class _Tree:
 
 
 class Baked:
-    """What the graphs of a converted module have as constants.
+    """The constants of the graphs of a converted module.
 
     Args:
         reads: what forward() read.

@@ -1,4 +1,4 @@
-"""What a converted module keeps beside its graphs, whatever is done with it: copied and saved as a whole."""
+"""The data that a converted module keeps beside its graphs; it is copied and saved as a whole."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is looked at before the first micro-batch of a step that several ranks share."""
+"""Checks before the first micro-batch of a step that several ranks share."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 def begin(step: TrainStep) -> None:
-    """Refuse what ranks cannot do together, and what they were not all told, once; without other ranks, do nothing.
+    """Refuse settings that ranks cannot share, or that differ between ranks. Checked once; a single rank passes.
 
     Raises:
-        PolicyError: There is such a thing; all ranks raise it.
+        PolicyError: There is such a setting; all ranks raise it.
     """
     if step._begun:
         return
@@ -31,7 +31,7 @@ def begin(step: TrainStep) -> None:
 
 
 def _told(step: TrainStep) -> dict[str, Any]:
-    """Return what ranks have to have in common, by the name that the user knows it by."""
+    """Return the settings that all ranks must share, by the names that users know."""
     return {
         "the policy": _policies(step),
         "the number of ranks": [dist.get_world_size(group) for group in step.ranks.groups],

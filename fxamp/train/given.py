@@ -1,4 +1,4 @@
-"""What a TrainStep is given: optimizers, schedulers and a loss scale that fit the model and each other."""
+"""The arguments of a TrainStep: optimizers, schedulers and a loss scale that fit the model and each other."""
 
 from __future__ import annotations
 

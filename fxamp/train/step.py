@@ -51,8 +51,8 @@ class TrainStep:
     """Run one training step per call.
 
     Results are bit for bit those of a hand-written loop with `torch.amp.GradScaler`: an optimizer with a gradient that
-    is not finite is skipped, and the others step. A step waits for the device only where Python has to decide something
-    (see `waits`). In three cases that such a loop leaves open, a TrainStep does this:
+    is not finite is skipped, and the others step. It waits for the device only where Python has to decide something
+    (see `waits`). Such a loop leaves three cases open:
 
     - An optimizer without gradients does not step.
     - With `max_grad_norm`, one gradient that is not finite skips every optimizer, since there is no norm to clip to.
@@ -62,15 +62,15 @@ class TrainStep:
     After a window all gradients are None, also those of parameters that are in no optimizer.
 
     Args:
-        model: A module that `fxamp.convert` or `fxamp.compile` returned, or a wrapper of one. A TrainStep does not
-            convert it, and does not switch it between train and eval: a model that is not converted trains in FP32.
+        model: A module that `fxamp.convert` or `fxamp.compile` returned, or a wrapper of one. A TrainStep converts no
+            model, so another one trains in FP32. It does not switch between train and eval.
         loss_fn: It is called as `loss_fn(output, target)`, or without a target as `loss_fn(output)`. None takes the
             loss from the model's output, `output.loss` or `output["loss"]`.
         optimizer: One optimizer, or several over distinct parameters. One that evaluates the loss itself (LBFGS) has to
             be the only one; it runs the micro-batches of the window again whenever it evaluates the loss.
         scaler: A LossScaler that nothing else uses; a number for a static loss scale; None for no loss scaling. "auto"
-            is `LossScaler(min_scale=1, max_scale=2**24, max_skips=20)` for a model in FP16, and no loss scaling for
-            other models. For a compiled model that is decided at its first call.
+            is `LossScaler(min_scale=1, max_scale=2**24, max_skips=20)` for a model in FP16, else None. For a compiled
+            model that is decided at its first call.
         accumulate_steps: Micro-batches in a window. The loss is divided by it.
         max_grad_norm: Clip the unscaled gradients of all optimizers to this norm, taken over all of them together.
             `float("inf")` measures the norm and clips nothing.
@@ -80,18 +80,17 @@ class TrainStep:
             until the last backward. "per_use" casts at every call, and with `compile` in backward too. Gradients are
             the same, bit for bit. A weight that is written to, moved or replaced is cast again; an edit through `.data`
             takes effect in the next window. "auto" is "per_step" if a weight would be cast more than once a window, or
-            with `compile`; else it is "per_use". With `compile` under DistributedDataParallel it is "per_use" too:
-            torch splits only graphs that read the weights, and needs the split to exchange gradients during backward.
-            Parts that `torch.compile` compiled before cast at every use; `weights.per_use` names them. Under FSDP2
-            "per_step" is refused.
+            with `compile`; else "per_use". With `compile` under DistributedDataParallel it is "per_use", since torch
+            exchanges gradients during backward only for graphs that read the weights. `weights.per_use` names parts
+            that `torch.compile` compiled before, which cast at every use. Under FSDP2 "per_step" is refused.
         on_overflow: "skip_window" skips a step if any micro-batch had gradients that were not finite. "skip_microbatch"
             leaves out those micro-batches, and the gradients are the mean of the others; the scale backs off in both
-            cases. "skip_microbatch" needs memory for a second set of gradients, and under DistributedDataParallel it
-            exchanges gradients after the window, not during its last backward.
-        compile: With True, Inductor compiles the model and the loss as one graph, and from the second window on the
-            work after backward as another graph; fused optimizers are not compiled. The name of another backend and a
-            mapping of `torch.compile`'s backend, mode, options, dynamic and fullgraph work too. Backend "fxamp" takes a
-            model that is not converted. `compiled` counts graphs, breaks, recompiles and functions that run uncompiled.
+            cases. It needs memory for a second set of gradients, and under DistributedDataParallel an exchange of
+            gradients after the window instead of during its last backward.
+        compile: With True, Inductor compiles model and loss as one graph, and from the second window on the work after
+            backward as another; fused optimizers are not compiled. It may also be the name of another backend, or a
+            mapping of `torch.compile`'s backend, mode, options, dynamic and fullgraph. Backend "fxamp" takes a model
+            that is not converted. `compiled` counts graphs, breaks, recompiles and uncompiled functions.
         cuda_graph: True lets Inductor capture CUDA graphs. Gradients are then zeroed in place after a window, and a
             gradient that a window does not compute is zero, not None. Without CUDA it does nothing.
 
@@ -225,8 +224,7 @@ class TrainStep:
         """Step with the micro-batches of an unfinished window, at the end of an epoch. If there are none, do nothing.
 
         Gradients are multiplied by `accumulate_steps / seen`, so that they are the mean over the micro-batches seen.
-        Under DistributedDataParallel all ranks have to call this, and the mean is over the micro-batches of all ranks,
-        whose numbers may differ.
+        Under DistributedDataParallel all ranks have to call this, and the mean is over the micro-batches of all.
 
         Example:
             >>> step = fxamp.TrainStep(converted, nn.functional.cross_entropy, optimizer, accumulate_steps=4)
@@ -243,9 +241,8 @@ class TrainStep:
     def state_dict(self) -> dict[str, Any]:
         """Return all that a run needs to continue bit for bit, as plain values and tensors.
 
-        It holds the states of the model, the optimizers, schedulers, averages and the scaler, the position in the
-        window with the gradients so far, and the states of torch's random number generators. As in the `state_dict` of
-        a module, the tensors are the ones in use, not copies.
+        It holds the states of the model, the optimizers, schedulers, averages, scaler and random number generators, and
+        the position in the window with the gradients so far. Tensors are the ones in use, not copies.
 
         Example:
             >>> torch.save(step.state_dict(), "step.pt")
@@ -256,8 +253,8 @@ class TrainStep:
         """Load a state that `state_dict` returned into a TrainStep that was made in the same way.
 
         Raises:
-            PolicyError: The state is not one of a TrainStep, or one of another model, optimizer, scaler or
-                `accumulate_steps`; nothing was changed.
+            PolicyError: The state is that of no TrainStep, or of one with other settings or another model; nothing was
+                changed.
 
         Example:
             >>> torch.save(step.state_dict(), "step.pt")

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from ..capture.model.captured import Autocast, Captured
 
 GRADIENT_TOLERANCE = 1e-6  # the exporter may reorder a sum of gradients
-# Of the norm of all gradients together: a gradient that is zero but for rounding, as that of the bias of attention's
-# keys is, has no digit that a reordered sum would keep.
+# A fraction of the norm of all gradients together. A gradient that is zero up to rounding, such as that of the bias of
+# attention keys, has no digit that a reordered sum would keep.
 GRADIENT_NOISE = torch.finfo(torch.float32).eps
 
 
@@ -43,7 +43,7 @@ def refuse_low_parameters(named: Iterable[tuple[str, Any]], gathered: Callable[[
 
     Args:
         named: parameters, and other values, by name.
-        gathered: says whether these are what FSDP2 has gathered, of parameters that may well be FP32.
+        gathered: says whether FSDP2 gathered these values; the sharded parameters behind them may be FP32.
     """
     low = [(n, p.dtype) for n, p in named if isinstance(p, nn.Parameter) and p.requires_grad and p.dtype in LOW]
     if low:
@@ -136,7 +136,7 @@ def runs_under(autocast: Autocast, model: nn.Module, args: tuple[Any, ...], kwar
     try:
         with untouched(model), preserved(model), torch.autocast(autocast.device, autocast.dtype, cache_enabled=False):
             model(*pytree.tree_map(fresh, args), **pytree.tree_map(fresh, kwargs))
-    except Exception:  # whatever it raises, it does not run
+    except Exception:  # any exception means that the model does not run
         return False
     return True
 
@@ -172,7 +172,7 @@ def _caller(captured: Captured) -> Callable[..., Any]:
     holder = GraphModule(nn.Module(), Graph())  # it would copy children itself, but not all names
     holder.__dict__.update({k: root.__dict__[k] for k in ("_modules", "_parameters", "_buffers", "training")})
     with called_by_name(captured.graph), read_directly(captured.graph):
-        object.__setattr__(holder, "graph", captured.graph)  # a child may be called so
+        object.__setattr__(holder, "graph", captured.graph)  # a child module may be named "graph"
     return holder
 
 
@@ -219,7 +219,7 @@ def written_parameters(captured: Captured) -> list[torch.Tensor]:
 
 
 class _Run(NamedTuple):
-    """What one call gives: output leaves, gradients of a weighted sum of the floating ones, and what it leaves behind.
+    """The results of one call: output leaves, gradients of a weighted sum of them, and the tensors that it wrote to.
 
     The gradients are None where the model's own backward fails.
     """

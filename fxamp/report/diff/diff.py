@@ -1,4 +1,4 @@
-"""What differs between two plans, two converted modules, or two graphs.
+"""The differences between two plans, two converted modules, or two graphs.
 
 Nodes are matched by structure (`match`), so a line moved, a node renamed or a layer put in elsewhere is no difference
 of the others.

@@ -39,7 +39,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the gate says of one target.
+    """The gate's result for one target.
 
     Attributes:
         target: its name.

@@ -1,4 +1,4 @@
-"""What `fxamp check` checks: targets of the command line, or those of the user's pyproject.toml.
+"""The targets of `fxamp check`: one of the command line, or those of the user's pyproject.toml.
 
 [tool.fxamp.targets.classifier]
 target = "net.py:make"

@@ -18,7 +18,7 @@ from .shards import agree, groups_of, is_spread
 
 
 class Ranks:
-    """What several ranks have to do with one model and its optimizers; without any, nothing.
+    """The ranks that share one model and its optimizers, and what they do together; a single rank does nothing.
 
     Attributes:
         replicas: The parts of the model that exchange gradients in backward.

@@ -1,4 +1,4 @@
-"""What several ranks cannot do right together with a training step: each is refused by name, with a way out."""
+"""Settings under which a training step on several ranks would be wrong: each is refused by name, with a way out."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def refuse_unfit_model(model: nn.Module, weights: str) -> None:
 
 
 def _refuse_gathered(module: nn.Module, where: str, weights: str) -> None:
-    """Refuse what FSDP2 was told about dtypes, where graphs were told another thing."""
+    """Refuse settings of FSDP2 about dtypes that contradict the graphs."""
     dtype, casts_inputs = gathering(module)
     if weights == "per_step":
         does = (

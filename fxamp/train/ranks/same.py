@@ -1,4 +1,4 @@
-"""Settings that ranks must have in common, compared before the first step: later, one would wait for ever."""
+"""Settings that ranks must share, compared before the first step: a later mismatch makes a rank wait for ever."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ _SHOWN = 3  # ranks and settings named one by one
 
 
 def compare(ours: Mapping[str, object], groups: Sequence[Any]) -> None:
-    """Tell the ranks of some groups what this one was told to do, and refuse to go on where they differ.
+    """Exchange settings with the ranks of some groups, and refuse to continue if they differ.
 
     Args:
         ours: Settings by name; what is compared is their `repr`.
-        groups: Which ranks train together: the dimensions of a grid of ranks, so that all come to know of all.
+        groups: The groups of ranks that train together: the dimensions of a grid of ranks, so that each rank learns
+            the settings of all.
 
     Raises:
-        PolicyError: Ranks differ, on all of them; or one did not come in the time that its group gives, on the others.
+        PolicyError: Ranks differ (raised on all ranks), or a rank did not arrive within the timeout of its group
+            (raised on the others).
     """
     known = {dist.get_rank(): {name: repr(value) for name, value in ours.items()}}
     for group in groups:

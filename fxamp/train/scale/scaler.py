@@ -331,7 +331,7 @@ class LossScaler(torch.amp.GradScaler):
         before = scale.clone()
         states = list(self._per_optimizer_states.values())
         self._count_skips(states)
-        found_infs = [found.clone() for found in _found_infs(states)]  # torch adds them up in the first
+        found_infs = [found.clone() for found in _found_infs(states)]  # torch accumulates the flags in the first tensor
         if overflow is not None:
             for found in _found_infs(states):
                 found.copy_(torch.maximum(found, overflow.to(found)))

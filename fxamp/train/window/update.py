@@ -18,7 +18,7 @@ from .result import HeldBack
 
 
 class Update(NamedTuple):
-    """What became of the optimizers that had gradients, and the norm of those where it was asked for."""
+    """Which optimizers stepped, of those that had gradients, and the norm of the gradients if it was asked for."""
 
     held_back: dict[Optimizer, HeldBack]
     grad_norm: Tensor | None
