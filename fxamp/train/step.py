@@ -52,7 +52,7 @@ class TrainStep:
 
     Results are bit for bit those of a hand-written loop with `torch.amp.GradScaler`: an optimizer with a gradient that
     is not finite is skipped, and the others step. It waits for the device only where Python has to decide something
-    (see `waits`). Such a loop leaves three cases open:
+    (see `waits`). It also settles three cases that such a loop leaves open:
 
     - An optimizer without gradients does not step.
     - With `max_grad_norm`, one gradient that is not finite skips every optimizer, since there is no norm to clip to.
@@ -69,8 +69,8 @@ class TrainStep:
         optimizer: One optimizer, or several over distinct parameters. One that evaluates the loss itself (LBFGS) has to
             be the only one; it runs the micro-batches of the window again whenever it evaluates the loss.
         scaler: A LossScaler that nothing else uses; a number for a static loss scale; None for no loss scaling. "auto"
-            is `LossScaler(min_scale=1, max_scale=2**24, max_skips=20)` for a model in FP16, else None. For a compiled
-            model that is decided at its first call.
+            is `LossScaler(min_scale=1, max_scale=2**24, max_skips=20)` for a model in FP16, else None; a compiled model
+            decides at its first call.
         accumulate_steps: Micro-batches in a window. The loss is divided by it.
         max_grad_norm: Clip the unscaled gradients of all optimizers to this norm, taken over all of them together.
             `float("inf")` measures the norm and clips nothing.
@@ -195,12 +195,11 @@ class TrainStep:
         """Take one micro-batch; at the window's end, step the optimizers.
 
         Args:
-            inputs: A tensor or a tuple for `model(*inputs)`, a mapping for `model(**inputs)`; of shapes and dtypes as
-                the model takes them.
+            inputs: A tensor or a tuple for `model(*inputs)`, or a mapping for `model(**inputs)`, as the model takes
+                them.
             target: The second argument of `loss_fn`.
-            scale: The loss scale of this window, in place of the scaler's own. The scaler does not take part in such a
-                window: its scale, its growth and its count of skipped steps stay as they are, whatever happens in it.
-                Within a window leave it out or repeat it.
+            scale: The loss scale of this window, instead of the scaler's. The scale, growth and count of skipped steps
+                of the scaler do not change in such a window. Within a window leave `scale` out or repeat it.
 
         Raises:
             PolicyError: An argument cannot be used.
@@ -253,8 +252,7 @@ class TrainStep:
         """Load a state that `state_dict` returned into a TrainStep that was made in the same way.
 
         Raises:
-            PolicyError: The state is that of no TrainStep, or of one with other settings or another model; nothing was
-                changed.
+            PolicyError: The state is of no TrainStep, or of other settings or another model; nothing was changed.
 
         Example:
             >>> torch.save(step.state_dict(), "step.pt")
