@@ -8,6 +8,7 @@ operand, which `drop_aliases` takes out of the graph again:
     h.float()       ->  to(alias(h), float32)           a method that names its dtype: the cast is literal
     h.to(dtype)     ->  to(alias(alias(h)), dtype)      `dtype` may be written out, or have been read off a tensor
     h.contiguous()  ->  contiguous(alias(h))
+    lstm(h)         ->  lstm(to(alias(alias(alias(h))), bf16))    under autocast: see `recurrent.py`
 """
 
 from __future__ import annotations
@@ -16,12 +17,15 @@ import time
 from typing import Any
 
 import torch
-from torch.fx import Graph
+from torch.fx import Graph, Node
 
 from passes._torch import TorchFunctionMode
 from passes.graph.notes import note
 from passes.ops import ops
 from passes.ops.rules import row_of
+
+from .model.captured import Autocast
+from .recurrent import ALIASES, with_low_operands
 
 _ALIAS = torch.ops.aten.alias.default
 _METHODS = frozenset(getattr(torch.Tensor, n) for n in ops.CAST_METHODS)
@@ -39,10 +43,14 @@ class ExplicitCasts(TorchFunctionMode):
     Args:
         seconds: how much processor time capture may take before TooLong is raised, None for any.
         seconds_per_call: how long it may take for each call of torch on top of that.
+        autocast: what is captured under, which recurrent layers have to be told.
     """
 
-    def __init__(self, seconds: float | None = None, seconds_per_call: float = 0.0) -> None:
+    def __init__(
+        self, seconds: float | None = None, seconds_per_call: float = 0.0, autocast: Autocast | None = None
+    ) -> None:
         super().__init__()
+        self._autocast = autocast
         self._end = None if seconds is None else time.thread_time() + seconds
         self._per_call = seconds_per_call
 
@@ -57,7 +65,7 @@ class ExplicitCasts(TorchFunctionMode):
             return func(value, *args[1:], **kwargs)
         if func is torch.Tensor.contiguous and args[0].layout is torch.strided:
             return _CONTIGUOUS(_ALIAS(args[0]), **_memory_format(args, kwargs))
-        return func(*args, **kwargs)
+        return func(*with_low_operands(self._autocast, func, args), **kwargs)
 
 
 def _memory_format(args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -65,12 +73,20 @@ def _memory_format(args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def drop_aliases(graph: Graph) -> None:
-    """Remove the aliases, and note on a cast what they said: "literal", two of them "undecided"."""
-    twice = {n for n in graph.nodes if n.target is _ALIAS and getattr(n.args[0], "target", None) is _ALIAS}
+    """Remove the aliases, and note on a cast what they said: "literal", two "undecided", three that it is not there."""
+    behind: dict[Node, int] = {}
     for node in list(graph.nodes):
         if node.target is _ALIAS:
-            for reader in node.users:
-                if row_of(reader).cast:
-                    note(reader, cast="undecided" if node in twice else "literal")
-            node.replace_all_uses_with(node.args[0])
+            value: Any = node.args[0]
+            behind[node] = behind.get(value, 0) + 1
+    for node in list(graph.nodes):
+        count = behind.get(node.args[0], 0) if node.args and isinstance(node.args[0], Node) else 0
+        if row_of(node).cast and count == ALIASES:
+            node.replace_all_uses_with(node.all_input_nodes[0])
             graph.erase_node(node)
+        elif row_of(node).cast and count:
+            note(node, cast="undecided" if count == 2 else "literal")
+    for node in behind:
+        first: Any = node.args[0]
+        node.replace_all_uses_with(first)
+        graph.erase_node(node)

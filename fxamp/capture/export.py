@@ -30,6 +30,7 @@ from .model.frames import place_of
 from .model.patches import traced_here_alone
 from .model.preflight import untouched
 from .model.reads import Recorder
+from .recurrent import ask
 from .regions import inline_regions
 
 _PREFIX = "model."
@@ -217,10 +218,12 @@ def export(
     wrapper.training = model.training
     tensors = _distinct([v for v in flat if isinstance(v, torch.Tensor)])
     functions = Functions()
+    ask(autocast, model)
+    seconds, each = limit or (None, 0.0)
     entered = contextlib.nullcontext() if autocast is None else autocast.context()
     with _quiet():
         try:
-            with without_fused_layers(), entered, ExplicitCasts(*(limit or (None,))), functions.kept():
+            with without_fused_layers(), entered, ExplicitCasts(seconds, each, autocast), functions.kept():
                 program = torch.export.export(
                     wrapper, tensors, dynamic_shapes={"tensors": dims} if tensors else None, strict=False
                 )

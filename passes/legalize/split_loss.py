@@ -23,7 +23,7 @@ _NONE, _MEAN, _SUM = 0, 1, 2
 
 
 def split_losses(graph: Graph) -> int:
-    """Split every cross-entropy over class indices without weights or smoothing; return how many."""
+    """Split every cross-entropy of FP32 over class indices without weights or smoothing; return how many."""
     edits = 0
     for node in list(graph.nodes):
         if node.target is aten.cross_entropy_loss.default and _is_plain(node):
@@ -39,7 +39,9 @@ def _is_plain(node: Node) -> bool:
         return False
     smooth = ops.argument(node, "label_smoothing", 0.0)
     plain = ops.argument(node, "weight") is None and isinstance(smooth, (int, float)) and smooth == 0
-    return plain and values[0].dim() == 2 and not values[1].is_floating_point()  # type: ignore[union-attr]
+    given: Any = values[0]
+    # Of other logits the loss has another dtype than FP32, and the program may read that.
+    return plain and given.dtype == torch.float32 and given.dim() == 2 and not values[1].is_floating_point()  # type: ignore[union-attr]
 
 
 def _split(graph: Graph, node: Node) -> None:

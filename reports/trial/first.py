@@ -75,6 +75,10 @@ def unequal(runs: Iterable[tuple[int, Record, Record]], plan: fxamp.Plan) -> tup
             first = node
             while before := [n for n in first.all_input_nodes if n in differs and n is not first]:
                 first = before[0]
+            # A value that is held in another dtype is equal, and what reads it is not: that one was decided on.
+            held = [n for n in first.all_input_nodes if _dtype(expected, n) != _dtype(got, n)]
+            named = {d.key for d in plan.deviations if d.graph == index}
+            first = next((n for n in held if names.get(n.name) in named), first)
             while ops.name(first) == "getitem" and isinstance(first.args[0], Node):
                 first = first.args[0]  # what gave several values is what was decided on
             key, line = names[first.name], source(first)
@@ -83,6 +87,11 @@ def unequal(runs: Iterable[tuple[int, Record, Record]], plan: fxamp.Plan) -> tup
             found = found or [d for d in plan.deviations if d.source == line]  # a part of what was decomposed
             return (found[0].code if found else ""), key
     return None
+
+
+def _dtype(record: Record, node: Node) -> torch.dtype | None:
+    made = record.made.get(node.name)
+    return made.dtype if isinstance(made, Tensor) else None
 
 
 class Compared(Protocol):

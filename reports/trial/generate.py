@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from .grammar import BATCH, BLOCKS, DTYPES, EXPRESSIONS, INPUTS, OUTPUTS, PARTS, STATEMENTS, WEIGHTS, WIDTH
 from .program import Line, Program, environment
+from .runs import tensors
 
 LARGEST = 1e3  # a value that FP16 holds with room to spare
 LINES = (3, 14)
@@ -165,9 +166,9 @@ def runs(program: Program) -> bool:
             model, args = program.build()
             with torch.autocast("cpu", low or torch.bfloat16, enabled=low is not None):
                 output = model(*args)
-        except Exception:
-            return False
-        floats = [t for t in torch.utils._pytree.tree_leaves(output) if isinstance(t, Tensor) and t.is_floating_point()]
-        if not floats or not all(t.isfinite().all() and (t.abs() <= LARGEST).all() for t in floats):
+            floats = [t for t in tensors(output) if t.is_floating_point()]
+            if not floats or not all(t.isfinite().all() and (t.abs() <= LARGEST).all() for t in floats):
+                return False
+        except Exception:  # in a read of what it gave, too: a view may be forbidden by then
             return False
     return True

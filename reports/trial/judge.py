@@ -182,14 +182,17 @@ def _without_fxamp(found: Subject, got: Run | None, level: str) -> str:
             seen += [str(n.target) for part in gm.modules() if hasattr(part, "graph") for n in part.graph.nodes]
             return lookup_backend(backend)(gm, inputs)
 
-        try:
-            alone = found.run(torch.compile(found.model, backend=inner), None if level == "O0" else found.ambient())
-        except Exception as e:
-            if got is None:
-                return f"{type(e).__name__}: {' '.join(str(e).split())[:200]}"
-        else:
-            why = changed(alone, expected) if expected is not None and got is not None else ""
-            if why and got is not None and not (level == "O0" and changed(got, alone)):
+        for context in [None] if level == "O0" else [found.ambient(), None]:
+            try:
+                alone = found.run(torch.compile(found.model, backend=inner), context)
+            except Exception as e:
+                if got is None:
+                    return f"{type(e).__name__}: {' '.join(str(e).split())[:200]}"
+                continue
+            if expected is None or got is None or (context is None and level != "O0"):
+                continue
+            why = changed(alone, expected)
+            if why and not (level == "O0" and changed(got, alone)):
                 return why
         if not any("checkpoint" in name for name in seen):
             return ""

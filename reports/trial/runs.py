@@ -7,7 +7,7 @@ import copy
 import math
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -278,12 +278,15 @@ class Allowed:
             return found
         if isinstance(self.plain.gradients, list):
             if not isinstance(got.gradients, list):
-                return f"gradients: {got.gradients!r:.80}"
-            lost = [i for i, (a, b) in enumerate(zip(got.gradients, self.plain.gradients, strict=True))
-                    if (a is None) != (b is None)]  # fmt: skip
+                # What is low is no copy any more, and is written: autocast raises there too.
+                if not (isinstance(got.gradients, str) and self.autocast and isinstance(self.autocast.gradients, str)):
+                    return f"gradients: {got.gradients!r:.80}"
+                got = replace(got, gradients=self.plain.gradients)
+            given, needed = _pattern(got), _pattern(self.plain)
             known = self.autocast is not None and isinstance(self.autocast.gradients, list)
-            if lost and not (known and _pattern(self.autocast) == _pattern(got)):  # type: ignore[arg-type]
-                return f"gradient {lost[0]} is {'lost' if got.gradients[lost[0]] is None else 'new'}"
+            if given != needed and not (known and _pattern(self.autocast) == given):  # type: ignore[arg-type]
+                at = next(i for i, (a, b) in enumerate(zip(given, needed, strict=True)) if a != b)
+                return f"gradient {at} is {'lost' if given[at] else 'new'}"
         for tries in (0, *TRIES):
             while self.tried < tries:
                 self.tried += 1

@@ -17,7 +17,7 @@ from torch.fx import Graph, Node
 from ..._torch import OpOverload, overload_name
 from ...contract.reasons import Code, Reason
 from ...graph.notes import note_of
-from ...graph.values import ANY, LOW, is_floating, literal_dtype, module_path
+from ...graph.values import ANY, ELIGIBLE, LOW, is_floating, literal_dtype, module_path
 from ...ops import ops
 from ...ops.rules import Rule, row_named
 
@@ -155,7 +155,7 @@ class Casts:
                     first: Any = n.args[0] if n.args else None
                     upcasts = literal_dtype(n) == torch.float32 and self._kind(n) != "relative"
                     found = dtypes.get(first)
-                    if upcasts and isinstance(found, torch.dtype) and found.is_floating_point:
+                    if upcasts and isinstance(found, torch.dtype) and found in ELIGIBLE:  # else it was no upcast
                         return found
                     nearer.append(n)
             front = nearer

@@ -141,6 +141,28 @@ def test_what_the_code_reads_of_dtypes_is_autocasts(way: Callable[..., Any], low
     assert not [note for note in converted.plan.notes if "defect of a rule" in note]
 
 
+class Recurrent(nn.Module):
+    """Reads the dtype of what a recurrent layer gives, which fake tensors do not have."""
+
+    def __init__(self, layer: Callable[..., nn.RNNBase]) -> None:
+        super().__init__()
+        self.layer = layer(6, 6, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)[0]
+        return x.exp().to(y.dtype) + y + torch.finfo(y.dtype).eps
+
+
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.RNN])
+def test_the_dtype_of_a_recurrent_layer_is_that_of_its_kernel(layer: Callable[..., nn.RNNBase]) -> None:
+    torch.manual_seed(0)
+    model, x = Recurrent(layer), torch.randn(2, 3, 6)
+    converted = fxamp.convert(model, (x,), policy="O1,dtype=bf16", capture="export")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(converted(x), model(x))
+    assert not [note for note in converted.plan.notes if "defect of a rule" in note]
+
+
 @pytest.mark.parametrize("level", ["O2", pytest.param("O3", marks=pytest.mark.matrix)])
 @pytest.mark.parametrize("way", WAYS)
 def test_beyond_o1_it_stays_near(way: Callable[..., Any], level: str) -> None:

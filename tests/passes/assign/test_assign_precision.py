@@ -307,6 +307,24 @@ def test_beside_64_bits_what_autocast_makes_fp32_is_fp32() -> None:
         assert torch.equal(got, Net(loss)(X))
 
 
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_a_cast_that_does_nothing_restores_no_dtype_wider_than_fp32(level: str) -> None:
+    def twice(m: Any, x: Tensor) -> Tensor:
+        narrowed = x.double().to(torch.float32)
+        return narrowed.to(narrowed.dtype)
+
+    assert convert(twice, level)(X).dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_loss_of_logits_that_are_not_fp32_has_their_dtype(dtype: torch.dtype) -> None:
+    def loss(m: Any, x: Tensor) -> Tensor:
+        return F.cross_entropy(x, x.argmax(-1)).mT
+
+    given = X.to(dtype)
+    assert fxamp.convert(Net(loss), (given,), policy="O2,dtype=bf16")(given).dtype == dtype
+
+
 def test_an_author_s_cast_serves_a_reader_that_was_coloured_low() -> None:
     def twice(m: Any, x: Tensor) -> Any:
         return x.type(torch.bfloat16), (x.abs() + 1).log()

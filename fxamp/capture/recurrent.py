@@ -1,0 +1,68 @@
+"""What recurrent layers give under autocast, told to a capture.
+
+A device runs them under autocast by a fused kernel, with every operand low. Fake tensors have no such kernel, and run
+them step by step, which gives FP32. So where they are captured under autocast their operands are cast, by casts that
+`drop_aliases` takes out of the graph again.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from passes._torch import pytree
+from passes.contract.devices import DEVICES
+from passes.graph.values import ELIGIBLE
+from passes.ops.facts import rule_of
+from passes.ops.rules import LOW
+
+from .model.captured import Autocast
+
+_LAYERS: tuple[Callable[..., Any], ...] = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
+ALIASES = 3  # how many of them stand before the cast of an operand
+
+
+def with_low_operands(autocast: Autocast | None, func: Callable[..., Any], args: Any) -> Any:
+    """Return the arguments of a call of torch as autocast hands them to the kernel of a recurrent layer."""
+    if autocast is None or func not in _LAYERS:
+        return args
+    node: Any = SimpleNamespace(args=args, kwargs={}, op="call_function", target=func)
+    if rule_of(node, autocast.wanted, autocast.dtype)[1] != LOW or not _gives(func, autocast.wanted, autocast.dtype):
+        return args
+
+    def cast(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or value.dtype not in ELIGIBLE:
+            return value
+        for _ in range(ALIASES):
+            value = torch.ops.aten.alias.default(value)
+        return torch.ops.aten.to.dtype(value, autocast.dtype)
+
+    return pytree.tree_map(cast, args)
+
+
+def ask(autocast: Autocast | None, model: torch.nn.Module) -> None:
+    """Find out what the device's own kernels do, before fake tensors are all that there is."""
+    if autocast is not None and any(isinstance(m, torch.nn.RNNBase) for m in model.modules()):
+        for func in _LAYERS:
+            _gives(func, autocast.wanted, autocast.dtype)
+
+
+@functools.cache
+def _gives(func: Callable[..., Any], device: str, low: torch.dtype) -> bool:
+    """Say whether a layer of one number gives low under autocast; a device that is not here is taken to."""
+    if not DEVICES[device].is_here():
+        return True
+    zeros = functools.partial(torch.zeros, device=device)
+    gates = {torch.lstm: 4, torch.gru: 3}.get(func, 1)
+    state = (zeros(1, 1, 1), zeros(1, 1, 1)) if func is torch.lstm else zeros(1, 1, 1)
+    weights = [zeros(gates, 1), zeros(gates, 1), zeros(gates), zeros(gates)]
+    try:
+        with torch.no_grad(), torch.autocast(device, low, cache_enabled=False):
+            made = func(zeros(1, 1, 1), state, weights, True, 1, 0.0, False, False, False)
+    except RuntimeError:  # the device has no kernel for this dtype
+        return False
+    return bool(made[0].dtype == low)
