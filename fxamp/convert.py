@@ -153,7 +153,7 @@ def _ahead_of_time(
 
 
 def checked(captures: Captures, autocast: Autocast | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captures:
-    """Compare the present graph with the model; leave that out for a model that runs under autocast alone."""
+    """Compare the present graph with the model; leave that out for a model that runs only under autocast."""
     try:
         present = check_faithful(captures.graphs[0], args, kwargs)
     except RejectedError as e:

@@ -286,7 +286,7 @@ def compile_records() -> list[Any]:
 def communication_hook(replica: DistributedDataParallel) -> str:
     """Return what exchanges the gradients of a DistributedDataParallel in place of an all-reduce, "" if nothing does.
 
-    A hook that torch has built in is known to its logger alone.
+    Only torch's logger knows a hook that is built into torch.
     """
     return str(replica._get_ddp_logging_data().get("comm_hook", ""))
 

@@ -88,7 +88,7 @@ def compile_graph(
         attribute: resolves the target of a get_attr.
         capture: the front end that made the graph, for the plan.
         notes: what capture has to say, for the plan.
-        plan: what to carry out instead of deciding anew.
+        plan: the plan to carry out instead of deciding.
         own: which of its decisions, by graph and key, this graph must have; None for all.
         timer: measures calls, for cost="measured".
         under_autocast: the graph is called under autocast, and so is what reads its outputs, which therefore keep the

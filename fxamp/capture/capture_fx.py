@@ -373,7 +373,7 @@ def _lift_constants(graph: Graph, model: nn.Module, tracer: Tracer) -> dict[str,
     """Return the tensors that are neither parameter nor buffer, by names of their own; point the graph at those."""
     own = {n for n, _ in model.named_parameters(remove_duplicate=False)}
     own |= {n for n, _ in model.named_buffers(remove_duplicate=False)}
-    tensors = {path: tensor for tensor, path in tracer.tensor_attrs.items()}  # also those forward() has assigned anew
+    tensors = {path: tensor for tensor, path in tracer.tensor_attrs.items()}  # also those that forward() has reassigned
     lifted = {}
     for node in graph.nodes:
         if node.op == "get_attr" and node.target not in own:

@@ -74,7 +74,7 @@ def _is_made(node: Node) -> bool:
 
 
 def _unsized(argument: Any) -> Any:
-    """Return what an argument is, but for values and sizes: what is a number in one graph is a node in another."""
+    """Return an argument without values and sizes: a number in one graph may be a node in another."""
     if argument is None or isinstance(argument, (bool, float, str, torch.dtype)):
         return argument
     if isinstance(argument, Node):

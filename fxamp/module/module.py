@@ -146,7 +146,7 @@ class ConvertedModule(GraphModule):
         return self._kept.original
 
     def _be_indexed(self) -> None:
-        """Let this instance alone be read as the container that the model is."""
+        """Let only this instance be read as the container that the model is."""
 
         def reading(name: str) -> Callable[..., Any]:
             def read(self: ConvertedModule, *args: Any) -> Any:
@@ -209,7 +209,7 @@ class ConvertedModule(GraphModule):
         graph.set_codegen(Containers(self.variants[at].call_spec))
         with called_directly(graph), called_by_name(graph), read_directly(graph):
             code = super().recompile()
-        cls: Any = type(self)  # of this instance alone
+        cls: Any = type(self)  # only of this instance
         self.functions[at], cls.forward = cls.forward, _with_signature(self.variants[at].call_spec)
         cls.__call__ = nn.Module.__call__  # fx's own catches errors, to print lines of the code to stderr
         return code
@@ -306,7 +306,7 @@ class ConvertedModule(GraphModule):
         )
 
     def _fixed(self) -> str:
-        """Return why there is one state alone, where the plan says it."""
+        """Return the reason why there is only one state, if the plan gives it."""
         return next((f" ({note})" for note in self.plan.notes if "was fixed when it was exported" in note), "")
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -362,9 +362,9 @@ class ConvertedModule(GraphModule):
         for name, p in self.named_parameters():
             if p.dtype not in (before[name], torch.float32):
                 warnings.warn(
-                    f"'{name}' of a converted {self.original} was {before[name]} and is {p.dtype} now, and so is what "
-                    "shares it. The graph casts parameters itself, from the dtype they had when it was made, and "
-                    "training needs them in FP32. Leave that call out, or make it before fxamp.convert.",
+                    f"'{name}' of a converted {self.original} was {before[name]} and is {p.dtype} now, also in modules "
+                    "that share it. The graph casts parameters itself, from the dtypes they had at conversion, and "
+                    "training needs them in FP32. Leave out that call, or make it before fxamp.convert.",
                     stacklevel=3,
                 )
                 break

@@ -127,7 +127,7 @@ def check_faithful(captured: Captured, args: tuple[Any, ...], kwargs: dict[str, 
             got = _run(bound, args, kwargs, model, tensors)
         _compare(type(model).__name__, found.front_end, model, expected, got)
     if any(isinstance(o, torch.Tensor) and o.is_meta for o in expected.outputs):
-        return captured.noting("checked without values: tensors on the meta device have a shape and a dtype alone")
+        return captured.noting("checked without values: tensors on the meta device have only a shape and a dtype")
     return captured
 
 
@@ -247,7 +247,7 @@ def _run(
 def _gradients(floats: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> list[Any] | None:
     """Return the gradients of outputs, all of whose numbers weigh differently; None where there is no backward.
 
-    That is so of a model for inference alone, which writes over what its own backward needs.
+    Such a model is only for inference: it overwrites values that its own backward needs.
     """
     if not floats or not sources or not torch.is_grad_enabled():
         return [None] * len(sources)

@@ -324,7 +324,7 @@ def _between(decisions: Sequence[Decision], first: int | None, end: int | None) 
 
 
 def joined(plans: Sequence[Plan], states: Sequence[str]) -> Plan:
-    """Return one plan for all graphs of a model; what the first decides the same way stands there alone.
+    """Return one plan for all graphs of a model; a decision that is the same in the first state is listed only there.
 
     Args:
         plans: of each graph.

@@ -53,7 +53,7 @@ def _refuse_constant(name: str) -> float:
 
 def in_this_format(data: dict[str, Any]) -> dict[str, Any]:
     """Return a plan of an older format in this one."""
-    if data["version"] < 2:  # which knew one graph alone
+    if data["version"] < 2:  # which knew only one graph
         data = {**data, "states": []}
     if data["version"] < 3 and isinstance(data.get("decisions"), list):  # in which reasons began with their code
         data = {**data, "decisions": [

@@ -55,7 +55,7 @@ def is_capturing() -> bool:
 
 @contextlib.contextmanager
 def traced_here_alone() -> Iterator[None]:
-    """While a tracer of torch runs, let modules that other threads call be called as ever."""
+    """While a tracer of torch runs, let the calls of modules by other threads work as usual."""
     with contextlib.ExitStack() as stack:
         for name in _TRACED:
             stack.enter_context(mock.patch.object(nn.Module, name, _for_thread(vars(nn.Module)[name], _own[name])))

@@ -65,7 +65,7 @@ class Reads:
 
 
 class Recorder:
-    """Notes what is read while it is entered, by this thread alone.
+    """Notes the reads of this thread while it is entered.
 
     Args:
         model: whose forward is called inside.

@@ -78,7 +78,7 @@ class Budget:
         value = _total(self, now, "the graph was captured without example inputs or just in time, or cannot be sized")
         limit = self.limit
         if self.sign:
-            was = _total(self, before, "the plan does not have it; write it anew with --update")
+            was = _total(self, before, "the plan does not have it; write a new plan with --update")
             if self.key in FLOORS:
                 limit = was - self.limit
             else:

@@ -56,7 +56,7 @@ class Target:
     device: str | None = None
 
     def arguments(self) -> list[str]:
-        """Return the command line that checks this target alone."""
+        """Return the command line that checks only this target."""
         given = {"--policy": self.policy, "--plan": self.plan, "--device": self.device, "--capture": self.capture}
         words = [self.target, "--name", self.name]
         words += [f"{option}={value}" for option, value in given.items() if value is not None]

@@ -70,7 +70,7 @@ class CompiledStep:
         return loss
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompiledStep:
-        """Compile anew for the copy: compiled code holds on to what it was compiled for."""
+        """Compile again for the copy: compiled code refers to the objects that it was compiled for."""
         return CompiledStep(self.settings)
 
 

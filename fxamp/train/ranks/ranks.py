@@ -34,7 +34,7 @@ class Ranks:
         trained: dict[Tensor, str] = {p: name for name, p in model.named_parameters() if p.requires_grad}
         for optimizer in optimizers:
             for group in optimizer.param_groups:
-                trained.update((p, "a parameter of the optimizer alone") for p in group["params"] if p not in trained)
+                trained.update((p, "a parameter of the optimizer only") for p in group["params"] if p not in trained)
         self.spread = any(map(is_spread, trained))
         self.apart = [name for p, name in trained.items() if id(p) not in owned and not is_spread(p)]
         together: list[Any] = [replica.process_group for replica in self.replicas]

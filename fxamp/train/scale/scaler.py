@@ -458,7 +458,7 @@ class LossScaler(torch.amp.GradScaler):
         gradients = [gradient for _, gradient in self._gradients([optimizer])]
         if not any(map(is_spread, gradients)):
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-        # torch takes gradients of one mesh alone, and asks other ranks only where the first of them is sharded.
+        # torch takes only gradients of one mesh, and asks other ranks only if the first gradient is sharded.
         parts: Any = SimpleNamespace(param_groups=[{"params": list(map(with_local_gradient, gradients))}])
         found = super()._unscale_grads_(parts, inv_scale, found_inf, allow_fp16)
         return {device: agree(flag, groups_of(gradients)) for device, flag in found.items()}

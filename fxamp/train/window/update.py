@@ -84,7 +84,7 @@ def clip(params: Sequence[Tensor], max_norm: float) -> Tensor:
     norm = total_norm(found)
     if math.isinf(max_norm):  # measure only: inf/inf would make every gradient a NaN
         return norm
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch has it, which takes gradients of one mesh alone
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as in torch, which takes only gradients of one mesh
     with torch.no_grad():
         for gradient in found:
             local(gradient).mul_(factor.to(gradient.device))

@@ -74,7 +74,7 @@ def _low(state: State, site: Site) -> Colouring:
 
 
 def _is_position(state: State, site: Site) -> bool:
-    """Say whether a product is of buffers and integers alone, among them what low cannot hold."""
+    """Say whether a product has only buffers and integers as operands, among them numbers out of low range."""
     extremes, values = state.extremes, [o.node for o in site.floats]
     return all(n in extremes.fixed for n in values) and any(n in extremes.values for n in values)
 

@@ -32,7 +32,7 @@ class Intent:
 
 
 def observed(graph: Graph) -> Iterator[Node]:
-    """Yield the values whose bits or element size the program sees: viewed as another dtype, measured, filled anew."""
+    """Yield the values whose bits or element size the program sees: viewed as another dtype, measured, filled again."""
     for node in graph.nodes:
         name, value = ops.name(node), node.args[0] if node.args else None
         if name == "view":

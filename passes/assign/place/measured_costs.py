@@ -23,7 +23,7 @@ from ...ops import ops
 from .costs import ByteCosts, Run, makes_view, number
 
 ACCURACY = 0.05  # of a measured time; low must win by more, or what runs FP32 stays FP32
-ROUND_TRIPS = 4  # of a cast, for one alone would be lost in the time that a backward takes to start
+ROUND_TRIPS = 4  # of a cast; a single one would be lost in the time that a backward takes to start
 
 
 class MeasuredCosts:

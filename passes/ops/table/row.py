@@ -83,7 +83,7 @@ class Rule:
         folds: Its kernel is chosen by whether the weight requires gradients.
         direct: Overloads for which torch has a Python function that takes the same arguments in the same order.
         bodies: How the graphs in a higher-order op are compiled: "" (as they are), "fixed" (between the dtypes of the
-            original), or "entered" (with the dtypes that its operands have here, where it is called here alone).
+            original), or "entered" (with the dtypes that its operands have here, if it is called only here).
         operands_at: Where in its arguments the operands of a body that is entered begin.
         recomputed: Its body runs once more in backward.
         switches: The mode that its body runs in is another one: "grad" or "autocast".
