@@ -195,7 +195,7 @@ class TrainStep:
         """Take one micro-batch; at the window's end, step the optimizers.
 
         Args:
-            inputs: A tensor or a tuple for `model(*inputs)`, or a mapping for `model(**inputs)`, of shapes that it takes.
+            inputs: A tensor or a tuple for `model(*inputs)`, or a mapping for `model(**inputs)`, of its shapes.
             target: The second argument of `loss_fn`.
             scale: The loss scale of this window, instead of the scaler's. The scale, growth and count of skipped steps
                 of the scaler do not change in such a window. Within a window leave `scale` out or repeat it.
