@@ -53,10 +53,10 @@ _WITHOUT_AUTOCAST = (
 
 @dataclass(frozen=True)
 class Backend:
-    """A torch.compile backend: equal to another by value, so that making one anew recompiles nothing.
+    """A backend of `torch.compile`. Backends with the same settings are equal, so a second one recompiles nothing.
 
     Attributes:
-        policy: What to convert to. Without a dtype it takes that of the surrounding autocast.
+        policy: The policy of the conversion. Without a dtype it takes the dtype of the surrounding autocast.
         backend: The inner backend, by name or as a callable.
         mode: The inner backend's mode.
         options: The inner backend's options, as pairs.
@@ -183,8 +183,8 @@ def compile(
 ) -> Any:
     """Compile a model with `torch.compile`, converted to mixed precision on the way.
 
-    The model is captured at its first call, and again where a call does not fit a graph: control flow that depends on
-    values, hooks and checkpointing stay what they are.
+    The model is captured at its first call, and again at a call that fits no graph. Control flow that depends on
+    values, hooks and checkpointing work as they do under `torch.compile`.
 
     Args:
         model: Any module that `torch.compile` takes, with FP32 parameters (frozen ones may be FP16 or BF16); it is not
@@ -199,13 +199,15 @@ def compile(
 
     Returns:
         torch's `OptimizedModule`, whose state_dict keys have the prefix `_orig_mod.`; `model.compile(backend="fxamp",
-        options={"policy": ...})` works in place and keeps them. Each call of it, and of a method of the model through
-        it, runs under `torch.autocast`, except at O0. Outputs have the shapes and dtypes of the model's.
+        options={"policy": ...})` works in place, without a prefix. Each call of the result, and of a method of the
+        model through the result, runs under `torch.autocast`, except at O0. Outputs have the shapes and dtypes of the
+        model's outputs.
 
     Raises:
         NotAModuleError: The model is no module.
         CaptureError: The model is wrapped for parallel training, compiled or converted already.
-        PolicyError: The policy is wrong, or there is no such inner backend; an option is an argument of this function.
+        PolicyError: The policy is wrong, there is no such inner backend, or `options` holds a name that is an argument
+            of this function.
 
     Example:
         >>> compiled = fxamp.compile(model, policy="O2,dtype=bf16", backend="eager")  # "inductor" by default
@@ -314,9 +316,9 @@ def at_call(
     run: Callable[..., Any], converted: compiled.Converted, example_inputs: Sequence[Any],
     low: Mapping[int, torch.dtype] = MappingProxyType({}),
 ) -> Callable[..., Any]:  # fmt: skip
-    """Return what calls a compiled graph, with ambient autocast off, and notes which models it is called for.
+    """Return a function that calls a compiled graph with ambient autocast off, and records the models that use it.
 
-    The outputs at `low` are noted to be low in the model itself.
+    It marks the outputs at `low` as low in the model itself.
     """
     device = converted.plan.policy.device or "cpu"
     first = converted.places[0] if converted.places else 0
@@ -344,7 +346,7 @@ def at_call(
 
 
 def _noted(outputs: Sequence[Any], low: Mapping[int, torch.dtype]) -> list[Any]:
-    """Note which outputs are low in the model itself; another one that is the same tensor becomes a view of it."""
+    """Mark outputs that are low in the model itself; another output that is the same tensor becomes a view of it."""
     own = {id(outputs[i]) for i in low}
     for i, dtype in low.items():
         note_low(outputs[i], dtype)
@@ -352,9 +354,9 @@ def _noted(outputs: Sequence[Any], low: Mapping[int, torch.dtype]) -> list[Any]:
 
 
 def _told(example_inputs: Sequence[Any]) -> dict[int, torch.dtype]:
-    """Return the dtypes that a part of a graph which torch splits for DistributedDataParallel was told of its inputs.
+    """Return the dtypes that the inputs had in compilation, for a part of a graph that torch splits for DDP.
 
-    They are autocast's; what the part before it gives is wider where the policy keeps that FP32.
+    They are autocast's dtypes. Where the policy keeps a value of the part before in FP32, that part gives it in FP32.
     """
     if not any(isinstance(value, FakeTensor) for value in example_inputs):
         return {}

@@ -35,10 +35,10 @@ class Report:
     """Show one plan: as a table, as a tree, as Markdown, JSON, a page, or a graph for other tools.
 
     Attributes:
-        plan: What was decided.
-        training: What there is to say of the training step that runs it, as names and texts.
-        record: What the nodes cost too, where a converted module was given.
-        model: Name of the class of the model.
+        plan: The plan that is reported.
+        training: Facts about the training step that runs the module, as (name, text) pairs.
+        record: The decisions with the costs of the nodes; None unless a converted module was given.
+        model: The name of the model's class.
 
     Example:
         >>> print(str(fxamp.report(converted)).splitlines()[4])
@@ -62,16 +62,16 @@ class Report:
         """Write the totals, the notes and the modules as a tree. Sizes are in MB, 10^6 bytes.
 
         Args:
-            style: Of the tables, as tabulate names it: "simple", or "pipe" for Markdown.
+            style: The style of the tables, as tabulate names it: "simple", or "pipe" for Markdown.
             depth: How many levels of modules; None for all.
             nodes: List the nodes too.
-            modules: Paths of modules; only what runs in one of them or below it is counted.
-            ops: Names of ops; only these are counted.
-            colours: Dtypes; only what runs in one of them is counted.
-            reasons: Codes; only these are counted.
-            width: Of the terminal that it has to fit, in characters; None for any.
-            lines: List the lines of your code that cost most: the ten with most bytes cast, then kept for backward.
-            edits: Say how often each rule of the passes fired, and which never did.
+            modules: Paths of modules; only nodes in one of them or below it are counted.
+            ops: Names of ops; only nodes of these ops are counted.
+            colours: Dtypes; only nodes that run in one of them are counted.
+            reasons: Codes of reasons; only nodes with one of them are counted.
+            width: The width of the terminal in characters, into which the tables have to fit; None for any width.
+            lines: List the ten lines of your code that cost most, by the bytes of their casts, then by bytes saved.
+            edits: List how often each rule of the passes fired, and the rules that never did.
 
         Example:
             >>> print(fxamp.report(converted).to_tree(ops=["linear"]).splitlines()[-3])
@@ -126,10 +126,11 @@ class Report:
         return json.dumps(data, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
 
     def to_html(self, **only: Sequence[str]) -> str:
-        """Write one page that needs nothing else: no network, no other file.
+        """Write an HTML page that needs no network and no other file.
 
         Args:
-            only: Filters of `to_tree`: modules, ops, colours, reasons; without any of them every node is shown.
+            only: The filters `modules`, `ops`, `colours` and `reasons` of `to_tree`; without a filter every node is
+                shown.
 
         Example:
             >>> fxamp.report(converted).to_html().splitlines()[0]
@@ -141,7 +142,7 @@ class Report:
         return page(record, self.model, self.training, chosen(record, **only))
 
     def to_dot(self, **only: Sequence[str]) -> str:
-        """Write the nodes and what they read of each other in the language of Graphviz; filters as in `to_html`.
+        """Write the nodes and their operands in the language of Graphviz, with the filters of `to_html`.
 
         Example:
             >>> fxamp.report(converted).to_dot().splitlines()[0]
@@ -150,7 +151,7 @@ class Report:
         return to_dot(chosen(self.record or record_of(self.plan), **only), self.model)
 
     def to_model_explorer(self, **only: Sequence[str]) -> tuple[str, str]:
-        """Return a graph for Google's Model Explorer, and the data that colours its nodes; filters as in `to_html`.
+        """Return a graph for Google's Model Explorer and data that colours its nodes, with the filters of `to_html`.
 
         Example:
             >>> graph, colours = fxamp.report(converted).to_model_explorer()
@@ -237,11 +238,12 @@ class Report:
 
 
 def report(converted_or_plan: Diffable | TrainStep) -> Report:
-    """Report on a plan, the path of a saved one, a converted module, a compiled one, or a TrainStep of one.
+    """Report on a plan, a saved plan, a converted or compiled module, or a TrainStep of such a module.
 
     Args:
-        converted_or_plan: A plan says what was decided. A module that `fxamp.convert` returned says also what that
-            costs, at the shapes of the example inputs.
+        converted_or_plan: A Plan, the path of a saved one, a module that `fxamp.convert` or `fxamp.compile` returned,
+            or a TrainStep of such a module. For a module that `fxamp.convert` returned the report also gives costs, at
+            the shapes of the example inputs.
 
     Raises:
         FxampError: There is no plan in what was given.

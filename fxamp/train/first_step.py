@@ -1,4 +1,4 @@
-"""What is looked at once: before the first micro-batch of a step that several ranks share, and after its forward."""
+"""Checks before the first micro-batch of a step, which several ranks may share, and after its first forward."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ logger = logging.getLogger("fxamp")
 
 
 def begin(step: TrainStep) -> None:
-    """Refuse what ranks cannot do together, and what they were not all told, once; without other ranks, do nothing.
+    """Refuse settings that ranks cannot share, or that differ between ranks. Checked once; a single rank passes.
 
     Raises:
-        PolicyError: There is such a thing; all ranks raise it.
+        PolicyError: There is such a setting; all ranks raise it.
     """
     if step._begun:
         return
@@ -57,7 +57,7 @@ def is_converted(step: TrainStep) -> bool:
 
 
 def _told(step: TrainStep) -> dict[str, Any]:
-    """Return what ranks have to have in common, by the name that the user knows it by."""
+    """Return the settings that all ranks must share, by the names that users know."""
     return {
         "the policy": _policies(step),
         "the number of ranks": [dist.get_world_size(group) for group in step.ranks.groups],

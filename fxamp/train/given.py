@@ -1,4 +1,4 @@
-"""What a TrainStep is given: optimizers, schedulers and a loss scale that fit the model and each other."""
+"""The arguments of a TrainStep: optimizers, schedulers and a loss scale that fit the model and each other."""
 
 from __future__ import annotations
 
@@ -82,7 +82,8 @@ def optimizers_of(optimizer: object, model: nn.Module) -> tuple[Optimizer, ...]:
     if trained and not trained & owner.keys():
         raise PolicyError(
             f"the optimizer holds none of the trainable parameters of {type(model).__name__}, and would train nothing. "
-            "Build it from model.parameters(), after what replaces them: fully_shard, load_state_dict(assign=True)."
+            "Build it from model.parameters(), after calls that replace them: fully_shard, "
+            "load_state_dict(assign=True)."
         )
     return optimizers
 

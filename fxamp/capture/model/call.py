@@ -135,7 +135,7 @@ class CallSpec:
             if found != spec:
                 raise CaptureError(
                     f"input '{name}' has another structure than the example: {_outline(found)} instead of "
-                    f"{_outline(spec)}. Convert again with such an example."
+                    f"{_outline(spec)}. Convert again with an example of the structure that you want to pass."
                 )
             flat += leaves
         for leaf, value in zip(self.leaves, flat, strict=True):

@@ -40,7 +40,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the gate says of one target.
+    """The gate's result for one target.
 
     Attributes:
         target: its name.
@@ -157,7 +157,9 @@ def _machine(plan: Plan, name: str) -> Machine | None:
     """Return the machine by whose facts a plan was made; None for this one, as in plans that do not say."""
     found = Machine.parse(plan.machine) if plan.machine else None
     if plan.machine and found is None:
-        raise PlanError(f"{name} was made by the facts of {plan.machine!r:.80}, no machine; write it with --update")
+        raise PlanError(
+            f"{name} names {plan.machine!r:.80} as its machine, which describes none; write a new plan with --update"
+        )
     return found
 
 
@@ -173,7 +175,7 @@ def _difference(before: Plan, now: Plan, name: str, update: bool) -> GraphDiff:
     if not update and old and known < _SAME_MODEL * min(old, new or 1):
         raise PlanError(
             f"{name} is the plan of another model: of its {old} nodes this one has {known}; "
-            "write it anew with --update if that is meant"
+            "if that is intended, write a new plan with --update"
         )
     return replace(found, changes=(*_policy(before, now), *_totals(before, now), *found.renamed, *found.changes))
 

@@ -1,4 +1,4 @@
-"""What the gate says as JUnit XML, which every CI shows as tests: a suite for each target.
+"""The result of the gate as JUnit XML, which every CI shows as tests: a suite for each target.
 
 Before: two changes and a budget that is not kept      After: the failed tests "plan" and "budget casts"
 """

@@ -1,4 +1,4 @@
-"""What the gate says, as text, as Markdown, as JSON and as annotations of a GitHub workflow."""
+"""The result of the gate as text, as Markdown, as JSON and as annotations of a GitHub workflow."""
 
 from __future__ import annotations
 

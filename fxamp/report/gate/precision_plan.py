@@ -74,13 +74,13 @@ class PrecisionPlan:
         if said is None:
             return
         if not self._update:
-            pytest.fail(f"{said}\nIf that is meant, write it anew with pytest {OPTION}", pytrace=False)
+            pytest.fail(f"{said}\nIf that is intended, write a new plan with pytest {OPTION}", pytrace=False)
         path.parent.mkdir(parents=True, exist_ok=True)
         with_totals(make(None))[0].save(path)
         pytest.fail(f"wrote {shown}, to be read and committed; before that\n{said}", pytrace=False)
 
     def _claimed(self, name: str) -> Path:
-        """Return the path of a file, which is this test's alone."""
+        """Return the path of a file that belongs only to this test."""
         path = self._folder / f"{name}.plan.json"
         self._claims.mkdir(exist_ok=True)
         claim = self._claims / hashlib.sha256(str(path).casefold().encode(errors="replace")).hexdigest()
@@ -110,7 +110,7 @@ def _changed(shown: str, make: Callable[[Plan | None], nn.Module], path: Path) -
 
 
 def file_name(name: str) -> str:
-    """Return a name that every file system takes: of word characters alone, no device of Windows, not too long."""
+    """Return a name that every file system takes: only word characters, no device of Windows, not too long."""
     plain = re.sub(r"\W", "_", unicodedata.normalize("NFC", name)) or "_"
     if _DEVICES.fullmatch(plain):
         plain += "_"

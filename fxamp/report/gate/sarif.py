@@ -1,4 +1,4 @@
-"""What the gate says as SARIF 2.1.0, which code scanning reads: a result for each changed decision.
+"""The result of the gate as SARIF 2.1.0, which code scanning reads: a result for each changed decision.
 
 The shapes are those few of the standard that are written here; the tests validate them against its schema.
 """
@@ -108,7 +108,7 @@ class Tool(_Shape, frozen=True):
 
 
 class Notification(_Shape, frozen=True):
-    """What is to say of the run itself."""
+    """The messages about the run itself."""
 
     level: Level
     message: Message

@@ -15,9 +15,9 @@ from ..record.record import NodeRecord, Record
 from .render import render
 from .views import MOST, views
 
-MOST_NODES = 5_000  # of a page; more of them make a file that no browser likes
-MOST_ROWS = 2_000  # of its tree
-UNFOLDED = 30  # rows of it that are seen at first
+MOST_NODES = 5_000  # most nodes on a page; browsers are slow with larger files
+MOST_ROWS = 2_000  # most rows in its tree
+UNFOLDED = 30  # rows of the tree that are seen at first
 SCRIPTS = ("treegrid.js", "tabs.js", "drawing.js", "report.js")
 
 

@@ -678,7 +678,7 @@ def test_a_model_on_a_device_without_op_lists_is_refused_with_the_way_out() -> N
 
 
 def test_an_exporter_that_does_not_say_what_it_assumed_is_refused() -> None:
-    with pytest.raises(fxamp.CaptureError, match="does not say what it assumed of the sizes"):
+    with pytest.raises(fxamp.CaptureError, match="does not report its guards on sizes"):
         guards_of(SimpleNamespace())  # type: ignore[arg-type]
 
 

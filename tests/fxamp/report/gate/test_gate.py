@@ -242,7 +242,7 @@ def test_a_target_that_leaves_is_no_answer_and_one_that_prints_is(folder: Path, 
 @pytest.mark.parametrize("jobs", ["0", "-1", "many", "9999"])
 def test_a_number_of_processes_that_is_none_is_refused(check: Check, jobs: str) -> None:
     status, _, err = check("net.py:make", "--budget=casts=1", f"--jobs={jobs}")
-    assert (status, f"{jobs!r} is no number of processes" in err) == (2, True)
+    assert (status, f"{jobs!r} is not a number of processes" in err) == (2, True)
 
 
 def test_a_budget_that_does_not_parse_is_no_answer(check: Check) -> None:
