@@ -168,7 +168,7 @@ def guards_of(program: ExportedProgram) -> list[str]:
     found = getattr(program, "_guards_code", None)
     if found is None:
         raise CaptureError(
-            f"torch {torch.__version__} does not say what it assumed of the sizes; fxamp needs 2.11 to 2.15"
+            f"torch {torch.__version__} does not report its guards on sizes; fxamp supports torch 2.11 to 2.15"
         )
     return list(found)
 
@@ -302,7 +302,7 @@ def compile_records() -> list[Any]:
 def communication_hook(replica: DistributedDataParallel) -> str:
     """Return what exchanges the gradients of a DistributedDataParallel in place of an all-reduce, "" if nothing does.
 
-    A hook that torch has built in is known to its logger alone.
+    Only torch's logger knows a hook that is built into torch.
     """
     return str(replica._get_ddp_logging_data().get("comm_hook", ""))
 

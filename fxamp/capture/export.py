@@ -159,7 +159,7 @@ def _align(value: Any, spec: Any, out: list[Any]) -> None:
 
 
 class _Stderr:
-    """What is written to stderr, but for the graph that the exporter prints when it fails."""
+    """Standard error without the graph that the exporter prints when it fails."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream

@@ -3,7 +3,7 @@
 Dynamo's graphs hold torch functions over flat placeholders, parameters among them, and every dtype that Python read is
 a constant in them. Under `torch.autocast` those constants, and the example values, are autocast's: the graph is the
 program that autocast runs, casts left out. The compiler wants the dtypes that its values have without autocast's casts,
-so they are inferred anew.
+so they are inferred again.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def ambient_dtype(graph: Graph, device: str) -> torch.dtype | None:
 
 
 def _whole_region(graph: Graph) -> tuple[Node, Node] | None:
-    """Return the switches of an enabled autocast region that all ops are in, but for casts of what comes out of it."""
+    """Return the switches of an enabled autocast region that all ops are in, except casts of its outputs."""
     calls = [n for n in graph.nodes if n.op.startswith("call")]
     if not calls or calls[0].target is not enter_autocast or not calls[0].args[2]:
         return None

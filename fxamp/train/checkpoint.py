@@ -91,8 +91,8 @@ def load(step: TrainStep, state: Mapping[str, Any]) -> None:
     _refuse_other_gradients(step, state["gradients"])
     if step._again is not None and state["position"]:
         raise PolicyError(
-            "the state was saved in the middle of a window of an optimizer that runs the window again, as LBFGS does; "
-            "micro-batches are not saved. Save at the end of a window, or call flush() first"
+            "the state was saved in the middle of a window, and an optimizer such as LBFGS runs the whole window "
+            "again; micro-batches are not saved. Save at the end of a window, or call flush() first"
         )
 
     load_course(step, state)

@@ -28,7 +28,7 @@ def averages_of(ema: object, model: nn.Module) -> tuple[AveragedModel, ...]:
         if theirs != ours:
             first = next((name for name, _ in [*(theirs ^ ours)]), "")
             raise PolicyError(
-                f"ema averages another model: '{first}' is not the same in both. Make it of this one: "
+                f"ema averages another model: '{first}' is not the same in both. Make it from this model: "
                 "AveragedModel(model)."
             )
     return averages

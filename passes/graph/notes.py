@@ -1,4 +1,4 @@
-"""What fxamp notes on a node: one typed record under one key of `node.meta`.
+"""Notes of fxamp on a node: one typed record under one key of `node.meta`.
 
 A note is frozen, for fx gives a copied node the very objects that the meta of the first holds: `note` replaces it.
 `val`, `nn_module_stack` and `stack_trace` beside it are torch's own.
@@ -27,7 +27,7 @@ _CASTS = (CAST_OPERAND, RESTORE_OUTPUT)
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """What is noted on one node; a field that says nothing is empty, or None.
+    """The notes on one node; a field without a note is empty, or None.
 
     Attributes:
         made_by: The rule of fxamp's that made it; "" for what was captured.
@@ -64,7 +64,7 @@ class Note:
 
     @property
     def reads(self) -> tuple[Any, ...]:
-        """What comparison with a capture under autocast has found of it."""
+        """The result of comparing the node with a capture under autocast."""
         return self.cast, self.read, self.replaced, self.constant_read
 
 

@@ -1,4 +1,4 @@
-"""What is drawn of a module: its nodes, with the modules inside it folded until the drawing can be read.
+"""The drawing of a module: its nodes, with the modules inside it folded until the drawing can be read.
 
 Whole: a drawing of 12 layers with 500 nodes            Folded: 12 boxes, each of which opens its own drawing
 """

@@ -23,7 +23,7 @@ from .together import Place, one_launch_pays
 class KeptCast:
     """A cast of one weight, called in the place of all cast nodes that make it, of one graph or several.
 
-    It casts anew when the weight is another object than before, was written to, or moved. An edit through `.data`
+    It casts again if the weight is another object than before, was written to, or moved. An edit through `.data`
     leaves no trace in a tensor, and is not seen before the cast is forgotten.
 
     Where `torch.compile` traces it, what it keeps is an input of the graph.

@@ -132,7 +132,7 @@ class WeightCasts:
         return found
 
     def _codes_of(self, module: ConvertedModule) -> list[SecondCode]:
-        """Return the second codes of a module's graphs, made anew where it has other graphs by now."""
+        """Return the second codes of a module's graphs, made again if its graphs have changed."""
         known, graphs = self._codes.get(id(module), []), graphs_of(module)
         if len(known) != len(graphs) or any(c.graph is not g for c, g in zip(known, graphs, strict=True)):
             known = self._codes[id(module)] = [SecondCode(module, graph, self._casts) for graph in graphs]

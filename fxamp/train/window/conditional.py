@@ -54,7 +54,7 @@ def can_be_taken_back(optimizer: Optimizer) -> bool:
 
 
 def waits(optimizer: Optimizer) -> bool:
-    """Say whether the host has to know whether gradients are finite before this optimizer steps, but for the first."""
+    """Say whether the host has to know whether gradients are finite before this optimizer steps, except the first."""
     return not is_fused(optimizer) and not _changes_the_device_alone(optimizer)
 
 

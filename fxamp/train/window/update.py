@@ -20,7 +20,7 @@ from .result import HeldBack
 
 
 class Update(NamedTuple):
-    """What became of the optimizers that had gradients, and the norm of those where it was asked for."""
+    """Which optimizers stepped, of those that had gradients, and the norm of the gradients if it was asked for."""
 
     held_back: Mapping[Optimizer, HeldBack]
     grad_norm: Tensor | None
@@ -98,7 +98,7 @@ def clip(params: Sequence[Tensor], max_norm: float) -> Tensor:
     norm = total_norm(found)
     if math.isinf(max_norm):  # measure only: inf/inf would make every gradient a NaN
         return norm
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch has it, which takes gradients of one mesh alone
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as in torch, which takes only gradients of one mesh
     with torch.no_grad():
         for gradient in found:
             local(gradient).mul_(factor.to(gradient.device))

@@ -1,4 +1,4 @@
-"""What a placement costs: the unit in which the cut compares casts with running an op in FP32.
+"""The cost of a placement, in the unit in which the cut compares casts with running an op in FP32.
 
 ByteCosts      bytes moved, forward and backward, and a launch as so many bytes, by kind of device; the default
 UnitCosts      one for every cast, where no sizes are known

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections import namedtuple
+import sys
+from collections import OrderedDict, namedtuple
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -280,6 +281,25 @@ def test_a_batch_of_one_is_specialised_and_the_later_call_says_what_to_do() -> N
     converted = o0(Two(), (example(1),))
     with pytest.raises(fxamp.CaptureError, match=r"dimension 0 of input 'x'.*Give an example batch of at least 2"):
         converted(example(4))
+
+
+def test_another_number_of_channels_is_refused_without_talk_of_batches() -> None:
+    converted = o0(nn.Conv1d(1, 2, 3), (torch.randn(4, 1, 8),))
+    said = r"dimension 1 of input 'input' was specialised to 1 .*gives 2\. Give a size of 1, or convert with an example"
+    with pytest.raises(fxamp.CaptureError, match=said):
+        converted(torch.randn(4, 2, 8))
+
+
+def test_a_module_that_the_policy_misspells_is_named_before_anything_is_captured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys.modules["fxamp.convert"], "capture_model", pytest.fail)
+    model = nn.Sequential(OrderedDict(body=nn.Linear(4, 4), head=nn.Linear(4, 2)))
+    for convert in (fxamp.convert, fxamp.plan):
+        with pytest.raises(
+            fxamp.PolicyError, match=r"modules\.haed=fp32 matches no module .*; the nearest name is 'head'"
+        ):
+            convert(model, (torch.randn(2, 4),), policy="O1,modules.haed=fp32")
 
 
 def test_without_dynamic_shapes_other_sizes_are_refused() -> None:
@@ -658,7 +678,7 @@ def test_a_model_on_a_device_without_op_lists_is_refused_with_the_way_out() -> N
 
 
 def test_an_exporter_that_does_not_say_what_it_assumed_is_refused() -> None:
-    with pytest.raises(fxamp.CaptureError, match="does not say what it assumed of the sizes"):
+    with pytest.raises(fxamp.CaptureError, match="does not report its guards on sizes"):
         guards_of(SimpleNamespace())  # type: ignore[arg-type]
 
 

@@ -611,7 +611,7 @@ def test_fp16_without_loss_scaling_warns_once() -> None:
         ({"compile": "inductr"}, "there is no torch.compile backend 'inductr'; the nearest name is 'inductor'"),
         ({"compile": {"mod": "default"}}, "compile has no option 'mod'; the nearest name is 'mode'"),
         ({"compile": {"options": {"freezin": True}}}, "Unexpected optimization option freezin"),
-        ({"cuda_graph": True}, "cuda_graph=True captures what compile=True has compiled"),
+        ({"cuda_graph": True}, "cuda_graph=True captures graphs that compile=True has compiled"),
         ({"cuda_graph": True, "compile": "aot_eager"}, "an option of Inductor, and the backend is 'aot_eager'"),
         ({"cuda_graph": "yes", "compile": True}, "cuda_graph must be True or False, got 'yes'"),
     ],
