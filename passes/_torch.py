@@ -31,6 +31,7 @@ from torch.amp.autocast_mode import _enter_autocast as enter_autocast
 from torch.amp.autocast_mode import _exit_autocast as exit_autocast
 from torch.export import ExportedProgram
 from torch.fx import Node
+from torch.fx.experimental.proxy_tensor import _ModuleStackTracer as ExportTracer
 from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP as GUARD_NAMES
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.library import Library
@@ -313,6 +314,7 @@ __all__ = [
     "SET_GRAD",
     "VF",
     "BatchNorm",
+    "ExportTracer",
     "FakeTensor",
     "FakeTensorMode",
     "HigherOrderOperator",

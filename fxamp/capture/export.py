@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -19,15 +20,15 @@ from torch.export.graph_signature import InputKind
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.graph import CodeGen
 
-from passes._torch import drop_hooks, guards_of, pytree, without_transforms
+from passes._torch import ExportTracer, drop_hooks, guards_of, pytree, without_transforms
 from passes.contract.errors import INSTEAD, CaptureError, FxampError
 
 from .casts import ExplicitCasts, TooLong, drop_aliases
 from .functions import Functions
 from .model.call import CallSpec, Leaf, flatten_outputs
 from .model.captured import Autocast
-from .model.frames import place_of
-from .model.patches import traced_here_alone
+from .model.frames import of_forward, place_of
+from .model.patches import replaced, traced_here_alone
 from .model.preflight import untouched
 from .model.reads import Recorder
 from .recurrent import ask
@@ -223,7 +224,10 @@ def export(
     entered = contextlib.nullcontext() if autocast is None else autocast.context()
     with _quiet():
         try:
-            with without_fused_layers(), entered, ExplicitCasts(seconds, each, autocast), functions.kept():
+            with (
+                without_fused_layers(), entered, ExplicitCasts(seconds, each, autocast), functions.kept(),
+                replaced(ExportTracer, "_filter_traceback_frames", _with_own_lines),
+            ):  # fmt: skip
                 program = torch.export.export(
                     wrapper, tensors, dynamic_shapes={"tensors": dims} if tensors else None, strict=False
                 )
@@ -244,6 +248,15 @@ def export(
     box, dtypes = wrapper.box, tuple(getattr(_val(o), "dtype", None) for o in outs)  # type: ignore[union-attr]
     call = replace(call, leaves=leaves, guards=guards, out_dtypes=dtypes)
     return gm, replace(call, out_spec=box.spec, out_constants=box.constants), box.changed
+
+
+def _with_own_lines(before: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep the lines of methods and functions that forward() calls; the exporter keeps those of forward() alone."""
+
+    def kept(tracer: Any, stack: traceback.StackSummary) -> traceback.StackSummary:
+        return of_forward(stack, _Flat.forward.__code__) or before(tracer, stack)
+
+    return kept
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from passes._torch import enter_autocast, exit_autocast, pytree, source_name, without_transforms
 from passes.contract.policy import Policy, module_override, type_names
-from passes.graph.notes import note, origin
+from passes.graph.notes import note, note_of, origin
 from passes.graph.values import LOW, Inference, dtypes_of, is_floating, literal_dtype, retyped
 from passes.ops import ops
 from passes.ops.rules import row_of
@@ -92,6 +92,9 @@ class _Description:
         self.holds = {n for n, is_own in zip(placeholders, own, strict=False) if is_own}
         # A model that holds low tensors casts to their dtype, and does not read it off what autocast made low.
         self.authors = {d for n in self.holds if (d := dtypes_of(n.meta.get("example_value"))) in LOW}
+        self.by_autocast = {
+            policy.dtype
+        }  # low dtypes that may have been read off what autocast made; others are written
         self.makes_low = bool(self.authors) or any(_is_method(n) and literal_dtype(n) in LOW for n in graph.nodes)
         self.own: dict[Node, Any] = {}  # dtypes as they would be in the model without autocast anywhere
         self.doubtful: set[Node] = set()  # what names a dtype of the model's own tensors, or one that autocast made
@@ -100,6 +103,7 @@ class _Description:
         """Describe one graph, in place; `inside` says that it is the body of a higher-order op."""
         nodes, held = list(gm.graph.nodes), dict[Node, Any]()
         for node in nodes:
+            _as_cast(node)
             if inside and node.op == "placeholder":
                 node.meta = dict(node.meta)  # Dynamo gives it that of the value outside, the very object
             _describe_origin(node, self.scope)
@@ -108,6 +112,8 @@ class _Description:
             if ops.name(node) == "to":
                 note(node, cast="literal" if _is_method(node) else "autocast" if self.ambient else "baked")
         _describe_regions(nodes)
+        regions = {note_of(n).region for n in nodes} - {None}
+        self.by_autocast |= {dtype for _, on, dtype in regions if on and dtype in LOW}  # type: ignore[misc]
         for node in nodes:
             value = pytree.tree_map(without_transforms, node.meta.get("example_value", node.meta.get("val")))
             if value is not None:
@@ -143,7 +149,7 @@ class _Description:
     def _describe_cast(self, node: Node, value: Any, held: dict[Node, Any]) -> None:
         """Say what the dtype of a cast means, and take out of the graph what is low by autocast."""
         given, fp32 = literal_dtype(node), self._is_fp32(node)
-        low = self.ambient and given in LOW and not _is_method(node)
+        low = self.ambient and given in self.by_autocast and not _is_method(node)
         if low and given in self.authors:
             self.doubtful.add(node)
             return
@@ -165,6 +171,15 @@ class _Description:
         stack = node.meta.get("nn_module_stack", {}).values() if self.policy.modules else ()
         found = module_override(self.policy, [(str(path), type_names(kind)) for path, kind in stack])
         return found is not None and found.colour == "fp32"
+
+
+def _as_cast(node: Node) -> None:
+    """Write `as_tensor(x, dtype)` of a tensor as the cast that it is, which returns its operand where it can."""
+    first, arguments = node.args[:1], dict(zip(("dtype", "device"), node.args[1:], strict=False)) | node.kwargs
+    tensor = bool(first) and isinstance(first[0], Node) and isinstance(first[0].meta.get("example_value"), torch.Tensor)
+    if ops.name(node) in ("as_tensor", "asarray") and tensor and not arguments.keys() - {"dtype", "device"}:
+        node.op, node.target, node.args = "call_method", "to", first
+        node.kwargs = {k: v for k, v in arguments.items() if v is not None}
 
 
 def _is_method(node: Node) -> bool:

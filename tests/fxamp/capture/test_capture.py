@@ -681,3 +681,32 @@ def test_sizes_that_are_returned_are_sizes_and_those_of_the_call() -> None:
         assert type(shape) is torch.Size
         assert type(rest["sizes"][0]) is torch.Size
         assert (shape, rest) == model(example(7))[1:]
+
+
+class Attends(nn.Module):
+    """Calls a method of its own and a function from forward()."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.l = nn.Linear(6, 6)
+
+    def attend(self, x: Tensor) -> Tensor:
+        weights = x @ x.mT  # the line of the product
+        return weights @ self.l(x)  # the line of the layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return activated(self.attend(x))
+
+
+def activated(x: Tensor) -> Tensor:
+    return x.exp()  # the line of the function
+
+
+@pytest.mark.parametrize("front_end", FRONT_ENDS)
+def test_a_node_names_the_line_of_the_method_or_function_that_made_it(front_end: str) -> None:
+    x = torch.randn(4, 6)
+    plan = fxamp.plan_of(fxamp.convert(Attends(), (x,), policy="O1,dtype=bf16", capture=front_end))
+    said = {d.key: d.source.rpartition("# the line of the ")[2] for d in plan.decisions}
+    assert said["/matmul#0"] == "product"
+    assert said["l/linear#0"] == said["/matmul#1"] == "layer"
+    assert said["/exp#0"] == "function"
