@@ -48,9 +48,9 @@ class Row:
         low: of these.
         fp32: of these.
         casts: in front of them.
-        bytes: shares of what they give; None where that is not known, or nothing.
+        bytes: shares of what they give; None if that is not known, or nothing.
         flops: likewise.
-        saved: bytes for backward; None where that is not known.
+        saved: bytes for backward; None if that is not known.
     """
 
     path: str
