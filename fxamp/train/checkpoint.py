@@ -1,4 +1,4 @@
-"""The state of a TrainStep: all that a run needs to go on bit for bit, within a window too."""
+"""The state of a TrainStep: all that a run needs to continue bit for bit, also within a window."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def load(step: TrainStep, state: Mapping[str, Any]) -> None:
 
 
 def settings(step: TrainStep) -> dict[str, Any]:
-    """Return what two runs must have in common for one to go on where the other was."""
+    """Return the settings that two runs must share, so that one can continue the other."""
     scaler = step.scaler
     return {
         "accumulate_steps": step.accumulate_steps,

@@ -413,7 +413,7 @@ class TrainStep:
         return self._window_scale
 
     def _result(self, update: Update | None, kept: int | torch.Tensor | None = None) -> StepResult:
-        """Return what became of the window, None where it goes on, and of how many micro-batches gradients are."""
+        """Return the update of the window, None if unfinished, and the number of micro-batches in its gradients."""
         own = self._kept.kept if self._kept is not None else self._position
         return StepResult(
             loss=torch.tensor(math.nan) if self._loss is None else self._loss,

@@ -27,7 +27,7 @@ from .rates import Constants, rates_as_tensors
 
 
 class CompiledUpdate:
-    """Lets optimizers step by compiled code where that gains something.
+    """Lets optimizers step by compiled code, if that saves time.
 
     Attributes:
         region: What is compiled.
