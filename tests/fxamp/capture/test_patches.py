@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import threading
 import time
@@ -15,7 +16,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 import fxamp
-from fxamp.capture.model.patches import capturing, is_capturing, replaced
+from fxamp.capture.model.patches import capturing, is_capturing, replaced, uncollected
 from tests.support.helpers import Two, assert_same, convert_fixed, example, plan_fixed
 
 
@@ -162,3 +163,24 @@ def test_a_plan_does_not_depend_on_what_was_converted_before() -> None:
     plan_fixed(Two(lambda self, x: torch.rrelu(self.l(x), training=True)), (x,), policy="O1,dtype=fp16")
     assert plan_fixed(model, (x,)).to_json() == first
     assert_same(convert_fixed(model, (x,))(x), convert_fixed(model, (x,))(x))
+
+
+def test_the_collector_rests_while_a_model_is_captured_and_is_afterwards_as_it_was() -> None:
+    seen: list[bool] = []
+
+    class Asks(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(gc.isenabled())
+            return super().forward(x)
+
+    fxamp.plan(Asks(2, 2), (torch.randn(3, 2),))
+    assert seen
+    assert not any(seen)
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        with pytest.raises(ZeroDivisionError), uncollected():
+            raise ZeroDivisionError
+        assert not gc.isenabled()
+    finally:
+        gc.enable()

@@ -290,7 +290,7 @@ TABLE: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Any, ...]], s
     "in-place": (partial(Two, in_place), one, None, None),
     "y[0] = v": (partial(Two, set_item), one, None, None),
     "tensor hook": (partial(Two, tensor_hook), one, "would lose it", "Tensor.register_hook at"),
-    "y.data = v": (partial(Two, data_assignment), one, "assigning .data", "."),
+    "y.data = v": (partial(Two, data_assignment), one, "assigns .data", "."),
     "factories": (partial(Two, factories), one, None, None),
     "literal tensor": (partial(Two, literal_tensor), one, None, None),
     "out=": (partial(Two, out_argument), one, None, None),
@@ -503,9 +503,9 @@ def test_a_model_that_loads_older_files_loads_its_own_and_names_the_original_for
     assert converted.load_state_dict(converted.state_dict()).missing_keys == []
     older = {k.replace("l.", "old."): torch.zeros_like(v) for k, v in model.state_dict().items()}
     for copied in (converted, copy.deepcopy(converted)):
-        with pytest.raises(fxamp.CaptureError, match=r"Renamed has a way of its own.*original model"):
+        with pytest.raises(fxamp.CaptureError, match=r"Renamed has its own code to load.*original model"):
             copied.load_state_dict(older)
-        with pytest.raises(fxamp.CaptureError, match="Renamed has a way"):
+        with pytest.raises(fxamp.CaptureError, match="Renamed has its own code"):
             nn.Sequential(copied).load_state_dict({f"0.{k}": v for k, v in older.items()})
     model.load_state_dict(older)
     assert not converted.l.weight.any()

@@ -275,7 +275,7 @@ def test_a_model_that_runs_under_autocast_alone_is_converted_and_o0_refused_with
     converted = fxamp.convert(model, (x,), policy="O1,dtype=bf16", capture="export", dynamic_shapes=None)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(converted(x).float(), model(x).float())
-    assert [n for n in converted.plan.notes if "under torch.autocast alone" in n]
+    assert [n for n in converted.plan.notes if "only under torch.autocast" in n]
     with pytest.raises(fxamp.CaptureError, match="expected m1 and m2 to have the same dtype"):
         fxamp.convert(model, (x,), policy="O0", capture="export", dynamic_shapes=None)
 

@@ -146,14 +146,14 @@ def test_graphs_are_printed_after_the_pass_that_is_asked_for(here: Path, capsys:
     (here / "net.py").write_text(
         "import torch\ndef build(): return torch.nn.Sequential(torch.nn.Linear(4, 4)), (torch.randn(2, 4),)\n"
     )
-    asked = ["report", "net.py:build", "--print-after", "legalize", "--print-after", "eliminate-casts", "--nodes"]
+    asked = ["report", "net.py:build", "--print-after", "legalize", "--print-after", "eliminate-casts", "--edits"]
     assert main(asked) == 0
     shown = capsys.readouterr()
     printed = [line for line in shown.err.splitlines() if line.startswith("graph ")]
     assert printed[0].startswith("graph 0 after legalize: read 0, switch 0, field 0, ")
     assert printed[-1].startswith("graph 0 after eliminate-casts: no_op 0, round_trip 0, share 0")
     assert re.search(r"^  linear: bfloat16 = linear\(to_dtype, ", shown.err, re.MULTILINE)
-    assert "after" not in shown.out.partition("Nodes")[2]
+    assert "after" not in shown.out.partition("Modules")[2]
     assert "Rules that never fired: eliminate-casts/dtype_argument, " in shown.out
     assert main([*asked, "--quiet"]) == 0
     assert capsys.readouterr().err == ""

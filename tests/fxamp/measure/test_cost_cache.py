@@ -49,7 +49,7 @@ def test_a_corrupt_file_costs_a_warning_and_is_replaced(text: str) -> None:
     file = cost_cache.path("cpu")
     file.parent.mkdir(parents=True)
     file.write_text(text.replace("?", cost_cache.machine("cpu")))
-    with pytest.warns(UserWarning, match=r"cannot read the measured costs in .*costs-cpu-.*: they are measured anew"):
+    with pytest.warns(UserWarning, match=r"cannot read the measured costs in .*costs-cpu-.*: they are measured again"):
         assert cost_cache.load("cpu") == {}
     cost_cache.save("cpu", {"add": 3})
     assert cost_cache.load("cpu") == {"add": 3}
@@ -89,7 +89,7 @@ def test_a_time_that_can_be_none_is_not_believed(value: str) -> None:
     cost_cache.save("cpu", {"add": 3})
     file = cost_cache.path("cpu")
     file.write_text(file.read_text().replace('"add": 3', f'"add": {value}'))
-    with pytest.warns(UserWarning, match="cannot read the measured costs in .*: they are measured anew"):
+    with pytest.warns(UserWarning, match="cannot read the measured costs in .*: they are measured again"):
         assert cost_cache.load("cpu") == {}
     cost_cache.save("cpu", {"mul": 4})
     assert cost_cache.load("cpu") == {"mul": 4}

@@ -88,7 +88,7 @@ def test_a_record_is_read_back_and_refused_where_it_is_wrong() -> None:
     ("text", "said"),
     [
         ('{"version": 1', "record:1: not JSON, or cut short"),
-        ('{"version": 1, "version": 1}', "'version' is there twice"),
+        ('{"version": 1, "version": 1}', "'version' is given twice"),
         ('{"version": NaN}', "NaN is no number"),
         ("[" * 100_000, "not a record"),
         ("[]", "not a record of fxamp"),

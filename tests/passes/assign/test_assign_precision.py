@@ -496,3 +496,44 @@ def test_at_o1_sums_into_an_accumulator_are_autocasts(op: str) -> None:
     except RuntimeError:  # of mixed dtypes
         return
     assert torch.equal(convert(f)(X), expected)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_tensor_made_of_a_tensor_is_a_cast_that_returns_its_operand_where_it_can(level: str) -> None:
+    def write(m: Any, x: Tensor) -> Tensor:
+        torch.as_tensor(x, dtype=torch.bfloat16).pow_(2)
+        return x
+
+    given = X.bfloat16()
+    fxamp.compile(Net(write), policy=f"{level},dtype=bf16", backend="eager")(given)
+    assert torch.equal(given, X.bfloat16().pow_(2))
+
+
+def test_a_low_dtype_that_autocast_does_not_make_is_the_authors() -> None:
+    def outside(m: Any, x: Tensor) -> Tensor:
+        log = F.log_softmax(x, -1, dtype=x.dtype)
+        with torch.autocast("cpu", enabled=False):
+            return torch.complex(x, log).abs()
+
+    given = X.half()
+    got = fxamp.compile(Net(outside), policy="O1,dtype=bf16", backend="eager")(given)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(got, Net(outside)(given))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_without_inputs_a_value_of_64_bits_stays_one(level: str) -> None:
+    converted = fxamp.convert(
+        Net(lambda m, x: torch.rand_like(x @ x.t()) + x @ x.t()), policy=f"{level},dtype=bf16", capture="fx"
+    )
+    assert converted(X.double()).dtype == torch.float64
+
+
+def test_what_a_product_keeps_for_backward_is_not_what_is_written_after_it() -> None:
+    def write(m: Any, x: Tensor) -> Tensor:
+        y = F.softplus(x)  # FP32 under autocast, whose product reads a copy; O3 would have it low
+        product = m.first(y)
+        y *= 0.5
+        return product
+
+    convert(write, "O3")(X).sum().backward()

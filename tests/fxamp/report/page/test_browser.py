@@ -229,7 +229,7 @@ def test_names_that_want_to_be_markup_are_text(opened: Opened, tmp_path: Path, t
     assert page.title().startswith(visible(text)[:5])
     page.locator("#canvas .box").last.click()
     assert visible(text) in page.locator("#panel").text_content()
-    for name in ("nodes", "compare"):
+    for name in ("nodes", "compare", "lines"):
         page.locator(f"#tab-{name}").click()
     page.locator("#search").fill(text.replace("\n", " "))
     assert page.locator("script").count() == 2

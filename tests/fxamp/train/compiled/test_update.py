@@ -134,7 +134,7 @@ def test_a_schedule_of_momentum_ends_compiling_where_it_would_never_end() -> Non
     theirs, _ = train(KINDS["momentum"], 12, scheduler=cycle)
     assert_near(ours, theirs)
     assert ours.compiled is not None
-    assert ours.compiled.update.eager == "'momentum' changes from step to step, and would be compiled anew at each"
+    assert ours.compiled.update.eager == "'momentum' changes from step to step, and would be compiled again at each"
     assert ours.compiled.update.region.frames <= 2
 
 

@@ -320,5 +320,5 @@ def test_a_hook_that_keeps_what_compression_loses_trains_without_loss_scaling(tw
     first, second = two(power_sgd, {"policy": BF16})
     assert all(map(torch.equal, first, second))
     assert all(p.isfinite().all() for p in first)
-    said = "'powerSGD_hook' keeps what compression loses for the next step.* for ever as NaN"
+    said = "'powerSGD_hook' carries its compression error into the next step.* stays NaN"
     refused(two, power_sgd, {"policy": FP16}, match=said)

@@ -114,15 +114,15 @@ def make_step(model: dict[str, Any], settings: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("model", "settings", "match"),
     [
-        ({"how": "converted"}, {"weights": "per_step"}, r"gathered anew for every call.* would do the same"),
+        ({"how": "converted"}, {"weights": "per_step"}, r"gathered again for every call.* would do the same"),
         (
             {"how": "whole", "low": LOW}, {"weights": "per_step"},
             r"param_dtype=torch.bfloat16 casts each shard once before that, which is the same. Leave weights at 'auto'",
         ),
-        ({"how": "whole", "low": LOW}, {}, "FSDP2 casts the inputs of the model.* say cast_forward_inputs=False"),
+        ({"how": "whole", "low": LOW}, {}, "FSDP2 casts the inputs of the model.* set cast_forward_inputs=False"),
         (
             {"how": "converted", "policy": "O1,dtype=bf16", "low": LOW_AS_IT_IS}, {},
-            r"gathers '0.norm.weight' of the model in torch.bfloat16, and the graph reads it in float32: leave",
+            r"gathers '0.norm.weight' of the model in torch.bfloat16, but the graph reads it in float32: do not",
         ),
     ],
     ids=["per_step", "per_step in a low dtype", "inputs", "norms"],
@@ -143,6 +143,6 @@ def shard_inside(called: bool) -> None:
 
 
 def test_parts_of_a_model_that_was_converted_as_a_whole(two: Workers) -> None:
-    refused(two, shard_inside, False, match="'0' is sharded by itself inside the model.* fully_shard on the converted")
+    refused(two, shard_inside, False, match="'0' is sharded by itself inside the model.* only on the converted")
     with pytest.raises(AssertionError, match="Shard the converted module as a whole, or convert each block"):
         two(shard_inside, True)
