@@ -38,7 +38,7 @@ from .capture.model.preflight import loads_otherwise, untouched
 from .capture.states import capture as capture_model
 from .capture.states import in_state_of, module_of, refuse_non_models, with_own_constants
 from .dynamo import compiled
-from .dynamo.backend import compile
+from .dynamo.backend import compile, refuse_unmatched
 from .measure.fastest import emit_measured, kept_notes
 from .module.kept import Kept
 from .module.module import ConvertedModule, Variant
@@ -74,24 +74,25 @@ def convert(
 
     Args:
         model: An `nn.Module` with FP32 parameters (frozen ones may be FP16 or BF16), a `GraphModule` or an
-            `ExportedProgram`. It is not changed; the converted module shares its parameters and buffers, so an
-            optimizer built before goes on working.
-        args: Example inputs, a tuple as `torch.export.export` takes them (a lone tensor is wrapped), of the shapes and
-            dtypes of real ones. A batch of at least 2 keeps the batch size free.
+            `ExportedProgram`. The model is not changed. The converted module shares its parameters and buffers, so an
+            optimizer that was built before keeps working.
+        args: Example inputs, a tuple as `torch.export.export` takes them (a lone tensor is wrapped), with the shapes
+            and dtypes of real inputs. A batch of at least 2 keeps the batch size free.
         kwargs: Example keyword inputs.
         policy: A level ("O0" to "O3"), a policy string ("O2,dtype=bf16,modules.fc3=fp32") or a Policy; "O1" by default.
-        capture: "export" takes `torch.export`, "fx" symbolic tracing, "jit" `torch.compile` at the first call, whose
-            graphs run eagerly. "auto" is "export" with example inputs, else "fx"; where that would lose something of
-            the model it is "jit", and a log line says why.
-        dynamic_shapes: "auto" keeps every dimension free. Where that fails, or takes more than 4 s of processor time
-            plus 0.25 ms for each call of torch, it keeps the first of each input free, and the plan says so. None fixes
-            all sizes. Anything else as `torch.export.export` takes it.
+        capture: "export" captures with `torch.export`, "fx" by symbolic tracing, and "jit" with `torch.compile` at the
+            first call, whose graphs then run eagerly. "auto" is "export" with example inputs, else "fx"; if that front
+            end would drop something of the model, it is "jit", and a log line says why.
+        dynamic_shapes: "auto" keeps every dimension free. If that fails, takes more than 4 s of processor time plus
+            0.25 ms for each call of torch, or compares sizes by formulas of more than 128 operations, it keeps only the
+            first dimension of each input free, and the plan says so. None fixes all sizes. Any other value is given to
+            `torch.export.export`.
         plan: A Plan, or the path of one, to replay; its policy is the policy.
-        check: False leaves the comparison out.
+        check: False leaves out the comparison, and the three runs that it needs.
 
     Returns:
-        A ConvertedModule, called like the model; what `fxamp.compile` returns where the model is captured at its first
-        call. Outputs have the shapes and dtypes of the model's.
+        A ConvertedModule, called like the model. If the model is captured at its first call, the result of
+        `fxamp.compile`. Outputs have the shapes and dtypes of the model's outputs.
 
     Raises:
         CaptureError: The model cannot be captured faithfully.
@@ -132,6 +133,10 @@ def _ahead_of_time(
     with capturing():  # conversions take turns
         module, inputs = module_of(model), as_inputs(args, kwargs)
         settled = resolve(policy, module, inputs)
+        if not any(
+            isinstance(m, torch.fx.GraphModule) for m in module.modules()
+        ):  # whose nodes have paths of their own
+            refuse_unmatched(settled, module)  # for a capture may take long
         autocast = autocast_for(settled, module, inputs)
         captures = capture_model(
             model, args, kwargs, front_end=front_end, dynamic_shapes=dynamic_shapes, autocast=autocast
@@ -153,7 +158,7 @@ def _ahead_of_time(
 
 
 def checked(captures: Captures, autocast: Autocast | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captures:
-    """Compare the present graph with the model; leave that out for a model that runs under autocast alone."""
+    """Compare the present graph with the model; leave that out for a model that runs only under autocast."""
     try:
         present = check_faithful(captures.graphs[0], args, kwargs)
     except RejectedError as e:
@@ -186,7 +191,8 @@ def _refuse_without_plain(captures: Captures) -> None:
     for captured in captures.graphs:
         if not captured.plain:
             raise CaptureError(
-                f"the model runs under autocast alone, and O0 is the model without autocast: {captured.notes[-1]}"
+                "the model runs only under autocast, and O0 means without autocast: choose O1 or higher. "
+                f"{captured.notes[-1]}"
             )
 
 
@@ -205,8 +211,8 @@ def emit(
     states = [c.state for c in captures.graphs]
     if replayed is not None and len(found) != max(len(replayed.states), 1):
         raise PlanError(
-            f"the plan decides on {max(len(replayed.states), 1)} state(s) of its model, and this model has "
-            f"{len(found)}: {'; '.join(map(str, states))}. {REMEDY}"
+            f"the plan is for {max(len(replayed.states), 1)} state(s) of a model (train or eval mode, with or without "
+            f"gradients), and this model has {len(found)}: {'; '.join(map(str, states))}. {REMEDY}"
         )
     model, named = found[0].model, {name: value for c in found for name, value in c.constants.items()}
     root = skeleton(model, {path: m for c in found for path, m in c.opaque.items()}, named)
@@ -242,14 +248,14 @@ def plan(
     capture: str = "auto",
     dynamic_shapes: Any = "auto",
 ) -> Plan:
-    """Decide only: return the plan that `convert` would carry out ahead of time. Nothing of the model is run.
+    """Decide only: return the plan that `convert` would carry out. The model is traced, but no kernel of it runs.
 
     Args:
         model: As `convert` takes it.
-        args: Example inputs of the shapes and dtypes of real ones.
+        args: Example inputs, with the shapes and dtypes of real inputs.
         kwargs: Example keyword inputs.
         policy: As `convert` takes it.
-        capture: As `convert` takes it, but "jit".
+        capture: As `convert` takes it, except "jit".
         dynamic_shapes: As `convert` takes it.
 
     Raises:
@@ -297,9 +303,9 @@ def called_to_read(model: nn.Module, args: Any, kwargs: Any, policy: Policy) -> 
 
 
 def plan_of(module: nn.Module) -> Plan:
-    """Return what was decided for a converted module, or a compiled one after its first call: one plan, all graphs.
+    """Return the plan of a converted module, or of a compiled one after its first call: one plan for all graphs.
 
-    Modules of a model that were converted one by one give one plan, with their paths in it.
+    For a model whose submodules were converted one by one, it is one plan, with their paths in the model.
 
     Raises:
         CaptureError: Nothing was converted for the module, or nothing yet.
@@ -350,7 +356,7 @@ def resolve(policy: Policy, model: nn.Module, inputs: tuple[tuple[Any, ...], dic
     if device not in DEVICES:
         raise PolicyError(
             f"{type(model).__name__} is on '{device}', for which fxamp knows no ops: move it to one of "
-            f"{', '.join(DEVICES)} before converting, or go by the lists of that one with device= in the policy."
+            f"{', '.join(DEVICES)} before converting, or name one with device= in the policy, to use its op lists."
         )
     dtype = policy.dtype or torch.get_autocast_dtype(device)
     return replace(policy, device=device, dtype=dtype)

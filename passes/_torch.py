@@ -31,6 +31,7 @@ from torch.amp.autocast_mode import _enter_autocast as enter_autocast
 from torch.amp.autocast_mode import _exit_autocast as exit_autocast
 from torch.export import ExportedProgram
 from torch.fx import Node
+from torch.fx.experimental.proxy_tensor import _ModuleStackTracer as ExportTracer
 from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP as GUARD_NAMES
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.library import Library
@@ -167,9 +168,19 @@ def guards_of(program: ExportedProgram) -> list[str]:
     found = getattr(program, "_guards_code", None)
     if found is None:
         raise CaptureError(
-            f"torch {torch.__version__} does not say what it assumed of the sizes; fxamp needs 2.11 to 2.15"
+            f"torch {torch.__version__} does not report its guards on sizes; fxamp supports torch 2.11 to 2.15"
         )
     return list(found)
+
+
+def longest_guard(env: Any, first: int) -> int:
+    """Return how many operations the longest comparison of sizes has that a trace has made.
+
+    Args:
+        env: the ShapeEnv of its fake tensors.
+        first: the number of comparisons to pass over, in the order in which they were made.
+    """
+    return max((int(guard.expr.count_ops()) for guard in env.guards[first:]), default=0)
 
 
 def example_sizes(size: torch.SymInt | torch.SymFloat | torch.SymBool) -> dict[Any, Any]:
@@ -233,6 +244,11 @@ def in_transform() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
+def copy_together(to: list[torch.Tensor], source: list[torch.Tensor]) -> None:
+    """Copy many tensors, on an accelerator by one launch; the dtypes may differ."""
+    torch._foreach_copy_(to, source)
+
+
 def run_as_soon_as_ready(value: torch.Tensor) -> None:
     """Let backward pass through the node that made a value as soon as its gradient is complete.
 
@@ -286,7 +302,7 @@ def compile_records() -> list[Any]:
 def communication_hook(replica: DistributedDataParallel) -> str:
     """Return what exchanges the gradients of a DistributedDataParallel in place of an all-reduce, "" if nothing does.
 
-    A hook that torch has built in is known to its logger alone.
+    Only torch's logger knows a hook that is built into torch.
     """
     return str(replica._get_ddp_logging_data().get("comm_hook", ""))
 
@@ -313,6 +329,7 @@ __all__ = [
     "SET_GRAD",
     "VF",
     "BatchNorm",
+    "ExportTracer",
     "FakeTensor",
     "FakeTensorMode",
     "HigherOrderOperator",
@@ -327,6 +344,7 @@ __all__ = [
     "communication_hook",
     "communication_states",
     "compile_records",
+    "copy_together",
     "decorators",
     "drop_hooks",
     "dynamo_errors",
@@ -340,6 +358,7 @@ __all__ = [
     "inner_backend",
     "is_compiled_in_place",
     "is_composite",
+    "longest_guard",
     "on_recompile_limit",
     "original_of",
     "overload_name",

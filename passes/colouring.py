@@ -1,4 +1,4 @@
-"""What is decided for one node, and for a whole graph, as the passes hand it on."""
+"""The decision on one node, and the decisions on a whole graph, as the passes hand them on."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Place = tuple[str, int]  # an operand: argument name, index in a list argument
 
 @dataclass
 class Colouring:
-    """What was decided for one node.
+    """The decision on one node.
 
     Attributes:
         dtype: what the node runs in.
@@ -42,7 +42,7 @@ class Colouring:
 
 @dataclass
 class Assignment:
-    """What was decided for one graph.
+    """The decisions on one graph.
 
     Attributes:
         colours: the decision of every node that touches a floating value.

@@ -28,7 +28,7 @@ from .graph.bodies import Border
 
 
 class Ensures(enum.Enum):
-    """What holds of a graph after a pass, and has to be verified since the pass may have broken it."""
+    """The properties of a graph that have to be verified after a pass, since the pass may have broken them."""
 
     NOTHING_NEW = "the pass leaves the graph as it is"
     STRUCTURE = "the graph is well formed"
@@ -61,13 +61,13 @@ class Unit:
 
     @property
     def decided(self) -> Assignment:
-        """What was decided; it is there once dtypes are assigned."""
+        """The decisions; they are there once dtypes are assigned."""
         assert self.assignment is not None, "no dtypes are assigned yet: the pass that does comes later"
         return self.assignment
 
 
 class Pass(Protocol):
-    """What every pass has.
+    """The interface of a pass.
 
     Attributes:
         name: what reports, plans and `fxamp report --print-after` call it.

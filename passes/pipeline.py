@@ -88,7 +88,7 @@ def compile_graph(
         attribute: resolves the target of a get_attr.
         capture: the front end that made the graph, for the plan.
         notes: what capture has to say, for the plan.
-        plan: what to carry out instead of deciding anew.
+        plan: the plan to carry out instead of deciding.
         own: which of its decisions, by graph and key, this graph must have; None for all.
         timer: measures calls, for cost="measured".
         under_autocast: the graph is called under autocast, and so is what reads its outputs, which therefore keep the
@@ -108,7 +108,7 @@ def compile_graph(
         outermost = Unit(graph, attribute, _border_of(policy, under_autocast, bodies))
         units = _compiled(outermost, deciding(policy, plan, own, timer), itertools.count())
     if plan is not None and any(d.graph >= len(units) for d in plan.decisions):
-        raise PlanError(f"the plan decides on more graphs than the {len(units)} of this model; {REMEDY}")
+        raise PlanError(f"the plan has more graphs than the {len(units)} of this model; {REMEDY}")
     return _plan_of(policy, capture, notes, prepared, units)
 
 

@@ -1,4 +1,4 @@
-"""What happens between passes: verifying, timing and printing, each a watcher that is told before and after each.
+"""Watchers of passes, which verify, time or print: each is called before and after every pass.
 
 Before: fxamp.convert(model, (x,))
 After:  with watched(timed := Timed()): fxamp.convert(model, (x,))        timed.seconds: {"legalize": 0.012, ...}

@@ -70,7 +70,7 @@ class _Value(Proxy):
     def __setattr__(self, name: str, value: Any) -> None:
         if name in ("data", "grad", "requires_grad"):
             raise CaptureError(
-                f"assigning .{name} of a tensor at {frames.place()}: symbolic tracing would lose it. {_INPUTS}."
+                f"forward() assigns .{name} of a tensor at {frames.place()}: symbolic tracing would lose it. {_INPUTS}."
             )
         super().__setattr__(name, value)
 
@@ -85,7 +85,7 @@ class _Value(Proxy):
         if frames.kind(file) == "user" and (by_torch or not line or "isinstance(" in line):
             asked = "torch.is_tensor()" if by_torch else "isinstance()"
             raise CaptureError(
-                f"{asked} of a traced value at {frames.place()}: symbolic tracing has no tensor there and would take "
+                f"{asked} of a traced value at {frames.place()}: symbolic tracing has no tensor here and would take "
                 f"the wrong branch. {_INPUTS}."
             )
         return type(self)
@@ -176,8 +176,8 @@ class _Writes(TorchDispatchMode):
                 name = self.names.get(_storage(tensor))
                 what = f"'{name}'" if name else "a tensor of the program's"
                 raise NotFaithfulError(
-                    f"forward() writes to {what} at {frames.place()}: symbolic tracing, which sees what is read of "
-                    f"parameters and buffers alone, would do it now and never again. {INSTEAD}."
+                    f"forward() writes to {what} at {frames.place()}: symbolic tracing records only reads of "
+                    f"parameters and buffers, so the graph would never do this write. {INSTEAD}."
                 )
         before = {_storage(t) for t in _tensors((args, kwargs))}
         output = func(*args, **kwargs)
@@ -238,7 +238,7 @@ class _Tracer(Tracer):
         if kind == "call_method" and target in _LOST_METHODS:
             raise NotFaithfulError(f"Tensor.{target} at {frames.place()}: symbolic tracing would lose it. {INSTEAD}.")
         node = super().create_node(kind, target, args, kwargs, name, type_expr)
-        node.meta.setdefault("stack_trace", _user_stack())
+        node.meta.setdefault("stack_trace", frames.stack_of_forward(self.run.__code__))
         if kind == "call_module":
             leaf = self.root.get_submodule(target)
             note(node, leaf=type(leaf).__name__)
@@ -263,15 +263,6 @@ def _recurrent(m: Any, x: Any, hx: Any = None) -> Any:
     config = (m.bias, m.num_layers, float(m.dropout), m.training, m.bidirectional, m.batch_first)
     extra = (m.proj_size,) if isinstance(m, nn.LSTM) else (m.nonlinearity,)
     return x.tracer.create_proxy("call_function", function, (x, hx, flat, *config, *extra), {})
-
-
-def _user_stack() -> str:
-    """Return the line that makes a node, the user's or torch.nn's, as fx writes it."""
-    frame = frames.caller(("user", "nn"))
-    if frame is None:
-        return ""
-    file, line = frame.f_code.co_filename, frame.f_lineno
-    return f'File "{file}", line {line}, in {frame.f_code.co_name}\n    {linecache.getline(file, line).strip()}'
 
 
 def given_by_default(call: CallSpec) -> CallSpec:
@@ -356,7 +347,7 @@ def _refuse_assigned(model: nn.Module, before: dict[str, Any], graph: Graph) -> 
         elif (old is not None and path in read) or path in buffers:
             where = f" at {source(value.node)}" if isinstance(value, Proxy) else ""
             raise NotFaithfulError(
-                f"forward() assigns '{path}'{where}, which the graph would not. {INSTEAD}, or write to it in place "
+                f"forward() assigns '{path}'{where}; the graph would not do that. {INSTEAD}, or write to it in place "
                 "('copy_')."
             )
 
@@ -373,7 +364,7 @@ def _lift_constants(graph: Graph, model: nn.Module, tracer: Tracer) -> dict[str,
     """Return the tensors that are neither parameter nor buffer, by names of their own; point the graph at those."""
     own = {n for n, _ in model.named_parameters(remove_duplicate=False)}
     own |= {n for n, _ in model.named_buffers(remove_duplicate=False)}
-    tensors = {path: tensor for tensor, path in tracer.tensor_attrs.items()}  # also those forward() has assigned anew
+    tensors = {path: tensor for tensor, path in tracer.tensor_attrs.items()}  # also those that forward() has reassigned
     lifted = {}
     for node in graph.nodes:
         if node.op == "get_attr" and node.target not in own:
@@ -384,7 +375,7 @@ def _lift_constants(graph: Graph, model: nn.Module, tracer: Tracer) -> dict[str,
                 reader = source(next(iter(node.users)))
                 raise CaptureError(
                     f"forward() computes with parameters that it did not read as attributes, as a loop over "
-                    f"self.parameters() does ({reader}): symbolic tracing would keep what they are now. {_INPUTS}."
+                    f"self.parameters() does ({reader}): symbolic tracing would fix their present values. {_INPUTS}."
                 )
             node.target = f"_fxamp.{name}"
     return lifted

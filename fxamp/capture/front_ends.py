@@ -27,7 +27,7 @@ from .relate import relate, settle
 from .rerun import rerun
 
 Run = Callable[[], Captured]
-ALONE = "the model runs under torch.autocast alone, so nothing was compared: {}"
+ALONE = "the model runs only under torch.autocast, so nothing was compared: {}"
 
 
 def by_export(
@@ -41,7 +41,7 @@ def by_export(
         call: how the example calls it.
         flat: the flat example inputs.
         dynamic_shapes: "auto", None, or as `torch.export.export` takes it.
-        autocast: None to capture without it alone.
+        autocast: the autocast to capture under too; None to capture only without it.
         reads: takes what forward() reads.
         again: export it under autocast too; else the graph without is run under it, for no code reads a dtype.
     """

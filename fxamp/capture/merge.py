@@ -94,7 +94,7 @@ class _Merge(Walk):
         return not any(list(self.literals(a, b)) or note_of(a).reads != note_of(b).reads for a, b in pairs)
 
     def _align(self, exact: bool = False) -> list[tuple[Node, Node]]:
-        """Pair the nodes of both graphs; batch norm's batch counter and dropouts may stand in the train graph alone."""
+        """Pair the nodes of both graphs; only the train graph may have batch norm's batch counter and dropouts."""
         left, right = ([n for n in g.nodes if counts(n)] for g in (self.left, self.right))
         pairs, j = [], 0
         for node in left:

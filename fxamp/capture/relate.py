@@ -1,4 +1,4 @@
-"""What a model's own code reads of dtypes, found by comparing its capture under `torch.autocast` with the one without.
+"""The dtypes that a model's own code reads, found by comparing its captures with and without `torch.autocast`.
 
     x.to(h.dtype)                 to(x, float32)          to(x, bfloat16)             relative: the argument differs
     x.float()                     to(x, float32)          to(x, float32)              literal

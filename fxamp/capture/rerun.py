@@ -1,6 +1,6 @@
 """The graph of an ExportedProgram under `torch.autocast`: the same graph, run once more on fake tensors.
 
-No code of the author's is left in it that could read a dtype, so to export it anew under autocast would give the ops
+It has no code of the author that could read a dtype, so another export under autocast would give the ops
 that it has, with other dtypes.
 
 Before: linear: f32[4, 6] = linear(x, w)        After: linear: bf16[4, 6] = linear(x, w)

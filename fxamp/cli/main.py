@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        # Python would leave with 1, which means "found", and a model that exits with what it likes.
+        # Python would exit with 1, which means "found" here; a target that calls sys.exit could choose any status.
         logger.debug("unexpected", exc_info=True)
         return failed(f"unexpected {type(error).__name__}: {error}; please report it")
     finally:
@@ -77,7 +77,7 @@ def _report(args: argparse.Namespace) -> int:
         if args.policy or args.device:
             raise PolicyError(f"{args.target!r} is a saved plan and has its own policy; leave out --policy")
         if args.print_after:
-            raise FxampError(f"{args.target!r} is a saved plan, which no pass runs over; leave out --print-after")
+            raise FxampError(f"{args.target!r} is a saved plan, on which no pass runs; leave out --print-after")
         plan = Plan.load(args.target)
         made = report(plan)
     else:
@@ -90,7 +90,9 @@ def _report(args: argparse.Namespace) -> int:
     if args.save_plan:
         plan.save(args.save_plan)
     only = {"modules": args.module, "ops": args.op, "colours": args.colour, "reasons": args.reason}
-    shown = functools.partial(made.to_tree, depth=args.depth, nodes=args.nodes, width=width(args), **only)
+    shown = functools.partial(
+        made.to_tree, depth=args.depth, nodes=args.nodes, lines=args.lines, edits=args.edits, width=width(args), **only
+    )
     if args.output_format == "model-explorer":
         write_pair(args, *made.to_model_explorer(**only))
         return DONE
@@ -135,7 +137,7 @@ def _sides(args: argparse.Namespace) -> list[Path | nn.Module]:
 def _refuse_policies_of_plans(
     args: argparse.Namespace, names: Sequence[str], policies: Sequence[str | None], targets: Collection[str]
 ) -> None:
-    """Refuse a --policy that is a saved plan's: both were given, or there is no target that it could be of."""
+    """Refuse a --policy for a saved plan, which has its own: it is one of two, or there is no target."""
     for name, policy in zip(names, policies, strict=True):
         if policy is not None and name not in targets and (len(args.policy) == 2 or not targets):
             raise PolicyError(f"{name!r} is a saved plan and has its own policy; leave out --policy")
@@ -162,7 +164,7 @@ def _check(args: argparse.Namespace) -> int:
         file = find_pyproject(Path.cwd())
         folder, chosen = file.parent, configured(file, args.targets)
         if args.policy or args.plan or args.budget:
-            raise FxampError(f"check: targets of {file.name} have their policy, plan and budget there")
+            raise FxampError(f"check: set the policy, plan and budget of targets of {file.name} in that file")
     if args.targets and len(chosen) == 1 and ":" in args.targets[0]:
         with waiting(args, f"checking {chosen[0].name}"):
             found = [_checked(chosen[0], args.update)]
@@ -214,7 +216,7 @@ def _rules(args: argparse.Namespace) -> int:
     from passes.ops.rules import RULES, SUMMARY
 
     if args.op is not None and args.op not in RULES:
-        raise FxampError(f"no rule for the op {args.op!r}{nearest(args.op, RULES)}")
+        raise FxampError(f"no rule for the op {args.op!r}{nearest(args.op, RULES)}; `fxamp rules` lists all")
     rows = [asdict(RULES[name]) for name in ([args.op] if args.op else sorted(RULES))]
     # A table of one op reads better upright, and of many with only the columns that any of them fills.
     columns = [name for name in rows[0] if (args.op or name in SUMMARY) and any(row[name] for row in rows)]

@@ -1,4 +1,4 @@
-"""Where a verb writes: standard output is its own, standard error what is said beside it, or files."""
+"""Output of the verbs: results go to standard output or to files, messages to standard error."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DONE, FOUND, UNKNOWN = 0, 1, 2  # exit statuses
 
 @contextlib.contextmanager
 def aside() -> Iterator[None]:
-    """Let what a model prints go to standard error, what C and child processes print too."""
+    """Redirect to standard error what the model prints, also from C and from child processes."""
     sys.stdout.flush()
     try:
         out, err = sys.__stdout__.fileno(), sys.__stderr__.fileno()  # type: ignore[union-attr]
@@ -40,7 +40,8 @@ def aside() -> Iterator[None]:
 
 def write(args: argparse.Namespace, paint: Callable[[str], str] = str, **formats: Callable[[], str]) -> None:
     """Write one of the formats to the file asked for, or to standard output, where a terminal may have colours."""
-    # What escapes what it is given by itself is left as it is. Workflow commands begin as no other line may.
+    # Formats that escape their own text are left as they are. In "github" the lines are workflow commands, which other
+    # formats must not contain.
     own: dict[str, Callable[[str], str]] = {"json": harmless.as_json, "sarif": harmless.as_json}
     own |= dict.fromkeys(("github", "html", "junit"), str)
     shown = own.get(args.output_format, harmless.lines)
@@ -75,7 +76,7 @@ def width(args: argparse.Namespace) -> int | None:
 def write_pair(args: argparse.Namespace, graph: str, data: str) -> None:
     """Write a graph to the file asked for, and the data of its nodes beside it."""
     if args.output is None:
-        raise FxampError("model-explorer: there are two files, a graph and the data of its nodes; give -o FILE.json")
+        raise FxampError("model-explorer writes two files, a graph and the data of its nodes; give -o FILE.json")
     beside = args.output.with_name(f"{args.output.stem}.node_data.json")
     write_text(args.output, harmless.as_json(graph))
     write_text(beside, harmless.as_json(data))

@@ -1,4 +1,4 @@
-"""What each verb takes on the command line."""
+"""The arguments of each verb on the command line."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ Run: TypeAlias = Callable[[argparse.Namespace], int]  # returns the exit status
 
 def _add_capture(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--capture", choices=("auto", "fx", "export", "jit"), default="auto", help="front end")
-    verb.add_argument("--device", choices=tuple(DEVICES), help="decide for it, whether it is here or not")
+    verb.add_argument("--device", choices=tuple(DEVICES), help="decide for this device, even if this machine has none")
 
 
 def _positive(text: str) -> int:
     if not text.isdecimal() or not 0 < int(text) < 1000:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of processes")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of processes: give one from 1 to 999")
     return int(text)
 
 
@@ -51,35 +51,39 @@ def parser_of(runs: Mapping[str, Run]) -> argparse.ArgumentParser:
         made = verbs.add_parser(name, help=summary, description=summary)
         made.set_defaults(run=runs[name])
         made.add_argument("--output-format", choices=formats, default="text")
-        made.add_argument("-o", "--output", metavar="FILE", type=Path, help="write there instead of printing")
-        made.add_argument("-q", "--quiet", action="store_true", help="print nothing; the exit status says it")
-        made.add_argument("--exit-zero", action="store_true", help="exit with 0 where it would be 1")
+        made.add_argument("-o", "--output", metavar="FILE", type=Path, help="write to FILE instead of printing")
+        made.add_argument("-q", "--quiet", action="store_true", help="print nothing; read the exit status")
+        made.add_argument("--exit-zero", action="store_true", help="exit with status 0 instead of 1")
         return made
 
     report = verb(
-        "report", "Show in which dtype every node runs, and why.",
+        "report", "Show the dtype of every node, and the reason.",
         formats=("text", "markdown", "json", "html", "dot", "model-explorer"),
     )  # fmt: skip
     report.add_argument("target", metavar="TARGET", help="package.module:callable, path/file.py:callable or plan.json")
     report.add_argument("--policy", help='such as "O1" or "O2,dtype=bf16,modules.fc3=fp32"')
     _add_capture(report)
-    report.add_argument("--nodes", action="store_true", help="list every node, with its reason and the line it is from")
+    report.add_argument("--nodes", action="store_true", help="list every node, with its reason and your line")
+    report.add_argument("--lines", action="store_true", help="list the ten lines of your code that cost most")
+    report.add_argument("--edits", action="store_true", help="say how often each rule of the passes fired")
     report.add_argument("--depth", type=int, metavar="N", help="show N levels of modules")
     for name, what in (("module", "PATH"), ("op", "NAME"), ("colour", "DTYPE"), ("reason", "CODE")):
         report.add_argument(f"--{name}", metavar=what, action="append", default=[], help=f"only this {name}")
     report.add_argument(
         "--print-after", metavar="PASS", action="append", default=[], choices=NAMES,
-        help=f"write every graph to standard error as it is after a pass: {', '.join(NAMES)}",
+        help=f"write every graph after a pass to standard error; PASS is one of {', '.join(NAMES)}",
     )  # fmt: skip
-    report.add_argument("--save-plan", metavar="FILE", type=Path, help="save the plan as JSON too")
+    report.add_argument("--save-plan", metavar="FILE", type=Path, help="also save the plan, as JSON")
 
     diff = verb(
-        "diff", "Show what differs between two plans or models; exit with 1 when they differ.",
+        "diff", "Show the differences between two plans or models; exit with 1 if they differ.",
         formats=("text", "markdown", "json", "html"),
     )  # fmt: skip
     diff.add_argument("before", metavar="A", help="plan.json, package.module:callable or path/file.py:callable")
-    diff.add_argument("after", metavar="B", nargs="?", help="likewise; left out, A is compared under two policies")
-    diff.add_argument("--policy", action="append", default=[], help="of A and B; given twice, of A, then of B")
+    diff.add_argument("after", metavar="B", nargs="?", help="like A; without B, A is compared under two policies")
+    diff.add_argument(
+        "--policy", action="append", default=[], help="the policy of A and B; if given twice, first of A, then of B"
+    )
     _add_capture(diff)
 
     check = verb(
@@ -88,17 +92,17 @@ def parser_of(runs: Mapping[str, Run]) -> argparse.ArgumentParser:
     )  # fmt: skip
     check.add_argument(
         "targets", metavar="TARGET", nargs="*",
-        help="package.module:callable, path/file.py:callable, or names of [tool.fxamp.targets]; else all of those",
+        help="package.module:callable, path/file.py:callable, or names of [tool.fxamp.targets]; default: all",
     )  # fmt: skip
     check.add_argument("--policy", help='such as "O1" or "O2,dtype=bf16,modules.fc3=fp32"')
     check.add_argument("--plan", metavar="FILE", help="the committed plan")
     check.add_argument("--update", action="store_true", help="write plans that are missing or have changed")
     check.add_argument("--budget", metavar="KEY=LIMIT", action="append", default=[], help='such as "casts=+0"')
-    check.add_argument("--jobs", metavar="N", type=_positive, default=1, help="targets to check at once")
+    check.add_argument("--jobs", metavar="N", type=_positive, default=1, help="how many targets to check at once")
     check.add_argument("--name", help=argparse.SUPPRESS)
     _add_capture(check)
 
-    rules = verb("rules", "Show the op table, or what is known of one op.")
+    rules = verb("rules", "Show the op table, or the row of one op.")
     rules.add_argument("op", metavar="OP", nargs="?", help="canonical name, such as softmax")
 
     demo = verb("demo", "Train two small models on digits in FP32, under autocast and with fxamp.")

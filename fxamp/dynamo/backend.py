@@ -23,8 +23,8 @@ from torch import nn
 from torch.fx import GraphModule
 
 from passes import compile_graph
-from passes._torch import FakeTensor, inner_backend, trace_artifact
-from passes.contract.errors import NotAModuleError, PolicyError
+from passes._torch import FakeTensor, inner_backend, original_of, trace_artifact
+from passes.contract.errors import CaptureError, NotAModuleError, PolicyError
 from passes.contract.plan import Plan
 from passes.contract.policy import Policy, check_used, nearest, type_names
 from passes.graph.notes import note, note_of
@@ -32,6 +32,7 @@ from passes.graph.values import LOW, no_autocast, retyped
 from passes.ops.rules import row_of
 
 from ..capture.model.preflight import refuse_wrapped
+from ..module.module import ConvertedModule
 from ..module.underflow import UnderflowWatch
 from ..trust.check import refuse_low_parameters
 from . import compiled, recompile_limit
@@ -52,10 +53,10 @@ _WITHOUT_AUTOCAST = (
 
 @dataclass(frozen=True)
 class Backend:
-    """A torch.compile backend: equal to another by value, so that making one anew recompiles nothing.
+    """A backend of `torch.compile`. Backends with the same settings are equal, so a second one recompiles nothing.
 
     Attributes:
-        policy: What to convert to. Without a dtype it takes that of the surrounding autocast.
+        policy: The policy of the conversion. Without a dtype it takes the dtype of the surrounding autocast.
         backend: The inner backend, by name or as a callable.
         mode: The inner backend's mode.
         options: The inner backend's options, as pairs.
@@ -182,8 +183,8 @@ def compile(
 ) -> Any:
     """Compile a model with `torch.compile`, converted to mixed precision on the way.
 
-    The model is captured at its first call, and again where a call does not fit a graph: control flow that depends on
-    values, hooks and checkpointing stay what they are.
+    The model is captured at its first call, and again at a call that fits no graph. Control flow that depends on
+    values, hooks and checkpointing work as they do under `torch.compile`.
 
     Args:
         model: Any module that `torch.compile` takes, with FP32 parameters (frozen ones may be FP16 or BF16); it is not
@@ -198,13 +199,15 @@ def compile(
 
     Returns:
         torch's `OptimizedModule`, whose state_dict keys have the prefix `_orig_mod.`; `model.compile(backend="fxamp",
-        options={"policy": ...})` works in place and keeps them. Each call of it, and of a method of the model through
-        it, runs under `torch.autocast`, except at O0. Outputs have the shapes and dtypes of the model's.
+        options={"policy": ...})` works in place, without a prefix. Each call of the result, and of a method of the
+        model through the result, runs under `torch.autocast`, except at O0. Outputs have the shapes and dtypes of the
+        model's outputs.
 
     Raises:
         NotAModuleError: The model is no module.
-        CaptureError: The model is wrapped for parallel training already.
-        PolicyError: The policy is wrong, or there is no such inner backend; an option is an argument of this function.
+        CaptureError: The model is wrapped for parallel training, compiled or converted already.
+        PolicyError: The policy is wrong, there is no such inner backend, or `options` holds a name that is an argument
+            of this function.
 
     Example:
         >>> compiled = fxamp.compile(model, policy="O2,dtype=bf16", backend="eager")  # "inductor" by default
@@ -213,6 +216,7 @@ def compile(
     """
     if not isinstance(model, nn.Module):
         raise NotAModuleError(f"fxamp.compile takes a torch.nn.Module, not {type(model).__name__}.")
+    _refuse_second_time(model)
     refuse_wrapped(model)
     if given := split(options)[0]:
         raise PolicyError(
@@ -282,6 +286,31 @@ def _device(example_inputs: list[Any]) -> str:
     return found.device.type if found is not None and found.device.type != "meta" else "cpu"
 
 
+def _refuse_second_time(model: nn.Module) -> None:
+    """Raise CaptureError for a model that is compiled already, or of which a part is converted already.
+
+    What is compiled inside a model is captured with it, by torch.compile itself.
+    """
+    kind = type(model).__name__
+    if original_of(model) is not None:
+        raise CaptureError(
+            f"this {kind} is what torch.compile or fxamp.compile returned: use it as it is, or give fxamp.compile the "
+            "original model."
+        )
+    if compiled.is_compiled(model):
+        raise CaptureError(
+            f"this {kind} is compiled in place, by its compile(): use it as it is, or give fxamp.compile a copy "
+            "(copy.deepcopy(model) is not compiled)."
+        )
+    for path, module in model.named_modules():
+        if isinstance(module, ConvertedModule):
+            what = f"submodule '{path}' of this {kind} is" if path else "this module is"
+            raise CaptureError(
+                f"{what} converted already: compile it by torch.compile(model), or give fxamp.compile the original "
+                "model."
+            )
+
+
 def refuse_unmatched(policy: Policy, model: nn.Module) -> None:
     """Raise PolicyError for an override by module that matches none of a model."""
     if policy.modules:
@@ -293,9 +322,9 @@ def at_call(
     run: Callable[..., Any], converted: compiled.Converted, example_inputs: Sequence[Any],
     low: Mapping[int, torch.dtype] = MappingProxyType({}),
 ) -> Callable[..., Any]:  # fmt: skip
-    """Return what calls a compiled graph, with ambient autocast off, and notes which models it is called for.
+    """Return a function that calls a compiled graph with ambient autocast off, and records the models that use it.
 
-    The outputs at `low` are noted to be low in the model itself.
+    It marks the outputs at `low` as low in the model itself.
     """
     device = converted.plan.policy.device or "cpu"
     first = converted.places[0] if converted.places else 0
@@ -323,7 +352,7 @@ def at_call(
 
 
 def _noted(outputs: Sequence[Any], low: Mapping[int, torch.dtype]) -> list[Any]:
-    """Note which outputs are low in the model itself; another one that is the same tensor becomes a view of it."""
+    """Mark outputs that are low in the model itself; another output that is the same tensor becomes a view of it."""
     own = {id(outputs[i]) for i in low}
     for i, dtype in low.items():
         note_low(outputs[i], dtype)
@@ -331,9 +360,9 @@ def _noted(outputs: Sequence[Any], low: Mapping[int, torch.dtype]) -> list[Any]:
 
 
 def _told(example_inputs: Sequence[Any]) -> dict[int, torch.dtype]:
-    """Return the dtypes that a part of a graph which torch splits for DistributedDataParallel was told of its inputs.
+    """Return the dtypes that the inputs had in compilation, for a part of a graph that torch splits for DDP.
 
-    They are autocast's; what the part before it gives is wider where the policy keeps that FP32.
+    They are autocast's dtypes. Where the policy keeps a value of the part before in FP32, that part gives it in FP32.
     """
     if not any(isinstance(value, FakeTensor) for value in example_inputs):
         return {}

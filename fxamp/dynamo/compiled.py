@@ -38,7 +38,7 @@ class Converted:
 
     Attributes:
         graph: a copy: inner backends change what they are given.
-        plan: what was decided, with module paths from the root where that is known.
+        plan: what was decided, with module paths from the root if that is known.
         parameters: what it reads, not kept alive, and their paths: from the root, else from the module captured.
         places: which inputs of the graph they are.
         broke: where and why Dynamo ended the graph early, "" when it did not.
@@ -74,7 +74,7 @@ def _is_made(node: Node) -> bool:
 
 
 def _unsized(argument: Any) -> Any:
-    """Return what an argument is, but for values and sizes: what is a number in one graph is a node in another."""
+    """Return an argument without values and sizes: a number in one graph may be a node in another."""
     if argument is None or isinstance(argument, (bool, float, str, torch.dtype)):
         return argument
     if isinstance(argument, Node):
@@ -154,7 +154,7 @@ def _refuse_another_colour(policy: Policy, path: str, other: str) -> None:
     if (here and here.colour) != (there and there.colour):
         raise PolicyError(
             f"'{path}' and '{other}' share one graph, since Dynamo captures their code once, so {here or there} cannot "
-            "hold for one of them alone. Convert ahead of time, override both, or override a type or an op."
+            "hold for only one of them. Convert ahead of time, override both, or override a type or an op."
         )
 
 

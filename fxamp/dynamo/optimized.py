@@ -1,4 +1,4 @@
-"""What `fxamp.compile` returns: torch's `OptimizedModule`, every call of which runs under autocast.
+"""The result of `fxamp.compile`: torch's `OptimizedModule`, every call of which runs under autocast.
 
 Inside the graphs autocast is off, for the casts are in them. It is for all the rest: Python between two graphs, layers
 that Dynamo does not capture, calls beyond its recompile limit, and methods such as `generate`.

@@ -1,7 +1,7 @@
 """Measured costs on disk: nanoseconds of every call that was ever timed on this machine.
 
 One JSON file for each device, number of threads and torch version, in the user's cache directory, and beside it a lock
-that whoever adds to it holds. Timing anew is always possible, so a file that cannot be read or written costs a warning.
+that whoever adds to it holds. Calls can be timed again, so a file that cannot be read or written only costs a warning.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def load(device: str) -> dict[str, int]:
     """Return the nanoseconds of each call known, by its key."""
     found, problem = _load(device)
     if problem:
-        _warn(f"cannot read the measured costs in {path(device)} ({problem}): they are measured anew")
+        _warn(f"cannot read the measured costs in {path(device)} ({problem}): they are measured again")
     return found
 
 

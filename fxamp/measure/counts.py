@@ -20,7 +20,7 @@ from passes.contract.errors import FxampError
 
 @dataclass(frozen=True)
 class StepCounts:
-    """What one training step did: dtype casts, bytes they read and write, bytes saved for backward, ops dispatched."""
+    """Counts of one training step: dtype casts, bytes they read and write, bytes saved for backward, ops dispatched."""
 
     casts: int
     cast_bytes: int

@@ -169,7 +169,7 @@ def _step(module: ConvertedModule, inputs: Inputs) -> Callable[[], object]:
 
     try:
         step()
-    except RuntimeError:  # a model for inference alone: it writes over what its own backward needs
+    except RuntimeError:  # a model for inference only overwrites values that its backward needs
         return lambda: module.graph_forward(*flat)
     return step
 

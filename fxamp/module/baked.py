@@ -1,4 +1,4 @@
-"""What a graph has as a constant, compared at every call with what the model and the converted module have now.
+"""The constants of a graph, compared at every call with the values that the model and the converted module have now.
 
 The converted module shares the model's parameters, and has training flags of its own; but a dropout's `p`, a number
 that forward() read, a layer that it called, are in the graph as they were. A change of one of them, on the model or on
@@ -40,7 +40,7 @@ _ANY = itertools.repeat(_MISSING)
 
 
 class _Tree:
-    """What is compared of one tree of modules: entries of tables with what they were, and tables of hooks."""
+    """The comparison of one tree of modules: entries of tables with their values at capture, and tables of hooks."""
 
     def __init__(self, whose: str, own_hooks: Set[str]) -> None:
         self.whose = whose
@@ -114,7 +114,9 @@ class _Tree:
                 if label(hook) not in self._own_hooks:
                     way_out = "Remove it, or use"
                     if label(hook).startswith(_OF_SHARDS):
-                        way_out = "Shard the converted module as a whole, or convert each block and shard that; or use"
+                        way_out = (
+                            "Shard the converted module as a whole, or convert each block and shard the results; or use"
+                        )
                     raise CaptureError(
                         f"module '{path or '(root)'}' of {self.whose} has a {HOOKS[name]} now ({label(hook)}), which "
                         f"the graph does not run. {way_out} fxamp.compile, which runs hooks."
@@ -131,8 +133,8 @@ class _Tree:
         for module, kind_then in zip(self._modules, self._classes, strict=True):
             if type(module) is not kind_then:
                 raise CaptureError(
-                    f"a {kind_then.__name__} of {self.whose} is a {type(module).__name__} now, as a parametrization or "
-                    "a sharded wrapper makes it, whose code the graph does not run. Convert again."
+                    f"a {kind_then.__name__} of {self.whose} is a {type(module).__name__} now (a parametrization or a "
+                    "sharded wrapper changes the class). The graph does not run the code of that class. Convert again."
                 )
 
     def _changed(self, name: str, value: Any, now: Any) -> CaptureError:
@@ -144,12 +146,12 @@ class _Tree:
         other = _show(now).replace("a ", "another ", 1) if same else _show(now)
         return CaptureError(
             f"'{name}' of {self.whose} {then} when the model was captured, and is {other} now, which the graph does "
-            "not follow. Set it back, or change the original model and convert that again."
+            "not follow. Set it back, or change the original model and convert it again."
         )
 
 
 class Baked:
-    """What the graphs of a converted module have as constants.
+    """The constants of the graphs of a converted module.
 
     Args:
         reads: what forward() read.
@@ -227,7 +229,9 @@ class Baked:
         """
         for module, name, value in self._numbers:
             if getattr(module, name) != value:
-                raise CaptureError(f"'{name}' of a layer is not what it was when the model was captured.")
+                raise CaptureError(
+                    f"'{name}' of a layer has changed since the model was captured. Set it back, or convert again."
+                )
 
     def check_inputs(self, flat: Sequence[Any], call: CallSpec) -> None:
         """Raise CaptureError when a tensor requires gradients, or does not, and forward() asked for that."""
@@ -249,7 +253,7 @@ def _asked(name: str, required: bool, place: str) -> CaptureError:
     now, then = ("does not require", "required") if required else ("requires", "did not require")
     return CaptureError(
         f"{name} {now} gradients, and {then} them when the model was captured. forward() branches on that ({place}), "
-        "and the graph has the branch of then alone. Convert again in the state wanted."
+        "and the graph has only the branch taken during capture. Convert again in the state that you want."
     )
 
 

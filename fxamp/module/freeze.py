@@ -27,15 +27,15 @@ _HOME = "_fxamp_frozen"
 def frozen(converted: ConvertedModule) -> Iterator[ConvertedModule]:
     """Cast every weight once, on entry; inside, calls use those copies.
 
-    Edits of weights inside the region are not seen, and no gradient reaches them: it is for inference. On leaving, the
-    module is as it was.
+    It is for inference: edits of weights inside the region have no effect, and no gradient reaches the weights. After
+        the region the module casts weights at every call, as before.
 
     Args:
-        converted: What `fxamp.convert` returned. Its weights of any shape that a graph reads low are copied, in the low
-            dtype, for the length of the region.
+        converted: A module that `fxamp.convert` returned. Every weight that a graph reads in 16 bits, whatever its
+            shape, is copied in that dtype until the region ends.
 
     Raises:
-        NotAModuleError: It is no converted module.
+        NotAModuleError: `converted` is no converted module.
         CaptureError: The module is frozen already.
 
     Example:

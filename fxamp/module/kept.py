@@ -1,4 +1,4 @@
-"""What a converted module keeps beside its graphs, whatever is done with it: copied and saved as a whole."""
+"""The data that a converted module keeps beside its graphs; it is copied and saved as a whole."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _UNNAMED = ("plan", "device_type", "original", "missing", "reads", "container")
 
 @dataclass(frozen=True)
 class Kept:
-    """A record; a new field needs its line here alone, with what it is for a module that was saved without.
+    """A record; a new field needs only a line here, with its value for modules saved without it.
 
     Attributes:
         plan: what was decided, node by node, for all graphs.

@@ -82,8 +82,9 @@ class ConvertedModule(GraphModule):
 
     Attributes:
         variants: The graphs.
-        functions: The generated code of each graph, by its place: a function of this module and the flat inputs.
-        uncopied: Why it cannot be copied now, "" when it can.
+        functions: The generated code of each graph, by its place in `variants`: a function of this module and the flat
+            inputs.
+        uncopied: The reason why the module cannot be copied now; "" if it can.
 
     Example:
         >>> converted[0].weight is model[0].weight, converted.plan.casts
@@ -127,7 +128,7 @@ class ConvertedModule(GraphModule):
 
     @property
     def plan(self) -> Plan:
-        """What was decided, node by node, for all graphs."""
+        """The plan: the decisions on all nodes of all graphs."""
         return self._kept.plan
 
     @plan.setter
@@ -136,7 +137,7 @@ class ConvertedModule(GraphModule):
 
     @property
     def device_type(self) -> str:
-        """Whose autocast is disabled round the graph."""
+        """The device type whose autocast is disabled while the graph runs."""
         return self._kept.device_type
 
     @property
@@ -145,7 +146,7 @@ class ConvertedModule(GraphModule):
         return self._kept.original
 
     def _be_indexed(self) -> None:
-        """Let this instance alone be read as the container that the model is."""
+        """Let only this instance be read as the container that the model is."""
 
         def reading(name: str) -> Callable[..., Any]:
             def read(self: ConvertedModule, *args: Any) -> Any:
@@ -187,7 +188,7 @@ class ConvertedModule(GraphModule):
         self._guards[at] = spec.guard_function()
 
     def put(self, at: int, graph: Graph) -> None:
-        """Put a graph in the place of one of the graphs, whatever state the module is in.
+        """Replace one of the graphs by another, whatever state the module is in.
 
         Example:
             >>> converted.put(0, converted.graph)
@@ -208,13 +209,13 @@ class ConvertedModule(GraphModule):
         graph.set_codegen(Containers(self.variants[at].call_spec))
         with called_directly(graph), called_by_name(graph), read_directly(graph):
             code = super().recompile()
-        cls: Any = type(self)  # of this instance alone
+        cls: Any = type(self)  # only of this instance
         self.functions[at], cls.forward = cls.forward, _with_signature(self.variants[at].call_spec)
         cls.__call__ = nn.Module.__call__  # fx's own catches errors, to print lines of the code to stderr
         return code
 
     def graph_forward(self, *flat: Any) -> Any:
-        """Run the graph of the present state on flat tensors, without a check of shapes; return flat outputs.
+        """Run the graph of the present state on flat tensors without checking shapes, and return flat outputs.
 
         Example:
             >>> output, = converted.graph_forward(x)
@@ -229,7 +230,7 @@ class ConvertedModule(GraphModule):
         return self.graph.python_code("self").src
 
     def only(self, at: int) -> ConvertedModule:
-        """Return a module that has one of the graphs alone, over the same parameters.
+        """Return a module that has only one of the graphs, over the same parameters.
 
         Example:
             >>> converted.only(0)(x).shape
@@ -305,7 +306,7 @@ class ConvertedModule(GraphModule):
         )
 
     def _fixed(self) -> str:
-        """Return why there is one state alone, where the plan says it."""
+        """Return the reason why there is only one state, if the plan gives it."""
         return next((f" ({note})" for note in self.plan.notes if "was fixed when it was exported" in note), "")
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -316,7 +317,7 @@ class ConvertedModule(GraphModule):
             super().__setattr__(name, value)
 
     def get_submodule(self, target: str) -> nn.Module:
-        """Return a part by its path, whatever it is called.
+        """Return a submodule by its path, also if its name is one that a GraphModule uses itself.
 
         Example:
             >>> converted.get_submodule("2").weight.shape
@@ -348,9 +349,9 @@ class ConvertedModule(GraphModule):
             strange = {k.removeprefix(prefix) for k in state_dict if k.startswith(prefix)} ^ self.state_dict().keys()
             if strange:
                 raise CaptureError(
-                    f"{self.original} has a way of its own to load a state, which a converted module does not call, "
-                    f"and this state has other names ('{min(strange)}'): load it into the original model, whose "
-                    "parameters these are."
+                    f"{self.original} has its own code to load a state, which a converted module does not call, and "
+                    f"this state has other names ('{min(strange)}'): load it into the original model, which shares "
+                    "its parameters with the converted module."
                 )
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
@@ -361,9 +362,9 @@ class ConvertedModule(GraphModule):
         for name, p in self.named_parameters():
             if p.dtype not in (before[name], torch.float32):
                 warnings.warn(
-                    f"'{name}' of a converted {self.original} was {before[name]} and is {p.dtype} now, and so is what "
-                    "shares it. The graph casts parameters itself, from the dtype they had when it was made, and "
-                    "training needs them in FP32. Leave that call out, or make it before fxamp.convert.",
+                    f"'{name}' of a converted {self.original} was {before[name]} and is {p.dtype} now, also in modules "
+                    "that share it. The graph casts parameters itself, from the dtypes they had at conversion, and "
+                    "training needs them in FP32. Leave out that call, or make it before fxamp.convert.",
                     stacklevel=3,
                 )
                 break

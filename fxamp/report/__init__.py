@@ -1,4 +1,4 @@
-"""What was decided, as people and CI read it: the record, the table, the difference, the gate.
+"""Decisions as people and CI read them: the record, the table, the difference, the gate.
 
 Imports the compiler's plans, and what a converted module and a training step are. The command uses it.
 """

@@ -20,8 +20,10 @@ from ..train.step import TrainStep
 from .diff.diff import Diffable, plan_in
 from .forms.dot import to_dot
 from .forms.harmless import markdown, visible
+from .forms.lines import HEADERS as COSTS
+from .forms.lines import costliest, source
 from .forms.model_explorer import to_model_explorer
-from .forms.tree import chosen, fits, grown, rows, table
+from .forms.tree import chosen, elsewhere, fits, grown, rows, table
 from .record.build import record_of
 from .record.record import NodeRecord, Record, Totals
 
@@ -33,10 +35,10 @@ class Report:
     """Show one plan: as a table, as a tree, as Markdown, JSON, a page, or a graph for other tools.
 
     Attributes:
-        plan: What was decided.
-        training: What there is to say of the training step that runs it, as names and texts.
-        record: What the nodes cost too, where a converted module was given.
-        model: Name of the class of the model.
+        plan: The plan that is reported.
+        training: Facts about the training step that runs the module, as (name, text) pairs.
+        record: The decisions with the costs of the nodes; None unless a converted module was given.
+        model: The name of the model's class.
 
     Example:
         >>> print(str(fxamp.report(converted)).splitlines()[4])
@@ -55,18 +57,21 @@ class Report:
     def to_tree(
         self, *, style: str = "simple", depth: int | None = None, nodes: bool = False, modules: Sequence[str] = (),
         ops: Sequence[str] = (), colours: Sequence[str] = (), reasons: Sequence[str] = (), width: int | None = None,
+        lines: bool = False, edits: bool = False,
     ) -> str:  # fmt: skip
         """Write the totals, the notes and the modules as a tree. Sizes are in MB, 10^6 bytes.
 
         Args:
-            style: Of the tables, as tabulate names it: "simple", or "pipe" for Markdown.
+            style: The style of the tables, as tabulate names it: "simple", or "pipe" for Markdown.
             depth: How many levels of modules; None for all.
             nodes: List the nodes too.
-            modules: Paths of modules; only what runs in one of them or below it is counted.
-            ops: Names of ops; only these are counted.
-            colours: Dtypes; only what runs in one of them is counted.
-            reasons: Codes; only these are counted.
-            width: Of the terminal that it has to fit, in characters; None for any.
+            modules: Paths of modules; only nodes in one of them or below it are counted.
+            ops: Names of ops; only nodes of these ops are counted.
+            colours: Dtypes; only nodes that run in one of them are counted.
+            reasons: Codes of reasons; only nodes with one of them are counted.
+            width: The width of the terminal in characters, into which the tables have to fit; None for any width.
+            lines: List the ten lines of your code that cost most, by the bytes of their casts, then by bytes saved.
+            edits: List how often each rule of the passes fired, and the rules that never did.
 
         Example:
             >>> print(fxamp.report(converted).to_tree(ops=["linear"]).splitlines()[-3])
@@ -75,17 +80,19 @@ class Report:
         record = self.record or record_of(self.plan)
         found = chosen(record, modules=modules, ops=ops, colours=colours, reasons=reasons)
         cell, heading = (markdown, "## ") if style == "pipe" else (visible, "")
-        totals = [(cell(name), cell(str(value))) for name, value in (*self._totals().items(), *self._sizes())]
-        parts = [f"{heading}Totals", tabulate(totals, ("", ""), style, disable_numparse=True)]
-        if self.plan.notes:
-            parts += [f"{heading}Notes", "\n".join(f"- {cell(note)}" for note in self.plan.notes)]
-        body = [(cell(name), *rest) for name, *rest in rows(grown(found, self.model), depth)]
+        parts = self._head(style, heading, cell)
+        body = [(cell(name), *rest) for name, *rest in rows(grown(found, self.model), record.has_casts, depth)]
+        if len(found) == len(record.nodes):
+            body += [(name, "", "", "", str(count), *("",) * 4) for name, count in elsewhere(record)]
         parts += [f"{heading}Modules", table(body, style, width)]
+        if lines:
+            parts += [f"{heading}Lines", self._lines(record, found, style, cell, width)]
         if nodes:
             several = any(node.graph for node in found)
-            lines = [tuple(cell(v) for v in _line(node, several)) for node in found]
-            text = tabulate(lines, HEADERS, style, disable_numparse=True)
-            parts += [f"{heading}Nodes", text if width is None or fits(text, width) else _narrow(lines)]
+            listed = [tuple(cell(v) for v in _line(node, several)) for node in found]
+            text = tabulate(listed, HEADERS, style, disable_numparse=True)
+            parts += [f"{heading}Nodes", text if width is None or fits(text, width) else _narrow(listed)]
+        if edits:
             parts += self._edits(style, heading, cell)
         return "\n\n".join(parts) + "\n"
 
@@ -119,10 +126,11 @@ class Report:
         return json.dumps(data, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
 
     def to_html(self, **only: Sequence[str]) -> str:
-        """Write one page that needs nothing else: no network, no other file.
+        """Write an HTML page that needs no network and no other file.
 
         Args:
-            only: Filters of `to_tree`: modules, ops, colours, reasons; without any of them every node is shown.
+            only: The filters `modules`, `ops`, `colours` and `reasons` of `to_tree`; without a filter every node is
+                shown.
 
         Example:
             >>> fxamp.report(converted).to_html().splitlines()[0]
@@ -134,7 +142,7 @@ class Report:
         return page(record, self.model, self.training, chosen(record, **only))
 
     def to_dot(self, **only: Sequence[str]) -> str:
-        """Write the nodes and what they read of each other in the language of Graphviz; filters as in `to_html`.
+        """Write the nodes and their operands in the language of Graphviz, with the filters of `to_html`.
 
         Example:
             >>> fxamp.report(converted).to_dot().splitlines()[0]
@@ -143,12 +151,38 @@ class Report:
         return to_dot(chosen(self.record or record_of(self.plan), **only), self.model)
 
     def to_model_explorer(self, **only: Sequence[str]) -> tuple[str, str]:
-        """Return a graph for Google's Model Explorer, and the data that colours its nodes; filters as in `to_html`.
+        """Return a graph for Google's Model Explorer and data that colours its nodes, with the filters of `to_html`.
 
         Example:
             >>> graph, colours = fxamp.report(converted).to_model_explorer()
         """
         return to_model_explorer(chosen(self.record or record_of(self.plan), **only), self.model)
+
+    def _head(self, style: str, heading: str, cell: Callable[[str], str]) -> list[str]:
+        """Write what every form begins with: the totals, the notes, and how it trains."""
+        totals = [(cell(name), cell(str(value))) for name, value in (*self._totals().items(), *self._sizes())]
+        parts = [f"{heading}Totals", tabulate(totals, ("", ""), style, disable_numparse=True)]
+        if self.plan.notes:
+            # Second, because what was not done as usual matters more than what was.
+            parts += [f"{heading}Notes", "\n".join(f"- {cell(note)}" for note in self.plan.notes)]
+        if self.training:
+            training = [(cell(name), cell(text)) for name, text in self.training]
+            parts += [f"{heading}Training", tabulate(training, ("", ""), style, disable_numparse=True)]
+        return parts
+
+    def _lines(
+        self, record: Record, nodes: Sequence[NodeRecord], style: str, cell: Callable[[str], str], width: int | None
+    ) -> str:
+        """Write the lines that cost most, without their code where there is no room for it; or why there are none."""
+        body = [tuple(map(cell, row)) for row in costliest(record, nodes)]
+        if not body:
+            return "What lines cost is known of what fxamp.convert returned for example inputs, and of nothing else."
+        align = ("left",) * 2 + ("right",) * 5
+        text = tabulate(body, COSTS, style, disable_numparse=True, colalign=align)
+        if width is None or fits(text, width):
+            return text
+        bare = [(line.partition(": ")[0], *rest) for line, *rest in body]
+        return tabulate(bare, COSTS, style, disable_numparse=True, colalign=align)
 
     def _totals(self) -> dict[str, object]:
         plan = self.plan
@@ -194,28 +228,22 @@ class Report:
 
         several = any(decision.graph for decision in self.plan.decisions)
         parts = [
-            f"{heading}Totals",
-            table([(name, str(value)) for name, value in self._totals().items()], ("", "")),
+            *self._head(style, heading, cell),
             f"{heading}Ops",
             table([(op, colour, str(count)) for op, colour, count in self._ops()], ("op", "colour", "nodes")),
             f"{heading}Nodes",
             table([_row(decision, several) for decision in self.plan.decisions], HEADERS),
-            *self._edits(style, heading, cell),
         ]
-        if self.training:
-            parts[2:2] = [f"{heading}Training", table(list(self.training), ("", ""))]
-        if self.plan.notes:
-            # Second, because what was not done as usual matters more than what was.
-            parts[2:2] = [f"{heading}Notes", "\n".join(f"- {cell(note)}" for note in self.plan.notes)]
         return "\n\n".join(parts) + "\n"
 
 
 def report(converted_or_plan: Diffable | TrainStep) -> Report:
-    """Report on a plan, the path of a saved one, a converted module, a compiled one, or a TrainStep of one.
+    """Report on a plan, a saved plan, a converted or compiled module, or a TrainStep of such a module.
 
     Args:
-        converted_or_plan: A plan says what was decided. A module that `fxamp.convert` returned says also what that
-            costs, at the shapes of the example inputs.
+        converted_or_plan: A Plan, the path of a saved one, a module that `fxamp.convert` or `fxamp.compile` returned,
+            or a TrainStep of such a module. For a module that `fxamp.convert` returned the report also gives costs, at
+            the shapes of the example inputs.
 
     Raises:
         FxampError: There is no plan in what was given.
@@ -234,6 +262,11 @@ def report(converted_or_plan: Diffable | TrainStep) -> Report:
     plan = plan_in(given)
     if plan is None and step is not None and step.compiled is not None and step.compiled.settings.converts:
         plan = plan_of(step.model)
+    if plan is None and step is not None:
+        raise FxampError(
+            f"report: {type(given).__name__} is not converted, so this TrainStep trains it in FP32, and there is no "
+            "plan; give TrainStep what fxamp.convert or fxamp.compile returned"
+        )
     if plan is None:
         raise FxampError(
             f"report: a {type(given).__name__} has no plan; give a Plan, the path of a saved one, "
@@ -255,13 +288,12 @@ def _row(decision: Decision, several: bool) -> tuple[str, ...]:
 
 def _line(node: NodeRecord, several: bool) -> tuple[str, ...]:
     autocast = node.autocast if node.autocast != node.colour else ""
-    place = f"{node.file}:{node.line}: {node.code}" if node.file else ""
     key = f"{node.graph}:{node.key}" if several else node.key
-    return key, node.op, node.colour, autocast, f"{node.reason_code}: {node.reason}", place
+    return key, node.op, node.colour, autocast, f"{node.reason_code}: {node.reason}", source(node)
 
 
 def _instead(totals: Totals) -> str:
-    """Say what FP32 and autocast would save for backward, where that is known."""
+    """Say what FP32 and autocast would save for backward, if that is known."""
     others = (("FP32", totals.saved_bytes_fp32), ("autocast", totals.saved_bytes_autocast))
     said = ", ".join(f"{name} {saved / 1e6:.3g}" for name, saved in others if saved is not None)
     return f" ({said})" if said else ""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
@@ -30,16 +28,10 @@ def averages_of(ema: object, model: nn.Module) -> tuple[AveragedModel, ...]:
         if theirs != ours:
             first = next((name for name, _ in [*(theirs ^ ours)]), "")
             raise PolicyError(
-                f"ema averages another model: '{first}' is not the same in both. Make it of this one: "
+                f"ema averages another model: '{first}' is not the same in both. Make it from this model: "
                 "AveragedModel(model)."
             )
     return averages
-
-
-def follow(averages: Sequence[AveragedModel], model: nn.Module) -> None:
-    """Let averages take in the weights after a step."""
-    for average in averages:
-        average.update_parameters(model)
 
 
 def _signature(model: nn.Module) -> set[tuple[str, tuple[int, ...]]]:

@@ -26,7 +26,7 @@ from torch.optim.swa_utils import AveragedModel
 from passes._torch import OptimizedModule
 from passes.contract.errors import PolicyError
 
-from .checkpoint import course_of, load_course, random_state, refuse_other_settings, set_random_state
+from .checkpoint import beside, course_of, load_course, random_state, refuse_other_settings, set_random_state
 from .window.conditional import parameters
 
 if TYPE_CHECKING:
@@ -34,25 +34,26 @@ if TYPE_CHECKING:
 
 
 def save_checkpoint(step: TrainStep, folder: str | os.PathLike[str], *, group: Any = None) -> None:
-    """Save all that a run needs to go on, on as many ranks or on others; every rank calls it, between two windows.
+    """Save all that a run needs to continue, on any number of ranks; every rank calls this, between two windows.
 
-    What says that a checkpoint is whole is written last: a folder of its own for each holds a whole one, or none.
+    The file that marks a checkpoint as complete is written last. Use a new folder for each checkpoint: the folder then
+    holds a complete one or none.
 
     Args:
-        step: What is saved.
-        folder: Which all ranks can write to.
-        group: The ranks that train, where that is not all.
+        step: The TrainStep to save.
+        folder: A folder that all ranks can write to.
+        group: The process group of the ranks that train; None for all ranks.
 
     Raises:
-        PolicyError: A window is open, whose gradients belong to this rank alone.
+        PolicyError: The step is within a window, whose gradients belong to this rank only.
 
     Example:
         >>> fxamp.save_checkpoint(step, "checkpoints/1")
     """
     if step._position:
         raise PolicyError(
-            "within a window gradients are those of one rank, and another number of ranks could not go on with them: "
-            "save at the end of a window, or call flush() first"
+            "within a window each rank has its own gradients, and another number of ranks could not continue with "
+            "them: save at the end of a window, or call flush() first"
         )
     tensors, rest = _states(step)
     course = {**course_of(step), "states": rest, "groups": _groups(step), "random": _random_states(group)}
@@ -61,20 +62,20 @@ def save_checkpoint(step: TrainStep, folder: str | os.PathLike[str], *, group: A
 
 
 def load_checkpoint(step: TrainStep, folder: str | os.PathLike[str], *, group: Any = None) -> None:
-    """Load what `save_checkpoint` saved, into a TrainStep made in the same way; every rank calls it.
+    """Load a checkpoint of `save_checkpoint` into a TrainStep that was made in the same way; every rank calls this.
 
-    The number of ranks may be another, and `accumulate_steps` with it. Random numbers go on where they were if the
-    number of ranks is the same, and otherwise as they are.
+    The number of ranks and `accumulate_steps` may differ from those that were saved. With the same number of ranks the
+    random number generators are restored; otherwise they stay as they are.
 
     Args:
-        step: Where to.
-        folder: Which all ranks can read.
-        group: The ranks that train, where that is not all.
+        step: The TrainStep to load into.
+        folder: A folder that all ranks can read.
+        group: The process group of the ranks that train; None for all ranks.
 
     Raises:
-        PolicyError: It is no checkpoint of a TrainStep, or that of another model, optimizer or scaler; nothing was
-            changed.
-        FileNotFoundError: It is not there, or not whole.
+        PolicyError: The folder holds no checkpoint of a TrainStep, or one of another model, optimizer or scaler;
+            nothing was changed.
+        FileNotFoundError: There is no checkpoint, or it is not complete.
 
     Example:
         >>> fxamp.save_checkpoint(step, "checkpoints/1")
@@ -117,6 +118,7 @@ def _states(step: TrainStep) -> tuple[dict[str, Tensor], dict[str, dict[str, Any
     tensors = {f"model.{_plain(step.model, name)}": t for name, t in step.model.state_dict().items()}
     for index, average in enumerate(step.averages):
         tensors.update((f"ema.{index}.{_plain(average, name)}", t) for name, t in average.state_dict().items())
+    tensors.update((f"beside.{name}", t) for name, t in beside(step).items())
     rest: dict[str, dict[str, Any]] = defaultdict(dict)
     for index, optimizer in enumerate(step.optimizers):
         for name, p in zip(_names(step, optimizer), parameters(optimizer), strict=True):

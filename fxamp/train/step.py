@@ -1,4 +1,4 @@
-"""TrainStep: forward, scaled loss, backward, unscale, clip, step or skip, update, in the order that is right.
+"""TrainStep: forward, scaled loss, backward, unscale, clip, step or skip, update, in the right order.
 
 A *window* is the micro-batches whose gradients one optimizer step takes: `accumulate_steps` of them.
 
@@ -29,8 +29,8 @@ from . import checkpoint
 from .compiled.compile_settings import refuse_unfit, settings_of
 from .compiled.compiled_step import CompiledStep
 from .describe import reasons_to_wait
-from .ema import averages_of, follow
-from .first_step import begin
+from .ema import averages_of
+from .first_step import begin, warn_of_fp32
 from .given import low_dtype_of, optimizers_of, scaler_of, schedulers_of
 from .ranks.ranks import Ranks
 from .ranks.refused import refuse_unfit_model
@@ -41,68 +41,70 @@ from .weights.weights import Mode, WeightCasts
 from .window.average import Mean, average
 from .window.closure import needs_closure, refuse_company, run_window, step_by_closure
 from .window.conditional import parameters
+from .window.following import follow
 from .window.loss import LossFunction, loss_of
 from .window.microbatches import KeptMicroBatches
-from .window.result import HeldBack, StepResult
+from .window.result import StepResult
 from .window.update import Update, take_step
 
 
 class TrainStep:
     """Run one training step per call.
 
-    It has the bits of a loop written by hand on `torch.amp.GradScaler`: an optimizer whose gradients are not finite is
-    skipped, the others step. It waits for the device only where Python has to choose (see `waits`). Three outcomes are
-    defined that such a loop leaves open:
+    Results are bit for bit those of a hand-written loop with `torch.amp.GradScaler`: an optimizer with a gradient that
+    is not finite is skipped, and the others step. It waits for the device only where Python has to decide something
+    (see `waits`). It also settles three cases that such a loop leaves open:
 
     - An optimizer without gradients does not step.
     - With `max_grad_norm`, one gradient that is not finite skips every optimizer, since there is no norm to clip to.
       That holds without loss scaling too.
-    - A call that raises abandons its window: gradients are set to None, and the next call opens a new one.
+    - A call that raises an error abandons its window: gradients are set to None, and the next call begins a new window.
 
-    After a window its gradients are None, those of parameters that are in no optimizer too.
+    After a window all gradients are None, also those of parameters that are in no optimizer.
 
     Args:
-        model: Called as it is: neither converted nor switched between train and eval.
-        loss_fn: Called as `loss_fn(output, target)`, without a target as `loss_fn(output)`. None takes the output's
-            own loss, `output.loss` or `output["loss"]`.
-        optimizer: One or several, over distinct parameters. One that evaluates the loss itself (LBFGS) stands alone,
-            and runs the window's micro-batches again as often as it asks for it.
-        scaler: A LossScaler, which serves this TrainStep alone; a number for a static loss scale; None for no loss
-            scaling. "auto" is `LossScaler(min_scale=1, max_scale=2**24, max_skips=20)` for a model in FP16, else none;
-            what a compiled model is shows at its first call.
+        model: A module that `fxamp.convert` or `fxamp.compile` returned, or a wrapper of one. A TrainStep converts no
+            model, so another one trains in FP32. It does not switch between train and eval.
+        loss_fn: It is called as `loss_fn(output, target)`, or without a target as `loss_fn(output)`. None takes the
+            loss from the model's output, `output.loss` or `output["loss"]`.
+        optimizer: One optimizer, or several over distinct parameters. One that evaluates the loss itself (LBFGS) has to
+            be the only one; it runs the micro-batches of the window again whenever it evaluates the loss.
+        scaler: A LossScaler that nothing else uses; a number for a static loss scale; None for no loss scaling. "auto"
+            is `LossScaler(min_scale=1, max_scale=2**24, max_skips=20)` for a model in FP16, else None; a compiled model
+            decides at its first call.
         accumulate_steps: Micro-batches in a window. The loss is divided by it.
         max_grad_norm: Clip the unscaled gradients of all optimizers to this norm, taken over all of them together.
             `float("inf")` measures the norm and clips nothing.
-        scheduler: One or several, each of one of the optimizers; steps when its optimizer stepped.
+        scheduler: One or several, each for one of the optimizers. A scheduler steps when its optimizer has stepped.
         ema: One `torch.optim.swa_utils.AveragedModel` of the model or several, updated when a step was taken.
-        weights: "per_step" casts each weight that a converted model reads low once a window, and keeps the copy until
-            the last backward. "per_use" casts at every call, and with `compile` in backward too; gradients are the
-            same, bit for bit. A weight that is written to, moved or replaced is cast anew; an edit through `.data` is
-            seen in the next window. "auto" is "per_step" where a weight would be cast more than once a window, and with
-            `compile`, but under DistributedDataParallel, since torch splits only graphs that read the weights, to
-            exchange gradients while backward goes on. Parts that `torch.compile` compiled before cast at every use;
-            `weights.per_use` names them. Under FSDP2 "per_step" is refused.
-        on_overflow: "skip_window" skips a step if any micro-batch had gradients that were not finite.
-            "skip_microbatch" leaves those micro-batches out, and the gradients are the mean of the others; the scale
-            backs off all the same. It costs one more set of gradients, and under DistributedDataParallel an exchange
-            when the window is over, in place of one while backward goes on.
-        compile: True has Inductor compile model and loss as one graph, and from the second window on what follows
-            backward as another, but for fused optimizers. Or the name of another backend, or a mapping of
-            `torch.compile`'s backend, mode, options, dynamic and fullgraph. Backend "fxamp" takes a model that is not
-            converted. `compiled` counts graphs, breaks, recompiles and what runs uncompiled.
-        cuda_graph: True lets Inductor capture CUDA graphs of what it compiles. Gradients are then zeroed in place after
-            a window, and one that a window does not make is zero, not None. Without CUDA it does nothing.
+        weights: "per_step" casts each weight that a converted model reads in 16 bits once a window, and keeps the copy
+            until the last backward. "per_use" casts at every call, and with `compile` in backward too. Gradients are
+            the same, bit for bit. A weight that is written to, moved or replaced is cast again; an edit through `.data`
+            takes effect in the next window. "auto" is "per_step" if a weight would be cast more than once a window, or
+            with `compile`; else "per_use". With `compile` under DistributedDataParallel it is "per_use", since torch
+            exchanges gradients during backward only for graphs that read the weights. `weights.per_use` names parts
+            that `torch.compile` compiled before, which cast at every use. Under FSDP2 "per_step" is refused.
+        on_overflow: "skip_window" skips a step if any micro-batch had gradients that were not finite. "skip_microbatch"
+            leaves out those micro-batches, and the gradients are the mean of the others; the scale backs off in both
+            cases. It needs memory for a second set of gradients, and under DistributedDataParallel an exchange of
+            gradients after the window instead of during its last backward.
+        compile: With True, Inductor compiles model and loss as one graph, and from the second window on the work after
+            backward as another; fused optimizers are not compiled. It may also be the name of another backend, or a
+            mapping of `torch.compile`'s backend, mode, options, dynamic and fullgraph. Backend "fxamp" takes a model
+            that is not converted. `compiled` counts graphs, breaks, recompiles and uncompiled functions.
+        cuda_graph: True lets Inductor capture CUDA graphs. Gradients are then zeroed in place after a window, and a
+            gradient that a window does not compute is zero, not None. Without CUDA it does nothing.
 
     Attributes:
         scaler: The LossScaler in use; a disabled one without loss scaling.
         weights: Which casts of weights are kept for a window.
-        compiled: What is compiled, and what became of it; None where nothing is.
-        ranks: The ranks that share the step, if it is shared.
+        compiled: Counts of the compiled graphs; None if nothing is compiled.
+        ranks: The ranks that share the step; on a single process a `Ranks` without others.
         windows: How many windows were finished.
 
     Raises:
-        PolicyError: An argument cannot be used, or does not fit another; the message says what can.
-        NotAModuleError: The model is none.
+        PolicyError: An argument cannot be used, or does not fit another; the message says which values can be used.
+        NotAModuleError: `model` is no module.
 
     Example:
         >>> step = fxamp.TrainStep(
@@ -166,8 +168,7 @@ class TrainStep:
         compiles |= settings is not None and settings.converts
         self._undecided = isinstance(scaler, str) and self._low_dtype is None and compiles
         self._scaler_state: Mapping[str, Any] | None = None  # loaded before that call
-        self._warned = False
-        self._begun = False  # whether all ranks are known to have been told the same
+        self._warned = self._begun = self._seen = False  # of unscaled FP16; told the same as all ranks; looked for FP32
 
         self.windows = 0
         self._position = 0  # micro-batches of the open window seen so far
@@ -186,7 +187,7 @@ class TrainStep:
 
     @property
     def converted_model(self) -> nn.Module:
-        """The converted module in the model, where the model is a wrapper of one, as of DDP; else the model."""
+        """The converted module inside a wrapper such as DistributedDataParallel; without one, the model itself."""
         inside = self.weights.parts
         return inside[0] if len(inside) == 1 else self.model
 
@@ -194,12 +195,10 @@ class TrainStep:
         """Take one micro-batch; at the window's end, step the optimizers.
 
         Args:
-            inputs: A tensor or a tuple for `model(*inputs)`, a mapping for `model(**inputs)`; of shapes and dtypes as
-                the model takes them.
+            inputs: A tensor or a tuple for `model(*inputs)`, or a mapping for `model(**inputs)`, of its shapes.
             target: The second argument of `loss_fn`.
-            scale: The loss scale of this window, in place of the scaler's own. The scaler does not take part in such a
-                window: its scale, its growth and its count of skipped steps stay as they are, whatever happens in it.
-                Within a window leave it out or repeat it.
+            scale: The loss scale of this window, instead of the scaler's. The scale, growth and count of skipped steps
+                of the scaler do not change in such a window. Within a window leave `scale` out or repeat it.
 
         Raises:
             PolicyError: An argument cannot be used.
@@ -220,10 +219,10 @@ class TrainStep:
         return self._finish_window()
 
     def flush(self) -> StepResult:
-        """Step with the micro-batches of an unfinished window, as at the end of an epoch; without any, do nothing.
+        """Step with the micro-batches of an unfinished window, at the end of an epoch. If there are none, do nothing.
 
         Gradients are multiplied by `accumulate_steps / seen`, so that they are the mean over the micro-batches seen.
-        Under DistributedDataParallel that is those of all ranks, which all have to call this, with as many or others.
+        Under DistributedDataParallel all ranks have to call this, and the mean is over the micro-batches of all.
 
         Example:
             >>> step = fxamp.TrainStep(converted, nn.functional.cross_entropy, optimizer, accumulate_steps=4)
@@ -238,11 +237,11 @@ class TrainStep:
         return self._finish_window(in_backward=False)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that a run needs to go on bit for bit, of plain values and tensors.
+        """Return all that a run needs to continue bit for bit, as plain values and tensors.
 
-        That is the states of the model, the optimizers, schedulers, averages and the scaler, the position in the
-        window with the gradients so far, and torch's random number generators. As in a module's `state_dict`, tensors
-        are those in use, no copies.
+        It holds the states of the model, of a loss that is a module, of the optimizers, schedulers, averages and the
+        scaler, the further tensors that optimizers hold, the position in the window with the gradients so far, and the
+        states of the random number generators. Tensors are the ones in use, not copies.
 
         Example:
             >>> torch.save(step.state_dict(), "step.pt")
@@ -250,11 +249,10 @@ class TrainStep:
         return checkpoint.state_of(self)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned, into a TrainStep made in the same way.
+        """Load a state that `state_dict` returned into a TrainStep that was made in the same way.
 
         Raises:
-            PolicyError: It is not such a state, or that of another model, optimizer, scaler or accumulation; nothing
-                was changed.
+            PolicyError: The state is of no TrainStep, or of other settings or another model; nothing was changed.
 
         Example:
             >>> torch.save(step.state_dict(), "step.pt")
@@ -264,12 +262,18 @@ class TrainStep:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TrainStep:
         """Copy the step with its model and optimizers, between windows: copies of parameters have no gradients."""
+        new = memo[id(self)] = TrainStep.__new__(TrainStep)
+        new.__setstate__({key: copy.deepcopy(value, memo) for key, value in self.__getstate__().items()})
+        return new
+
+    def __getstate__(self) -> dict[str, Any]:
         if self._position:
             raise PolicyError("a TrainStep cannot be copied within a window: call flush() first, or save state_dict()")
-        new = memo[id(self)] = TrainStep.__new__(TrainStep)
-        new.__dict__.update({key: copy.deepcopy(value, memo) for key, value in self.__dict__.items()})
-        new.scaler.name_parameters(new.model.named_parameters())
-        return new
+        return self.__dict__
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.scaler.name_parameters(self.model.named_parameters())
 
     def _micro_batch(self, inputs: Any, target: Any) -> None:
         """Run forward and backward; gradients are those of the window so far."""
@@ -282,6 +286,7 @@ class TrainStep:
                     "the loss does not depend on any trainable parameter: look for torch.no_grad(), .detach() or "
                     ".item() in the model or in loss_fn"
                 )
+            warn_of_fp32(self)
             if self._undecided:
                 self._decide()
             if self._kept is not None:
@@ -358,16 +363,17 @@ class TrainStep:
             live = [o for o in self.optimizers if any(p.grad is not None for p in parameters(o))]
             if live:
                 update = self._update(live, mean) if self._again is None else self._update_by_closure(*live)
-                self._follow(update.held_back)
+                update = update._replace(held_back=follow(update.held_back, self.model, self.schedulers, self.averages))
             return self._result(update, mean.kept)
         finally:
             self._close_window()
 
     def _update(self, live: Sequence[Optimizer], mean: Mean) -> Update:
         self._scale_now()  # before the update changes it
-        compiled = self.compiled is not None and self.compiled.update.takes(live, self.ranks)
-        step = self.compiled.update if self.compiled is not None and compiled else take_step
-        return step(self._window_scaler, live, self.max_grad_norm, self.ranks, mean.nothing, mean.overflow)
+        told = (self._window_scaler, live, self.max_grad_norm, self.ranks, mean.nothing, mean.overflow)
+        if self.compiled is not None and self.compiled.update.takes(live, self.ranks):
+            return self.compiled.update(*told)
+        return take_step(*told, followed=bool(self.schedulers or self.averages))
 
     def _update_by_closure(self, optimizer: Optimizer) -> Update:
         micro_batches, scaler = tuple(self._again or ()), self._window_scaler
@@ -382,17 +388,6 @@ class TrainStep:
         held_back = step_by_closure(optimizer, scaler, run, self.ranks)
         scaler.update()
         return Update({optimizer: held_back}, None)
-
-    def _follow(self, held_back: Mapping[Optimizer, HeldBack]) -> None:
-        """Let schedulers and averages follow the optimizers that stepped."""
-        if not self.schedulers and not self.averages:
-            return
-        stepped = [optimizer for optimizer, held in held_back.items() if not held]
-        for scheduler in self.schedulers:
-            if scheduler.optimizer in stepped:
-                scheduler.step()
-        if stepped:
-            follow(self.averages, self.model)
 
     def _close_window(self) -> None:
         self.weights.forget()
@@ -418,7 +413,7 @@ class TrainStep:
         return self._window_scale
 
     def _result(self, update: Update | None, kept: int | torch.Tensor | None = None) -> StepResult:
-        """Return what became of the window, None where it goes on, and of how many micro-batches gradients are."""
+        """Return the update of the window, None if unfinished, and the number of micro-batches in its gradients."""
         own = self._kept.kept if self._kept is not None else self._position
         return StepResult(
             loss=torch.tensor(math.nan) if self._loss is None else self._loss,

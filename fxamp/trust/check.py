@@ -21,6 +21,7 @@ from passes.graph.values import LOW, Aliases, module_path, no_autocast, source
 from passes.ops import ops
 
 from ..capture.model.call import CONSTANTS, CallSpec, same_constant
+from ..capture.model.patches import uncollected
 from ..capture.model.preflight import untouched
 from ..capture.model.tensors import held, kept, same
 from ..module.bindings import read_directly
@@ -33,8 +34,8 @@ if TYPE_CHECKING:
     from ..capture.model.captured import Autocast, Captured
 
 GRADIENT_TOLERANCE = 1e-6  # the exporter may reorder a sum of gradients
-# Of the norm of all gradients together: a gradient that is zero but for rounding, as that of the bias of attention's
-# keys is, has no digit that a reordered sum would keep.
+# A fraction of the norm of all gradients together. A gradient that is zero up to rounding, such as that of the bias of
+# attention keys, has no digit that a reordered sum would keep.
 GRADIENT_NOISE = torch.finfo(torch.float32).eps
 
 
@@ -43,20 +44,20 @@ def refuse_low_parameters(named: Iterable[tuple[str, Any]], gathered: Callable[[
 
     Args:
         named: parameters, and other values, by name.
-        gathered: says whether these are what FSDP2 has gathered, of parameters that may well be FP32.
+        gathered: says whether FSDP2 gathered these values; the sharded parameters behind them may be FP32.
     """
     low = [(n, p.dtype) for n, p in named if isinstance(p, nn.Parameter) and p.requires_grad and p.dtype in LOW]
     if low:
         listed = ", ".join(f"'{n}' ({str(d).removeprefix('torch.')})" for n, d in low[:3])
         if gathered():
             raise PolicyError(
-                f"FSDP2 gathers {len(low)} trainable parameter(s) in a low dtype: {listed}. Leave param_dtype out of "
-                "its MixedPrecisionPolicy: the graph casts parameters itself, those that the plan says."
+                f"FSDP2 gathers {len(low)} trainable parameter(s) in a low dtype: {listed}. Do not set "
+                "param_dtype in its MixedPrecisionPolicy: the graph casts parameters itself."
             )
         raise PolicyError(
             f"{len(low)} trainable parameter(s) are low already: {listed}. Updates below their resolution vanish."
-            " Call model.float() before building the optimizer and convert that (the casts live in the graph), or "
-            "freeze them with requires_grad_(False)."
+            " Call model.float() before you build the optimizer, and convert the result, whose graph casts the FP32 "
+            "weights itself; or freeze them with requires_grad_(False)."
         )
 
 
@@ -127,7 +128,7 @@ def check_faithful(captured: Captured, args: tuple[Any, ...], kwargs: dict[str, 
             got = _run(bound, args, kwargs, model, tensors)
         _compare(type(model).__name__, found.front_end, model, expected, got)
     if any(isinstance(o, torch.Tensor) and o.is_meta for o in expected.outputs):
-        return captured.noting("checked without values: tensors on the meta device have a shape and a dtype alone")
+        return captured.noting("checked without values: tensors on the meta device have only a shape and a dtype")
     return captured
 
 
@@ -136,11 +137,12 @@ def runs_under(autocast: Autocast, model: nn.Module, args: tuple[Any, ...], kwar
     try:
         with untouched(model), preserved(model), torch.autocast(autocast.device, autocast.dtype, cache_enabled=False):
             model(*pytree.tree_map(fresh, args), **pytree.tree_map(fresh, kwargs))
-    except Exception:  # whatever it raises, it does not run
+    except Exception:  # any exception means that the model does not run
         return False
     return True
 
 
+@uncollected()
 def guard_small_sizes(captured: Captured, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
     """Return the capture with the sizes 1 and 0 guarded where the model branches on them.
 
@@ -172,7 +174,7 @@ def _caller(captured: Captured) -> Callable[..., Any]:
     holder = GraphModule(nn.Module(), Graph())  # it would copy children itself, but not all names
     holder.__dict__.update({k: root.__dict__[k] for k in ("_modules", "_parameters", "_buffers", "training")})
     with called_by_name(captured.graph), read_directly(captured.graph):
-        object.__setattr__(holder, "graph", captured.graph)  # a child may be called so
+        object.__setattr__(holder, "graph", captured.graph)  # a child module may be named "graph"
     return holder
 
 
@@ -193,7 +195,7 @@ def check_runs(module: ConvertedModule, captured: Captured, args: tuple[Any, ...
             raise
         except Exception as e:
             raise VerificationError(
-                f"{type(model).__name__} runs, and converted it does not: {_failed(module.graph, e)}: "
+                f"{type(model).__name__} runs, but the converted module does not: {_failed(module.graph, e)}: "
                 f"{type(e).__name__}: {e}. Keep that op or its module in FP32 (ops.NAME=fp32, modules.PATH=fp32), or "
                 "pass check=False to convert for a device that has a kernel for it."
             ) from e
@@ -219,7 +221,7 @@ def written_parameters(captured: Captured) -> list[torch.Tensor]:
 
 
 class _Run(NamedTuple):
-    """What one call gives: output leaves, gradients of a weighted sum of the floating ones, and what it leaves behind.
+    """The results of one call: output leaves, gradients of a weighted sum of them, and the tensors that it wrote to.
 
     The gradients are None where the model's own backward fails.
     """
@@ -247,7 +249,7 @@ def _run(
 def _gradients(floats: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> list[Any] | None:
     """Return the gradients of outputs, all of whose numbers weigh differently; None where there is no backward.
 
-    That is so of a model for inference alone, which writes over what its own backward needs.
+    Such a model is only for inference: it overwrites values that its own backward needs.
     """
     if not floats or not sources or not torch.is_grad_enabled():
         return [None] * len(sources)
@@ -282,12 +284,12 @@ def _compare(name: str, front_end: str, model: nn.Module, expected: _Run, got: _
                 else "shape"
             )
             raise NotFaithfulError(
-                f"{way_out}: output {i} differs by {difference}. Something in it is lost by capture (a side effect, a "
-                f"random draw, a branch). {INSTEAD}, or pass check=False if it draws from a generator of its own."
+                f"{way_out}: output {i} differs by {difference}. Capture has lost a part of the model (a side effect, "
+                f"a random draw, a branch). {INSTEAD}, or pass check=False if the model has its own random generator."
             )
     for where, value in expected.state.items():
         if where not in got.state or not same(value, got.state[where]):
-            raise NotFaithfulError(f"{way_out}: it leaves something else in {where}. {INSTEAD}.")
+            raise NotFaithfulError(f"{way_out}: it leaves other values in {where}. {INSTEAD}.")
     _compare_gradients(way_out, model, expected.gradients, got.gradients)
 
 
@@ -295,7 +297,7 @@ def _compare_gradients(way_out: str, model: nn.Module, expected: list[Any] | Non
     if expected is None:
         return
     if got is None:
-        raise NotFaithfulError(f"{way_out}: its backward raises, and that of the model does not. {INSTEAD}.")
+        raise NotFaithfulError(f"{way_out}: its backward raises an error, and the model's does not. {INSTEAD}.")
     named = [n for n, p in model.named_parameters() if p.requires_grad]
     noise = GRADIENT_NOISE * _norm([g for g in expected if g is not None and not g.is_meta])
     for i, (a, b) in enumerate(zip(expected, got, strict=True)):

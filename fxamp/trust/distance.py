@@ -49,6 +49,8 @@ def distance(got: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> floa
         ValueError: the names are not the same.
     """
     if got.keys() != reference.keys():
-        raise ValueError(f"of one alone: {sorted(got.keys() ^ reference.keys())}; compare tensors of the same names")
+        raise ValueError(
+            f"only one side has {sorted(got.keys() ^ reference.keys())}; compare tensors of the same names"
+        )
     difference = sum((got[n].double() - t.double()).pow(2).sum().item() for n, t in reference.items())
     return float((difference / sum(t.double().pow(2).sum().item() for t in reference.values())) ** 0.5)

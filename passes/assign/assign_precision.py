@@ -36,7 +36,7 @@ class AssignPrecision:
 
     Attributes:
         policy: with dtype and device filled in.
-        plan: what to carry out instead of choosing anew.
+        plan: the plan to carry out instead of choosing.
         timer: measures calls, for a policy with cost="measured".
     """
 

@@ -1,4 +1,4 @@
-"""Write what was decided for a graph as its part of the plan, while its nodes are still the author's alone."""
+"""Write the decisions on a graph as its part of the plan, while it has only the author's nodes."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def replay(graph: Graph, assignment: Assignment, plan: Plan, own: Container[str]
         graph: not changed.
         assignment: what the plan's policy decides here.
         plan: of this graph.
-        own: the keys that the graph must have, None for all; the others another graph of the model may have alone.
+        own: the keys that the graph must have, None for all. The others may be missing here.
 
     Raises:
         PlanError: a decision has no node, a node has no decision, or a colour differs; names the first.

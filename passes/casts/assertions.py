@@ -1,4 +1,4 @@
-"""What the exporter asserted of values whose dtype or device is another one now."""
+"""The exporter's assertions about values whose dtype or device has changed."""
 
 from __future__ import annotations
 

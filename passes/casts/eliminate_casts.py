@@ -163,7 +163,7 @@ def _dtype_argument(graph: Graph, assignment: Assignment) -> int:
 def _upcasts_read_once(
     graph: Graph, assignment: Assignment, takes: Callable[[Node], object]
 ) -> list[tuple[Node, Node]]:
-    """Return (cast, reader) where one such call alone reads a widening cast, and could read what is cast itself.
+    """Return (cast, reader) where only one such call reads a widening cast, and could read its operand instead.
 
     It keeps what it reads for backward, so nothing may ever write to that. With several readers the sum of their
     gradients would be rounded in another place.

@@ -1,4 +1,4 @@
-"""What must hold before the first pass and after every one. A graph that does not verify is not emitted."""
+"""The checks before the first pass and after every pass. A graph that fails a check is not returned."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What the compiler is asked (a policy), what it answers (a plan, with reasons), and what may go wrong.
+"""The question to the compiler (a policy), its answer (a plan, with reasons), and its errors.
 
-The levels and the devices that one may ask for are rows here: a new device is one row in `devices.py`.
+The levels and the devices are rows here: a new device is one row in `devices.py`.
 
 Imports nothing else of ours.
-Everyone uses it; `fxamp` gives its public names on.
+Everyone uses it; `fxamp` re-exports its public names.
 """

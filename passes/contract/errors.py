@@ -48,7 +48,7 @@ class NotAModuleError(CaptureError, TypeError):
 
 
 class PolicyError(FxampError, ValueError):
-    """The policy asks for something unknown, contradictory, or not to be had on this device. It is a ValueError too.
+    """The policy asks for something unknown, contradictory, or missing on this device. It is a ValueError too.
 
     Example:
         >>> fxamp.Policy("O1", dtype="fp8")
@@ -70,7 +70,7 @@ class PlanError(FxampError, ValueError):
 
 
 class VerificationError(FxampError):
-    """A rewritten graph does not do what its plan says, or has an op without a kernel here. It is never returned.
+    """A rewritten graph does not do what its plan says, or an op of it has no kernel on this device.
 
     Example:
         >>> sloped = nn.Sequential(nn.Linear(8, 4), nn.RReLU(inplace=True))  # has no FP16 kernel on a CPU

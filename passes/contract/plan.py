@@ -1,4 +1,4 @@
-"""What was decided, and why, as plain data: one `Decision` per node, one `Plan` per model.
+"""Decisions and their reasons as plain data: one `Decision` per node, one `Plan` per model.
 
 A plan can be saved, diffed, kept in version control and replayed. Its JSON holds text and numbers only, and the same
 plan always gives the same text.
@@ -48,7 +48,7 @@ def _installed() -> str:
 
 @dataclass(frozen=True)
 class Decision:
-    """Say in which dtype one node runs, and why.
+    """The dtype that one node runs in, and the reason.
 
     Attributes:
         key: `module.path/op#ordinal`, stable across processes and across unrelated edits of the model.
@@ -105,23 +105,24 @@ class Decision:
 
 @dataclass(frozen=True)
 class Plan:
-    """Hold the decisions over all graphs of a model, in graph order, and what they were made for.
+    """The decisions on all nodes of a model, in graph order, and the policy and versions that they were made with.
 
     Attributes:
-        decisions: One list over all graphs.
+        decisions: The decisions of all graphs, in one tuple.
         policy: With dtype and device filled in.
-        verified: "fake" when dtypes were recomputed on fake tensors, else "symbolic".
+        verified: "fake" if torch recomputed all dtypes on fake tensors, which needs example inputs; else "symbolic".
         capture: Front end: "fx", "export" or "jit".
-        notes: Sentences for the report: specialisations, debris removed, composites kept.
-        inserted_casts: Casts that colouring asked for.
-        casts: Of those, the ones left after elimination.
+        notes: Sentences for the report: sizes that capture fixed, leftovers of capture removed, composite ops kept.
+        inserted_casts: How many casts were inserted.
+        casts: How many inserted casts are left after elimination.
         torch_version: The torch it was made with.
-        states: For a model with several graphs: which state of the model each is for, behind the number of its first
-            graph, as "12: evaluation". Decisions that it shares with the first state are listed there alone.
+        states: For a model with a graph for each state: one entry per state, the number of its first graph and its
+            name, as "12: evaluation". Decisions that a state shares with the first state are listed only there.
         edits: How often each rule of the passes fired, as "pass/rule"; empty in plans of an older format.
-        totals: What the graphs cost at the example's sizes, as `fxamp check` compares it; empty where nobody asked.
+        totals: The costs of the graphs at the example's sizes, as `fxamp check` compares them; empty if not computed.
         fxamp_version: The fxamp it was made with; "" in plans of an older format.
-        machine: Whose measured facts it was made with, as "cpu AVX512, torch 2.13"; "" in plans of an older format.
+        machine: The machine whose measured facts it was made with, as "cpu AVX512, torch 2.13"; "" in plans of an
+            older format.
         version: Version of the file format.
 
     Example:
@@ -171,16 +172,16 @@ class Plan:
 
     @property
     def graphs(self) -> int:
-        """How many graphs there are, those inside others counted."""
+        """The number of graphs; a graph inside another one, such as the body of a loop, counts too."""
         return max((d.graph for d in self.decisions), default=0) + 1
 
     @property
     def deviations(self) -> tuple[Decision, ...]:
-        """List the decisions that may differ from torch.autocast on purpose."""
+        """List the decisions that may differ from torch.autocast for a reason other than the level or the policy."""
         return tuple(decision for decision in self.decisions if decision.code in DEVIATIONS)
 
     def of_graph(self, index: int) -> Plan:
-        """Return the plan with the decisions on one graph alone.
+        """Return the plan with the decisions on only one graph.
 
         Args:
             index: Number of the graph.
@@ -192,13 +193,13 @@ class Plan:
         return replace(self, decisions=tuple(d for d in self.decisions if d.graph == index))
 
     def part(self, at: int) -> Plan:
-        """Return the plan of one of several graphs: its own decisions, and those that it shares with the first.
+        """Return the plan of one state: the state's own decisions, and those that it shares with the first state.
 
         Args:
-            at: Number of the graph among `states`.
+            at: Number of the state among `states`.
 
         Example:
-            >>> converted.plan.part(0) == converted.plan  # there is one graph alone
+            >>> converted.plan.part(0) == converted.plan  # there is only one state
             True
         """
         if not self.states:
@@ -212,10 +213,10 @@ class Plan:
         )  # fmt: skip
 
     def own(self, at: int) -> frozenset[tuple[int, str]]:
-        """Return the decisions of `part(at)` that belong to this graph alone, as (graph, key).
+        """Return the decisions of `part(at)` that belong only to that state, as (graph, key).
 
         Args:
-            at: Number of the graph among `states`.
+            at: Number of the state among `states`.
 
         Example:
             >>> sorted(converted.plan.own(0))
@@ -323,7 +324,7 @@ def _between(decisions: Sequence[Decision], first: int | None, end: int | None) 
 
 
 def joined(plans: Sequence[Plan], states: Sequence[str]) -> Plan:
-    """Return one plan for all graphs of a model; what the first decides the same way stands there alone.
+    """Return one plan for all graphs of a model; a decision that is the same in the first state is listed only there.
 
     Args:
         plans: of each graph.

@@ -13,7 +13,7 @@ from typing import Any
 from .errors import PlanError
 
 FORMAT_VERSION = 5
-REMEDY = "make the plan anew, with `fxamp report TARGET --save-plan FILE` or `fxamp.plan(model, ...).save(path)`"
+REMEDY = "make a new plan, with `fxamp report TARGET --save-plan FILE` or `fxamp.plan(model, ...).save(path)`"
 LONGEST = 64 << 20  # characters; 50,000 nodes take 13 MB
 
 
@@ -43,7 +43,7 @@ def _said_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(data) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"{reprlib.repr(twice)} is there twice in one object")
+        raise ValueError(f"{reprlib.repr(twice)} is given twice in one object")
     return data
 
 
@@ -53,7 +53,7 @@ def _refuse_constant(name: str) -> float:
 
 def in_this_format(data: dict[str, Any]) -> dict[str, Any]:
     """Return a plan of an older format in this one."""
-    if data["version"] < 2:  # which knew one graph alone
+    if data["version"] < 2:  # which knew only one graph
         data = {**data, "states": []}
     if data["version"] < 3 and isinstance(data.get("decisions"), list):  # in which reasons began with their code
         data = {**data, "decisions": [

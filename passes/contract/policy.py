@@ -1,4 +1,4 @@
-"""What the user asked for: a level, a dtype, a device, and overrides per module, type and op.
+"""The user's request: a level, a dtype, a device, and overrides per module, type and op.
 
 A `Policy` is frozen and hashable, and its string form round-trips::
 
@@ -21,7 +21,7 @@ from torch import nn
 
 from .devices import DEVICES
 from .errors import PolicyError
-from .levels import LEVELS, Level
+from .levels import LEVELS, Level, zero_for_o
 
 Pairs: TypeAlias = tuple[tuple[str, str], ...]
 # Keys are str or type[nn.Module]. A mapping's key type is invariant, so naming them would refuse most literals.
@@ -48,27 +48,29 @@ _FP32_SPELLINGS = ("float32", "torch.float32", "float")
 
 @dataclass(frozen=True, init=False)
 class Policy:
-    """What the user asks for. Frozen, hashable, equal by value; its string form can be parsed back.
+    """Say how a model is converted: a level, a dtype, a device, and overrides. Its string form can be parsed back.
 
-    Of two module overrides that match, a path beats a type, and of two paths the longer literal prefix wins. An
-    override of a module beats one of an op.
+    A policy is frozen, hashable and equal by value. If two module overrides match, a path wins over a type, and of two
+    paths the one with the longer literal prefix wins. An override of a module wins over one of an op.
 
     Args:
-        level: "O0" computes all in FP32, "O1" rounds what `torch.autocast` rounds, "O2" all that is not numerically
-            sensitive, "O3" all that has a 16-bit kernel.
+        level: "O0" computes everything in FP32. "O1" runs those ops in 16 bits that `torch.autocast` does, "O2" all
+            that are not numerically sensitive, "O3" all that have a 16-bit kernel.
         dtype: The low dtype: `torch.float16`, `torch.bfloat16`, "fp16" or "bf16". None takes the dtype of the
             surrounding `torch.autocast`, or its default for the device: BF16 on a CPU, FP16 on CUDA.
-        device: "cpu", "cuda" or "xpu": whose op lists decide. None takes the device of the model. A plan for a
-            device that is absent can be made, saved and compared.
+        device: "cpu", "cuda" or "xpu": the device whose op lists decide. None takes the device of the model. A plan for
+            a device that is absent can be made, saved and compared.
         modules: Overrides by module: a mapping from a path, a glob of paths (`*` stays within one segment, and a key
             covers its submodules) or a type to "low", "fp32" or "keep" (the dtypes that the model has).
         ops: Overrides by op: a mapping from names as `fxamp.rules()` lists them to "low", "fp32" or "keep".
-        output_dtype: "original" returns outputs in the dtype that the model gives, "low" as they come.
+        output_dtype: "original" returns outputs in the dtypes of the model's outputs, "low" in the dtypes that they
+            were computed in.
         cost: "bytes" places casts where the fewest bytes move. "measured" places them where this machine takes the
-            least time, and keeps FP32 what does not pay for its casts.
+            least time, and keeps an op in FP32 if its casts take more time than 16 bits save.
         unknown_ops: An op without a rule keeps its dtypes ("keep"), runs in FP32 ("fp32") or is refused ("error").
-        share_casts: What is cast once for all ops that read it low: "always" any value, "weights" weights alone,
-            "never" nothing. Gradients of what is cast once are summed low, as under `torch.autocast`.
+        share_casts: Which values are cast once for all ops that read them in 16 bits: "always" means all values,
+            "weights" only weights, "never" none. The gradients of a value that is cast once are summed in 16 bits, as
+            under `torch.autocast`.
 
     Raises:
         PolicyError: A value is unknown (the message lists the legal ones), or two overrides contradict each other.
@@ -164,7 +166,7 @@ class Policy:
 
     @classmethod
     def of(cls, value: Policy | str | None) -> Policy:
-        """Take a policy as the public functions do: None is O1, a string is parsed.
+        """Return a policy from what the public functions take: None is O1, a string is parsed.
 
         Raises:
             PolicyError: It is none of these, or the string is no policy.
@@ -294,7 +296,7 @@ def _instead_of_level(text: str, level: str) -> str:
         return f"; a policy begins with its level: {f'O1,dtype={text}'!r}"
     if "=" in level:
         return f"; a policy begins with its level: {f'O1,{text}'!r}"
-    return nearest(level, LEVELS)
+    return zero_for_o(level) or nearest(level, LEVELS)
 
 
 def _matches(policy: Policy, stack: Stack) -> Iterable[tuple[tuple[int, int, int], Override]]:
@@ -405,4 +407,5 @@ def _choice(name: str, value: object, legal: Sequence[str], more: str = "") -> s
     if isinstance(value, str) and value in legal:
         return value
     options = ", ".join((*legal, more) if more else legal)
-    raise PolicyError(f"unknown {name} {value!r}; legal: {options}{nearest(str(value), legal)}")
+    hint = zero_for_o(str(value)) or nearest(str(value), legal)
+    raise PolicyError(f"unknown {name} {value!r}; legal: {options}{hint}")

@@ -1,4 +1,4 @@
-"""What the compiler asks of whoever measures: the nanoseconds of calls, which it describes without running them."""
+"""The compiler's interface to a timer: the nanoseconds of calls, which it describes without running them."""
 
 from __future__ import annotations
 

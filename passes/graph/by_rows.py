@@ -1,4 +1,4 @@
-"""Output dtypes of a graph without shapes: from the rows of its ops alone."""
+"""Output dtypes of a graph without shapes: only from the rows of its ops."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def original_dtypes(graph: Graph, attribute: Callable[[str], Any]) -> dict[Node,
 
 
 class SymbolicInference:
-    """Output dtypes without shapes: from the rules alone. What it says is sound; ANY where it cannot say.
+    """Output dtypes without shapes, only from the rules. An answer is always right; ANY means that there is none.
 
     A list of unknown length whose elements have one dtype is a tuple of one.
     """
@@ -152,7 +152,7 @@ def _ran(row: Rule, given: list[tuple[str, Any]]) -> Any:
 
 
 def _first(row: Rule, given: list[tuple[str, Any]]) -> Any:
-    """Return the dtype of the operand that decides alone: a table, else the first."""
+    """Return the dtype of the only operand that decides: a table, else the first."""
     held = dict(given).get(row.out_of) if row.out_of else given[0][1]
     return held if isinstance(held, (torch.dtype, Unknown)) else ANY
 

@@ -1,4 +1,4 @@
-"""What fxamp notes on a node: one typed record under one key of `node.meta`.
+"""Notes of fxamp on a node: one typed record under one key of `node.meta`.
 
 A note is frozen, for fx gives a copied node the very objects that the meta of the first holds: `note` replaces it.
 `val`, `nn_module_stack` and `stack_trace` beside it are torch's own.
@@ -27,20 +27,20 @@ _CASTS = (CAST_OPERAND, RESTORE_OUTPUT)
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """What is noted on one node; a field that says nothing is empty, or None.
+    """The notes on one node; a field without a note is empty, or None.
 
     Attributes:
         made_by: The rule of fxamp's that made it; "" for what was captured.
         leaf: Of an opaque module: the name of its type, which is part of the op's name.
         region: The autocast region of the model's own that it stands in: device type, enabled, dtype.
         role: "parameter" or "buffer": what holds the value; "buffer" for any other tensor that the model holds too.
-        constant: The number that it holds, where that is known.
+        constant: The number that it holds, if that is known.
         cast: Of a cast: "literal", "relative", "undecided"; just in time "autocast", where autocast's program has this
             dtype, or "baked", where nothing is known but the dtype.
         read: The dtype that the program reads there under autocast.
         replaced: Literals that it has under autocast, each with its path in the arguments.
         constant_read: The constant that stands there under autocast.
-        autocast: The dtypes of its value under autocast, where that was seen.
+        autocast: The dtypes of its value under autocast, if they were seen.
         under_autocast: It runs under autocast, whatever is inside.
         low_of_its_own: Of an output: the dtype that the model itself makes, low not by autocast.
         pure: Of a higher-order op: its body neither writes to what it is given nor returns it.
@@ -64,7 +64,7 @@ class Note:
 
     @property
     def reads(self) -> tuple[Any, ...]:
-        """What comparison with a capture under autocast has found of it."""
+        """The result of comparing the node with a capture under autocast."""
         return self.cast, self.read, self.replaced, self.constant_read
 
 

@@ -1,4 +1,4 @@
-"""What each value of a graph is: where it comes from, and its dtype.
+"""The values of a graph: where each comes from, and its dtype.
 
 Analyses only; nothing here changes a graph. What values alias is in `aliases.py`.
 """

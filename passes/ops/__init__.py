@@ -1,4 +1,4 @@
-"""What is known of each op: its one name in every dialect, its rule, and what was measured of it on a device.
+"""The knowledge about each op: its one name in every dialect, its rule, and facts measured on a device.
 
 Imports the contract and the runtime.
 Every analysis and every pass asks it.

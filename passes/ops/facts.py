@@ -30,7 +30,7 @@ NAMES = ("fp32_internal", "rounds_once", "commutes_forward", "commutes_backward"
 
 @dataclass(frozen=True)
 class Facts:
-    """What holds of one op in one low dtype.
+    """The facts about one op in one low dtype.
 
     Attributes:
         fp32_internal: `low(op(float(x))) == op(x)` for low x, bit for bit: it computes in FP32 and rounds once.
@@ -49,7 +49,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class Machine:
-    """What decides whether facts measured on one machine hold on another."""
+    """The properties of a machine that decide whether its facts hold on another."""
 
     device: str
     capability: str
@@ -60,7 +60,7 @@ class Machine:
 
     @classmethod
     def parse(cls, text: str) -> Machine | None:
-        """Read what `str` wrote; None where that is something else."""
+        """Read what `str` wrote; None for any other text."""
         found = re.fullmatch(r"(\w+) ([^,]+), torch (\S+)", text)
         return cls(found[1], found[2].replace("(absent)", ""), found[3]) if found else None
 

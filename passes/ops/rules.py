@@ -110,7 +110,7 @@ class Table(tuple[Rule, ...]):
 
 
 def rules() -> Table:
-    """Return every row of the table of ops, those of custom ops last. Printed, it is a line for each.
+    """Return every row of the op table, custom ops last. `print` writes one line for each row.
 
     Example:
         >>> {rule.name: (rule.cpu, rule.cuda) for rule in fxamp.rules()}["softmax"]
@@ -122,12 +122,12 @@ def rules() -> Table:
 def register_rule(op: Any, kind: str, **facts: Any) -> Rule:
     """Register the rule of a custom op, for all devices and for this process.
 
-    Not needed for an op that `register_autocast` of PyTorch knows.
+    You need not register an op that PyTorch's `register_autocast` knows.
 
     Args:
         op: The op or its name: `torch.ops.my_lib.my_op`, an overload of it, or "my_lib::my_op".
-        kind: What it runs in: "low", "fp32", "promote" (the widest dtype of its operands), "follow" (the dtype of its
-            operand) or "keep" (the dtypes that the model has).
+        kind: The dtype that the op runs in: "low", "fp32", "promote" (the widest dtype of its operands), "follow" (the
+            dtype of its operand) or "keep" (the dtypes that its operands have before conversion).
         **facts: Columns of the table, such as `sensitive="range"`, `same_dtype=True`, or `cuda=` for its kind there.
 
     Returns:

@@ -14,7 +14,7 @@ CAST = torch.ops.aten.to.dtype
 
 
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:
-    """Cast a value known only when the graph runs, or the members of a container: floats below 64 bits alone."""
+    """Cast a value known only when the graph runs, or the members of a container: only floats below 64 bits."""
 
     def cast(leaf: Any) -> Any:
         return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.dtype in ELIGIBLE else leaf

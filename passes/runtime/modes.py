@@ -1,4 +1,4 @@
-"""What a graph for both training modes calls: one literal of two, and batch norm's counter, by the owner's flag.
+"""Functions for graphs that serve both training modes: they choose by the flag of the module that owns a node.
 
 Graphs that were saved name these functions, so they stay where they are.
 """

@@ -66,7 +66,7 @@ def test_a_low_dtype_that_parameters_are_gathered_in_is_named_with_the_policy_to
         block: Any = fxamp.compile(Two(), policy="O1,dtype=bf16", backend="eager")
         return fully_shard(block, mp_policy=policy)
 
-    said = r"FSDP2 gathers 4 .* 'l.weight' \(bfloat16\).* param_dtype out of its MixedPrecisionPolicy"
+    said = r"FSDP2 gathers 4 .* 'l.weight' \(bfloat16\).* param_dtype in its MixedPrecisionPolicy"
     with pytest.raises(fxamp.PolicyError, match=said):
         sharded(MixedPrecisionPolicy(param_dtype=torch.bfloat16))(example())
     model = sharded(MixedPrecisionPolicy())

@@ -45,7 +45,7 @@ class Leaf:
         if not isinstance(value, torch.Tensor):
             raise CaptureError(
                 f"input '{self.name}' was captured as a tensor; this call gives {type(value).__name__}. Convert again "
-                "with such a value."
+                "with an example of that type."
             )
         if value.dtype != self.dtype:
             trainer = value.dtype in LOW and self.dtype == torch.float32
@@ -58,15 +58,24 @@ class Leaf:
         if self.ndim is not None and value.dim() != self.ndim:
             raise CaptureError(
                 f"input '{self.name}' was captured with {self.ndim} dimensions; this call gives {value.dim()}. Convert "
-                "again with such an example."
+                "again with an example of that many."
             )
         for dim, size in self.static:
             if value.shape[dim] != size:
-                way_out = "Give an example batch of at least 2." if size == 1 else "Convert again with that size."
                 raise CaptureError(
                     f"dimension {dim} of input '{self.name}' was specialised to {size} by capture; this call gives "
-                    f"{value.shape[dim]}. {way_out}"
+                    f"{value.shape[dim]}. {_for_other_sizes(dim, size)}"
                 )
+
+
+def _for_other_sizes(dim: int, size: int) -> str:
+    """Return the way out where a dimension has another size than the one that capture has specialised."""
+    if size != 1:
+        return "Convert again with that size."
+    if dim == 0:
+        return "Give an example batch of at least 2."
+    # A channel, mostly, of which the model takes no other number.
+    return "Give a size of 1, or convert with an example of at least 2 there, if the model takes that."
 
 
 @dataclass(frozen=True)
@@ -126,7 +135,7 @@ class CallSpec:
             if found != spec:
                 raise CaptureError(
                     f"input '{name}' has another structure than the example: {_outline(found)} instead of "
-                    f"{_outline(spec)}. Convert again with such an example."
+                    f"{_outline(spec)}. Convert again with an example of the structure that you want to pass."
                 )
             flat += leaves
         for leaf, value in zip(self.leaves, flat, strict=True):
@@ -216,8 +225,8 @@ class CallSpec:
             guard = guard.replace(f"args[{i}]", names[i])
         sizes = ", ".join(f"'{n}' {tuple(t.shape)}" for n, t in zip(names, tensors, strict=True) if n in guard)
         raise CaptureError(
-            f"the model was captured for sizes with {guard}; this call gives {sizes}. Convert again with such an "
-            "example."
+            f"the model was captured for sizes with {guard}; this call gives {sizes}. Convert again with an "
+            "example of these sizes, if the model takes them."
         )
 
 

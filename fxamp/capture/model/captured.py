@@ -1,4 +1,4 @@
-"""What a capture gives: one flat graph, and the states of the model that it holds for."""
+"""The result of a capture: one flat graph, and the states of the model that it holds for."""
 
 from __future__ import annotations
 
@@ -78,8 +78,8 @@ class Captured:
         constants: tensors and inner graphs that were lifted, by name.
         notes: sentences for the plan.
         state: the states of the model that it holds for.
-        without: the capture without autocast, where that has other ops than `graph`, which was captured under it.
-        plain: the model runs without autocast; else nothing can be compared, and O0 is refused.
+        without: the capture without autocast, if its ops differ from those of `graph`, which was captured under it.
+        plain: whether the model runs without autocast too; if not, results cannot be compared, and O0 is refused.
         grad_reads: lines where the program asked for the grad mode.
         model: what was captured.
     """

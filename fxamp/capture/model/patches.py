@@ -1,13 +1,14 @@
-"""What capture changes of the process for a while: one lock round it, one way to patch torch, and nothing left behind.
+"""One lock for captures, and one way to patch torch during a capture; every change of the process is undone.
 
-`torch.export` and `torch.fx` keep state that all threads share, and preflight puts functions of its own in the place of
-torch's. So captures take turns, and what is put in place works for the thread that captures alone: any other thread
-gets torch's own function.
+`torch.export` and `torch.fx` keep state that all threads share, and preflight replaces functions of torch by its own.
+So captures take turns, and a replaced function works only for the thread that captures: every other thread gets torch's
+own function.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import inspect
 import os
 import threading
@@ -20,7 +21,7 @@ from torch import nn
 
 _lock = threading.RLock()
 _owner: int | None = None  # the thread that captures
-_own: dict[str, Any] = {}  # what torch.nn.Module has where nothing captures
+_own: dict[str, Any] = {}  # torch.nn.Module's own functions, as they are while no capture runs
 _TRACED = ("__call__", "__getattr__")  # of torch.nn.Module, which torch's tracers replace for all threads
 
 
@@ -55,7 +56,7 @@ def is_capturing() -> bool:
 
 @contextlib.contextmanager
 def traced_here_alone() -> Iterator[None]:
-    """While a tracer of torch runs, let modules that other threads call be called as ever."""
+    """While a tracer of torch runs, let the calls of modules by other threads work as usual."""
     with contextlib.ExitStack() as stack:
         for name in _TRACED:
             stack.enter_context(mock.patch.object(nn.Module, name, _for_thread(vars(nn.Module)[name], _own[name])))
@@ -67,6 +68,18 @@ def _for_thread(traced: Callable[..., Any], own: Callable[..., Any]) -> Callable
         return (traced if is_capturing() else own)(*args, **kwargs)
 
     return call
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """Leave Python's collector off, which would walk all objects of the process time and again as a trace grows."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 
-from passes._torch import global_module_hooks, pytree
+from passes._torch import global_module_hooks, is_compiled_in_place, pytree
 from passes.contract.errors import INSTEAD, CaptureError, NotFaithfulError
 
 from . import frames
@@ -19,7 +19,8 @@ from .patches import replaced
 from .reads import HOOKS, label
 from .tensors import held, kept, same
 
-# Methods that training code calls on a module; a converted module has torch.nn.Module's own, its layers their author's.
+# Methods that training code calls on a module. A converted module has torch.nn.Module's versions of these, while its
+# layers have their author's.
 _METHODS = {
     "train": "set the flags of the submodules outside",
     "eval": "set the flags of the submodules outside",
@@ -27,7 +28,7 @@ _METHODS = {
     "state_dict": "rename the keys outside",
     "_save_to_state_dict": "rename the keys outside",
 }
-# Also such methods, but what they read that this model has not saved is refused when it is loaded.
+# Methods that load a state. A state with names that this model does not save is refused when it is loaded.
 _LOADERS = dict.fromkeys(("load_state_dict", "_load_from_state_dict"), "convert old files outside")
 _SWITCHES = ("train", "eval")
 
@@ -76,7 +77,7 @@ def _sets_every_flag(model: nn.Module) -> bool:
                 switch()
                 flags += [m.training is flag for m in model.modules()]
             same = all(p.requires_grad is grad for p, grad in asked.items())
-    except Exception:  # whatever it asks of the model, it does more
+    except Exception:  # an override that raises does more than set flags
         return False
     finally:
         for p, grad in asked.items():
@@ -104,14 +105,31 @@ def _refuse_wrapper(module: nn.Module, where: str) -> None:
         )
     if isinstance(module, torch.jit.ScriptModule):
         raise CaptureError(
-            f"{where} is a TorchScript module, whose code is not Python's any more. Convert the original model."
-        )
-    if type(module).__name__ == "OptimizedModule":
-        raise CaptureError(
-            f"{where} is what torch.compile returned. Convert the original model, then compile the result."
+            f"{where} is a TorchScript module, whose code is no longer Python. Convert the original model."
         )
     if any(p is not None and nn.parameter.is_lazy(p) for p in module._parameters.values()):
         raise CaptureError(f"{where} has parameters without a shape yet. Call the model once before converting it.")
+
+
+def refuse_compiled(model: nn.Module) -> None:
+    """Raise CaptureError for a model that is compiled already, or that has a module that is."""
+    for path, module in model.named_modules():
+        where = f"module '{path or '(root)'}' ({type(module).__name__})"
+        # By name: torch._dynamo takes a second to load.
+        if type(module).__name__ == "OptimizedModule":
+            raise CaptureError(
+                f"{where} is what torch.compile returned. Convert the original model, then compile the result."
+            )
+        if any(base.__name__ == "OptimizedModule" for base in type(module).__mro__):
+            raise CaptureError(
+                f"{where} is what fxamp.compile returned, so it runs in mixed precision already. Use it as it is, or "
+                "convert the original model."
+            )
+        if is_compiled_in_place(module):
+            raise CaptureError(
+                f"{where} is compiled in place, by its compile(): it runs what was compiled, not its forward. Convert "
+                "the original model before that, or a copy of it (copy.deepcopy(model) is not compiled)."
+            )
 
 
 def refuse_wrapped(model: nn.Module) -> None:
@@ -139,7 +157,7 @@ def _refuse_hook(where: str, kind: str, label: str, front_end: str) -> None:
             f"capture='{front_end}' would read a stale weight. Use torch.nn.utils.parametrizations instead."
         )
     raise NotFaithfulError(
-        f"{where} has a {kind} ({label}), which a graph captured with '{front_end}' would not run. {INSTEAD}, or "
+        f"{where} has a {kind} ({label}), which the graph captured with '{front_end}' would not run. {INSTEAD}, or "
         "remove the hook before converting."
     )
 
@@ -204,7 +222,7 @@ def _saved_tensors(_: Any) -> str:
     return _CHECKPOINT if inside else "torch.autograd.graph.saved_tensors_hooks"
 
 
-# Files of torch that do for a model what it asks of them.
+# Files of torch whose frames act on behalf of a model.
 _ON_BEHALF = (
     torch.utils.checkpoint.__file__,
     torch.autograd.graph.__file__,
@@ -226,7 +244,7 @@ def used_by_model() -> bool:
 def grad_mode_reads() -> Iterator[list[str]]:
     """Yield a list of the lines where the program asks for the grad mode of its caller, whose answer capture bakes.
 
-    One asked in a region of its own gets what it always will.
+    A read inside a `no_grad` region of the program always gets the same answer, so it is not listed.
     """
     ambient = torch.is_grad_enabled()
     places: list[str] = []
@@ -300,7 +318,7 @@ def refuse_assigned(changed: list[str], read: Collection[str], front_end: str) -
         plain = name.replace("_buffers.", "")
         if plain != name or name in read:
             raise NotFaithfulError(
-                f"forward() assigns '{plain}', which the graph captured with '{front_end}' would not. {INSTEAD}, or "
+                f"forward() assigns '{plain}'; the graph captured with '{front_end}' would not do that. {INSTEAD}, or "
                 "write to it in place ('copy_')."
             )
 

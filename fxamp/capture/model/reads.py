@@ -1,4 +1,4 @@
-"""What a model's forward() reads while it is captured, and a graph has as a constant.
+"""The values that a model's forward() reads during capture, and that become constants of the graph.
 
 A front end carries a model's Python out once. What that reads of the model (`self.scale`, a dropout's `p`, the layer
 that it calls, `self.config.eps`, whether a weight requires gradients) is in the graph as it was, so the converted
@@ -36,7 +36,7 @@ _AUTOGRAD = ("requires_grad", "grad_fn", "is_leaf")
 
 @dataclass
 class Reads:
-    """What forward() read, whatever state it was captured in.
+    """The reads of forward(), in all states that it was captured in.
 
     Attributes:
         attributes: module path and name.
@@ -65,7 +65,7 @@ class Reads:
 
 
 class Recorder:
-    """Notes what is read while it is entered, by this thread alone.
+    """Notes the reads of this thread while it is entered.
 
     Args:
         model: whose forward is called inside.

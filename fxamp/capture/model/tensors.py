@@ -58,7 +58,7 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
         return True
     if a.layout is not torch.strided:
         a, b = a.to_dense(), b.to_dense()
-    if a.is_complex():  # of 32 bits, for one, a CPU cannot compare
+    if a.is_complex():  # a CPU cannot compare complex32, for example
         a, b = torch.view_as_real(a.resolve_conj()), torch.view_as_real(b.resolve_conj())
     return torch.equal(a, b) or bool(
         torch.equal(torch.nan_to_num(a), torch.nan_to_num(b)) and torch.equal(a.isnan(), b.isnan())

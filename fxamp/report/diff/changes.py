@@ -1,4 +1,4 @@
-"""What is different about nodes that were matched: field by field, where they stand; what has one cause in one line.
+"""The changes of matched nodes, in their fields and their places. Changes with one cause share one line.
 
 `embed` gone, a new `adapter`, and `rms_norm` run in FP32 by a newer torch:
 

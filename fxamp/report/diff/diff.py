@@ -1,4 +1,4 @@
-"""What differs between two plans, two converted modules, or two graphs.
+"""The differences between two plans, two converted modules, or two graphs.
 
 Nodes are matched by structure (`match`), so a line moved, a node renamed or a layer put in elsewhere is no difference
 of the others.
@@ -37,14 +37,15 @@ PLAN_FIELDS = ("capture", "inserted_casts", "casts")  # not what was asked for, 
 
 @dataclass(frozen=True)
 class GraphDiff:
-    """The changes, in graph order, and what each side is. It is true when the two differ.
+    """The changes between two sides, in graph order. It is true when the two differ.
 
     Attributes:
-        before: What the one side is, in a line.
-        after: What the other is.
-        changes: Of nodes and of totals.
-        renamed: Modules that have another path now, with all that is in them; their nodes are no changes.
-        code: For a graph and its converted module: the code of the graph, with what conversion did marked.
+        before: A line that describes the first side.
+        after: A line that describes the second side.
+        changes: The changes of nodes and of totals.
+        renamed: Modules whose path has changed; their nodes do not count as changes.
+        code: For a graph and its converted module: the code of the graph, with marks at the lines that conversion
+            changed.
 
     Example:
         >>> found = fxamp.diff(converted.plan, fxamp.plan(model, (x,), policy="O1,dtype=bf16,modules.2=fp32"))
@@ -71,11 +72,11 @@ class GraphDiff:
 
     @property
     def another_model(self) -> bool:
-        """Say whether the two have so little in common that one cannot be a version of the other."""
+        """Whether the two have so little in common that one cannot be a version of the other."""
         return any(c.field == "model" and c.key == PLAN_KEY for c in self.changes)
 
     def to_markdown(self) -> str:
-        """Write the changes as a Markdown table; the code as a block where there is one.
+        """Write the changes as a Markdown table, and `code`, if there is any, as a block.
 
         Example:
             >>> text = fxamp.diff(converted, converted.plan).to_markdown()
@@ -83,7 +84,7 @@ class GraphDiff:
         return listing.to_markdown((self.before, self.after), self.totals, self.renamed, self.changes, self.code)
 
     def to_html(self) -> str:
-        """Write the changes as a table, on a page that needs nothing else.
+        """Write the changes as an HTML page with a table; the page needs no other file.
 
         Example:
             >>> fxamp.diff(converted, converted.plan).to_html().splitlines()[0]
@@ -120,8 +121,8 @@ def diff(before: Diffable, after: Diffable) -> GraphDiff:
         after: Likewise.
 
     Returns:
-        The changes from `before` to `after`; true when there are any. Casts are compared where both are converted
-        modules. Where `before` is a graph without a plan and `after` was converted, the listing is its code with casts
+        The changes from `before` to `after`; true when there are any. Casts are compared if both are converted modules.
+        If `before` is a graph without a plan and `after` was converted, the listing is the code of the graph with casts
         marked.
 
     Raises:

@@ -222,7 +222,7 @@ def _does_nothing(node: Node) -> bool:
 
 
 def _sizes(graph: Graph) -> set[Node]:
-    """Return what is computed from sizes alone."""
+    """Return the nodes that are computed only from sizes."""
     found = set[Node]()
     for node in graph.nodes:
         read, asks = node.all_input_nodes, row_named(_label(node)).asks == "shape"

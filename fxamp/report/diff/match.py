@@ -148,7 +148,7 @@ class _Matcher:
         return items[reader].label, places
 
     def _modules_agree(self, old: int, new: int) -> bool:
-        """Say whether two items lie in modules that are called the same, but for numbers."""
+        """Say whether two items lie in modules of the same name, apart from numbers."""
         return _NUMBER.sub("*", self.before[old].module) == _NUMBER.sub("*", self.after[new].module)
 
     def assign(self, before: Sequence[Hashable], after: Sequence[Hashable]) -> None:
@@ -162,7 +162,7 @@ class _Matcher:
                 self.pair(olds[i], news[j])
 
     def verify(self, sure: dict[int, int]) -> None:
-        """Part the pairs that their labels alone speak for, where their modules correspond to others."""
+        """Separate pairs that match only by label, if their modules correspond to other modules."""
         votes: dict[tuple[bool, str], Counter[str]] = {}
         for new, old in self.pairs.items():
             a, b = self.before[old].module, self.after[new].module

@@ -78,7 +78,7 @@ class Budget:
         value = _total(self, now, "the graph was captured without example inputs or just in time, or cannot be sized")
         limit = self.limit
         if self.sign:
-            was = _total(self, before, "the plan does not have it; write it anew with --update")
+            was = _total(self, before, "the plan does not have it; write a new plan with --update")
             if self.key in FLOORS:
                 limit = was - self.limit
             else:
@@ -91,9 +91,9 @@ class Budget:
 
 def _total(budget: Budget, totals: Mapping[str, float] | None, why: str) -> float:
     if totals is None:
-        raise PolicyError(f"budget {budget}: a change is against a plan; give --plan FILE")
+        raise PolicyError(f"budget {budget}: a change needs a plan to compare with; give --plan FILE")
     if budget.key not in totals:
-        raise PolicyError(f"budget {budget}: {budget.key} is not known: {why}")
+        raise PolicyError(f"budget {budget}: the total {budget.key} is not known for this model: {why}")
     return totals[budget.key]
 
 

@@ -24,6 +24,7 @@ from ..diff.diff import Change, GraphDiff, diff
 from ..record.build import record_of
 from ..record.record import Record
 from .budget import KEYS, Budget
+from .listed import counted
 
 KEPT, CHANGED, UNKNOWN = 0, 1, 2  # exit statuses
 _SAME_MODEL = 0.2  # of the nodes have to be known, or else the plan is of another model
@@ -39,7 +40,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the gate says of one target.
+    """The gate's result for one target.
 
     Attributes:
         target: its name.
@@ -156,7 +157,9 @@ def _machine(plan: Plan, name: str) -> Machine | None:
     """Return the machine by whose facts a plan was made; None for this one, as in plans that do not say."""
     found = Machine.parse(plan.machine) if plan.machine else None
     if plan.machine and found is None:
-        raise PlanError(f"{name} was made by the facts of {plan.machine!r:.80}, no machine; write it with --update")
+        raise PlanError(
+            f"{name} names {plan.machine!r:.80} as its machine, which describes none; write a new plan with --update"
+        )
     return found
 
 
@@ -172,7 +175,7 @@ def _difference(before: Plan, now: Plan, name: str, update: bool) -> GraphDiff:
     if not update and old and known < _SAME_MODEL * min(old, new or 1):
         raise PlanError(
             f"{name} is the plan of another model: of its {old} nodes this one has {known}; "
-            "write it anew with --update if that is meant"
+            "if that is intended, write a new plan with --update"
         )
     return replace(found, changes=(*_policy(before, now), *_totals(before, now), *found.renamed, *found.changes))
 
@@ -200,7 +203,7 @@ def _message(
         return f"{target}: {'wrote' if before is None else 'updated'} {plan}"
     parts = []
     if found:
-        parts.append(f"{found.totals} against {plan}")
+        parts.append(f"{counted(found.changes)} against {plan}")
     if broken:
         parts.append(f"{len(broken)} budget{'s' * (len(broken) > 1)} broken")
     text = f"{target}: {', '.join(parts) or 'as planned'}"

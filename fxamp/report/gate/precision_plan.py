@@ -74,13 +74,13 @@ class PrecisionPlan:
         if said is None:
             return
         if not self._update:
-            pytest.fail(f"{said}\nIf that is meant, write it anew with pytest {OPTION}", pytrace=False)
+            pytest.fail(f"{said}\nIf that is intended, write a new plan with pytest {OPTION}", pytrace=False)
         path.parent.mkdir(parents=True, exist_ok=True)
         with_totals(make(None))[0].save(path)
         pytest.fail(f"wrote {shown}, to be read and committed; before that\n{said}", pytrace=False)
 
     def _claimed(self, name: str) -> Path:
-        """Return the path of a file, which is this test's alone."""
+        """Return the path of a file that belongs only to this test."""
         path = self._folder / f"{name}.plan.json"
         self._claims.mkdir(exist_ok=True)
         claim = self._claims / hashlib.sha256(str(path).casefold().encode(errors="replace")).hexdigest()
@@ -106,11 +106,11 @@ def _changed(shown: str, make: Callable[[Plan | None], nn.Module], path: Path) -
         found = check(shown, make, path, (), update=False)
     except PlanError as e:
         return str(e).replace("--update", OPTION)  # which is what it is called here
-    return None if found.status == KEPT else to_text([found])
+    return None if found.status == KEPT else to_text([found], way_out="")
 
 
 def file_name(name: str) -> str:
-    """Return a name that every file system takes: of word characters alone, no device of Windows, not too long."""
+    """Return a name that every file system takes: only word characters, no device of Windows, not too long."""
     plain = re.sub(r"\W", "_", unicodedata.normalize("NFC", name)) or "_"
     if _DEVICES.fullmatch(plain):
         plain += "_"

@@ -1,4 +1,4 @@
-"""What `fxamp check` checks: targets of the command line, or those of the user's pyproject.toml.
+"""The targets of `fxamp check`: one of the command line, or those of the user's pyproject.toml.
 
 [tool.fxamp.targets.classifier]
 target = "net.py:make"
@@ -56,7 +56,7 @@ class Target:
     device: str | None = None
 
     def arguments(self) -> list[str]:
-        """Return the command line that checks this target alone."""
+        """Return the command line that checks only this target."""
         given = {"--policy": self.policy, "--plan": self.plan, "--device": self.device, "--capture": self.capture}
         words = [self.target, "--name", self.name]
         words += [f"{option}={value}" for option, value in given.items() if value is not None]

@@ -1,4 +1,4 @@
-"""What is drawn of a module: its nodes, with the modules inside it folded until the drawing can be read.
+"""The drawing of a module: its nodes, with the modules inside it folded until the drawing can be read.
 
 Whole: a drawing of 12 layers with 500 nodes            Folded: 12 boxes, each of which opens its own drawing
 """
@@ -16,7 +16,7 @@ from ..record.record import NodeRecord
 from .layout import layered
 
 MOST = 200  # boxes of a drawing
-EASY = 60  # boxes; modules are folded until there are no more, where that is possible
+EASY = 60  # boxes; modules are folded until there are no more, if possible
 _SHARED = 4  # boxes that read a value from outside; where there are more, it is drawn at each of them
 _CHARACTER, _LONGEST = 7.0, 26  # pixels of one; how many are shown
 

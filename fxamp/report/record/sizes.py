@@ -1,4 +1,4 @@
-"""What each node of a graph costs at the example's sizes: its values, its operations, what it keeps for backward.
+"""The costs of each node at the example's sizes: bytes of its values, operations, bytes kept for backward.
 
 The graph runs once on fake tensors, which have dtypes and sizes and no values, so nothing is computed and no device is
 needed. Symbolic sizes count as the example had them.
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Size:
-    """What one node costs.
+    """The costs of one node.
 
     Attributes:
         dtypes: of the floating tensors that it gives, without "torch.".

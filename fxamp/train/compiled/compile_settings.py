@@ -1,4 +1,4 @@
-"""What `TrainStep(compile=...)` may be: a backend, and the options of `torch.compile`. All else is refused by name."""
+"""Values of `TrainStep(compile=...)`: a backend, and options of `torch.compile`. Others are refused by name."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _CUDA_GRAPHS = "triton.cudagraphs"
 
 @dataclass(frozen=True)
 class CompileSettings:
-    """What compiles a training step.
+    """The compiler of a training step, and its options.
 
     Attributes:
         backend: A name or a callable, as `torch.compile` takes it; or fxamp's own, which converts the graphs too.
@@ -47,7 +47,7 @@ class CompileSettings:
 
     @property
     def name(self) -> str:
-        """What the backend is called."""
+        """The name of the backend."""
         return self.backend if isinstance(self.backend, str) else getattr(self.backend, "__name__", str(self.backend))
 
     @property
@@ -89,7 +89,7 @@ def settings_of(compile: object, cuda_graph: object) -> CompileSettings | None:
         raise PolicyError(f"cuda_graph must be True or False, got {cuda_graph!r}")
     if compile is False:
         if cuda_graph:
-            raise PolicyError("cuda_graph=True captures what compile=True has compiled: give compile=True too")
+            raise PolicyError("cuda_graph=True captures graphs that compile=True has compiled: give compile=True too")
         return None
     given = {} if compile is True else {"backend": compile} if isinstance(compile, str) else compile
     if not isinstance(given, Mapping):

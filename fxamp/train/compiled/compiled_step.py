@@ -27,7 +27,7 @@ from .compiled_update import CompiledUpdate
 
 
 class CompiledStep:
-    """What of a TrainStep is compiled, and what became of it.
+    """The compiled parts of a TrainStep, with counts of their graphs.
 
     Attributes:
         settings: What compiles it.
@@ -42,7 +42,7 @@ class CompiledStep:
 
     @property
     def cuda_graph(self) -> str:
-        """What became of the CUDA graph that was asked for, "" where none was."""
+        """The outcome of the CUDA graph that was asked for; "" if none was."""
         if not self.settings.cuda_graph:
             return ""
         skipped = [reason for region in self.regions for reason in region.uncaptured]
@@ -70,7 +70,7 @@ class CompiledStep:
         return loss
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompiledStep:
-        """Compile anew for the copy: compiled code holds on to what it was compiled for."""
+        """Compile again for the copy: compiled code refers to the objects that it was compiled for."""
         return CompiledStep(self.settings)
 
 

@@ -1,7 +1,7 @@
 """The end of a window as one compiled graph: unscale, look for inf and NaN, clip, step, put back what overflowed.
 
-Fused optimizers do most of that in kernels of their own, and are left alone. So is what the graph would not show: hooks
-on the step, and an optimizer that has no state yet, whose first step makes it.
+Fused optimizers do most of that in kernels of their own, and are not compiled. Neither are optimizers with hooks on
+their step, which a graph would not show, and optimizers without state yet, whose first step makes it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .rates import Constants, rates_as_tensors
 
 
 class CompiledUpdate:
-    """Lets optimizers step by compiled code where that gains something.
+    """Lets optimizers step by compiled code, if that saves time.
 
     Attributes:
         region: What is compiled.
@@ -61,7 +61,7 @@ class CompiledUpdate:
             if any(gradient.is_sparse for gradient in gradients([optimizer])):
                 return f"{name} has sparse gradients"
         if name := self._constants.changing(optimizers):
-            self.region.fallbacks.append(f"'{name}' changes from step to step, and would be compiled anew at each")
+            self.region.fallbacks.append(f"'{name}' changes from step to step, and would be compiled again at each")
             return self.region.fallbacks[-1]
         if not all(map(has_state, optimizers)):
             return "the first step makes the state of the optimizer"
@@ -100,8 +100,9 @@ class CompiledUpdate:
         held_back: dict[Optimizer, HeldBack] = {}
         for optimizer, found in zip(optimizers, founds, strict=True):
             # Where the host has it anyway, it is read, so that the scaler can name a culprit.
-            held_back[optimizer] = False if found is None else bool(found) if found.device.type == "cpu" else found
-            scaler.note(optimizer, held_back[optimizer])
+            held = False if found is None else bool(found) if found.device.type == "cpu" else found
+            held_back[optimizer] = held
+            scaler.note(optimizer, held)
             optimizer._opt_called = True  # type: ignore[attr-defined]  # which a scheduler asks for
         scaler.update_after(overflow)
         return Update(held_back, norm)

@@ -1,4 +1,4 @@
-"""Learning rates as tensors for the length of a compiled step, so that a scheduler's new rate compiles nothing anew.
+"""Learning rates as tensors for the length of a compiled step, so that a scheduler's new rate causes no recompilation.
 
 Other numbers of an optimizer are constants of the graph.
 """
@@ -47,7 +47,7 @@ def _replaced(
 
 
 class Constants:
-    """The numbers of optimizers that a graph has as constants. One that a scheduler changes would be compiled anew."""
+    """The numbers of optimizers that a graph has as constants. If a scheduler changed one, that would recompile."""
 
     def __init__(self) -> None:
         self._known: list[dict[str, Any]] = []

@@ -18,7 +18,7 @@ from .shards import agree, groups_of, is_spread
 
 
 class Ranks:
-    """What several ranks have to do with one model and its optimizers; without any, nothing.
+    """The ranks that share one model and its optimizers, and what they do together; a single rank does nothing.
 
     Attributes:
         replicas: The parts of the model that exchange gradients in backward.
@@ -34,7 +34,7 @@ class Ranks:
         trained: dict[Tensor, str] = {p: name for name, p in model.named_parameters() if p.requires_grad}
         for optimizer in optimizers:
             for group in optimizer.param_groups:
-                trained.update((p, "a parameter of the optimizer alone") for p in group["params"] if p not in trained)
+                trained.update((p, "a parameter of the optimizer only") for p in group["params"] if p not in trained)
         self.spread = any(map(is_spread, trained))
         self.apart = [name for p, name in trained.items() if id(p) not in owned and not is_spread(p)]
         together: list[Any] = [replica.process_group for replica in self.replicas]

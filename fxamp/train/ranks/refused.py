@@ -1,4 +1,4 @@
-"""What several ranks cannot do right together with a training step: each is refused by name, with a way out."""
+"""Settings under which a training step on several ranks would be wrong: each is refused by name, with a way out."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ def refuse_unfit_model(model: nn.Module, weights: str) -> None:
             inside = next((p for p, part in module.named_modules() if part is not module and is_sharded(part)), None)
             if inside is not None:
                 raise PolicyError(
-                    f"'{inside}' is sharded by itself inside {where}, which was converted as a whole: its graph calls "
-                    "no parts, so FSDP2 would never gather this one. Call fully_shard on the converted module alone; "
-                    "or convert each block, fully_shard it, then the root."
+                    f"'{inside}' is sharded by itself inside {where}, which was converted as a whole: its graph does "
+                    f"not call '{inside}', so FSDP2 would never gather it. Call fully_shard only on the converted "
+                    "module; or convert each block, call fully_shard on each block, then on the root."
                 )
         if is_sharded(module):
             _refuse_gathered(module, where, weights)
 
 
 def _refuse_gathered(module: nn.Module, where: str, weights: str) -> None:
-    """Refuse what FSDP2 was told about dtypes, where graphs were told another thing."""
+    """Refuse settings of FSDP2 about dtypes that contradict the graphs."""
     dtype, casts_inputs = gathering(module)
     if weights == "per_step":
         does = (
@@ -40,8 +40,8 @@ def _refuse_gathered(module: nn.Module, where: str, weights: str) -> None:
             else ("and MixedPrecisionPolicy(param_dtype=...) would do the same: it casts each shard once before that")
         )
         raise PolicyError(
-            f"weights='per_step' under FSDP2, which shards {where}: weights are gathered anew for every call, so that "
-            f"no cast outlives one, {does}. Leave weights at 'auto'."
+            f"weights='per_step' under FSDP2, which shards {where}: weights are gathered again for every call, so "
+            f"no cast can be kept longer than a call, {does}. Leave weights at 'auto'."
         )
     if dtype is None or dtype == torch.float32:
         return
@@ -49,15 +49,15 @@ def _refuse_gathered(module: nn.Module, where: str, weights: str) -> None:
         if isinstance(part, ConvertedModule):
             if casts_inputs:
                 raise PolicyError(
-                    f"FSDP2 casts the inputs of {where} to {dtype}, where the graph has casts of its own: say "
+                    f"FSDP2 casts the inputs of {where} to {dtype}, but the graph does its own casts: set "
                     "cast_forward_inputs=False in its MixedPrecisionPolicy"
                 )
             read = _read_otherwise(part, dtype)
             if read:
                 raise PolicyError(
-                    f"FSDP2 gathers '{'.'.join(filter(None, (path, read)))}' of {where} in {dtype}, and the graph "
-                    "reads it in float32: leave param_dtype out of its MixedPrecisionPolicy, since the graph casts the "
-                    "parameters that the plan says, or convert by a policy that reads all of them low"
+                    f"FSDP2 gathers '{'.'.join(filter(None, (path, read)))}' of {where} in {dtype}, but the graph "
+                    "reads it in float32: do not set param_dtype in its MixedPrecisionPolicy, since the graph casts "
+                    "parameters itself; or convert with a policy that reads all parameters in 16 bits"
                 )
 
 
@@ -89,14 +89,14 @@ def refuse_unfit_ranks(ranks: Ranks, *, accumulate_steps: int, on_overflow: str,
     for replica in ranks.replicas:
         if replica.static_graph and (accumulate_steps > 1 or skips):
             raise PolicyError(
-                "DistributedDataParallel(static_graph=True) fails, or stops exchanging gradients, after a backward "
-                "that exchanges none (pytorch#143580), and a window of several micro-batches has such. Leave "
-                "static_graph out, or let every micro-batch be a window: accumulate_steps=1, on_overflow='skip_window'."
+                "DistributedDataParallel(static_graph=True) does not survive a backward without an exchange of "
+                "gradients (pytorch#143580), and every window of several micro-batches has one. Leave static_graph "
+                "out, or let every micro-batch be a window: accumulate_steps=1, on_overflow='skip_window'."
             )
         if replica.mixed_precision is not None:
             raise PolicyError(
                 "DistributedDataParallel(mixed_precision=...) casts parameters and gradients itself: leave it out, "
-                "since the graph of a converted model casts what the plan says."
+                "since the graph of a converted model does its own casts."
             )
         _refuse_hook(replica, skips, scaled)
     if ranks.replicas and ranks.apart and not ranks.spread:
@@ -104,9 +104,9 @@ def refuse_unfit_ranks(ranks: Ranks, *, accumulate_steps: int, on_overflow: str,
         forgotten = [name for name in ranks.apart if not any(name.endswith(one) for one in ignored)]
         if forgotten:
             raise PolicyError(
-                f"'{forgotten[0]}' is trained, and no DistributedDataParallel exchanges its gradient, so that every "
-                "rank would train another one. Wrap the module that holds it, model and loss together if need be, or "
-                "name it in parameters_to_ignore where that is meant."
+                f"'{forgotten[0]}' is trained, and no DistributedDataParallel exchanges its gradient, so it would "
+                "become different on every rank. Wrap the module that holds it, model and loss together if need be, or "
+                "name it in parameters_to_ignore if that is intended."
             )
 
 
@@ -114,14 +114,14 @@ def _refuse_hook(replica: DistributedDataParallel, skips: bool, scaled: bool) ->
     hook = communication_hook(replica)
     if hook and skips:
         raise PolicyError(
-            f"on_overflow='skip_microbatch' exchanges gradients when the window is over, past the communication hook "
-            f"'{hook}': leave one of them out"
+            "on_overflow='skip_microbatch' exchanges gradients after the window, without calling the communication "
+            f"hook '{hook}': leave out the hook or the option"
         )
     if scaled and any(type(state).__name__ == "PowerSGDState" for state in communication_states(replica)):
         raise PolicyError(
-            f"the communication hook '{hook}' keeps what compression loses for the next step, at the loss scale that "
-            "it had, and after one overflow for ever as NaN: train in BF16 without loss scaling, or take "
-            "fp16_compress_hook or bf16_compress_hook"
+            f"the communication hook '{hook}' carries its compression error into the next step, at the old loss scale; "
+            "after one overflow that error stays NaN. Train in BF16 without loss scaling, or use fp16_compress_hook or "
+            "bf16_compress_hook"
         )
 
 

@@ -1,4 +1,4 @@
-"""Settings that ranks must have in common, compared before the first step: later, one would wait for ever."""
+"""Settings that ranks must share, compared before the first step: a later mismatch makes a rank wait for ever."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ _SHOWN = 3  # ranks and settings named one by one
 
 
 def compare(ours: Mapping[str, object], groups: Sequence[Any]) -> None:
-    """Tell the ranks of some groups what this one was told to do, and refuse to go on where they differ.
+    """Exchange settings with the ranks of some groups, and refuse to continue if they differ.
 
     Args:
         ours: Settings by name; what is compared is their `repr`.
-        groups: Which ranks train together: the dimensions of a grid of ranks, so that all come to know of all.
+        groups: The groups of ranks that train together: the dimensions of a grid of ranks, so that each rank learns
+            the settings of all.
 
     Raises:
-        PolicyError: Ranks differ, on all of them; or one did not come in the time that its group gives, on the others.
+        PolicyError: Ranks differ (raised on all ranks), or a rank did not arrive within the timeout of its group
+            (raised on the others).
     """
     known = {dist.get_rank(): {name: repr(value) for name, value in ours.items()}}
     for group in groups:
@@ -30,18 +32,18 @@ def compare(ours: Mapping[str, object], groups: Sequence[Any]) -> None:
             dist.all_gather_object(gathered, known, group=group)
         except RuntimeError as error:
             raise PolicyError(
-                f"rank {dist.get_rank()} waited for the others of ranks {dist.get_process_group_ranks(group)} to come "
-                "to their first step, and not all did: they train with other ranks, or have no step to take, or failed "
-                f"before it. {error}"
+                f"rank {dist.get_rank()} waited for the other ranks of {dist.get_process_group_ranks(group)} at its "
+                "first step, and not all of them arrived: they train with other ranks, take no step, or failed before "
+                f"it. {error}"
             ) from error
         for one in gathered:
             known.update(one)
     differ = [name for name in ours if len({settings.get(name) for settings in known.values()}) > 1]
     if differ:
         raise PolicyError(
-            "ranks that train one model were told different things: "
+            "ranks that train one model have different settings: "
             + "; ".join(_listed(name, known) for name in differ[:_SHOWN])
-            + ". Give all of them the same, or groups of their own."
+            + ". Give all of them the same settings, or give them process groups of their own."
         )
 
 

@@ -1,6 +1,6 @@
 """Tensors that are spread over ranks: DTensors, as FSDP2 and tensor parallelism make of parameters and gradients.
 
-What is done to each number is done to the part that a rank has; what is said of all numbers is agreed by all ranks.
+Element-wise work is done on each rank's own part; results about the whole tensor are agreed by all ranks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def with_local_gradient(gradient: Tensor) -> Tensor:
-    """Return what stands for a parameter where its gradient alone is looked at: the part that this rank has."""
+    """Return a stand-in for a parameter, for code that looks only at its gradient: the part that this rank has."""
     part = local(gradient)
     stand_in = part.detach()
     stand_in.grad = part

@@ -1,4 +1,4 @@
-"""What became of past updates of a loss scale: their history, and how many steps in a row were skipped.
+"""Past updates of a loss scale: their history, and how many steps in a row were skipped.
 
 Numbers that are on the device stay there until they are asked for.
 """

@@ -46,16 +46,17 @@ class LossScaler(torch.amp.GradScaler):
             and `update(new_scale)` still sets the scale by hand.
         min_scale: The scale never falls below it.
         max_scale: The scale never rises above it.
-        hysteresis: The scale backs off at the k-th overflow in a row and at every further one of the same row; one
-            step without overflow starts the count anew. This is Apex's `update_scale_hysteresis`, and DeepSpeed's
-            `hysteresis` with `consecutive_hysteresis: true` (its default, and Megatron's rule, refill the count only
-            when the scale grows). The growth tracker restarts at every overflow, as there.
-        max_skips: Raise `ScaleCollapseError` at the K-th update in a row in which a step was skipped, and at every
-            further one of the same row. The scaler is in a consistent state when it does.
+        hysteresis: The number of overflows in a row at which the scale backs off; it also backs off at every further
+            overflow of that row. A step without overflow restarts the count, and every overflow restarts the growth
+            tracker. This is the rule of Apex (`update_scale_hysteresis`), and of DeepSpeed with
+            `consecutive_hysteresis: true`. By DeepSpeed's default and in Megatron the count restarts only when the
+            scale grows.
+        max_skips: The number of updates in a row with a skipped step at which `ScaleCollapseError` is raised; it is
+            also raised at every further such update of that row. The scaler is in a consistent state then.
 
-    `hysteresis` needs to know on the host whether a step was skipped. GradScaler reads that for ordinary optimizers
-    anyway; for fused ones, which decide on the device, each update then costs one synchronisation. `max_skips` costs
-    one in as many updates as it allows to be skipped.
+    With `hysteresis` the host has to know whether a step was skipped. For ordinary optimizers GradScaler reads that
+    anyway. Fused optimizers decide on the device, so with them each update costs one synchronisation. `max_skips=n`
+    costs one synchronisation in every n updates.
 
     Raises:
         PolicyError: A setting cannot be used; the message says what can.
@@ -108,18 +109,18 @@ class LossScaler(torch.amp.GradScaler):
 
     @property
     def kind(self) -> str:
-        """How the scale moves: "none" (there is none), "static" or "dynamic". States load into the same kind alone."""
+        """How the scale moves: "none" (there is none), "static" or "dynamic". States load only into the same kind."""
         return "none" if not self._enabled else "dynamic" if self._extensions.dynamic else "static"
 
     @property
     def history(self) -> tuple[ScaleEvent, ...]:
-        """The last updates, oldest first. Reading it synchronises with the device, recording does not."""
+        """The last updates, oldest first. Reading this list waits for the device; recording it does not."""
         return tuple(event.read() for event in self._events)
 
     def name_parameters(self, named_parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Give parameters, of any shapes, the names that errors call them by, as `model.named_parameters()` lists them.
+        """Name parameters for errors, by pairs (name, parameter of any shape) as `model.named_parameters()` gives.
 
-        Not needed for an optimizer that was itself given named parameters.
+        An optimizer that was built from named parameters needs no call of this.
 
         Example:
             >>> fxamp.LossScaler().name_parameters(model.named_parameters())
@@ -133,16 +134,16 @@ class LossScaler(torch.amp.GradScaler):
         *,
         create_graph: bool = False,
     ) -> tuple[torch.Tensor, ...]:
-        """Differentiate a loss by way of the loss scale, for gradient penalties.
+        """Scale a loss, differentiate it, and return unscaled gradients, for example for a gradient penalty.
 
         Args:
             loss: A tensor of one element, not scaled.
-            inputs: What to differentiate with respect to, of any shape.
-            create_graph: As in `torch.autograd.grad`: what comes out can be differentiated again.
+            inputs: The tensors to differentiate with respect to, of any shape.
+            create_graph: True if the gradients are to be differentiated again, as in `torch.autograd.grad`.
 
         Returns:
-            The gradients as `torch.autograd.grad` gives them, of the inputs' shapes, unscaled. Low ones come in FP32,
-            since without the scale they may be too small for FP16.
+            The unscaled gradients, of the inputs' shapes, as `torch.autograd.grad` gives them. Gradients in 16 bits are
+            returned in FP32, since without the scale they may be too small for FP16.
 
         Example:
             >>> scaler = fxamp.LossScaler()
@@ -159,9 +160,9 @@ class LossScaler(torch.amp.GradScaler):
         return tuple(g.to(torch.promote_types(g.dtype, torch.float32)) * inverse.to(g.device) for g in found)
 
     def found_inf(self, optimizer: Optimizer) -> bool:
-        """Tell whether `optimizer`'s gradients were not finite, between `unscale_` or `step` and `update`.
+        """Whether a gradient of `optimizer` was not finite. Call it after `unscale_` or `step`, and before `update`.
 
-        After `step` of an ordinary optimizer the answer is known; otherwise it is read from the device, once.
+        After `step` of an ordinary optimizer the host knows the answer; otherwise it is read from the device, once.
 
         Example:
             >>> fxamp.LossScaler().found_inf(optimizer)  # nothing was unscaled yet
@@ -171,7 +172,7 @@ class LossScaler(torch.amp.GradScaler):
         return state is not None and _overflowed(state)
 
     def held_back(self, optimizer: Optimizer) -> bool | torch.Tensor:
-        """Return what `found_inf` does, without a wait: where only the device knows, a tensor of shape ().
+        """Like `found_inf`, but never wait: if only the device knows the answer, return a tensor of shape ().
 
         Example:
             >>> fxamp.LossScaler().held_back(optimizer)
@@ -197,7 +198,7 @@ class LossScaler(torch.amp.GradScaler):
         return torch.as_tensor(self.held_back(optimizer))
 
     def unscale_again(self, optimizer: Optimizer) -> None:
-        """Unscale the gradients of `optimizer`, also where that was done before; nothing looks for inf and NaN.
+        """Unscale the gradients of `optimizer`, even if that was done before, without a check for inf and NaN.
 
         Example:
             >>> weight = nn.Parameter(torch.ones(1))
@@ -213,7 +214,7 @@ class LossScaler(torch.amp.GradScaler):
                 gradient.mul_(inverse.to(gradient.device))
 
     def inverse_scale(self) -> torch.Tensor:
-        """Return what gradients are multiplied by to unscale them, as GradScaler computes it: FP32, of shape ().
+        """Return the factor that unscales gradients, as GradScaler computes it: an FP32 tensor of shape ().
 
         Example:
             >>> scaler = fxamp.LossScaler(init_scale=8.0)
@@ -225,7 +226,7 @@ class LossScaler(torch.amp.GradScaler):
         return self._scale.double().reciprocal().float()
 
     def note(self, optimizer: Optimizer, held_back: bool | torch.Tensor) -> None:
-        """Note whether an optimizer that did not use `step` was held back: a bool, or a tensor of one element.
+        """Record whether an optimizer that steps without `step` was held back: a bool, or a tensor of one element.
 
         Example:
             >>> scaler = fxamp.LossScaler(init_scale=8.0)
@@ -244,10 +245,10 @@ class LossScaler(torch.amp.GradScaler):
             state.update(optimizer=optimizer, found_inf_per_device={found.device: found})
 
     def found_infs(self, optimizers: Sequence[Optimizer]) -> list[torch.Tensor]:
-        """Return what the device knows of unscaled gradients: whether they are finite; nothing where disabled.
+        """Return flags for each optimizer and device: not 0 if an unscaled gradient is not finite. Empty if disabled.
 
         Returns:
-            Tensors of one element, on the devices of the gradients: not 0 where a gradient is not finite.
+            Tensors of one element, on the devices of the gradients.
 
         Example:
             >>> scaler = fxamp.LossScaler()
@@ -260,7 +261,7 @@ class LossScaler(torch.amp.GradScaler):
         return _found_infs([self._per_optimizer_states[id(o)] for o in optimizers]) if self._enabled else []
 
     def join_found_inf(self, optimizers: Sequence[Optimizer]) -> None:
-        """Hold back all of these optimizers if one is, without a wait; their gradients are unscaled.
+        """Hold back all of these optimizers if one of them is held back, without a wait. Unscale their gradients first.
 
         Example:
             >>> scaler = fxamp.LossScaler()
@@ -311,7 +312,7 @@ class LossScaler(torch.amp.GradScaler):
         self._update(new_scale, None)
 
     def update_after(self, overflow: torch.Tensor | None) -> None:
-        """Update the scale. If `overflow`, of shape (), is not 0, back off as if a step had been skipped.
+        """Update the scale; if `overflow`, a tensor of shape (), is not 0, back off as if a step had been skipped.
 
         Example:
             >>> scaler = fxamp.LossScaler(init_scale=8.0)
@@ -330,7 +331,7 @@ class LossScaler(torch.amp.GradScaler):
         before = scale.clone()
         states = list(self._per_optimizer_states.values())
         self._count_skips(states)
-        found_infs = [found.clone() for found in _found_infs(states)]  # torch adds them up in the first
+        found_infs = [found.clone() for found in _found_infs(states)]  # torch accumulates the flags in the first tensor
         if overflow is not None:
             for found in _found_infs(states):
                 found.copy_(torch.maximum(found, overflow.to(found)))
@@ -360,7 +361,10 @@ class LossScaler(torch.amp.GradScaler):
         return hysteresis > 1 and 0 < self._in_a_row.read() < hysteresis
 
     def set_growth_factor(self, new_factor: float) -> None:
-        """Set a new growth factor: a finite number greater than 1, or it is a PolicyError.
+        """Set a new growth factor.
+
+        Raises:
+            PolicyError: It is not a finite number greater than 1.
 
         Example:
             >>> fxamp.LossScaler().set_growth_factor(1.5)
@@ -369,7 +373,10 @@ class LossScaler(torch.amp.GradScaler):
         super().set_growth_factor(new_factor)
 
     def set_backoff_factor(self, new_factor: float) -> None:
-        """Set a new backoff factor: a number between 0 and 1, or it is a PolicyError.
+        """Set a new backoff factor.
+
+        Raises:
+            PolicyError: It is not a number between 0 and 1.
 
         Example:
             >>> fxamp.LossScaler().set_backoff_factor(0.25)
@@ -378,7 +385,10 @@ class LossScaler(torch.amp.GradScaler):
         super().set_backoff_factor(new_factor)
 
     def set_growth_interval(self, new_interval: int) -> None:
-        """Set a new growth interval, in updates: a positive int, or it is a PolicyError.
+        """Set a new growth interval, in updates.
+
+        Raises:
+            PolicyError: It is not a positive int.
 
         Example:
             >>> fxamp.LossScaler().set_growth_interval(100)
@@ -400,8 +410,8 @@ class LossScaler(torch.amp.GradScaler):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state of a LossScaler or of a GradScaler.
 
-        As GradScaler's settings do, the saved extensions replace the present ones; a GradScaler's state, which has
-        none, leaves them. The scale is brought within the bounds.
+        Saved extensions replace the present ones, as saved settings of a GradScaler do. The state of a GradScaler has
+        no extensions, so the present ones stay. The scale is clamped to `min_scale` and `max_scale`.
 
         Raises:
             PolicyError: A saved extension cannot be used.
@@ -448,7 +458,7 @@ class LossScaler(torch.amp.GradScaler):
         gradients = [gradient for _, gradient in self._gradients([optimizer])]
         if not any(map(is_spread, gradients)):
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-        # torch takes gradients of one mesh alone, and asks other ranks only where the first of them is sharded.
+        # torch takes only gradients of one mesh, and asks other ranks only if the first gradient is sharded.
         parts: Any = SimpleNamespace(param_groups=[{"params": list(map(with_local_gradient, gradients))}])
         found = super()._unscale_grads_(parts, inv_scale, found_inf, allow_fp16)
         return {device: agree(flag, groups_of(gradients)) for device, flag in found.items()}

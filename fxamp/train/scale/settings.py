@@ -1,4 +1,4 @@
-"""What a loss scaler may be set to, and which parameters may be trained: everything else is refused by name."""
+"""The settings that a loss scaler takes, and the parameters that it trains: all others are refused by name."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ def why_not(module: ConvertedModule, cast: Node) -> str:
     if weight is None:
         return "is no parameter of its module any more"
     if type(weight) is not nn.Parameter:
-        return f"is a {type(weight).__name__}, which is gathered or exchanged anew at each call"
+        return f"is a {type(weight).__name__}, which is gathered or exchanged again at each call"
     if any(user.op == "output" or cast in mutated_operands(user) for user in cast.users):
         return "leaves the graph, or is written to in it"
     return ""

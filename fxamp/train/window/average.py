@@ -16,7 +16,7 @@ from .microbatches import KeptMicroBatches
 
 
 class Mean(NamedTuple):
-    """What the gradients of a window are the mean of.
+    """The micro-batches whose mean the gradients of a window are.
 
     Attributes:
         kept: How many micro-batches, of all ranks that have a replica of the model.

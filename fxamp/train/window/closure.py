@@ -39,7 +39,7 @@ def refuse_company(optimizers: Sequence[Optimizer], max_grad_norm: float | None,
     refused = [what for what, given in with_it.items() if given]
     if refused:
         raise PolicyError(
-            f"{type(found).__name__} evaluates the loss several times in a step, which does not go together with "
+            f"{type(found).__name__} evaluates the loss several times in a step, which does not work together with "
             f"{' and '.join(refused)}: leave that out, or write a loop of your own on fxamp.LossScaler"
         )
 

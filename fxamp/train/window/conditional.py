@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from ..ranks.shards import agree, groups_of, local
-from .result import HeldBack
 
 
 def parameters(optimizer: Optimizer) -> list[Tensor]:
@@ -55,7 +54,7 @@ def can_be_taken_back(optimizer: Optimizer) -> bool:
 
 
 def waits(optimizer: Optimizer) -> bool:
-    """Say whether the host has to know whether gradients are finite before this optimizer steps, but for the first."""
+    """Say whether the host has to know whether gradients are finite before this optimizer steps, except the first."""
     return not is_fused(optimizer) and not _changes_the_device_alone(optimizer)
 
 
@@ -66,7 +65,7 @@ def _changes_the_device_alone(optimizer: Optimizer) -> bool:
     return all(p.device.type != "cpu" for p in parameters(optimizer))
 
 
-def step_where_finite(optimizer: Optimizer, found_inf: Tensor) -> HeldBack:
+def step_where_finite(optimizer: Optimizer, found_inf: Tensor) -> bool | Tensor:
     """Step an optimizer whose gradients are unscaled.
 
     Args:

@@ -43,7 +43,7 @@ def _output(model: nn.Module, inputs: Any) -> Any:
         return model(inputs)
     raise PolicyError(
         f"inputs must be a tensor, a tuple for model(*inputs) or a mapping for model(**inputs), "
-        f"got {type(inputs).__name__}. To hand it to the model as it is, wrap it: (inputs,)"
+        f"got {type(inputs).__name__}. To pass it to the model unchanged, wrap it: (inputs,)"
     )
 
 
@@ -51,7 +51,7 @@ def _loss_in(output: Any, loss_fn: LossFunction | None, target: Any) -> Any:
     if loss_fn is not None:
         return loss_fn(output) if target is None else loss_fn(output, target)
     if target is not None:
-        raise PolicyError("a target was given but loss_fn is None: give a loss_fn, or the target among the inputs")
+        raise PolicyError("a target was given but loss_fn is None: give a loss_fn, or pass the target among the inputs")
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if loss is None:
         raise PolicyError(

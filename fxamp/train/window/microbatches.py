@@ -18,7 +18,7 @@ from .conditional import gradients, holds_inf_or_nan, parameters
 
 
 class KeptMicroBatches:
-    """The gradients of one window's micro-batches, but for those that are not finite.
+    """The gradients of one window's micro-batches, except those that are not finite.
 
     Attributes:
         seen: How many there were.
@@ -37,7 +37,7 @@ class KeptMicroBatches:
         self.kept: int | Tensor = 0
 
     def before_backward(self) -> None:
-        """Put aside what was added up, so that backward leaves the gradients of one micro-batch alone."""
+        """Put the sum so far aside, so that backward leaves only the gradients of one micro-batch."""
         for p in self._parameters():
             self._sums[p], p.grad = p.grad, None
 
@@ -50,7 +50,10 @@ class KeptMicroBatches:
         """
         new = gradients(self._optimizers)
         if any(gradient.is_sparse for gradient in new):
-            raise PolicyError('on_overflow="skip_microbatch" selects among dense gradients, and there are sparse ones')
+            raise PolicyError(
+                'on_overflow="skip_microbatch" works only with dense gradients, and some are sparse: use '
+                'on_overflow="skip_window"'
+            )
         self.seen += 1
         bad = holds_inf_or_nan(new)
         self.kept = self.kept + 1 - bad

@@ -8,23 +8,25 @@ from typing import Literal
 
 import torch
 
+from .on_the_way import OnTheWay
+
 Reason = Literal["stepped", "accumulating", "overflow", "no_gradients"]
-HeldBack = bool | torch.Tensor  # whether gradients that were not finite held an optimizer back
+HeldBack = bool | torch.Tensor | OnTheWay  # whether gradients that were not finite held an optimizer back
 
 
 @dataclass(frozen=True, eq=False)
 class StepResult:
-    """What one call of a TrainStep did.
+    """The result of one call of a TrainStep.
 
-    `stepped`, `skipped`, `scale`, `kept` and `reason` are plain Python values. What is known on the device alone is
-    read, and waited for, when such a value is first asked for; `loss` and `grad_norm` are tensors.
+    `stepped`, `skipped`, `scale`, `kept` and `reason` are plain Python values. A value that only the device knows is
+    read, and waited for, when you first ask for it. `loss` and `grad_norm` are tensors.
 
     Attributes:
         loss: The loss of this micro-batch as `loss_fn` gave it, of shape (): undivided, unscaled, detached. `flush`
-            gives that of the last micro-batch, NaN when there was none.
+            gives the loss of the last micro-batch, or NaN if there was none.
         grad_norm: The norm of the unscaled gradients before clipping, of shape (); None where nothing is clipped.
-        accumulating: Whether the window goes on.
-        held_back: Per optimizer, in order; None for one that had no gradients.
+        accumulating: Whether the window is not finished yet.
+        held_back: For each optimizer, in order, whether it was held back; None for one that had no gradients.
         given_scale: See `scale`.
         given_kept: See `kept`.
 
@@ -59,15 +61,15 @@ class StepResult:
 
     @cached_property
     def kept(self) -> int:
-        """How many micro-batches the gradients are the mean of, so far in this window.
+        """The number of micro-batches in this window so far whose gradients are in the mean.
 
-        At its end that is those of all ranks, where DistributedDataParallel has replicas of the model.
+        At the end of a window under DistributedDataParallel it counts the micro-batches of all ranks.
         """
         return int(self.given_kept)
 
     @cached_property
     def reason(self) -> Reason:
-        """Why it ended so.
+        """The outcome of the call, in a word.
 
         "accumulating" within a window; at its end "overflow" if any optimizer was held back, "no_gradients" if none
         had gradients, else "stepped".

@@ -1,4 +1,4 @@
-"""What decides on a node, in order: the author, the policy, an autocast region, the level, at last the rule.
+"""The deciders on a node, in order: the author, the policy, an autocast region, the level, and last the rule.
 
 The author's casts, in-place writes and reads of bits come first, then the policy's overrides. In the simulation of
 `torch.autocast` only casts and in-place writes come before the rule, since torch knows of nothing else.
@@ -53,7 +53,7 @@ def _first(deciders: Iterable[Decider], state: State, site: Site) -> Colouring |
 
 
 def _under_autocast(state: State, site: Site) -> Colouring | None:
-    """Give an autograd function, which runs under autocast, what it read there: then it gives what it gave there."""
+    """Give an autograd function the operand dtypes that it has under autocast; its outputs then are autocast's too."""
     if not note_of(site.node).under_autocast:
         return None
     seen = {(o.name, o.index): _under_it(state, o.node) for o in site.floats}
@@ -84,7 +84,7 @@ def _writes(site: Site) -> bool:
 
 
 def _pinned(state: State, site: Site) -> Colouring | None:
-    """Leave what shares its storage with a write, or what the program reads the bits of."""
+    """Keep the dtype of a value that shares storage with a written one, or whose bits the program reads."""
     node = site.node
     if state.autocast or state.aliases.find(node) not in state.pinned:
         return None
@@ -93,12 +93,12 @@ def _pinned(state: State, site: Site) -> Colouring | None:
         why = Code.KEEP("the program reads its bits, how many it has, or its dtype for what is written")
     elif may_alias(node):
         return natural(state, site, why)  # a cast before a view would part it from what is written
-    # Not FP32: what the author made low shares its storage with no cast of it.
+    # Not FP32: a value that the author made low would not share its storage with a cast of it.
     return keep(state, site, why)
 
 
 def _overridden(state: State, site: Site) -> Colouring | None:
-    """Return what the policy says of the module that a node was made in, or else of its op."""
+    """Return the policy's override of the module that a node was made in, or else of its op."""
     if state.autocast or _moves_written(state, site):
         return None
     policy = state.policy
@@ -120,7 +120,7 @@ def _outside_autocast(state: State, site: Site) -> Colouring | None:
 
 
 def _beside_float64(state: State, site: Site) -> Colouring | None:
-    """Beside a value of 64 bits nothing is low; autocast goes on casting what is low there to FP32."""
+    """Run nothing low beside a value of 64 bits; an op that autocast casts to FP32 is still cast if it reads low."""
     held = {state.dtypes[o.node] for o in site.floats}
     if torch.float64 not in held or (site.kind == FP32 and not held.isdisjoint(LOW_DTYPES)):
         return None

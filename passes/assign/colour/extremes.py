@@ -56,12 +56,12 @@ class NoteBuffers:
 
 
 class Extremes:
-    """What is known of the values of one graph, learned node by node.
+    """The known ranges of the values of one graph, learned node by node.
 
     Attributes:
-        values: what must be read in FP32.
-        lowest: of these, what is out of range only since it holds `finfo(float32).min`, as the fill of a mask does.
-        fixed: made of buffers, constants and integers alone.
+        values: values that must be read in FP32.
+        lowest: those of them that are out of range only because of `finfo(float32).min`, as in the fill of a mask.
+        fixed: values computed only from buffers, constants and integers.
         constants: tensors of no dimension that hold a known number.
     """
 

@@ -1,4 +1,4 @@
-"""What each kind of rule means for a node, and what a user cast does: what it runs in, and what is cast to that."""
+"""The meaning of each kind of rule, and of a user cast, for a node: its dtype, and which operands are cast to it."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _lacks(state: State, site: Site) -> bool:
 
 
 def _without_kernel(state: State, site: Site) -> Colouring:
-    """Colour what has no low kernel: FP32, but for what the author wrote on low values and nothing has changed."""
+    """Run an op without a low kernel in FP32, unless the author wrote it on low values and nothing has changed."""
     why = f"no kernel for {site.low} on this {state.device}"
     if all(state.dtypes[o.node] == state.original[o.node] for o in site.floats):
         return keep(state, site.of_kind(KEEP), Code.AS_WRITTEN(why))
@@ -63,7 +63,7 @@ def _low(state: State, site: Site) -> Colouring:
     cast = [o for o in floats if castable(state, o, site.row, low)]
     if not cast:
         return natural(state, site, Code.NO_OPERAND("nothing that is cast"))
-    asked = state.autocast or low != state.low  # by a region, which takes what it is given
+    asked = state.autocast or low != state.low  # inside an autocast region, which takes its operands as they are
     if not asked and any(state.dtypes[o.node] in LOW_DTYPES and state.dtypes[o.node] != low for o in cast):
         return all_to(state, site, torch.float32, Code.USER_CAST("an operand is in the other low dtype"))
     if not state.autocast and all(o.node in state.upcast for o in floats):
@@ -74,7 +74,7 @@ def _low(state: State, site: Site) -> Colouring:
 
 
 def _is_position(state: State, site: Site) -> bool:
-    """Say whether a product is of buffers and integers alone, among them what low cannot hold."""
+    """Say whether a product has only buffers and integers as operands, among them numbers out of low range."""
     extremes, values = state.extremes, [o.node for o in site.floats]
     return all(n in extremes.fixed for n in values) and any(n in extremes.values for n in values)
 
@@ -146,7 +146,7 @@ def _composite(state: State, site: Site) -> Colouring:
     kept = keep(state, site, why)
     held = {kept.casts.get((o.name, o.index), state.dtypes[o.node]) for o in site.floats}
     if site.node.op == "call_function" and len(held & {*ELIGIBLE}) > 1:
-        return all_to(state, site, torch.float32, why)  # autocast, which made them one, is off
+        return all_to(state, site, torch.float32, why)  # autocast would have given them one dtype, but it is off
     return kept
 
 
@@ -176,7 +176,7 @@ def in_place(state: State, site: Site) -> Colouring | None:
         return keep(state, replace(site, kind=PROMOTE, floats=tuple(sources)), why)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         return None
-    # What nothing is known of is FP32, or cast where it turns out to be: it may be an index.
+    # An operand of unknown dtype may be an index: it counts as FP32, or is cast if it turns out to be a float.
     cast = (ANY, *ELIGIBLE) if dtype in LOW_DTYPES else ELIGIBLE
     written = [o for o in sources if strict and state.dtypes[o.node] in cast]
     casts = {(o.name, o.index): dtype for o in written if state.dtypes[o.node] != dtype}

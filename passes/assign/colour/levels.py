@@ -30,7 +30,7 @@ def by_level(policy: Policy, site: Site, extreme: bool) -> str:
     several = PROMOTE if kind == PROMOTE or len(site.floats) > 1 else FOLLOW
     if policy.level.rounds_sensitive and not extreme:
         return LOW if row.gives in ("float", "first") and not row.commutes else several
-    if row.loss:  # FP32, but for one that only picks values out
+    if row.loss:  # FP32, except a loss that only selects values
         return FOLLOW if facts_of(node, device, low).commutes_forward else FP32
     if accumulates(node, row):
         return FP32

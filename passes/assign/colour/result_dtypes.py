@@ -1,4 +1,4 @@
-"""What comes out of a node that was coloured: its op is run on fake tensors, with its operands cast."""
+"""The output dtypes of a coloured node: its op is run on fake tensors, with its operands cast."""
 
 from __future__ import annotations
 

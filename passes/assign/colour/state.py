@@ -58,7 +58,7 @@ class State:
         reference: the dtypes that autocast gives the values, where another run has found them.
         upcast: values the author has upcast, and moves of them.
         extremes: values that the low dtype cannot hold.
-        tried: which calls were found to have a low kernel; of this graph alone, so that no plan depends on another.
+        tried: which calls were found to have a low kernel; only of this graph, so that no plan depends on another.
     """
 
     def __init__(

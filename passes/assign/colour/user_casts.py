@@ -1,4 +1,4 @@
-"""What the author's own casts mean: literal (`.float()`, `.half()`) or relative (`.to(q.dtype)`, `type_as`).
+"""The meaning of the author's own casts: literal (`.float()`, `.half()`) or relative (`.to(q.dtype)`, `type_as`).
 
 Capture bakes both into `to(x, float32)`, and comparison with a capture under autocast tells them apart. A literal cast
 is kept, and its value has that dtype. A relative one follows its reference: what `.to(input.dtype)` restores is low
@@ -32,7 +32,7 @@ class Intent:
 
 
 def observed(graph: Graph) -> Iterator[Node]:
-    """Yield the values whose bits or element size the program sees: viewed as another dtype, measured, filled anew."""
+    """Yield the values whose bits or element size the program sees: viewed as another dtype, measured, filled again."""
     for node in graph.nodes:
         name, value = ops.name(node), node.args[0] if node.args else None
         if name == "view":

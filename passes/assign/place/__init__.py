@@ -2,6 +2,6 @@
 
 That is a minimum cut.
 
-Imports the colours, which it leaves as they are but for those of free values.
+Imports the colours; it changes only those of free values.
 `assign` runs it.
 """

@@ -120,7 +120,7 @@ def _reads_a_float(c: _Candidate) -> bool:
 
 
 def _has_no_low_weights(c: _Candidate) -> bool:
-    """A norm takes low weights beside a low input alone."""
+    """A norm takes low weights only beside a low input."""
     return not any(o.name in c.row.uncast and d == c.simulation.low for o, d in zip(c.floats, c.held, strict=True))
 
 

@@ -1,4 +1,4 @@
-"""What a placement costs in nanoseconds: the calls that the cut has to compare, timed on the device at hand.
+"""The cost of a placement in nanoseconds: the calls that the cut has to compare, timed on the device.
 
 The timer belongs to the caller: it is given every distinct call at once, and returns the nanoseconds of each. A call
 is an op with its literal arguments, and shapes, strides and dtypes of its tensors, so that equal layers are timed once.
@@ -23,7 +23,7 @@ from ...ops import ops
 from .costs import ByteCosts, Run, makes_view, number
 
 ACCURACY = 0.05  # of a measured time; low must win by more, or what runs FP32 stays FP32
-ROUND_TRIPS = 4  # of a cast, for one alone would be lost in the time that a backward takes to start
+ROUND_TRIPS = 4  # of a cast; a single one would be lost in the time that a backward takes to start
 
 
 class MeasuredCosts:

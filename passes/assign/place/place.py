@@ -77,7 +77,7 @@ def place(
             low_side = solve(problem)
         except NetworkXUnbounded as e:
             raise VerificationError(
-                "what binds the values of this graph allows no placement. This is a bug in fxamp; please report it."
+                "dtypes of values in this graph have conflicting constraints. This is a bug in fxamp; please report it."
             ) from e
     else:
         low_side = _planned(problem, plan, graph, free, low)
@@ -100,5 +100,5 @@ def _planned(problem: Problem, plan: Plan, graph: Graph, free: Iterable[Node], l
         if owner in low_side or colours.get(names[node]) == str(low).removeprefix("torch."):
             low_side.add(node)
     if problem.cost(low_side) == float("inf"):
-        raise PlanError(f"the plan stores a value low that a reader needs in FP32; {REMEDY}")
+        raise PlanError(f"the plan stores a value in 16 bits that an op reading it needs in FP32; {REMEDY}")
     return low_side

@@ -1,4 +1,4 @@
-"""What is filled, counted and drawn."""
+"""Ops that make tensors: filled, counted or random."""
 
 from __future__ import annotations
 

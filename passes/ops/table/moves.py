@@ -1,4 +1,4 @@
-"""What moves, joins, looks up and writes values."""
+"""Ops that move, join, look up and write values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a row of the op table says, and how the rows of a group are written."""
+"""The columns of the op table, and the way to write the rows of a group."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Rule:
         folds: Its kernel is chosen by whether the weight requires gradients.
         direct: Overloads for which torch has a Python function that takes the same arguments in the same order.
         bodies: How the graphs in a higher-order op are compiled: "" (as they are), "fixed" (between the dtypes of the
-            original), or "entered" (with the dtypes that its operands have here, where it is called here alone).
+            original), or "entered" (with the dtypes that its operands have here, if it is called only here).
         operands_at: Where in its arguments the operands of a body that is entered begin.
         recomputed: Its body runs once more in backward.
         switches: The mode that its body runs in is another one: "grad" or "autocast".
@@ -152,7 +152,7 @@ class Rule:
 
     @property
     def gives(self) -> str:
-        """What its first output is; "" where that is no tensor."""
+        """The kind of its first output; "" if that is no tensor."""
         return self.out[0] if self.out else ""
 
 

@@ -91,7 +91,7 @@ class Twins(nn.Module):
 @pytest.mark.parametrize("which", ["encoder", "decoder"])
 def test_an_override_by_path_is_refused_where_two_modules_share_a_graph(which: str) -> None:
     module = WAYS["fxamp.compile"](Twins(), f"O1,modules.{which}.out=fp32")
-    with pytest.raises(fxamp.PolicyError, match=f"modules.{which}.out=fp32 cannot hold for one of them alone"):
+    with pytest.raises(fxamp.PolicyError, match=f"modules.{which}.out=fp32 cannot hold for only one of them"):
         module(example())
 
 

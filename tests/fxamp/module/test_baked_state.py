@@ -132,7 +132,7 @@ def test_a_layer_put_in_place_of_one_of_its_kind_is_another(both: tuple[Net, Any
 def test_a_model_that_was_changed_is_converted_again(model: Net) -> None:
     converted = o0(model)
     model.drop.p = model.scale = 0.25
-    with pytest.raises(fxamp.CaptureError, match="convert that again"):
+    with pytest.raises(fxamp.CaptureError, match="convert it again"):
         converted(example())
     assert_is_eager(o0(model), model)
 

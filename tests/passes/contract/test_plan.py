@@ -198,7 +198,7 @@ DAMAGED = {
 @pytest.mark.parametrize("text", DAMAGED.values(), ids=DAMAGED)
 def test_a_plan_of_nonsense_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text(text)
-    with pytest.raises(PlanError, match=r"plan\.json.*make the plan anew"):
+    with pytest.raises(PlanError, match=r"plan\.json.*make a new plan"):
         Plan.load(tmp_path / "plan.json")
 
 
@@ -211,12 +211,12 @@ def test_a_device_that_never_ends_is_no_plan() -> None:
 def test_a_hundred_megabytes_are_no_plan(tmp_path: Path) -> None:
     with (tmp_path / "plan.json").open("w") as file:
         file.write('{"version": 3, "notes": [' + '"x", ' * (20 << 20))
-    with pytest.raises(PlanError, match=r"plan\.json: not a plan .longer than 64 MB.*make the plan anew"):
+    with pytest.raises(PlanError, match=r"plan\.json: not a plan .longer than 64 MB.*make a new plan"):
         Plan.load(tmp_path / "plan.json")
 
 
 def test_what_is_said_twice_is_named(plan: Plan) -> None:
-    with pytest.raises(PlanError, match=r"'casts' is there twice in one object"):
+    with pytest.raises(PlanError, match=r"'casts' is given twice in one object"):
         Plan.from_json(plan.to_json().replace('"casts": 2', '"casts": 2, "casts": 0'))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 from typing import Any
 
 import pytest
@@ -20,18 +22,27 @@ LOW: dict[str, Any] = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.floa
 LOW_AS_IT_IS = {**LOW, "cast_forward_inputs": False}
 
 
+def convert(model: nn.Module, policy: str) -> nn.Module:
+    return fxamp.convert(model, (X[0],), policy=policy, check=False, dynamic_shapes=None)
+
+
+@functools.cache
+def converted_blocks(policy: str) -> list[nn.Module]:
+    return [convert(part, policy) for part in blocks()]
+
+
 def sharded(how: str, policy: str = FP16, low: dict[str, Any] | None = None) -> Any:
     """Return the model sharded, "whole" or by blocks that were converted or compiled; or one "without norms"."""
     given: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(**low)} if low else {}
     if how == "without norms":
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 2))
-        return fully_shard(fxamp.convert(model, (X[0],), policy=policy, check=False), **given)
+        return fully_shard(convert(model, policy), **given)
     if how == "whole":
         return fully_shard(converted(policy), **given)
     parts: list[nn.Module] = list(blocks())
     if how == "converted":
-        parts = [fxamp.convert(part, (X[0],), policy=policy, check=False) for part in parts]
+        parts = copy.deepcopy(converted_blocks(policy))
     if how == "compiled":
         parts = [fxamp.compile(part, policy=policy, backend="eager") for part in parts]
     for part in parts:
@@ -103,15 +114,15 @@ def make_step(model: dict[str, Any], settings: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("model", "settings", "match"),
     [
-        ({"how": "converted"}, {"weights": "per_step"}, r"gathered anew for every call.* would do the same"),
+        ({"how": "converted"}, {"weights": "per_step"}, r"gathered again for every call.* would do the same"),
         (
             {"how": "whole", "low": LOW}, {"weights": "per_step"},
             r"param_dtype=torch.bfloat16 casts each shard once before that, which is the same. Leave weights at 'auto'",
         ),
-        ({"how": "whole", "low": LOW}, {}, "FSDP2 casts the inputs of the model.* say cast_forward_inputs=False"),
+        ({"how": "whole", "low": LOW}, {}, "FSDP2 casts the inputs of the model.* set cast_forward_inputs=False"),
         (
             {"how": "converted", "policy": "O1,dtype=bf16", "low": LOW_AS_IT_IS}, {},
-            r"gathers '0.norm.weight' of the model in torch.bfloat16, and the graph reads it in float32: leave",
+            r"gathers '0.norm.weight' of the model in torch.bfloat16, but the graph reads it in float32: do not",
         ),
     ],
     ids=["per_step", "per_step in a low dtype", "inputs", "norms"],
@@ -132,6 +143,6 @@ def shard_inside(called: bool) -> None:
 
 
 def test_parts_of_a_model_that_was_converted_as_a_whole(two: Workers) -> None:
-    refused(two, shard_inside, False, match="'0' is sharded by itself inside the model.* fully_shard on the converted")
+    refused(two, shard_inside, False, match="'0' is sharded by itself inside the model.* only on the converted")
     with pytest.raises(AssertionError, match="Shard the converted module as a whole, or convert each block"):
         two(shard_inside, True)
