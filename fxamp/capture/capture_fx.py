@@ -238,7 +238,7 @@ class _Tracer(Tracer):
         if kind == "call_method" and target in _LOST_METHODS:
             raise NotFaithfulError(f"Tensor.{target} at {frames.place()}: symbolic tracing would lose it. {INSTEAD}.")
         node = super().create_node(kind, target, args, kwargs, name, type_expr)
-        node.meta.setdefault("stack_trace", _user_stack())
+        node.meta.setdefault("stack_trace", frames.stack_of_forward(self.run.__code__))
         if kind == "call_module":
             leaf = self.root.get_submodule(target)
             note(node, leaf=type(leaf).__name__)
@@ -263,15 +263,6 @@ def _recurrent(m: Any, x: Any, hx: Any = None) -> Any:
     config = (m.bias, m.num_layers, float(m.dropout), m.training, m.bidirectional, m.batch_first)
     extra = (m.proj_size,) if isinstance(m, nn.LSTM) else (m.nonlinearity,)
     return x.tracer.create_proxy("call_function", function, (x, hx, flat, *config, *extra), {})
-
-
-def _user_stack() -> str:
-    """Return the line that makes a node, the user's or torch.nn's, as fx writes it."""
-    frame = frames.caller(("user", "nn"))
-    if frame is None:
-        return ""
-    file, line = frame.f_code.co_filename, frame.f_lineno
-    return f'File "{file}", line {line}, in {frame.f_code.co_name}\n    {linecache.getline(file, line).strip()}'
 
 
 def given_by_default(call: CallSpec) -> CallSpec:

@@ -34,7 +34,7 @@ from .front_ends import Run
 from .merge import follows_mode, merge, same_graphs
 from .model.call import CallSpec, both, example_call, signature_of
 from .model.captured import Autocast, Captured, Captures, State, as_inputs
-from .model.patches import capturing
+from .model.patches import capturing, uncollected
 from .model.preflight import refuse_compiled, refuse_modules
 from .model.reads import Reads
 
@@ -76,7 +76,7 @@ def capture(
     refuse_modules(module, front_end)
     call, flat = _call_of(module, inputs)
     reads = Reads()
-    with capturing(), no_autocast(), same_random_state():
+    with capturing(), no_autocast(), same_random_state(), uncollected():
         random.seed(random.getrandbits(64))  # a draw that is baked in must not be the one that the check makes
         if front_end == "export":
             if isinstance(model, ExportedProgram) and dynamic_shapes == "auto":

@@ -38,7 +38,7 @@ from ..trust.check import refuse_low_parameters
 from . import compiled, recompile_limit
 from .capture_jit import ambient_dtype, attribute_of, describe, is_attribute, parameter_path
 from .optimized import adopted, is_low_of_its_own, note_low
-from .scope import is_gathered, scope
+from .scope import Scope, is_gathered, scope
 
 Inner = str | Callable[..., Any]
 _OURS = ("policy", "backend", "mode")
@@ -248,10 +248,9 @@ def rewrite(
     if found is not None:
         refuse_unmatched(policy, found.root)
     under = on or ambient is not None
-    own = [note_of(n).role != "" or is_low_of_its_own(v)
-           for n, v in zip(gm.graph.nodes, example_inputs, strict=False)]  # fmt: skip
+    own, given = _own_and_given(gm, example_inputs, found)
     with no_autocast():
-        low = describe(gm, scope=found, ambient=under, policy=resolved, own=own)
+        low = describe(gm, scope=found, ambient=under, policy=resolved, own=own, given=given)
     if not under and policy.level.rounds:
         notes = (*notes, _WITHOUT_AUTOCAST)
     plan = compile_graph(
@@ -264,6 +263,13 @@ def rewrite(
     recompile_limit.watch()
     trace_artifact("fxamp_precision", functools.partial(_record_of, plan))
     return compiled.record(gm, plan, example_inputs, found, autocast=under), low
+
+
+def _own_and_given(gm: GraphModule, example_inputs: list[Any], found: Scope | None) -> tuple[list[bool], list[bool]]:
+    """Say of each input whether the model holds it or has made it low, and whether the model was called with it."""
+    own = [note_of(n).role != "" or is_low_of_its_own(v) for n, v in zip(gm.graph.nodes, example_inputs, strict=False)]
+    leaves = () if found is None else found.given
+    return own, [any(v is leaf for leaf in leaves) for v in example_inputs]
 
 
 def _record_of(plan: Plan) -> str:

@@ -18,7 +18,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from passes._torch import enter_autocast, exit_autocast, pytree, source_name, without_transforms
 from passes.contract.policy import Policy, module_override, type_names
-from passes.graph.notes import note, origin
+from passes.graph.notes import note, note_of, origin
 from passes.graph.values import LOW, Inference, dtypes_of, is_floating, literal_dtype, retyped
 from passes.ops import ops
 from passes.ops.rules import row_of
@@ -55,8 +55,9 @@ def _whole_region(graph: Graph) -> tuple[Node, Node] | None:
 
 
 def describe(
-    gm: GraphModule, *, ambient: bool, policy: Policy, scope: Scope | None = None, own: Sequence[bool] = ()
-) -> dict[int, torch.dtype]:
+    gm: GraphModule, *, ambient: bool, policy: Policy, scope: Scope | None = None, own: Sequence[bool] = (),
+    given: Sequence[bool] = (),
+) -> dict[int, torch.dtype]:  # fmt: skip
     """Leave on every node what the passes read: `val`, the module path, the autocast region, what a cast means.
 
     A cast is noted as "literal" where the author called `.float()` and its like; else "autocast" for a dtype that
@@ -67,13 +68,14 @@ def describe(
         gm: changed in place: dtypes that are low by autocast become FP32.
         ambient: autocast was on while Dynamo traced, so the example values and what Python read have its dtypes.
         policy: says where nothing is low, whatever autocast's program has: at O0, and in modules overridden to FP32.
-        scope: where the graph lies in the compiled module, where that is known.
+        scope: where the graph lies in the compiled module, if that is known.
         own: of each input, whether the model itself holds it, or has made it low.
+        given: of each input, whether the compiled module was called with it.
 
     Returns:
         Which outputs are low in the model itself, and not by autocast: their numbers, and the dtypes.
     """
-    description = _Description(gm.graph, ambient, policy, scope, own)
+    description = _Description(gm.graph, ambient, policy, scope, own, given)
     description.of(gm)
     outputs: Any = gm.graph.output_node().args[0]
     made = {i: description.own.get(n) for i, n in enumerate(outputs) if isinstance(n, Node)}
@@ -86,13 +88,21 @@ def describe(
 class _Description:
     """Describes a graph and the bodies of the higher-order ops in it."""
 
-    def __init__(self, graph: Graph, ambient: bool, policy: Policy, scope: Scope | None, own: Sequence[bool]) -> None:
+    def __init__(
+        self, graph: Graph, ambient: bool, policy: Policy, scope: Scope | None, own: Sequence[bool],
+        given: Sequence[bool],
+    ) -> None:  # fmt: skip
         self.ambient, self.policy, self.scope, self.infer = ambient, policy, scope, Inference()
         placeholders = [n for n in graph.nodes if n.op == "placeholder"]
         self.holds = {n for n, is_own in zip(placeholders, own, strict=False) if is_own}
+        self.given = {n for n, is_given in zip(placeholders, given, strict=False) if is_given} - self.holds
         # A model that holds low tensors casts to their dtype, and does not read it off what autocast made low.
         self.authors = {d for n in self.holds if (d := dtypes_of(n.meta.get("example_value"))) in LOW}
-        self.makes_low = bool(self.authors) or any(_is_method(n) and literal_dtype(n) in LOW for n in graph.nodes)
+        # Low dtypes that may have been read off what autocast made; the author wrote the others.
+        self.by_autocast = {policy.dtype}
+        given_low = any(dtypes_of(n.meta.get("example_value")) in LOW for n in self.given)
+        named_low = any(_is_method(n) and literal_dtype(n) in LOW for n in graph.nodes)
+        self.makes_low = bool(self.authors) or given_low or named_low
         self.own: dict[Node, Any] = {}  # dtypes as they would be in the model without autocast anywhere
         self.doubtful: set[Node] = set()  # what names a dtype of the model's own tensors, or one that autocast made
 
@@ -100,6 +110,7 @@ class _Description:
         """Describe one graph, in place; `inside` says that it is the body of a higher-order op."""
         nodes, held = list(gm.graph.nodes), dict[Node, Any]()
         for node in nodes:
+            _as_cast(node)
             if inside and node.op == "placeholder":
                 node.meta = dict(node.meta)  # Dynamo gives it that of the value outside, the very object
             _describe_origin(node, self.scope)
@@ -108,13 +119,15 @@ class _Description:
             if ops.name(node) == "to":
                 note(node, cast="literal" if _is_method(node) else "autocast" if self.ambient else "baked")
         _describe_regions(nodes)
+        regions = {note_of(n).region for n in nodes} - {None}
+        self.by_autocast |= {dtype for _, on, dtype in regions if on and dtype in LOW}  # type: ignore[misc]
         for node in nodes:
             value = pytree.tree_map(without_transforms, node.meta.get("example_value", node.meta.get("val")))
             if value is not None:
                 node.meta["val"] = value = self._described(node, value, held, inside)
                 held[node] = dtypes_of(value)
         if self.ambient and self.makes_low and not inside:
-            self.own = own_dtypes(gm.graph, self.infer, self.holds, self.doubtful)
+            self.own = own_dtypes(gm.graph, self.infer, self.holds, self.given, self.doubtful)
 
     def _described(self, node: Node, value: Any, held: dict[Node, Any], inside: bool) -> Any:
         """Return a value as the model would give it without autocast; what a cast means is said on it."""
@@ -143,7 +156,7 @@ class _Description:
     def _describe_cast(self, node: Node, value: Any, held: dict[Node, Any]) -> None:
         """Say what the dtype of a cast means, and take out of the graph what is low by autocast."""
         given, fp32 = literal_dtype(node), self._is_fp32(node)
-        low = self.ambient and given in LOW and not _is_method(node)
+        low = self.ambient and given in self.by_autocast and not _is_method(node)
         if low and given in self.authors:
             self.doubtful.add(node)
             return
@@ -165,6 +178,15 @@ class _Description:
         stack = node.meta.get("nn_module_stack", {}).values() if self.policy.modules else ()
         found = module_override(self.policy, [(str(path), type_names(kind)) for path, kind in stack])
         return found is not None and found.colour == "fp32"
+
+
+def _as_cast(node: Node) -> None:
+    """Write `as_tensor(x, dtype)` of a tensor as the cast that it is, which returns its operand where it can."""
+    first, arguments = node.args[:1], dict(zip(("dtype", "device"), node.args[1:], strict=False)) | node.kwargs
+    tensor = bool(first) and isinstance(first[0], Node) and isinstance(first[0].meta.get("example_value"), torch.Tensor)
+    if ops.name(node) in ("as_tensor", "asarray") and tensor and not arguments.keys() - {"dtype", "device"}:
+        node.op, node.target, node.args = "call_method", "to", first
+        node.kwargs = {k: v for k, v in arguments.items() if v is not None}
 
 
 def _is_method(node: Node) -> bool:

@@ -38,7 +38,7 @@ class Converted:
 
     Attributes:
         graph: a copy: inner backends change what they are given.
-        plan: what was decided, with module paths from the root where that is known.
+        plan: what was decided, with module paths from the root if that is known.
         parameters: what it reads, not kept alive, and their paths: from the root, else from the module captured.
         places: which inputs of the graph they are.
         broke: where and why Dynamo ended the graph early, "" when it did not.

@@ -54,7 +54,7 @@ def skeleton(model: nn.Module, opaque: Mapping[str, nn.Module], constants: Mappi
 
 
 def _empty(module: nn.Module, keep: bool) -> nn.Module:
-    """Return a module without children over the parameters and buffers of another, of its class where that is kept."""
+    """Return a module without children over the parameters and buffers of another, of its class if it is kept."""
     empty = nn.Module()
     if keep or overridden(type(module)):
         empty.__class__ = type(module)

@@ -18,7 +18,7 @@ from .._torch import pytree
 from ..colouring import Assignment, Colouring
 from ..form import Ensures, Unit
 from ..graph.notes import CAST_OPERAND, CLAMP_OPERAND, RESTORE_OUTPUT, note, origin
-from ..graph.values import ANY, ELIGIBLE, is_floating
+from ..graph.values import ANY, ELIGIBLE, LOW, is_floating
 from ..ops import ops
 from ..ops.rules import row_of
 from ..runtime.casts import CAST, cast_floating, cast_weight
@@ -111,8 +111,10 @@ def make_cast(
 ) -> Node:
     """Insert a cast of a value just before its reader."""
     held = assignment.dtypes[value]
+    # Without inputs a value may have 64 bits when the graph runs: that is not made FP32.
+    known = isinstance(held, torch.dtype) and not (assignment.symbolic and dtype not in LOW and value.op != "get_attr")
     with graph.inserting_before(reader):
-        made = graph.call_function(CAST if isinstance(held, torch.dtype) else cast_floating, (value, dtype))
+        made = graph.call_function(CAST if known else cast_floating, (value, dtype))
     made.meta = origin(reader)
     note(made, made_by=rule)
     if "val" in value.meta:

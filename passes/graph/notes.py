@@ -34,13 +34,13 @@ class Note:
         leaf: Of an opaque module: the name of its type, which is part of the op's name.
         region: The autocast region of the model's own that it stands in: device type, enabled, dtype.
         role: "parameter" or "buffer": what holds the value; "buffer" for any other tensor that the model holds too.
-        constant: The number that it holds, where that is known.
+        constant: The number that it holds, if that is known.
         cast: Of a cast: "literal", "relative", "undecided"; just in time "autocast", where autocast's program has this
             dtype, or "baked", where nothing is known but the dtype.
         read: The dtype that the program reads there under autocast.
         replaced: Literals that it has under autocast, each with its path in the arguments.
         constant_read: The constant that stands there under autocast.
-        autocast: The dtypes of its value under autocast, where that was seen.
+        autocast: The dtypes of its value under autocast, if they were seen.
         under_autocast: It runs under autocast, whatever is inside.
         low_of_its_own: Of an output: the dtype that the model itself makes, low not by autocast.
         pure: Of a higher-order op: its body neither writes to what it is given nor returns it.

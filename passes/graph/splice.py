@@ -20,7 +20,7 @@ def copy_body(graph: Graph, body: Graph, operands: list[Any]) -> tuple[list[Node
 
 
 def put_in_place(graph: Graph, node: Node, result: Any) -> None:
-    """Let the readers of a node read what it is replaced by, item by item where that is several."""
+    """Let the readers of a node read what it is replaced by, item by item if there are several."""
     if isinstance(result, Node):
         node.replace_all_uses_with(result)
     else:

@@ -114,7 +114,7 @@ def _is_composite(node: Node, device: str) -> bool:
 
 
 def _body_of(node: Node, memo: dict[Any, Graph | None]) -> Graph | None:
-    """Return what a composite calls, as a graph over its operands; None where that cannot be had."""
+    """Return what a composite calls, as a graph over its operands; None if there is none."""
     target: Any = node.target
     inputs = node.all_input_nodes
     values = [n.meta.get("val") for n in inputs]

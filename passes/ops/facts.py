@@ -60,7 +60,7 @@ class Machine:
 
     @classmethod
     def parse(cls, text: str) -> Machine | None:
-        """Read what `str` wrote; None where that is something else."""
+        """Read what `str` wrote; None for any other text."""
         found = re.fullmatch(r"(\w+) ([^,]+), torch (\S+)", text)
         return cls(found[1], found[2].replace("(absent)", ""), found[3]) if found else None
 

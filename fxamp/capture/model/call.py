@@ -45,7 +45,7 @@ class Leaf:
         if not isinstance(value, torch.Tensor):
             raise CaptureError(
                 f"input '{self.name}' was captured as a tensor; this call gives {type(value).__name__}. Convert again "
-                "with such a value."
+                "with an example of that type."
             )
         if value.dtype != self.dtype:
             trainer = value.dtype in LOW and self.dtype == torch.float32
@@ -58,7 +58,7 @@ class Leaf:
         if self.ndim is not None and value.dim() != self.ndim:
             raise CaptureError(
                 f"input '{self.name}' was captured with {self.ndim} dimensions; this call gives {value.dim()}. Convert "
-                "again with such an example."
+                "again with an example of that many."
             )
         for dim, size in self.static:
             if value.shape[dim] != size:

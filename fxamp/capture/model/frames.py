@@ -9,7 +9,7 @@ import os
 import sys
 import traceback
 import unittest.mock
-from types import FrameType, TracebackType
+from types import CodeType, FrameType, TracebackType
 
 import torch
 
@@ -64,6 +64,32 @@ def place_of(error: BaseException) -> str:
                 found = _show(frame.filename, frame.lineno)
         cause = cause.__cause__ or cause.__context__
     return found
+
+
+def of_forward(stack: traceback.StackSummary, start: CodeType) -> traceback.StackSummary:
+    """Return the frames of a stack that are a model's own, outermost first: those inside the last call of `start`.
+
+    Methods and functions that forward() calls are among them, and the forward() of layers of torch.nn.
+    """
+    begins = (start.co_filename, start.co_name)
+    first = max((i for i, f in enumerate(stack) if (f.filename, f.name) == begins), default=-1)
+    return traceback.StackSummary.from_list([f for f in stack[first + 1 :] if _is_own(f.filename, f.name)])
+
+
+def stack_of_forward(start: CodeType) -> str:
+    """Return the same frames of the present stack, as a traceback prints them."""
+    frame: FrameType | None = sys._getframe(1)
+    own = []
+    while frame is not None and frame.f_code is not start:
+        if _is_own(frame.f_code.co_filename, frame.f_code.co_name):
+            own.append((frame, frame.f_lineno))
+        frame = frame.f_back
+    return "".join(traceback.StackSummary.extract(reversed(own)).format()).strip()
+
+
+def _is_own(file: str, name: str) -> bool:
+    whose = kind(file)
+    return whose == "user" or (whose == "nn" and name == "forward")
 
 
 def _show(file: str, line: int) -> str:

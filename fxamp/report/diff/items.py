@@ -119,7 +119,7 @@ def target_of(node: Node) -> str:
 
 
 def dtype_of(node: Node) -> str:
-    """Write the dtype of what a node gives, "None" where that is not known or no tensor."""
+    """Write the dtype of what a node gives, "None" if that is not known or no tensor."""
     return _dtype(node.meta.get("val"))
 
 

@@ -48,10 +48,10 @@ class Row:
         nodes: in it and below.
         low: of these.
         fp32: of these.
-        casts: in front of them; None where that is not known.
-        bytes: shares of what they give; None where that is not known, or nothing.
+        casts: in front of them; None if that is not known.
+        bytes: shares of what they give; None if that is not known, or nothing.
         flops: likewise.
-        saved: bytes for backward; None where that is not known.
+        saved: bytes for backward; None if that is not known.
     """
 
     path: str

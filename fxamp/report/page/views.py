@@ -16,7 +16,7 @@ from ..record.record import NodeRecord
 from .layout import layered
 
 MOST = 200  # boxes of a drawing
-EASY = 60  # boxes; modules are folded until there are no more, where that is possible
+EASY = 60  # boxes; modules are folded until there are no more, if possible
 _SHARED = 4  # boxes that read a value from outside; where there are more, it is drawn at each of them
 _CHARACTER, _LONGEST = 7.0, 26  # pixels of one; how many are shown
 

@@ -8,8 +8,10 @@ from typing import Literal
 
 import torch
 
+from .on_the_way import OnTheWay
+
 Reason = Literal["stepped", "accumulating", "overflow", "no_gradients"]
-HeldBack = bool | torch.Tensor  # whether gradients that were not finite held an optimizer back
+HeldBack = bool | torch.Tensor | OnTheWay  # whether gradients that were not finite held an optimizer back
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,7 +25,7 @@ class StepResult:
         loss: The loss of this micro-batch as `loss_fn` gave it, of shape (): undivided, unscaled, detached. `flush`
             gives the loss of the last micro-batch, or NaN if there was none.
         grad_norm: The norm of the unscaled gradients before clipping, of shape (); None where nothing is clipped.
-        accumulating: Whether the window goes on.
+        accumulating: Whether the window is not finished yet.
         held_back: For each optimizer, in order, whether it was held back; None for one that had no gradients.
         given_scale: See `scale`.
         given_kept: See `kept`.

@@ -1,4 +1,4 @@
-"""Whether a device has a kernel for an op in low, where that is not known beforehand: it is tried, once.
+"""Whether a device has a kernel for an op in low, if that is not known beforehand: it is tried, once.
 
 Recurrent layers in FP16 need a CPU that has FP16 arithmetic, a kernel may lack one of the two low dtypes for some of
 an op's arguments, and what a user's own op takes only its author knows.
@@ -22,7 +22,7 @@ from ...ops.rules import row_named
 def runs_in(
     node: Node, dtype: torch.dtype, device: str, dtype_of: Callable[[Node], Any], tried: dict[Any, bool]
 ) -> bool:
-    """Say whether an op runs with its floating operands in this dtype; True where that cannot be tried.
+    """Say whether an op runs with its floating operands in this dtype; True if that cannot be tried.
 
     It is run on zeros of the sizes that it has in the graph, and draws no random numbers that a training would miss. An
     op that does not run in the dtypes of the original either says nothing.

@@ -75,7 +75,8 @@ class Simulation(State):
             # Without shapes `y.to(x.dtype)` has any dtype, that of y at run time too: then it is y, if y has it still.
             unknown = any(self.dtypes.get(m) is ANY and not is_opaque(m) for m in members)
             floats = {d for d in held if isinstance(d, torch.dtype) and d.is_floating_point}
-            if len(floats) > 1 or (unknown and floats & {*LOW}) or any(map(self._no_copy_any_more, members)):
+            lost = any(map(self._no_copy_any_more, members)) or any(map(self._saved_and_written, members))
+            if len(floats) > 1 or (unknown and floats & {*LOW}) or lost:
                 self.pinned.add(root)
                 self.pinned.update(map(self.aliases.find, self._would_copy(members)))
         for node, colouring in self.colours.items():
@@ -98,6 +99,16 @@ class Simulation(State):
             return False
         copied = any(held.get(value) != held.get(node) for held in (self.original, self.reference))
         return copied and bool(self.dtypes[value] == self.dtypes[node])
+
+    def _saved_and_written(self, value: Node) -> bool:
+        """Say whether a value, low beyond O1, is read and then written, where the reader under autocast has a copy."""
+        if not self.aggressive or self.autocast or self.dtypes[value] not in LOW:
+            return False
+        if self.reference.get(value) != torch.float32:
+            return False
+        seeds = (r for r in value.users if r in self.colours and self.colours[r].kind == "low")
+        last = self.graph.output_node()
+        return any(self.aliases.epoch(value, r) < self.aliases.epoch(value, last) for r in seeds)
 
     def _sums_low(self, node: Node, written: Sequence[Node]) -> bool:
         """Say whether many values are summed in place into a low one, which the author had in FP32."""

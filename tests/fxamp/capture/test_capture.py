@@ -213,7 +213,7 @@ def test_outputs_come_in_the_container_of_the_model(front_end: str) -> None:
         return {"p": Point(y, None), "o": output, "n": [7, "s", True, x.shape[0]], "none": None, "empty": ()}
 
     model = Two(forward)
-    converted = o0(model, front_end=front_end)
+    converted = o0(model, front_end=front_end, dynamic_shapes="auto")
     assert_is_eager(converted, model, example(5))
     output = converted(example(5))
     assert type(output["o"]) is BaseModelOutput
@@ -250,7 +250,7 @@ def test_outputs_keep_their_identity(front_end: str) -> None:
 @both
 def test_another_batch_size(front_end: str) -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.ReLU())
-    converted = o0(model, front_end=front_end)
+    converted = o0(model, front_end=front_end, dynamic_shapes="auto")
     for rows in (2, 5, 9):
         assert_is_eager(converted, model, example(rows))
     model.eval()
@@ -260,20 +260,20 @@ def test_another_batch_size(front_end: str) -> None:
 
 def test_another_image_size() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 3))
-    converted = o0(model, (torch.randn(2, 3, 9, 11),))
+    converted = o0(model, (torch.randn(2, 3, 9, 11),), dynamic_shapes="auto")
     assert_is_eager(converted, model, torch.randn(5, 3, 12, 8))
 
 
 def test_another_sequence_length() -> None:
     model = nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0, batch_first=True)
-    converted = o0(model, (torch.randn(2, 5, 6),))
+    converted = o0(model, (torch.randn(2, 5, 6),), dynamic_shapes="auto")
     assert_is_eager(converted, model, torch.randn(3, 8, 6))
 
 
 def test_a_graph_with_another_number_of_nodes_and_edges() -> None:
     model = GraphConv()
     inputs = BY_NAME["graph_conv"].inputs
-    converted = o0(model, *inputs(2))
+    converted = o0(model, *inputs(2), dynamic_shapes="auto")
     assert_is_eager(converted, model, *inputs(3)[0])
 
 
@@ -355,7 +355,7 @@ def test_a_branch_on_a_size_is_refused_for_the_other_side() -> None:
         return self.l(x) * 2 + y if x.shape[0] > 3 else self.l(x)
 
     model, x = Two(forward), example()
-    converted = o0(model, (x, x))
+    converted = o0(model, (x, x), dynamic_shapes="auto")
     assert_is_eager(converted, model, example(6), example(6))
     with pytest.raises(fxamp.CaptureError, match=r"x\.size\(\)\[0\] > 3"):
         converted(example(2), example(2))
@@ -394,9 +394,9 @@ def test_an_exported_program_keeps_the_dynamic_sizes_it_was_exported_with() -> N
     model, x = nn.Sequential(nn.Linear(6, 6), nn.ReLU()), example()
     free = torch.export.export(model, (x,), dynamic_shapes=({0: torch.export.Dim("batch")},))
     longer = torch.cat([x, x])
-    assert_same(o0(free)(longer), model(longer))  # type: ignore[arg-type]
+    assert_same(o0(free, dynamic_shapes="auto")(longer), model(longer))  # type: ignore[arg-type]
     with pytest.raises(fxamp.CaptureError, match="dimension 0 of input 'input' was specialised"):
-        o0(torch.export.export(model, (x,)))(longer)  # type: ignore[arg-type]
+        o0(torch.export.export(model, (x,)), dynamic_shapes="auto")(longer)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
@@ -696,8 +696,37 @@ def test_sizes_that_are_returned_are_sizes_and_those_of_the_call() -> None:
         return self.l(x), torch.broadcast_shapes(x.shape, (1, 6)), {"sizes": [x.shape, (x.shape[0], "rows")]}
 
     model = Two(forward)
-    for converted in (o0(model), copy.deepcopy(o0(model))):
+    for converted in (o0(model, dynamic_shapes="auto"), copy.deepcopy(o0(model, dynamic_shapes="auto"))):
         _, shape, rest = converted(example(7))
         assert type(shape) is torch.Size
         assert type(rest["sizes"][0]) is torch.Size
         assert (shape, rest) == model(example(7))[1:]
+
+
+class Attends(nn.Module):
+    """Calls a method of its own and a function from forward()."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.l = nn.Linear(6, 6)
+
+    def attend(self, x: Tensor) -> Tensor:
+        weights = x @ x.mT  # the line of the product
+        return weights @ self.l(x)  # the line of the layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return activated(self.attend(x))
+
+
+def activated(x: Tensor) -> Tensor:
+    return x.exp()  # the line of the function
+
+
+@pytest.mark.parametrize("front_end", FRONT_ENDS)
+def test_a_node_names_the_line_of_the_method_or_function_that_made_it(front_end: str) -> None:
+    x = torch.randn(4, 6)
+    plan = fxamp.plan_of(fxamp.convert(Attends(), (x,), policy="O1,dtype=bf16", capture=front_end))
+    said = {d.key: d.source.rpartition("# the line of the ")[2] for d in plan.decisions}
+    assert said["/matmul#0"] == "product"
+    assert said["l/linear#0"] == said["/matmul#1"] == "layer"
+    assert said["/exp#0"] == "function"
