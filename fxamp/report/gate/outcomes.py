@@ -78,10 +78,10 @@ def to_github(outcomes: Sequence[Outcome]) -> str:
 
 def _annotations(outcome: Outcome) -> Iterable[str]:
     by_place: dict[tuple[str, int], list[str]] = {}
-    for key, line in listed(outcome.changes):
+    for key, said in listed(outcome.changes):
         place = outcome.places.get(key)
         if place is not None:
-            by_place.setdefault((place.file, place.line), []).append(line)
+            by_place.setdefault((place.file, place.line), []).append(said)
     for (file, line), texts in list(by_place.items())[:_ANNOTATIONS]:
         yield _command("warning", "\n".join(texts), file=file, line=str(line), title=f"precision of {outcome.target}")
 
