@@ -9,7 +9,7 @@ from tabulate import tabulate
 
 from ..forms.harmless import markdown, visible
 from .gate import KEPT, Outcome
-from .listed import WAY_OUT, label
+from .listed import WAY_OUT, rows
 from .listed import lines as listed
 
 _SUMMARY = 1_000_000  # bytes; GitHub drops a job summary of more than 1 MiB as a whole
@@ -42,19 +42,20 @@ def to_markdown(outcomes: Sequence[Outcome]) -> str:
     room = _SUMMARY
     for outcome in outcomes:
         mark = "✅" if outcome.status == KEPT else "❌"
-        cells = ((c.kind, c.key, label(c), c.before or "", c.after or "") for c in outcome.changes)
-        rows = [[markdown(cell) for cell in row] for row in cells]
-        shown = rows[:_SHOWN]
+        found = [[markdown(cell) for cell in row] for row in rows(outcome.changes)]
+        shown = found[:_SHOWN]
         section = [f"{mark} {markdown(outcome.message)}\n"]
         section += [f"- over budget: {markdown(text)}\n" for text in outcome.broken]
         if shown:
-            table = tabulate(shown, ("change", "node", "field", "before", "after"), "pipe", disable_numparse=True)
+            table = tabulate(shown, ("change", "node", "what"), "pipe", disable_numparse=True)
             section.append(f"\n{table}\n\n{WAY_OUT}\n")
-        if len(rows) > len(shown):
-            section.append(f"\n{len(rows) - len(shown)} more changes are left out here.\n")
+        if len(found) > len(shown):
+            section.append(f"\n{len(found) - len(shown)} more changes are left out here.\n")
         text = "".join(section)
         if len(text.encode()) > room:
-            text = f"{mark} {markdown(outcome.message)}\n\nIts {len(rows)} changes are left out: the summary is full.\n"
+            text = (
+                f"{mark} {markdown(outcome.message)}\n\nIts {len(found)} changes are left out: the summary is full.\n"
+            )
         room -= len(text.encode())
         parts.append(text)
     return "\n".join(parts)
