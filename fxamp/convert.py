@@ -38,7 +38,7 @@ from .capture.model.preflight import loads_otherwise, untouched
 from .capture.states import capture as capture_model
 from .capture.states import in_state_of, module_of, refuse_non_models, with_own_constants
 from .dynamo import compiled
-from .dynamo.backend import compile
+from .dynamo.backend import compile, refuse_unmatched
 from .measure.fastest import emit_measured, kept_notes
 from .module.kept import Kept
 from .module.module import ConvertedModule, Variant
@@ -83,9 +83,10 @@ def convert(
         capture: "export" captures with `torch.export`, "fx" by symbolic tracing, and "jit" with `torch.compile` at the
             first call, whose graphs then run eagerly. "auto" is "export" with example inputs, else "fx"; if that front
             end would drop something of the model, it is "jit", and a log line says why.
-        dynamic_shapes: "auto" keeps every dimension free. If that fails, or takes more than 4 s of processor time plus
-            0.25 ms for each call of torch, it keeps only the first dimension of each input free, and the plan says so.
-            None fixes all sizes. Any other value is given to `torch.export.export`.
+        dynamic_shapes: "auto" keeps every dimension free. If that fails, takes more than 4 s of processor time plus
+            0.25 ms for each call of torch, or compares sizes by formulas of more than 128 operations, it keeps only the
+            first dimension of each input free, and the plan says so. None fixes all sizes. Any other value is given to
+            `torch.export.export`.
         plan: A Plan, or the path of one, to replay; its policy is the policy.
         check: False leaves out the comparison, and the three runs that it needs.
 
@@ -132,6 +133,10 @@ def _ahead_of_time(
     with capturing():  # conversions take turns
         module, inputs = module_of(model), as_inputs(args, kwargs)
         settled = resolve(policy, module, inputs)
+        if not any(
+            isinstance(m, torch.fx.GraphModule) for m in module.modules()
+        ):  # whose nodes have paths of their own
+            refuse_unmatched(settled, module)  # for a capture may take long
         autocast = autocast_for(settled, module, inputs)
         captures = capture_model(
             model, args, kwargs, front_end=front_end, dynamic_shapes=dynamic_shapes, autocast=autocast

@@ -173,6 +173,16 @@ def guards_of(program: ExportedProgram) -> list[str]:
     return list(found)
 
 
+def longest_guard(env: Any, first: int) -> int:
+    """Return how many operations the longest comparison of sizes has that a trace has made.
+
+    Args:
+        env: the ShapeEnv of its fake tensors.
+        first: the number of comparisons to pass over, in the order in which they were made.
+    """
+    return max((int(guard.expr.count_ops()) for guard in env.guards[first:]), default=0)
+
+
 def example_sizes(size: torch.SymInt | torch.SymFloat | torch.SymBool) -> dict[Any, Any]:
     """Return what the symbols that stand for input sizes were when the graph was captured."""
     env = size.node.shape_env
@@ -232,6 +242,11 @@ def without_transforms(value: Any) -> Any:
 def in_transform() -> bool:
     """Say whether a torch.func transform, such as grad or vmap, is running."""
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def copy_together(to: list[torch.Tensor], source: list[torch.Tensor]) -> None:
+    """Copy many tensors, on an accelerator by one launch; the dtypes may differ."""
+    torch._foreach_copy_(to, source)
 
 
 def run_as_soon_as_ready(value: torch.Tensor) -> None:
@@ -329,6 +344,7 @@ __all__ = [
     "communication_hook",
     "communication_states",
     "compile_records",
+    "copy_together",
     "decorators",
     "drop_hooks",
     "dynamo_errors",
@@ -342,6 +358,7 @@ __all__ = [
     "inner_backend",
     "is_compiled_in_place",
     "is_composite",
+    "longest_guard",
     "on_recompile_limit",
     "original_of",
     "overload_name",

@@ -7,8 +7,13 @@
 Each step is a window of one micro-batch or of four (forward and backward each), and then a fused AdamW. Times are
 medians of rounds in which the variants take turns, as ratios to compiled autocast. Beside them stands what does not
 depend on the machine's mood, for one micro-batch: the bytes that Inductor's kernels load and store, the kernels that a
-forward and backward launch, and the bytes that forward saves for backward. Casts outside the graphs are added: those
-of weights, made once a window, and those of their gradients; a low copy that is an input of the graph counts as saved.
+forward and backward launch, the bytes that forward saves for backward, and the most that is allocated at a time in a
+window, beside weights and the optimizer's state. Casts outside the graphs are added: those of weights, made once a
+window, and those of their gradients; a low copy that is an input of the graph counts as saved.
+
+The cut counts a cast as reading and writing. Inductor fuses most casts into the kernels on either side, and what they
+cost is what is stored. The last variant is placed with casts that cost nothing, the other extreme: where it moves about
+the same bytes, no model of what is fused could place better.
 `compiled_step.md` and `compiled_step.json` are written beside this file.
 """
 
@@ -21,6 +26,7 @@ import itertools
 import json
 import re
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -31,6 +37,7 @@ from unittest import mock
 import torch
 from tabulate import tabulate
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 from tqdm import tqdm
 
 HERE = Path(__file__).resolve().parent
@@ -40,14 +47,17 @@ import fxamp  # noqa: E402  (the path comes first)
 from fxamp.measure.counts import interleaved  # noqa: E402
 from fxamp.train.weights.weights import WeightCasts  # noqa: E402
 from fxamp.trust.distance import UnderAutocast  # noqa: E402
+from passes.assign.place.costs import ByteCosts  # noqa: E402
 
 FP32, AUTOCAST, ALL_LOW = "FP32", "torch.autocast", "all low"
+FUSED = "fxamp O2 per_step, placed as if casts cost nothing"
 POLICIES = {
     "fxamp O1": ("O1", "per_use"),
     "fxamp O1 per_step": ("O1", "per_step"),
     "fxamp O2": ("O2", "per_use"),
     "fxamp O2 per_step": ("O2", "per_step"),
     "fxamp O2 per_step, low output": ("O2,output_dtype=low", "per_step"),
+    FUSED: ("O2", "per_step"),
 }
 ROUNDS, WARMUP = 11, 2
 WINDOWS = (1, 4)
@@ -59,11 +69,12 @@ Inputs = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Counts:
-    """What Inductor made of one forward and backward, and what of the casts outside falls to it."""
+    """What Inductor made of one forward and backward, and what of the casts outside falls to it; None: not measured."""
 
     bytes_moved: float
     launches: float
     saved_bytes: int
+    peak_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -99,7 +110,8 @@ def variants(size: tuple[int, int, int, int], window: int, options: dict[str, An
         yield name, own, _by_hand(own, torch.compile(called, options=options), inputs, window), None
     for name, (policy, weights) in POLICIES.items():
         own = copy.deepcopy(model)
-        converted = fxamp.convert(own, (), inputs, policy=f"{policy},dtype=bf16").train()
+        with mock.patch.object(ByteCosts, "cast", return_value=0) if name == FUSED else contextlib.nullcontext():
+            converted = fxamp.convert(own, (), inputs, policy=f"{policy},dtype=bf16").train()
         step = fxamp.TrainStep(
             converted, None, _adamw(own), scaler=None, weights=weights, accumulate_steps=window,  # type: ignore[arg-type]
             compile={"options": options},
@@ -146,7 +158,7 @@ def counting() -> Iterator[tuple[list[int], list[str]]]:
 
 
 def count(model: nn.Module, step: Callable[[], Tensor], weights: WeightCasts | None = None, window: int = 1) -> Counts:
-    """Compile a step, run one window, and count what was made, and the casts that are made outside the graphs."""
+    """Compile a step, run two windows, and count what was made, and the casts that are made outside the graphs."""
     saved: list[int] = []
     outside: list[Tensor] = []
     backward: Any = torch.Tensor.backward
@@ -163,7 +175,26 @@ def count(model: nn.Module, step: Callable[[], Tensor], weights: WeightCasts | N
     launches = sum(len(_KERNEL.findall(code)) for code in made)
     casts = [low.numel() * (4 + low.element_size()) for low in outside]
     each = 1 + 1 / window  # every gradient is cast, and every weight once a window
-    return Counts(sum(moved) + each * sum(casts), launches + each * len(casts), saved[0])
+    peak = peak_of(_repeated(step, window))  # of the second window: there is optimizer state by now
+    return Counts(sum(moved) + each * sum(casts), launches + each * len(casts), saved[0], peak)
+
+
+def peak_of(run: Callable[[], None]) -> int:
+    """Return the most that is allocated at a time while a function runs, of what it allocates itself."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        run()
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        seen.export_chrome_trace(file.name)
+        events = json.loads(Path(file.name).read_text(encoding="utf-8"))["traceEvents"]
+    live: dict[int, int] = {}
+    now = most = 0
+    for event in sorted((e for e in events if e["name"] == "[memory]"), key=lambda e: e["ts"]):
+        address, size = event["args"]["Addr"], event["args"]["Bytes"]
+        now += size if size > 0 else -live.pop(address, 0)
+        if size > 0:
+            live[address] = size
+        most = max(most, now)
+    return most
 
 
 def saved_by(loss: Tensor, model: nn.Module) -> int:
@@ -215,10 +246,14 @@ def table(found: list[dict[str, Any]]) -> str:
             f"{row.counts.bytes_moved / base.bytes_moved:.3f}",
             f"{row.counts.launches:.0f}",
             f"{row.counts.saved_bytes / 1e6:.2f}",
+            "" if row.counts.peak_bytes is None else f"{row.counts.peak_bytes / 1e6:.2f}",
         )
         for row in rows
     ]
-    headers = ("variant", "time", "MB loaded and stored", "of autocast's", "kernels", "MB saved for backward")
+    headers = (
+        "variant", "time", "MB loaded and stored", "of autocast's", "kernels", "MB saved for backward",
+        "MB at the peak",
+    )  # fmt: skip
     return tabulate(lines, headers, "pipe", disable_numparse=True)
 
 
@@ -233,7 +268,8 @@ def to_markdown(found: dict[str, Any]) -> str:
         "# Training steps compiled by Inductor, over compiled autocast\n\n"
         f"BERT, width {width}, {layers} layers, batch {batch}, {tokens} tokens, BF16, fused AdamW, on a CPU with "
         f"{found['threads']} threads, torch {found['torch']}. {times}Bytes and kernels: of one micro-batch, "
-        "as Inductor counts them, with its share of the casts of weights that are made outside. "
+        "as Inductor counts them, with its share of the casts of weights that are made outside. Peak: of a window, "
+        "beside weights and the optimizer's state. "
         "Made by `python reports/compiled_step.py`.\n"
         + "".join(f"\n## {_LENGTH[n]}\n\n{table(rows)}\n" for n, rows in found["windows"].items())
     )

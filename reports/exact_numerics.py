@@ -2,11 +2,14 @@
 
     python reports/exact_numerics.py                                  # every architecture of architectures.py; hours
     python reports/exact_numerics.py --only BertForMaskedLM GPT2LMHeadModel
+    python reports/exact_numerics.py --minutes 40                     # as many as fit, where the last run left off
+    python reports/exact_numerics.py --ways "fxamp O1, exact"         # this one alone
 
 By default Inductor leaves out roundings between two low ops that it fuses. With its exact-numerics options it keeps
 them. Each architecture runs in a process of its own, with a time limit. Low is BF16, the device a CPU, the model in
 training without dropout. `exact_numerics.md` and `exact_numerics.json` are written beside this file after each one;
-what they have of others stays.
+what they have of this torch stays, unless `--only` names it. What is not done in time is not in them, and the next run
+takes it up.
 """
 
 from __future__ import annotations
@@ -15,8 +18,9 @@ import argparse
 import json
 import subprocess
 import sys
+import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +36,8 @@ import fxamp  # noqa: E402  (the path comes first)
 from fxamp.trust.distance import UnderAutocast, floats  # noqa: E402
 from reports.architectures import ARCHITECTURES, BY_NAME  # noqa: E402
 
-SECONDS = 900
+SECONDS = 300
+FP32_ROUNDING = 1e-6
 LOW = torch.bfloat16
 EXACT = {
     "numerics": "strict",
@@ -42,7 +47,7 @@ EXACT = {
     "eager_numerics.use_pytorch_libdevice": True,
     "fallback_random": True,
 }
-WAYS = ("fxamp O1", "fxamp O1, exact", "torch.autocast", "torch.autocast, exact")
+WAYS = ("fxamp O1, exact", "torch.autocast, exact", "fxamp O1", "torch.autocast")  # first what is asked for
 
 
 def exact_options() -> dict[str, Any]:
@@ -68,15 +73,18 @@ def distance(expected: Sequence[Tensor], got: Sequence[Tensor]) -> float:
     return float((a - b).norm() / a.norm())
 
 
-def compare(name: str) -> dict[str, dict[str, Any]]:
-    """Return for each way whether outputs and gradients are those of eager autocast, or what failed."""
+def compare(name: str, ways: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield for each of these ways whether outputs and gradients are those of eager autocast, or what failed."""
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     model, inputs = BY_NAME[name](2)
     model.train()
-    expected = run(UnderAutocast(model, LOW), model, inputs)
-    found: dict[str, dict[str, Any]] = {}
-    for way in WAYS:
+    try:
+        expected = run(UnderAutocast(model, LOW), model, inputs)
+    except Exception as error:
+        yield from ((way, {"failed": f"eager autocast: {_line(error)}"}) for way in ways)
+        return
+    for way in ways:
         torch.compiler.reset()
         options = exact_options() if way.endswith("exact") else {}
         called: Any = torch.compile(UnderAutocast(model, LOW), options=options)
@@ -85,50 +93,66 @@ def compare(name: str) -> dict[str, dict[str, Any]]:
         try:
             got = run(called, model, inputs)
         except Exception as error:
-            found[way] = {"failed": f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"[:200]}
+            yield way, {"failed": _line(error)}
             continue
         equal = [len(a) == len(b) and all(map(torch.equal, a, b)) for a, b in zip(expected, got, strict=True)]
         distances = [distance(a, b) for a, b in zip(expected, got, strict=True)]
-        found[way] = {"outputs": equal[0], "gradients": equal[1], "distances": distances}
-    return found
+        yield way, {"outputs": equal[0], "gradients": equal[1], "distances": distances}
 
 
-def in_a_process(name: str) -> dict[str, Any]:
-    """Compare one architecture in a process of its own."""
-    command = [sys.executable, str(Path(__file__).resolve()), "--one", name]
+def _line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"[:200]
+
+
+def in_a_process(name: str, ways: Sequence[str], seconds: float) -> dict[str, Any]:
+    """Compare one architecture in a process of its own; return what it comes to within the time."""
+    command = [sys.executable, str(Path(__file__).resolve()), "--one", name, "--ways", *ways]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
-    except subprocess.TimeoutExpired:
-        return {way: {"failed": f"more than {SECONDS} s"} for way in WAYS}
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        return {way: {"failed": last[:200]} for way in WAYS}
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
+    except subprocess.TimeoutExpired as late:
+        return _cells((late.stdout or b"").decode())
+    problem = (done.stderr.strip().splitlines() or ["no message"])[-1][:200]
+    return {**{way: {"failed": problem} for way in ways if done.returncode}, **_cells(done.stdout)}
+
+
+def _cells(said: str) -> dict[str, Any]:
+    return dict(json.loads(line) for line in said.splitlines() if line.startswith("[") and line.endswith("]"))
 
 
 def to_markdown(made: dict[str, Any]) -> str:
     """Return the report."""
     found, rows = made["architectures"], []
     for way in WAYS:
-        cells = [row[way] for row in found.values()]
+        cells = [row[way] for row in found.values() if way in row]
         counts = [sum(cell.get(what) is True for cell in cells) for what in ("outputs", "gradients")]
-        rows.append((way, *counts, sum("failed" in cell for cell in cells), len(cells)))
-    headers = ("compiled by Inductor", "outputs bit-equal", "gradients bit-equal", "failed", "architectures")
-    marks = [(name, *(_mark(row[way]) for way in WAYS)) for name, row in sorted(found.items())]
+        close = [sum(_far(cell, i) < FP32_ROUNDING for cell in cells) for i in (0, 1)]
+        rows.append((way, *counts, *close, sum("failed" in cell for cell in cells), len(cells)))
+    headers = (
+        "compiled by Inductor", "outputs bit-equal", "gradients bit-equal", f"outputs to {FP32_ROUNDING:.0e}",
+        f"gradients to {FP32_ROUNDING:.0e}", "failed", "architectures",
+    )  # fmt: skip
+    marks = [(name, *(_mark(row[way]) if way in row else "" for way in WAYS)) for name, row in sorted(found.items())]
     return (
         "# O1 compiled by Inductor, against eager autocast, bit by bit\n\n"
         f'BF16 on a CPU, torch {made["torch"]}. "exact": {", ".join(made["options"])}. '
+        f"Of {len(ARCHITECTURES)} architectures {len(found)} have been run. "
         "Made by `python reports/exact_numerics.py`.\n\n"
         f"{tabulate(rows, headers, 'pipe')}\n\n"
+        "What differs by less than that keeps every rounding to BF16, and adds up FP32 numbers in another order.\n\n"
         "By architecture: outputs, and gradients; how far they are from eager autocast's, as a share of their norm.\n\n"
         f"{tabulate(marks, ('architecture', *WAYS), 'pipe')}\n"
     )
 
 
+def _far(cell: dict[str, Any], index: int) -> float:
+    """Return how far outputs (0) or gradients (1) are from eager autocast's."""
+    distances: list[float] = cell.get("distances", [float("inf")] * 2)
+    return distances[index]
+
+
 def _mark(cell: dict[str, Any]) -> str:
     if "failed" in cell:
-        return "failed"
+        return "eager autocast fails" if cell["failed"].startswith("eager autocast") else "failed"
     pairs = zip(("outputs", "gradients"), cell["distances"], strict=True)
     return ", ".join("equal" if cell[what] else f"{far:.0e}" for what, far in pairs)
 
@@ -136,18 +160,28 @@ def _mark(cell: dict[str, Any]) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Compare, and write both reports."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--only", nargs="+", choices=sorted(BY_NAME), default=[a.name for a in ARCHITECTURES])
+    parser.add_argument("--only", nargs="+", choices=sorted(BY_NAME))
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin none later")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("-o", "--folder", type=Path, default=HERE)
     args = parser.parse_args(arguments)
     if args.one:
-        print(json.dumps(compare(args.one)))
+        for cell in compare(args.one, args.ways):
+            print(json.dumps(cell), flush=True)
         return
-    place = args.folder / "exact_numerics.json"
-    found: dict[str, Any] = json.loads(place.read_text())["architectures"] if place.exists() else {}
-    made = {"torch": torch.__version__, "options": list(exact_options()), "architectures": found}
-    for name in tqdm(args.only, desc="exact_numerics"):
-        found[name] = in_a_process(name)
+    place, until = args.folder / "exact_numerics.json", time.monotonic() + 60 * args.minutes
+    made: dict[str, Any] = {"torch": torch.__version__, "options": list(exact_options()), "architectures": {}}
+    before = json.loads(place.read_text()) if place.exists() else {}
+    if {**before, "architectures": {}} == made:
+        made = before
+    found = made["architectures"]
+    for name in tqdm(args.only or [a.name for a in ARCHITECTURES], desc="exact_numerics"):
+        ways = [way for way in args.ways if args.only or way not in found.get(name, {})]
+        if time.monotonic() > until or not ways:
+            continue
+        if cells := in_a_process(name, ways, SECONDS):
+            found[name] = {**found.get(name, {}), **cells}
         place.write_text(json.dumps(made, indent=1, sort_keys=True) + "\n", encoding="utf-8")
         (args.folder / "exact_numerics.md").write_text(to_markdown(made), encoding="utf-8")
     print(to_markdown(made))

@@ -17,6 +17,7 @@ import logging
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,10 @@ from tabulate import tabulate
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
-from passes.contract.errors import PolicyError  # noqa: E402  (the path comes first)
-from passes.contract.reasons import DEVIATIONS  # noqa: E402
+from passes.contract.reasons import DEVIATIONS  # noqa: E402  (the path comes first)
 from passes.graph.notes import note_of  # noqa: E402
 from reports.trial import samples  # noqa: E402
-from reports.trial.cuda import POLICY, dtypes_under_cuda  # noqa: E402
+from reports.trial.cuda import dtypes_under_cuda  # noqa: E402
 from reports.trial.judge import (  # noqa: E402
     FAILURES,
     LEVELS,
@@ -41,6 +41,8 @@ from reports.trial.judge import (  # noqa: E402
     Subject,
     Verdict,
     as_verdict,
+    captured,
+    emitted,
     judged,
     quiet,
 )
@@ -50,10 +52,11 @@ from reports.trial.workers import Found, Record, code, run_all  # noqa: E402
 
 RECORD = HERE.parent / "build" / "trial" / "op_coverage.jsonl"
 NONE, BANNED, ALONE, RANDOM = "no sample", "banned", "refused by fxamp alone", "random memory"
-# Front end, dtype of the inputs, and whether they come from a product.
+# Dtype of the inputs, whether they come from a product, and the front ends. Every op has its first sample by every one
+# before any has its second.
 KINDS = (
-    ("export", "fp32", "product"), ("jit", "fp32", "product"), ("cuda", "fp32", "product"), ("export", "fp32", "plain"),
-    ("jit", "fp32", "plain"), ("export", "fp16", "plain"), ("cuda", "fp16", "plain"), ("jit", "fp16", "plain"),
+    ("fp32", "product", ("export", "jit", "cuda")), ("fp32", "plain", ("export", "jit")),
+    ("fp16", "plain", ("export", "jit", "cuda")),
 )  # fmt: skip
 
 
@@ -61,20 +64,21 @@ def work(case: str) -> Found:
     """Judge one case: by level, [kind, why]."""
     front, dtype, behind, name = case.split(" ", 3)
     found = samples.sample(name, dtype, product=behind == "product")
-    if found is None:
-        return {"found": {level: [NONE, ""] for level in LEVELS}}
-    if front == "cuda":
-        kind, why, unrun = planned_for_cuda(found)
-        return {"found": {"O1": [kind, why]}, "unrun": unrun}
-    low = "fp16" if dtype == "fp16" else "bf16"
     deterministic = name.partition(":")[2].partition(".")[0] not in samples.UNINITIALISED
+    if found is None:
+        return {"found": {level: [NONE, ""] for level in (("O1",) if front == "cuda" else LEVELS)}}
+    if front == "cuda":
+        verdict, unrun = planned_for_cuda(replace(found, low="fp16"))
+        why = _exports(found, deterministic) if verdict.kind == REFUSED else ""
+        return {"found": {"O1": _settled(verdict, why, deterministic)}, "unrun": unrun}
+    low = "fp16" if dtype == "fp16" else "bf16"
     try:
         subject = Subject(found.model, found.args, low=low, deterministic=deterministic)
     except Exception as e:
         return {"found": {level: [RAISES, f"{type(e).__name__}: {e}"[:200]] for level in LEVELS}}
     verdicts = judged(subject, front)
     odd = any(v.kind in (REFUSED, MISMATCH) for v in verdicts.values())
-    why = _exports(found, subject) if front == "export" and odd else ""
+    why = _exports(found, deterministic) if front == "export" and odd else ""
     return {"found": {level: _settled(v, why, deterministic) for level, v in verdicts.items()}}
 
 
@@ -89,13 +93,14 @@ def _settled(verdict: Verdict, exports: str, deterministic: bool) -> list[str]:
     return [ALONE if verdict.kind == REFUSED else verdict.kind, verdict.why]
 
 
-def _exports(found: samples.Sample, subject: Subject | None = None) -> str:
+def _exports(found: samples.Sample, deterministic: bool) -> str:
     """Say why torch.export itself refuses a model, or what it makes of it that is not the model; "" if it is."""
     try:
         with quiet():
             program = torch.export.export(found.model, found.args)
-            if subject is None:
+            if not deterministic:
                 return ""
+            subject = Subject(found.model, found.args)
             made = program.module()  # over the model's own parameters
             why = changed(subject.run(made), subject.plain)
     except Exception as e:
@@ -103,41 +108,34 @@ def _exports(found: samples.Sample, subject: Subject | None = None) -> str:
     return f"its program is not the model: {why}" if why else ""
 
 
-def planned_for_cuda(found: samples.Sample) -> tuple[str, str, list[str]]:
-    """Judge the plan for CUDA: kind, why, and the ops that fake tensors cannot run."""
-    import fxamp
-
+def planned_for_cuda(found: samples.Sample) -> tuple[Verdict, list[str]]:
+    """Judge the plan for CUDA; and return the ops that fake tensors cannot run."""
     try:
         with quiet():
-            plain, module = (
-                fxamp.convert(found.model, found.args, policy=policy, capture="export", dynamic_shapes=None)
-                for policy in ("O0", POLICY)
-            )
-    except PolicyError as e:
-        return (BANNED if "bans" in str(e) else ALONE), str(e)[:200], []
+            captures = captured(found, "export", "cuda")
+            plain, module = emitted(found, captures, "O0"), emitted(found, captures, "O1", "cuda")
     except Exception as e:
-        verdict = as_verdict(e)
-        if verdict.kind in FAILURES:
-            return verdict.kind, verdict.why, []
-        exports = _exports(found)
-        return (REFUSED, f"torch.export: {exports}", []) if exports else (verdict.kind, verdict.why, [])
+        return as_verdict(e), []
     try:
         with quiet():
             rows, unrun = dtypes_under_cuda(plain, module, found.args, {})
     except Exception as e:  # what no fake CUDA tensor gets through
-        return OK, f"not run: {type(e).__name__}: {e}"[:200], ["(none of it)"]
+        return Verdict(OK, f"not run: {type(e).__name__}: {e}"[:200]), ["(none of it)"]
     if any(note_of(n).read is not None or note_of(n).cast == "relative" for n in module.graph.nodes):
-        return OK, "not compared: it reads a dtype, which the unrounded graph has as it is without autocast", unrun
+        return Verdict(OK, "not compared: it reads a dtype, which the unrounded graph has as it is"), unrun
+    deviated = False  # a value that is not autocast's makes others so
     for key, op, expected, autocast, got, why in rows:
+        deviated = deviated or why in DEVIATIONS
         if op in (*unrun, "getitem") or why in DEVIATIONS:  # nothing is decided on a getitem
             continue
-        if autocast != expected or (got != expected and why != "cut"):
-            return MISMATCH, f"{key} gives {expected}; autocast is planned as {autocast}, run {got}: {why}", unrun
-    return OK, "", unrun
+        if autocast != expected or (got != expected and why != "cut" and not deviated):
+            why = f"{key} gives {expected}; autocast is planned as {autocast}, run {got}: {why}"
+            return Verdict(MISMATCH, why), unrun
+    return Verdict(OK), unrun
 
 
-def summary(found: dict[str, Found]) -> dict[str, Any]:
-    """Return what the report says of a record, as plain data."""
+def summary(found: dict[str, Found], there_are: int) -> dict[str, Any]:
+    """Return what the report says of a record of so many of the cases that there are, as plain data."""
     counts: dict[str, dict[str, int]] = {}
     failures, alone, named, unrun = [], [], collections.Counter[str](), set[str]()
     refused = collections.Counter[str]()
@@ -160,7 +158,8 @@ def summary(found: dict[str, Found]) -> dict[str, Any]:
     kinds = sorted({k for c in counts.values() for k in c}, key=lambda k: (k != OK, k))
     now = code()
     return {
-        "torch": torch.__version__, "cases": len(found), "current": sum(e["code"] == now for e in found.values()),
+        "torch": torch.__version__, "cases": len(found), "of": there_are,
+        "current": sum(e["code"] == now for e in found.values()),
         "hours": sum(e.get("seconds", 0) for e in found.values()) / 3600, "counts": counts, "kinds": kinds,
         "deviations": sorted(named.items()), "refused": refused.most_common(20), "alone": alone,
         "failures": failures, "unrun": sorted(unrun),
@@ -173,10 +172,12 @@ def to_markdown(data: dict[str, Any]) -> str:
     table = tabulate(rows, ("case", "samples", *data["kinds"]), "pipe")
     parts = [
         "# torch's own samples of ops and modules\n\n"
-        f"Written by `reports/op_coverage.py` on a CPU, torch {data['torch']}: {data['cases']} cases, of which\n"
-        f"{data['current']} by the present code, in {data['hours']:.1f} hours of processor time. A case is one sample\n"
-        "of an op of `op_db` or a module of `module_db`, by a front end, from FP32 or FP16 inputs, as they are or\n"
-        "behind a product. O0 is compared with eager PyTorch to the bit, gradients within 1e-6; O1 with\n"
+        "Written by `reports/op_coverage.py` on a CPU, "
+        f"torch {data['torch']}: {data['cases']:,} of {data['of']:,} cases,\n"
+        f"of which {data['current']:,} by the present code, in {data['hours']:.1f} hours of processor time. A case\n"
+        "is one sample of an op of `op_db` or a module of `module_db`, by a front end, from FP32 or FP16\n"
+        "inputs, as they are or behind a product. O0 is compared with eager PyTorch to the bit, gradients\n"
+        "within 1e-6; O1 with\n"
         "`torch.autocast` to the bit; its gradients, and all of O2 and O3, with FP32 within four times (at O3 eight)\n"
         "what autocast, or one rounding an op, changes.\n"
         f"`cuda` compares the dtypes planned with those of the autocast kernels on fake tensors.\n\n{table}\n"
@@ -217,12 +218,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     record = Record(options.record)
     record.forget(options.again, failed)
     until = None if options.seconds is None else time.monotonic() + options.seconds
-    wanted = options.only or samples.names()
-    cases = [" ".join((*kind, name)) for kind in KINDS for name in wanted]
-    for device in (False, True):  # fake CUDA tensors change a process for good
-        mine = [c for c in cases if c.startswith("cuda") == device][: options.limit]
-        run_all(mine, work, record, processes=options.processes, until=until, name="cuda" if device else "cases")
-    data = summary(record.found)
+    names = samples.names()
+    wanted = options.only or names
+    left = options.limit
+    for dtype, behind, fronts in KINDS:
+        by_name = [[f"{front} {dtype} {behind} {name}" for front in fronts] for name in wanted]
+        cases = [case for each in by_name for case in each][:left]
+        left = None if left is None else left - len(cases)
+        for device in (True, False):  # fake CUDA tensors change a process for good
+            mine = [c for c in cases if c.startswith("cuda") == device]
+            run_all(mine, work, record, processes=options.processes, until=until, name=f"{dtype} {behind}")
+    data = summary(record.found, len(names) * sum(len(fronts) for _, _, fronts in KINDS))
     write(options.output, "op_coverage", data, to_markdown(data))
 
 

@@ -19,7 +19,7 @@ from reports.zoo import BY_NAME
 
 os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start
 torch.set_num_threads(1)
-ZOO_IN_ID = re.compile(rf"::.*[\[-]({'|'.join(BY_NAME)})[\]-]")
+OF_ZOO = re.compile(rf"/report/(page/|test_graphs|test_record)|::.*[\[-]({'|'.join(BY_NAME)})[\]-]")
 
 
 class Shares(LoadFileScheduling):  # type: ignore[misc]  # has no types
@@ -27,7 +27,7 @@ class Shares(LoadFileScheduling):  # type: ignore[misc]  # has no types
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
-        return "zoo" if ZOO_IN_ID.search(nodeid) else "ranks" if "/ranks/" in file else file
+        return "zoo" if OF_ZOO.search(nodeid) else "ranks" if "ranks" in file else file
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Shares:

@@ -13,7 +13,7 @@ operand, which `drop_aliases` takes out of the graph again:
 
 from __future__ import annotations
 
-import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -33,33 +33,23 @@ _CASTS = _METHODS | {getattr(torch.Tensor, n) for n in ops.CASTS_TO_GIVEN}
 _CONTIGUOUS = torch.ops.aten.contiguous.default
 
 
-class TooLong(Exception):  # noqa: N818 - a signal inside this package, not an error
-    """Capture takes longer than it may."""
-
-
 class ExplicitCasts(TorchFunctionMode):
     """Give every cast and every `contiguous()` an alias of its operand.
 
     Args:
-        seconds: how much processor time capture may take before TooLong is raised, None for any.
-        seconds_per_call: how long it may take for each call of torch on top of that.
         autocast: what is captured under, which recurrent layers have to be told.
+        watch: is told the arguments of each call of torch, and may raise to end the capture.
     """
 
-    def __init__(
-        self, seconds: float | None = None, seconds_per_call: float = 0.0, autocast: Autocast | None = None
-    ) -> None:
+    def __init__(self, autocast: Autocast | None = None, watch: Callable[[Any], None] | None = None) -> None:
         super().__init__()
         self._autocast = autocast
-        self._end = None if seconds is None else time.thread_time() + seconds
-        self._per_call = seconds_per_call
+        self._watch = watch
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._end is not None:
-            self._end += self._per_call
-            if time.thread_time() > self._end:
-                raise TooLong
+        if self._watch is not None:
+            self._watch(args)
         if func in _CASTS and args[0].is_floating_point():
             value = _ALIAS(args[0]) if func in _METHODS else _ALIAS(_ALIAS(args[0]))
             return func(value, *args[1:], **kwargs)

@@ -23,11 +23,12 @@ from torch.fx.graph import CodeGen
 from passes._torch import ExportTracer, drop_hooks, guards_of, pytree, without_transforms
 from passes.contract.errors import INSTEAD, CaptureError, FxampError
 
-from .casts import ExplicitCasts, TooLong, drop_aliases
+from .casts import ExplicitCasts, drop_aliases
 from .functions import Functions
 from .model.call import CallSpec, Leaf, flatten_outputs
 from .model.captured import Autocast
 from .model.frames import of_forward, place_of
+from .model.limit import Limit, TooMuch
 from .model.patches import replaced, traced_here_alone
 from .model.preflight import untouched
 from .model.reads import Recorder
@@ -47,8 +48,7 @@ class Dims:
         notes: what was given up, and why.
     """
 
-    # Processor time of a capture with every dimension dynamic: seconds, and seconds for each call of torch on top.
-    LIMIT = (4.0, 0.00025)
+    LIMIT = Limit()  # of a capture with every dimension dynamic
 
     def __init__(self, shapes: Any, call: CallSpec, flat: list[Any]) -> None:
         self.notes: list[str] = []
@@ -57,7 +57,7 @@ class Dims:
         if isinstance(shapes, str) and any(t.dim() > 1 for t in tensors):
             self._left.append(tuple({0: Dim.AUTO} if t.dim() else {} for t in tensors))
 
-    def try_each(self, run: Callable[[tuple[Any, ...], tuple[float, float] | None], Result]) -> Result:
+    def try_each(self, run: Callable[[tuple[Any, ...], Limit | None], Result]) -> Result:
         """Return what `run` returns for the first choice with which it neither raises nor takes too long."""
         while len(self._left) > 1:
             try:
@@ -65,12 +65,8 @@ class Dims:
             except (FxampError, *NOT_ABOUT_THE_MODEL):
                 raise
             except Exception as e:
-                seconds, per_call = self.LIMIT
-                why = (
-                    f"takes more than {seconds:g} s of processor time and {per_call * 1000:g} ms for each call"
-                    if isinstance(e, TooLong)
-                    else f"fails: {type(e).__name__}: {str(e).strip().splitlines()[0][:200] if str(e) else ''}"
-                )
+                first = str(e).strip().splitlines()[0][:200] if str(e) else ""
+                why = first if isinstance(e, TooMuch) else f"fails: {type(e).__name__}: {first}"
                 note = f"only the first dimension of each input is dynamic: capture with all of them {why}"
                 result = run(self._left[1], None)
                 del self._left[0]
@@ -198,7 +194,7 @@ def _quiet() -> Iterator[None]:
 
 def export(
     model: nn.Module, call: CallSpec, flat: list[Any], dims: tuple[Any, ...],
-    autocast: Autocast | None, limit: tuple[float, float] | None, recorder: Recorder,
+    autocast: Autocast | None, limit: Limit | None, recorder: Recorder,
 ) -> tuple[GraphModule, CallSpec, list[str]]:  # fmt: skip
     """Export a model in its present mode.
 
@@ -208,7 +204,7 @@ def export(
         flat: the flat example inputs.
         dims: one dynamic-shape specification per tensor.
         autocast: what to export it under; its casts are not in the graph, but every value has its dtype.
-        limit: how many seconds it may take, and how many more for each call; None for any time.
+        limit: what it may cost; None for anything.
         recorder: notes what forward() reads.
 
     Returns its graph module, the call specification with outputs filled in, and the attributes that forward() changes.
@@ -220,12 +216,12 @@ def export(
     tensors = _distinct([v for v in flat if isinstance(v, torch.Tensor)])
     functions = Functions()
     ask(autocast, model)
-    seconds, each = limit or (None, 0.0)
     entered = contextlib.nullcontext() if autocast is None else autocast.context()
     with _quiet():
         try:
+            watch = limit.watch() if limit else None
             with (
-                without_fused_layers(), entered, ExplicitCasts(seconds, each, autocast), functions.kept(),
+                without_fused_layers(), entered, ExplicitCasts(autocast, watch), functions.kept(),
                 replaced(ExportTracer, "_filter_traceback_frames", _with_own_lines),
             ):  # fmt: skip
                 program = torch.export.export(

@@ -34,8 +34,8 @@ from .front_ends import Run
 from .merge import follows_mode, merge, same_graphs
 from .model.call import CallSpec, both, example_call, signature_of
 from .model.captured import Autocast, Captured, Captures, State, as_inputs
-from .model.patches import capturing
-from .model.preflight import refuse_modules
+from .model.patches import capturing, uncollected
+from .model.preflight import refuse_compiled, refuse_modules
 from .model.reads import Reads
 
 logger = logging.getLogger("fxamp")
@@ -76,7 +76,7 @@ def capture(
     refuse_modules(module, front_end)
     call, flat = _call_of(module, inputs)
     reads = Reads()
-    with capturing(), no_autocast(), same_random_state():
+    with capturing(), no_autocast(), same_random_state(), uncollected():
         random.seed(random.getrandbits(64))  # a draw that is baked in must not be the one that the check makes
         if front_end == "export":
             if isinstance(model, ExportedProgram) and dynamic_shapes == "auto":
@@ -90,9 +90,15 @@ def capture(
 
 
 def module_of(model: Any) -> nn.Module:
-    """Return the module to capture, that of an ExportedProgram too; raise NotAModuleError where there is none."""
+    """Return the module to capture, that of an ExportedProgram too.
+
+    Raises:
+        NotAModuleError: there is none.
+        CaptureError: it is converted or compiled already, or a module in it is.
+    """
     module = program_module(model) if isinstance(model, ExportedProgram) else model
     refuse_non_models(module)
+    refuse_compiled(module)
     return module
 
 

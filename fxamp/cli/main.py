@@ -90,7 +90,9 @@ def _report(args: argparse.Namespace) -> int:
     if args.save_plan:
         plan.save(args.save_plan)
     only = {"modules": args.module, "ops": args.op, "colours": args.colour, "reasons": args.reason}
-    shown = functools.partial(made.to_tree, depth=args.depth, nodes=args.nodes, width=width(args), **only)
+    shown = functools.partial(
+        made.to_tree, depth=args.depth, nodes=args.nodes, lines=args.lines, edits=args.edits, width=width(args), **only
+    )
     if args.output_format == "model-explorer":
         write_pair(args, *made.to_model_explorer(**only))
         return DONE

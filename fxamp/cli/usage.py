@@ -64,6 +64,8 @@ def parser_of(runs: Mapping[str, Run]) -> argparse.ArgumentParser:
     report.add_argument("--policy", help='such as "O1" or "O2,dtype=bf16,modules.fc3=fp32"')
     _add_capture(report)
     report.add_argument("--nodes", action="store_true", help="list every node, with its reason and your line")
+    report.add_argument("--lines", action="store_true", help="list the ten lines of your code that cost most")
+    report.add_argument("--edits", action="store_true", help="say how often each rule of the passes fired")
     report.add_argument("--depth", type=int, metavar="N", help="show N levels of modules")
     for name, what in (("module", "PATH"), ("op", "NAME"), ("colour", "DTYPE"), ("reason", "CODE")):
         report.add_argument(f"--{name}", metavar=what, action="append", default=[], help=f"only this {name}")

@@ -23,8 +23,8 @@ from torch import nn
 from torch.fx import GraphModule
 
 from passes import compile_graph
-from passes._torch import FakeTensor, inner_backend, trace_artifact
-from passes.contract.errors import NotAModuleError, PolicyError
+from passes._torch import FakeTensor, inner_backend, original_of, trace_artifact
+from passes.contract.errors import CaptureError, NotAModuleError, PolicyError
 from passes.contract.plan import Plan
 from passes.contract.policy import Policy, check_used, nearest, type_names
 from passes.graph.notes import note, note_of
@@ -32,12 +32,13 @@ from passes.graph.values import LOW, no_autocast, retyped
 from passes.ops.rules import row_of
 
 from ..capture.model.preflight import refuse_wrapped
+from ..module.module import ConvertedModule
 from ..module.underflow import UnderflowWatch
 from ..trust.check import refuse_low_parameters
 from . import compiled, recompile_limit
 from .capture_jit import ambient_dtype, attribute_of, describe, is_attribute, parameter_path
 from .optimized import adopted, is_low_of_its_own, note_low
-from .scope import is_gathered, scope
+from .scope import Scope, is_gathered, scope
 
 Inner = str | Callable[..., Any]
 _OURS = ("policy", "backend", "mode")
@@ -204,7 +205,7 @@ def compile(
 
     Raises:
         NotAModuleError: The model is no module.
-        CaptureError: The model is wrapped for parallel training already.
+        CaptureError: The model is wrapped for parallel training, compiled or converted already.
         PolicyError: The policy is wrong, there is no such inner backend, or `options` holds a name that is an argument
             of this function.
 
@@ -215,6 +216,7 @@ def compile(
     """
     if not isinstance(model, nn.Module):
         raise NotAModuleError(f"fxamp.compile takes a torch.nn.Module, not {type(model).__name__}.")
+    _refuse_second_time(model)
     refuse_wrapped(model)
     if given := split(options)[0]:
         raise PolicyError(
@@ -246,10 +248,9 @@ def rewrite(
     if found is not None:
         refuse_unmatched(policy, found.root)
     under = on or ambient is not None
-    own = [note_of(n).role != "" or is_low_of_its_own(v)
-           for n, v in zip(gm.graph.nodes, example_inputs, strict=False)]  # fmt: skip
+    own, given = _own_and_given(gm, example_inputs, found)
     with no_autocast():
-        low = describe(gm, scope=found, ambient=under, policy=resolved, own=own)
+        low = describe(gm, scope=found, ambient=under, policy=resolved, own=own, given=given)
     if not under and policy.level.rounds:
         notes = (*notes, _WITHOUT_AUTOCAST)
     plan = compile_graph(
@@ -264,6 +265,13 @@ def rewrite(
     return compiled.record(gm, plan, example_inputs, found, autocast=under), low
 
 
+def _own_and_given(gm: GraphModule, example_inputs: list[Any], found: Scope | None) -> tuple[list[bool], list[bool]]:
+    """Say of each input whether the model holds it or has made it low, and whether the model was called with it."""
+    own = [note_of(n).role != "" or is_low_of_its_own(v) for n, v in zip(gm.graph.nodes, example_inputs, strict=False)]
+    leaves = () if found is None else found.given
+    return own, [any(v is leaf for leaf in leaves) for v in example_inputs]
+
+
 def _record_of(plan: Plan) -> str:
     """Return the record of a plan as JSON; what writes it is loaded where somebody traces."""
     from ..report.record.build import record_of
@@ -276,6 +284,31 @@ def _device(example_inputs: list[Any]) -> str:
     tensors = [t for t in example_inputs if isinstance(t, torch.Tensor)]
     found = next((t for t in tensors if isinstance(t, nn.Parameter)), tensors[0] if tensors else None)
     return found.device.type if found is not None and found.device.type != "meta" else "cpu"
+
+
+def _refuse_second_time(model: nn.Module) -> None:
+    """Raise CaptureError for a model that is compiled already, or of which a part is converted already.
+
+    What is compiled inside a model is captured with it, by torch.compile itself.
+    """
+    kind = type(model).__name__
+    if original_of(model) is not None:
+        raise CaptureError(
+            f"this {kind} is what torch.compile or fxamp.compile returned: use it as it is, or give fxamp.compile the "
+            "original model."
+        )
+    if compiled.is_compiled(model):
+        raise CaptureError(
+            f"this {kind} is compiled in place, by its compile(): use it as it is, or give fxamp.compile a copy "
+            "(copy.deepcopy(model) is not compiled)."
+        )
+    for path, module in model.named_modules():
+        if isinstance(module, ConvertedModule):
+            what = f"submodule '{path}' of this {kind} is" if path else "this module is"
+            raise CaptureError(
+                f"{what} converted already: compile it by torch.compile(model), or give fxamp.compile the original "
+                "model."
+            )
 
 
 def refuse_unmatched(policy: Policy, model: nn.Module) -> None:

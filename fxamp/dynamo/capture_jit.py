@@ -55,8 +55,9 @@ def _whole_region(graph: Graph) -> tuple[Node, Node] | None:
 
 
 def describe(
-    gm: GraphModule, *, ambient: bool, policy: Policy, scope: Scope | None = None, own: Sequence[bool] = ()
-) -> dict[int, torch.dtype]:
+    gm: GraphModule, *, ambient: bool, policy: Policy, scope: Scope | None = None, own: Sequence[bool] = (),
+    given: Sequence[bool] = (),
+) -> dict[int, torch.dtype]:  # fmt: skip
     """Leave on every node what the passes read: `val`, the module path, the autocast region, what a cast means.
 
     A cast is noted as "literal" where the author called `.float()` and its like; else "autocast" for a dtype that
@@ -69,11 +70,12 @@ def describe(
         policy: says where nothing is low, whatever autocast's program has: at O0, and in modules overridden to FP32.
         scope: where the graph lies in the compiled module, if that is known.
         own: of each input, whether the model itself holds it, or has made it low.
+        given: of each input, whether the compiled module was called with it.
 
     Returns:
         Which outputs are low in the model itself, and not by autocast: their numbers, and the dtypes.
     """
-    description = _Description(gm.graph, ambient, policy, scope, own)
+    description = _Description(gm.graph, ambient, policy, scope, own, given)
     description.of(gm)
     outputs: Any = gm.graph.output_node().args[0]
     made = {i: description.own.get(n) for i, n in enumerate(outputs) if isinstance(n, Node)}
@@ -86,16 +88,21 @@ def describe(
 class _Description:
     """Describes a graph and the bodies of the higher-order ops in it."""
 
-    def __init__(self, graph: Graph, ambient: bool, policy: Policy, scope: Scope | None, own: Sequence[bool]) -> None:
+    def __init__(
+        self, graph: Graph, ambient: bool, policy: Policy, scope: Scope | None, own: Sequence[bool],
+        given: Sequence[bool],
+    ) -> None:  # fmt: skip
         self.ambient, self.policy, self.scope, self.infer = ambient, policy, scope, Inference()
         placeholders = [n for n in graph.nodes if n.op == "placeholder"]
         self.holds = {n for n, is_own in zip(placeholders, own, strict=False) if is_own}
+        self.given = {n for n, is_given in zip(placeholders, given, strict=False) if is_given} - self.holds
         # A model that holds low tensors casts to their dtype, and does not read it off what autocast made low.
         self.authors = {d for n in self.holds if (d := dtypes_of(n.meta.get("example_value"))) in LOW}
-        self.by_autocast = {
-            policy.dtype
-        }  # low dtypes that may have been read off what autocast made; others are written
-        self.makes_low = bool(self.authors) or any(_is_method(n) and literal_dtype(n) in LOW for n in graph.nodes)
+        # Low dtypes that may have been read off what autocast made; the author wrote the others.
+        self.by_autocast = {policy.dtype}
+        given_low = any(dtypes_of(n.meta.get("example_value")) in LOW for n in self.given)
+        named_low = any(_is_method(n) and literal_dtype(n) in LOW for n in graph.nodes)
+        self.makes_low = bool(self.authors) or given_low or named_low
         self.own: dict[Node, Any] = {}  # dtypes as they would be in the model without autocast anywhere
         self.doubtful: set[Node] = set()  # what names a dtype of the model's own tensors, or one that autocast made
 
@@ -120,7 +127,7 @@ class _Description:
                 node.meta["val"] = value = self._described(node, value, held, inside)
                 held[node] = dtypes_of(value)
         if self.ambient and self.makes_low and not inside:
-            self.own = own_dtypes(gm.graph, self.infer, self.holds, self.doubtful)
+            self.own = own_dtypes(gm.graph, self.infer, self.holds, self.given, self.doubtful)
 
     def _described(self, node: Node, value: Any, held: dict[Node, Any], inside: bool) -> Any:
         """Return a value as the model would give it without autocast; what a cast means is said on it."""

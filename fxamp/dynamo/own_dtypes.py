@@ -24,25 +24,29 @@ from passes.graph.values import LOW, dtypes_of, literal_dtype
 
 
 def own_dtypes(
-    graph: Graph, infer: Callable[[Node, Callable[[Node], Any]], Any], holds: Set[Node], doubtful: Set[Node]
-) -> dict[Node, Any]:
+    graph: Graph, infer: Callable[[Node, Callable[[Node], Any]], Any], holds: Set[Node], given: Set[Node],
+    doubtful: Set[Node],
+) -> dict[Node, Any]:  # fmt: skip
     """Return the dtypes that the values of a graph would have without autocast.
 
     Args:
         graph: `meta["val"]` are its values without the casts of autocast.
         infer: gives a node's output dtypes from those of its operands; raises where it rejects them.
-        holds: the inputs that the model itself holds, or has made low; others are not low of their own.
+        holds: the inputs that the model itself holds, or has made low.
+        given: those that the model was called with; others are not low of their own. An op that rejects one of these
+            runs under autocast alone, and what it gives is not low of its own either.
         doubtful: what names a low dtype that may be the author's or read off what autocast made low.
     """
     nodes = [n for n in graph.nodes if n.meta.get("val") is not None]
     place = {n: i for i, n in enumerate(nodes)}
     own: dict[Node, Any] = {}
     authors: set[Node] = set()
+    of_given = {*given}
     at = 0
     while at < len(nodes):
         node, at = nodes[at], at + 1
         try:
-            made = _made(node, infer, own, holds)
+            made = _made(node, infer, own, holds | given)
         except Exception:  # whatever a fake kernel raises
             shown = _shown(node, infer, own, doubtful - authors)
             if shown:
@@ -50,9 +54,12 @@ def own_dtypes(
                 at = min(place[n] for n in shown)
                 continue
             made = dtypes_of(node.meta["val"])
-            made = made if any(own.get(n) in LOW for n in node.all_input_nodes) else without_low(made)
+            made = made if any(own.get(n) in LOW for n in {*node.all_input_nodes} - of_given) else without_low(made)
         is_low = node not in doubtful or node in authors or _restores_low(node, own, holds)
         own[node] = made if is_low else without_low(made)
+        low = {n for n in node.all_input_nodes if own.get(n) in LOW}
+        if low and low <= of_given:
+            of_given.add(node)
     return own
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 from torch.fx import GraphModule, Node
 
-from passes._torch import MODULE_CALLS, is_compiled_in_place, original_of
+from passes._torch import MODULE_CALLS, is_compiled_in_place, original_of, pytree
 
 
 @dataclass(frozen=True)
@@ -27,12 +27,14 @@ class Scope:
         modules: paths in it, by identity as Dynamo writes it.
         parameters: paths of parameters, by identity.
         inside: what the code being captured stands in: path and type, from the root to the innermost.
+        given: what the compiled module is called with, its leaves.
     """
 
     root: nn.Module
     modules: dict[str, str]
     parameters: dict[int, str]
     inside: tuple[tuple[str, type], ...]
+    given: tuple[Any, ...] = ()
 
     def stack(self, node: Node) -> dict[str, tuple[str, Any]]:
         """Return the modules that a node was made in, in the form of `nn_module_stack`."""
@@ -46,7 +48,7 @@ class Scope:
 
 def scope() -> Scope | None:
     """Return the scope of the graph being captured; None where what was compiled is no module."""
-    running = _running()
+    running, given = _running()
     if not running:
         return None
     root, innermost = running[-1], running[0]
@@ -54,7 +56,7 @@ def scope() -> Scope | None:
     parts = [p for p in modules.get(str(id(innermost)), "").split(".") if p]
     paths = [".".join(parts[:i]) for i in range(len(parts) + 1)]
     inside = tuple((path, type(root.get_submodule(path))) for path in paths)
-    return Scope(root, modules, {id(p): path for path, p in root.named_parameters()}, inside)
+    return Scope(root, modules, {id(p): path for path, p in root.named_parameters()}, inside, given)
 
 
 def is_gathered() -> bool:
@@ -69,8 +71,11 @@ def is_gathered() -> bool:
     return False
 
 
-def _running() -> list[nn.Module]:
-    """Return the modules whose call is under way, innermost first, up to the one that was compiled; else none."""
+def _running() -> tuple[list[nn.Module], tuple[Any, ...]]:
+    """Return the modules whose call is under way, innermost first, up to the one that was compiled, and its inputs.
+
+    There are none where no compiled module is being called.
+    """
     found: list[nn.Module] = []
     parts: list[nn.Module] = []  # compiled graphs: mostly what torch has made of one, rarely what a user has
     frame: FrameType | None = sys._getframe(1)
@@ -83,6 +88,6 @@ def _running() -> list[nn.Module]:
         if isinstance(compiled, GraphModule):
             parts.append(compiled)
         elif compiled is not None:
-            return [*found, compiled]
+            return [*found, compiled], tuple(pytree.tree_leaves((frame.f_locals["args"], frame.f_locals["kwargs"])))
         frame = frame.f_back
-    return parts[:1]
+    return parts[:1], ()

@@ -20,8 +20,10 @@ from ..train.step import TrainStep
 from .diff.diff import Diffable, plan_in
 from .forms.dot import to_dot
 from .forms.harmless import markdown, visible
+from .forms.lines import HEADERS as COSTS
+from .forms.lines import costliest, source
 from .forms.model_explorer import to_model_explorer
-from .forms.tree import chosen, fits, grown, rows, table
+from .forms.tree import chosen, elsewhere, fits, grown, rows, table
 from .record.build import record_of
 from .record.record import NodeRecord, Record, Totals
 
@@ -55,6 +57,7 @@ class Report:
     def to_tree(
         self, *, style: str = "simple", depth: int | None = None, nodes: bool = False, modules: Sequence[str] = (),
         ops: Sequence[str] = (), colours: Sequence[str] = (), reasons: Sequence[str] = (), width: int | None = None,
+        lines: bool = False, edits: bool = False,
     ) -> str:  # fmt: skip
         """Write the totals, the notes and the modules as a tree. Sizes are in MB, 10^6 bytes.
 
@@ -67,6 +70,8 @@ class Report:
             colours: Dtypes; only nodes that run in one of them are counted.
             reasons: Codes of reasons; only nodes with one of them are counted.
             width: The width of the terminal in characters, into which the tables have to fit; None for any width.
+            lines: List the ten lines of your code that cost most, by the bytes of their casts, then by bytes saved.
+            edits: List how often each rule of the passes fired, and the rules that never did.
 
         Example:
             >>> print(fxamp.report(converted).to_tree(ops=["linear"]).splitlines()[-3])
@@ -75,17 +80,19 @@ class Report:
         record = self.record or record_of(self.plan)
         found = chosen(record, modules=modules, ops=ops, colours=colours, reasons=reasons)
         cell, heading = (markdown, "## ") if style == "pipe" else (visible, "")
-        totals = [(cell(name), cell(str(value))) for name, value in (*self._totals().items(), *self._sizes())]
-        parts = [f"{heading}Totals", tabulate(totals, ("", ""), style, disable_numparse=True)]
-        if self.plan.notes:
-            parts += [f"{heading}Notes", "\n".join(f"- {cell(note)}" for note in self.plan.notes)]
-        body = [(cell(name), *rest) for name, *rest in rows(grown(found, self.model), depth)]
+        parts = self._head(style, heading, cell)
+        body = [(cell(name), *rest) for name, *rest in rows(grown(found, self.model), record.has_casts, depth)]
+        if len(found) == len(record.nodes):
+            body += [(name, "", "", "", str(count), *("",) * 4) for name, count in elsewhere(record)]
         parts += [f"{heading}Modules", table(body, style, width)]
+        if lines:
+            parts += [f"{heading}Lines", self._lines(record, found, style, cell, width)]
         if nodes:
             several = any(node.graph for node in found)
-            lines = [tuple(cell(v) for v in _line(node, several)) for node in found]
-            text = tabulate(lines, HEADERS, style, disable_numparse=True)
-            parts += [f"{heading}Nodes", text if width is None or fits(text, width) else _narrow(lines)]
+            listed = [tuple(cell(v) for v in _line(node, several)) for node in found]
+            text = tabulate(listed, HEADERS, style, disable_numparse=True)
+            parts += [f"{heading}Nodes", text if width is None or fits(text, width) else _narrow(listed)]
+        if edits:
             parts += self._edits(style, heading, cell)
         return "\n\n".join(parts) + "\n"
 
@@ -151,6 +158,32 @@ class Report:
         """
         return to_model_explorer(chosen(self.record or record_of(self.plan), **only), self.model)
 
+    def _head(self, style: str, heading: str, cell: Callable[[str], str]) -> list[str]:
+        """Write what every form begins with: the totals, the notes, and how it trains."""
+        totals = [(cell(name), cell(str(value))) for name, value in (*self._totals().items(), *self._sizes())]
+        parts = [f"{heading}Totals", tabulate(totals, ("", ""), style, disable_numparse=True)]
+        if self.plan.notes:
+            # Second, because what was not done as usual matters more than what was.
+            parts += [f"{heading}Notes", "\n".join(f"- {cell(note)}" for note in self.plan.notes)]
+        if self.training:
+            training = [(cell(name), cell(text)) for name, text in self.training]
+            parts += [f"{heading}Training", tabulate(training, ("", ""), style, disable_numparse=True)]
+        return parts
+
+    def _lines(
+        self, record: Record, nodes: Sequence[NodeRecord], style: str, cell: Callable[[str], str], width: int | None
+    ) -> str:
+        """Write the lines that cost most, without their code where there is no room for it; or why there are none."""
+        body = [tuple(map(cell, row)) for row in costliest(record, nodes)]
+        if not body:
+            return "What lines cost is known of what fxamp.convert returned for example inputs, and of nothing else."
+        align = ("left",) * 2 + ("right",) * 5
+        text = tabulate(body, COSTS, style, disable_numparse=True, colalign=align)
+        if width is None or fits(text, width):
+            return text
+        bare = [(line.partition(": ")[0], *rest) for line, *rest in body]
+        return tabulate(bare, COSTS, style, disable_numparse=True, colalign=align)
+
     def _totals(self) -> dict[str, object]:
         plan = self.plan
         return {
@@ -195,19 +228,12 @@ class Report:
 
         several = any(decision.graph for decision in self.plan.decisions)
         parts = [
-            f"{heading}Totals",
-            table([(name, str(value)) for name, value in self._totals().items()], ("", "")),
+            *self._head(style, heading, cell),
             f"{heading}Ops",
             table([(op, colour, str(count)) for op, colour, count in self._ops()], ("op", "colour", "nodes")),
             f"{heading}Nodes",
             table([_row(decision, several) for decision in self.plan.decisions], HEADERS),
-            *self._edits(style, heading, cell),
         ]
-        if self.training:
-            parts[2:2] = [f"{heading}Training", table(list(self.training), ("", ""))]
-        if self.plan.notes:
-            # Second, because what was not done as usual matters more than what was.
-            parts[2:2] = [f"{heading}Notes", "\n".join(f"- {cell(note)}" for note in self.plan.notes)]
         return "\n\n".join(parts) + "\n"
 
 
@@ -236,6 +262,11 @@ def report(converted_or_plan: Diffable | TrainStep) -> Report:
     plan = plan_in(given)
     if plan is None and step is not None and step.compiled is not None and step.compiled.settings.converts:
         plan = plan_of(step.model)
+    if plan is None and step is not None:
+        raise FxampError(
+            f"report: {type(given).__name__} is not converted, so this TrainStep trains it in FP32, and there is no "
+            "plan; give TrainStep what fxamp.convert or fxamp.compile returned"
+        )
     if plan is None:
         raise FxampError(
             f"report: a {type(given).__name__} has no plan; give a Plan, the path of a saved one, "
@@ -257,9 +288,8 @@ def _row(decision: Decision, several: bool) -> tuple[str, ...]:
 
 def _line(node: NodeRecord, several: bool) -> tuple[str, ...]:
     autocast = node.autocast if node.autocast != node.colour else ""
-    place = f"{node.file}:{node.line}: {node.code}" if node.file else ""
     key = f"{node.graph}:{node.key}" if several else node.key
-    return key, node.op, node.colour, autocast, f"{node.reason_code}: {node.reason}", place
+    return key, node.op, node.colour, autocast, f"{node.reason_code}: {node.reason}", source(node)
 
 
 def _instead(totals: Totals) -> str:

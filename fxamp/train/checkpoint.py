@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from passes.contract.errors import PolicyError
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .step import TrainStep
 
 _KEYS = (
-    "settings", "model", "optimizers", "schedulers", "ema", "scaler", "windows", "position", "given_scale",
+    "settings", "model", "beside", "optimizers", "schedulers", "ema", "scaler", "windows", "position", "given_scale",
     "kept", "gradients", "rng",
 )  # fmt: skip
 
@@ -27,6 +27,7 @@ def state_of(step: TrainStep) -> dict[str, Any]:
     return {
         **course_of(step),
         "model": step.model.state_dict(),
+        "beside": beside(step),
         "optimizers": [optimizer.state_dict() for optimizer in step.optimizers],
         "ema": [average.state_dict() for average in step.averages],
         "position": step._position,
@@ -35,6 +36,19 @@ def state_of(step: TrainStep) -> dict[str, Any]:
         "gradients": [[None if p.grad is None else p.grad.detach() for p in parameters(o)] for o in step.optimizers],
         "rng": random_state(),
     }
+
+
+def beside(step: TrainStep) -> dict[str, Tensor]:
+    """Return what is trained or kept outside the model, in use: a loss's own state, and what else optimizers hold."""
+    held: dict[str, Any] = {}
+    if isinstance(step.loss_fn, nn.Module):
+        held = step.loss_fn.state_dict(prefix="loss_fn.", keep_vars=True)
+    for index, optimizer in enumerate(step.optimizers):
+        held.update((f"parameter {at} of optimizer {index}", p) for at, p in enumerate(parameters(optimizer)))
+    named = {id(t): name for name, t in reversed(held.items()) if isinstance(t, Tensor)}  # the first name it has
+    for t in (*step.model.parameters(), *step.model.buffers()):
+        named.pop(id(t), None)
+    return {name: held[name].detach() for name in named.values()}
 
 
 def course_of(step: TrainStep) -> dict[str, Any]:
@@ -71,6 +85,7 @@ def load(step: TrainStep, state: Mapping[str, Any]) -> None:
         raise PolicyError(f"not the state of a TrainStep: it lacks {', '.join(missing)}")
     refuse_other_settings(step, state["settings"])
     _refuse_other_tensors("the model", step.model.state_dict(), state["model"])
+    _refuse_other_tensors("what is trained beside it", beside(step), state["beside"])
     for index, (average, saved) in enumerate(zip(step.averages, state["ema"], strict=True)):
         _refuse_other_tensors(f"ema {index}", average.state_dict(), saved)
     _refuse_other_gradients(step, state["gradients"])
@@ -83,6 +98,9 @@ def load(step: TrainStep, state: Mapping[str, Any]) -> None:
     load_course(step, state)
     step._cleared = [p for p in step.model.parameters() if p.grad is None]
     step.model.load_state_dict(state["model"])
+    with torch.no_grad():
+        for name, tensor in beside(step).items():
+            tensor.copy_(state["beside"][name])
     parts: list[Any] = [*step.optimizers, *step.averages]
     for part, saved in zip(parts, [*state["optimizers"], *state["ema"]], strict=True):
         part.load_state_dict(saved)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
@@ -34,12 +32,6 @@ def averages_of(ema: object, model: nn.Module) -> tuple[AveragedModel, ...]:
                 "AveragedModel(model)."
             )
     return averages
-
-
-def follow(averages: Sequence[AveragedModel], model: nn.Module) -> None:
-    """Let averages take in the weights after a step."""
-    for average in averages:
-        average.update_parameters(model)
 
 
 def _signature(model: nn.Module) -> set[tuple[str, tuple[int, ...]]]:

@@ -1,18 +1,25 @@
-"""Checks before the first micro-batch of a step that several ranks share."""
+"""Checks before the first micro-batch of a step, which several ranks may share, and after its first forward."""
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
+
+from passes.contract.devices import DEVICES
 
 from ..dynamo import compiled
 from .checkpoint import settings
+from .given import policies_of
 from .ranks.refused import refuse_unfit_ranks
 from .ranks.same import compare
 
 if TYPE_CHECKING:
     from .step import TrainStep
+
+logger = logging.getLogger("fxamp")
 
 
 def begin(step: TrainStep) -> None:
@@ -28,6 +35,25 @@ def begin(step: TrainStep) -> None:
     if step.ranks.groups:
         compare(_told(step), step.ranks.groups)
     step._begun = True
+
+
+def warn_of_fp32(step: TrainStep) -> None:
+    """Say that a model is not converted, once, after its first forward: it trains in FP32, which may be a slip."""
+    if step._seen:
+        return
+    step._seen = True
+    if any(torch.is_autocast_enabled(device) for device in DEVICES) or is_converted(step):
+        return
+    name = type(step.model).__name__
+    logger.warning(
+        "fxamp: TrainStep trains %s in FP32, since it is not converted: give it what fxamp.convert(model, ...) or "
+        "fxamp.compile(model) returned. The optimizer may stay, for the parameters are the same.", name,
+    )  # fmt: skip
+
+
+def is_converted(step: TrainStep) -> bool:
+    """Say whether the model of a step, or a part of it, is converted, or is to be by the step itself."""
+    return bool(step.compiled is not None and step.compiled.settings.converts) or bool(policies_of(step.model))
 
 
 def _told(step: TrainStep) -> dict[str, Any]:

@@ -22,14 +22,20 @@ from .window.conditional import parameters
 
 def low_dtype_of(model: nn.Module) -> torch.dtype | None:
     """Find the low dtype that `model`, or a part of it, was converted to; FP16 where there are both."""
+    policies = policies_of(model)
+    found = {policy.dtype for policy in policies if policy.level.rounds}
+    return torch.float16 if torch.float16 in found else next((d for d in found if isinstance(d, torch.dtype)), None)
+
+
+def policies_of(model: nn.Module) -> list[Policy]:
+    """Return what a model and its parts were converted to; nothing for what is not converted, or not yet."""
     plans = [getattr(module, "plan", None) for module in model.modules()]
     for module in model.modules():
         if module is model or compiled.is_compiled(module):
             with contextlib.suppress(CaptureError):
                 plans.append(compiled.plan_of(module))
-    policies = [getattr(plan, "policy", None) for plan in plans]
-    found = {policy.dtype for policy in policies if isinstance(policy, Policy) and policy.level.rounds}
-    return torch.float16 if torch.float16 in found else next((d for d in found if isinstance(d, torch.dtype)), None)
+    found = [getattr(plan, "policy", None) for plan in plans]
+    return [policy for policy in found if isinstance(policy, Policy)]
 
 
 def scaler_of(scaler: object, low_dtype: torch.dtype | None) -> LossScaler:

@@ -26,7 +26,7 @@ from torch.optim.swa_utils import AveragedModel
 from passes._torch import OptimizedModule
 from passes.contract.errors import PolicyError
 
-from .checkpoint import course_of, load_course, random_state, refuse_other_settings, set_random_state
+from .checkpoint import beside, course_of, load_course, random_state, refuse_other_settings, set_random_state
 from .window.conditional import parameters
 
 if TYPE_CHECKING:
@@ -118,6 +118,7 @@ def _states(step: TrainStep) -> tuple[dict[str, Tensor], dict[str, dict[str, Any
     tensors = {f"model.{_plain(step.model, name)}": t for name, t in step.model.state_dict().items()}
     for index, average in enumerate(step.averages):
         tensors.update((f"ema.{index}.{_plain(average, name)}", t) for name, t in average.state_dict().items())
+    tensors.update((f"beside.{name}", t) for name, t in beside(step).items())
     rest: dict[str, dict[str, Any]] = defaultdict(dict)
     for index, optimizer in enumerate(step.optimizers):
         for name, p in zip(_names(step, optimizer), parameters(optimizer), strict=True):

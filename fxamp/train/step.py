@@ -29,8 +29,8 @@ from . import checkpoint
 from .compiled.compile_settings import refuse_unfit, settings_of
 from .compiled.compiled_step import CompiledStep
 from .describe import reasons_to_wait
-from .ema import averages_of, follow
-from .first_step import begin
+from .ema import averages_of
+from .first_step import begin, warn_of_fp32
 from .given import low_dtype_of, optimizers_of, scaler_of, schedulers_of
 from .ranks.ranks import Ranks
 from .ranks.refused import refuse_unfit_model
@@ -41,9 +41,10 @@ from .weights.weights import Mode, WeightCasts
 from .window.average import Mean, average
 from .window.closure import needs_closure, refuse_company, run_window, step_by_closure
 from .window.conditional import parameters
+from .window.following import follow
 from .window.loss import LossFunction, loss_of
 from .window.microbatches import KeptMicroBatches
-from .window.result import HeldBack, StepResult
+from .window.result import StepResult
 from .window.update import Update, take_step
 
 
@@ -167,8 +168,7 @@ class TrainStep:
         compiles |= settings is not None and settings.converts
         self._undecided = isinstance(scaler, str) and self._low_dtype is None and compiles
         self._scaler_state: Mapping[str, Any] | None = None  # loaded before that call
-        self._warned = False
-        self._begun = False  # whether all ranks are known to have been told the same
+        self._warned = self._begun = self._seen = False  # of unscaled FP16; told the same as all ranks; looked for FP32
 
         self.windows = 0
         self._position = 0  # micro-batches of the open window seen so far
@@ -239,8 +239,9 @@ class TrainStep:
     def state_dict(self) -> dict[str, Any]:
         """Return all that a run needs to continue bit for bit, as plain values and tensors.
 
-        It holds the states of the model, the optimizers, schedulers, averages, scaler and random number generators, and
-        the position in the window with the gradients so far. Tensors are the ones in use, not copies.
+        It holds the states of the model, of a loss that is a module, of the optimizers, schedulers, averages and the
+        scaler, the further tensors that optimizers hold, the position in the window with the gradients so far, and the
+        states of the random number generators. Tensors are the ones in use, not copies.
 
         Example:
             >>> torch.save(step.state_dict(), "step.pt")
@@ -261,12 +262,18 @@ class TrainStep:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TrainStep:
         """Copy the step with its model and optimizers, between windows: copies of parameters have no gradients."""
+        new = memo[id(self)] = TrainStep.__new__(TrainStep)
+        new.__setstate__({key: copy.deepcopy(value, memo) for key, value in self.__getstate__().items()})
+        return new
+
+    def __getstate__(self) -> dict[str, Any]:
         if self._position:
             raise PolicyError("a TrainStep cannot be copied within a window: call flush() first, or save state_dict()")
-        new = memo[id(self)] = TrainStep.__new__(TrainStep)
-        new.__dict__.update({key: copy.deepcopy(value, memo) for key, value in self.__dict__.items()})
-        new.scaler.name_parameters(new.model.named_parameters())
-        return new
+        return self.__dict__
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.scaler.name_parameters(self.model.named_parameters())
 
     def _micro_batch(self, inputs: Any, target: Any) -> None:
         """Run forward and backward; gradients are those of the window so far."""
@@ -279,6 +286,7 @@ class TrainStep:
                     "the loss does not depend on any trainable parameter: look for torch.no_grad(), .detach() or "
                     ".item() in the model or in loss_fn"
                 )
+            warn_of_fp32(self)
             if self._undecided:
                 self._decide()
             if self._kept is not None:
@@ -355,16 +363,17 @@ class TrainStep:
             live = [o for o in self.optimizers if any(p.grad is not None for p in parameters(o))]
             if live:
                 update = self._update(live, mean) if self._again is None else self._update_by_closure(*live)
-                self._follow(update.held_back)
+                update = update._replace(held_back=follow(update.held_back, self.model, self.schedulers, self.averages))
             return self._result(update, mean.kept)
         finally:
             self._close_window()
 
     def _update(self, live: Sequence[Optimizer], mean: Mean) -> Update:
         self._scale_now()  # before the update changes it
-        compiled = self.compiled is not None and self.compiled.update.takes(live, self.ranks)
-        step = self.compiled.update if self.compiled is not None and compiled else take_step
-        return step(self._window_scaler, live, self.max_grad_norm, self.ranks, mean.nothing, mean.overflow)
+        told = (self._window_scaler, live, self.max_grad_norm, self.ranks, mean.nothing, mean.overflow)
+        if self.compiled is not None and self.compiled.update.takes(live, self.ranks):
+            return self.compiled.update(*told)
+        return take_step(*told, followed=bool(self.schedulers or self.averages))
 
     def _update_by_closure(self, optimizer: Optimizer) -> Update:
         micro_batches, scaler = tuple(self._again or ()), self._window_scaler
@@ -379,17 +388,6 @@ class TrainStep:
         held_back = step_by_closure(optimizer, scaler, run, self.ranks)
         scaler.update()
         return Update({optimizer: held_back}, None)
-
-    def _follow(self, held_back: Mapping[Optimizer, HeldBack]) -> None:
-        """Let schedulers and averages follow the optimizers that stepped."""
-        if not self.schedulers and not self.averages:
-            return
-        stepped = [optimizer for optimizer, held in held_back.items() if not held]
-        for scheduler in self.schedulers:
-            if scheduler.optimizer in stepped:
-                scheduler.step()
-        if stepped:
-            follow(self.averages, self.model)
 
     def _close_window(self) -> None:
         self.weights.forget()

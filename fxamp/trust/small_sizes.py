@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from passes._torch import FakeTensorMode, TorchDispatchMode, own_schema, pytree, quiet_fakes, undecided_by_fakes
@@ -32,12 +33,17 @@ Run = Callable[[list[Any]], Any]  # of flat tensors
 class _Calls(TorchDispatchMode):
     """Count the kernels that are called, with the numbers they are given; views, which move nothing, are left out."""
 
-    def __init__(self) -> None:
+    def __init__(self, mode: FakeTensorMode) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.count: Counter[Any] = Counter()
+        self._mode = mode
+
+    def _faked(self, value: Any) -> Any:
+        """Return a parameter as a fake tensor: of a call with a real one, fake mode does not remember the result."""
+        return self._mode.from_tensor(value, static_shapes=True) if type(value) is nn.Parameter else value
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        args, kwargs = tuple(map(self._faked, args)), kwargs or {}
         if not _is_view(func):
             positional, named = _scalars_of(func)
             given = [args[i] for i in positional if i < len(args)] + [kwargs[n] for n in named if n in kwargs]
@@ -98,7 +104,8 @@ def _difference(tensors: Sequence[torch.Tensor], cut: dict[int, set[int]], size:
     """Return the calls that one of model and graph makes and the other does not, and whether the results look alike."""
     made = []
     for run in (model, graph):
-        mode, calls = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()), _Calls()
+        mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+        calls = _Calls(mode)
         fakes = [mode.from_tensor(t.detach(), static_shapes=True) for t in tensors]
         with quiet_fakes(), mode, torch.compiler.set_stance("force_eager"):  # torch.cond would compile itself
             given = [_cut(t, cut.get(i, set()), size) for i, t in enumerate(fakes)]

@@ -19,6 +19,8 @@ class Device:
         autocast: The dispatch key of its autocast.
         launch: How many bytes move in the time of one launch; assumed, not measured.
         bytes_per_nanosecond: How many bytes move in a nanosecond; assumed.
+        batches: Whether copies of many tensors take less time by one launch than one by one: not on a core, which would
+            have each out of its cache before it is read.
         is_here: Tells whether this process has one.
         capability: Names the kind of it that is here, by which measured facts are told apart.
         synchronize: Waits for what was launched.
@@ -29,6 +31,7 @@ class Device:
     autocast: str
     launch: int
     bytes_per_nanosecond: int
+    batches: bool
     is_here: Callable[[], bool]
     capability: Callable[[], str]
     synchronize: Callable[[], None]
@@ -36,16 +39,16 @@ class Device:
 
 _ROWS = (
     Device(  # 5 us at 10 GB/s, on a core
-        "cpu", "cpu", "AutocastCPU", 50_000, 10,
+        "cpu", "cpu", "AutocastCPU", 50_000, 10, False,
         lambda: True, torch.backends.cpu.get_cpu_capability, torch.cpu.synchronize,
     ),
     Device(  # 2 us at 500 GB/s
-        "cuda", "cuda", "AutocastCUDA", 1_000_000, 500,
+        "cuda", "cuda", "AutocastCUDA", 1_000_000, 500, True,
         lambda: torch.cuda.is_available(), lambda: "sm_{}{}".format(*torch.cuda.get_device_capability()),
         torch.cuda.synchronize,
     ),
     Device(  # what a placement costs is CUDA's
-        "xpu", "cuda", "AutocastXPU", 1_000_000, 500,
+        "xpu", "cuda", "AutocastXPU", 1_000_000, 500, True,
         lambda: torch.xpu.is_available(), lambda: torch.xpu.get_device_name(), lambda: torch.xpu.synchronize(),
     ),
 )  # fmt: skip

@@ -43,3 +43,10 @@ class Level(str, enum.Enum):
 
 
 LEVELS = tuple(level.value for level in Level)
+
+
+def zero_for_o(text: str) -> str:
+    """Write the end of an error message on a level with a zero in place of its letter; empty for any other text."""
+    meant = f"O{text[1:]}"
+    is_meant = text[:1] == "0" and meant in LEVELS
+    return f"; {text!r} begins with the digit 0, and a level with the letter O: {meant!r}" if is_meant else ""

@@ -21,7 +21,7 @@ from torch import nn
 
 from .devices import DEVICES
 from .errors import PolicyError
-from .levels import LEVELS, Level
+from .levels import LEVELS, Level, zero_for_o
 
 Pairs: TypeAlias = tuple[tuple[str, str], ...]
 # Keys are str or type[nn.Module]. A mapping's key type is invariant, so naming them would refuse most literals.
@@ -296,7 +296,7 @@ def _instead_of_level(text: str, level: str) -> str:
         return f"; a policy begins with its level: {f'O1,dtype={text}'!r}"
     if "=" in level:
         return f"; a policy begins with its level: {f'O1,{text}'!r}"
-    return nearest(level, LEVELS)
+    return zero_for_o(level) or nearest(level, LEVELS)
 
 
 def _matches(policy: Policy, stack: Stack) -> Iterable[tuple[tuple[int, int, int], Override]]:
@@ -407,4 +407,5 @@ def _choice(name: str, value: object, legal: Sequence[str], more: str = "") -> s
     if isinstance(value, str) and value in legal:
         return value
     options = ", ".join((*legal, more) if more else legal)
-    raise PolicyError(f"unknown {name} {value!r}; legal: {options}{nearest(str(value), legal)}")
+    hint = zero_for_o(str(value)) or nearest(str(value), legal)
+    raise PolicyError(f"unknown {name} {value!r}; legal: {options}{hint}")

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.fx import Interpreter, Node
 
 from passes._torch import FakeTensorMode, pytree
+from passes.contract.plan import Decision
 from passes.graph.notes import is_inserted
 from passes.graph.values import keys
 from passes.ops import ops
@@ -82,9 +83,10 @@ def dtypes_under_cuda(plain: Any, module: Any, args: Any, kwargs: Any) -> tuple[
         args: its example inputs.
         kwargs: its example inputs by keyword.
     """
-    decisions, plain_keys = {d.key: d for d in module.plan.decisions}, keys(plain.graph.nodes)
-    found = {node.name: decisions[key] for node, key in plain_keys.items() if key in decisions}
-    read = {name: getattr(torch, d.autocast_dtype) for name, d in found.items() if d.code == "dtype_argument"}
+    decided = decisions(module).values()
+    read = {
+        n.name: getattr(torch, d.autocast_dtype) for n, d in decided if d is not None and d.code == "dtype_argument"
+    }
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
         torch.set_autocast_enabled("cuda", True)
         torch.set_autocast_dtype("cuda", LOW_DTYPE)
@@ -105,13 +107,23 @@ def beside(plain: Any, module: Any, dtypes: dict[str, torch.dtype]) -> list[list
         module: the same converted at O1.
         dtypes: what autocast gives the values of the first graph of `plain`, by the name of the node.
     """
-    ours = {key: n for n, key in keys(module.graph.nodes).items() if not is_inserted(n)}
-    decisions = {d.key: d for d in module.plan.decisions}
-    rows = []
+    ours, rows = decisions(module), []
     for node, key in keys(plain.graph.nodes).items():
-        expected = dtypes.get(node.name)
-        if expected is not None and expected.is_floating_point and key in ours:
-            decision, got = decisions.get(key), str(ours[key].meta["val"].dtype)[6:]
-            autocast, code = (decision.autocast_dtype, decision.code) if decision is not None else (got, "")
-            rows.append([key, ops.name(node), str(expected)[6:], autocast, got, code])
+        expected, found = dtypes.get(node.name), ours.get(node.name)
+        if expected is None or not expected.is_floating_point or found is None:
+            continue
+        if ops.name(found[0]) != ops.name(node):
+            continue
+        got = str(found[0].meta["val"].dtype)[6:]
+        autocast, code = (found[1].autocast_dtype, found[1].code) if found[1] is not None else (got, "")
+        rows.append([key, ops.name(node), str(expected)[6:], autocast, got, code])
     return rows
+
+
+def decisions(module: Any) -> dict[str, tuple[Node, Decision | None]]:
+    """Return the author's nodes of a converted graph, by name, and what was decided on each.
+
+    A name is the same in all graphs of one capture; a key counts the calls of an op, and more where one is decomposed.
+    """
+    decided = {d.key: d for d in module.plan.decisions}
+    return {n.name: (n, decided.get(key)) for n, key in keys(module.graph.nodes).items() if not is_inserted(n)}

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
@@ -13,6 +14,7 @@ from torch.fx import GraphModule, Interpreter, Node
 
 import fxamp
 from fxamp.trust.check import preserved
+from passes.contract.policy import Policy
 from passes.graph.values import keys, source
 from passes.ops import ops
 
@@ -123,9 +125,57 @@ def first_difference(
     shown = unequal([(0, expected, got)], module.plan)
     if shown is not None:
         return shown
-    known = {*expected.names.values()}
-    inside = next((d for d in module.plan.deviations if d.key not in known), None)  # a part of the last op
+    return _inside([expected], module.plan)
+
+
+def _inside(expected: Iterable[Record], plan: fxamp.Plan) -> tuple[str, str]:
+    """Return the code and the key of the first deviation that is of a part of an op, where no node differs."""
+    known = {key for record in expected for key in record.names.values()}
+    inside = next((d for d in plan.deviations if d.key not in known), None)
     return ("", "what no node shows") if inside is None else (inside.code, inside.key)
+
+
+class Recorded:
+    """A `torch.compile` backend that records each call of a graph: as Dynamo captured it, or converted to a policy."""
+
+    def __init__(self, policy: Policy | None = None) -> None:
+        self.policy, self.graphs = policy, 0
+        self.calls: list[tuple[int, Record]] = []  # with the number of the graph
+
+    def __call__(self, gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        """Compile one graph."""
+        index, author = self.graphs, {node.name for node in gm.graph.nodes}
+        self.graphs += 1
+
+        def inner(graph: GraphModule, _: list[Any]) -> Callable[..., Any]:
+            return functools.partial(self._call, graph, index, author)
+
+        if self.policy is None:
+            return inner(gm, example_inputs)
+        return fxamp.backend(self.policy, inner)(gm, example_inputs)
+
+    def _call(self, graph: GraphModule, index: int, author: set[str], *args: Any) -> Any:
+        record = Record(graph, author)
+        self.calls.append((index, record))
+        return record.run(*args, enable_io_processing=False)
+
+
+def first_difference_at_calls(found: Compared, policy: Policy, *, grad: bool = True) -> tuple[str, str]:
+    """Return the code and the key of the first node at which a model compiled under autocast differs from autocast.
+
+    The code is "" where there is none.
+    """
+    expected, got = Recorded(), Recorded(policy)
+    for backend in (expected, got):
+        torch._dynamo.reset()
+        compiled: Any = torch.compile(found.model, backend=backend)
+        args, kwargs = copy.deepcopy((found.args, found.kwargs))
+        with preserved(found.model), torch.set_grad_enabled(grad), found.ambient(), contextlib.suppress(Stopped):
+            torch.manual_seed(0)
+            compiled(*args, **kwargs)
+    runs = [(index, theirs, ours) for (_, theirs), (index, ours) in zip(expected.calls, got.calls, strict=False)]
+    plan = fxamp.plan_of(compiled)
+    return unequal(runs, plan) or _inside([record for _, record in expected.calls], plan)
 
 
 def _flat(module: fxamp.ConvertedModule, found: Compared) -> list[Any]:

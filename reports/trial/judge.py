@@ -8,11 +8,12 @@ precision allows (`runs.Allowed`), twice as far at O3.
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -23,12 +24,13 @@ from fxamp.capture.export import without_fused_layers
 from fxamp.capture.model.captured import Captures, as_inputs
 from fxamp.capture.states import capture, copied
 from fxamp.convert import autocast_for, checked, emit, resolve
-from fxamp.trust.check import check_runs
+from fxamp.trust.check import check_runs, preserved
 from passes.contract.errors import FxampError, RejectedError, VerificationError
 from passes.contract.policy import Policy
 from passes.contract.reasons import DEVIATIONS
+from passes.graph.values import literal_dtype
 
-from .first import first_difference
+from .first import first_difference, first_difference_at_calls
 from .runs import Allowed, Run, changed, gradients_differ, run, tensors, values_differ
 
 LEVELS = ("O0", "O1", "O2", "O3")
@@ -114,10 +116,23 @@ def quiet() -> Iterator[None]:
         yield
 
 
-def captured(found: Subject, front_end: str) -> Captures:
+class Tried(Protocol):
+    """A model with its inputs, and what is low for it."""
+
+    @property
+    def model(self) -> nn.Module: ...  # noqa: D102
+    @property
+    def args(self) -> tuple[Any, ...]: ...  # noqa: D102
+    @property
+    def kwargs(self) -> dict[str, Any]: ...  # noqa: D102
+    @property
+    def low(self) -> str: ...  # noqa: D102
+
+
+def captured(found: Tried, front_end: str, device: str | None = None) -> Captures:
     """Capture once for all levels, as `fxamp.convert` does for one, and check it as that does."""
     inputs = (found.args, found.kwargs) if front_end == "export" else (None, None)
-    settled = resolve(Policy.parse(f"O1,dtype={found.low}"), found.model, as_inputs(*inputs))
+    settled = resolve(_policy(found, "O1", device), found.model, as_inputs(*inputs))
     autocast = autocast_for(settled, found.model, as_inputs(*inputs))
     options: Any = {"dynamic_shapes": None} if front_end == "export" else {}
     captures = capture(found.model, *inputs, front_end=front_end, autocast=autocast, **options)
@@ -126,16 +141,20 @@ def captured(found: Subject, front_end: str) -> Captures:
     return captures
 
 
-def emitted(found: Subject, captures: Captures, level: str) -> fxamp.ConvertedModule:
+def emitted(found: Tried, captures: Captures, level: str, device: str | None = None) -> fxamp.ConvertedModule:
     """Return a subject that was captured converted at one level, and run once as `fxamp.convert` does."""
     inputs = as_inputs(found.args, found.kwargs) if captures.graphs[0].front_end == "export" else None
-    settled = resolve(Policy.parse(f"{level},dtype={found.low}"), found.model, inputs)
+    settled = resolve(_policy(found, level, device), found.model, inputs)
     captures = copied(captures)
     present = captures.graphs[0]
     converted = emit(captures, settled)
     if inputs is not None:
         check_runs(converted, present, *inputs)
     return converted
+
+
+def _policy(found: Tried, level: str, device: str | None = None) -> Policy:
+    return Policy(level, dtype=LOW[found.low], device=device)
 
 
 def _ahead_of_time(found: Subject, captures: Captures, level: str) -> Verdict:
@@ -154,13 +173,21 @@ def _ahead_of_time(found: Subject, captures: Captures, level: str) -> Verdict:
         others = any(t.is_floating_point() and t.dtype != torch.float32 for t in tensors(found.args))
         symbolic = module.plan.verified == "symbolic" and (code == "unknown_rank" or others)
         if code not in DEVIATIONS and not symbolic:
-            return Verdict(MISMATCH, f"{verdict.why}; first at {where}, of which the plan says {code!r}")
+            return _unnamed(verdict, code, where)
         return Verdict(DEVIATION, f"{code} at {where}")
     return verdict
 
 
+def _unnamed(verdict: Verdict, code: str, where: str) -> Verdict:
+    return Verdict(MISMATCH, f"{verdict.why}; first at {where}, of which the plan says {code!r}")
+
+
 def _at_first_call(found: Subject, front_end: str, level: str) -> Verdict:
     verdict, got = _compiled(found, front_end, level)
+    if verdict.kind == DEVIATION:
+        code, where = first_difference_at_calls(found, _policy(found, level))
+        named = Verdict(DEVIATION, f"{code} at {where}")
+        verdict = named if code in DEVIATIONS else _unnamed(verdict, code, where)
     if verdict.kind not in (MISMATCH, ERROR):
         return verdict
     why = _without_fxamp(found, got, level)
@@ -216,7 +243,8 @@ def _compiled(found: Subject, front_end: str, level: str) -> tuple[Verdict, Run 
     except FxampError:
         plan = None  # no graph: all of it ran as it is
     if front_end == "jit" or level == "O0":
-        return _judge(found, got, level, plan, wider=level != "O0"), got
+        wider = level != "O0" and bool(_low_now_fp32(got, found.plain)) and _names_low(found)
+        return _judge(found, got, level, plan, wider=wider), got
     return _judge_ambient(found, got, level, plan), got
 
 
@@ -261,13 +289,36 @@ def _judge_ambient(found: Subject, got: Run, level: str, plan: fxamp.Plan | None
     return Verdict(MISMATCH, why) if why else Verdict(OK)
 
 
+def _low_now_fp32(got: Run, plain: Run) -> list[int]:
+    """Return which outputs are FP32 that the model gives low."""
+    pairs = enumerate(zip(got.outputs, plain.outputs, strict=False))
+    both = [(i, a, b) for i, (a, b) in pairs if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)]
+    return [i for i, a, b in both if a.dtype is torch.float32 and b.dtype in LOW.values()]
+
+
 def _low_made_fp32(got: Run, plain: Run) -> Run:
-    """Pass over dtypes that the README's limits name: what the author made low by `.to(dtype)` may come out FP32."""
-    outputs = [
-        a.to(b.dtype) if isinstance(a, torch.Tensor) and a.dtype is torch.float32 and b.dtype in LOW.values() else a
-        for a, b in zip(got.outputs, plain.outputs, strict=False)
-    ]
-    return replace(got, outputs=[*outputs, *got.outputs[len(outputs) :]])
+    """Pass over which of them these are."""
+    outputs = list(got.outputs)
+    for i in _low_now_fp32(got, plain):
+        outputs[i] = outputs[i].to(plain.outputs[i].dtype)
+    return replace(got, outputs=outputs)
+
+
+def _names_low(found: Subject) -> bool:
+    """Say whether the model names a low dtype, as in `.to(torch.bfloat16)`: what it makes so may come out FP32.
+
+    That is said of `fxamp.compile`, for Dynamo writes a dtype that was read off what autocast made low in the same way.
+    """
+    seen: list[torch.fx.Node] = []
+
+    def inner(gm: Any, inputs: Any) -> Any:
+        seen.extend(n for part in gm.modules() if hasattr(part, "graph") for n in part.graph.nodes)
+        return gm.forward
+
+    torch._dynamo.reset()
+    with preserved(found.model), contextlib.suppress(Exception):
+        torch.compile(found.model, backend=inner)(*copy.deepcopy(found.args), **copy.deepcopy(found.kwargs))
+    return any(n.op == "call_function" or str(n.target) == "to" for n in seen if literal_dtype(n) in LOW.values())
 
 
 def _with_dtypes(got: Run, of: Run) -> Run:

@@ -8,12 +8,13 @@ from __future__ import annotations
 import contextlib
 import itertools
 import warnings
-from collections.abc import Generator, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
 
 from passes._torch import pytree
 
@@ -26,10 +27,12 @@ UNINITIALISED = ("empty", "empty_like", "empty_permuted", "empty_strided", "new_
 
 @dataclass(frozen=True)
 class Sample:
-    """A model that calls one op or module, and its inputs."""
+    """A model that calls one op or module, its inputs, and what is low for it."""
 
     model: nn.Module
     args: tuple[Any, ...]
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    low: str = "bf16"
 
 
 class Call(nn.Module):
@@ -41,23 +44,40 @@ class Call(nn.Module):
     def __init__(self, called: Any, leaves: list[Any], tree: Any, product: bool) -> None:
         super().__init__()
         self.called, self.product = called, product
-        self.constants = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        self.tensors = [isinstance(leaf, Tensor) for leaf in leaves]
-        self.tree = tree
+        self.constants = tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+        self.spread = _spread(leaves, tree)
         if product:
             self.one = nn.Parameter(torch.ones(1, 1))
 
     def forward(self, *tensors: Tensor) -> Any:
         """Call it on its tensors, in the order in which it was given them."""
-        left = iter([self._behind(t) for t in tensors] if self.product else tensors)
-        leaves = [next(left) if is_tensor else c for is_tensor, c in zip(self.tensors, self.constants, strict=True)]
-        args, kwargs = pytree.tree_unflatten(leaves, self.tree)
-        return self.called(*args, **kwargs)
+        if self.product:
+            tensors = tuple([self._behind(t) for t in tensors])
+        return self.spread(self.called, tensors, self.constants)
 
     def _behind(self, value: Tensor) -> Tensor:
         if value.dtype is not torch.float32 or value.layout is not torch.strided or not value.numel():
             return value
         return torch.matmul(value.reshape(-1, 1), self.one).reshape(value.shape)
+
+
+def _spread(leaves: list[Any], tree: Any) -> Callable[..., Any]:
+    """Return `lambda called, t, c: called(t[0], [t[1], c[2]], dim=c[3])`, which torch.compile traces at once."""
+    places = itertools.count()
+    texts = [f"t[{next(places)}]" if isinstance(leaf, Tensor) else f"c[{i}]" for i, leaf in enumerate(leaves)]
+    args, kwargs = pytree.tree_unflatten(texts, tree)
+    given = [*map(_text, args), *(f"{name}={_text(value)}" for name, value in kwargs.items())]
+    made: Callable[..., Any] = eval(f"lambda called, t, c: called({', '.join(given)})")
+    return made
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key!r}: {_text(v)}" for key, v in value.items()) + "}"
+    inside = "".join(f"{_text(v)}, " for v in value)
+    return f"[{inside}]" if isinstance(value, list) else f"({inside})"
 
 
 def names() -> list[str]:
@@ -101,6 +121,8 @@ def _of_module(info: Any, dtype: torch.dtype) -> Iterator[tuple[Any, Any]]:
         if s.forward_input is None:
             continue
         made = info.module_cls(*s.constructor_input.args, **s.constructor_input.kwargs)
+        if any(isinstance(p, UninitializedParameter) for p in made.parameters()):
+            made(*s.forward_input.args, **s.forward_input.kwargs)  # a lazy module becomes another one at its first call
         yield made.eval(), (s.forward_input.args, s.forward_input.kwargs)
 
 

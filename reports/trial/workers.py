@@ -66,6 +66,8 @@ def run_all(
     clock, is recorded as `{"died": why}`. Ends early at `until`, a time as `time.monotonic` gives it.
     """
     waiting = [case for case in cases if case not in record.found]
+    if not waiting:
+        return
     version = code()
     for case, found in tqdm(_results(waiting, work, processes, seconds, until), total=len(waiting), desc=name):
         record.add({"case": case, "code": version, **found})

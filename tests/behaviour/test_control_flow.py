@@ -52,8 +52,16 @@ def branches(self: Any, x: Tensor) -> Any:
 INSIDE = {"while_loop": loop, "scan": running, "cond": branches}
 
 
-@pytest.mark.parametrize("front_end", ["export", "jit"])
-@pytest.mark.parametrize("kind", INSIDE)
+@pytest.mark.parametrize(
+    ("kind", "front_end"),
+    [
+        *(("while_loop", "jit"), ("scan", "export"), ("cond", "export")),
+        *(
+            pytest.param(*leg, marks=pytest.mark.matrix)
+            for leg in (("while_loop", "export"), ("scan", "jit"), ("cond", "jit"))
+        ),
+    ],
+)
 def test_what_is_carried_round_a_loop_keeps_its_dtype(kind: str, front_end: str) -> None:
     torch.manual_seed(0)
     model = Two(INSIDE[kind]).requires_grad_(False)

@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 
 from passes.contract.reasons import DEVIATIONS
 from passes.ops.rules import FOLLOW, LOW, lookup
 from reports.zoo import BY_NAME
+from tests.support.cuda_oracle import compare
+from tests.support.processes import in_another_process
 
+SECONDS = 600.0  # for all models of the zoo
 SOME = ("lenet5", "graph_conv", "hf_bert")
 # What fake CUDA tensors cannot run without a device (the latter in a build for CUDA), and what the rule table says.
 UNRUN = {"batch_norm": FOLLOW, "lstm": LOW}
 
 
 def _check(names: Sequence[str]) -> None:
-    # A process of its own: fake CUDA tensors change torch's state for good.
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.support.cuda_oracle", *names],
-        cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    found = [json.loads(line) for line in done.stdout.splitlines()]
+    found = in_another_process(compare, list(names), seconds=SECONDS)
     assert [model["name"] for model in found] == list(names)
     for model in found:
         assert set(model["unrun"]) <= set(UNRUN), model["name"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -49,12 +51,19 @@ def arguments(folder: Path, **options: Any) -> Any:
     )  # fmt: skip
 
 
+@functools.cache
+def trained_by_autocast() -> Any:
+    model = bert()
+    with tempfile.TemporaryDirectory() as folder:
+        transformers.Trainer(model, arguments(Path(folder), bf16=True), train_dataset=data()).train()
+    accelerate.state.AcceleratorState._reset_state(True)
+    return model
+
+
 @pytest.mark.parametrize("bf16", [False, True])
 def test_trainer_on_a_model_compiled_in_place_trains_as_under_autocast(tmp_path: Path, bf16: bool) -> None:
-    reference, model = bert(), bert()
+    reference, model = trained_by_autocast(), bert()
     keys = list(model.state_dict())
-    transformers.Trainer(reference, arguments(tmp_path, bf16=True), train_dataset=data()).train()
-    accelerate.state.AcceleratorState._reset_state(True)
     model.compile(backend="fxamp", options={"policy": "O1,dtype=bf16", "backend": "eager"})
     transformers.Trainer(model, arguments(tmp_path, bf16=bf16), train_dataset=data()).train()
     assert type(model) is transformers.BertForSequenceClassification

@@ -6,6 +6,7 @@ their probabilities is not 1 before the first update, and training drifts.
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 from typing import Any
@@ -49,16 +50,24 @@ class LanguageModel(nn.Module):
         return F.linear(self.norm(self.blocks(self.embedding(ids))), self.embedding.weight)
 
 
-def make(way: str, policy: str, dynamic_shapes: Any = None) -> Any:
-    torch.manual_seed(0)
-    model = LanguageModel()
+def make(way: str, policy: str) -> Any:
     if way == "backend":
-        return fxamp.compile(model, policy=policy, backend="eager")
-    converted = fxamp.convert(model, (prompts(),), policy=policy, dynamic_shapes=dynamic_shapes)
+        return fxamp.compile(language_model(), policy=policy, backend="eager")
+    converted = _converted(policy)
     if way == "replayed":
         plan = fxamp.Plan.from_json(fxamp.plan_of(converted).to_json())
-        return fxamp.convert(model, (prompts(),), plan=plan, dynamic_shapes=dynamic_shapes)
-    return converted
+        return fxamp.convert(language_model(), (prompts(),), plan=plan, dynamic_shapes=None)
+    return copy.deepcopy(converted)
+
+
+def language_model() -> nn.Module:
+    torch.manual_seed(0)
+    return LanguageModel()
+
+
+@functools.cache
+def _converted(policy: str) -> Any:
+    return fxamp.convert(language_model(), (prompts(),), policy=policy)  # for other sizes too
 
 
 @functools.cache
@@ -110,7 +119,7 @@ def test_with_and_without_gradients_log_probabilities_are_the_same_to_the_bit(wa
 )
 def test_the_first_ratio_of_every_update_is_one_while_a_policy_is_trained_in_fp16(way: str, weights: Any) -> None:
     torch._dynamo.reset()
-    model = make(way, "O1,dtype=fp16", "auto")  # it is called with half a batch too
+    model = make(way, "O1,dtype=fp16")  # which is called with half a batch too
     if way == "backend":
         model(prompts())  # captured now, so that the loss scale is known from the first window on
     ratios: list[Tensor] = []

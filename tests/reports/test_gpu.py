@@ -13,15 +13,20 @@ import torch
 
 from reports import gpu
 
-SOME = ("BERT-base", "ResNet-50")
+SOME = [("BERT-base",), pytest.param(("BERT-base", "ResNet-50"), marks=pytest.mark.matrix)]
+
+
+@pytest.fixture(scope="module", params=SOME, ids=" ".join)
+def models(request: pytest.FixtureRequest) -> list[str]:
+    return list(request.param)
 
 
 @pytest.fixture(scope="module")
-def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def report(models: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder in which all sections have written."""
     folder = tmp_path_factory.mktemp("gpu")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gpu, "SUBJECTS", {name: gpu.SUBJECTS[name] for name in SOME})
+        patch.setattr(gpu, "SUBJECTS", {name: gpu.SUBJECTS[name] for name in models})
         gpu.main(["--small", "--here", "-o", str(folder)])
     return folder
 
@@ -55,8 +60,8 @@ def test_a_step_trains_as_the_loop_by_hand_in_every_case(rows: dict[str, list[gp
         assert bool(row["compiled"]) == gpu.CASES[row["step"]].compile
 
 
-def test_o1_agrees_with_autocast_on_this_device(rows: dict[str, list[gpu.Row]]) -> None:
-    assert [row["model"] for row in rows["agreement"]] == list(SOME)
+def test_o1_agrees_with_autocast_on_this_device(models: list[str], rows: dict[str, list[gpu.Row]]) -> None:
+    assert [row["model"] for row in rows["agreement"]] == models
     for row in rows["agreement"]:
         assert row["values"] > 20
         assert (row["wrong"], row["first"], row["output"]) == (0, "", "equal"), row

@@ -24,6 +24,7 @@ from reports.trial import judge, samples
 from reports.trial.generate import generate, runs
 from reports.trial.judge import LEVELS, Subject, judged
 from reports.trial.program import Line, Program
+from reports.trial.runs import Noise
 from reports.trial.shrink import shrink
 from reports.trial.workers import Record, run_all
 from tests.support.front_ends import WARNINGS
@@ -92,6 +93,14 @@ def test_what_every_op_may_round_counts_in_backward_too_and_with_tiny_numbers(lo
     assert found["O3"].kind == "ok"
 
 
+def test_what_low_holds_exactly_is_not_changed_by_rounding() -> None:
+    labels, x = torch.tensor([1.0, -1.0, 0.0]), torch.full((3,), 1 / 3)
+    for t in (labels, x):
+        Noise(torch.bfloat16, 2).round(t)
+    assert labels.tolist() == [1.0, -1.0, 0.0]
+    assert 0 < (x - 1 / 3).abs().max() < 2**-8
+
+
 class Loss(nn.Module):
     """A loss of low inputs: low as PyTorch has it, and FP32 under autocast."""
 
@@ -105,6 +114,55 @@ def test_what_the_model_gives_low_and_autocast_in_fp32_is_autocasts_rounded(fron
     subject = Subject(Loss(), (torch.randn(4, 6).half(), torch.arange(4)))
     assert [run.outputs[0].dtype for run in (subject.plain, subject.autocast) if run] == [torch.half, torch.float]
     assert judged(subject, front_end, ("O1",))["O1"].kind == "ok"
+
+
+class Low(nn.Module):
+    """Gives the same in low twice: by the name of the dtype, and from an input that is low."""
+
+    def forward(self, x: Tensor, low: Tensor) -> Any:
+        return x.to(torch.bfloat16), low.abs()
+
+
+def test_just_in_time_only_what_the_model_makes_low_by_a_named_dtype_may_come_out_fp32(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(4, 6)
+    assert judged(Subject(Low(), (x, x.bfloat16())), "jit", ("O1",))["O1"].kind == "ok"
+    monkeypatch.setattr(judge, "_names_low", lambda found: False)
+    assert judged(Subject(Low(), (x, x.bfloat16())), "jit", ("O1",))["O1"].why == (
+        "output 0 is torch.float32, not torch.bfloat16"
+    )
+
+
+@pytest.mark.parametrize(("code", "kind"), [("user_cast", "deviation"), ("low", "mismatch")])
+def test_just_in_time_a_deviation_is_named_at_the_first_node_that_differs(
+    code: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = Subject(Net(), (torch.randn(4, 6),))
+    monkeypatch.setattr(judge, "_compiled", lambda *args: (judge.Verdict("deviation", "output 0 differs"), None))
+    monkeypatch.setattr(judge, "_without_fxamp", lambda *args: "")
+    monkeypatch.setattr(judge, "first_difference_at_calls", lambda *args: (code, "l/linear#0"))
+    assert judged(found, "jit", ("O1",))["O1"].kind == kind
+
+
+class UpcastTwice(nn.Module):
+    """Two products in FP32 by casts of its own, in two graphs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.l = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.l(x)
+        torch._dynamo.graph_break()
+        return (h.float() @ h.float().t()).relu()
+
+
+def test_the_first_node_that_differs_just_in_time_is_found_behind_a_graph_break() -> None:
+    torch.manual_seed(0)
+    verdict = judged(Subject(UpcastTwice(), (torch.randn(4, 6),)), "jit", ("O1",))["O1"]
+    assert (verdict.kind, verdict.why) == ("deviation", "user_cast at /matmul#0")
 
 
 @pytest.mark.parametrize("kind", [judge.ERROR, judge.MISMATCH, judge.VERIFICATION])
@@ -164,7 +222,8 @@ def test_a_sample_of_an_op_is_judged_and_reported(monkeypatch: pytest.MonkeyPatc
     found = {case: {"case": case, "code": "", **op_coverage.work(case)} for case in cases}
     kinds = {case: {kind for kind, _ in entry["found"].values()} for case, entry in found.items()}
     assert list(kinds.values()) == [{"ok"}, {"ok"}, {"no sample"}]
-    text = op_coverage.to_markdown(op_coverage.summary(found))
+    text = op_coverage.to_markdown(op_coverage.summary(found, 6))
+    assert "3 of 6 cases" in text
     assert "| export fp32 product O1 | " in text
     assert "## Failures\n\nNone." in text
 

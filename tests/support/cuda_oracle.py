@@ -1,15 +1,10 @@
-"""Dtypes that the real CUDA autocast kernels give, on fake tensors, without a GPU. Run in a process of its own.
+"""Dtypes that the real CUDA autocast kernels give, on fake tensors, without a GPU: for a process of its own.
 
-    python -m tests.support.cuda_oracle MODEL...
-
-prints one JSON line per model: {"name": ..., "rows": [[key, op, expected, autocast, got, code], ...], "unrun": [...]},
-as `reports/trial/cuda.py` has them.
+Fake CUDA tensors change torch's state for good.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 import warnings
 from typing import Any
 
@@ -17,14 +12,18 @@ from reports.subjects import converted, subject
 from reports.trial.cuda import POLICY, dtypes_under_cuda
 
 
-def compare(name: str) -> dict[str, Any]:
-    """Run the oracle over one model and put its dtypes beside the plan's."""
+def compare(names: list[str]) -> list[dict[str, Any]]:
+    """Run the oracle over models of the zoo, and put its dtypes beside the plans'.
+
+    Returns:
+        For each model {"name": ..., "rows": [[key, op, expected, autocast, got, code], ...], "unrun": [...]}, as
+        `reports/trial/cuda.py` has them.
+    """
+    warnings.simplefilter("ignore")
+    return [_compare(name) for name in names]
+
+
+def _compare(name: str) -> dict[str, Any]:
     found = subject(name)
     rows, unrun = dtypes_under_cuda(converted(name, "O0"), converted(name, POLICY), found.args, found.kwargs)
     return {"name": name, "rows": rows, "unrun": unrun}
-
-
-if __name__ == "__main__":
-    warnings.simplefilter("ignore")
-    for model in sys.argv[1:]:
-        print(json.dumps(compare(model)))

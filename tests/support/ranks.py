@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.support.processes import warm
+
 LOW = "O1,dtype=bf16"
 STEPS = 3
 
@@ -195,7 +197,8 @@ def on_rank(rank: int, ports: tuple[int, ...], tool: str, ways: tuple[bool, ...]
 def train(tool: str, ways: tuple[bool, ...], folder: Path) -> list[list[float]]:
     """Return the losses of the first of two ranks, for every way: converted, or not."""
     out = str(folder / "losses")
-    spawn: Any = torch.multiprocessing.spawn  # type: ignore[attr-defined]
-    spawn(on_rank, (free_ports(len(ways)), tool, ways, out), 2)
+    warm()
+    start: Any = torch.multiprocessing.start_processes  # type: ignore[attr-defined]
+    start(on_rank, (free_ports(len(ways)), tool, ways, out), 2, start_method="forkserver")
     losses: list[list[float]] = torch.load(out)
     return losses

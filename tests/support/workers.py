@@ -1,11 +1,10 @@
-"""Processes of one gloo group that stay, and run one function after the other together: each start costs seconds."""
+"""Processes of one gloo group that stay, and run one function after the other together."""
 
 from __future__ import annotations
 
 import contextlib
 import datetime
 import gc
-import multiprocessing
 import pickle
 import re
 import time
@@ -18,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from passes.contract.errors import PolicyError
+from tests.support.processes import warm
 from tests.support.ranks import free_ports, leave_group
 
 COLLECTIVE, CALL = 60.0, 300.0  # seconds that a rank waits for others, and that a function may take
@@ -71,7 +71,7 @@ class Workers:
         self._connections.clear()
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = warm()
         (port,) = free_ports(1)
         for rank in range(self.count):
             ours, theirs = context.Pipe()

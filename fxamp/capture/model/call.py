@@ -62,11 +62,20 @@ class Leaf:
             )
         for dim, size in self.static:
             if value.shape[dim] != size:
-                way_out = "Give an example batch of at least 2." if size == 1 else "Convert again with that size."
                 raise CaptureError(
                     f"dimension {dim} of input '{self.name}' was specialised to {size} by capture; this call gives "
-                    f"{value.shape[dim]}. {way_out}"
+                    f"{value.shape[dim]}. {_for_other_sizes(dim, size)}"
                 )
+
+
+def _for_other_sizes(dim: int, size: int) -> str:
+    """Return the way out where a dimension has another size than the one that capture has specialised."""
+    if size != 1:
+        return "Convert again with that size."
+    if dim == 0:
+        return "Give an example batch of at least 2."
+    # A channel, mostly, of which the model takes no other number.
+    return "Give a size of 1, or convert with an example of at least 2 there, if the model takes that."
 
 
 @dataclass(frozen=True)
@@ -216,8 +225,8 @@ class CallSpec:
             guard = guard.replace(f"args[{i}]", names[i])
         sizes = ", ".join(f"'{n}' {tuple(t.shape)}" for n, t in zip(names, tensors, strict=True) if n in guard)
         raise CaptureError(
-            f"the model was captured for sizes with {guard}; this call gives {sizes}. Convert again with such an "
-            "example."
+            f"the model was captured for sizes with {guard}; this call gives {sizes}. Convert again with an "
+            "example of these sizes, if the model takes them."
         )
 
 

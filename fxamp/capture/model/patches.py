@@ -8,6 +8,7 @@ own function.
 from __future__ import annotations
 
 import contextlib
+import gc
 import inspect
 import os
 import threading
@@ -67,6 +68,18 @@ def _for_thread(traced: Callable[..., Any], own: Callable[..., Any]) -> Callable
         return (traced if is_capturing() else own)(*args, **kwargs)
 
     return call
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """Leave Python's collector off, which would walk all objects of the process time and again as a trace grows."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @contextlib.contextmanager

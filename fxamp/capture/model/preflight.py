@@ -11,7 +11,7 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 
-from passes._torch import global_module_hooks, pytree
+from passes._torch import global_module_hooks, is_compiled_in_place, pytree
 from passes.contract.errors import INSTEAD, CaptureError, NotFaithfulError
 
 from . import frames
@@ -107,12 +107,29 @@ def _refuse_wrapper(module: nn.Module, where: str) -> None:
         raise CaptureError(
             f"{where} is a TorchScript module, whose code is no longer Python. Convert the original model."
         )
-    if type(module).__name__ == "OptimizedModule":
-        raise CaptureError(
-            f"{where} is what torch.compile returned. Convert the original model, then compile the result."
-        )
     if any(p is not None and nn.parameter.is_lazy(p) for p in module._parameters.values()):
         raise CaptureError(f"{where} has parameters without a shape yet. Call the model once before converting it.")
+
+
+def refuse_compiled(model: nn.Module) -> None:
+    """Raise CaptureError for a model that is compiled already, or that has a module that is."""
+    for path, module in model.named_modules():
+        where = f"module '{path or '(root)'}' ({type(module).__name__})"
+        # By name: torch._dynamo takes a second to load.
+        if type(module).__name__ == "OptimizedModule":
+            raise CaptureError(
+                f"{where} is what torch.compile returned. Convert the original model, then compile the result."
+            )
+        if any(base.__name__ == "OptimizedModule" for base in type(module).__mro__):
+            raise CaptureError(
+                f"{where} is what fxamp.compile returned, so it runs in mixed precision already. Use it as it is, or "
+                "convert the original model."
+            )
+        if is_compiled_in_place(module):
+            raise CaptureError(
+                f"{where} is compiled in place, by its compile(): it runs what was compiled, not its forward. Convert "
+                "the original model before that, or a copy of it (copy.deepcopy(model) is not compiled)."
+            )
 
 
 def refuse_wrapped(model: nn.Module) -> None:

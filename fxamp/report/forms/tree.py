@@ -39,31 +39,46 @@ def grown(nodes: Iterable[NodeRecord], root: str) -> Branch:
     return tree
 
 
-def rows(branch: Branch, depth: int | None = None, prefix: str = "") -> list[tuple[str, ...]]:
-    """Return a row for every module, `depth` levels deep, drawn as a tree."""
-    out = [(f"{prefix}{branch.name}", *_totals(list(branch.all())))]
+def rows(branch: Branch, casts: bool, depth: int | None = None, prefix: str = "") -> list[tuple[str, ...]]:
+    """Return a row for every module, `depth` levels deep, drawn as a tree.
+
+    Args:
+        branch: the outermost module.
+        casts: whether it is known where these are.
+        depth: how many levels; None for all.
+        prefix: drawn in front of the name.
+    """
+    out = [(f"{prefix}{branch.name}", *_totals(list(branch.all()), casts))]
     if depth == 0:
         return out
     for child in branch.children.values():
-        out += rows(child, None if depth is None else depth - 1, prefix + "· ")
+        out += rows(child, casts, None if depth is None else depth - 1, prefix + "· ")
     return out
 
 
-def _totals(nodes: Sequence[NodeRecord]) -> tuple[str, ...]:
+def elsewhere(record: Record) -> list[tuple[str, int]]:
+    """Return what to call the casts that are in front of no node, and how many they are."""
+    found = [("(outputs)", len(record.output_casts)), ("(other graphs)", record.casts_elsewhere)]
+    return [(name, count) for name, count in found if count > 0]
+
+
+def _totals(nodes: Sequence[NodeRecord], casts: bool) -> tuple[str, ...]:
     low = [n for n in nodes if n.colour in LOW]
     return (
         str(len(nodes)), str(len(low)), str(sum(n.colour == "float32" for n in nodes)),
-        str(sum(len(n.casts) for n in nodes)), _mb(n.bytes for n in nodes), _share(low, nodes, "bytes"),
-        _share(low, nodes, "flops"), _mb(n.saved_bytes for n in nodes),
+        str(sum(len(n.casts) for n in nodes)) if casts else "", mb(n.bytes for n in nodes),
+        share(low, nodes, "bytes"), share(low, nodes, "flops"), mb(n.saved_bytes for n in nodes),
     )  # fmt: skip
 
 
-def _mb(values: Iterable[int | None]) -> str:
+def mb(values: Iterable[int | None]) -> str:
+    """Return the sum of what is known of some sizes, in MB; "" where nothing is."""
     known = [v for v in values if v is not None]
     return f"{sum(known) / 1e6:.3g}" if known else ""
 
 
-def _share(part: Sequence[NodeRecord], whole: Sequence[NodeRecord], name: str) -> str:
+def share(part: Sequence[NodeRecord], whole: Sequence[NodeRecord], name: str) -> str:
+    """Return how much of a size some of the nodes have, in percent; "" where there is none."""
     total = sum(getattr(n, name) or 0 for n in whole)
     return f"{100 * sum(getattr(n, name) or 0 for n in part) / total:.0f}" if total else ""
 

@@ -24,6 +24,7 @@ from ..diff.diff import Change, GraphDiff, diff
 from ..record.build import record_of
 from ..record.record import Record
 from .budget import KEYS, Budget
+from .listed import counted
 
 KEPT, CHANGED, UNKNOWN = 0, 1, 2  # exit statuses
 _SAME_MODEL = 0.2  # of the nodes have to be known, or else the plan is of another model
@@ -202,7 +203,7 @@ def _message(
         return f"{target}: {'wrote' if before is None else 'updated'} {plan}"
     parts = []
     if found:
-        parts.append(f"{found.totals} against {plan}")
+        parts.append(f"{counted(found.changes)} against {plan}")
     if broken:
         parts.append(f"{len(broken)} budget{'s' * (len(broken) > 1)} broken")
     text = f"{target}: {', '.join(parts) or 'as planned'}"

@@ -11,6 +11,8 @@ from passes.contract.errors import FxampError
 
 from ..forms.harmless import visible
 from .gate import UNKNOWN, Outcome
+from .listed import WAY_OUT
+from .listed import lines as listed
 
 _SHOWN = 200  # changes of a target
 
@@ -49,10 +51,11 @@ def _tests(outcome: Outcome) -> Iterator[tuple[str, str, str, list[str]]]:
         yield "plan", "", "", []
     else:
         lines = []
-        for change in outcome.changes[:_SHOWN]:
-            place = outcome.places.get(change.key)
-            lines.append(f"{change}" + (f"  ({place.file}:{place.line})" if place else ""))
-        left = len(outcome.changes) - len(lines)
-        yield "plan", "failure", outcome.message, [*lines, *[f"and {left} more changes"] * (left > 0)]
+        found = listed(outcome.changes)
+        for key, line in found[:_SHOWN]:
+            place = outcome.places.get(key)
+            lines.append(line + (f"  ({place.file}:{place.line})" if place else ""))
+        left = len(found) - len(lines)
+        yield "plan", "failure", outcome.message, [*lines, *[f"and {left} more changes"] * (left > 0), WAY_OUT]
     for text in outcome.broken:
         yield f"budget {text.partition(' ')[0]}", "failure", text, []

@@ -9,21 +9,30 @@ from tabulate import tabulate
 
 from ..forms.harmless import markdown, visible
 from .gate import KEPT, Outcome
+from .listed import WAY_OUT, label
+from .listed import lines as listed
 
 _SUMMARY = 1_000_000  # bytes; GitHub drops a job summary of more than 1 MiB as a whole
 _SHOWN = 200  # changes of a target, in Markdown
 _ANNOTATIONS = 10  # of a kind in a step; GitHub shows no more
 
 
-def to_text(outcomes: Sequence[Outcome]) -> str:
-    """Write a line for each target, and under it what changed and which budgets are broken."""
+def to_text(outcomes: Sequence[Outcome], way_out: str = WAY_OUT) -> str:
+    """Write a line for each target, and under it what changed and which budgets are broken.
+
+    Args:
+        outcomes: of the targets.
+        way_out: what to do where a plan is to be another from now on, said at the end; "" for nothing.
+    """
     lines = []
     for outcome in outcomes:
         lines.append(visible(outcome.message))
         lines += [f"  over budget: {visible(text)}" for text in outcome.broken]
-        for change in outcome.changes:
-            place = outcome.places.get(change.key)
-            lines.append(f"  {change}" + (f"  ({visible(place.file)}:{place.line})" if place else ""))
+        for key, line in listed(outcome.changes):
+            place = outcome.places.get(key)
+            lines.append(f"  {line}" + (f"  ({visible(place.file)}:{place.line})" if place else ""))
+    if way_out and any(outcome.changes for outcome in outcomes):
+        lines.append(way_out)
     return "\n".join(lines) + "\n"
 
 
@@ -33,14 +42,14 @@ def to_markdown(outcomes: Sequence[Outcome]) -> str:
     room = _SUMMARY
     for outcome in outcomes:
         mark = "✅" if outcome.status == KEPT else "❌"
-        cells = ((c.kind, c.key, c.field, c.before or "", c.after or "") for c in outcome.changes)
+        cells = ((c.kind, c.key, label(c), c.before or "", c.after or "") for c in outcome.changes)
         rows = [[markdown(cell) for cell in row] for row in cells]
         shown = rows[:_SHOWN]
         section = [f"{mark} {markdown(outcome.message)}\n"]
         section += [f"- over budget: {markdown(text)}\n" for text in outcome.broken]
         if shown:
             table = tabulate(shown, ("change", "node", "field", "before", "after"), "pipe", disable_numparse=True)
-            section.append(f"\n{table}\n")
+            section.append(f"\n{table}\n\n{WAY_OUT}\n")
         if len(rows) > len(shown):
             section.append(f"\n{len(rows) - len(shown)} more changes are left out here.\n")
         text = "".join(section)
@@ -61,7 +70,7 @@ def to_github(outcomes: Sequence[Outcome]) -> str:
     lines = []
     for outcome in outcomes:
         if outcome.status != KEPT:
-            lines.append(_command("error", outcome.message))
+            lines.append(_command("error", outcome.message + f"\n{WAY_OUT}" * bool(outcome.changes)))
         lines += [_command("error", f"{outcome.target}: {text}") for text in outcome.broken]
         lines += list(_annotations(outcome))
     return "".join(f"{line}\n" for line in lines) or "as planned\n"
@@ -69,10 +78,10 @@ def to_github(outcomes: Sequence[Outcome]) -> str:
 
 def _annotations(outcome: Outcome) -> Iterable[str]:
     by_place: dict[tuple[str, int], list[str]] = {}
-    for change in outcome.changes:
-        place = outcome.places.get(change.key)
+    for key, line in listed(outcome.changes):
+        place = outcome.places.get(key)
         if place is not None:
-            by_place.setdefault((place.file, place.line), []).append(str(change))
+            by_place.setdefault((place.file, place.line), []).append(line)
     for (file, line), texts in list(by_place.items())[:_ANNOTATIONS]:
         yield _command("warning", "\n".join(texts), file=file, line=str(line), title=f"precision of {outcome.target}")
 

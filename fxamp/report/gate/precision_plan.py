@@ -106,7 +106,7 @@ def _changed(shown: str, make: Callable[[Plan | None], nn.Module], path: Path) -
         found = check(shown, make, path, (), update=False)
     except PlanError as e:
         return str(e).replace("--update", OPTION)  # which is what it is called here
-    return None if found.status == KEPT else to_text([found])
+    return None if found.status == KEPT else to_text([found], way_out="")
 
 
 def file_name(name: str) -> str:

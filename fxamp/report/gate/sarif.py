@@ -14,8 +14,10 @@ from urllib.parse import quote
 
 import msgspec
 
+from ..diff.changes import Change
 from ..forms.harmless import visible
 from .gate import UNKNOWN, Outcome
+from .listed import lines
 
 MOST = 5_000  # results of a run; GitHub keeps no more
 _SCHEMA = "https://raw.githubusercontent.com/oasis-tcs/sarif-spec/master/Schemata/sarif-schema-2.1.0.json"
@@ -161,11 +163,12 @@ def _budgets(outcomes: Sequence[Outcome]) -> Iterator[Result]:
 
 def _decisions(outcomes: Sequence[Outcome]) -> Iterator[Result]:
     for outcome in outcomes:
-        by_node: dict[tuple[str, str], list[str]] = {}
+        by_node: dict[tuple[str, str], list[Change]] = {}
         for change in outcome.changes:
             rule = "plan-changed" if change.key == "(plan)" else f"decision-{change.kind}"
-            by_node.setdefault((rule, change.key), []).append(str(change))
-        for (rule, key), texts in by_node.items():
+            by_node.setdefault((rule, change.key), []).append(change)
+        for (rule, key), changes in by_node.items():
+            texts = (line for _, line in lines(changes))
             yield Result(
                 rule, "warning", _message(f"{outcome.target}: {'; '.join(texts)}"), _locations(outcome, key),
                 _fingerprint(outcome.target, rule, key),

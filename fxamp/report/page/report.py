@@ -9,7 +9,8 @@ import msgspec
 
 from passes.contract.reasons import Code
 
-from ..forms.tree import LOW, Branch, grown
+from ..forms.lines import HEADERS, costliest
+from ..forms.tree import LOW, Branch, elsewhere, grown
 from ..record.record import NodeRecord, Record
 from .render import render
 from .views import MOST, views
@@ -47,7 +48,7 @@ class Row:
         nodes: in it and below.
         low: of these.
         fp32: of these.
-        casts: in front of them.
+        casts: in front of them; None if that is not known.
         bytes: shares of what they give; None if that is not known, or nothing.
         flops: likewise.
         saved: bytes for backward; None if that is not known.
@@ -62,7 +63,7 @@ class Row:
     nodes: int
     low: int
     fp32: int
-    casts: int
+    casts: int | None
     bytes: Share | None
     flops: Share | None
     saved: int | None
@@ -83,9 +84,10 @@ def page(
         nodes: those to show; all of them where it is None.
     """
     shown = record.nodes if nodes is None else tuple(nodes)
-    rows = list(_rows(grown(shown, model)))
+    chosen, whole = shown, len(shown) == len(record.nodes)
+    rows = list(_rows(grown(shown, model), record.has_casts))
     said = []
-    if len(shown) < len(record.nodes):
+    if not whole:
         said.append(f"{len(shown)} of {len(record.nodes)} nodes were chosen for this page; the totals are of all.")
     if len(shown) > MOST_NODES:
         said.append(
@@ -104,7 +106,8 @@ def page(
     return render(
         "report.html", title=f"{model}: precision under {record.policy}", data=data, scripts=SCRIPTS, record=record,
         model=model, training=training, rows=rows, unfolded=_levels(rows, UNFOLDED), said=said,
-        differing=sum(n.colour != n.autocast for n in record.nodes), compared=_compared(record),
+        elsewhere=elsewhere(record) if whole else [], lines=costliest(record, chosen), heads=HEADERS,
+        compared=_compared(record),
     )  # fmt: skip
 
 
@@ -114,17 +117,20 @@ def _levels(rows: Sequence[Row], most: int) -> int:
     return max((at for at in range(1, deepest + 1) if sum(row.level <= at for row in rows) <= most), default=1)
 
 
-def _rows(branch: Branch, path: str = "", level: int = 1, place: int = 1, siblings: int = 1) -> Iterator[Row]:
+def _rows(
+    branch: Branch, casts: bool, path: str = "", level: int = 1, place: int = 1, siblings: int = 1
+) -> Iterator[Row]:
     nodes = list(branch.all())
     saved = [n.saved_bytes for n in nodes if n.saved_bytes is not None]
     yield Row(
         path, branch.name, level, place, siblings, bool(branch.children), len(nodes),
         sum(n.colour in LOW for n in nodes), sum(n.colour == "float32" for n in nodes),
-        sum(len(n.casts) for n in nodes), _share(nodes, "bytes"), _share(nodes, "flops"), sum(saved) if saved else None,
+        sum(len(n.casts) for n in nodes) if casts else None, _share(nodes, "bytes"), _share(nodes, "flops"),
+        sum(saved) if saved else None,
     )  # fmt: skip
     for at, child in enumerate(branch.children.values(), 1):
         inside = f"{path}.{child.name}" if path else child.name
-        yield from _rows(child, inside, level + 1, at, len(branch.children))
+        yield from _rows(child, casts, inside, level + 1, at, len(branch.children))
 
 
 def _share(nodes: Sequence[NodeRecord], name: str) -> Share | None:

@@ -41,6 +41,7 @@ def record_of(given: Plan | ConvertedModule) -> Record:
         verified=plan.verified, torch=plan.torch_version, fxamp=_version(), states=plan.states,
         parameters=sum(p.numel() for p in given.parameters()) if isinstance(given, ConvertedModule) else None,
         totals=_totals(nodes, plan, cast_bytes, sized, saved), nodes=tuple(nodes), notes=plan.notes,
+        output_casts=tuple(_cast(c, part) for part in parts.values() for c in part.outputs if c not in seen),
     )  # fmt: skip
 
 
@@ -57,6 +58,7 @@ class _Part:
     sizes: dict[Node, Size] | None = None
     fp32: dict[Node, Size] | None = None
     autocast: dict[Node, Size] | None = None
+    outputs: tuple[Node, ...] = ()  # casts that the outputs read
 
 
 def _parts(module: ConvertedModule) -> dict[int, _Part]:
@@ -72,7 +74,8 @@ def _parts(module: ConvertedModule) -> dict[int, _Part]:
         fp32 = _sizes(part, casts=False) if sizes else None
         autocast = _sizes(part, casts=False, autocast=_autocast(module)) if sizes and _autocast(module) else None
         nodes = {name: node for node, name in names.items() if node.op.startswith("call")}
-        parts[first] = _Part(nodes, names, origins(part.graph, names, decided), sizes, fp32, autocast)
+        outputs = tuple(filter(is_inserted, part.graph.output_node().all_input_nodes))
+        parts[first] = _Part(nodes, names, origins(part.graph, names, decided), sizes, fp32, autocast, outputs)
     return parts
 
 
@@ -127,12 +130,16 @@ def _casts(node: Node, part: _Part, seen: set[Node]) -> tuple[Cast, ...]:
         if not is_inserted(cast) or cast in seen:
             continue
         seen.add(cast)
-        value = cast.all_input_nodes[0]
-        out.append(Cast(
-            operand=part.names.get(value, value.name), before=dtype(value), after=dtype(cast),
-            bytes=_bytes(part.sizes, cast) if part.sizes is not None else None, shared=len(cast.users),
-        ))  # fmt: skip
+        out.append(_cast(cast, part))
     return tuple(out)
+
+
+def _cast(cast: Node, part: _Part) -> Cast:
+    value = cast.all_input_nodes[0]
+    return Cast(
+        operand=part.names.get(value, value.name), before=dtype(value), after=dtype(cast),
+        bytes=_bytes(part.sizes, cast) if part.sizes is not None else None, shared=len(cast.users),
+    )  # fmt: skip
 
 
 def _bytes(sizes: dict[Node, Size], node: Node) -> int:

@@ -157,6 +157,7 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         totals: over all nodes.
         nodes: in the order of the graphs.
         notes: what was not done as usual.
+        output_casts: inserted behind all nodes, for the outputs alone.
     """
 
     version: int
@@ -171,6 +172,18 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     totals: Totals
     nodes: tuple[NodeRecord, ...]
     notes: tuple[str, ...]
+    output_casts: tuple[Cast, ...] = ()
+
+    @property
+    def has_casts(self) -> bool:
+        """Whether it is known where the casts are; of a plan alone, as of a compiled model, only their number is."""
+        return self.totals.casts == 0 or bool(self.output_casts) or any(n.casts for n in self.nodes)
+
+    @property
+    def casts_elsewhere(self) -> int:
+        """How many casts are in front of no node: of those that nodes of another state repeat, or inside bodies."""
+        listed = len(self.output_casts) + sum(len(n.casts) for n in self.nodes)
+        return self.totals.casts - listed if self.has_casts else 0
 
     def to_json(self) -> str:
         """Write the record, the same text for the same record."""
@@ -195,5 +208,5 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 @functools.cache
 def schema() -> dict[str, Any]:
     """Return the JSON Schema (2020-12) of a record."""
-    made = msgspec.json.schema(Record)
+    made = json.loads(msgspec.json.encode(msgspec.json.schema(Record)))  # in which a default is as JSON has it
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "fxamp precision record", **made}

@@ -100,8 +100,9 @@ class CompiledUpdate:
         held_back: dict[Optimizer, HeldBack] = {}
         for optimizer, found in zip(optimizers, founds, strict=True):
             # Where the host has it anyway, it is read, so that the scaler can name a culprit.
-            held_back[optimizer] = False if found is None else bool(found) if found.device.type == "cpu" else found
-            scaler.note(optimizer, held_back[optimizer])
+            held = False if found is None else bool(found) if found.device.type == "cpu" else found
+            held_back[optimizer] = held
+            scaler.note(optimizer, held)
             optimizer._opt_called = True  # type: ignore[attr-defined]  # which a scheduler asks for
         scaler.update_after(overflow)
         return Update(held_back, norm)

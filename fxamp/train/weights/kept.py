@@ -17,6 +17,8 @@ from torch import Tensor
 
 from passes._torch import in_transform, run_as_soon_as_ready
 
+from .together import Place, one_launch_pays
+
 
 class KeptCast:
     """A cast of one weight, called in the place of all cast nodes that make it, of one graph or several.
@@ -29,6 +31,9 @@ class KeptCast:
     Args:
         cast: What the graph calls: `cast(weight, dtype)`.
         name: What generated code calls it.
+
+    Attributes:
+        place: Where the next window's copy goes, if many are made by one launch.
     """
 
     def __init__(self, cast: Callable[[Tensor, torch.dtype], Tensor], name: str) -> None:
@@ -37,6 +42,7 @@ class KeptCast:
         self._weight: Tensor | None = None
         self._low: Tensor | None = None
         self._input: Tensor | None = None  # of a graph that is being traced
+        self.place: Place | None = None
         self._version, self._pointer, self._trained = 0, 0, False
         self._used = False  # by a forward whose backward has not passed yet
 
@@ -91,14 +97,22 @@ class KeptCast:
         self._used = False
 
     def forget(self) -> None:
-        """Let go of what is kept."""
+        """Let go of what is kept, but for its place where that serves again: a cast that no one read has none."""
+        if self.place is not None and self._low is self.place.low:
+            self.place.empty()
+        elif self.place is not None and self.place.filled:
+            self.place = None
         self._weight = self._low = self._input = None
 
     def _make(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        with torch.enable_grad():
-            low = self._cast(weight, dtype)
-        if low is not weight:
+        if self.place is not None and self.place.holds(weight):
+            low = self.place.low
+        else:
+            with torch.enable_grad():
+                low = self._cast(weight, dtype)
             run_as_soon_as_ready(low)
+            self.place = Place(weight, low) if low is not weight and one_launch_pays(weight) else None
+        if low is not weight:
             self._weight, self._low, self._used = weight, low, False
             self._version, self._pointer, self._trained = weight._version, weight.data_ptr(), weight.requires_grad
         return low

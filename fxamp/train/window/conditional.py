@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from ..ranks.shards import agree, groups_of, local
-from .result import HeldBack
 
 
 def parameters(optimizer: Optimizer) -> list[Tensor]:
@@ -66,7 +65,7 @@ def _changes_the_device_alone(optimizer: Optimizer) -> bool:
     return all(p.device.type != "cpu" for p in parameters(optimizer))
 
 
-def step_where_finite(optimizer: Optimizer, found_inf: Tensor) -> HeldBack:
+def step_where_finite(optimizer: Optimizer, found_inf: Tensor) -> bool | Tensor:
     """Step an optimizer whose gradients are unscaled.
 
     Args:

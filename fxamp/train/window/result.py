@@ -8,8 +8,10 @@ from typing import Literal
 
 import torch
 
+from .on_the_way import OnTheWay
+
 Reason = Literal["stepped", "accumulating", "overflow", "no_gradients"]
-HeldBack = bool | torch.Tensor  # whether gradients that were not finite held an optimizer back
+HeldBack = bool | torch.Tensor | OnTheWay  # whether gradients that were not finite held an optimizer back
 
 
 @dataclass(frozen=True, eq=False)

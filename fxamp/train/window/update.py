@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,13 +15,14 @@ from ..ranks.ranks import Ranks
 from ..ranks.shards import is_spread, local, total_norm
 from ..scale.scaler import LossScaler
 from .conditional import can_be_taken_back, gradients, holds_inf_or_nan, is_fused, parameters, step_where_finite
+from .on_the_way import begin
 from .result import HeldBack
 
 
 class Update(NamedTuple):
     """Which optimizers stepped, of those that had gradients, and the norm of the gradients if it was asked for."""
 
-    held_back: dict[Optimizer, HeldBack]
+    held_back: Mapping[Optimizer, HeldBack]
     grad_norm: Tensor | None
 
 
@@ -31,6 +33,8 @@ def take_step(
     ranks: Ranks,
     nothing_kept: Tensor | None = None,
     overflow: Tensor | None = None,
+    *,
+    followed: bool = False,
 ) -> Update:
     """Let optimizers step, and update the scale.
 
@@ -43,6 +47,7 @@ def take_step(
         ranks: Who has to agree on it.
         nothing_kept: Not 0, on the device, where the gradients are of nothing.
         overflow: Not 0, on the device, where the scale backs off though the optimizers may step.
+        followed: Whether the host will ask which optimizers stepped. The answers are then sent there before the steps.
     """
     grad_norm, found_inf = None, nothing_kept
     if max_grad_norm is not None or ranks.decide_apart:
@@ -57,11 +62,13 @@ def take_step(
             ranks.agree([found_inf])
         grad_norm = clip([p for optimizer in optimizers for p in parameters(optimizer)], max_grad_norm)
     held_back: dict[Optimizer, HeldBack] = {}
+    begun = begin(found_inf) if followed and found_inf is not None else found_inf
     for optimizer in optimizers:
         if scaler.is_enabled():
-            held_back[optimizer] = _step_scaled(scaler, optimizer)
+            held_back[optimizer] = _step_scaled(scaler, optimizer, followed)
         elif found_inf is not None:
-            held_back[optimizer] = step_where_finite(optimizer, found_inf)
+            held = step_where_finite(optimizer, found_inf)
+            held_back[optimizer] = begun if held is found_inf else held  # type: ignore[assignment]
         else:
             optimizer.step()
             held_back[optimizer] = False
@@ -69,11 +76,18 @@ def take_step(
     return Update(held_back, grad_norm)
 
 
-def _step_scaled(scaler: LossScaler, optimizer: Optimizer) -> HeldBack:
-    if not is_fused(optimizer) and can_be_taken_back(optimizer):
-        return step_where_finite(optimizer, scaler.unscaled_found_inf(optimizer))
-    scaler.step(optimizer)
-    return scaler.held_back(optimizer)
+def _step_scaled(scaler: LossScaler, optimizer: Optimizer, followed: bool) -> HeldBack:
+    begun: list[HeldBack] = []
+    with contextlib.ExitStack() as stack:
+        if followed:  # by now it is known, and nothing of the step is launched
+            hook = optimizer.register_step_pre_hook(lambda *_: begun.append(begin(scaler.held_back(optimizer))))
+            stack.callback(hook.remove)
+        if not is_fused(optimizer) and can_be_taken_back(optimizer):
+            held = step_where_finite(optimizer, scaler.unscaled_found_inf(optimizer))
+        else:
+            scaler.step(optimizer)
+            held = scaler.held_back(optimizer)
+    return begun[0] if begun else held
 
 
 def clip(params: Sequence[Tensor], max_norm: float) -> Tensor:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections import namedtuple
+import sys
+from collections import OrderedDict, namedtuple
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -212,7 +213,7 @@ def test_outputs_come_in_the_container_of_the_model(front_end: str) -> None:
         return {"p": Point(y, None), "o": output, "n": [7, "s", True, x.shape[0]], "none": None, "empty": ()}
 
     model = Two(forward)
-    converted = o0(model, front_end=front_end)
+    converted = o0(model, front_end=front_end, dynamic_shapes="auto")
     assert_is_eager(converted, model, example(5))
     output = converted(example(5))
     assert type(output["o"]) is BaseModelOutput
@@ -249,7 +250,7 @@ def test_outputs_keep_their_identity(front_end: str) -> None:
 @both
 def test_another_batch_size(front_end: str) -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.ReLU())
-    converted = o0(model, front_end=front_end)
+    converted = o0(model, front_end=front_end, dynamic_shapes="auto")
     for rows in (2, 5, 9):
         assert_is_eager(converted, model, example(rows))
     model.eval()
@@ -259,20 +260,20 @@ def test_another_batch_size(front_end: str) -> None:
 
 def test_another_image_size() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 3))
-    converted = o0(model, (torch.randn(2, 3, 9, 11),))
+    converted = o0(model, (torch.randn(2, 3, 9, 11),), dynamic_shapes="auto")
     assert_is_eager(converted, model, torch.randn(5, 3, 12, 8))
 
 
 def test_another_sequence_length() -> None:
     model = nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0, batch_first=True)
-    converted = o0(model, (torch.randn(2, 5, 6),))
+    converted = o0(model, (torch.randn(2, 5, 6),), dynamic_shapes="auto")
     assert_is_eager(converted, model, torch.randn(3, 8, 6))
 
 
 def test_a_graph_with_another_number_of_nodes_and_edges() -> None:
     model = GraphConv()
     inputs = BY_NAME["graph_conv"].inputs
-    converted = o0(model, *inputs(2))
+    converted = o0(model, *inputs(2), dynamic_shapes="auto")
     assert_is_eager(converted, model, *inputs(3)[0])
 
 
@@ -280,6 +281,25 @@ def test_a_batch_of_one_is_specialised_and_the_later_call_says_what_to_do() -> N
     converted = o0(Two(), (example(1),))
     with pytest.raises(fxamp.CaptureError, match=r"dimension 0 of input 'x'.*Give an example batch of at least 2"):
         converted(example(4))
+
+
+def test_another_number_of_channels_is_refused_without_talk_of_batches() -> None:
+    converted = o0(nn.Conv1d(1, 2, 3), (torch.randn(4, 1, 8),))
+    said = r"dimension 1 of input 'input' was specialised to 1 .*gives 2\. Give a size of 1, or convert with an example"
+    with pytest.raises(fxamp.CaptureError, match=said):
+        converted(torch.randn(4, 2, 8))
+
+
+def test_a_module_that_the_policy_misspells_is_named_before_anything_is_captured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys.modules["fxamp.convert"], "capture_model", pytest.fail)
+    model = nn.Sequential(OrderedDict(body=nn.Linear(4, 4), head=nn.Linear(4, 2)))
+    for convert in (fxamp.convert, fxamp.plan):
+        with pytest.raises(
+            fxamp.PolicyError, match=r"modules\.haed=fp32 matches no module .*; the nearest name is 'head'"
+        ):
+            convert(model, (torch.randn(2, 4),), policy="O1,modules.haed=fp32")
 
 
 def test_without_dynamic_shapes_other_sizes_are_refused() -> None:
@@ -335,7 +355,7 @@ def test_a_branch_on_a_size_is_refused_for_the_other_side() -> None:
         return self.l(x) * 2 + y if x.shape[0] > 3 else self.l(x)
 
     model, x = Two(forward), example()
-    converted = o0(model, (x, x))
+    converted = o0(model, (x, x), dynamic_shapes="auto")
     assert_is_eager(converted, model, example(6), example(6))
     with pytest.raises(fxamp.CaptureError, match=r"x\.size\(\)\[0\] > 3"):
         converted(example(2), example(2))
@@ -374,9 +394,9 @@ def test_an_exported_program_keeps_the_dynamic_sizes_it_was_exported_with() -> N
     model, x = nn.Sequential(nn.Linear(6, 6), nn.ReLU()), example()
     free = torch.export.export(model, (x,), dynamic_shapes=({0: torch.export.Dim("batch")},))
     longer = torch.cat([x, x])
-    assert_same(o0(free)(longer), model(longer))  # type: ignore[arg-type]
+    assert_same(o0(free, dynamic_shapes="auto")(longer), model(longer))  # type: ignore[arg-type]
     with pytest.raises(fxamp.CaptureError, match="dimension 0 of input 'input' was specialised"):
-        o0(torch.export.export(model, (x,)))(longer)  # type: ignore[arg-type]
+        o0(torch.export.export(model, (x,)), dynamic_shapes="auto")(longer)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
@@ -676,7 +696,7 @@ def test_sizes_that_are_returned_are_sizes_and_those_of_the_call() -> None:
         return self.l(x), torch.broadcast_shapes(x.shape, (1, 6)), {"sizes": [x.shape, (x.shape[0], "rows")]}
 
     model = Two(forward)
-    for converted in (o0(model), copy.deepcopy(o0(model))):
+    for converted in (o0(model, dynamic_shapes="auto"), copy.deepcopy(o0(model, dynamic_shapes="auto"))):
         _, shape, rest = converted(example(7))
         assert type(shape) is torch.Size
         assert type(rest["sizes"][0]) is torch.Size

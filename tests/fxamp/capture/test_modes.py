@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxamp
-from tests.support.helpers import FRONT_ENDS, Two, assert_is_eager, assert_same, example, o0
+from tests.support.helpers import FRONT_ENDS, Two, assert_is_eager, assert_same, convert_fixed, example, o0
 
 both = pytest.mark.parametrize("front_end", FRONT_ENDS)
 
@@ -118,7 +118,7 @@ def test_batches_are_counted_in_training_only(front_end: str) -> None:
 @both
 def test_a_batch_of_one_has_no_variance_to_normalise_by(front_end: str) -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))
-    converted = o0(model, front_end=front_end)
+    converted = o0(model, front_end=front_end, dynamic_shapes="auto")
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     with pytest.raises(ValueError, match="Expected more than 1 value per channel when training"):
         converted(example()[:1])
@@ -130,7 +130,7 @@ def test_a_batch_of_one_has_no_variance_to_normalise_by(front_end: str) -> None:
 @pytest.mark.parametrize("policy", ["O0", "O1", "O2"])
 def test_nothing_is_written_in_eval_mode(front_end: str, policy: str) -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6))
-    converted = fxamp.convert(model, (example(),), policy=policy, capture=front_end).eval()
+    converted = convert_fixed(model, (example(),), policy=policy, capture=front_end).eval()
     versions = {name: buffer._version for name, buffer in model.named_buffers()}
     converted(example())
     gradient = torch.func.grad(lambda x: converted(x).sum())(example())
@@ -214,12 +214,12 @@ def test_flags_of_single_modules_hold_too_where_each_mode_has_a_graph(front_end:
 
 def test_a_plan_names_the_states_and_replays_all_of_them() -> None:
     model = Two(structural)
-    converted = fxamp.convert(model, (example(),), policy="O1,dtype=bf16")
+    converted = convert_fixed(model, (example(),), policy="O1,dtype=bf16")
     plan = converted.plan
     assert plan.states == ("0: training", "1: evaluation")
     assert [d.key for d in plan.decisions] == ["l/linear#0", "m/linear#0"]  # what both decide is listed once
     assert len(fxamp.graphs(converted)) == 2
-    again = fxamp.convert(model, (example(),), plan=fxamp.Plan.from_json(plan.to_json()))
+    again = convert_fixed(model, (example(),), plan=fxamp.Plan.from_json(plan.to_json()))
     assert again.plan == plan
     one = fxamp.plan(Two(), (example(),))
     with pytest.raises(fxamp.PlanError, match=r"is for 1 state\(s\) of a model .*and this model has 2: training"):
@@ -264,7 +264,7 @@ def test_parameters_that_are_moved_between_states_stay_those_of_every_graph() ->
 
 def test_frozen_weights_are_those_of_every_graph() -> None:
     model, x = Two(structural), example()
-    converted = fxamp.convert(model, (x,), policy="O1,dtype=bf16")
+    converted = convert_fixed(model, (x,), policy="O1,dtype=bf16")
     expected = {training: converted.train(training)(x) for training in (True, False)}
     with torch.no_grad(), fxamp.frozen(converted):
         for training in (True, False):
@@ -393,7 +393,7 @@ def in_a_branch(self: Any, x: Tensor) -> Tensor:
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo's own
 def test_a_flag_that_is_read_where_dynamo_traces_is_followed() -> None:
     model = Two(in_a_branch)
-    converted = fxamp.convert(model, (example(),), policy="O0", capture="export")
+    converted = convert_fixed(model, (example(),), policy="O0", capture="export")
     for training in (True, False, True):
         assert_is_eager(converted.train(training), model.train(training))
 
@@ -414,7 +414,7 @@ def test_both_training_modes_are_captured_whatever_was_seen_to_be_asked(
         return export(*args, **kwargs)
 
     monkeypatch.setattr(torch.export, "export", counted)
-    converted = fxamp.convert(model, (example(),), policy="O1,dtype=bf16")  # as it is, and under autocast
+    converted = convert_fixed(model, (example(),), policy="O1,dtype=bf16")  # as it is, and under autocast
     assert len(asked) == exports
     for training in (True, False):
         assert_as_under_autocast(converted.train(training), model.train(training))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import threading
 import time
@@ -15,8 +16,8 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 import fxamp
-from fxamp.capture.model.patches import capturing, is_capturing, replaced
-from tests.support.helpers import Two, assert_same, example
+from fxamp.capture.model.patches import capturing, is_capturing, replaced, uncollected
+from tests.support.helpers import Two, assert_same, convert_fixed, example, plan_fixed
 
 
 class Block(nn.Module):
@@ -61,7 +62,7 @@ def test_threads_convert_and_call_at_once_and_torch_is_as_it_was() -> None:
     def convert(i: int) -> Any:
         front_end = "fx" if i % 3 == 2 else "export"
         inputs = () if front_end == "fx" else ((example(),),)
-        return fxamp.convert(models[i], *inputs, policy="O1,dtype=bf16", capture=front_end)
+        return convert_fixed(models[i], *inputs, policy="O1,dtype=bf16", capture=front_end)
 
     caller = threading.Thread(target=call)
     caller.start()
@@ -99,7 +100,7 @@ def test_an_interrupted_capture_frees_the_lock_and_torch() -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        fxamp.convert(Two(forward), (example(),))
+        convert_fixed(Two(forward), (example(),))
     now = state_of_torch()
     assert [name for name in before if now[name] is not before[name]] == []
     assert not is_capturing()
@@ -153,12 +154,33 @@ def test_what_is_not_about_the_model_is_raised_as_it_is(error: Exception) -> Non
         raise error
 
     with pytest.raises(type(error), match=str(error)):
-        fxamp.convert(Two(forward), (example(),))
+        convert_fixed(Two(forward), (example(),))
 
 
 def test_a_plan_does_not_depend_on_what_was_converted_before() -> None:
     model, x = Two(lambda self, x: self.m(self.l(x)).relu()), example()
-    first = fxamp.plan(model, (x,)).to_json()
-    fxamp.plan(Two(lambda self, x: torch.rrelu(self.l(x), training=True)), (x,), policy="O1,dtype=fp16")
-    assert fxamp.plan(model, (x,)).to_json() == first
-    assert_same(fxamp.convert(model, (x,))(x), fxamp.convert(model, (x,))(x))
+    first = plan_fixed(model, (x,)).to_json()
+    plan_fixed(Two(lambda self, x: torch.rrelu(self.l(x), training=True)), (x,), policy="O1,dtype=fp16")
+    assert plan_fixed(model, (x,)).to_json() == first
+    assert_same(convert_fixed(model, (x,))(x), convert_fixed(model, (x,))(x))
+
+
+def test_the_collector_rests_while_a_model_is_captured_and_is_afterwards_as_it_was() -> None:
+    seen: list[bool] = []
+
+    class Asks(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(gc.isenabled())
+            return super().forward(x)
+
+    fxamp.plan(Asks(2, 2), (torch.randn(3, 2),))
+    assert seen
+    assert not any(seen)
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        with pytest.raises(ZeroDivisionError), uncollected():
+            raise ZeroDivisionError
+        assert not gc.isenabled()
+    finally:
+        gc.enable()

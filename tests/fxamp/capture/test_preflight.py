@@ -19,7 +19,16 @@ from torch.utils.checkpoint import checkpoint
 import fxamp
 from passes.contract.errors import NotFaithfulError
 from tests.support.front_ends import WARNINGS, assert_eager, convert, fresh
-from tests.support.helpers import FRONT_ENDS, Two, assert_is_eager, assert_untouched, example, fingerprint, o0
+from tests.support.helpers import (
+    FRONT_ENDS,
+    Two,
+    assert_is_eager,
+    assert_untouched,
+    convert_fixed,
+    example,
+    fingerprint,
+    o0,
+)
 
 pytestmark = WARNINGS
 __all__ = ["fresh"]
@@ -540,7 +549,7 @@ class Norm(nn.BatchNorm1d):
 
 def test_what_torch_says_of_the_files_of_its_layers_is_kept_for_subclasses_of_them() -> None:
     model = nn.Sequential(nn.Linear(6, 6), Norm(6))
-    converted = fxamp.convert(model, (example(),), policy="O0")
+    converted = convert_fixed(model, (example(),), policy="O0")
     assert isinstance(converted, fxamp.ConvertedModule)
     assert_is_eager(converted, model)
 

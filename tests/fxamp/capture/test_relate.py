@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from fxamp.capture.states import capture
 from fxamp.convert import emit, resolve
 from passes.graph import notes
 from passes.ops import ops
+from tests.support.front_ends import at_levels
 from tests.support.helpers import Two, assert_is_eager, example, o0
 
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -128,12 +130,20 @@ WAYS = [
 ]  # fmt: skip
 
 
+@functools.cache
+def of_way(way: Callable[..., Any]) -> tuple[nn.Module, dict[str, Callable[[], Any]]]:
+    """Return the model, and for each policy what converts it: it is captured once for each low dtype."""
+    torch.manual_seed(0)
+    model = Two(way).eval()
+    policies = [f"{level},dtype={low}" for level in ("O0", "O1", "O2", "O3") for low in LOW]
+    return model, dict(zip(policies, at_levels(model, (example(),), "export", *policies), strict=True))
+
+
 @pytest.mark.parametrize("low", ["bf16", pytest.param("fp16", marks=pytest.mark.matrix)])
 @pytest.mark.parametrize("way", WAYS)
 def test_what_the_code_reads_of_dtypes_is_autocasts(way: Callable[..., Any], low: str) -> None:
-    torch.manual_seed(0)
-    model, x = Two(way).eval(), example()
-    converted = fxamp.convert(model, (x,), policy=f"O1,dtype={low}", capture="export", dynamic_shapes=None)
+    (model, convert), x = of_way(way), example()
+    converted = convert[f"O1,dtype={low}"]()
     with torch.autocast("cpu", LOW[low]):
         expected = model(x)
     assert torch.equal(converted(x), expected.float())
@@ -166,9 +176,8 @@ def test_the_dtype_of_a_recurrent_layer_is_that_of_its_kernel(layer: Callable[..
 @pytest.mark.parametrize("level", ["O2", pytest.param("O3", marks=pytest.mark.matrix)])
 @pytest.mark.parametrize("way", WAYS)
 def test_beyond_o1_it_stays_near(way: Callable[..., Any], level: str) -> None:
-    torch.manual_seed(0)
-    model, x = Two(way).eval(), example()
-    got = fxamp.convert(model, (x,), policy=f"{level},dtype=bf16", capture="export", dynamic_shapes=None)(x)
+    (model, convert), x = of_way(way), example()
+    got = convert[f"{level},dtype=bf16"]()(x)
     with torch.autocast("cpu", torch.bfloat16):
         expected = model(x).float()
     assert got.dtype == torch.float32
@@ -177,8 +186,8 @@ def test_beyond_o1_it_stays_near(way: Callable[..., Any], level: str) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_without_rounding_what_was_read_is_the_models_own(way: Callable[..., Any]) -> None:
-    model = Two(way)
-    assert_is_eager(o0(model), model)
+    model, convert = of_way(way)
+    assert_is_eager(convert["O0,dtype=bf16"](), model)
 
 
 # What the comparison says of each cast.

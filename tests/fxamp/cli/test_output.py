@@ -7,10 +7,9 @@ import io
 import os
 import pty
 import struct
-import subprocess
-import sys
 import termios
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -19,9 +18,10 @@ from fxamp.cli.main import main
 from fxamp.cli.waiting import waiting
 from passes.contract.plan import Decision, Plan
 from passes.contract.policy import Policy
+from tests.support.processes import in_another_process, printed
 from tests.support.records import node, report_of
 
-ROOT = Path(__file__).parents[3]
+END = "the end"
 LONG = Decision(
     "encoder.layers.0.attention/linear#0", 0, "linear", "encoder.layers.0.attention", "net.py:12: q = self.query(x)",
     "bfloat16", "bfloat16", "low", "low: matrix product, accumulated in FP32",
@@ -35,27 +35,30 @@ def plan(tmp_path: Path) -> Path:
 
 
 def in_terminal(columns: int, *words: str) -> str:
-    """Return what the command writes to a terminal of that width."""
+    """Return what the command writes to a terminal of that width, which is made the output of this process."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
-    environment = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES")} | {"NO_COLOR": "1"}
-    command = [sys.executable, "-m", "fxamp", *words]
-    with subprocess.Popen(command, cwd=ROOT, stdout=theirs, stderr=theirs, env=environment) as process:
-        os.close(theirs)
-        said = b""
-        try:
-            while part := os.read(ours, 4096):
-                said += part
-        except OSError:  # the other end is closed
-            pass
-        finally:
-            os.close(ours)
-        assert process.wait() == 0
-    return said.decode().replace("\r\n", "\n")
+    os.environ["NO_COLOR"] = "1"
+    for unwanted in ("COLUMNS", "LINES"):
+        os.environ.pop(unwanted, None)
+    for stream in (1, 2):
+        os.dup2(theirs, stream)
+    said: list[bytes] = []
+    with ThreadPoolExecutor() as reader:
+        reading = reader.submit(read_until, END, ours, said)
+        assert main(words) == 0
+        print(END, flush=True)
+        reading.result()
+    return b"".join(said).decode().partition(END)[0].replace("\r\n", "\n")
+
+
+def read_until(end: str, file: int, said: list[bytes]) -> None:
+    while end not in b"".join(said).decode(errors="ignore"):
+        said.append(os.read(file, 4096))
 
 
 def test_a_narrow_terminal_is_not_written_over_its_edge(plan: Path) -> None:
-    text = in_terminal(60, "report", str(plan), "--nodes")
+    text = in_another_process(in_terminal, 60, "report", str(plan), "--nodes")
     lines = text.splitlines()
     assert all(len(line) <= 60 for line in lines[lines.index("Modules") : -1] if "wider terminal" not in line)
     assert "A wider terminal, or a file, shows also:" in text
@@ -63,12 +66,12 @@ def test_a_narrow_terminal_is_not_written_over_its_edge(plan: Path) -> None:
     assert "\x1b" not in text
 
 
-def test_a_pipe_takes_any_width(plan: Path) -> None:
-    command = [sys.executable, "-m", "fxamp", "report", str(plan), "--nodes"]
-    environment = {**os.environ, "COLUMNS": "20"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
-    assert "wider terminal" not in done.stdout
-    assert any(LONG.key in line and "q = self.query(x)" in line for line in done.stdout.splitlines())
+def test_a_pipe_takes_any_width(plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "20")
+    status, text, _ = in_another_process(printed, main, ["report", str(plan), "--nodes"])
+    assert status == 0
+    assert "wider terminal" not in text
+    assert any(LONG.key in line and "q = self.query(x)" in line for line in text.splitlines())
 
 
 def test_columns_are_left_out_from_the_right_until_the_tree_fits() -> None:

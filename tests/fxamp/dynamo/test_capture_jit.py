@@ -181,7 +181,9 @@ def run(forward: Any, policy: str, *, ambient: bool) -> tuple[Tensor, Tensor, fx
     return expected, got, fxamp.plan_of(module)
 
 
-@pytest.mark.parametrize("low", [BF16, FP16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize(
+    "low", [pytest.param(BF16, id="bf16"), pytest.param(FP16, id="fp16", marks=pytest.mark.matrix)]
+)
 @pytest.mark.parametrize("forward", READS)
 def test_o1_is_autocast_bit_for_bit_whatever_reads_a_dtype(forward: Any, low: torch.dtype) -> None:
     torch._dynamo.reset()

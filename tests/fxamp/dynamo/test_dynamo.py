@@ -28,6 +28,9 @@ CAPTURED = [
     pytest.param(z, id=z.name, marks=() if z.name in SOME else pytest.mark.matrix)
     for z in ZOO if z.name != "lstm_tagger"
 ]  # fmt: skip
+UNCHANGED = [
+    p if p.id in ("lenet5", "hf_bert") else pytest.param(*p.values, id=p.id, marks=pytest.mark.matrix) for p in CAPTURED
+]
 
 
 def equal(a: Any, b: Any) -> bool:
@@ -58,7 +61,7 @@ def test_o1_gives_the_values_of_autocast(zoo: Zoo) -> None:
     assert fxamp.plan_of(module).capture == "jit"
 
 
-@pytest.mark.parametrize("zoo", CAPTURED)
+@pytest.mark.parametrize("zoo", UNCHANGED)
 def test_o0_changes_nothing(zoo: Zoo) -> None:
     model = zoo.build().train()
     args, kwargs = zoo.inputs(3)

@@ -108,3 +108,54 @@ def test_many_casts_to_the_dtype_of_a_base_take_no_time_each() -> None:
 
     module = fxamp.compile(Deep(before_a_layer), backend="eager")
     assert module(example()).dtype == F32
+
+
+class Given(nn.Module):
+    """Computes with what it is called with, and with FP32 weights."""
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.l = nn.Linear(6, 6)
+        self.run = forward
+
+    def forward(self, x: Tensor, low: Tensor) -> Any:
+        return self.run(self, x, low)
+
+
+def passed_on(self: Given, x: Tensor, low: Tensor) -> Any:
+    return self.l(x), low.unfold(-1, 2, 1), low
+
+
+def computed_with(self: Given, x: Tensor, low: Tensor) -> Any:
+    return (low.abs() + 1).log(), self.l(x) * low, torch.nn.functional.mse_loss(low, low.sin())
+
+
+def computed_with_after_a_break(self: Given, x: Tensor, low: Tensor) -> Any:
+    h = self.l(x)
+    torch._dynamo.graph_break()
+    return low.abs() + 1, h.sin()
+
+
+@pytest.mark.parametrize("policy", ["O1", "O2"])
+@pytest.mark.parametrize("forward", [passed_on, computed_with, computed_with_after_a_break])
+def test_what_is_computed_with_a_low_input_has_the_dtype_that_the_model_gives(
+    forward: Callable[..., Any], policy: str
+) -> None:
+    model, x, low = Given(forward), example(), example().to(BF16)
+    expected = model(x, low)
+    with torch.autocast("cpu"):
+        autocast = model(x, low)
+    got = fxamp.compile(model, policy=policy, backend="eager")(x, low)
+    for a, b, c in zip(got, expected, autocast, strict=True):
+        assert a.dtype == b.dtype
+        assert policy != "O1" or torch.equal(a, c.to(a.dtype))
+
+
+def test_a_model_that_rejects_a_low_input_without_autocast_gives_fp32() -> None:
+    model, low = Given(lambda self, x, low: self.l(low).relu()), example().to(BF16)
+    with torch.autocast("cpu"):
+        autocast = model(low, low)
+    got = fxamp.compile(model, backend="eager")(low, low)
+    assert got.dtype == F32
+    assert torch.equal(got, autocast.float())

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,6 +11,7 @@ import pytest
 import torch
 
 from fxamp.measure import cost_cache
+from tests.support.processes import in_another_process
 
 
 @pytest.fixture(autouse=True)
@@ -96,21 +95,16 @@ def test_a_time_that_can_be_none_is_not_believed(value: str) -> None:
     assert cost_cache.load("cpu") == {"mul": 4}
 
 
-ADDS = """
-import sys, torch
-from fxamp.measure import cost_cache
-torch.set_num_threads(1)
-for i in range(20):
-    cost_cache.save("cpu", {f"{sys.argv[1]}-{i}": 1})
-"""
+def add(process: int) -> None:
+    for i in range(20):
+        cost_cache.save("cpu", {f"process {process}-{i}": 1})
 
 
 def test_threads_and_processes_keep_what_the_others_write() -> None:
     torch.set_num_threads(1)  # as the processes have it: times on other numbers lie in another file
-    processes = [subprocess.Popen([sys.executable, "-c", ADDS, f"process {i}"]) for i in range(2)]
-    with ThreadPoolExecutor(8) as pool:
-        jobs = [pool.submit(cost_cache.save, "cpu", {f"thread {i}": 1}) for i in range(64)]
-    assert [job.exception() for job in jobs] == [None] * 64
-    assert [process.wait() for process in processes] == [0, 0]
+    with ThreadPoolExecutor(10) as pool:
+        jobs = [pool.submit(in_another_process, add, i) for i in range(2)]
+        jobs += [pool.submit(cost_cache.save, "cpu", {f"thread {i}": 1}) for i in range(64)]
+    assert [job.exception() for job in jobs] == [None] * 66
     expected = {f"thread {i}" for i in range(64)} | {f"process {i}-{j}" for i in range(2) for j in range(20)}
     assert cost_cache.load("cpu").keys() == expected

@@ -13,6 +13,7 @@ from torch import nn
 import fxamp
 from fxamp.measure.counts import _Counter
 from reports.zoo import LeNet5
+from tests.support.helpers import convert_fixed
 
 X = torch.randn(2, 1, 28, 28, generator=torch.Generator().manual_seed(0))
 
@@ -20,7 +21,7 @@ X = torch.randn(2, 1, 28, 28, generator=torch.Generator().manual_seed(0))
 @pytest.fixture(scope="module")
 def module() -> fxamp.ConvertedModule:
     torch.manual_seed(0)
-    return fxamp.convert(LeNet5(), (X,))
+    return convert_fixed(LeNet5(), (X,))
 
 
 def casts(module: nn.Module) -> int:
@@ -65,7 +66,7 @@ def test_only_a_converted_module_can_be_frozen() -> None:
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
 def test_it_is_not_copied_with_its_frozen_weights(copied: Any) -> None:
-    converted = fxamp.convert(nn.Linear(4, 4), (torch.randn(2, 4),))
+    converted = convert_fixed(nn.Linear(4, 4), (torch.randn(2, 4),))
     with fxamp.frozen(converted), pytest.raises(fxamp.CaptureError, match="copy or save it outside"):
         copied(converted)
     copied(converted)

@@ -26,6 +26,7 @@ from tests.support.helpers import (
     assert_is_eager,
     assert_same,
     assert_untouched,
+    convert_fixed,
     example,
     fingerprint,
     o0,
@@ -63,6 +64,12 @@ def model() -> Net:
 
 @pytest.fixture
 def converted(model: Net, front_end: str) -> fxamp.ConvertedModule:
+    return convert_fixed(model, (example(),), policy="O1,dtype=bf16", capture=front_end)
+
+
+@pytest.fixture
+def resizable(model: Net, front_end: str) -> fxamp.ConvertedModule:
+    """Return the model converted for other sizes too."""
     return fxamp.convert(model, (example(),), policy="O1,dtype=bf16", capture=front_end)
 
 
@@ -99,16 +106,16 @@ def test_an_old_checkpoint_without_batch_counters_loads(model: Net, converted: n
 def test_conversion_leaves_the_model_alone(model: Net, front_end: str) -> None:
     model.l.weight.grad = torch.ones(6, 6)
     before = fingerprint(model)
-    fxamp.convert(model, (example(),), capture=front_end)
+    convert_fixed(model, (example(),), capture=front_end)
     assert_untouched(model, before)
     with pytest.raises(fxamp.PolicyError):
-        fxamp.convert(model, (example(),), policy="O1,ops.no_such_op=fp32", capture=front_end)
+        convert_fixed(model, (example(),), policy="O1,ops.no_such_op=fp32", capture=front_end)
     assert_untouched(model, before)
 
 
 def test_training_it_with_an_optimizer_built_before_trains_the_model(model: Net, front_end: str) -> None:
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    converted = fxamp.convert(model, (example(),), capture=front_end)
+    converted = convert_fixed(model, (example(),), capture=front_end)
     before = model.l.weight.detach().clone()
     converted(example()).sum().backward()
     optimizer.step()
@@ -176,7 +183,7 @@ def test_a_parametrization_registered_after_conversion_counts(converted: Any) ->
 
 
 def test_its_code_runs_without_fxamp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    converted = fxamp.convert(Two(), (example(),), policy="O1,dtype=bf16", capture="export")
+    converted = convert_fixed(Two(), (example(),), policy="O1,dtype=bf16", capture="export")
     converted.to_folder(tmp_path / "written", "Written")
     monkeypatch.syspath_prepend(tmp_path)
     written = importlib.import_module("written").Written()
@@ -224,8 +231,9 @@ def test_an_error_inside_a_region_leaves_grad_mode_and_autocast_as_they_were() -
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_it_compiles_without_a_graph_break(model: Net, converted: nn.Module, backend: str) -> None:
+def test_it_compiles_without_a_graph_break(model: Net, resizable: nn.Module, backend: str) -> None:
     torch._dynamo.reset()
+    converted = resizable
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # dynamo's own, about APIs that it calls itself
         converted.eval()
@@ -256,7 +264,7 @@ def test_functional_call_feeds_the_casts(converted: nn.Module) -> None:
 
 @pytest.mark.parametrize(("policy", "tolerance"), [("O0", 1e-6), ("O1,dtype=bf16", 2**-5)])
 def test_per_sample_gradients(front_end: str, policy: str, tolerance: float) -> None:
-    converted = fxamp.convert(Two(layer_norm), (example(),), policy=policy, capture=front_end)
+    converted = fxamp.convert(Two(layer_norm), (example(),), policy=policy, capture=front_end)  # and for one row
     parameters: dict[str, Tensor] = dict(converted.named_parameters())
 
     def loss(values: dict[str, Tensor], row: Tensor) -> Any:
@@ -270,7 +278,7 @@ def test_per_sample_gradients(front_end: str, policy: str, tolerance: float) -> 
 
 def test_fp16_training_without_a_scaler_warns_once(front_end: str) -> None:
     gc.collect()  # scalers of other tests
-    converted = fxamp.convert(Two(), (example(),), policy="O1,dtype=fp16", capture=front_end)
+    converted = convert_fixed(Two(), (example(),), policy="O1,dtype=fp16", capture=front_end)
     with pytest.warns(UserWarning, match="loss scale underflow"):
         converted(example()).sum().backward()
     converted(example()).sum().backward()  # warnings are errors here
@@ -278,18 +286,18 @@ def test_fp16_training_without_a_scaler_warns_once(front_end: str) -> None:
 
 @pytest.mark.parametrize("policy", ["O1,dtype=bf16", "O0,dtype=fp16"])
 def test_no_warning_where_nothing_can_underflow(policy: str) -> None:
-    fxamp.convert(Two(), (example(),), policy=policy)(example()).sum().backward()  # warnings are errors here
+    convert_fixed(Two(), (example(),), policy=policy)(example()).sum().backward()  # warnings are errors here
 
 
 @pytest.mark.parametrize("kind", [torch.amp.GradScaler, fxamp.LossScaler])
 def test_no_warning_when_a_scaler_has_scaled(kind: Any) -> None:
     scaler = kind("cpu")
-    converted = fxamp.convert(Two(), (example(),), policy="O1,dtype=fp16")
+    converted = convert_fixed(Two(), (example(),), policy="O1,dtype=fp16")
     scaler.scale(converted(example()).sum()).backward()
 
 
 def test_no_warning_in_eval_mode() -> None:
-    converted = fxamp.convert(Two(), (example(),), policy="O1,dtype=fp16").eval()
+    converted = convert_fixed(Two(), (example(),), policy="O1,dtype=fp16").eval()
     converted(example()).sum().backward()
 
 
@@ -345,7 +353,7 @@ def test_children_that_are_called_like_attributes_of_ours_are_kept(front_end: st
         assert module.get_parameter("plan.weight").shape == (6, 6)
         module.load_state_dict(model.state_dict())
         assert_same(module.eval()(example()), model.eval()(example()))
-    with torch.no_grad(), fxamp.frozen(fxamp.convert(model, (example(),), policy="O1,dtype=bf16")) as frozen:
+    with torch.no_grad(), fxamp.frozen(convert_fixed(model, (example(),), policy="O1,dtype=bf16")) as frozen:
         frozen(example())
 
 
@@ -410,8 +418,8 @@ def test_forward_takes_what_the_models_forward_takes(front_end: str) -> None:
     assert str(inspect.signature(o0(variadic).forward)) == "(x, *args, **kwargs)"
 
 
-def test_it_can_be_exported_with_dynamic_shapes(converted: fxamp.ConvertedModule) -> None:
-    converted.eval()
+def test_it_can_be_exported_with_dynamic_shapes(resizable: fxamp.ConvertedModule) -> None:
+    converted = resizable.eval()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         rows = {"x": {0: torch.export.Dim.DYNAMIC}}

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import fxamp
 from fxamp.module.moved import MOVED
-from tests.support.helpers import example
+from tests.support.helpers import convert_fixed, example
 
 NAMES = [(old, name) for old, (_, names) in MOVED.items() for name in names]
 
@@ -61,7 +61,7 @@ class Net(Recurrent):
 def converted(request: pytest.FixtureRequest) -> fxamp.ConvertedModule:
     torch.manual_seed(0)
     model: nn.Module = Net() if request.param == "export" else Recurrent()
-    return fxamp.convert(model, (example(),), policy="O1,dtype=bf16", capture=request.param)
+    return convert_fixed(model, (example(),), policy="O1,dtype=bf16", capture=request.param)
 
 
 def named(pickled: bytes) -> set[str]:

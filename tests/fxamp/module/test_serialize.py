@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
-import itertools
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +16,7 @@ import fxamp
 from fxamp.module.serialize import graph_from_data, graph_to_data
 from tests.fxamp.module.test_module import Net
 from tests.support.helpers import FRONT_ENDS, Two, assert_same, example, o0
+from tests.support.processes import in_another_process
 
 
 def dictionary(self: Any, batch: dict[str, Tensor]) -> dict[str, Any]:
@@ -88,34 +86,33 @@ def test_hooks_of_a_copy_are_its_own() -> None:
     assert seen == [1]
 
 
-def test_a_new_process_loads_what_every_front_end_made_in_either_mode(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model = Net()
-    for front_end, training in itertools.product(FRONT_ENDS, (True, False)):
-        folder = tmp_path / f"{front_end}-{training}"
-        folder.mkdir()
-        module = fxamp.convert(model, (example(),), policy="O1,dtype=bf16", capture=front_end).train(training)
-        torch.save(module, folder / "module.pt")
-        expected = [seeded(copy.deepcopy(module), mode) for mode in (True, False)]
-        torch.save((training, expected, example(), fxamp.plan_of(module).to_json()), folder / "expected.pt")
-    script = """
-import pathlib, sys, torch, fxamp
-for folder in pathlib.Path(sys.argv[1]).iterdir():
+LOADS = """
+import pathlib, torch, fxamp
+for folder in pathlib.Path({folders!r}).iterdir():
     module = torch.load(folder / "module.pt", weights_only=False)
     training, (train, evaluation), x, plan = torch.load(folder / "expected.pt", weights_only=False)
     assert module.training == training, folder
-    state = {k: v.clone() for k, v in module.state_dict().items()}
+    state = {{k: v.clone() for k, v in module.state_dict().items()}}
     for mode, expected in ((True, train), (False, evaluation)):
         module.load_state_dict(state)
         torch.manual_seed(0)
         assert torch.equal(module.train(mode)(x), expected), (folder, mode)
     assert fxamp.plan_of(module).to_json() == plan, folder
 """
-    root = Path(fxamp.__file__).parent.parent
-    result = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path)], cwd=root, capture_output=True, text=True, check=False
-    )
-    assert result.returncode == 0, result.stderr
+
+
+def test_a_new_process_loads_what_every_front_end_made_in_either_mode(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Net()
+    for front_end in FRONT_ENDS:
+        module = fxamp.convert(model, (example(),), policy="O1,dtype=bf16", capture=front_end)
+        for training in (True, False):
+            folder = tmp_path / f"{front_end}-{training}"
+            folder.mkdir()
+            torch.save(module.train(training), folder / "module.pt")
+            expected = [seeded(copy.deepcopy(module), mode) for mode in (True, False)]
+            torch.save((training, expected, example(), fxamp.plan_of(module).to_json()), folder / "expected.pt")
+    in_another_process(exec, LOADS.format(folders=str(tmp_path)))  # where the model's class is not imported
 
 
 def test_containers_regions_and_slices_survive() -> None:

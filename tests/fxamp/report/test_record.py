@@ -152,39 +152,36 @@ def test_a_model_compiled_for_several_sizes_has_the_record_that_it_had_after_one
     assert records[1:] == records[:1] * 2
 
 
-RECORDS = """
-import sys
-turn = slice(None, None, int(sys.argv[1]))
-for name in ("decimal", "sqlite3", "torch", "fxamp.report.record.build")[turn]:
-    __import__(name)
-import fxamp
-from fxamp.report.record.build import record_of
-from reports.zoo import BY_NAME
+def records(turn: int) -> list[str]:
+    """Return records of two models, which are converted, and whose children are registered, in this order or back."""
+    made = {}
+    for name in ("graph_conv", "lenet5")[::turn]:
+        model, (args, kwargs) = BY_NAME[name].build(), BY_NAME[name].inputs(3)
+        children = list(model.named_children())
+        for child, _ in children:
+            delattr(model, child)
+        for child, module in children[::turn]:
+            setattr(model, child, module)
+        made[name] = fxamp.convert(model, args, kwargs, policy="O2,dtype=bf16", check=False, dynamic_shapes=None)
+    return [record_of(made[name]).to_json() for name in sorted(made)]
 
-made = {}
-for name in ("graph_conv", "lenet5")[turn]:
-    model, (args, kwargs) = BY_NAME[name].build(), BY_NAME[name].inputs(3)
-    children = list(model.named_children())
-    for child, _ in children:
-        delattr(model, child)
-    for child, module in children[turn]:
-        setattr(model, child, module)
-    made[name] = fxamp.convert(model, args, kwargs, policy="O2,dtype=bf16", check=False, dynamic_shapes=None)
-print(*(record_of(made[name]).to_json() for name in sorted(made)))
+
+BACKWARDS = """
+import fxamp.report.record.build, torch, sqlite3, decimal
+from tests.fxamp.report.test_record import records
+print("".join(records(-1)), end="")
 """
 
 
 def test_records_are_the_same_in_other_processes_orders_and_hash_seeds() -> None:
-    def start(seed: int, turn: int) -> subprocess.Popen[str]:
-        environment = {**os.environ, "PYTHONHASHSEED": str(seed), "PYTHONPATH": str(ROOT)}
-        command = [sys.executable, "-c", RECORDS, str(turn)]
-        return subprocess.Popen(command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-
-    running = [start(0, 1), start(1, -1)]
-    texts = [process.communicate()[0] for process in running]
-    assert [process.returncode for process in running] == [0, 0]
-    assert texts[0] == texts[1]
-    assert texts[0].count('"policy": "O2,dtype=bf16,device=cpu"') == 2
+    environment = {**os.environ, "PYTHONHASHSEED": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", BACKWARDS]
+    with subprocess.Popen(command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, text=True) as other:
+        here = "".join(records(1))
+        there = other.communicate()[0]
+    assert other.returncode == 0
+    assert there == here
+    assert here.count('"policy": "O2,dtype=bf16,device=cpu"') == 2
 
 
 TRACED = """

@@ -18,6 +18,7 @@ from fxamp.train.describe import describe
 from passes.contract.errors import FxampError
 from passes.contract.plan import Decision, Plan
 from passes.contract.policy import Policy
+from tests.support.helpers import convert_fixed
 
 PLAN = Plan(
     decisions=(
@@ -65,13 +66,15 @@ def test_summary_counts_each_op_and_colour() -> None:
     assert ["mul", "float32", "1"] in text
 
 
-def test_rules_that_fired_are_counted_and_those_that_did_not_are_named() -> None:
+def test_rules_that_fired_are_counted_and_those_that_did_not_are_named_where_that_is_asked_for() -> None:
     plan = dataclasses.replace(PLAN, edits={"insert-casts/operand": 3, "eliminate-casts/share": 1, "legalize/loss": 0})
-    for text in (str(report(plan)), report(plan).to_tree(nodes=True)):
-        assert ["insert-casts/operand", "3"] in rows(text)
-        assert text.endswith("\nRules that never fired: legalize/loss\n")
-    assert "Edits" not in report(plan).to_tree()
-    assert "Edits" not in str(report(PLAN))
+    text = report(plan).to_tree(edits=True)
+    assert ["insert-casts/operand", "3"] in rows(text)
+    assert text.endswith("\nRules that never fired: legalize/loss\n")
+    for asked_for_nothing in (str(report(plan)), report(plan).to_markdown(), report(plan).to_tree(nodes=True)):
+        assert "Edits" not in asked_for_nothing
+        assert "never fired" not in asked_for_nothing
+    assert "Edits" not in report(PLAN).to_tree(edits=True)
 
 
 def test_notes_are_shown_only_when_there_are_any() -> None:
@@ -123,7 +126,7 @@ def test_model_without_a_plan_is_refused() -> None:
 def test_of_a_train_step_it_says_how_it_trains() -> None:
     torch.manual_seed(0)
     x = torch.randn(2, 4)
-    model = fxamp.convert(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1)), (x,), policy="O1,dtype=fp16")
+    model = convert_fixed(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1)), (x,), policy="O1,dtype=fp16")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = fxamp.LossScaler(init_scale=8.0)
     step = fxamp.TrainStep(model, lambda o, f: o.mean() * f, optimizer, scaler=scaler, accumulate_steps=2)
@@ -142,7 +145,7 @@ def test_of_a_train_step_it_says_how_it_trains() -> None:
     assert "## Training" in found.to_markdown()
     assert json.loads(found.to_json())["training"]["weights"].startswith("per_step")
     plain = nn.Linear(4, 1)
-    with pytest.raises(FxampError, match="a Linear has no plan"):
+    with pytest.raises(FxampError, match="Linear is not converted, so this TrainStep trains it in FP32"):
         fxamp.report(fxamp.TrainStep(plain, None, torch.optim.SGD(plain.parameters(), lr=0.1)))
 
 
@@ -152,7 +155,7 @@ def test_of_a_train_step_it_names_what_is_cast_at_every_use() -> None:
 
         def __init__(self) -> None:
             super().__init__()
-            self.first = fxamp.convert(nn.Linear(4, 4), (torch.randn(2, 4),), policy="O1,dtype=bf16")
+            self.first = convert_fixed(nn.Linear(4, 4), (torch.randn(2, 4),), policy="O1,dtype=bf16")
             self.second = fxamp.compile(nn.Linear(4, 1), policy="O1,dtype=bf16", backend="eager")
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -177,7 +180,7 @@ def test_of_a_train_step_it_names_what_is_cast_at_every_use() -> None:
 def test_of_several_converted_parts_there_is_one_report_with_their_paths() -> None:
     torch.manual_seed(0)
     x = torch.randn(3, 6)
-    encoder, head = (fxamp.convert(nn.Sequential(nn.Linear(6, 6), nn.GELU()), (x,), policy="O2") for _ in range(2))
+    encoder, head = (convert_fixed(nn.Sequential(nn.Linear(6, 6), nn.GELU()), (x,), policy="O2") for _ in range(2))
     model = nn.ModuleDict({"encoder": encoder, "between": nn.Linear(6, 6), "head": head})
     plan = fxamp.plan_of(model)
     assert {d.key for d in plan.decisions} >= {"encoder.0/linear#0", "head.0/linear#0"}

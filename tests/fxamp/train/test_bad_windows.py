@@ -14,6 +14,7 @@ from passes.contract.errors import PolicyError
 from tests.support.training import BF16, WEIGHTS, X, converted, equal, loss_times, sgd, state
 
 
+@pytest.mark.usefixtures("eager_and_traced")
 @pytest.mark.parametrize("weights", WEIGHTS)
 def test_of_four_micro_batches_the_bad_third_skips_the_window_or_itself(weights: Any) -> None:
     factors = (1.0, 1.0, math.inf, 1.0)
@@ -46,6 +47,7 @@ def test_a_scheduler_of_another_optimizer_is_refused() -> None:
         TrainStep(model, loss_times, sgd(model), scheduler=scheduler)
 
 
+@pytest.mark.usefixtures("eager_and_traced")
 @pytest.mark.parametrize("weights", WEIGHTS)
 def test_after_an_error_in_backward_the_masters_are_back_and_the_next_window_is_whole(weights: Any) -> None:
     model, expected = converted(BF16), converted(BF16)

@@ -6,9 +6,6 @@ import copy
 import functools
 import io
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +19,7 @@ from torch.optim.swa_utils import AveragedModel
 import fxamp
 from fxamp.train.step import TrainStep
 from passes.contract.errors import PolicyError
+from tests.support.processes import in_another_process
 
 X = torch.randn(12, 3, 4, generator=torch.Generator().manual_seed(0))
 FACTORS = [1.0, 0.5, math.inf, 1.0, 1.0, 2.0, 0.25, 1.0, 1.0, math.nan, 1.0, 1.0]
@@ -72,6 +70,7 @@ def tensors_of(step: TrainStep) -> list[Tensor]:
     return [*step.model.parameters(), *step.averages[0].parameters()]
 
 
+@pytest.mark.usefixtures("eager_and_traced")
 @pytest.mark.parametrize("policy", ["O1,dtype=fp16", pytest.param("O2,dtype=bf16", marks=pytest.mark.matrix)])
 @pytest.mark.parametrize("on_overflow", ["skip_window", "skip_microbatch"])
 @pytest.mark.parametrize("stop", [3, 4, 5, 6])
@@ -95,6 +94,62 @@ def test_a_run_stopped_anywhere_goes_on_bit_for_bit(stop: int, on_overflow: str,
     assert [s.last_epoch for s in resumed.schedulers] == [s.last_epoch for s in step.schedulers]
 
 
+class Tempered(nn.Module):
+    """A loss with a parameter and a buffer of its own, and the model, which is saved without it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.ones(()))
+        self.register_buffer("calls", torch.zeros(()))
+        self.calls: Tensor
+        self.model = model
+
+    def forward(self, output: Tensor, factor: float) -> Tensor:
+        self.calls += 1
+        return (output * self.temperature).square().mean() * factor + self.calls * self.temperature * 0.01
+
+
+def build_with_a_loss(as_module: bool) -> tuple[TrainStep, list[Tensor]]:
+    model = copy.deepcopy(converted("O1,dtype=bf16")).eval()
+    loss = Tempered(model)
+    step = TrainStep(
+        model, loss if as_module else lambda output, factor: loss(output, factor),
+        [SGD(model.parameters(), lr=0.1), AdamW([loss.temperature], lr=0.1)], accumulate_steps=2,
+    )  # fmt: skip
+    shown: list[Tensor] = [*model.parameters(), loss.temperature]
+    return step, [*shown, loss.calls] if as_module else shown
+
+
+@pytest.mark.parametrize("as_module", [True, False])
+@pytest.mark.parametrize("by", ["state_dict", "save_checkpoint"])
+def test_what_is_trained_beside_the_model_goes_on_bit_for_bit(by: str, as_module: bool, tmp_path: Path) -> None:
+    stop = 3 if by == "state_dict" and as_module else 4  # a loss that nobody knows of keeps a buffer to itself
+    step, expected = build_with_a_loss(as_module)
+    for x in X[:stop]:
+        step(x, 1.0)
+    resumed, got = build_with_a_loss(as_module)
+    if by == "state_dict":
+        resumed.load_state_dict(through_a_file(step.state_dict()))
+    else:
+        fxamp.save_checkpoint(step, tmp_path)
+        fxamp.load_checkpoint(resumed, tmp_path)
+    if as_module:
+        for x in X[stop:]:
+            assert torch.equal(step(x, 1.0).loss, resumed(x, 1.0).loss)
+    assert expected[-1] != 1.0
+    assert all(map(torch.equal, got, expected))
+
+
+def test_the_state_of_another_loss_is_refused() -> None:
+    step, before = build_with_a_loss(True)
+    saved = step.state_dict()
+    assert saved["beside"].keys() == {"loss_fn.temperature", "loss_fn.calls"}
+    del saved["beside"]["loss_fn.calls"]
+    with pytest.raises(PolicyError, match=r"another model: what is trained beside it differs at 'loss_fn\.calls'"):
+        step.load_state_dict(saved)
+    assert all(map(torch.equal, before, build_with_a_loss(True)[1]))
+
+
 def test_a_scale_given_for_a_window_is_kept_with_it() -> None:
     step = build()
     step(X[0], 1.0, scale=64.0)
@@ -115,6 +170,7 @@ def test_the_run_of_one_level_goes_on_at_another() -> None:
     assert other(X[1], 1.0).reason == "accumulating"
 
 
+@pytest.mark.usefixtures("eager_and_traced")
 def test_gradients_within_a_window_are_those_saved_and_no_others() -> None:
     step = build()
     step(X[0], 1.0)
@@ -129,17 +185,13 @@ def test_gradients_within_a_window_are_those_saved_and_no_others() -> None:
         assert torch.equal(a.grad, b.grad)
 
 
-_OTHER_PROCESS = """
-import sys
-import torch
-sys.path[:0] = [{root!r}]
-from tests.fxamp.train.test_checkpoint import FACTORS, X, build, tensors_of
-step = build(seed=1)
-step.load_state_dict(torch.load({file!r}, weights_only=True))
-for x, factor in zip(X[4:], FACTORS[4:]):
-    step(x, factor)
-torch.save([t.detach() for t in tensors_of(step)], {file!r})
-"""
+def go_on(file: str) -> None:
+    """Train from a saved state to the end, and leave there what came of it."""
+    step = build(seed=1)
+    step.load_state_dict(torch.load(file, weights_only=True))
+    for x, factor in zip(X[4:], FACTORS[4:], strict=True):
+        step(x, factor)
+    torch.save([t.detach() for t in tensors_of(step)], file)
 
 
 def test_a_run_goes_on_in_another_process(tmp_path: Path) -> None:
@@ -149,9 +201,7 @@ def test_a_run_goes_on_in_another_process(tmp_path: Path) -> None:
     torch.save(step.state_dict(), file)
     for x, factor in zip(X[4:], FACTORS[4:], strict=True):
         step(x, factor)
-    root = str(Path(__file__).parents[3])
-    code = _OTHER_PROCESS.format(root=root, file=file)
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path, env=os.environ | {"PYTHONPATH": root})
+    in_another_process(go_on, file)
     assert all(map(torch.equal, torch.load(file), tensors_of(step)))
 
 
@@ -194,7 +244,7 @@ def test_the_state_of_another_optimizer_or_model_is_refused_and_changes_nothing(
     )
     renamed = simple(nn.Sequential(nn.Linear(4, 1)), SGD)
     refused(simple(nn.Linear(4, 1), SGD), renamed.state_dict(), "another model.* at 'weight'")
-    refused(simple(nn.Linear(4, 1), SGD), {"epoch": 3}, "it lacks ema, given_scale")
+    refused(simple(nn.Linear(4, 1), SGD), {"epoch": 3}, "it lacks beside, ema, given_scale")
 
 
 def test_a_window_that_would_have_to_be_run_again_is_refused() -> None:

@@ -18,7 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fxamp
 from fxamp.train.step import TrainStep
 from fxamp.train.window import conditional
+from fxamp.train.window.on_the_way import begin
 from passes.contract.errors import ScaleCollapseError
+from tests.support.helpers import convert_fixed
 
 X = torch.tensor([[1.0, 2.0, 3.0, 4.0], [0.5, 0.25, 2.0, 1.0]])
 
@@ -126,6 +128,39 @@ def test_where_python_decides_a_window_waits_once_and_says_why(optimizer: Any, s
     assert reads.count == (3 if "ema" in settings else 1)
 
 
+@pytest.mark.parametrize("settings", [{"scaler": 8.0}, {"scaler": 8.0, "max_grad_norm": 1.0}, {"max_grad_norm": 1.0}])
+def test_what_a_scheduler_follows_is_on_its_way_to_the_host_before_the_optimizer_steps(
+    settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[object] = []
+
+    class Sent:
+        def __init__(self, flag: Tensor) -> None:
+            self.flag = flag.clone()
+            seen.append("sent")
+
+        def __bool__(self) -> bool:
+            seen.append("read")
+            return bool(self.flag)
+
+    monkeypatch.setattr("fxamp.train.window.update.begin", Sent)
+    step = make_step(fused_sgd, scheduler=True, **settings)
+    step.optimizers[0].register_step_post_hook(lambda *_: seen.append("stepped"))
+    for factor, reason in ((1.0, "stepped"), (math.inf, "overflow")):
+        seen.clear()
+        assert step(X, factor).reason == reason
+        assert seen == ["sent", "stepped", "read"]
+    assert step.schedulers[0].last_epoch == 1
+
+
+def test_a_result_that_a_scheduler_followed_is_not_read_again() -> None:
+    step = make_step(fused_sgd, scheduler=True, scaler=8.0)
+    with Reads() as reads:
+        results = [step(X), step(X, math.inf)]
+        assert [r.reason for r in results] == ["stepped", "overflow"]
+    assert reads.count == 2
+
+
 def test_a_result_is_read_when_it_is_asked_for_and_once() -> None:
     step = make_step(fused_adamw, scaler=auto_scaler())
     result = step(X)
@@ -210,6 +245,17 @@ cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 
 
 @cuda
+def test_a_flag_sent_before_other_work_arrives_before_it_is_done() -> None:
+    flag, work = torch.ones((), device="cuda"), torch.randn(4096, 4096, device="cuda")
+    sent = begin(flag)
+    for _ in range(200):
+        work = work @ work
+    done = torch.cuda.current_stream().record_event()
+    assert bool(sent)
+    assert not done.query()
+
+
+@cuda
 @pytest.mark.parametrize(
     "make",
     [
@@ -226,8 +272,8 @@ def test_on_cuda_a_window_of_fp16_never_synchronizes(make: Callable[[Any], Optim
     torch.manual_seed(0)
     model, x = nn.Linear(4, 1).cuda(), X.cuda()
     twin = copy.deepcopy(model)
-    converted = fxamp.convert(model, (x,), policy="O1,dtype=fp16")
-    expected = fxamp.convert(twin, (x,), policy="O1,dtype=fp16")
+    converted = convert_fixed(model, (x,), policy="O1,dtype=fp16")
+    expected = convert_fixed(twin, (x,), policy="O1,dtype=fp16")
     step = TrainStep(converted, loss_times, make(converted.parameters()), max_grad_norm=clip, accumulate_steps=2)
     optimizer, scaler = make(expected.parameters()), torch.amp.GradScaler("cuda")
     factors = [1.0, 1.0, 1.0, math.inf, 1.0, 0.5]

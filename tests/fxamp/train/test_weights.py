@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import io
 import itertools
 import math
 from collections.abc import Callable, Iterable
@@ -30,6 +31,7 @@ from passes.contract.errors import PolicyError
 from passes.graph.notes import is_inserted
 from reports.subjects import compiled, subject, unchanged
 from reports.zoo import BY_NAME
+from tests.support.helpers import convert_fixed
 
 WIDTH, VOCABULARY = 16, 11
 NEVER = "O1,dtype=bf16,share_casts=never"
@@ -56,7 +58,7 @@ class Tied(nn.Module):
 @functools.cache
 def _converted(policy: str) -> fxamp.ConvertedModule:
     torch.manual_seed(0)
-    return fxamp.convert(Tied(), (batch(0),), policy=policy)
+    return convert_fixed(Tied(), (batch(0),), policy=policy)
 
 
 def converted(policy: str = "O1,dtype=bf16") -> fxamp.ConvertedModule:
@@ -156,8 +158,8 @@ def _train(
 @pytest.mark.parametrize(
     ("policy", "accumulate", "clip", "steps"),
     [
-        ("O1,dtype=fp16", 3, 0.5, 40),
-        ("O2,dtype=bf16", 1, None, 40),
+        ("O1,dtype=fp16", 3, 0.5, 20),
+        ("O2,dtype=bf16", 1, None, 20),
         *(
             pytest.param(policy, accumulate, clip, 200, marks=pytest.mark.matrix)
             for policy in ("O1,dtype=fp16", "O2,dtype=bf16")
@@ -179,6 +181,7 @@ def test_steps_are_those_of_a_gradscaler_loop_by_hand(
             assert all(map(torch.equal, parameters, expected[1]))
 
 
+@pytest.mark.usefixtures("eager_and_traced")
 @pytest.mark.parametrize("policy", ["O1,dtype=bf16", "O2,dtype=bf16", NEVER])
 def test_every_gradient_within_a_window_is_that_of_casts_at_every_use(policy: str) -> None:
     ours, theirs = converted(policy), converted(policy)
@@ -192,6 +195,7 @@ def test_every_gradient_within_a_window_is_that_of_casts_at_every_use(policy: st
 EVERYDAY = ("resnet18", "lstm_tagger", "hf_gpt2")
 
 
+@pytest.mark.usefixtures("eager_and_traced")
 @pytest.mark.parametrize("policy", ["O2,dtype=bf16", pytest.param("O1,dtype=bf16", marks=pytest.mark.matrix)])
 @pytest.mark.parametrize("name", [n if n in EVERYDAY else pytest.param(n, marks=pytest.mark.matrix) for n in BY_NAME])
 def test_gradients_of_real_models_are_those_of_casts_at_every_use(name: str, policy: str) -> None:
@@ -234,6 +238,7 @@ class Siamese(nn.Module):
         return self.encoder(a) * self.encoder(b) - teacher
 
 
+@pytest.mark.usefixtures("eager_and_traced")
 def test_a_model_called_twice_in_a_micro_batch_sums_gradients_as_before() -> None:
     ours, theirs = Siamese(converted()), Siamese(converted())
     steps = [make_step(m, w, loss_fn=lambda o: o.square().mean()) for m, w in ((ours, "per_step"), (theirs, "per_use"))]
@@ -336,6 +341,17 @@ def test_auto_keeps_casts_where_a_window_has_several_micro_batches() -> None:
     assert make_step(Tied(), "auto").weights.mode == "per_use"
 
 
+def test_in_a_window_of_one_a_weight_that_is_cast_once_is_cast_once_either_way() -> None:
+    counts = []
+    for weights in ("per_use", "per_step"):
+        step = make_step(converted("O2,dtype=bf16"), weights, accumulate_steps=1)
+        run_window(step, [0])
+        with _Counter() as counter:
+            run_window(step, [0])
+        counts.append((counter.casts, counter.cast_bytes, counter.ops))
+    assert counts[0] == counts[1]
+
+
 class Distilled(nn.Module):
     """Reads every weight of its encoder in two places: without gradients and with."""
 
@@ -352,9 +368,10 @@ class Distilled(nn.Module):
 @functools.cache
 def _distilled() -> fxamp.ConvertedModule:
     torch.manual_seed(0)
-    return fxamp.convert(Distilled(), (batch(0),), policy="O2,dtype=bf16")
+    return convert_fixed(Distilled(), (batch(0),), policy="O2,dtype=bf16")
 
 
+@pytest.mark.usefixtures("eager_and_traced")
 @pytest.mark.parametrize(("make", "times", "kept"), [(_distilled, 2, 5), (lambda: _converted(NEVER), 2, 5)])
 def test_auto_counts_a_weight_that_is_cast_at_two_places_of_the_graph(
     make: Callable[[], fxamp.ConvertedModule], times: int, kept: int
@@ -373,7 +390,7 @@ def test_a_weight_that_many_graphs_read_is_kept_once() -> None:
     torch.manual_seed(0)
     inner = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5), nn.Linear(WIDTH, WIDTH))
     x = torch.randn(3, WIDTH)
-    one, other = (fxamp.convert(inner, (x,), policy="O1,dtype=bf16") for _ in range(2))
+    one, other = (convert_fixed(inner, (x,), policy="O1,dtype=bf16") for _ in range(2))
     assert WeightCasts(one, "auto", 1).mode == "per_use"  # each of its graphs casts a weight once
     both = nn.Sequential(one, other)  # the same weights in two converted modules
     step = TrainStep(both, lambda o: o.mean(), SGD(inner.parameters(), lr=0.1), accumulate_steps=2)
@@ -401,12 +418,13 @@ def test_between_calls_the_module_is_as_it_was() -> None:
     assert torch.equal(again(batch(1)), model(batch(1)))
 
 
+@pytest.mark.usefixtures("eager_and_traced")
 def test_an_error_in_the_third_micro_batch_leaves_masters_and_no_window() -> None:
     model, expected = converted(), converted()
     step = make_step(model, accumulate_steps=4)
     for _ in range(2):
         step(batch(0), (batch(0), 1.0))
-    with pytest.raises(ValueError, match="to match target"):
+    with pytest.raises((ValueError, RuntimeError), match="to match target"):
         step(batch(0), (batch(0)[:, :2], 1.0))
     assert "graph_forward" not in model.__dict__
     assert all(p.grad is None for p in model.parameters())
@@ -442,6 +460,7 @@ def _move(model: nn.Module) -> None:
     weight.data = weight.data * 1.5
 
 
+@pytest.mark.usefixtures("eager_and_traced")
 @pytest.mark.parametrize("change", [_edit_in_place, _replace, _load, _assign, _move])
 def test_a_change_of_a_weight_within_a_window_is_seen(change: Callable[[nn.Module], None]) -> None:
     losses: list[list[Tensor]] = [[], []]
@@ -487,6 +506,7 @@ def test_a_first_call_without_gradients_costs_no_weight_its_gradient() -> None:
     assert all(p.grad is not None for p in model.parameters())
 
 
+@pytest.mark.usefixtures("eager_and_traced")
 def test_a_weight_frozen_within_a_window_gets_no_further_gradient() -> None:
     models = [converted(), converted()]
     for model, weights in zip(models, ("per_step", "per_use"), strict=True):
@@ -515,6 +535,7 @@ def test_hooks_on_the_masters_fire_as_before() -> None:
     assert len(logs[0]) == 4 * len(list(models[0].parameters()))
 
 
+@pytest.mark.usefixtures("eager_and_traced")
 def test_the_loss_function_sees_the_masters_and_its_gradients_add() -> None:
     models = [converted(), converted()]
     for model, weights in zip(models, ("per_step", "per_use"), strict=True):
@@ -543,6 +564,7 @@ def test_a_loss_of_gradients_with_respect_to_weights_works() -> None:
     assert_same_gradients(*models)
 
 
+@pytest.mark.usefixtures("eager_and_traced")
 def test_a_loss_that_transforms_the_model_is_not_disturbed_by_what_is_kept() -> None:
     models = [converted(), converted()]
     for model, weights in zip(models, ("per_step", "per_use"), strict=True):
@@ -588,6 +610,7 @@ def test_a_checkpoint_round_a_converted_module_recomputes_the_same(reentrant: bo
     assert counts[0] == counts[1] - 3 * 5  # forward and recomputation of two micro-batches, and one cast of each
 
 
+@pytest.mark.usefixtures("eager_and_traced")
 def test_frozen_weights_are_kept_too() -> None:
     models = [converted(), converted()]
     for model, weights in zip(models, ("per_step", "per_use"), strict=True):
@@ -609,17 +632,29 @@ def test_gradients_are_compatible_with_a_mid_window_state_dict() -> None:
     assert all(torch.equal(after[k], before[k]) for k in before)
 
 
-def test_a_copy_of_a_step_trains_its_own_model_the_same_and_is_made_between_windows() -> None:
+def by_pickle(step: TrainStep) -> TrainStep:
+    file = io.BytesIO()
+    torch.save(step, file)
+    file.seek(0)
+    loaded: TrainStep = torch.load(file, weights_only=False)
+    return loaded
+
+
+@pytest.mark.usefixtures("eager_and_traced")
+@pytest.mark.parametrize("copied", [copy.deepcopy, by_pickle])
+def test_a_copy_of_a_step_trains_its_own_model_the_same_and_is_made_between_windows(
+    copied: Callable[[TrainStep], TrainStep],
+) -> None:
     step = make_step(converted(), scaler=fxamp.LossScaler(init_scale=8.0))
     run_window(step, range(3))
-    twin = copy.deepcopy(step)
+    twin = copied(step)
     assert not {id(p) for p in step.model.parameters()} & {id(p) for p in twin.model.parameters()}
     for one in (step, twin):
         run_window(one, range(3, 5))
         assert all(cast._low is not None for cast in one.weights.casts)
     assert_same_gradients(step.model, twin.model)
     with pytest.raises(PolicyError, match=r"within a window: call flush\(\)"):
-        copy.deepcopy(step)
+        copied(step)
     run_window(step, [5])
     run_window(twin, [5])
     assert all(map(torch.equal, step.model.parameters(), twin.model.parameters()))
@@ -647,7 +682,7 @@ def _compiled_by_fxamp() -> nn.Module:
 
 
 def _captured_at_the_first_call() -> nn.Module:
-    return fxamp.convert(Tied(), capture="jit")
+    return convert_fixed(Tied(), capture="jit")
 
 
 def _compiled_in_place() -> nn.Module:
@@ -676,7 +711,7 @@ def test_per_step_is_refused_for_a_compiled_model_with_the_reason(make: Callable
 
 
 def test_per_step_is_refused_where_parameters_are_gone() -> None:
-    model = fxamp.convert(nn.Linear(4, 4, bias=False), (torch.randn(2, 4),))
+    model = convert_fixed(nn.Linear(4, 4, bias=False), (torch.randn(2, 4),))
     parametrize.register_parametrization(model, "weight", nn.Identity())
     with pytest.raises(PolicyError, match="'weight' is no parameter of its module any more"):
         WeightCasts(model, "per_step", 4)

@@ -53,6 +53,7 @@ class RoundTrip(nn.Module):
         return (x @ self.layer.weight).to(torch.bfloat16).float().sigmoid() + self.layer(x)
 
 
+@pytest.mark.usefixtures("eager_and_traced")
 def test_rounding_that_the_author_wrote_stays_where_weights_are_kept() -> None:
     gradients = []
     for weights in WEIGHTS:
@@ -123,6 +124,7 @@ def _swapped_by_assignment(model: nn.Module, ema: AveragedModel) -> None:
         p.data = average.data
 
 
+@pytest.mark.usefixtures("eager_and_traced")
 @pytest.mark.parametrize("swap", [_swapped_in, _swapped_by_assignment])
 @pytest.mark.parametrize("at", [2, 3])
 def test_an_average_put_in_the_place_of_the_weights_for_a_while_is_seen(
@@ -147,6 +149,7 @@ def test_an_average_put_in_the_place_of_the_weights_for_a_while_is_seen(
     assert equal(*results)
 
 
+@pytest.mark.usefixtures("eager_and_traced")
 def test_a_teacher_by_functional_call_in_the_loss_is_not_disturbed_and_does_not_disturb() -> None:
     results = []
     for weights in WEIGHTS:

@@ -16,7 +16,16 @@ from fxamp.capture.states import capture
 from fxamp.trust import check
 from fxamp.trust.check import check_faithful
 from passes.contract.errors import NotFaithfulError
-from tests.support.helpers import FRONT_ENDS, Two, assert_is_eager, assert_untouched, example, fingerprint, o0
+from tests.support.helpers import (
+    FRONT_ENDS,
+    Two,
+    assert_is_eager,
+    assert_untouched,
+    convert_fixed,
+    example,
+    fingerprint,
+    o0,
+)
 
 
 def python_random(self: Any, x: Tensor) -> Tensor:
@@ -53,7 +62,7 @@ def test_a_python_random_draw_is_found(front_end: str) -> None:
 def test_a_branch_on_the_type_is_found_with_inputs_and_unseen_without() -> None:
     with pytest.raises(fxamp.CaptureError, match="output 0 differs"):
         o0(ByType(), front_end="fx")
-    fxamp.convert(ByType(), policy="O0")
+    convert_fixed(ByType(), policy="O0")
     o0(ByType(), front_end="fx", check=False)
 
 
@@ -230,7 +239,7 @@ def test_an_op_that_only_its_fake_kernel_runs_is_found_at_conversion_and_named()
 def test_a_transform_inside_forward_is_captured() -> None:
     model = Two(lambda self, x: self.m(torch.vmap(self.l)(x)))
     assert_is_eager(o0(model), model)
-    converted = fxamp.convert(model, (example(),))
+    converted = convert_fixed(model, (example(),))
     assert (converted(example()) - model(example())).norm() <= 0.02 * model(example()).norm()
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import fxamp
 from passes.contract.plan import Decision
 from reports.zoo import LeNet5
+from tests.support.helpers import convert_fixed, plan_fixed
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 
@@ -46,14 +47,14 @@ def under_autocast(module: nn.Module, x: Tensor = X, dtype: torch.dtype | None =
 
 
 def test_every_decision_names_its_reason_its_source_and_its_autocast_dtype() -> None:
-    plan = fxamp.plan(Net(lambda m, x: m.second(F.relu(m.first(x)))), (X,))
+    plan = plan_fixed(Net(lambda m, x: m.second(F.relu(m.first(x)))), (X,))
     assert [d.op for d in plan.decisions] == ["linear", "relu", "linear"]
     assert all(d.reason and d.source and d.autocast_dtype == "bfloat16" for d in plan.decisions)
     assert plan.decisions[1].causes == (plan.decisions[0].key,)
 
 
 def test_a_path_override_keeps_one_layer_in_fp32() -> None:
-    plan = fxamp.plan(LeNet5(), (torch.randn(2, 1, 28, 28),), policy=fxamp.Policy(modules={"fc3": "fp32"}))
+    plan = plan_fixed(LeNet5(), (torch.randn(2, 1, 28, 28),), policy=fxamp.Policy(modules={"fc3": "fp32"}))
     colours = {d.module_path: d.colour for d in plan.decisions if d.op in ("linear", "conv2d")}
     assert colours == {"conv1": "bfloat16", "conv2": "bfloat16", "fc1": "bfloat16", "fc2": "bfloat16", "fc3": "float32"}
 
@@ -66,7 +67,7 @@ def test_a_path_beats_a_type_and_a_type_beats_an_op() -> None:
 
 def test_an_op_override_lowers_an_op() -> None:
     policy = fxamp.Policy(device="cuda", dtype="bf16", ops={"softmax": "low"})
-    plan = fxamp.plan(Net(lambda m, x: torch.softmax(m.first(x), -1)), (X,), policy=policy)
+    plan = plan_fixed(Net(lambda m, x: torch.softmax(m.first(x), -1)), (X,), policy=policy)
     assert {d.op: d.colour for d in plan.decisions} == {"linear": "bfloat16", "softmax": "bfloat16"}
     assert {d.op: d.autocast_dtype for d in plan.decisions}["softmax"] == "float32"
 
@@ -222,7 +223,7 @@ def test_a_view_whose_bits_are_read_is_as_wide_as_in_the_model(level: str) -> No
         view = m.first(x).t()
         return torch.ones(1) * view.element_size(), view.contiguous().view(torch.int32)
 
-    module, model = fxamp.convert(Net(read), policy=level, capture="fx"), Net(read)
+    module, model = convert_fixed(Net(read), policy=level, capture="fx"), Net(read)
     (size, bits), (expected, others) = module(X), model(X)
     assert torch.equal(size, expected)
     assert bits.shape == others.shape
@@ -346,7 +347,7 @@ def test_an_in_place_op_runs_in_the_dtype_of_its_target() -> None:
 
 
 def test_an_explicit_dtype_argument_wins() -> None:
-    plan = fxamp.plan(
+    plan = plan_fixed(
         Net(lambda m, x: torch.softmax(m.first(x), -1, dtype=torch.float32)),
         (X,),
         policy=fxamp.Policy(device="cuda", dtype="fp16"),
@@ -357,9 +358,9 @@ def test_an_explicit_dtype_argument_wins() -> None:
 def test_binary_cross_entropy_is_refused_on_cuda_and_allowed_by_an_override() -> None:
     net = Net(lambda m, x: F.binary_cross_entropy(torch.sigmoid(m.first(x)), torch.ones(4, 8)))
     with pytest.raises(fxamp.PolicyError, match="binary_cross_entropy_with_logits"):
-        fxamp.plan(net, (X,), policy=fxamp.Policy(device="cuda"))
+        plan_fixed(net, (X,), policy=fxamp.Policy(device="cuda"))
     allowed = fxamp.Policy(device="cuda", ops={"binary_cross_entropy": "fp32"})
-    assert fxamp.plan(net, (X,), policy=allowed).decisions[-1].colour == "float32"
+    assert plan_fixed(net, (X,), policy=allowed).decisions[-1].colour == "float32"
 
 
 @pytest.fixture(scope="module")
@@ -376,16 +377,16 @@ def custom() -> Any:
 
 def test_an_unknown_op_keeps_the_dtypes_it_had(custom: Any) -> None:
     with torch.no_grad():
-        module = fxamp.convert(Net(lambda m, x: m.second(custom(m.first(x)))).requires_grad_(False), (X,))
+        module = convert_fixed(Net(lambda m, x: m.second(custom(m.first(x)))).requires_grad_(False), (X,))
     assert module(X).dtype == torch.float32
     decision = decided(module, "fxamp_tests::strict")[0]
     assert (decision.code, decision.colour) == ("keep", "float32")
     with pytest.raises(fxamp.PolicyError, match="register_rule"):
-        fxamp.plan(Net(lambda m, x: custom(m.first(x))), (X,), policy=fxamp.Policy(unknown_ops="error"))
+        plan_fixed(Net(lambda m, x: custom(m.first(x))), (X,), policy=fxamp.Policy(unknown_ops="error"))
 
 
 def test_o0_decides_nothing() -> None:
-    assert fxamp.plan(Net(lambda m, x: m.first(x)), (X,), policy="O0").decisions == ()
+    assert plan_fixed(Net(lambda m, x: m.first(x)), (X,), policy="O0").decisions == ()
 
 
 def test_o2_keeps_losses_and_range_sensitive_ops_in_fp32_and_lowers_the_rest() -> None:
@@ -393,12 +394,12 @@ def test_o2_keeps_losses_and_range_sensitive_ops_in_fp32_and_lowers_the_rest() -
         h = F.layer_norm(x + m.first(x), (8,))
         return F.mse_loss(m.second(h).exp().sum(-1), torch.ones(4))
 
-    fp16 = {d.op: d.colour for d in fxamp.plan(Net(body), (X,), policy="O2,dtype=fp16").decisions}
+    fp16 = {d.op: d.colour for d in plan_fixed(Net(body), (X,), policy="O2,dtype=fp16").decisions}
     assert fp16 == {
         "linear": "float16", "add": "float16", "layer_norm": "float16",
         "exp": "float32", "sum": "float32", "ones": "float32", "broadcast_tensors": "float32", "mse_loss": "float32",
     }  # fmt: skip
-    bf16 = {d.op: d.colour for d in fxamp.plan(Net(body), (X,), policy="O2").decisions}
+    bf16 = {d.op: d.colour for d in plan_fixed(Net(body), (X,), policy="O2").decisions}
     assert (bf16["exp"], bf16["mse_loss"]) == ("bfloat16", "float32")
 
 
@@ -406,7 +407,7 @@ def test_o3_runs_everything_low_that_has_a_low_kernel() -> None:
     def body(m: Any, x: Tensor) -> Tensor:
         return torch.linalg.inv(m.first(x)[:, :4] + torch.eye(4)).exp().sum(-1)
 
-    colours = {d.op: d.colour for d in fxamp.plan(Net(body), (X,), policy="O3,dtype=fp16").decisions}
+    colours = {d.op: d.colour for d in plan_fixed(Net(body), (X,), policy="O3,dtype=fp16").decisions}
     assert colours["exp"] == colours["sum"] == colours["linear"] == "float16"
     assert colours["linalg_inv"] == "float32"
 
@@ -421,7 +422,7 @@ def test_o3_trains_through_an_op_that_has_a_low_kernel_for_the_forward_only(op: 
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_every_level_trains(level: str) -> None:
     net = Net(lambda m, x: m.second(F.gelu(F.layer_norm(m.first(x), (8,)))))
-    module = fxamp.convert(net, (X,), policy=level)
+    module = convert_fixed(net, (X,), policy=level)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     losses = []
     for _ in range(20):

@@ -113,6 +113,8 @@ def test_of_takes_nothing_a_string_or_a_policy() -> None:
     [
         ("O4", "unknown level 'O4'; legal: O0, O1, O2, O3$"),
         ("o2", "unknown level 'o2'; legal: O0, O1, O2, O3"),
+        ("02,dtype=bf16", "unknown level '02'; .*; '02' begins with the digit 0, and a level with the letter O: 'O2'$"),
+        ("04", "unknown level '04'; legal: O0, O1, O2, O3$"),
         ("O1 dtype=bf16", "settings are separated by commas: 'O1,dtype=bf16'$"),
         ("O2 dtype=bf16 cost=bytes,device=cpu", "separated by commas: 'O2,dtype=bf16,cost=bytes,device=cpu'$"),
         ("bf16", "unknown level 'bf16'; legal: .*; a policy begins with its level: 'O1,dtype=bf16'$"),
@@ -140,6 +142,11 @@ def test_of_takes_nothing_a_string_or_a_policy() -> None:
 def test_parse_refuses_and_says_what_is_legal(text: str, message: str) -> None:
     with pytest.raises(PolicyError, match=message):
         Policy.parse(text)
+
+
+def test_a_level_given_as_an_argument_is_told_its_zero_too() -> None:
+    with pytest.raises(PolicyError, match=r"with the letter O: 'O2'$"):
+        Policy("02")
 
 
 @pytest.mark.parametrize(

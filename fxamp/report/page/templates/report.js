@@ -77,7 +77,7 @@ function compareTable() {
       element("td", {}, differs ? `${node.reason_code}: ${node.reason}` : ""));
   });
   const differing = found.filter((i) => nodes[i].autocast !== nodes[i].colour).length;
-  byId("compare-table").replaceChildren(table(`${found.length} nodes, ${differing} of them not as under autocast`,
+  byId("compare-table").replaceChildren(table(`${found.length} nodes, ${differing} of them in another dtype than under autocast`,
     ["node", "FP32", "autocast", "this policy", "why it differs"], rows));
 }
 

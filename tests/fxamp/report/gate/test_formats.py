@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import xml.etree.ElementTree as ET
 from pathlib import Path
@@ -15,6 +16,7 @@ from fxamp.cli.main import main
 from fxamp.report.diff.diff import Change
 from fxamp.report.gate.gate import Outcome, Place
 from fxamp.report.gate.junit import to_junit
+from fxamp.report.gate.listed import counted
 from fxamp.report.gate.outcomes import to_github, to_json, to_markdown, to_text
 from fxamp.report.gate.sarif import MOST, to_sarif
 from passes.contract.plan import Plan
@@ -63,7 +65,7 @@ def test_sarif_has_one_run_and_one_result_for_each_changed_decision(sarif_schema
     assert rules == ["over-budget", "plan-changed", "decision-changed", "decision-added", "decision-removed"]
     assert set(rules) == {rule["id"] for rule in run["tool"]["driver"]["rules"]}
     changed = run["results"][2]
-    assert "colour: bfloat16 -> float32" in changed["message"]["text"]
+    assert "runs in: bfloat16 -> float32; reason" in changed["message"]["text"]
     assert "reason: low: rule -> override: by the policy" in changed["message"]["text"]
     place = changed["locations"][0]["physicalLocation"]
     assert place["artifactLocation"] == {"uri": "src/my%20net.py", "uriBaseId": "%SRCROOT%"}
@@ -73,6 +75,25 @@ def test_sarif_has_one_run_and_one_result_for_each_changed_decision(sarif_schema
     assert removed["logicalLocations"] == [{"fullyQualifiedName": "/exp#0"}]
     assert len({r["partialFingerprints"]["fxampDecision/v1"] for r in run["results"]}) == len(rules)
     assert run["invocations"] == [{"executionSuccessful": True}]
+
+
+def test_counts_are_counts_of_lines_and_every_figure_has_its_unit() -> None:
+    more = (Change("changed", "(plan)", "cast_bytes", "272", "296"), Change("changed", "(plan)", "low_bytes", "1", "2"))
+    moved = Change("changed", "fc/linear#0", "autocast_dtype", "bfloat16", "float32")
+    changes = (*more, *CHANGED.changes, moved)
+    text = to_text([dataclasses.replace(CHANGED, changes=changes, broken=())]).splitlines()
+    assert text[1:] == [
+        "  ! bytes cast: 272 -> 296",
+        "  ! low, % of bytes: 1 -> 2",
+        "  ! casts after elimination: 8 -> 9",
+        "  ! fc/linear#0  runs in: bfloat16 -> float32; reason: low: rule -> override: by the policy"
+        "  (src/my net.py:12)",
+        "  + /softmax#0  runs in: float32  (src/my net.py:15)",
+        "  - /exp#0  runs in: float32",
+        "If that is meant: fxamp check --update, with the same arguments, and commit what it writes.",
+    ]
+    assert counted(changes) == "1 added, 1 removed, 4 changed"
+    assert to_text([KEPT]) == "other: as planned\n"
 
 
 def test_sarif_knows_a_result_again_when_lines_move() -> None:
@@ -106,7 +127,7 @@ def test_junit_has_a_suite_for_each_target(junit_schema: Any) -> None:
     ]  # fmt: skip
     plan, budget = suites["net"]
     assert (plan.get("name"), budget.get("name")) == ("plan", "budget casts")
-    assert "+ /softmax#0  colour: float32  (src/my net.py:15)" in (plan[0].text or "")
+    assert "+ /softmax#0  runs in: float32  (src/my net.py:15)" in (plan[0].text or "")
     assert suites["third"][0][0].tag == "error"
 
 

@@ -51,8 +51,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+Check = Callable[..., "tuple[int, str, str]"]
+
+
 @pytest.fixture
-def check(folder: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+def check(folder: Path, capsys: pytest.CaptureFixture[str]) -> Check:
     def run(*words: str) -> tuple[int, str, str]:
         status = main(["check", *words])
         out, err = capsys.readouterr()
@@ -61,13 +64,16 @@ def check(folder: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tup
     return run
 
 
+@pytest.fixture
+def check_fx(check: Check) -> Check:
+    """Check as the command does, what symbolic tracing captures: in a tenth of the time, and the gate is the same."""
+    return lambda *words: check(*words, "--capture=fx")
+
+
 def change(folder: Path, before: str, after: str, name: str = "net.py") -> None:
     text = (folder / name).read_text()
     assert before in text
     (folder / name).write_text(text.replace(before, after))
-
-
-Check = Callable[..., "tuple[int, str, str]"]
 
 
 def test_a_plan_that_is_missing_is_no_answer_and_names_the_way_out(check: Check) -> None:
@@ -82,58 +88,61 @@ def test_what_is_as_planned_passes_and_what_changed_names_the_authors_line(folde
     status, out, _ = check("net.py:make", "--plan=net.json", LOW)
     assert status == 1
     assert re.search(r"\+ /softmax#0 .*net\.py:15", out)
+    head, *lines, last = out.splitlines()
+    counts = [sum(line.startswith(f"  {sign}") for line in lines) for sign in "+-!"]
+    assert head == "net.py:make: {} added, {} removed, {} changed against net.json".format(*counts)
+    assert last.startswith("If that is meant: fxamp check --update")
     assert check("net.py:make", "--plan=net.json", LOW, "--update")[0] == 0
     assert check("net.py:make", "--plan=net.json", LOW)[0] == 0
 
 
-def test_a_line_that_moves_is_no_change(folder: Path, check: Check) -> None:
-    check("net.py:make", "--plan=net.json", LOW, "--update")
+def test_a_line_that_moves_is_no_change(folder: Path, check_fx: Check) -> None:
+    check_fx("net.py:make", "--plan=net.json", LOW, "--update")
     before = (folder / "net.json").read_text()
     change(folder, "class Net", "# a comment\n\n\nclass Net")
-    assert check("net.py:make", "--plan=net.json", LOW)[0] == 0
-    assert check("net.py:make", "--plan=net.json", LOW, "--update")[0] == 0
+    assert check_fx("net.py:make", "--plan=net.json", LOW)[0] == 0
+    assert check_fx("net.py:make", "--plan=net.json", LOW, "--update")[0] == 0
     assert (folder / "net.json").read_text() == before
 
 
-def test_another_policy_is_a_change(check: Check) -> None:
-    check("net.py:make", "--plan=net.json", LOW, "--update")
-    status, out, _ = check("net.py:make", "--plan=net.json", "--policy=O2,dtype=bf16")
+def test_another_policy_is_a_change(check_fx: Check) -> None:
+    check_fx("net.py:make", "--plan=net.json", LOW, "--update")
+    status, out, _ = check_fx("net.py:make", "--plan=net.json", "--policy=O2,dtype=bf16")
     assert status == 1
     assert "policy: O1,dtype=bf16,device=cpu -> O2,dtype=bf16,device=cpu" in out
 
 
-def test_a_plan_of_another_model_is_one_sentence(folder: Path, check: Check) -> None:
-    check("net.py:make", "--plan=net.json", LOW, "--update")
+def test_a_plan_of_another_model_is_one_sentence(folder: Path, check_fx: Check) -> None:
+    check_fx("net.py:make", "--plan=net.json", LOW, "--update")
     made = "torch.nn.Conv2d(1, 2, 3), torch.ones(1, 1, 8, 8)"
     (folder / "other.py").write_text(f"import torch\ndef make():\n    return {made}")
-    status, out, err = check("other.py:make", "--plan=net.json", LOW)
+    status, out, err = check_fx("other.py:make", "--plan=net.json", LOW)
     assert (status, out) == (2, "")
     assert "another model" in err
 
 
-def test_a_layer_put_in_between_changes_no_other_and_a_renamed_one_is_a_line(folder: Path, check: Check) -> None:
-    check("net.py:make", "--plan=net.json", LOW, "--update")
+def test_a_layer_put_in_between_changes_no_other_and_a_renamed_one_is_a_line(folder: Path, check_fx: Check) -> None:
+    check_fx("net.py:make", "--plan=net.json", LOW, "--update")
     change(folder, "nn.Sequential(nn.Linear", "nn.Sequential(nn.Tanh(), nn.Linear")
-    status, out, _ = check("net.py:make", "--plan=net.json", LOW)
+    status, out, _ = check_fx("net.py:make", "--plan=net.json", LOW)
     assert status == 1
     assert "! (modules)  path: body.0 to 2 -> body.1 to 3" in out
     assert [line.split()[1] for line in out.splitlines() if line.startswith("  +")] == ["body.0/tanh#0"]
-    check("net.py:make", "--plan=net.json", LOW, "--update")
+    check_fx("net.py:make", "--plan=net.json", LOW, "--update")
     change(folder, "self.stem", "self.first")
-    status, out, _ = check("net.py:make", "--plan=net.json", LOW)
+    status, out, _ = check_fx("net.py:make", "--plan=net.json", LOW)
     said = ["net.py:make: 0 added, 0 removed, 1 changed against net.json", "  ! (modules)  path: stem -> first"]
-    assert (status, out.splitlines()) == (1, said)
+    assert (status, out.splitlines()[:-1]) == (1, said)
 
 
-@pytest.mark.parametrize(
-    ("budget", "status"),
-    [("casts=+0", 0), ("casts=500", 0), ("casts=1", 1), ("low_flops=100%", 0), ("low_bytes=-0%", 0), ("fp32_ops=0", 0)],
-)
-def test_a_budget_is_the_furthest_value_or_change_allowed(check: Check, budget: str, status: int) -> None:
+def test_a_budget_is_the_furthest_value_or_change_allowed(check: Check) -> None:
     check("net.py:make", "--plan=net.json", LOW, "--update")
-    found, out, _ = check("net.py:make", "--plan=net.json", LOW, f"--budget={budget}")
-    assert found == status
-    assert ("over budget: casts is" in out) is bool(status)
+    kept = ("casts=+0", "casts=500", "low_flops=100%", "low_bytes=-0%", "fp32_ops=0")
+    for over, status in (((), 0), (("casts=1",), 1)):
+        budgets = [f"--budget={budget}" for budget in (*kept, *over)]
+        found, out, _ = check("net.py:make", "--plan=net.json", LOW, *budgets)
+        assert found == status
+        assert re.findall("over budget: (\\w+)", out) == ["casts"] * status
 
 
 def test_a_change_for_the_worse_breaks_a_relative_budget(folder: Path, check: Check) -> None:
@@ -160,8 +169,8 @@ def test_a_budget_is_read_back_from_its_text(budget: Budget) -> None:
     assert Budget.parse(str(budget)) == budget
 
 
-def test_a_relative_budget_without_a_plan_is_no_answer(check: Check) -> None:
-    assert check("net.py:make", LOW, "--budget=casts=+0")[0] == 2
+def test_a_relative_budget_without_a_plan_is_no_answer(check_fx: Check) -> None:
+    assert check_fx("net.py:make", LOW, "--budget=casts=+0")[0] == 2
 
 
 def test_nothing_to_check_by_is_no_answer(check: Check) -> None:
@@ -176,17 +185,19 @@ def project(folder: Path, check: Check) -> dict[str, tuple[str, ...]]:
         (folder / name / "model.py").write_text(NET.replace("16, 4", f"16, {outputs}"))
     tables = [
         f'[tool.fxamp.targets.{name}]\ntarget = "{name}/model.py:make"\npolicy = "O1,dtype=bf16"\n'
-        f'plan = "{name}/plan.json"\nbudget = ["casts=+0"]\n'
+        f'capture = "fx"\nplan = "{name}/plan.json"\nbudget = ["casts=+0"]\n'
         for name in ("a", "b")
     ]
     (folder / "pyproject.toml").write_text("".join(tables))
-    return {name: (f"{name}/model.py:make", f"--plan={name}/plan.json", LOW) for name in ("a", "b")}
+    return {name: (f"{name}/model.py:make", f"--plan={name}/plan.json", LOW, "--capture=fx") for name in ("a", "b")}
 
 
-def test_targets_of_a_project_are_checked_each_in_a_process_of_its_own(
+def test_targets_of_a_project_are_checked_each_in_a_process_of_its_own_whatever_it_prints(
     folder: Path, check: Check, project: dict[str, tuple[str, ...]]
 ) -> None:
     assert [check(*words, "--update")[0] for words in project.values()] == [0, 0]
+    prints = "import atexit, os\nos.write(1, b'{')\natexit.register(print, '[1]')\n"
+    change(folder, "import torch\n", f"{prints}import torch\n", "a/model.py")
     change(folder, "return self.head(h)", "return self.head(h).float().exp()", "b/model.py")
     status, out, _ = check("--output-format=json", "--jobs=2")
     assert status == 1
@@ -224,15 +235,13 @@ def test_a_table_that_is_wrong_is_named(folder: Path, check: Check, table: str, 
     assert (status, said in err) == (2, True)
 
 
-def test_a_target_that_leaves_is_no_answer_and_one_that_prints_is(folder: Path, check: Check) -> None:
+def test_a_target_that_leaves_is_no_answer(folder: Path, check: Check) -> None:
     (folder / "leaves.py").write_text("import os\nos._exit(0)")
-    (folder / "prints.py").write_text(f"import atexit, os\nos.write(1, b'{{')\natexit.register(print, '[1]')\n{NET}")
-    tables = [f'[tool.fxamp.targets.{n}]\ntarget = "{n}.py:make"\nbudget = ["casts=1"]\n' for n in ("leaves", "prints")]
-    (folder / "pyproject.toml").write_text("".join(tables))
-    status, out, err = check()
+    table = '[tool.fxamp.targets.leaves]\ntarget = "leaves.py:make"\nbudget = ["casts=1"]\n'
+    (folder / "pyproject.toml").write_text(table)
+    status, _, err = check()
     assert status == 2
     assert "leaves: its process left with 0" in err
-    assert "over budget: casts is" in out
 
 
 @pytest.mark.parametrize("jobs", ["0", "-1", "many", "9999"])

@@ -41,25 +41,57 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 Opened = Callable[..., Any]
 
 
+class Said:
+    """What pages said, and what they asked for beside themselves."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.own: list[str] = []
+
+    def listen(self, page: Any) -> Any:
+        page.on("console", lambda message: self.lines.append(f"console: {message.text}"))
+        page.on("pageerror", lambda error: self.lines.append(f"error: {error}"))
+        page.on("request", lambda request: self.asked(request.url))
+        return page
+
+    def asked(self, url: str) -> None:
+        if not any(own in url for own in self.own):
+            self.lines.append(f"asked: {url}")
+
+
+SIZE = {"width": 1400, "height": 900}
+
+
+@pytest.fixture(scope="module")
+def kept(browser: Any) -> tuple[Any, Said]:
+    """Return a page that all tests open their files in, one after the other: a new one takes a process."""
+    said = Said()
+    return said.listen(browser.new_context().new_page()), said
+
+
 @pytest.fixture
-def opened(browser: Any, file: Path) -> Iterator[Opened]:
+def opened(browser: Any, kept: tuple[Any, Said], file: Path) -> Iterator[Opened]:
     """Open the page, and afterwards hold that it said nothing and asked for nothing."""
-    said: list[str] = []
+    page, said = kept
+    said.lines.clear()
     contexts = []
 
     def open_page(fragment: str = "", at: Path = file, **how: Any) -> Any:
-        contexts.append(browser.new_context(viewport={"width": 1400, "height": 900}, **how))
-        page = contexts[-1].new_page()
-        page.on("console", lambda message: said.append(f"console: {message.text}"))
-        page.on("pageerror", lambda error: said.append(f"error: {error}"))
-        page.on("request", lambda request: said.extend([f"asked: {request.url}"] * (at.as_uri() not in request.url)))
-        page.goto(at.as_uri() + fragment)
-        return page
+        said.own.append(at.as_uri())
+        found = page
+        if how or fragment:
+            contexts.append(browser.new_context(viewport=SIZE, **how))
+            found = said.listen(contexts[-1].new_page())
+        else:
+            page.goto("about:blank")
+            page.set_viewport_size(SIZE)
+        found.goto(at.as_uri() + fragment)
+        return found
 
     yield open_page
     for context in contexts:
         context.close()
-    assert said == []
+    assert said.lines == []
 
 
 def rows(page: Any) -> list[str]:
@@ -197,7 +229,7 @@ def test_names_that_want_to_be_markup_are_text(opened: Opened, tmp_path: Path, t
     assert page.title().startswith(visible(text)[:5])
     page.locator("#canvas .box").last.click()
     assert visible(text) in page.locator("#panel").text_content()
-    for name in ("nodes", "compare"):
+    for name in ("nodes", "compare", "lines"):
         page.locator(f"#tab-{name}").click()
     page.locator("#search").fill(text.replace("\n", " "))
     assert page.locator("script").count() == 2

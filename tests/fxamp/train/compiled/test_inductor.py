@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import fxamp
 from fxamp.train.step import TrainStep
+from reports import compiled_step
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # of a module that torch imports
 STEPS = 30
@@ -103,7 +104,8 @@ print(json.dumps(counters["aot_autograd"]))
 """
 
 
-def test_the_graphs_of_a_step_can_be_cached() -> None:
+@pytest.mark.parametrize("converts", [True, False], ids=["converting", "converted"])
+def test_the_graphs_of_a_step_can_be_cached(converts: bool) -> None:
     from torch._functorch._aot_autograd.autograd_cache import check_cacheable
 
     given: list[Any] = []
@@ -113,10 +115,13 @@ def test_the_graphs_of_a_step_can_be_cached() -> None:
         return gm
 
     torch.compiler.reset()
-    model = nn.Linear(4, 3)
-    options = {"policy": "O1,dtype=bf16", "backend": keep}
+    model: nn.Module = nn.Linear(4, 3)
+    compile: dict[str, Any] = {"backend": "fxamp", "options": {"policy": "O1,dtype=bf16", "backend": keep}}
+    if not converts:
+        model, compile = fxamp.convert(model, (torch.ones(2, 4),), policy="O1,dtype=bf16"), {"backend": keep}
     step = TrainStep(model, lambda out: out.square().sum(), torch.optim.SGD(model.parameters(), lr=0.1),
-                     compile={"backend": "fxamp", "options": options})  # fmt: skip
+                     compile=compile)  # fmt: skip
+    assert step.weights.mode == ("per_use" if converts else "per_step")
     for _ in range(2):
         step(torch.ones(2, 4))
     assert len(given) == 2
@@ -138,3 +143,39 @@ def test_another_process_finds_all_graphs_of_backend_fxamp_in_the_cache(tmp_path
     assert second["autograd_cache_hit"] == second["total"] == 2
     assert not second.get("autograd_cache_miss")
     assert not second.get("autograd_cache_bypass")
+
+
+@pytest.mark.matrix  # which builds the kernels of three steps
+@pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled")  # so that kernels are counted anew
+def test_the_peak_and_what_is_saved_are_at_most_those_of_compiled_autocast() -> None:
+    def wide() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(16, 256), nn.LayerNorm(256), nn.GELU(), nn.Linear(256, 256), nn.Linear(256, 8))
+
+    x, y = batch(0, rows=256)
+    model = wide()
+    optimizer = AdamW(model.parameters(), fused=True)
+
+    @torch.compile
+    def loss_under_autocast() -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return F.cross_entropy(model(x), y)
+
+    def by_hand() -> Tensor:
+        loss = loss_under_autocast()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    torch.compiler.reset()
+    theirs = compiled_step.count(model, by_hand)
+    for policy in ("O1,dtype=bf16", "O2,dtype=bf16"):
+        ours = wide()
+        converted = fxamp.convert(ours, (x,), policy=policy, dynamic_shapes=None)
+        step = TrainStep(converted, F.cross_entropy, AdamW(ours.parameters(), fused=True), compile=True)
+        assert step.weights.mode == "per_step"
+        torch.compiler.reset()
+        found = compiled_step.count(ours, lambda step=step: step(x, y).loss, step.weights)  # type: ignore[misc]
+        assert 0 < found.saved_bytes <= theirs.saved_bytes
+        assert 0 < (found.peak_bytes or 0) <= (theirs.peak_bytes or 0), policy

@@ -141,10 +141,15 @@ def _without_views(node: torch.fx.Node) -> torch.fx.Node:
 
 
 class Saved:
-    """A backend with torch's min-cut partitioner, as Inductor has, that notes what forward hands to backward."""
+    """A backend with torch's min-cut partitioner, as Inductor has, that notes what forward hands to backward.
+
+    `bytes` are those of the storages that its first graph hands on, with low inputs, which are kept casts, and without
+    all other inputs.
+    """
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
+        self.bytes = 0
 
     def __call__(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         from functorch.compile import (  # type: ignore[import-untyped]
@@ -157,6 +162,11 @@ class Saved:
             outputs = graph.graph.output_node().all_input_nodes
             made = [node.meta.get("val") for node in outputs if _without_views(node).op != "placeholder"]
             self.tensors += [value for value in made if isinstance(value, Tensor)]
+            storages = {root: root.meta.get("val") for root in map(_without_views, outputs)}
+            self.bytes = self.bytes or sum(
+                value.numel() * value.element_size() for root, value in storages.items()
+                if isinstance(value, Tensor) and (root.op != "placeholder" or value.dtype == torch.bfloat16)
+            )  # fmt: skip
             return make_boxed_func(graph.forward)
 
         def backward(graph: GraphModule, _: Any) -> Any:
@@ -182,7 +192,7 @@ def by_step(model: nn.Module, backend: Saved, weights: Any) -> None:
 
 @pytest.mark.parametrize("weights", ["per_step", "per_use"])
 def test_no_low_copy_of_a_weight_is_saved_for_backward(weights: Any) -> None:
-    model, backend = converted("gpt2"), Saved()
+    model, backend = converted("bert"), Saved()
     by_step(model, backend, weights)
     assert backend.tensors
     assert not low_weights_among(backend.tensors, model)
@@ -192,9 +202,39 @@ def test_the_partitioner_saves_low_copies_of_weights_where_nothing_keeps_it_from
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("fxamp.train.compiled.compiled_region.recompute_weight_casts", lambda *_: None)
-    model, backend = converted("gpt2"), Saved()
+    model, backend = converted("bert"), Saved()
     by_step(model, backend, "per_use")
     assert low_weights_among(backend.tensors, model)
+
+
+def saved_under_autocast(model: nn.Module) -> int:
+    backend = Saved()
+
+    def loss(ids: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return loss_fn(model(input_ids=ids), ids)
+
+    torch.compile(loss, backend=backend)(ids_of(0)).backward()
+    return backend.bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "policy", "weights"),
+    [
+        ("gpt2", "O1,dtype=bf16", "per_step"),
+        *(
+            pytest.param(name, policy, weights, marks=pytest.mark.matrix)
+            for name in ("gpt2", "bert") for policy in ("O1,dtype=bf16", "O2,dtype=bf16")
+            for weights in ("per_use", "per_step")
+        ),
+    ],
+)  # fmt: skip
+def test_no_more_is_saved_for_backward_than_under_compiled_autocast(name: str, policy: str, weights: Any) -> None:
+    model, backend = converted(name, policy), Saved()
+    by_step(model, backend, weights)
+    torch.manual_seed(0)
+    theirs = {"bert": _bert, "gpt2": _gpt2}[name]().train()
+    assert 0 < backend.bytes <= saved_under_autocast(theirs)
 
 
 # ------------------------------------------------------------------------------------- what goes wrong, and is said

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -241,12 +243,16 @@ def test_casts_that_are_kept_let_buckets_go_while_backward_goes_on(two: Workers)
     assert any(event.startswith("0.") for event in kept[0][first:]), kept[0]
 
 
-def wide(compile: bool | str, weights: str) -> list[Any]:
-    """Train a model that torch splits into several graphs, so that each can exchange gradients when it is done."""
+@functools.cache
+def converted_wide() -> nn.Module:
     torch.manual_seed(0)
     layers = [nn.Linear(16, 600), nn.GELU(), nn.Linear(600, 600), nn.GELU(), nn.Linear(600, 600), nn.Linear(600, 2)]
-    model = fxamp.convert(nn.Sequential(*layers), (X[0],), policy=BF16, check=False)
-    replica = DistributedDataParallel(model, bucket_cap_mb=1)
+    return fxamp.convert(nn.Sequential(*layers), (X[0],), policy=BF16, check=False, dynamic_shapes=None)
+
+
+def wide(compile: bool | str, weights: str) -> list[Any]:
+    """Train a model that torch splits into several graphs, so that each can exchange gradients when it is done."""
+    replica = DistributedDataParallel(copy.deepcopy(converted_wide()), bucket_cap_mb=1)
     events = note_exchanges(replica)
     step = step_of(replica, accumulate_steps=2, compile=compile, weights=weights)
     for x in mine(X[:12], 2):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 from typing import Any
 
 import pytest
@@ -20,18 +22,27 @@ LOW: dict[str, Any] = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.floa
 LOW_AS_IT_IS = {**LOW, "cast_forward_inputs": False}
 
 
+def convert(model: nn.Module, policy: str) -> nn.Module:
+    return fxamp.convert(model, (X[0],), policy=policy, check=False, dynamic_shapes=None)
+
+
+@functools.cache
+def converted_blocks(policy: str) -> list[nn.Module]:
+    return [convert(part, policy) for part in blocks()]
+
+
 def sharded(how: str, policy: str = FP16, low: dict[str, Any] | None = None) -> Any:
     """Return the model sharded, "whole" or by blocks that were converted or compiled; or one "without norms"."""
     given: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(**low)} if low else {}
     if how == "without norms":
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 2))
-        return fully_shard(fxamp.convert(model, (X[0],), policy=policy, check=False), **given)
+        return fully_shard(convert(model, policy), **given)
     if how == "whole":
         return fully_shard(converted(policy), **given)
     parts: list[nn.Module] = list(blocks())
     if how == "converted":
-        parts = [fxamp.convert(part, (X[0],), policy=policy, check=False) for part in parts]
+        parts = copy.deepcopy(converted_blocks(policy))
     if how == "compiled":
         parts = [fxamp.compile(part, policy=policy, backend="eager") for part in parts]
     for part in parts:

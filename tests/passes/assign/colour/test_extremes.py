@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import fxamp
+from tests.support.helpers import convert_fixed
 
 FAR = 65536  # where BF16 has one number for 512 positions
 X = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
@@ -33,7 +34,7 @@ class Net(nn.Module):
 
 
 def convert(body: Callable[..., Any], policy: str) -> fxamp.ConvertedModule:
-    return fxamp.convert(Net(body), (X,), policy=policy)
+    return convert_fixed(Net(body), (X,), policy=policy)
 
 
 def colours(module: fxamp.ConvertedModule) -> dict[str, str]:

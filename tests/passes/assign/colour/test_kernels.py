@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import fxamp
 from passes.assign.colour import kernels
 from passes.ops import rules
-from tests.support.helpers import Two, example
+from tests.support.helpers import Two, convert_fixed, example, plan_fixed
 
 FP32_ONLY = "fxamp_kernels::fp32_only"
 ANY_FLOAT = "fxamp_kernels::any_float"
@@ -49,7 +49,7 @@ def test_a_custom_op_that_fails_in_low_is_kept(capture: str) -> None:
     torch._dynamo.reset()
     model, x = Two(f), example()
     with torch.no_grad():
-        module = fxamp.convert(model, x, capture=capture)
+        module = convert_fixed(model, x, capture=capture)
         assert torch.allclose(module(x), model(x), atol=0.05)
     decided = {d.op: d for d in fxamp.plan_of(module).decisions}
     assert decided[FP32_ONLY].colour == "float32"
@@ -95,7 +95,7 @@ def test_to_try_an_op_draws_no_random_numbers(monkeypatch: pytest.MonkeyPatch) -
     model, x = Two(f), example()
     before = torch.get_rng_state()
     with mock.patch.object(kernels, "_runs", wraps=kernels._runs) as tried:
-        fxamp.plan(model, x, capture="export")
+        plan_fixed(model, x, capture="export")
     assert tried.called
     assert torch.equal(torch.get_rng_state(), before)
 
@@ -186,7 +186,7 @@ def test_a_norm_of_low_values_that_only_its_kernel_refuses_is_fp32() -> None:
     def f(self: Two, x: Tensor) -> Any:
         return torch.linalg.norm(self.l(x), 2)  # of a matrix, though its arguments alone do not say so
 
-    plan = fxamp.plan(Two(f), example())
+    plan = plan_fixed(Two(f), example())
     assert {d.op: d.colour for d in plan.decisions} == {"linear": "bfloat16", "linalg_norm": "float32"}
     assert plan.decisions[-1].reason == "keep: no kernel for torch.bfloat16 on this cpu"
 
@@ -196,7 +196,7 @@ def test_complex_numbers_of_low_values_that_the_author_made_stay_as_written() ->
         return torch.complex(x.half(), x.half())
 
     policy = "O1,device=cuda,dtype=fp16"
-    decided = {d.op: d for d in fxamp.plan(Two(f), example(), policy=policy).decisions}
+    decided = {d.op: d for d in plan_fixed(Two(f), example(), policy=policy).decisions}
     assert decided["complex"].reason == "as_written: no kernel for torch.float16 on this cuda"
-    module = fxamp.convert(Two(f), example())
+    module = convert_fixed(Two(f), example())
     assert module(example()).dtype == torch.complex32

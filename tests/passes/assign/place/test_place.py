@@ -25,7 +25,7 @@ from passes.graph.values import ELIGIBLE, Aliases, Inference
 from passes.ops import ops
 from reports.subjects import converted, subject
 from tests.passes.assign.test_assign_precision import Net, decided, under_autocast
-from tests.support.helpers import Two, example
+from tests.support.helpers import Two, convert_fixed, example, plan_fixed
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
 CUDA = fxamp.Policy(device="cuda", dtype="fp16")
@@ -54,12 +54,12 @@ def test_a_downcast_stands_at_the_smallest_tensor_of_a_chain() -> None:
 
 
 def test_a_value_that_an_fp32_reader_sees_unrounded_is_not_stored_low() -> None:
-    plan = fxamp.plan(Net(lambda m, x: m.first(torch.softmax(F.relu(x * m.second.bias), -1))), (X,), policy=CUDA)
+    plan = plan_fixed(Net(lambda m, x: m.first(torch.softmax(F.relu(x * m.second.bias), -1))), (X,), policy=CUDA)
     assert {d.op: d.colour for d in plan.decisions}["relu"] == "float32"
 
 
 def test_a_view_of_gamma_is_not_stored_low() -> None:
-    plan = fxamp.plan(Net(lambda m, x: F.layer_norm(m.first(x), (8,), m.second.bias.view(-1))), (X,), policy=CUDA)
+    plan = plan_fixed(Net(lambda m, x: F.layer_norm(m.first(x), (8,), m.second.bias.view(-1))), (X,), policy=CUDA)
     assert {d.op: d.colour for d in plan.decisions}["view"] == "float32"
 
 
@@ -91,7 +91,7 @@ def test_a_gathered_row_is_cast_after_the_gather() -> None:
 
     index = torch.randint(0, 3, (64,), generator=torch.Generator().manual_seed(0))
     model = Rows()
-    module = fxamp.convert(model, (index,))
+    module = convert_fixed(model, (index,))
     assert "index" in casts(module)[0]
     module(index).square().sum().backward()
     got = model.table.grad
@@ -110,7 +110,7 @@ def test_a_cast_is_not_shared_across_an_in_place_write() -> None:
         return first + m.second(y)
 
     net = Net(write).requires_grad_(False)  # with gradients, eager itself refuses the write
-    module = fxamp.convert(net, (X,))
+    module = convert_fixed(net, (X,))
     assert torch.equal(module(X), under_autocast(net, X))
     assert len(casts(module, "mul")) == 2
 
@@ -140,7 +140,7 @@ def test_gradients_stay_near_the_truth(level: str) -> None:
 
     net, double = Net(block), Net(block).double()
     truth = gradient(double, X.double(), double)
-    got = gradient(fxamp.convert(net, (X,), policy=level), X, net)
+    got = gradient(convert_fixed(net, (X,), policy=level), X, net)
 
     class Autocast(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -255,7 +255,7 @@ INDEX = torch.randint(0, 50, (4,), generator=torch.Generator().manual_seed(0))
 
 
 def symbolic(policy: str = "O1") -> fxamp.ConvertedModule:
-    return fxamp.convert(Symbolic(), policy=policy, capture="fx")
+    return convert_fixed(Symbolic(), policy=policy, capture="fx")
 
 
 def test_without_shapes_the_fewest_casts_are_taken_and_the_plan_says_so() -> None:
@@ -291,7 +291,7 @@ def test_without_shapes_the_forward_is_still_that_of_autocast() -> None:
 
 def test_without_shapes_a_plan_is_replayed() -> None:
     plan = fxamp.plan_of(symbolic("O2"))
-    assert fxamp.plan_of(fxamp.convert(Symbolic(), plan=plan, capture="fx")) == plan
+    assert fxamp.plan_of(convert_fixed(Symbolic(), plan=plan, capture="fx")) == plan
 
 
 @pytest.mark.parametrize("capture", ["export", "fx", "jit"])
@@ -308,7 +308,7 @@ def test_a_number_that_is_rounded_with_a_value_keeps_it_low(capture: str) -> Non
             return *filled, torch.cat([a, x])  # which wants it in FP32
 
     model, x = Model().eval(), torch.randn(3, 8)
-    module = fxamp.convert(model, (x,), policy="O1,dtype=bf16", capture=capture)
+    module = convert_fixed(model, (x,), policy="O1,dtype=bf16", capture=capture)
     with torch.no_grad():
         got = module(x)
         with torch.autocast("cpu"):
@@ -334,7 +334,7 @@ def test_a_dtype_that_is_read_of_a_moved_value_is_the_one_that_was_decided(
         h = h + h.sum(1, True) * 0.1
         return torch.softmax(between(h).float(), -1).to(h.dtype), h
 
-    module, model = fxamp.convert(Two(f), policy=policy, capture="fx"), Two(f)
+    module, model = convert_fixed(Two(f), policy=policy, capture="fx"), Two(f)
     module.load_state_dict(model.state_dict())
     for ours, theirs in zip(module(example()), model(example()), strict=True):
         assert ours.dtype == theirs.dtype
@@ -359,9 +359,9 @@ class Encoder(nn.Module):
 )
 def test_what_leaves_the_graph_is_cast_before_its_last_op_and_not_rounded_behind_it(last: Any) -> None:
     x = torch.randn(64, 32, generator=torch.Generator().manual_seed(0))
-    module = fxamp.convert(Encoder(last), x, policy="O2")
+    module = convert_fixed(Encoder(last), x, policy="O2")
     assert [d.colour for d in decided(module, "layer_norm")] == ["float32"]
-    rounding = fxamp.convert(Encoder(last), x, policy="O2,ops.layer_norm=low")
+    rounding = convert_fixed(Encoder(last), x, policy="O2,ops.layer_norm=low")
     assert module.plan.casts == rounding.plan.casts
     expected = Encoder(last)(x)
     error, rounded = ((m(x) - expected).norm() / expected.norm() for m in (module, rounding))
@@ -374,7 +374,7 @@ def test_what_a_matrix_product_reads_too_is_rounded_once_for_both() -> None:
             y = self.norm(self.first(x))
             return y, self.second(y)
 
-    module = fxamp.convert(Both(), torch.randn(64, 32), policy="O2")
+    module = convert_fixed(Both(), torch.randn(64, 32), policy="O2")
     assert [d.colour for d in decided(module, "layer_norm")] == ["bfloat16"]
 
 
@@ -382,7 +382,7 @@ def test_without_shapes_of_placements_with_as_many_casts_the_one_that_rounds_lea
     def f(self: Two, x: Tensor) -> Any:
         return F.gelu(self.l(x)).sum()
 
-    module = fxamp.convert(Two(f), capture="fx", policy="O2,dtype=fp16")
+    module = convert_fixed(Two(f), capture="fx", policy="O2,dtype=fp16")
     assert {d.op: d.colour for d in module.plan.decisions} == {"linear": "float16", "gelu": "float32", "sum": "float32"}
 
 
@@ -397,7 +397,7 @@ def test_no_gradient_flows_from_a_buffer_that_is_captured_without_inputs() -> No
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(placing, "requires_grad", noted)
-        fxamp.convert(model, capture="fx", policy="O2,dtype=bf16")
+        convert_fixed(model, capture="fx", policy="O2,dtype=bf16")
     assert sorted(n.rpartition("_")[2] for n in names) == ["bias", "weight"]  # of the convolution
 
 
@@ -416,7 +416,7 @@ def test_an_upcast_is_free_beside_an_fp32_tensor_and_not_beside_a_number() -> No
         return (y + 300) - (y + 300).mean(-1, keepdim=True)
 
     model = Two(f).requires_grad_(False)
-    module = fxamp.convert(model, example(), policy="O2,dtype=fp16")
+    module = convert_fixed(model, example(), policy="O2,dtype=fp16")
     assert {d.colour for d in module.plan.decisions if d.op == "add"} == {"float16"}
 
 
@@ -425,7 +425,7 @@ def test_a_slice_is_cast_after_it_is_taken_so_that_a_product_reads_what_autocast
     torch.manual_seed(seed)
     model = Net(lambda m, x: m.first(x[..., :8]) + m.first(x[..., 8:]))
     x = torch.randn(2, 16, 16)
-    module = fxamp.convert(model, (x,), policy="O1,dtype=bf16")
+    module = convert_fixed(model, (x,), policy="O1,dtype=bf16")
     with torch.no_grad():
         assert torch.equal(module(x), under_autocast(model, x).float())
     assert [c for c in casts(module) if c.startswith("slice")] == ["slice_1 -> bfloat16", "slice_2 -> bfloat16"]

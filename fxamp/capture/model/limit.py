@@ -1,0 +1,54 @@
+"""What a capture may cost before it is given up: processor time, and what it asks of the sizes.
+
+With every dimension dynamic, a model that pads images to whole windows compares sizes by formulas that fill pages, and
+its capture takes minutes. The first such formula comes up early, on every machine at the same place.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from passes._torch import FakeTensor, longest_guard
+
+
+class TooMuch(Exception):  # noqa: N818 - a signal inside this package, not an error
+    """A capture costs more than it may; the text says what."""
+
+
+@dataclass(frozen=True)
+class Limit:
+    """What a capture may cost.
+
+    Attributes:
+        seconds: processor time.
+        seconds_per_call: processor time for each call of torch on top of that.
+        operations: how many operations one comparison of sizes may have.
+    """
+
+    seconds: float = 4.0
+    seconds_per_call: float = 0.00025
+    operations: int = 128
+
+    def watch(self) -> Callable[[Any], None]:
+        """Return what is to be told the arguments of each call, and raises TooMuch; time runs from now on."""
+        end, seen, env = time.thread_time() + self.seconds, 0, None
+
+        def check(args: Any) -> None:
+            nonlocal end, seen, env
+            end += self.seconds_per_call
+            if time.thread_time() > end:
+                raise TooMuch(
+                    f"takes more than {self.seconds:g} s of processor time and {self.seconds_per_call * 1000:g} ms for "
+                    "each call"
+                )
+            if env is None and args and isinstance(args[0], FakeTensor):
+                env = args[0].fake_mode.shape_env
+            if env is not None and len(env.guards) > seen:
+                longest, seen = longest_guard(env, seen), len(env.guards)
+                if longest > self.operations:
+                    raise TooMuch(f"compares sizes by a formula of {longest} operations, more than {self.operations}")
+
+        return check

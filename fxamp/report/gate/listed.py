@@ -1,0 +1,66 @@
+"""Changes in the words of a report, one line for each node and each total, so that counts are counts of lines.
+
+! bytes saved for backward: 272 -> 296
+! /softmax#0  runs in: bfloat16 -> float32; rule: follow -> fp32
++ /exp#0  runs in: float32
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from ..diff.changes import PLAN_KEY, Change
+from ..forms.harmless import visible
+
+WAY_OUT = "If that is meant: fxamp check --update, with the same arguments, and commit what it writes."
+_LABELS = {
+    "colour": "runs in", "autocast_dtype": "under autocast", "kind": "rule",
+    "inserted_casts": "casts inserted", "casts": "casts after elimination", "cast_bytes": "bytes cast",
+    "saved_bytes": "bytes saved for backward", "low_bytes": "low, % of bytes", "low_flops": "low, % of FLOPs",
+    "fp32_ops": "ops in FP32", "unknown_ops": "ops without a rule",
+}  # fmt: skip
+_SIGNS = {"added": "+", "removed": "-", "changed": "!"}
+
+
+def label(change: Change) -> str:
+    """Return what a report calls the field that a change is of."""
+    if change.field == "casts" and change.key != PLAN_KEY:
+        return "casts"
+    return _LABELS.get(change.field, change.field)
+
+
+def lines(changes: Iterable[Change]) -> list[tuple[str, str]]:
+    """Return a line for every node that changed, whatever has, and for every total; each behind the key of its node."""
+    groups: dict[tuple[str, ...], list[Change]] = {}
+    for change in changes:
+        alone = change.key.startswith("(")  # it is of no node
+        group = (change.kind, change.key, change.field, str(len(groups))) if alone else (change.kind, change.key)
+        groups.setdefault(group, []).append(change)
+    return [(group[0].key, _line(group)) for group in groups.values()]
+
+
+def counted(changes: Iterable[Change]) -> str:
+    """Say how many lines there are of each kind."""
+    signs = Counter(line[0] for _, line in lines(changes))
+    return ", ".join(f"{signs[sign]} {kind}" for kind, sign in _SIGNS.items())
+
+
+def _line(changes: Sequence[Change]) -> str:
+    first = changes[0]
+    if first.key.startswith("(") and first.key != PLAN_KEY:
+        return str(first)
+    name = "" if first.key == PLAN_KEY else f"{first.key}  "
+    return visible(f"{_SIGNS[first.kind]} {name}{'; '.join(map(_said, _telling(changes)))}")
+
+
+def _said(change: Change) -> str:
+    if change.before is None or change.after is None:
+        return f"{label(change)}: {change.after if change.before is None else change.before}"
+    return f"{label(change)}: {change.before} -> {change.after}"
+
+
+def _telling(changes: Sequence[Change]) -> list[Change]:
+    """Leave out that a node runs in another dtype under autocast too, where that is the dtype it runs in."""
+    own = {(c.before, c.after) for c in changes if c.field == "colour"}
+    return [c for c in changes if c.field != "autocast_dtype" or (c.before, c.after) not in own]

@@ -1,0 +1,76 @@
+"""Copies of many weights by one launch, on devices where launches cost.
+
+A cast makes two things: a low copy, and its place in autograd's graph. A window lets go of the copies at its end and
+keeps their places, which a batched copy, an op without a derivative, fills at the start of the next.
+
+Before: to = w.to(torch.bfloat16); to_1 = v.to(torch.bfloat16)
+After:  _foreach_copy_([to, to_1], [w, v])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from passes._torch import copy_together, in_transform
+from passes.contract.devices import DEVICES
+
+
+def one_launch_pays(weight: Tensor) -> bool:
+    """Say whether a weight is where many copies take less time by one launch than one by one."""
+    row = DEVICES.get(weight.device.type)
+    return row is not None and row.batches
+
+
+class Place:
+    """The place of a kept cast in autograd's graph, which stays while copies come and go.
+
+    A backward that comes so late that the copy is gone, or was made again, is an error of torch's.
+
+    Attributes:
+        weight: What was cast.
+        low: What was made of it.
+        filled: Whether it holds the weight, as it was when it was filled.
+    """
+
+    def __init__(self, weight: Tensor, low: Tensor) -> None:
+        self.weight, self.low = weight, low
+        self._like = _like(weight)
+        self._note()
+
+    def _note(self) -> None:
+        self.filled, self._version, self._pointer = True, self.weight._version, self.weight.data_ptr()
+
+    def empty(self) -> None:
+        """Let go of the copy."""
+        self.low.data, self.filled = self.low.new_empty(0), False
+
+    def fits(self) -> bool:
+        """Say whether the weight is still such as the place was made for."""
+        return _like(self.weight) == self._like
+
+    def make_room(self) -> Tensor:
+        """Return the copy with memory of its own, to be filled with the weight as it is now."""
+        self.low.data = torch.empty_like(self.weight, dtype=self.low.dtype)
+        self._note()
+        return self.low
+
+    def holds(self, weight: Tensor) -> bool:
+        """Say whether the copy is that of a weight as it is now."""
+        current = weight._version == self._version and weight.data_ptr() == self._pointer
+        return self.filled and weight is self.weight and current and self.fits()
+
+
+def fill(places: Iterable[Place]) -> None:
+    """Fill all places that are empty, by one launch."""
+    empty = [place for place in places if not place.filled and place.fits()]
+    if not empty or torch.is_inference_mode_enabled() or in_transform():
+        return
+    with torch.no_grad():
+        copy_together([place.make_room() for place in empty], [place.weight for place in empty])
+
+
+def _like(weight: Tensor) -> tuple[object, ...]:
+    return weight.shape, weight.dtype, weight.device, weight.requires_grad

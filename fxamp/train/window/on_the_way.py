@@ -1,0 +1,32 @@
+"""What the device knows and the host will ask for: its copy to the host begins as soon as it is known.
+
+A read waits for all that was launched before it. A copy that began before the optimizer's step waits for nothing of
+that step.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class OnTheWay:
+    """A flag of one element whose copy to the host has begun; as a bool it is waited for.
+
+    Args:
+        flag: On an accelerator; what is written to it later is not seen.
+    """
+
+    def __init__(self, flag: Tensor) -> None:
+        self._host = torch.empty(flag.shape, dtype=flag.dtype, pin_memory=True)
+        self._host.copy_(flag, non_blocking=True)
+        self._arrived = torch.get_device_module(flag.device).current_stream(flag.device).record_event()
+
+    def __bool__(self) -> bool:
+        self._arrived.synchronize()
+        return bool(self._host)
+
+
+def begin(flag: bool | Tensor) -> bool | Tensor | OnTheWay:
+    """Begin to copy a flag to the host, where it is on an accelerator; one on the host is returned as it is."""
+    return OnTheWay(flag) if isinstance(flag, Tensor) and flag.device.type != "cpu" else flag
