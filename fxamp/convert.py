@@ -83,10 +83,10 @@ def convert(
         capture: "export" captures with `torch.export`, "fx" by symbolic tracing, and "jit" with `torch.compile` at the
             first call, whose graphs then run eagerly. "auto" is "export" with example inputs, else "fx"; if that front
             end would drop something of the model, it is "jit", and a log line says why.
-        dynamic_shapes: "auto" keeps every dimension free. If that fails, takes more than 4 s of processor time plus
-            0.25 ms for each call of torch, or compares sizes by formulas of more than 128 operations, it keeps only the
-            first dimension of each input free, and the plan says so. None fixes all sizes. Any other value is given to
-            `torch.export.export`.
+        dynamic_shapes: "auto" keeps every dimension free. If that fails or exceeds a limit, it keeps only the first
+            dimension of each input free, and the plan says so. The limits are 4 s of processor time plus 0.25 ms for
+            each call of torch, and 128 operations in a formula of sizes that is compared. None fixes all sizes. Any
+            other value is given to `torch.export.export`.
         plan: A Plan, or the path of one, to replay; its policy is the policy.
         check: False leaves out the comparison, and the three runs that it needs.
 

@@ -248,7 +248,7 @@ def export(
 
 
 def _with_own_lines(before: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep the lines of methods and functions that forward() calls; the exporter keeps those of forward() alone."""
+    """Keep the lines of methods and functions that forward() calls; the exporter keeps only those of forward()."""
 
     def kept(tracer: Any, stack: traceback.StackSummary) -> traceback.StackSummary:
         return of_forward(stack, _Flat.forward.__code__) or before(tracer, stack)

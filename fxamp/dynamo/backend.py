@@ -82,7 +82,7 @@ class Backend:
         self, gm: GraphModule, example_inputs: list[Any], *,
         mode: str | None = None, options: Mapping[str, Any] | None = None,
     ) -> Callable[..., Any]:  # fmt: skip
-        """Convert one graph in place and hand it to the inner backend; return what that made of it."""
+        """Convert one graph in place, give it to the inner backend, and return the backend's result."""
         if mode or options:
             ours, rest = split(options)
             given = {"policy": self.policy, "backend": self.backend, "mode": mode or self.mode}

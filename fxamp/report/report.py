@@ -176,7 +176,7 @@ class Report:
         """Write the lines that cost most, without their code where there is no room for it; or why there are none."""
         body = [tuple(map(cell, row)) for row in costliest(record, nodes)]
         if not body:
-            return "What lines cost is known of what fxamp.convert returned for example inputs, and of nothing else."
+            return "Costs of lines are known only for a module that fxamp.convert returned with example inputs."
         align = ("left",) * 2 + ("right",) * 5
         text = tabulate(body, COSTS, style, disable_numparse=True, colalign=align)
         if width is None or fits(text, width):

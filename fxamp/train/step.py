@@ -239,9 +239,9 @@ class TrainStep:
     def state_dict(self) -> dict[str, Any]:
         """Return all that a run needs to continue bit for bit, as plain values and tensors.
 
-        It holds the states of the model, of a loss that is a module, of the optimizers, schedulers, averages and the
-        scaler, the further tensors that optimizers hold, the position in the window with the gradients so far, and the
-        states of the random number generators. Tensors are the ones in use, not copies.
+        It holds the states of the model, of a loss that is a module, of the optimizers, schedulers, averages and
+        scaler, and of the random number generators. It also holds other tensors of the optimizers, and the position in
+        the window with the gradients so far. Tensors are the ones in use, not copies.
 
         Example:
             >>> torch.save(step.state_dict(), "step.pt")

@@ -88,7 +88,7 @@ class Decision:
 
     @property
     def because(self) -> Reason:
-        """Return the code and the sentence of the reason apart.
+        """The code and the sentence of the reason, as two fields.
 
         Raises:
             PlanError: There is no such code.
@@ -245,8 +245,8 @@ class Plan:
 
         Args:
             text: As `to_json` writes it.
-            name: What errors call it.
-            newer: Accept a newer format too. What this fxamp does not know is left out, and a note says so.
+            name: The name of the plan in errors.
+            newer: Accept a newer format too. Fields that this fxamp does not know are left out, and a note says so.
 
         Raises:
             PlanError: The text is no plan; the message says where.

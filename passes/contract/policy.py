@@ -54,14 +54,14 @@ class Policy:
     paths the one with the longer literal prefix wins. An override of a module wins over one of an op.
 
     Args:
-        level: "O0" computes everything in FP32. "O1" runs those ops in 16 bits that `torch.autocast` does, "O2" all
-            that are not numerically sensitive, "O3" all that have a 16-bit kernel.
+        level: "O0" computes everything in FP32. "O1" runs the ops of `torch.autocast` in 16 bits, "O2" all ops that are
+            not numerically sensitive, "O3" all ops that have a 16-bit kernel.
         dtype: The low dtype: `torch.float16`, `torch.bfloat16`, "fp16" or "bf16". None takes the dtype of the
             surrounding `torch.autocast`, or its default for the device: BF16 on a CPU, FP16 on CUDA.
         device: "cpu", "cuda" or "xpu": the device whose op lists decide. None takes the device of the model. A plan for
             a device that is absent can be made, saved and compared.
         modules: Overrides by module: a mapping from a path, a glob of paths (`*` stays within one segment, and a key
-            covers its submodules) or a type to "low", "fp32" or "keep" (the dtypes that the model has).
+            covers its submodules) or a type to "low", "fp32" or "keep" (the dtypes before conversion).
         ops: Overrides by op: a mapping from names as `fxamp.rules()` lists them to "low", "fp32" or "keep".
         output_dtype: "original" returns outputs in the dtypes of the model's outputs, "low" in the dtypes that they
             were computed in.
@@ -169,7 +169,7 @@ class Policy:
         """Return a policy from what the public functions take: None is O1, a string is parsed.
 
         Raises:
-            PolicyError: It is none of these, or the string is no policy.
+            PolicyError: `value` is none of these, or the string is no policy.
 
         Example:
             >>> fxamp.Policy.of(None) == fxamp.Policy.of("O1") == fxamp.Policy("O1")

@@ -1,4 +1,4 @@
-"""What recurrent layers give under autocast, told to a capture.
+"""The dtypes that recurrent layers give under autocast, passed to a capture.
 
 A device runs them under autocast by a fused kernel, with every operand low. Fake tensors have no such kernel, and run
 them step by step, which gives FP32. So where they are captured under autocast their operands are cast, by casts that

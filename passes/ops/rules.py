@@ -128,7 +128,7 @@ def register_rule(op: Any, kind: str, **facts: Any) -> Rule:
         op: The op or its name: `torch.ops.my_lib.my_op`, an overload of it, or "my_lib::my_op".
         kind: The dtype that the op runs in: "low", "fp32", "promote" (the widest dtype of its operands), "follow" (the
             dtype of its operand) or "keep" (the dtypes that its operands have before conversion).
-        **facts: Columns of the table, such as `sensitive="range"`, `same_dtype=True`, or `cuda=` for its kind there.
+        **facts: Columns of the table, such as `sensitive="range"`, `same_dtype=True`, or `cuda=` for its kind on CUDA.
 
     Returns:
         The row of the table.

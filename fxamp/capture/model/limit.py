@@ -1,4 +1,4 @@
-"""What a capture may cost before it is given up: processor time, and what it asks of the sizes.
+"""The limits of a capture, beyond which it is given up: processor time, and formulas of sizes.
 
 With every dimension dynamic, a model that pads images to whole windows compares sizes by formulas that fill pages, and
 its capture takes minutes. The first such formula comes up early, on every machine at the same place.
@@ -20,7 +20,7 @@ class TooMuch(Exception):  # noqa: N818 - a signal inside this package, not an e
 
 @dataclass(frozen=True)
 class Limit:
-    """What a capture may cost.
+    """The limits of a capture.
 
     Attributes:
         seconds: processor time.

@@ -106,7 +106,7 @@ class GraphDiff:
 
     @property
     def totals(self) -> str:
-        """Say in a line how many nodes were added, removed and changed. A node counts once, whatever has changed."""
+        """The numbers of nodes added, removed and changed, in a line. A node counts once, whatever has changed."""
         if not self:
             return "no difference"
         nodes = {(c.kind, key) for c in self.changes for key in c.counted}

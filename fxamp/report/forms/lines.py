@@ -20,7 +20,7 @@ def costliest(record: Record, nodes: Sequence[NodeRecord], most: int = MOST) -> 
         most: how many rows.
 
     Returns:
-        The rows; none where sizes are not known, as of a plan alone.
+        The rows; none if sizes are not known, as for a plan without its module.
     """
     if record.totals.cast_bytes is None:
         return []

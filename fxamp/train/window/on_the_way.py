@@ -1,4 +1,4 @@
-"""What the device knows and the host will ask for: its copy to the host begins as soon as it is known.
+"""Values on the device that the host will ask for: their copy to the host begins as soon as they are known.
 
 A read waits for all that was launched before it. A copy that began before the optimizer's step waits for nothing of
 that step.

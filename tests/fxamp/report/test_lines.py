@@ -105,7 +105,7 @@ def test_a_narrow_terminal_has_the_lines_without_their_code(report: Report) -> N
 
 
 def test_what_is_known_of_no_line_is_said(report: Report, compiled: Report) -> None:
-    said = "What lines cost is known of what fxamp.convert returned"
+    said = "Costs of lines are known only for a module that fxamp.convert returned"
     for other in (fxamp.report(report.plan), compiled):
         assert said in other.to_tree(lines=True)
         assert said in other.to_html()

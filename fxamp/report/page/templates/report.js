@@ -176,7 +176,7 @@ function draw(view) {
   canvas.show(view || null);
   byId("drawn").textContent = view
     ? `${view.boxes.length} boxes and ${view.edges.length} edges${view.title ? `, ${view.title}` : ""}.`
-    : nodes.length ? "There is no drawing of it: the report was made of a plan alone, which does not say what reads what." : "";
+    : nodes.length ? "There is no drawing of it: the report was made from a plan, which does not say which node reads which." : "";
 }
 
 function search() {
