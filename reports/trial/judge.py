@@ -25,6 +25,7 @@ from fxamp.capture.model.captured import Captures, as_inputs
 from fxamp.capture.states import capture, copied
 from fxamp.convert import autocast_for, checked, emit, resolve
 from fxamp.trust.check import check_runs, preserved
+from passes._torch import enter_autocast
 from passes.contract.errors import FxampError, RejectedError, VerificationError
 from passes.contract.policy import Policy
 from passes.contract.reasons import DEVIATIONS
@@ -254,6 +255,7 @@ def _judge(found: Subject, got: Run, level: str, plan: fxamp.Plan | None, *, wid
         why = changed(got, found.plain) if found.deterministic else ""
         return Verdict(MISMATCH, why) if why else Verdict(OK)
     given, got = got, _low_made_fp32(got, found.plain) if wider else got
+    got = _given_back(got, found)
     if level == "O1" and found.autocast is not None and found.deterministic:
         # Outputs have the model's dtypes: one that is low there, and FP32 under autocast, is autocast's rounded.
         why = values_differ(given, _with_dtypes(found.autocast, given))
@@ -304,10 +306,25 @@ def _low_made_fp32(got: Run, plain: Run) -> Run:
     return replace(got, outputs=outputs)
 
 
-def _names_low(found: Subject) -> bool:
-    """Say whether the model names a low dtype, as in `.to(torch.bfloat16)`: what it makes so may come out FP32.
+def _given_back(got: Run, found: Subject) -> Run:
+    """Pass over a 16-bit input that is returned as it is, where the model without autocast casts it up."""
+    of_inputs = len(tensors((found.args, found.kwargs)))
+    made = iter(got.shared)
+    outputs = list(got.outputs)
+    for i, value in enumerate(outputs):
+        if not isinstance(value, torch.Tensor):
+            continue
+        shared = next(made)
+        if any(at < of_inputs for at in shared) and value.dtype in LOW.values():
+            outputs[i] = _as(value, found.plain.outputs[i])
+    return replace(got, outputs=outputs)
 
-    That is said of `fxamp.compile`, for Dynamo writes a dtype that was read off what autocast made low in the same way.
+
+def _names_low(found: Subject) -> bool:
+    """Say whether the model names a low dtype, as in `.to(torch.bfloat16)`, or has regions of autocast.
+
+    What it makes so may come out FP32 of `fxamp.compile`: Dynamo writes a dtype that was read off what autocast made low
+    in the same way.
     """
     seen: list[torch.fx.Node] = []
 
@@ -318,7 +335,8 @@ def _names_low(found: Subject) -> bool:
     torch._dynamo.reset()
     with preserved(found.model), contextlib.suppress(Exception):
         torch.compile(found.model, backend=inner)(*copy.deepcopy(found.args), **copy.deepcopy(found.kwargs))
-    return any(n.op == "call_function" or str(n.target) == "to" for n in seen if literal_dtype(n) in LOW.values())
+    named = any(n.op == "call_function" or str(n.target) == "to" for n in seen if literal_dtype(n) in LOW.values())
+    return named or any(n.target is enter_autocast for n in seen)
 
 
 def _with_dtypes(got: Run, of: Run) -> Run:

@@ -224,4 +224,5 @@ def _intent(state: State, node: Node) -> Intent:
     """Return what a cast means, where the policy does not want FP32 whatever it read."""
     forced = module_override(state.policy, state.stacks.get(node, ())) if state.policy.modules else None
     observed = None if forced is not None and forced.colour == "fp32" else note_of(node).read
-    return state.casts.read(node, state.dtypes, observed, exact=not state.aggressive)
+    written = state.aliases.find(node) in state.pinned  # then a cast that did nothing does nothing
+    return state.casts.read(node, state.dtypes, observed, exact=written or not state.aggressive)

@@ -86,7 +86,7 @@ class Simulation(State):
         held = {self.dtypes.get(m) for m in members}
         # Without shapes `y.to(x.dtype)` has any dtype, that of y at run time too: then it is y, if y has it still.
         unknown = any(self.dtypes.get(m) is ANY and not is_opaque(m) for m in members)
-        floats = {d for d in held if isinstance(d, torch.dtype) and d.is_floating_point}
+        floats = held & {*ELIGIBLE}  # a cast to 64 bits, or from them, is a copy at every level
         if len(floats) > 1 or (unknown and floats & {*LOW}):
             return True
         return any(self._no_copy_any_more(m) or self._saved_and_written(m) for m in members)

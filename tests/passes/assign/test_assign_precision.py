@@ -537,3 +537,36 @@ def test_what_a_product_keeps_for_backward_is_not_what_is_written_after_it() -> 
         return product
 
     convert(write, "O3")(X).sum().backward()
+
+
+def test_a_cast_that_did_nothing_shares_what_is_written_as_before() -> None:
+    def write(m: Any, x: Tensor) -> Tensor:
+        norm = torch.linalg.vector_norm(x.bfloat16(), dim=-1, dtype=x.dtype)
+        same = norm.to(torch.result_type(x, norm))
+        norm.fill_(3)
+        return same
+
+    assert torch.equal(convert(write, "O2")(X), torch.full(X.shape[:-1], 3.0))
+
+
+def test_a_copy_in_64_bits_does_not_make_what_is_written_fp32() -> None:
+    def write(m: Any, x: Tensor) -> Any:
+        y = m.first(x) * 0.5
+        wide = y.double()
+        y[..., 0] = -1.5
+        return y, wide
+
+    module = convert(write)
+    assert decided(module, "mul")[0].colour == "bfloat16"
+    assert not fxamp.plan_of(module).deviations
+
+
+def test_at_o0_the_models_own_region_of_autocast_is_kept_just_in_time() -> None:
+    def region(m: Any, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return m.first(x)
+
+    model = Net(region)
+    got = fxamp.compile(model, policy="O0", backend="eager")(X)
+    assert got.dtype == torch.bfloat16
+    assert torch.equal(got, model(X))
