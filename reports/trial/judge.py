@@ -323,8 +323,8 @@ def _given_back(got: Run, found: Subject) -> Run:
 def _names_low(found: Subject) -> bool:
     """Say whether the model names a low dtype, as in `.to(torch.bfloat16)`, or has regions of autocast.
 
-    What it makes so may come out FP32 of `fxamp.compile`: Dynamo writes a dtype that was read off what autocast made low
-    in the same way.
+    What it makes so may come out FP32 of `fxamp.compile`: Dynamo writes a dtype that was read off what autocast made
+    low in the same way.
     """
     seen: list[torch.fx.Node] = []
 
