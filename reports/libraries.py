@@ -238,7 +238,7 @@ def _peft(name: str) -> Made:
 
     config = BertConfig(vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32)
     base = BertForSequenceClassification(config)
-    ids = torch.randint(50, (2, 6))
+    ids = torch.randint(50, (16, 6))  # as many as the error of two classes has to be taken over
     targets = {"target_modules": ["query", "value"]}
     made: dict[str, Callable[[], Any]] = {
         "LoRA": lambda: peft.LoraConfig(r=2, task_type="SEQ_CLS", **targets),

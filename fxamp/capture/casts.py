@@ -8,7 +8,7 @@ operand, which `drop_aliases` takes out of the graph again:
     h.float()       ->  to(alias(h), float32)           a method that names its dtype: the cast is literal
     h.to(dtype)     ->  to(alias(alias(h)), dtype)      `dtype` may be written out, or have been read off a tensor
     h.contiguous()  ->  contiguous(alias(h))
-    lstm(h)         ->  lstm(to(alias(alias(alias(h))), bf16))    under autocast: see `recurrent.py`
+    lstm(h)         ->  lstm(to(alias(alias(alias(h))), bf16))    under autocast: see `passes/ops/recurrent.py`
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from torch.fx import Graph, Node
 from passes._torch import TorchFunctionMode
 from passes.graph.notes import note
 from passes.ops import ops
+from passes.ops.recurrent import ALIASES, with_low_operands
 from passes.ops.rules import row_of
 
 from .model.captured import Autocast
-from .recurrent import ALIASES, with_low_operands
 
 _ALIAS = torch.ops.aten.alias.default
 _METHODS = frozenset(getattr(torch.Tensor, n) for n in ops.CAST_METHODS)
@@ -55,7 +55,9 @@ class ExplicitCasts(TorchFunctionMode):
             return func(value, *args[1:], **kwargs)
         if func is torch.Tensor.contiguous and args[0].layout is torch.strided:
             return _CONTIGUOUS(_ALIAS(args[0]), **_memory_format(args, kwargs))
-        return func(*with_low_operands(self._autocast, func, args), **kwargs)
+        if self._autocast is not None:
+            args = with_low_operands(func, args, self._autocast.wanted, self._autocast.dtype)
+        return func(*args, **kwargs)
 
 
 def _memory_format(args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:

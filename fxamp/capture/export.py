@@ -22,6 +22,7 @@ from torch.fx.graph import CodeGen
 
 from passes._torch import ExportTracer, drop_hooks, guards_of, pytree, without_transforms
 from passes.contract.errors import INSTEAD, CaptureError, FxampError
+from passes.ops.recurrent import ask
 
 from .casts import ExplicitCasts, drop_aliases
 from .functions import Functions
@@ -32,7 +33,6 @@ from .model.limit import Limit, TooMuch
 from .model.patches import replaced, traced_here_alone
 from .model.preflight import untouched
 from .model.reads import Recorder
-from .recurrent import ask
 from .regions import inline_regions
 
 _PREFIX = "model."
@@ -215,7 +215,8 @@ def export(
     wrapper.training = model.training
     tensors = _distinct([v for v in flat if isinstance(v, torch.Tensor)])
     functions = Functions()
-    ask(autocast, model)
+    if autocast is not None:
+        ask(model, autocast.wanted, autocast.dtype)
     entered = contextlib.nullcontext() if autocast is None else autocast.context()
     with _quiet():
         try:

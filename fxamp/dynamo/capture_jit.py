@@ -96,8 +96,9 @@ class _Description:
         placeholders = [n for n in graph.nodes if n.op == "placeholder"]
         self.holds = {n for n, is_own in zip(placeholders, own, strict=False) if is_own}
         self.given = {n for n, is_given in zip(placeholders, given, strict=False) if is_given} - self.holds
-        # A model that holds low tensors casts to their dtype, and does not read it off what autocast made low.
-        self.authors = {d for n in self.holds if (d := dtypes_of(n.meta.get("example_value"))) in LOW}
+        # A model that holds low tensors, or is given some, reads their dtype, and not that of what autocast made low.
+        own_tensors = self.holds | self.given
+        self.authors = {d for n in own_tensors if (d := dtypes_of(n.meta.get("example_value"))) in LOW}
         # Low dtypes that may have been read off what autocast made; the author wrote the others.
         self.by_autocast = {policy.dtype}
         given_low = any(dtypes_of(n.meta.get("example_value")) in LOW for n in self.given)

@@ -420,7 +420,8 @@ def _with_signature(call: CallSpec) -> Callable[..., Any]:
 
 
 def _allows(state: State, flags: Mapping[str, bool], grad: bool) -> bool:
-    return state.grad in (None, grad) and (state.flags is None or state.flags == flags)
+    named = state.flags or {}  # not of the module that holds constants
+    return state.grad in (None, grad) and all(flags.get(path) is flag for path, flag in named.items())
 
 
 def _load(tree: dict[str, Any], graphs: list[Any], kept: Any) -> ConvertedModule:

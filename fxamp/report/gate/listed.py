@@ -23,7 +23,7 @@ _LABELS = {
 _SIGNS = {"added": "+", "removed": "-", "changed": "!"}
 
 
-def label(change: Change) -> str:
+def _label(change: Change) -> str:
     """Return what a report calls the field that a change is of."""
     if change.field == "casts" and change.key != PLAN_KEY:
         return "casts"
@@ -32,18 +32,27 @@ def label(change: Change) -> str:
 
 def lines(changes: Iterable[Change]) -> list[tuple[str, str]]:
     """Return a line for every node that changed, whatever has, and for every total; each behind the key of its node."""
-    groups: dict[tuple[str, ...], list[Change]] = {}
-    for change in changes:
-        alone = change.key.startswith("(")  # it is of no node
-        group = (change.kind, change.key, change.field, str(len(groups))) if alone else (change.kind, change.key)
-        groups.setdefault(group, []).append(change)
-    return [(group[0].key, _line(group)) for group in groups.values()]
+    return [(group[0].key, _line(group)) for group in _groups(changes)]
+
+
+def rows(changes: Iterable[Change]) -> list[tuple[str, str, str]]:
+    """Return the same as cells of a table: what became of a node, its key, and what it says of it."""
+    return [(group[0].kind, group[0].key, "; ".join(map(_said, _telling(group)))) for group in _groups(changes)]
 
 
 def counted(changes: Iterable[Change]) -> str:
     """Say how many lines there are of each kind."""
     signs = Counter(line[0] for _, line in lines(changes))
     return ", ".join(f"{signs[sign]} {kind}" for kind, sign in _SIGNS.items())
+
+
+def _groups(changes: Iterable[Change]) -> list[list[Change]]:
+    groups: dict[tuple[str, ...], list[Change]] = {}
+    for change in changes:
+        alone = change.key.startswith("(")  # it is of no node
+        group = (change.kind, change.key, change.field, str(len(groups))) if alone else (change.kind, change.key)
+        groups.setdefault(group, []).append(change)
+    return list(groups.values())
 
 
 def _line(changes: Sequence[Change]) -> str:
@@ -56,8 +65,8 @@ def _line(changes: Sequence[Change]) -> str:
 
 def _said(change: Change) -> str:
     if change.before is None or change.after is None:
-        return f"{label(change)}: {change.after if change.before is None else change.before}"
-    return f"{label(change)}: {change.before} -> {change.after}"
+        return f"{_label(change)}: {change.after if change.before is None else change.before}"
+    return f"{_label(change)}: {change.before} -> {change.after}"
 
 
 def _telling(changes: Sequence[Change]) -> list[Change]:

@@ -9,7 +9,7 @@ from tabulate import tabulate
 
 from ..forms.harmless import markdown, visible
 from .gate import KEPT, Outcome
-from .listed import WAY_OUT, label
+from .listed import WAY_OUT, rows
 from .listed import lines as listed
 
 _SUMMARY = 1_000_000  # bytes; GitHub drops a job summary of more than 1 MiB as a whole
@@ -42,19 +42,20 @@ def to_markdown(outcomes: Sequence[Outcome]) -> str:
     room = _SUMMARY
     for outcome in outcomes:
         mark = "✅" if outcome.status == KEPT else "❌"
-        cells = ((c.kind, c.key, label(c), c.before or "", c.after or "") for c in outcome.changes)
-        rows = [[markdown(cell) for cell in row] for row in cells]
-        shown = rows[:_SHOWN]
+        found = [[markdown(cell) for cell in row] for row in rows(outcome.changes)]
+        shown = found[:_SHOWN]
         section = [f"{mark} {markdown(outcome.message)}\n"]
         section += [f"- over budget: {markdown(text)}\n" for text in outcome.broken]
         if shown:
-            table = tabulate(shown, ("change", "node", "field", "before", "after"), "pipe", disable_numparse=True)
+            table = tabulate(shown, ("change", "node", "what"), "pipe", disable_numparse=True)
             section.append(f"\n{table}\n\n{WAY_OUT}\n")
-        if len(rows) > len(shown):
-            section.append(f"\n{len(rows) - len(shown)} more changes are left out here.\n")
+        if len(found) > len(shown):
+            section.append(f"\n{len(found) - len(shown)} more changes are left out here.\n")
         text = "".join(section)
         if len(text.encode()) > room:
-            text = f"{mark} {markdown(outcome.message)}\n\nIts {len(rows)} changes are left out: the summary is full.\n"
+            text = (
+                f"{mark} {markdown(outcome.message)}\n\nIts {len(found)} changes are left out: the summary is full.\n"
+            )
         room -= len(text.encode())
         parts.append(text)
     return "\n".join(parts)
@@ -78,10 +79,10 @@ def to_github(outcomes: Sequence[Outcome]) -> str:
 
 def _annotations(outcome: Outcome) -> Iterable[str]:
     by_place: dict[tuple[str, int], list[str]] = {}
-    for key, line in listed(outcome.changes):
+    for key, said in listed(outcome.changes):
         place = outcome.places.get(key)
         if place is not None:
-            by_place.setdefault((place.file, place.line), []).append(line)
+            by_place.setdefault((place.file, place.line), []).append(said)
     for (file, line), texts in list(by_place.items())[:_ANNOTATIONS]:
         yield _command("warning", "\n".join(texts), file=file, line=str(line), title=f"precision of {outcome.target}")
 

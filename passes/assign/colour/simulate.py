@@ -71,12 +71,7 @@ class Simulation(State):
     def pin_conflicts(self) -> bool:
         """Pin every mutated alias set whose members came out in different dtypes; say whether there was a new one."""
         for root, members in self.aliases.sets().items():
-            held = {self.dtypes.get(m) for m in members}
-            # Without shapes `y.to(x.dtype)` has any dtype, that of y at run time too: then it is y, if y has it still.
-            unknown = any(self.dtypes.get(m) is ANY and not is_opaque(m) for m in members)
-            floats = {d for d in held if isinstance(d, torch.dtype) and d.is_floating_point}
-            lost = any(map(self._no_copy_any_more, members)) or any(map(self._saved_and_written, members))
-            if len(floats) > 1 or (unknown and floats & {*LOW}) or lost:
+            if self._parted(members):
                 self.pinned.add(root)
                 self.pinned.update(map(self.aliases.find, self._would_copy(members)))
         for node, colouring in self.colours.items():
@@ -85,6 +80,16 @@ class Simulation(State):
             if sums_low or any(o.node in written and (o.name, o.index) in colouring.casts for o in ops.operands(node)):
                 self.pinned.update(self.aliases.find(w) for w in written)
         return len(self.pinned) > self._pinned_before
+
+    def _parted(self, members: Sequence[Node]) -> bool:
+        """Say whether values that shared a written storage would not share it any more, or others would."""
+        held = {self.dtypes.get(m) for m in members}
+        # Without shapes `y.to(x.dtype)` has any dtype, that of y at run time too: then it is y, if y has it still.
+        unknown = any(self.dtypes.get(m) is ANY and not is_opaque(m) for m in members)
+        floats = {d for d in held if isinstance(d, torch.dtype) and d.is_floating_point}
+        if len(floats) > 1 or (unknown and floats & {*LOW}):
+            return True
+        return any(self._no_copy_any_more(m) or self._saved_and_written(m) for m in members)
 
     def _would_copy(self, members: Sequence[Node]) -> list[Node]:
         """Return the values, low beyond O1 only, by whose dtype a cast copies what it passed on (`x.type_as(y)`)."""

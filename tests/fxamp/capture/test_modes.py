@@ -250,6 +250,18 @@ def test_a_state_that_cannot_be_captured_is_named_when_it_is_called(caplog: pyte
         converted.train()(example())
 
 
+def test_a_state_that_cannot_be_captured_is_named_where_the_graph_holds_constants() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        if self.training and torch.rand(1) > 0.5:
+            return self.l(x)
+        return self.l(x) + torch.tensor([1.0, 2.0, 3.0])[:1]
+
+    converted = o0(Two(forward).eval())
+    assert any(path == "_fxamp" for path, _ in converted.named_modules())
+    with pytest.raises(fxamp.CaptureError, match=r"now, training.*torch\.rand\(1\) > 0\.5.*fxamp\.compile\(model\)"):
+        converted.train()(example())
+
+
 def test_parameters_that_are_moved_between_states_stay_those_of_every_graph() -> None:
     model = Two(structural)
     converted = o0(model)

@@ -93,6 +93,9 @@ def test_counts_are_counts_of_lines_and_every_figure_has_its_unit() -> None:
         "If that is meant: fxamp check --update, with the same arguments, and commit what it writes.",
     ]
     assert counted(changes) == "1 added, 1 removed, 4 changed"
+    table = [line for line in to_markdown([dataclasses.replace(CHANGED, changes=changes)]).splitlines() if "| " in line]
+    assert [row.split("|")[1].strip() for row in table[1:]] == ["changed"] * 4 + ["added", "removed"]
+    assert "runs in: bfloat16 -> float32; reason" in table[4]
     assert to_text([KEPT]) == "other: as planned\n"
 
 

@@ -2,7 +2,7 @@
 
 A device runs them under autocast by a fused kernel, with every operand low. Fake tensors have no such kernel, and run
 them step by step, which gives FP32. So where they are captured under autocast their operands are cast, by casts that
-`drop_aliases` takes out of the graph again.
+the front end takes out of the graph again.
 """
 
 from __future__ import annotations
@@ -13,25 +13,24 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import nn
 
-from passes._torch import pytree
-from passes.contract.devices import DEVICES
-from passes.graph.values import ELIGIBLE
-from passes.ops.facts import rule_of
-from passes.ops.rules import LOW
-
-from .model.captured import Autocast
+from .._torch import pytree
+from ..contract.devices import DEVICES
+from ..runtime.casts import ELIGIBLE
+from .facts import rule_of
+from .rules import LOW
 
 _LAYERS: tuple[Callable[..., Any], ...] = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
 ALIASES = 3  # how many of them stand before the cast of an operand
 
 
-def with_low_operands(autocast: Autocast | None, func: Callable[..., Any], args: Any) -> Any:
+def with_low_operands(func: Callable[..., Any], args: Any, device: str, low: torch.dtype) -> Any:
     """Return the arguments of a call of torch as autocast hands them to the kernel of a recurrent layer."""
-    if autocast is None or func not in _LAYERS:
+    if func not in _LAYERS:
         return args
     node: Any = SimpleNamespace(args=args, kwargs={}, op="call_function", target=func)
-    if rule_of(node, autocast.wanted, autocast.dtype)[1] != LOW or not _gives(func, autocast.wanted, autocast.dtype):
+    if rule_of(node, device, low)[1] != LOW or not _gives(func, device, low):
         return args
 
     def cast(value: Any) -> Any:
@@ -39,16 +38,16 @@ def with_low_operands(autocast: Autocast | None, func: Callable[..., Any], args:
             return value
         for _ in range(ALIASES):
             value = torch.ops.aten.alias.default(value)
-        return torch.ops.aten.to.dtype(value, autocast.dtype)
+        return torch.ops.aten.to.dtype(value, low)
 
     return pytree.tree_map(cast, args)
 
 
-def ask(autocast: Autocast | None, model: torch.nn.Module) -> None:
+def ask(model: nn.Module, device: str, low: torch.dtype) -> None:
     """Find out what the device's own kernels do, before fake tensors are all that there is."""
-    if autocast is not None and any(isinstance(m, torch.nn.RNNBase) for m in model.modules()):
+    if any(isinstance(m, nn.RNNBase) for m in model.modules()):
         for func in _LAYERS:
-            _gives(func, autocast.wanted, autocast.dtype)
+            _gives(func, device, low)
 
 
 @functools.cache
