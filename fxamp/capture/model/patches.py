@@ -22,6 +22,7 @@ from torch import nn
 _lock = threading.RLock()
 _owner: int | None = None  # the thread that captures
 _own: dict[str, Any] = {}  # torch.nn.Module's own functions, as they are while no capture runs
+_aside: list[tuple[Any, str, Any]] = []  # what is replaced now: of which owner, by which name, and what it was
 _TRACED = ("__call__", "__getattr__")  # of torch.nn.Module, which torch's tracers replace for all threads
 
 
@@ -105,4 +106,20 @@ def replaced(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callabl
         return (instead if is_capturing() else before)(*args, **kwargs)
 
     with capturing(), mock.patch.object(owner, name, classmethod(call) if of_class else call):
+        _aside.append((owner, name, original))
+        try:
+            yield
+        finally:
+            _aside.remove((owner, name, original))
+
+
+@contextlib.contextmanager
+def as_torch_is() -> Iterator[None]:
+    """Put back, for a while, what `replaced` has put aside.
+
+    Dynamo needs this: when it is first used it lists the functions of torch, and knows only these from then on.
+    """
+    with contextlib.ExitStack() as stack:
+        for owner, name, original in reversed(_aside):  # the first one put aside is torch's own
+            stack.enter_context(mock.patch.object(owner, name, original))
         yield

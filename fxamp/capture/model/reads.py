@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from . import frames
-from .patches import is_capturing, replaced
+from .patches import as_torch_is, is_capturing, replaced
 
 HOOKS = {
     "_forward_hooks": "forward hook",
@@ -97,12 +97,14 @@ class Recorder:
 
         def unpatched(compile: Callable[..., Any]) -> Callable[..., Any]:
             def compiling(*args: Any, **kwargs: Any) -> Any:
-                compiled = compile(*args, **kwargs)
+                with as_torch_is():
+                    compiled = compile(*args, **kwargs)
 
                 def call(*args: Any, **kwargs: Any) -> Any:
                     patches.close()
                     try:
-                        return compiled(*args, **kwargs)
+                        with as_torch_is():
+                            return compiled(*args, **kwargs)
                     finally:
                         patch()
 

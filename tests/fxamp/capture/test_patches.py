@@ -16,7 +16,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 import fxamp
-from fxamp.capture.model.patches import capturing, is_capturing, replaced, uncollected
+from fxamp.capture.model.patches import as_torch_is, capturing, is_capturing, replaced, uncollected
 from tests.support.helpers import Two, assert_same, convert_fixed, example, plan_fixed
 
 
@@ -184,3 +184,22 @@ def test_the_collector_rests_while_a_model_is_captured_and_is_afterwards_as_it_w
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+def test_dynamo_meets_torchs_own_functions_while_a_model_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    asks, compile, seen = torch.is_grad_enabled, torch.compile, []
+
+    def compiling(*args: Any, **kwargs: Any) -> Any:  # which torch.cond calls
+        seen.append(torch.is_grad_enabled)
+        return compile(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "compile", compiling)
+    fxamp.plan(Two(lambda self, x: torch.cond(x.sum() > 0, torch.neg, torch.sin, (self.l(x),))), (example(),))
+    assert seen
+    assert all(function is asks for function in seen)
+    with replaced(torch, "is_grad_enabled", lambda before: before):
+        assert torch.is_grad_enabled is not asks
+        with as_torch_is():
+            assert torch.is_grad_enabled is asks
+        assert torch.is_grad_enabled is not asks
+    assert torch.is_grad_enabled is asks
