@@ -185,7 +185,9 @@ def _as_cast(node: Node) -> None:
     """Write `as_tensor(x, dtype)` of a tensor as the cast that it is, which returns its operand where it can."""
     first, arguments = node.args[:1], dict(zip(("dtype", "device"), node.args[1:], strict=False)) | node.kwargs
     tensor = bool(first) and isinstance(first[0], Node) and isinstance(first[0].meta.get("example_value"), torch.Tensor)
-    if ops.name(node) in ("as_tensor", "asarray") and tensor and not arguments.keys() - {"dtype", "device"}:
+    row = row_of(node)
+    made_of_it = row.dtype_arg and row.may_alias == "first" and not row.cast
+    if made_of_it and tensor and not arguments.keys() - {"dtype", "device"}:
         node.op, node.target, node.args = "call_method", "to", first
         node.kwargs = {k: v for k, v in arguments.items() if v is not None}
 

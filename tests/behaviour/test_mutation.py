@@ -179,7 +179,7 @@ REPLACED: dict[str, tuple[Callable[..., Any], dict[str, str]]] = {
     "set_": (storage_set, {"fx": r"Tensor\.set_ at .*test_mutation\.py"}),
     "resize_": (storage_resized, {}),
     "requires_grad_": (leaf_inside, {"fx": r"Tensor\.requires_grad_ at .*test_mutation\.py"}),
-    "data": (data_swapped, {"fx": r"assigning \.data .*test_mutation\.py", "export": "does not compute what"}),
+    "data": (data_swapped, {"fx": r"assigns \.data .*test_mutation\.py", "export": "does not compute what"}),
 }
 
 
