@@ -69,7 +69,7 @@ def convert(
 ) -> Any:
     """Convert a model to mixed precision, ahead of time.
 
-    With example inputs every shape is known, and the captured graph is compared with the model bit for bit: the model
+    With example inputs their shapes are known, and the captured graph is compared with the model bit for bit: the model
     runs once, its captured graph once, and the converted module once. Without inputs the model is traced symbolically.
 
     Args:
@@ -81,13 +81,13 @@ def convert(
         kwargs: Example keyword inputs.
         policy: A level ("O0" to "O3"), a policy string ("O2,dtype=bf16,modules.fc3=fp32") or a Policy; "O1" by default.
         capture: "export" captures with `torch.export`, "fx" by symbolic tracing, and "jit" with `torch.compile` at the
-            first call, whose graphs then run eagerly. "auto" is "export" with example inputs, else "fx"; if that front
-            end would drop something of the model, it is "jit", and a log line says why.
+            first call; its graphs then run eagerly. "auto" is "export" with example inputs, else "fx"; if that front
+            end would drop something of the model, "jit" is used instead, and a log line says why.
         dynamic_shapes: "auto" keeps every dimension free. If that fails or exceeds a limit, it keeps only the first
             dimension of each input free, and the plan says so. The limits are 4 s of processor time plus 0.25 ms for
-            each call of torch, and 128 operations in a formula of sizes that is compared. None fixes all sizes. Any
-            other value is given to `torch.export.export`.
-        plan: A Plan, or the path of one, to replay; its policy is the policy.
+            each call of torch, and 128 operations in a formula by which a guard compares sizes. None fixes all sizes.
+            Any other value is given to `torch.export.export`.
+        plan: A Plan, or the path of one, to replay; its policy is used, so do not give `policy` too.
         check: False leaves out the comparison, and the three runs that it needs.
 
     Returns:
@@ -95,7 +95,7 @@ def convert(
         `fxamp.compile`. Outputs have the shapes and dtypes of the model's outputs.
 
     Raises:
-        CaptureError: The model cannot be captured faithfully.
+        CaptureError: The model cannot be captured, or not faithfully while `capture` is not "auto".
         NotAModuleError: The model is no module.
         PolicyError: The policy is wrong, or does not fit the model.
         PlanError: The plan cannot be read, or does not fit the model.
@@ -248,13 +248,13 @@ def plan(
     capture: str = "auto",
     dynamic_shapes: Any = "auto",
 ) -> Plan:
-    """Decide only: return the plan that `convert` would carry out. The model is traced, but no kernel of it runs.
+    """Decide only: return the plan that `convert` would carry out. The model is only traced, unless costs are measured.
 
     Args:
         model: As `convert` takes it.
         args: Example inputs, with the shapes and dtypes of real inputs.
         kwargs: Example keyword inputs.
-        policy: As `convert` takes it.
+        policy: As `convert` takes it. With `cost="measured"` ops and steps of the model run on the device, to be timed.
         capture: As `convert` takes it, except "jit".
         dynamic_shapes: As `convert` takes it.
 
@@ -276,7 +276,7 @@ def to_read(
     model: nn.Module, args: Any, kwargs: Any, policy: Policy, capture: str = "auto", dynamic_shapes: Any = "auto",
     replayed: Plan | None = None,
 ) -> ConvertedModule:  # fmt: skip
-    """Convert a model ahead of time to read what was decided: nothing is run, so nothing is checked."""
+    """Convert a model ahead of time to read what was decided: nothing is checked, and only measured costs run ops."""
     return _ahead_of_time(model, args, kwargs, policy, capture, dynamic_shapes, replayed, check=False)
 
 

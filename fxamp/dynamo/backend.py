@@ -195,17 +195,17 @@ def compile(
         dynamic: As `torch.compile` takes it.
         mode: For the inner backend.
         options: For the inner backend.
-        disable: Return the model as it is, in FP32.
+        disable: Compile and convert nothing.
 
     Returns:
         torch's `OptimizedModule`, whose state_dict keys have the prefix `_orig_mod.`; `model.compile(backend="fxamp",
-        options={"policy": ...})` works in place, without a prefix. Each call of the result, and of a method of the
-        model through the result, runs under `torch.autocast`, except at O0. Outputs have the shapes and dtypes of the
-        model's outputs.
+        options={"policy": ...})` works in place, without a prefix. Each call of it or of its methods runs under
+        `torch.autocast`, except at O0. Outputs have the shapes and dtypes of the model's outputs; the guide on capture
+        lists the few outputs that have another dtype.
 
     Raises:
         NotAModuleError: The model is no module.
-        CaptureError: The model is wrapped for parallel training, compiled or converted already.
+        CaptureError: The model is wrapped in DataParallel, sharded, compiled or converted already.
         PolicyError: The policy is wrong, there is no such inner backend, or `options` holds a name that is an argument
             of this function.
 

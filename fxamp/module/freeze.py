@@ -28,7 +28,7 @@ def frozen(converted: ConvertedModule) -> Iterator[ConvertedModule]:
     """Cast every weight once, on entry; inside, calls use those copies.
 
     It is for inference: edits of weights inside the region have no effect, and no gradient reaches the weights. After
-        the region the module casts weights at every call, as before.
+    the region the module casts weights at every call, as before.
 
     Args:
         converted: A module that `fxamp.convert` returned. Every weight that a graph reads in 16 bits, whatever its

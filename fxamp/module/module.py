@@ -78,7 +78,7 @@ class ConvertedModule(GraphModule):
     """A model in mixed precision: a `torch.fx.GraphModule` that is called like the original.
 
     A model that computes different things in train and eval mode, or with gradients and without, has a graph for each
-    state. A call takes the graph of the present state, and so do `.graph` and `.code`.
+    state. A call uses the graph of the present state, and so do `.graph` and `.code`.
 
     Attributes:
         variants: The graphs.
@@ -226,7 +226,7 @@ class ConvertedModule(GraphModule):
 
     @property
     def code(self) -> str:
-        """The code of the graph. A call runs the same ops by torch's Python functions, in less time (`bindings.py`)."""
+        """The code of the graph. A call runs equivalent but faster code (`bindings.py`)."""
         return self.graph.python_code("self").src
 
     def only(self, at: int) -> ConvertedModule:

@@ -51,7 +51,7 @@ class Report:
     model: str = "model"
 
     def __str__(self) -> str:
-        """Write the report as text: totals, notes, a summary per op, a row per node."""
+        """Return the report as text: totals, notes, a summary per op, a row per node."""
         return self._written("simple", "", visible)
 
     def to_tree(
@@ -59,7 +59,7 @@ class Report:
         ops: Sequence[str] = (), colours: Sequence[str] = (), reasons: Sequence[str] = (), width: int | None = None,
         lines: bool = False, edits: bool = False,
     ) -> str:  # fmt: skip
-        """Write the totals, the notes and the modules as a tree. Sizes are in MB, 10^6 bytes.
+        """Return the totals, the notes and the modules as a tree. Sizes are in MB, 10^6 bytes.
 
         Args:
             style: The style of the tables, as tabulate names it: "simple", or "pipe" for Markdown.
@@ -70,7 +70,8 @@ class Report:
             colours: Dtypes; only nodes that run in one of them are counted.
             reasons: Codes of reasons; only nodes with one of them are counted.
             width: The width of the terminal in characters, into which the tables have to fit; None for any width.
-            lines: List the ten lines of your code that cost most, by the bytes of their casts, then by bytes saved.
+            lines: List the ten lines of your code that cost most, by the bytes of their casts, then by the bytes kept
+                for backward.
             edits: List how often each rule of the passes fired, and the rules that never did.
 
         Example:
@@ -97,7 +98,7 @@ class Report:
         return "\n\n".join(parts) + "\n"
 
     def to_markdown(self) -> str:
-        """Write the report as Markdown.
+        """Return the report as Markdown.
 
         Example:
             >>> fxamp.report(converted).to_markdown().splitlines()[0]
@@ -106,7 +107,7 @@ class Report:
         return self._written("pipe", "## ", markdown)
 
     def to_json(self) -> str:
-        """Write the totals and the whole plan as JSON, the same text for the same plan.
+        """Return the totals and the whole plan as JSON, the same text for the same plan.
 
         Example:
             >>> import json
@@ -126,7 +127,7 @@ class Report:
         return json.dumps(data, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
 
     def to_html(self, **only: Sequence[str]) -> str:
-        """Write an HTML page that needs no network and no other file.
+        """Return an HTML page that needs no network and no other file.
 
         Args:
             only: The filters `modules`, `ops`, `colours` and `reasons` of `to_tree`; without a filter every node is
@@ -142,7 +143,7 @@ class Report:
         return page(record, self.model, self.training, chosen(record, **only))
 
     def to_dot(self, **only: Sequence[str]) -> str:
-        """Write the nodes and their operands in the language of Graphviz, with the filters of `to_html`.
+        """Return the nodes and their operands in the language of Graphviz, with the filters of `to_html`.
 
         Example:
             >>> fxamp.report(converted).to_dot().splitlines()[0]

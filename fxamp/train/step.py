@@ -63,15 +63,15 @@ class TrainStep:
     After a window all gradients are None, also those of parameters that are in no optimizer.
 
     Args:
-        model: A module that `fxamp.convert` or `fxamp.compile` returned, or a wrapper of one. A TrainStep converts no
-            model, so another one trains in FP32. It does not switch between train and eval.
+        model: A module that `fxamp.convert` or `fxamp.compile` returned, or a wrapper of one. An unconverted model
+            trains in FP32, except with `compile="fxamp"`. TrainStep never calls train() or eval().
         loss_fn: It is called as `loss_fn(output, target)`, or without a target as `loss_fn(output)`. None takes the
             loss from the model's output, `output.loss` or `output["loss"]`.
         optimizer: One optimizer, or several over distinct parameters. One that evaluates the loss itself (LBFGS) has to
             be the only one; it runs the micro-batches of the window again whenever it evaluates the loss.
         scaler: A LossScaler that nothing else uses; a number for a static loss scale; None for no loss scaling. "auto"
-            is `LossScaler(min_scale=1, max_scale=2**24, max_skips=20)` for a model in FP16, else None; a compiled model
-            decides at its first call.
+            is `LossScaler(min_scale=1, max_scale=2**24, max_skips=20)` for a model in FP16, else None; for a compiled
+            model this is decided at its first call.
         accumulate_steps: Micro-batches in a window. The loss is divided by it.
         max_grad_norm: Clip the unscaled gradients of all optimizers to this norm, taken over all of them together.
             `float("inf")` measures the norm and clips nothing.
@@ -82,16 +82,18 @@ class TrainStep:
             the same, bit for bit. A weight that is written to, moved or replaced is cast again; an edit through `.data`
             takes effect in the next window. "auto" is "per_step" if a weight would be cast more than once a window, or
             with `compile`; else "per_use". With `compile` under DistributedDataParallel it is "per_use", since torch
-            exchanges gradients during backward only for graphs that read the weights. `weights.per_use` names parts
-            that `torch.compile` compiled before, which cast at every use. Under FSDP2 "per_step" is refused.
+            exchanges gradients during backward only for graphs that read the weights, not copies of them. The attribute
+            `step.weights.per_use` names parts that `torch.compile` compiled before, which cast at every call. Under
+            FSDP2 "per_step" is refused.
         on_overflow: "skip_window" skips a step if any micro-batch had gradients that were not finite. "skip_microbatch"
             leaves out those micro-batches, and the gradients are the mean of the others; the scale backs off in both
-            cases. It needs memory for a second set of gradients, and under DistributedDataParallel an exchange of
-            gradients after the window instead of during its last backward.
+            cases. "skip_microbatch" needs memory for a second set of gradients, and under DistributedDataParallel an
+            exchange of gradients after the window instead of during its last backward.
         compile: With True, Inductor compiles model and loss as one graph, and from the second window on the work after
             backward as another; fused optimizers are not compiled. It may also be the name of another backend, or a
-            mapping of `torch.compile`'s backend, mode, options, dynamic and fullgraph. Backend "fxamp" takes a model
-            that is not converted. `compiled` counts graphs, breaks, recompiles and uncompiled functions.
+            mapping of `torch.compile`'s backend, mode, options, dynamic and fullgraph. Backend "fxamp" converts the
+            model, which must not be converted yet. `compiled` counts graphs, breaks, recompiles and uncompiled
+            functions.
         cuda_graph: True lets Inductor capture CUDA graphs. Gradients are then zeroed in place after a window, and a
             gradient that a window does not compute is zero, not None. Without CUDA it does nothing.
 
@@ -195,7 +197,8 @@ class TrainStep:
         """Take one micro-batch; at the window's end, step the optimizers.
 
         Args:
-            inputs: A tensor or a tuple for `model(*inputs)`, or a mapping for `model(**inputs)`, of its shapes.
+            inputs: A tensor or a tuple for `model(*inputs)`, or a mapping for `model(**inputs)`, with the shapes that
+                the model takes.
             target: The second argument of `loss_fn`.
             scale: The loss scale of this window, instead of the scaler's. The scale, growth and count of skipped steps
                 of the scaler do not change in such a window. Within a window leave `scale` out or repeat it.
@@ -240,8 +243,8 @@ class TrainStep:
         """Return all that a run needs to continue bit for bit, as plain values and tensors.
 
         It holds the states of the model, of a loss that is a module, of the optimizers, schedulers, averages and
-        scaler, and of the random number generators. It also holds other tensors of the optimizers, and the position in
-        the window with the gradients so far. Tensors are the ones in use, not copies.
+        scaler, and of the random number generators. It also holds parameters that the optimizers train outside the
+        model, and the position in the window with the gradients so far. Tensors are the ones in use, not copies.
 
         Example:
             >>> torch.save(step.state_dict(), "step.pt")

@@ -47,7 +47,7 @@ _ROWS = (
         lambda: torch.cuda.is_available(), lambda: "sm_{}{}".format(*torch.cuda.get_device_capability()),
         torch.cuda.synchronize,
     ),
-    Device(  # what a placement costs is CUDA's
+    Device(  # costs copied from CUDA
         "xpu", "cuda", "AutocastXPU", 1_000_000, 500, True,
         lambda: torch.xpu.is_available(), lambda: torch.xpu.get_device_name(), lambda: torch.xpu.synchronize(),
     ),

@@ -112,12 +112,13 @@ class Plan:
         policy: With dtype and device filled in.
         verified: "fake" if torch recomputed all dtypes on fake tensors, which needs example inputs; else "symbolic".
         capture: Front end: "fx", "export" or "jit".
-        notes: Sentences for the report: sizes that capture fixed, leftovers of capture removed, composite ops kept.
+        notes: Sentences for the report: sizes that capture fixed, nodes left by capture that were removed, composite
+            ops kept.
         inserted_casts: How many casts were inserted.
         casts: How many inserted casts are left after elimination.
         torch_version: The torch it was made with.
-        states: For a model with a graph for each state: one entry per state, the number of its first graph and its
-            name, as "12: evaluation". Decisions that a state shares with the first state are listed only there.
+        states: One entry per state, as "NUMBER: NAME", NUMBER being its first graph; empty with one graph for all.
+            Decisions that a state shares with the first state are listed only there.
         edits: How often each rule of the passes fired, as "pass/rule"; empty in plans of an older format.
         totals: The costs of the graphs at the example's sizes, as `fxamp check` compares them; empty if not computed.
         fxamp_version: The fxamp it was made with; "" in plans of an older format.
@@ -229,7 +230,7 @@ class Plan:
         return [int(state.partition(":")[0]) for state in self.states]
 
     def to_json(self) -> str:
-        """Write the plan as text, the same text for the same plan.
+        """Return the plan as text, the same text for the same plan.
 
         Example:
             >>> fxamp.Plan.from_json(converted.plan.to_json()) == converted.plan

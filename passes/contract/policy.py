@@ -54,12 +54,13 @@ class Policy:
     paths the one with the longer literal prefix wins. An override of a module wins over one of an op.
 
     Args:
-        level: "O0" computes everything in FP32. "O1" runs the ops of `torch.autocast` in 16 bits, "O2" all ops that are
-            not numerically sensitive, "O3" all ops that have a 16-bit kernel.
+        level: "O0" computes everything in FP32. "O1" runs the ops of `torch.autocast` in 16 bits. "O2" adds ops that
+            are not numerically sensitive, where running in 16 bits, casts included, moves fewer bytes. "O3" runs all
+            ops that have a 16-bit kernel.
         dtype: The low dtype: `torch.float16`, `torch.bfloat16`, "fp16" or "bf16". None takes the dtype of the
             surrounding `torch.autocast`, or its default for the device: BF16 on a CPU, FP16 on CUDA.
-        device: "cpu", "cuda" or "xpu": the device whose op lists decide. None takes the device of the model. A plan for
-            a device that is absent can be made, saved and compared.
+        device: "cpu", "cuda" or "xpu": the device whose list of ops is used. None takes the device of the model. A plan
+            for a device that is absent can be made, saved and compared.
         modules: Overrides by module: a mapping from a path, a glob of paths (`*` stays within one segment, and a key
             covers its submodules) or a type to "low", "fp32" or "keep" (the dtypes before conversion).
         ops: Overrides by op: a mapping from names as `fxamp.rules()` lists them to "low", "fp32" or "keep".
@@ -132,7 +133,7 @@ class Policy:
         """Read the string form, `LEVEL[,KEY=VALUE]...`.
 
         Args:
-            text: Keys are those of the class; overrides are `modules.NAME` and `ops.NAME`.
+            text: Keys are the arguments of `Policy`; overrides are `modules.NAME` and `ops.NAME`.
 
         Raises:
             PolicyError: The text is no policy; the message says how it is written.

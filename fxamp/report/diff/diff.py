@@ -64,7 +64,7 @@ class GraphDiff:
         return bool(self.changes or self.renamed)
 
     def __str__(self) -> str:
-        """Write the listing: what each side is, the totals, then module by module one line per change."""
+        """Return the listing: what each side is, the totals, then module by module one line per change."""
         if self.code:
             head = listing.to_text((self.before, self.after), self.totals, self.renamed, ())
             return "\n".join([head, *self.code])
@@ -76,7 +76,7 @@ class GraphDiff:
         return any(c.field == "model" and c.key == PLAN_KEY for c in self.changes)
 
     def to_markdown(self) -> str:
-        """Write the changes as a Markdown table, and `code`, if there is any, as a block.
+        """Return the changes as a Markdown table, and `code`, if there is any, as a block.
 
         Example:
             >>> text = fxamp.diff(converted, converted.plan).to_markdown()
@@ -84,7 +84,7 @@ class GraphDiff:
         return listing.to_markdown((self.before, self.after), self.totals, self.renamed, self.changes, self.code)
 
     def to_html(self) -> str:
-        """Write the changes as an HTML page with a table; the page needs no other file.
+        """Return the changes as an HTML page with a table; the page needs no other file.
 
         Example:
             >>> fxamp.diff(converted, converted.plan).to_html().splitlines()[0]
@@ -93,7 +93,7 @@ class GraphDiff:
         return listing.to_html((self.before, self.after), self.totals, self.renamed, self.changes, self.code)
 
     def to_json(self) -> str:
-        """Write the changes as JSON, the same text for the same changes.
+        """Return the changes as JSON, the same text for the same changes.
 
         Example:
             >>> import json

@@ -1,7 +1,8 @@
 """LossScaler: `torch.amp.GradScaler` with floor, ceiling, hysteresis, an abort that names its culprit, and a history.
 
-With every extension off, which is the default, it is GradScaler bit for bit: the same scales, the same skipped steps,
-the same errors and the same number of host synchronisations. Only the settings are checked more strictly.
+With every extension off, which is the default, it is GradScaler bit for bit: the same scales, the same skipped steps
+and the same number of host synchronisations. Only two checks are stricter: those of the settings, and that of
+parameters, where trainable BF16 is refused as FP16 is.
 """
 
 from __future__ import annotations
@@ -47,12 +48,12 @@ class LossScaler(torch.amp.GradScaler):
         min_scale: The scale never falls below it.
         max_scale: The scale never rises above it.
         hysteresis: The number of overflows in a row at which the scale backs off; it also backs off at every further
-            overflow of that row. A step without overflow restarts the count, and every overflow restarts the growth
-            tracker. This is the rule of Apex (`update_scale_hysteresis`), and of DeepSpeed with
+            overflow while the run lasts. A step without overflow restarts the count, and every overflow restarts the
+            growth tracker. This is the rule of Apex (`update_scale_hysteresis`), and of DeepSpeed with
             `consecutive_hysteresis: true`. By DeepSpeed's default and in Megatron the count restarts only when the
             scale grows.
         max_skips: The number of updates in a row with a skipped step at which `ScaleCollapseError` is raised; it is
-            also raised at every further such update of that row. The scaler is in a consistent state then.
+            also raised at every further such update while the run lasts. The scaler is in a consistent state then.
 
     With `hysteresis` the host has to know whether a step was skipped. For ordinary optimizers GradScaler reads that
     anyway. Fused optimizers decide on the device, so with them each update costs one synchronisation. `max_skips=n`
@@ -172,7 +173,7 @@ class LossScaler(torch.amp.GradScaler):
         return state is not None and _overflowed(state)
 
     def held_back(self, optimizer: Optimizer) -> bool | torch.Tensor:
-        """Like `found_inf`, but never wait: if only the device knows the answer, return a tensor of shape ().
+        """Do as `found_inf` does, but never wait: if only the device knows the answer, return a tensor of shape ().
 
         Example:
             >>> fxamp.LossScaler().held_back(optimizer)
@@ -226,7 +227,9 @@ class LossScaler(torch.amp.GradScaler):
         return self._scale.double().reciprocal().float()
 
     def note(self, optimizer: Optimizer, held_back: bool | torch.Tensor) -> None:
-        """Record whether an optimizer that steps without `step` was held back: a bool, or a tensor of one element.
+        """Record whether an optimizer that you stepped yourself, without `scaler.step`, was held back.
+
+        `held_back` is a bool, or a tensor of one element.
 
         Example:
             >>> scaler = fxamp.LossScaler(init_scale=8.0)
@@ -245,10 +248,10 @@ class LossScaler(torch.amp.GradScaler):
             state.update(optimizer=optimizer, found_inf_per_device={found.device: found})
 
     def found_infs(self, optimizers: Sequence[Optimizer]) -> list[torch.Tensor]:
-        """Return flags for each optimizer and device: not 0 if an unscaled gradient is not finite. Empty if disabled.
+        """Return flags for each optimizer and device: not 0 if an unscaled gradient is not finite.
 
         Returns:
-            Tensors of one element, on the devices of the gradients.
+            Tensors of one element, on the devices of the gradients. The list is empty if the scaler is disabled.
 
         Example:
             >>> scaler = fxamp.LossScaler()
@@ -261,7 +264,7 @@ class LossScaler(torch.amp.GradScaler):
         return _found_infs([self._per_optimizer_states[id(o)] for o in optimizers]) if self._enabled else []
 
     def join_found_inf(self, optimizers: Sequence[Optimizer]) -> None:
-        """Hold back all of these optimizers if one of them is held back, without a wait. Unscale their gradients first.
+        """Hold back all of these optimizers if one of them is, without waiting for the device. Call `unscale_` first.
 
         Example:
             >>> scaler = fxamp.LossScaler()

@@ -24,7 +24,8 @@ class StepResult:
     Attributes:
         loss: The loss of this micro-batch as `loss_fn` gave it, of shape (): undivided, unscaled, detached. `flush`
             gives the loss of the last micro-batch, or NaN if there was none.
-        grad_norm: The norm of the unscaled gradients before clipping, of shape (); None where nothing is clipped.
+        grad_norm: The norm of the unscaled gradients before clipping, of shape (); None without `max_grad_norm`, and
+            where no window ends.
         accumulating: Whether the window is not finished yet.
         held_back: For each optimizer, in order, whether it was held back; None for one that had no gradients.
         given_scale: See `scale`.
@@ -71,8 +72,8 @@ class StepResult:
     def reason(self) -> Reason:
         """The outcome of the call, in a word.
 
-        "accumulating" within a window; at its end "overflow" if any optimizer was held back, "no_gradients" if none
-        had gradients, else "stepped".
+        It is "accumulating" within a window; at its end "overflow" if any optimizer was held back, "no_gradients" if
+        none had gradients, else "stepped".
         """
         if self.accumulating:
             return "accumulating"
