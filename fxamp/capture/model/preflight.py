@@ -91,7 +91,10 @@ def _loads_itself(model: nn.Module) -> bool:
     before = {name: tensor.detach().clone() for name, tensor in tensors.items()}
     try:
         with untouched(model), kept(tensors.values()):
-            model.load_state_dict({name: value.detach().clone() for name, value in model.state_dict().items()})
+            state = model.state_dict()  # with the versions that loaders ask for
+            for name, value in state.items():
+                state[name] = value.detach().clone()
+            model.load_state_dict(state)
             return all(same(tensor.detach(), before[name]) for name, tensor in tensors.items())
     except Exception:  # whatever it asks of a state, it does more
         return False

@@ -511,6 +511,19 @@ def test_a_model_that_loads_older_files_loads_its_own_and_names_the_original_for
     assert not converted.l.weight.any()
 
 
+def test_a_model_whose_loader_asks_for_the_version_of_a_state_is_converted() -> None:
+    class Versioned(Two):
+        _version = 2
+
+        def _load_from_state_dict(self, state: dict[str, Any], prefix: str, metadata: Any, *rest: Any) -> None:
+            if metadata.get("version") != 2:
+                raise ValueError("a state of another version")
+            super()._load_from_state_dict(state, prefix, metadata, *rest)
+
+    model = Versioned()
+    assert_is_eager(o0(model), model)
+
+
 def test_a_model_that_changes_what_it_loads_is_refused_and_left_as_it_was() -> None:
     class Doubled(Two):
         def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
