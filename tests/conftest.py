@@ -1,4 +1,4 @@
-"""One thread: the models are tiny, and threads that wait for each other are slower than none.
+"""One thread, unless OMP_NUM_THREADS says how many: the models are tiny, and threads that wait are slower than none.
 
 The tests of a file, and those of the models of the zoo, run in one process, which captures a model once. What a file
 left behind is not looked at again: collecting garbage, and looking for a loss scaler, go through all live objects.
@@ -17,8 +17,9 @@ from xdist.scheduler import LoadFileScheduling
 
 from reports.zoo import BY_NAME
 
-os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start
-torch.set_num_threads(1)
+if "OMP_NUM_THREADS" not in os.environ:  # torch has read it, as the processes that tests start do
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
 OF_ZOO = re.compile(rf"/report/(page/|test_graphs|test_record)|::.*[\[-]({'|'.join(BY_NAME)})[\]-]")
 
 

@@ -355,6 +355,16 @@ def test_an_explicit_dtype_argument_wins() -> None:
     assert plan.decisions[1].code == "dtype_argument"
 
 
+def test_a_norm_that_is_told_a_low_dtype_gives_it_on_cuda_as_under_autocast() -> None:
+    plan = plan_fixed(
+        Net(lambda m, x: torch.linalg.vector_norm(x.half(), dtype=torch.float16)),
+        (X,),
+        policy=fxamp.Policy(device="cuda", dtype="fp16"),
+    )
+    norm = next(d for d in plan.decisions if d.op == "linalg_vector_norm")
+    assert (norm.colour, norm.autocast_dtype, norm.code) == ("float16", "float16", "dtype_argument")
+
+
 def test_binary_cross_entropy_is_refused_on_cuda_and_allowed_by_an_override() -> None:
     net = Net(lambda m, x: F.binary_cross_entropy(torch.sigmoid(m.first(x)), torch.ones(4, 8)))
     with pytest.raises(fxamp.PolicyError, match="binary_cross_entropy_with_logits"):
