@@ -559,6 +559,25 @@ def test_a_cast_that_did_nothing_shares_what_is_written_as_before() -> None:
     assert torch.equal(convert(write, "O2")(X), torch.full(X.shape[:-1], 3.0))
 
 
+def test_without_inputs_a_cast_that_did_nothing_shares_what_is_written_as_before() -> None:
+    def write(m: Any, x: Tensor) -> Tensor:
+        half = x.half()
+        spread = half.std(0)  # FP16, which O3 with BF16 would compute in FP32
+        same = spread.to(torch.result_type(half, x.long()))
+        spread.zero_()
+        return same
+
+    converted = fxamp.convert(Net(write), policy="O3,dtype=bf16", capture="fx")
+    assert torch.equal(converted(X), torch.zeros(X.shape[-1]))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_without_inputs_an_op_that_takes_one_dtype_alone_is_given_one(level: str) -> None:
+    model = Net(lambda m, x: torch.complex(x, x.relu().half()).abs())
+    converted = fxamp.convert(model, policy=f"{level},dtype=bf16", capture="fx")
+    assert torch.allclose(converted(X.half()).float(), model(X.half()).float(), atol=2e-3)
+
+
 def test_a_copy_in_64_bits_does_not_make_what_is_written_fp32() -> None:
     def write(m: Any, x: Tensor) -> Any:
         y = m.first(x) * 0.5
