@@ -62,7 +62,7 @@ class Unit:
     @property
     def decided(self) -> Assignment:
         """The decisions; they are there once dtypes are assigned."""
-        assert self.assignment is not None, "no dtypes are assigned yet: the pass that does comes later"
+        assert self.assignment is not None, "dtypes are not assigned yet: AssignPrecision runs later"
         return self.assignment
 
 

@@ -195,7 +195,7 @@ def _plan_of(
         notes=(
             *notes,
             *(f"composite kept whole: {name}" for name in kept),
-            *(["captured without shapes: placed by unit costs, where every cast costs the same"] if unsized else []),
+            *(["captured without shapes: casts are placed as if each cost the same"] if unsized else []),
             *(f"defect of a rule: {text}" for text in wrong),
         ),
         inserted_casts=sum(edits[f"{InsertCasts.name}/{rule}"] for rule in CASTS),

@@ -85,8 +85,8 @@ class _Value(Proxy):
         if frames.kind(file) == "user" and (by_torch or not line or "isinstance(" in line):
             asked = "torch.is_tensor()" if by_torch else "isinstance()"
             raise CaptureError(
-                f"{asked} of a traced value at {frames.place()}: symbolic tracing has no tensor here and would take "
-                f"the wrong branch. {_INPUTS}."
+                f"forward() calls {asked} on a traced value at {frames.place()}: symbolic tracing has no tensor here "
+                f"and would take the wrong branch. {_INPUTS}."
             )
         return type(self)
 
@@ -151,7 +151,8 @@ def _of_a_dtype(info: Any) -> Any:
     def limits(*args: Any, **kwargs: Any) -> Any:
         if any(isinstance(a, Proxy) for a in (*args, *kwargs.values())):
             raise CaptureError(
-                f"torch.{info.__name__} of a traced dtype at {frames.place()}: symbolic tracing knows none. {_INPUTS}."
+                f"forward() calls torch.{info.__name__} on the dtype of a traced value at {frames.place()}: symbolic "
+                f"tracing does not know that dtype. {_INPUTS}."
             )
         return info(*args, **kwargs)
 
@@ -174,10 +175,10 @@ class _Writes(TorchDispatchMode):
         for tensor in _tensors(written):
             if _storage(tensor) not in self.made:
                 name = self.names.get(_storage(tensor))
-                what = f"'{name}'" if name else "a tensor of the program's"
+                what = f"'{name}'" if name else "a tensor made outside forward()"
                 raise NotFaithfulError(
                     f"forward() writes to {what} at {frames.place()}: symbolic tracing records only reads of "
-                    f"parameters and buffers, so the graph would never do this write. {INSTEAD}."
+                    f"parameters and buffers, so the graph would not write to it. {INSTEAD}."
                 )
         before = {_storage(t) for t in _tensors((args, kwargs))}
         output = func(*args, **kwargs)
@@ -236,7 +237,9 @@ class _Tracer(Tracer):
         self, kind: str, target: Any, args: Any, kwargs: Any, name: Any = None, type_expr: Any = None
     ) -> Node:
         if kind == "call_method" and target in _LOST_METHODS:
-            raise NotFaithfulError(f"Tensor.{target} at {frames.place()}: symbolic tracing would lose it. {INSTEAD}.")
+            raise NotFaithfulError(
+                f"forward() calls Tensor.{target} at {frames.place()}: the graph would not. {INSTEAD}."
+            )
         node = super().create_node(kind, target, args, kwargs, name, type_expr)
         node.meta.setdefault("stack_trace", frames.stack_of_forward(self.run.__code__))
         if kind == "call_module":
@@ -251,7 +254,8 @@ class _Tracer(Tracer):
     def create_arg(self, a: Any) -> Any:
         if callable(a) and not isinstance(a, (type, torch.nn.Module, Proxy)):
             raise NotFaithfulError(
-                f"a function given to a traced value at {frames.place()}: symbolic tracing would lose it. {INSTEAD}."
+                f"forward() passes a function to a method of a traced value at {frames.place()}: the graph would not "
+                f"call it. {INSTEAD}."
             )
         return super().create_arg(a)
 
@@ -374,8 +378,8 @@ def _lift_constants(graph: Graph, model: nn.Module, tracer: Tracer) -> dict[str,
             if getattr(lifted[name], "grad_fn", None) is not None:
                 reader = source(next(iter(node.users)))
                 raise CaptureError(
-                    f"forward() computes with parameters that it did not read as attributes, as a loop over "
-                    f"self.parameters() does ({reader}): symbolic tracing would fix their present values. {_INPUTS}."
+                    f"forward() uses parameters that it did not read as attributes, for example in a loop over "
+                    f"self.parameters() ({reader}): symbolic tracing would bake their values into the graph. {_INPUTS}."
                 )
             node.target = f"_fxamp.{name}"
     return lifted

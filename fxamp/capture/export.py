@@ -67,7 +67,7 @@ class Dims:
             except Exception as e:
                 first = str(e).strip().splitlines()[0][:200] if str(e) else ""
                 why = first if isinstance(e, TooMuch) else f"fails: {type(e).__name__}: {first}"
-                note = f"only the first dimension of each input is dynamic: capture with all of them {why}"
+                note = f"only the first dimension of each input is dynamic: a capture with all dimensions dynamic {why}"
                 result = run(self._left[1], None)
                 del self._left[0]
                 self.notes.append(note)
@@ -115,7 +115,9 @@ def dynamic_dims(shapes: Any, call: CallSpec, flat: list[Any]) -> tuple[Any, ...
     tensors = [v for v in flat if isinstance(v, torch.Tensor)]
     if isinstance(shapes, str):
         if shapes != "auto":
-            raise CaptureError(f"dynamic_shapes={shapes!r} is not 'auto', None, or as torch.export.export takes it.")
+            raise CaptureError(
+                f"dynamic_shapes must be 'auto', None or what torch.export.export takes, got {shapes!r}."
+            )
         return tuple(dict.fromkeys(range(t.dim()), Dim.AUTO) for t in tensors)
     if shapes is None:
         return (None,) * len(tensors)
@@ -134,13 +136,15 @@ def _by_input(shapes: Any, call: CallSpec, values: dict[str, Any]) -> list[Any]:
             shapes = {k: v for k, v in shapes.items() if k not in extra} | ({call.var_keyword: extra} if extra else {})
         unknown = sorted(set(shapes) - set(values))
         if unknown:
-            raise CaptureError(f"dynamic_shapes names {unknown}, which are no inputs; those are {list(values)}.")
+            raise CaptureError(
+                f"dynamic_shapes names {unknown}, which are not inputs of forward(): it takes {list(values)}."
+            )
         return [shapes.get(n) for n in call.given]
     if isinstance(shapes, (tuple, list)) and len(shapes) == len(call.given):
         return list(shapes)
     raise CaptureError(
-        "dynamic_shapes has to be a dict by input, or a tuple with one entry for each of the inputs "
-        f"{list(values)}; got {shapes!r}."
+        "dynamic_shapes must be a dict with the names of inputs as keys, or a tuple with one entry for each of the "
+        f"inputs {list(values)}, got {shapes!r}."
     )
 
 

@@ -27,7 +27,7 @@ from .relate import relate, settle
 from .rerun import rerun
 
 Run = Callable[[], Captured]
-ALONE = "the model runs only under torch.autocast, so nothing was compared: {}"
+ALONE = "the model runs only under torch.autocast, so the capture could not be compared with one without it: {}"
 
 
 def by_export(
@@ -62,7 +62,7 @@ def by_export(
         if low is None:
             low = _under_autocast(model, call, flat, dims, autocast, reads)
         if not isinstance(low, Captured):
-            return plain.noting(f"captured without torch.autocast, which cannot run it: {low}")
+            return plain.noting(f"captured without torch.autocast, under which the model fails: {low}")
         return _related(plain, low, autocast)
 
     return run
@@ -77,9 +77,9 @@ def _related(plain: Captured, low: Captured, autocast: Autocast) -> Captured:
     if not where and _same_outputs(plain.call, low.call):
         return replace(plain, call=call, grad_reads=reads)
     settle(low.graph, low.constants, list(plain.call.out_dtypes))
-    note = f"the model takes another way under torch.autocast: {where or 'it returns something else'}"
+    note = f"under torch.autocast the model runs other ops: {where or 'it returns something else'}"
     if not autocast.oracle:
-        note += f" (on the CPU; '{autocast.wanted}' is not here to ask)"
+        note += f" (seen on the CPU, since this machine has no '{autocast.wanted}')"
     call = replace(call, out_spec=low.call.out_spec, out_constants=low.call.out_constants)
     notes = tuple(sorted({*plain.notes, *low.notes, note}))
     return replace(low, call=call, notes=notes, grad_reads=reads, without=plain)

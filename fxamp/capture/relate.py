@@ -151,7 +151,7 @@ def _place(plain: Graph, low: Graph) -> str:
         if kind != "equal":
             a, b = (left[i] if i < i2 else None), (right[j] if j < j2 else None)
             return f"{show(a)} without autocast, {show(b)} under it"
-    return "an operand of one is not that of the other"
+    return "the same ops have other operands"
 
 
 def settle(low: Graph, constants: Constants, returned: list[Any]) -> None:

@@ -105,7 +105,7 @@ def module_of(model: Any) -> nn.Module:
 def refuse_non_models(model: Any) -> None:
     """Raise NotAModuleError or CaptureError for what is no model, or is converted already."""
     if not isinstance(model, nn.Module):
-        kind = f"the class {model.__name__}; call it first" if isinstance(model, type) else type(model).__name__
+        kind = f"the class {model.__name__}: make an instance" if isinstance(model, type) else type(model).__name__
         raise NotAModuleError(f"fxamp converts a torch.nn.Module, a GraphModule or an ExportedProgram, not {kind}.")
     for path, module in model.named_modules():
         if isinstance(module, ConvertedModule):

@@ -159,7 +159,9 @@ def _check(args: argparse.Namespace) -> int:
         if args.plan is None and not args.budget:
             raise FxampError("check: there is nothing to compare with; give --plan FILE, --budget KEY=LIMIT, or both")
         if args.plan is not None and len(chosen) > 1:
-            raise FxampError("check: one --plan is the plan of one TARGET; give several of them in pyproject.toml")
+            raise FxampError(
+                "check: --plan is the plan of a single TARGET; set those of several targets in pyproject.toml"
+            )
     else:
         file = find_pyproject(Path.cwd())
         folder, chosen = file.parent, configured(file, args.targets)

@@ -28,7 +28,7 @@ def load_target(target: str) -> tuple[object, object, object]:
         raise FxampError(f"cannot import {where!r} ({type(error).__name__}: {error}); {TARGET_FORM}") from error
     build = getattr(module, name, None)
     if not callable(build):
-        problem = "has no" if build is None else "holds something that cannot be called under"
+        problem = "has no" if build is None else "has no callable"
         near = nearest(name, [key for key, value in vars(module).items() if callable(value)])
         raise FxampError(f"{where!r} {problem} {name!r}{near}; {TARGET_FORM}")
     try:

@@ -43,11 +43,11 @@ from .scope import Scope, is_gathered, scope
 Inner = str | Callable[..., Any]
 _OURS = ("policy", "backend", "mode")
 _NOT_EAGER = (
-    "a graph with activation checkpointing runs by 'aot_eager', for 'eager' would recompute a dropout with another mask"
+    "a graph with activation checkpointing is compiled by 'aot_eager': 'eager' would recompute dropout differently"
 )
 _WITHOUT_AUTOCAST = (
-    "captured without autocast: what Python reads of dtypes (finfo, dtype= arguments, branches) is that of FP32, and "
-    "what runs between graphs is FP32 too; fxamp.compile, or torch.autocast round the call, makes it autocast's"
+    "captured without autocast: Python code that reads dtypes (finfo, dtype= arguments, branches) sees FP32, and code "
+    "between graphs runs in FP32; under fxamp.compile, or inside torch.autocast, both are as autocast has them"
 )
 
 

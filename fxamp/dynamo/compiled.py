@@ -216,14 +216,14 @@ def _nothing(module: nn.Module) -> str:
     if is_compiled(module):
         return (
             f"nothing was captured yet: {name} is captured at its first call. If it has been called, torch.compile "
-            f"left all of it to Python; TORCH_LOGS=graph_breaks says where.{_limits()}"
+            f"left all of it to Python: set TORCH_LOGS=graph_breaks to see why.{_limits()}"
         )
     return f"{name} was not converted by fxamp: pass what fxamp.convert or fxamp.compile returned."
 
 
 def _limits() -> str:
     found = anywhere()
-    said = f" In this process {', '.join(found)} reached the recompile limit, after which it is captured for no model."
+    said = f" In this process {', '.join(found)} reached the recompile limit: torch captures no more of that code."
     return said if found else ""
 
 
@@ -271,9 +271,9 @@ def _between(found: list[Converted]) -> str:
     """Say how what is in no graph runs."""
     policy = found[0].plan.policy
     if not all(entry.autocast for entry in found):
-        return "what runs between graphs runs as it is, on values in the model's own dtypes"
+        return "code between graphs runs unconverted, in the model's own dtypes"
     plain = policy.level.is_autocasts and not policy.modules and not policy.ops
-    return f"what runs between graphs runs under autocast{'' if plain else ', as at O1 without overrides'}"
+    return f"code between graphs runs under autocast{'' if plain else ', as at O1 without overrides'}"
 
 
 def _prefix(captured: dict[int, str], paths: dict[int, str]) -> str:

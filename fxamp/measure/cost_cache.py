@@ -72,7 +72,7 @@ def _load(device: str) -> tuple[dict[str, int], str]:
 
 def _nanoseconds(value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < LONGEST:
-        raise ValueError(f"{reprlib.repr(value)} is no time in nanoseconds")
+        raise ValueError(f"{reprlib.repr(value)} is not a time in nanoseconds")
     return value
 
 

@@ -61,8 +61,8 @@ def _runnable(policy: Policy, model: nn.Module, inputs: Inputs | None) -> Inputs
     homes = sorted({t.device.type for t in leaves if isinstance(t, Tensor)})
     if homes and policy.device not in homes:
         raise PolicyError(
-            f"cost='measured' runs the model on '{policy.device}', and it is on '{homes[0]}': move model and inputs "
-            f"there before converting, {instead}."
+            f"cost='measured' runs the model on '{policy.device}', and the model is on '{homes[0]}': move model and "
+            f"inputs to '{policy.device}' before converting, {instead}."
         )
     return inputs
 
@@ -142,7 +142,7 @@ def _explained(plan: Plan, instead_of: Plan, name: str, slower: bool) -> Plan:
     """Return a plan that says why it is not the one asked for: in a note, and at every decision that differs."""
     colours = {(d.graph, d.key): d.colour for d in instead_of.decisions}
     takes = ("takes longer", "took longer") if slower else ("is not clearly faster", "was not clearly faster")
-    reason = f"{CODE}: a step of O2 {takes[0]} than one of {name}, its casts included"
+    reason = f"{CODE}: a step at O2, casts included, {takes[0]} than one at {name}"
     decisions = tuple(
         d if colours.get((d.graph, d.key)) == d.colour else replace(d, code=CODE, reason=reason) for d in plan.decisions
     )

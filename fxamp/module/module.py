@@ -363,8 +363,8 @@ class ConvertedModule(GraphModule):
             if p.dtype not in (before[name], torch.float32):
                 warnings.warn(
                     f"'{name}' of a converted {self.original} was {before[name]} and is {p.dtype} now, also in modules "
-                    "that share it. The graph casts parameters itself, from the dtypes they had at conversion, and "
-                    "training needs them in FP32. Leave out that call, or make it before fxamp.convert.",
+                    "that share it. The graph casts parameters itself, from the dtypes at conversion, and training "
+                    "needs them in FP32. Leave out the call that changed the dtype, or make it before fxamp.convert.",
                     stacklevel=3,
                 )
                 break

@@ -94,7 +94,10 @@ def _as_container(empty: nn.Module, module: nn.Module) -> None:
 
 
 def _not_callable(*args: Any, **kwargs: Any) -> Any:
-    raise CaptureError("a part of a converted module is not called by itself: call the original's, or convert that.")
+    raise CaptureError(
+        "a submodule of a converted module is not called by itself: call the submodule of the original model, or "
+        "convert that submodule."
+    )
 
 
 def _is_library_leaf(module: nn.Module) -> bool:

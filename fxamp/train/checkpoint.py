@@ -85,7 +85,7 @@ def load(step: TrainStep, state: Mapping[str, Any]) -> None:
         raise PolicyError(f"not the state of a TrainStep: it lacks {', '.join(missing)}")
     refuse_other_settings(step, state["settings"])
     _refuse_other_tensors("the model", step.model.state_dict(), state["model"])
-    _refuse_other_tensors("what is trained beside it", beside(step), state["beside"])
+    _refuse_other_tensors("what is trained or kept outside the model", beside(step), state["beside"])
     for index, (average, saved) in enumerate(zip(step.averages, state["ema"], strict=True)):
         _refuse_other_tensors(f"ema {index}", average.state_dict(), saved)
     _refuse_other_gradients(step, state["gradients"])

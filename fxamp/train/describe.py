@@ -26,15 +26,15 @@ def describe(step: TrainStep) -> tuple[tuple[str, str], ...]:
         ("window", f"{step.accumulate_steps} micro-batches, {step.windows} windows finished"),
         ("weights", f"{weights.mode}: {casts}"),
         *((f"per use: {path}", reason) for path, reason in named[:_SHOWN]),
-        *[("per use", f"{len(named) - _SHOWN} more, which step.weights.per_use names")] * (len(named) > _SHOWN),
+        *[("per use", f"{len(named) - _SHOWN} more, listed in step.weights.per_use")] * (len(named) > _SHOWN),
         *compiled_rows(step.compiled),
         ("waits for the device", "; ".join(f"once a window, since {why}" for why in step.waits) or "never"),
         ("loss scaling", f"{scaler.kind}, scale {scaler.get_scale():g}" if scaler.is_enabled() else scaler.kind),
     ]
     if step.ranks.replicated > 1:
-        rows.append(("ranks", f"{step.ranks.replicated} exchange gradients once a window"))
+        rows.append(("ranks", f"{step.ranks.replicated} ranks exchange gradients once a window"))
     elif step.ranks.spread:
-        rows.append(("ranks", "parameters are spread over several, which agree on whether to step"))
+        rows.append(("ranks", "parameters are sharded over several ranks, which agree on whether to step"))
     if step.on_overflow == "skip_microbatch":
         rows.append(("on overflow", "skip_microbatch, which keeps one more set of gradients"))
     skipped = [event for event in scaler.history if event.skipped]
@@ -71,7 +71,7 @@ def reasons_to_wait(step: TrainStep) -> tuple[str, ...]:
         return ()
     in_graph = step.compiled is not None and step.windows > 1 and not step.compiled.update.eager
     deciding = [] if in_graph else [o for o in step.optimizers if waits(o)]
-    reasons = [f"{type(o).__name__} steps or not as Python decides" for o in deciding]
+    reasons = [f"Python decides whether {type(o).__name__} steps" for o in deciding]
     reasons += [f"{type(s).__name__} follows the steps that were taken" for s in step.schedulers]
     reasons += ["the average of the weights follows the steps that were taken"] * bool(step.averages)
     if step._kept is not None and step.ranks.replicas:

@@ -53,7 +53,10 @@ def scaler_of(scaler: object, low_dtype: torch.dtype | None) -> LossScaler:
             return LossScaler(min_scale=1.0, max_scale=2.0**24, max_skips=20)
         return LossScaler(enabled=False)
     if isinstance(scaler, torch.amp.GradScaler):
-        raise PolicyError("scaler must be a fxamp.LossScaler, which is a GradScaler and loads the state of one")
+        raise PolicyError(
+            "scaler must be a fxamp.LossScaler, got a torch.amp.GradScaler. A LossScaler has the same methods, and "
+            "loads the state of a GradScaler"
+        )
     if isinstance(scaler, str):
         raise PolicyError(f'scaler must be a LossScaler, a number, None or "auto", got {scaler!r}')
     require_scale("scaler", scaler)

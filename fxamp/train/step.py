@@ -115,7 +115,7 @@ class TrainStep:
         >>> [step(x, y).reason for _ in range(4)]
         ['accumulating', 'stepped', 'accumulating', 'stepped']
         >>> step.waits, step.converted_model is converted
-        (('SGD steps or not as Python decides',), True)
+        (('Python decides whether SGD steps',), True)
     """
 
     def __init__(

@@ -55,9 +55,9 @@ def refuse_low_parameters(named: Iterable[tuple[str, Any]], gathered: Callable[[
                 "param_dtype in its MixedPrecisionPolicy: the graph casts parameters itself."
             )
         raise PolicyError(
-            f"{len(low)} trainable parameter(s) are low already: {listed}. Updates below their resolution vanish."
-            " Call model.float() before you build the optimizer, and convert the result, whose graph casts the FP32 "
-            "weights itself; or freeze them with requires_grad_(False)."
+            f"{len(low)} trainable parameter(s) are low already: {listed}. Updates below the resolution of 16 "
+            "bits vanish. Call model.float() before you build the optimizer, and convert the result, whose graph casts "
+            "the FP32 weights itself; or freeze them with requires_grad_(False)."
         )
 
 
@@ -94,7 +94,7 @@ def rejected(model: nn.Module, call: CallSpec, flat: Sequence[Any], error: Excep
         (leaf.name, v.dtype) for leaf, v in zip(call.leaves, flat, strict=True) if leaf.tensor and v.is_floating_point()
     ]
     odd = [f"'{name}' is {dtype}" for name, dtype in floats if kinds and dtype not in kinds]
-    hint = f" Of the inputs, {', '.join(odd)}, and no parameter is; give it in the parameters' dtype." if odd else ""
+    hint = f" Among the inputs {', '.join(odd)}, a dtype that no parameter has: cast it first." if odd else ""
     return RejectedError(
         f"{type(model).__name__} rejects the example inputs: {type(error).__name__}: {error}.{hint} Pass inputs that "
         "model(*args, **kwargs) accepts."
@@ -207,7 +207,7 @@ def _failed(graph: Graph, error: Exception) -> str:
     name = lines[-1].partition(" = ")[0].strip() if lines else ""
     node = next((n for n in graph.nodes if n.name == name), None)
     if node is None:
-        return "an op of it"
+        return "one of its ops failed"
     return f"{ops.name(node)} in module '{module_path(node)}' ({source(node) or 'no source line'})"
 
 
@@ -289,7 +289,7 @@ def _compare(name: str, front_end: str, model: nn.Module, expected: _Run, got: _
             )
     for where, value in expected.state.items():
         if where not in got.state or not same(value, got.state[where]):
-            raise NotFaithfulError(f"{way_out}: it leaves other values in {where}. {INSTEAD}.")
+            raise NotFaithfulError(f"{way_out}: the graph leaves other values in {where}. {INSTEAD}.")
     _compare_gradients(way_out, model, expected.gradients, got.gradients)
 
 
@@ -297,7 +297,7 @@ def _compare_gradients(way_out: str, model: nn.Module, expected: list[Any] | Non
     if expected is None:
         return
     if got is None:
-        raise NotFaithfulError(f"{way_out}: its backward raises an error, and the model's does not. {INSTEAD}.")
+        raise NotFaithfulError(f"{way_out}: the graph's backward raises an error, and the model's does not. {INSTEAD}.")
     named = [n for n, p in model.named_parameters() if p.requires_grad]
     noise = GRADIENT_NOISE * _norm([g for g in expected if g is not None and not g.is_meta])
     for i, (a, b) in enumerate(zip(expected, got, strict=True)):

@@ -48,7 +48,7 @@ def _said_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} is no number")
+    raise ValueError(f"{name} is not a number")
 
 
 def in_this_format(data: dict[str, Any]) -> dict[str, Any]:
@@ -67,7 +67,7 @@ def in_this_format(data: dict[str, Any]) -> dict[str, Any]:
 def known_part(data: dict[str, Any], plan_kind: type, decision_kind: type) -> dict[str, Any]:
     """Return of a plan of a newer format the fields that this one has."""
     plan, decision = ({f.name for f in fields(kind)} for kind in (plan_kind, decision_kind))
-    note = f"of plan format {data['version']}, newer than {FORMAT_VERSION}: what it has more is not read"
+    note = f"of plan format {data['version']}, newer than {FORMAT_VERSION}: its additional fields are not read"
     known = {name: value for name, value in data.items() if name in plan} | {"version": FORMAT_VERSION}
     if isinstance(known.get("notes"), list):
         known["notes"] = [*known["notes"], note]
@@ -121,7 +121,9 @@ def checked_states(named: list[str], name: str) -> tuple[str, ...]:
     firsts = [state.partition(":")[0] for state in named]
     numbers = [int(f) for f in firsts if f.isdecimal() and len(f) < 9]
     if len(numbers) < len(firsts) or numbers != sorted(set(numbers)):
-        raise PlanError(f"{name}: 'states' has to give each state after the number of its first graph; {REMEDY}")
+        raise PlanError(
+            f"{name}: each of 'states' must begin with the number of its first graph, in rising order; {REMEDY}"
+        )
     return tuple(named)
 
 

@@ -352,7 +352,7 @@ def _pairs(field: str, overrides: ModuleOverrides | OpOverrides) -> Pairs:
     try:
         pairs = [(key, colour) for key, colour in items]
     except (TypeError, ValueError) as error:
-        raise PolicyError(f"{field} maps names to 'low', 'fp32' or 'keep', and is not {overrides!r}") from error
+        raise PolicyError(f"{field} must map names to 'low', 'fp32' or 'keep', got {overrides!r}") from error
     for key, value in pairs:
         name = _key(field, key)
         colour = _colour(f"{field}.{name}", value)

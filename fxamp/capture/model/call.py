@@ -58,7 +58,7 @@ class Leaf:
         if self.ndim is not None and value.dim() != self.ndim:
             raise CaptureError(
                 f"input '{self.name}' was captured with {self.ndim} dimensions; this call gives {value.dim()}. Convert "
-                "again with an example of that many."
+                f"again with an example of {value.dim()} dimensions."
             )
         for dim, size in self.static:
             if value.shape[dim] != size:
@@ -75,7 +75,9 @@ def _for_other_sizes(dim: int, size: int) -> str:
     if dim == 0:
         return "Give an example batch of at least 2."
     # A channel, mostly, of which the model takes no other number.
-    return "Give a size of 1, or convert with an example of at least 2 there, if the model takes that."
+    return (
+        "Pass a size of 1, or, if the model takes larger ones, convert with an example of at least 2 in that dimension."
+    )
 
 
 @dataclass(frozen=True)
@@ -225,7 +227,7 @@ class CallSpec:
             guard = guard.replace(f"args[{i}]", names[i])
         sizes = ", ".join(f"'{n}' {tuple(t.shape)}" for n, t in zip(names, tensors, strict=True) if n in guard)
         raise CaptureError(
-            f"the model was captured for sizes with {guard}; this call gives {sizes}. Convert again with an "
+            f"the model was captured for sizes that satisfy {guard}; this call gives {sizes}. Convert again with an "
             "example of these sizes, if the model takes them."
         )
 
@@ -296,7 +298,7 @@ def refuse_unknown_container(value: Any, what: str) -> None:
     holds = any(isinstance(v, (torch.Tensor, torch.fx.Proxy)) for v in pytree.tree_leaves(list(inside)))
     if dataclasses.is_dataclass(value) or holds:
         name = type(value).__qualname__
-        raise CaptureError(f"{what} is a {name}, a container that capture cannot look into; {_REGISTER}: {name}.")
+        raise CaptureError(f"{what} is a {name}, a container that capture cannot look into; {_REGISTER}.")
 
 
 def flatten_outputs(output: Any) -> tuple[list[Any], tuple[tuple[int, Any], ...], Any]:

@@ -41,8 +41,8 @@ class Limit:
             end += self.seconds_per_call
             if time.thread_time() > end:
                 raise TooMuch(
-                    f"takes more than {self.seconds:g} s of processor time and {self.seconds_per_call * 1000:g} ms for "
-                    "each call"
+                    f"takes more than {self.seconds:g} s of processor time plus "
+                    f"{self.seconds_per_call * 1000:g} ms for each call of torch"
                 )
             if env is None and args and isinstance(args[0], FakeTensor):
                 env = args[0].fake_mode.shape_env

@@ -22,14 +22,14 @@ from .tensors import held, kept, same
 # Methods that training code calls on a module. A converted module has torch.nn.Module's versions of these, while its
 # layers have their author's.
 _METHODS = {
-    "train": "set the flags of the submodules outside",
-    "eval": "set the flags of the submodules outside",
+    "train": "set the training flags of its submodules in your own code",
+    "eval": "set the training flags of its submodules in your own code",
     "get_extra_state": "keep that state outside the model",
-    "state_dict": "rename the keys outside",
-    "_save_to_state_dict": "rename the keys outside",
+    "state_dict": "rename the keys in your own code",
+    "_save_to_state_dict": "rename the keys in your own code",
 }
 # Methods that load a state. A state with names that this model does not save is refused when it is loaded.
-_LOADERS = dict.fromkeys(("load_state_dict", "_load_from_state_dict"), "convert old files outside")
+_LOADERS = dict.fromkeys(("load_state_dict", "_load_from_state_dict"), "convert old files in your own code")
 _SWITCHES = ("train", "eval")
 
 
@@ -174,7 +174,9 @@ def refuse_constructs(front_end: str) -> Iterator[None]:
             def call(*args: Any, **kwargs: Any) -> Any:
                 if used_by_model():
                     name = construct if isinstance(construct, str) else construct(args[0])
-                    raise NotFaithfulError(f"{name} at {frames.place()}: capture='{front_end}' {loss}. {INSTEAD}.")
+                    raise NotFaithfulError(
+                        f"the model uses {name} at {frames.place()}: capture='{front_end}' {loss}. {INSTEAD}."
+                    )
                 return original(*args, **kwargs)
 
             return call

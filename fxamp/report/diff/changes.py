@@ -128,8 +128,8 @@ def _place(items: Sequence[Item], at: int) -> str:
 
 def another_model(before: Sequence[object], after: Sequence[object], found: Matching) -> Change:
     """Return the line that stands for all, where there is too little in common to call it changes."""
-    same = f"{len(found.pairs)} of them like nodes of the first"
-    return Change("changed", PLAN_KEY, "model", f"one of {len(before)} nodes", f"another, of {len(after)}, {same}")
+    same = f"{len(found.pairs)} of them as before"
+    return Change("changed", PLAN_KEY, "model", f"{len(before)} nodes", f"another model: {len(after)} nodes, {same}")
 
 
 def by_rule(before: Plan, after: Plan, changes: Iterable[Change], ops: Mapping[str, str]) -> list[Change]:

@@ -158,7 +158,7 @@ def _machine(plan: Plan, name: str) -> Machine | None:
     found = Machine.parse(plan.machine) if plan.machine else None
     if plan.machine and found is None:
         raise PlanError(
-            f"{name} names {plan.machine!r:.80} as its machine, which describes none; write a new plan with --update"
+            f"{name}: its machine, {plan.machine!r:.80}, describes no machine; write a new plan with --update"
         )
     return found
 
@@ -174,7 +174,7 @@ def _difference(before: Plan, now: Plan, name: str, update: bool) -> GraphDiff:
     known = 0 if found.another_model else new - sum(c.kind == "added" for c in found.changes)
     if not update and old and known < _SAME_MODEL * min(old, new or 1):
         raise PlanError(
-            f"{name} is the plan of another model: of its {old} nodes this one has {known}; "
+            f"{name} is the plan of another model: this model has {known} of its {old} nodes; "
             "if that is intended, write a new plan with --update"
         )
     return replace(found, changes=(*_policy(before, now), *_totals(before, now), *found.renamed, *found.changes))

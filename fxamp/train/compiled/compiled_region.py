@@ -89,10 +89,10 @@ class Region:
         return run
 
     def _said(self, error: str) -> str:
-        way_out = "compile='aot_eager' says whether the graph is at fault, and compile=False goes without."
+        way_out = "Try compile='aot_eager' to see whether the graph is at fault, or compile=False to train uncompiled."
         if "C++ compiler" in error:
-            way_out = "Without a C++ compiler, compile='aot_eager' compiles no kernels, and compile=False nothing."
-        return f"fxamp gave backend '{self.settings.name}' the '{self.name}' of this TrainStep as a graph. {way_out}"
+            way_out = "Install a C++ compiler; or use compile='aot_eager', which compiles no kernels, or compile=False."
+        return f"The backend '{self.settings.name}' failed on the graph '{self.name}' of this TrainStep. {way_out}"
 
     def _look_back(self, before: list[Any]) -> None:
         """Read off Dynamo's records what it has compiled since, and what it has given up."""

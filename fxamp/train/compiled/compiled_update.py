@@ -61,10 +61,10 @@ class CompiledUpdate:
             if any(gradient.is_sparse for gradient in gradients([optimizer])):
                 return f"{name} has sparse gradients"
         if name := self._constants.changing(optimizers):
-            self.region.fallbacks.append(f"'{name}' changes from step to step, and would be compiled again at each")
+            self.region.fallbacks.append(f"'{name}' changes from step to step, so that every step would compile again")
             return self.region.fallbacks[-1]
         if not all(map(has_state, optimizers)):
-            return "the first step makes the state of the optimizer"
+            return "the optimizer has no state before its first step"
         return ""
 
     def __call__(
@@ -85,7 +85,7 @@ class CompiledUpdate:
             with rates_as_tensors(optimizers, self._rates), torch.no_grad():
                 founds, norm = self.region(optimizers, live, states, inverse, nothing_kept, max_grad_norm)
         except _NotCompiled:
-            self.eager = "torch.compile is off where it was called"
+            self.eager = "torch.compile was disabled where the step was called"
             return take_step(scaler, optimizers, max_grad_norm, ranks, nothing_kept, overflow)
         except (dynamo_errors().TorchDynamoException, dynamo_errors().FailOnRecompileLimitHit) as error:
             if self.region.failed:

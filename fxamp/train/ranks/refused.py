@@ -35,13 +35,13 @@ def _refuse_gathered(module: nn.Module, where: str, weights: str) -> None:
     dtype, casts_inputs = gathering(module)
     if weights == "per_step":
         does = (
-            f"and param_dtype={dtype} casts each shard once before that, which is the same"
+            f"FSDP2 casts each shard once before it gathers, by param_dtype={dtype}"
             if dtype
-            else ("and MixedPrecisionPolicy(param_dtype=...) would do the same: it casts each shard once before that")
+            else "To cast each shard once before it is gathered, set MixedPrecisionPolicy(param_dtype=...)"
         )
         raise PolicyError(
-            f"weights='per_step' under FSDP2, which shards {where}: weights are gathered again for every call, so "
-            f"no cast can be kept longer than a call, {does}. Leave weights at 'auto'."
+            f"weights='per_step' does not work under FSDP2, which shards {where}: it gathers weights again for every "
+            f"call, so no cast can be kept longer than a call. {does}. Leave weights at 'auto'."
         )
     if dtype is None or dtype == torch.float32:
         return

@@ -63,8 +63,8 @@ def refuse_low_parameters(named_parameters: Iterable[tuple[str, torch.Tensor]], 
     kind = "FP16" if found[0][1].dtype == torch.float16 else "BF16"
     listing = ", ".join(f"{name} ({str(param.dtype).removeprefix('torch.')})" for name, param in found)
     raise PolicyError(
-        f"{opening.format(kind=kind)}trainable parameters have a low dtype, first {listing}. Updates below its "
-        "resolution vanish. Keep them in float32 (model.float(), before the optimizer is built), "
+        f"{opening.format(kind=kind)}trainable parameters have a low dtype, first {listing}. Updates below the "
+        "resolution of that dtype vanish. Keep parameters in float32 (model.float(), before the optimizer is built), "
         "or freeze them with requires_grad_(False)."
     )
 

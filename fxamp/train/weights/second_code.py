@@ -105,7 +105,7 @@ def why_not(module: ConvertedModule, cast: Node) -> str:
     """Return why a cast is not kept, "" if it is."""
     weight = _weight(module, cast)
     if weight is None:
-        return "is no parameter of its module any more"
+        return "is not a parameter of its module any more"
     if type(weight) is not nn.Parameter:
         return f"is a {type(weight).__name__}, which is gathered or exchanged again at each call"
     if any(user.op == "output" or cast in mutated_operands(user) for user in cast.users):

@@ -75,7 +75,7 @@ class WeightCasts:
         wanted = mode == "per_step" or (mode == "auto" and (compiles or self.times > 1))
         self.mode = "per_step" if wanted and self.kept else "per_use"
         if mode == "per_step" and not self.kept:
-            raise PolicyError(f"weights='per_step' keeps casts of weights, and {self._nothing()}")
+            raise PolicyError(f"weights='per_step' keeps casts of weights for a whole step, and {self._nothing()}")
         self._codes: dict[int, list[SecondCode]] = {}
         self._casts: dict[Hashable, KeptCast] = {}
 
@@ -142,7 +142,7 @@ class WeightCasts:
         if not self._modules and not self.per_use:
             return "no part of this model was converted ahead of time: give what fxamp.convert returned, or 'auto'."
         why = "; ".join(f"'{path}' {reason}" for path, reason in list(self.per_use.items())[:3])
-        return f"there is none here that can be{': ' + why if why else ''}. Use 'auto' or 'per_use'."
+        return f"this model has no cast that can be kept{': ' + why if why else ''}. Use 'auto' or 'per_use'."
 
 
 def _parts(model: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:

@@ -59,7 +59,9 @@ def _under_autocast(state: State, site: Site) -> Colouring | None:
     seen = {(o.name, o.index): _under_it(state, o.node) for o in site.floats}
     casts = {at: seen[at] for at, o in zip(seen, site.floats, strict=True) if state.dtypes[o.node] != seen[at]}
     dtype = first_float(note_of(site.node).autocast) or torch.float32
-    return Colouring(dtype, AS_AUTOCAST, Code.AS_AUTOCAST("runs under torch.autocast, on what it read there"), casts)
+    return Colouring(
+        dtype, AS_AUTOCAST, Code.AS_AUTOCAST("runs under torch.autocast, on operands as they are there"), casts
+    )
 
 
 def _under_it(state: State, value: Node) -> Any:
@@ -90,7 +92,7 @@ def _pinned(state: State, site: Site) -> Colouring | None:
         return None
     why = Code.MUTATED("its storage is written, and shared with FP32 values")
     if not state.aliases.is_mutated(node):
-        why = Code.KEEP("the program reads its bits, how many it has, or its dtype for what is written")
+        why = Code.KEEP("the program reads its bits or its element size, or writes in place what depends on its dtype")
     elif may_alias(node):
         return natural(state, site, why)  # a cast before a view would part it from what is written
     # Not FP32: a value that the author made low would not share its storage with a cast of it.

@@ -62,7 +62,7 @@ def _low(state: State, site: Site) -> Colouring:
     floats, low = site.floats, site.low
     cast = [o for o in floats if castable(state, o, site.row, low)]
     if not cast:
-        return natural(state, site, Code.NO_OPERAND("nothing that is cast"))
+        return natural(state, site, Code.NO_OPERAND("no operand is cast"))
     asked = state.autocast or low != state.low  # inside an autocast region, which takes its operands as they are
     if not asked and any(state.dtypes[o.node] in LOW_DTYPES and state.dtypes[o.node] != low for o in cast):
         return all_to(state, site, torch.float32, Code.USER_CAST("an operand is in the other low dtype"))
@@ -201,7 +201,7 @@ def user_cast(state: State, site: Site) -> Colouring | None:
     node = site.node
     intent = _intent(state, node)
     if intent.dtype is None and not intent.literal and state.dtypes[node] is ANY and not state.autocast:
-        why = Code.KEEP("it takes the dtype of what is not known, or the device")
+        why = Code.KEEP("it takes its dtype from a value whose dtype is not known, or only moves to a device")
         return keep(state, replace(site, kind=KEEP, floats=tuple(ops.operands(node))[:1]), why)
     if intent.dtype is None or not intent.dtype.is_floating_point:
         return None

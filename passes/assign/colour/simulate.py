@@ -134,7 +134,9 @@ class Simulation(State):
             inside.run()
         self.dtypes[node] = body.dtypes(inside.dtypes)
         dtype = first_float(self.dtypes[node]) or torch.float32
-        self.colours[node] = Colouring(dtype, "body", Code.BODY("rewritten inside, between the dtypes it has here"))
+        self.colours[node] = Colouring(
+            dtype, "body", Code.BODY("its body is rewritten, for the dtypes of its operands")
+        )
 
     def _visit(self, node: Node, name: str, floats: list[ops.Operand]) -> None:
         """Decide on one node, and on what comes out of it."""
@@ -155,7 +157,7 @@ class Simulation(State):
     def _refused(self, node: Node) -> str:
         """Return why a node that reads low values must keep its captured dtypes, "" if it may run with low operands."""
         if not is_known(self.dtypes[node]):
-            return "what it gives cannot be told without shapes"
+            return "the dtype of its result is not known without shapes"
         made = self.dtypes[node]
         # Of FP16 numbers; from torch 2.15 on of BF16 ones too.
         low = isinstance(made, torch.dtype) and made.is_complex and made.itemsize == 4

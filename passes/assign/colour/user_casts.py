@@ -89,9 +89,9 @@ class Casts:
             found = found if isinstance(found, torch.dtype) else None
             return Intent(found, False, Code.CAST("relative, follows its reference"))
         if baked is None:
-            return Intent(held if isinstance(held, torch.dtype) else None, False, Code.FOLLOW("moves its operand"))
+            return Intent(held if isinstance(held, torch.dtype) else None, False, Code.FOLLOW("it names no dtype"))
         if note_of(node).cast == "autocast":
-            why = Code.CAST("as it is under autocast, written or read there")
+            why = Code.CAST("the dtype that it has under autocast")
             return Intent(note_of(node).read or baked, True, why)
         kind = self._kind(node)
         if kind == "relative" and observed is not None:
@@ -113,7 +113,7 @@ class Casts:
             why = "relative" if self._kind(node) == "relative" else "undecided, taken as relative"
             return Intent(self._restores(node, dtypes) or held, False, Code.USER_CAST(why))
         restored = None if exact else self._restores(node, dtypes)
-        return Intent(restored or observed, False, Code.CAST("undecided, for under autocast it does nothing"))
+        return Intent(restored or observed, False, Code.CAST("undecided: under autocast the cast does nothing"))
 
     def _is_literal(self, value: Node, baked: torch.dtype, kind: str) -> bool:
         """Say whether the author of a cast must have meant the dtype that was captured, not that of another value."""

@@ -46,7 +46,7 @@ ROWS = (
         "softmin",
         sensitive="rounding", dtype_arg=True, converts_first=True,
     ),
-    *group(FOLLOW, FOLLOW, "the decomposed form of a listed op is on no list",
+    *group(FOLLOW, FOLLOW, "decomposed form of a listed op: on no list itself",
         of("_softmax", bounded=True),
         "_log_softmax _masked_softmax",
         of("_safe_softmax", dtype_arg=True, bounded=True),
