@@ -135,8 +135,8 @@ def _ahead_of_time(
         settled = resolve(policy, module, inputs)
         if not any(
             isinstance(m, torch.fx.GraphModule) for m in module.modules()
-        ):  # whose nodes have paths of their own
-            refuse_unmatched(settled, module)  # for a capture may take long
+        ):  # nodes of a GraphModule have module paths of their own
+            refuse_unmatched(settled, module)  # early, since capture may take long
         autocast = autocast_for(settled, module, inputs)
         captures = capture_model(
             model, args, kwargs, front_end=front_end, dynamic_shapes=dynamic_shapes, autocast=autocast

@@ -52,7 +52,7 @@ _TRACEABLE = (
 
 
 _FACTORIES = {getattr(torch, row.name): row.name for row in RULES.values() if row.factory}
-# What these do to a tensor leaves no node that does it again, or one that autograd does not see.
+# Tracing records no node for these methods, or one whose effect autograd does not see.
 _LOST_METHODS = frozenset(
     {"register_hook", "register_post_accumulate_grad_hook", "retain_grad", "requires_grad_", "set_", "backward"}
 )
@@ -81,7 +81,7 @@ class _Value(Proxy):
         by_torch = frame.f_code is torch.is_tensor.__code__
         frame = frame.f_back if by_torch else frame
         file = frame.f_code.co_filename
-        line = linecache.getline(file, frame.f_lineno)  # "" where there is no source: what else would ask there?
+        line = linecache.getline(file, frame.f_lineno)  # "" where there is no source: then isinstance() is assumed
         if frames.kind(file) == "user" and (by_torch or not line or "isinstance(" in line):
             asked = "torch.is_tensor()" if by_torch else "isinstance()"
             raise CaptureError(
@@ -104,7 +104,7 @@ def _recording(function: Callable[[Any, Any], Any]) -> Callable[[_Value, Any], A
     return record
 
 
-for _function in ops.IN_PLACE:  # without them `x += y` is `x = x + y` to Python, and other names of x keep what it was
+for _function in ops.IN_PLACE:  # without them Python runs `x = x + y`, and other names of x keep the old value
     setattr(_Value, f"__{_function.__name__}__", _recording(_function))
 
 
@@ -166,7 +166,7 @@ class _Writes(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         tensors = {**dict(model.named_parameters()), **held(model)}
         self.names = {_storage(t): name for name, t in tensors.items()}
-        self.made: dict[int, torch.Tensor] = {}  # kept alive, so that no storage takes the place of another
+        self.made: dict[int, torch.Tensor] = {}  # kept alive, so that no new storage gets the address of an old one
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -99,7 +99,7 @@ class _Flat(nn.Module):
         given = iter(tensors)
         flat = [next(given) if leaf.tensor else v for leaf, v in zip(self.call_spec.leaves, self.flat, strict=True)]
         args, kwargs = self.call_spec.arguments(self.call_spec.unflatten(flat))
-        # Here, for the exporter undoes assignments without a word.
+        # Looked for here, since the exporter undoes assignments silently.
         with traced_here_alone(), untouched(self.model) as self.box.changed, self.recorder(tensors):
             output = self.model(*args, **kwargs)
         kept, self.box.constants, self.box.spec = flatten_outputs(output)
@@ -131,7 +131,7 @@ def dynamic_dims(shapes: Any, call: CallSpec, flat: list[Any]) -> tuple[Any, ...
 def _by_input(shapes: Any, call: CallSpec, values: dict[str, Any]) -> list[Any]:
     """Return the specification of each input that the example gives, of a dict by input or a tuple of all."""
     if isinstance(shapes, dict):
-        if call.var_keyword is not None and call.var_keyword not in shapes:  # torch.export names them one by one
+        if call.var_keyword is not None and call.var_keyword not in shapes:  # torch.export takes extra keywords by name
             extra = {k: v for k, v in shapes.items() if k not in call.given and k in values.get(call.var_keyword, {})}
             shapes = {k: v for k, v in shapes.items() if k not in extra} | ({call.var_keyword: extra} if extra else {})
         unknown = sorted(set(shapes) - set(values))
@@ -334,7 +334,7 @@ def _guards(program: ExportedProgram, vals: list[Any]) -> tuple[str, ...]:
                 found.setdefault(f"{here} <= {int(bounds.upper)}")
             if (
                 bounds is not None and bounds.lower.is_Integer and bounds.lower > 2
-            ):  # 2 is what the exporter assumes of any dimension
+            ):  # the exporter assumes at least 2 of any dimension
                 found.setdefault(f"{here} >= {int(bounds.lower)}")
     return tuple(found)
 
@@ -371,7 +371,7 @@ def normalise(gm: GraphModule, model: nn.Module) -> tuple[Graph, dict[str, Any]]
                 key: (path.removeprefix("model").removeprefix("."), kind)
                 for key, (path, kind) in stack.items()
                 if path.split(".")[0]
-                == "model"  # neither the wrapper's own frame nor the exporter's placeholder for none
+                == "model"  # drops the wrapper's own frame, and the exporter's placeholder for no module
             }
     return graph, constants
 
@@ -379,7 +379,7 @@ def normalise(gm: GraphModule, model: nn.Module) -> tuple[Graph, dict[str, Any]]
 def program_module(program: ExportedProgram) -> nn.Module:
     """Return the module of an ExportedProgram, whose mode was baked when it was exported."""
     module = program.module(check_guards=False)
-    drop_hooks(module)  # the exporter's own; ours is the check of the inputs
+    drop_hooks(module)  # the exporter's check of the inputs; the call specification has ours
     return module
 
 

@@ -77,7 +77,7 @@ class _Operator:
         versions = [t._version for t in tensors if isinstance(t, torch.Tensor)]
         made = self.apply(*self.with_operands(tensors))
         if versions != [t._version for t in tensors if isinstance(t, torch.Tensor)]:
-            raise _Lost  # an operator that does not say so may write to nothing
+            raise _Lost  # an operator may not write to an operand that its schema does not mark
         self.single = isinstance(made, torch.Tensor)
         outputs = [made] if self.single else list(made)
         if not all(isinstance(t, torch.Tensor) for t in outputs):

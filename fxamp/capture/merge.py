@@ -73,7 +73,7 @@ class _Merge(Walk):
     def __init__(self, left: Graph, right: Graph, held: Callable[[str], Any], other: Callable[[str], Any]) -> None:
         super().__init__(left, right, held, other)
         self.flags: dict[str, Node] = {}
-        self.only_train: set[Node] = set()  # dropouts that eval mode leaves out
+        self.only_train: set[Node] = set()  # dropout nodes that only the graph of train mode has
 
     def run(self) -> Graph:
         """Let the train graph follow the flags."""

@@ -18,7 +18,7 @@ from passes.graph.notes import note, note_of
 from passes.graph.splice import copy_body, put_in_place
 from passes.ops.rules import row_of
 
-_CONSTANTS = "_fxamp."  # where the front ends put what a graph refers to beside the model
+_CONSTANTS = "_fxamp."  # prefix of attributes that front ends add to those of the model
 
 
 def inline_regions(graph: Graph, constants: dict[str, Any]) -> int:

@@ -118,7 +118,7 @@ class _Related(Walk):
         for node, value in self.constants.items():
             name = str(node.target).removeprefix(_HOME) + "_autocast"
             held = self.held(str(node.target))
-            # A number out of range is infinity in low, and the colours have a better answer to it.
+            # A number out of low range would become infinity here; colouring handles it better.
             constants[name] = held if _same(held.to(value.dtype), value) else value.to(held.dtype)
             note(node, constant_read=_HOME + name, read=value.dtype)
         for body in self.inside:
@@ -179,7 +179,7 @@ def settle(low: Graph, constants: Constants, returned: list[Any]) -> None:
             _widen(node)
             try:
                 held[node] = infer(node, lambda n: held.get(n))  # noqa: B023 - called at once
-            except Exception:  # whatever a fake kernel raises: autocast's own dtypes
+            except Exception:  # whatever a fake kernel raises: the dtype seen under autocast stays
                 held[node] = made
             node.meta["val"] = retyped(value, held[node])
     values: Any = low.output_node().args[0]

@@ -43,6 +43,6 @@ def rerun(plain: Captured, autocast: Autocast) -> Captured | str | None:
                     target: Any = node.target
                     args, kwargs = torch.fx.map_arg((node.args, dict(node.kwargs)), value)
                     node.meta["val"] = target(*args, **kwargs)
-    except Exception as e:  # whatever a fake kernel raises, and an assertion on dtypes
+    except Exception as e:  # any error of a fake kernel, or a failed assertion on dtypes
         return f"{type(e).__name__}: {e}".split("\n")[0]
     return replace(plain, graph=graph)

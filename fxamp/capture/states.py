@@ -39,7 +39,7 @@ from .model.preflight import refuse_compiled, refuse_modules
 from .model.reads import Reads
 
 logger = logging.getLogger("fxamp")
-FRONT_ENDS = ("auto", "fx", "export", "jit")  # the last is `dynamo`
+FRONT_ENDS = ("auto", "fx", "export", "jit")  # "jit" is `fxamp/dynamo`
 
 
 def capture(
@@ -77,10 +77,10 @@ def capture(
     call, flat = _call_of(module, inputs)
     reads = Reads()
     with capturing(), no_autocast(), same_random_state(), uncollected():
-        random.seed(random.getrandbits(64))  # a draw that is baked in must not be the one that the check makes
+        random.seed(random.getrandbits(64))  # a number drawn in capture must differ from the check's, to be noticed
         if front_end == "export":
             if isinstance(model, ExportedProgram) and dynamic_shapes == "auto":
-                dynamic_shapes = program_dims(model)  # no other sizes are its own
+                dynamic_shapes = program_dims(model)  # the exported program has fixed its dimensions
             again = not isinstance(model, ExportedProgram)
             run = front_ends.by_export(module, call, flat, dynamic_shapes, autocast, reads, again=again)
         else:
@@ -157,7 +157,7 @@ def _all_states(model: nn.Module, run: Run) -> Captures:
     graphs = by_grad[grad]
     if asked:
         graphs = _apart(by_grad[grad], by_grad[not grad], grad)
-    graphs.sort(key=lambda c: not _holds(c.state, model, grad))  # stable: that of the present state first
+    graphs.sort(key=lambda c: not _holds(c.state, model, grad))  # the graph of the present state comes first
     return Captures(tuple(graphs), tuple(missing))
 
 
@@ -192,7 +192,7 @@ def _merged(model: nn.Module, run: Run, grad: bool, present: Captured | None, ot
     pairs = ((present, now), (other, not now))
     found = [replace(c, state=State(dict.fromkeys(_paths(model), flag))) for c, flag in pairs if c is not None]
     flags = {path: m.training for path, m in model.named_modules()}
-    if len(set(flags.values())) > 1:  # some layers are frozen, which neither graph holds for
+    if len(set(flags.values())) > 1:  # some layers are in eval mode: neither graph is for that
         found.insert(0, replace(_in_state(model, run, None, grad), state=State(flags)))
     return found
 

@@ -81,7 +81,7 @@ def _report(args: argparse.Namespace) -> int:
         plan = Plan.load(args.target)
         made = report(plan)
     else:
-        # Standard output is the report's.
+        # Standard output is for the report alone.
         printed = [] if args.quiet else [Printed(name, to_stderr) for name in dict.fromkeys(args.print_after)]
         with aside(), waiting(args, f"converting {args.target}"), watched(*printed):
             module = _converted(args.target, args.policy, args.capture, args.device)
@@ -107,7 +107,7 @@ def _diff(args: argparse.Namespace) -> int:
     from ..report.diff.diff import diff
     from ..report.diff.listing import coloured
 
-    with aside():  # standard output is the difference's
+    with aside():  # standard output is for the difference alone
         made = diff(*_sides(args))
     write(args, coloured, text=lambda: str(made), markdown=made.to_markdown, json=made.to_json, html=made.to_html)
     return FOUND if made else DONE
@@ -191,7 +191,7 @@ def _checked(target: Target, update: bool) -> Outcome:
     from ..report.gate.gate import check
 
     budgets = [Budget.parse(text) for text in target.budgets]
-    with aside():  # standard output is the outcome's
+    with aside():  # standard output is for the outcome alone
         make = functools.partial(_converted, target.target, target.policy, target.capture, target.device)
         return check(target.name, make, target.plan, budgets, update)
 
@@ -220,7 +220,7 @@ def _rules(args: argparse.Namespace) -> int:
     if args.op is not None and args.op not in RULES:
         raise FxampError(f"no rule for the op {args.op!r}{nearest(args.op, RULES)}; `fxamp rules` lists all")
     rows = [asdict(RULES[name]) for name in ([args.op] if args.op else sorted(RULES))]
-    # A table of one op reads better upright, and of many with only the columns that any of them fills.
+    # One op is shown as a list of its fields, many ops as a table without the columns that are empty for all.
     columns = [name for name in rows[0] if (args.op or name in SUMMARY) and any(row[name] for row in rows)]
     table = [[_cell(row[name]) for name in columns] for row in rows]
     headers: Sequence[str] = columns

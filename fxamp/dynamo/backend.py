@@ -242,7 +242,7 @@ def rewrite(
     resolved = replace(policy, device=device, dtype=dtype)
     for node, value in zip(gm.graph.nodes, example_inputs, strict=False):
         note(node, role="parameter" if isinstance(value, nn.Parameter) else "buffer" if is_attribute(node) else "")
-        if isinstance(value, torch.Tensor) and "example_value" in node.meta:  # of a part that torch has split off
+        if isinstance(value, torch.Tensor) and "example_value" in node.meta:  # torch has split the graph into parts
             node.meta["example_value"] = retyped(node.meta["example_value"], value.dtype)
     found = scope()
     if found is not None:

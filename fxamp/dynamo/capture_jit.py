@@ -27,7 +27,7 @@ from .own_dtypes import own_dtypes, without_low
 from .scope import Scope
 
 _ROOT = re.compile(r"^[LG]\['\w+'\]\.?")
-_ATOM = re.compile(r"\['([^']*)'\]|\[(\d+)\]|\.([A-Za-z]\w*)")  # not `_modules`, `_parameters`
+_ATOM = re.compile(r"\['([^']*)'\]|\[(\d+)\]|\.([A-Za-z]\w*)")  # skips `_modules` and `_parameters`
 
 
 def ambient_dtype(graph: Graph, device: str) -> torch.dtype | None:
@@ -96,16 +96,16 @@ class _Description:
         placeholders = [n for n in graph.nodes if n.op == "placeholder"]
         self.holds = {n for n, is_own in zip(placeholders, own, strict=False) if is_own}
         self.given = {n for n, is_given in zip(placeholders, given, strict=False) if is_given} - self.holds
-        # A model that holds low tensors, or is given some, reads their dtype, and not that of what autocast made low.
+        # Where a model holds or is given low tensors, a low dtype was read off these, not off what autocast made low.
         own_tensors = self.holds | self.given
         self.authors = {d for n in own_tensors if (d := dtypes_of(n.meta.get("example_value"))) in LOW}
-        # Low dtypes that may have been read off what autocast made; the author wrote the others.
+        # Low dtypes that may have been read off autocast's results; the author wrote all others.
         self.by_autocast = {policy.dtype}
         given_low = any(dtypes_of(n.meta.get("example_value")) in LOW for n in self.given)
         named_low = any(_is_method(n) and literal_dtype(n) in LOW for n in graph.nodes)
         self.makes_low = bool(self.authors) or given_low or named_low
         self.own: dict[Node, Any] = {}  # dtypes as they would be in the model without autocast anywhere
-        self.doubtful: set[Node] = set()  # what names a dtype of the model's own tensors, or one that autocast made
+        self.doubtful: set[Node] = set()  # nodes whose dtype may be the model's own or autocast's
 
     def of(self, gm: GraphModule, *, inside: bool = False) -> None:
         """Describe one graph, in place; `inside` says that it is the body of a higher-order op."""
@@ -113,7 +113,7 @@ class _Description:
         for node in nodes:
             _as_cast(node)
             if inside and node.op == "placeholder":
-                node.meta = dict(node.meta)  # Dynamo gives it that of the value outside, the very object
+                node.meta = dict(node.meta)  # copied, since Dynamo shares it with the outer value
             _describe_origin(node, self.scope)
             if node.op == "get_attr" and isinstance(body := attribute_of(gm, str(node.target)), GraphModule):
                 self.of(body, inside=True)

@@ -119,7 +119,7 @@ def _keep(entry: Converted, inputs: Sequence[Any], paths: Iterable[str], scope: 
     for parameter in parameters:
         _BY_PARAMETER.setdefault(parameter, []).append(kept)
     of_root = _BY_ROOT.setdefault(scope.root, []) if scope is not None else []
-    if not any(e.graph is kept.graph and e.plan == kept.plan for e in of_root):  # swapped parameters come every call
+    if not any(e.graph is kept.graph and e.plan == kept.plan for e in of_root):  # swapped parameters come each call
         of_root.append(kept)
     return kept
 
@@ -175,7 +175,7 @@ def entries(module: nn.Module) -> list[Converted]:
         CaptureError: nothing was.
     """
     found = {id(entry): entry for entry in _BY_ROOT.get(_root(module), ())}
-    for parameter in () if found else module.parameters():  # of a module inside the one that was compiled
+    for parameter in () if found else module.parameters():  # it lies inside the one compiled
         for entry in _BY_PARAMETER.get(parameter, ()):
             found[id(entry)] = entry
     asked = _ASKED.get(module)

@@ -31,14 +31,14 @@ from . import compiled
 
 logger = logging.getLogger("fxamp")
 
-_OWN: Any = WeakIdKeyDictionary()  # values that are low in the model itself, and not by autocast: their dtypes there
-_CONTEXTS: dict[tuple[str, torch.dtype, bool], list[torch.autocast]] = {}  # made before, and not entered now
+_OWN: Any = WeakIdKeyDictionary()  # dtypes of values that the model itself makes low, without autocast
+_CONTEXTS: dict[tuple[str, torch.dtype, bool], list[torch.autocast]] = {}  # for reuse; none is entered now
 
 
 class CompiledModule(OptimizedModule):
     """A compiled module whose calls run under autocast, and whose outputs have the dtypes of the model itself."""
 
-    _fxamp_policy: Policy | None = None  # named here, for what a class of OptimizedModule has not is set on the model
+    _fxamp_policy: Policy | None = None  # OptimizedModule sets attributes that its class lacks on the model
 
     def _initialize(self) -> None:
         super()._initialize()
@@ -87,7 +87,7 @@ def _guarded(run: Callable[..., Any], model: nn.Module, policy: Policy | None) -
     if policy is None:
         return run
 
-    runs: bool | None = None  # under autocast; None until a call has shown it
+    runs: bool | None = None  # whether it runs under autocast; None before the first call
 
     @functools.wraps(run, updated=())
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -102,7 +102,7 @@ def _guarded(run: Callable[..., Any], model: nn.Module, policy: Policy | None) -
         except (RuntimeError, dynamo_errors().TorchDynamoException) as e:
             _raise_ours(e)
             if runs and not isinstance(e, dynamo_errors().TorchDynamoException):
-                raise  # what ran before
+                raise  # it ran under autocast before, so the cause is another
             outputs = _without_autocast(e, run, args, kwargs)
             runs = False
             why = str(e).strip().partition("\n")[0]

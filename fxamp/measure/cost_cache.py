@@ -85,7 +85,7 @@ def save(device: str, nanoseconds: dict[str, int]) -> None:
             merged = _load(device)[0] | nanoseconds
             data = {"version": FORMAT_VERSION, "machine": machine(device), "nanoseconds": merged}
             write_text(file, json.dumps(data, indent=1, sort_keys=True) + "\n")
-    except (OSError, NotImplementedError) as error:  # the latter of a file system without locks
+    except (OSError, NotImplementedError) as error:  # the file system may have no locks
         _warn(f"cannot keep the measured costs in {file} ({_why(error)}): the next conversion measures them again")
 
 

@@ -88,9 +88,9 @@ def emit_measured(
         return emit(captures, policy, timer=timer)
     chosen = emit(copied(captures), policy, timer=timer)
     rivals: dict[str, ConvertedModule] = {}
-    with contextlib.suppress(PolicyError):  # an override of an op that only O2 makes
+    with contextlib.suppress(PolicyError):  # an override may name an op that only the graph of O2 has
         rivals["O1"] = emit(copied(captures), replace(policy, level=Level.O1), timer=timer)
-    forced_low = any(colour == "low" for _, colour in (*policy.modules, *policy.ops))  # which FP32 would not obey
+    forced_low = any(colour == "low" for _, colour in (*policy.modules, *policy.ops))  # which O0 ignores
     if not forced_low and all(c.plain for c in captures.graphs):
         rivals["FP32"] = emit(copied(captures), replace(policy, level=Level.O0, modules=(), ops=()))
     if not rivals:
@@ -169,7 +169,7 @@ def _step(module: ConvertedModule, inputs: Inputs) -> Callable[[], object]:
 
     try:
         step()
-    except RuntimeError:  # a model for inference only overwrites values that its backward needs
+    except RuntimeError:  # the model has no backward: it overwrites what that would need
         return lambda: module.graph_forward(*flat)
     return step
 

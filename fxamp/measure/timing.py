@@ -27,8 +27,8 @@ from . import cost_cache
 SWEEPS = 3
 PATIENCE = 0.06  # seconds that a call is timed for in one sweep, if its least time does not come up again
 SETTLED = 5  # samples near the least one end a sweep
-ENOUGH = 3  # of them in all sweeps make a time that is kept
-ALONE = 0.9  # of the time that passes, what a thread runs on a CPU that nothing else wants
+ENOUGH = 3  # samples near the least one, over all sweeps, make a time that is kept
+ALONE = 0.9  # least share of wall time that the thread runs for when it has a CPU to itself
 
 
 class OpTimer:

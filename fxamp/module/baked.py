@@ -121,7 +121,7 @@ class _Tree:
                         f"module '{path or '(root)'}' of {self.whose} has a {HOOKS[name]} now ({label(hook)}), which "
                         f"the graph does not run. {way_out} fxamp.compile, which runs hooks."
                     )
-            if table:  # forward's own, which ran while it was captured
+            if table:  # hooks that forward() itself installs, which ran during capture
                 self._owners = [own for own in self._owners if own[1] is not attributes or own[2] != name]
                 self._hooks = [other for other in self._hooks if other is not table]
                 self._compare(path, attributes, name)
@@ -138,7 +138,7 @@ class _Tree:
                 )
 
     def _changed(self, name: str, value: Any, now: Any) -> CaptureError:
-        if name.endswith("_modules") and isinstance(now, dict):  # name the layer
+        if name.endswith("_modules") and isinstance(now, dict):  # name the layer, not the table
             child = next((k for k in (*value, *now) if value.get(k, _MISSING) is not now.get(k, _MISSING)), "")
             name, value, now = f"{name.removesuffix('_modules')}{child}", value.get(child), now.get(child)
         then = "was not set" if value is _MISSING else f"was {_show(value)}"

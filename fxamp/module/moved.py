@@ -16,7 +16,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-# Old file -> (file, names).
+# Old module -> (new module, names).
 MOVED: dict[str, tuple[str, tuple[str, ...]]] = {
     "fxamp.call": ("fxamp.capture.model.call", ("CallSpec", "Leaf")),
     "fxamp.capture.captured": ("fxamp.capture.model.captured", ("State",)),
@@ -54,7 +54,7 @@ class _OldFiles:
     ) -> ModuleSpec | None:
         new, _ = MOVED.get(fullname, ("", ()))
         is_room = new.startswith(f"{fullname}.")
-        package = os.path.join(_ROOT, *fullname.split(".")[:-1])  # and not another of that name
+        package = os.path.join(_ROOT, *fullname.split(".")[:-1])  # ours, not another package of that name
         if not new or is_room or package not in (path or ()):
             return None
         return ModuleSpec(fullname, self)  # type: ignore[arg-type]  # an object with both methods will do
@@ -72,4 +72,4 @@ _ROOT = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))  # where fxa
 def install() -> None:
     """Let old paths be imported. Rooms that are called as a file was (`fxamp.module`) look names up by themselves."""
     if not any(isinstance(finder, _OldFiles) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _OldFiles())  # before a file of the version before, wherever that may lie
+        sys.meta_path.insert(0, _OldFiles())  # first: files of an older version may be left behind

@@ -21,7 +21,7 @@ STATE_HOOKS = (
 )
 TREE = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set", "training", *STATE_HOOKS)
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-_COUNTS = ("_size", "_keys")  # what containers of parameters keep beside them
+_COUNTS = ("_size", "_keys")  # attributes of ParameterList and ParameterDict that are no parameters
 
 
 def skeleton(model: nn.Module, opaque: Mapping[str, nn.Module], constants: Mapping[str, Any]) -> nn.Module:

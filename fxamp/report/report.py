@@ -164,7 +164,7 @@ class Report:
         totals = [(cell(name), cell(str(value))) for name, value in (*self._totals().items(), *self._sizes())]
         parts = [f"{heading}Totals", tabulate(totals, ("", ""), style, disable_numparse=True)]
         if self.plan.notes:
-            # Second, because what was not done as usual matters more than what was.
+            # Notes come second, because they say what is unusual.
             parts += [f"{heading}Notes", "\n".join(f"- {cell(note)}" for note in self.plan.notes)]
         if self.training:
             training = [(cell(name), cell(text)) for name, text in self.training]
@@ -282,7 +282,7 @@ def report(converted_or_plan: Diffable | TrainStep) -> Report:
 
 def _row(decision: Decision, several: bool) -> tuple[str, ...]:
     key = f"{decision.graph}:{decision.key}" if several else decision.key
-    # Autocast's dtype is of interest where ours is another one.
+    # Autocast's dtype is shown only where ours differs.
     autocast = decision.autocast_dtype if decision.autocast_dtype != decision.colour else ""
     return key, decision.op, decision.colour, autocast, decision.reason, decision.source
 

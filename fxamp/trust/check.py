@@ -160,9 +160,9 @@ def guard_small_sizes(captured: Captured, args: tuple[Any, ...], kwargs: dict[st
         with untouched(found.model):
             return found.model(*given, **named)
 
-    # Fake mode leaves a counter that meets no fake tensor a real one.
+    # In fake mode a counter that meets no fake tensor stays a real tensor, and is written: it is restored.
     with no_autocast(), preserved(found.model, written_parameters(found)), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the small sizes
+        warnings.simplefilter("ignore")  # what a model warns of at small sizes
         tensors = call.bind(args, kwargs)
         guards = guards_of_small_sizes(captured.call, tensors, of_model, lambda flat: run(*flat))
     return replace(captured, call=replace(captured.call, guards=(*captured.call.guards, *guards)))
@@ -171,7 +171,7 @@ def guard_small_sizes(captured: Captured, args: tuple[Any, ...], kwargs: dict[st
 def _caller(captured: Captured) -> Callable[..., Any]:
     """Return what runs a captured graph on flat tensors, over the model's own parameters."""
     root = skeleton(captured.model, captured.opaque, captured.constants)
-    holder = GraphModule(nn.Module(), Graph())  # it would copy children itself, but not all names
+    holder = GraphModule(nn.Module(), Graph())  # empty: GraphModule cannot copy children of every name
     holder.__dict__.update({k: root.__dict__[k] for k in ("_modules", "_parameters", "_buffers", "training")})
     with called_by_name(captured.graph), read_directly(captured.graph):
         object.__setattr__(holder, "graph", captured.graph)  # a child module may be named "graph"

@@ -25,9 +25,9 @@ from ..capture.model.call import CallSpec
 _EQUAL = re.compile(r"args\[(\d+)\]\.size\(\)\[(\d+)\] == args\[(\d+)\]\.size\(\)\[(\d+)\]")
 _PLAIN = (bool, int, float, complex, torch.dtype)
 _SCALARS = ("number", "float", "bool", "Scalar", "ScalarType", "Tensor")  # arguments whose plain values are no sizes
-_NONE: Any = (Counter(), Counter(), True)  # what differs where nothing does
+_NONE: Any = (Counter(), Counter(), True)  # `_difference` where nothing differs
 Dimension = tuple[int, int]  # which tensor, which of its dimensions
-Run = Callable[[list[Any]], Any]  # of flat tensors
+Run = Callable[[list[Any]], Any]  # takes flat tensors
 
 
 class _Calls(TorchDispatchMode):
@@ -88,10 +88,10 @@ def guards_of_small_sizes(call: CallSpec, tensors: Sequence[torch.Tensor], model
             try:
                 difference = _difference(tensors, cut, size, model, graph)
                 differs = difference != _NONE
-                if differs:  # as it may on the example's sizes too
+                if differs:  # the example's own sizes may differ as much
                     usual = usual if usual is not None else _difference(tensors, {}, 0, model, graph)
                     differs = difference != usual
-            except Exception as e:  # whatever a model has against such inputs, it has
+            except Exception as e:  # a model may reject such inputs by any error
                 differs = undecided_by_fakes(e)
             if differs:
                 tensor, dimension = dimensions[0]
@@ -121,7 +121,7 @@ def _difference(tensors: Sequence[torch.Tensor], cut: dict[int, set[int]], size:
 def _hold(guards: Callable[..., list[bool]] | None, tensors: list[Any]) -> bool:
     try:
         return guards is None or False not in guards(*tensors)
-    except ZeroDivisionError:  # in a guard on divisibility
+    except ZeroDivisionError:  # a guard on divisibility takes a size as divisor
         return False
 
 

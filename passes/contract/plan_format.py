@@ -53,9 +53,9 @@ def _refuse_constant(name: str) -> float:
 
 def in_this_format(data: dict[str, Any]) -> dict[str, Any]:
     """Return a plan of an older format in this one."""
-    if data["version"] < 2:  # which knew only one graph
+    if data["version"] < 2:  # version 1 knew only one graph
         data = {**data, "states": []}
-    if data["version"] < 3 and isinstance(data.get("decisions"), list):  # in which reasons began with their code
+    if data["version"] < 3 and isinstance(data.get("decisions"), list):  # version 2 had codes only in reasons
         data = {**data, "decisions": [
             {"code": row["reason"].partition(":")[0].strip(), **row}
             if isinstance(row, dict) and isinstance(row.get("reason"), str) else row

@@ -18,7 +18,7 @@ from torch.fx import Graph, Node
 from ..ops import ops
 from ..ops.rules import row_of, rule
 
-_LONGEST = 64  # nodes; no norm has as many, and a search that finds none stops
+_LONGEST = 64  # most nodes to search: no norm has as many
 
 
 def islands(graph: Graph) -> frozenset[Node]:
@@ -54,7 +54,7 @@ def _is(node: Node, *parts: str) -> bool:
 def _inverts(node: Node, name: str) -> bool:
     """Say whether a value is one over something; for a difference, whether it is a logarithm."""
     while _is_move(node) or ops.name(node) == "to" or (ops.name(node) == "mul" and len(node.all_input_nodes) == 1):
-        node = node.all_input_nodes[0]  # the number may come first
+        node = node.all_input_nodes[0]  # its one tensor, which may follow a number
     if name == "sub":
         return _is(node, "logarithm")
     exponent = node.args[1] if ops.name(node) == "pow" else 0
@@ -79,7 +79,7 @@ def _island(order: dict[Node, int], end: Node, value: Node, divisor: Node) -> se
     visited: list[Node] = []
     while latest and len(visited) < _LONGEST:
         node = heapq.heappop(latest)[1]
-        if len(sides[node]) == 2 and _size(node) == _size(value):  # else a statistic that both read
+        if len(sides[node]) == 2 and _size(node) == _size(value):  # a smaller one is a statistic that both read
             common.append(node)
         elif _is(node, "arithmetic", "statistic") or _is_move(node) or ops.name(node) == "getitem":
             visited.append(node)

@@ -17,7 +17,7 @@ from ..ops.ops import NOTE
 
 Region = tuple[str, bool, torch.dtype | None]  # device type, enabled, dtype
 
-# The rules that make nodes, each by the pass that it is of; the first two make casts which are not the author's.
+# The rules that make nodes, as "pass/rule". The first two make casts, which are then not the author's.
 CAST_OPERAND, RESTORE_OUTPUT = "insert-casts/operand", "insert-casts/output"
 CLAMP_OPERAND = "insert-casts/clamp"
 SPLIT_LOSS, DECOMPOSE, APPLY_READS = "legalize/loss", "legalize/composite", "legalize/read"
@@ -87,7 +87,7 @@ def is_inserted(node: Node) -> bool:
     return note_of(node).made_by in _CASTS
 
 
-# What came from capture, and one that is made for it, or in its place, takes over.
+# Notes from capture, and how a node that a pass makes inherits them.
 
 
 def origin(node: Node) -> dict[str, Any]:

@@ -121,7 +121,7 @@ def _body_of(node: Node, memo: dict[Any, Graph | None]) -> Graph | None:
     known = [v for v in values if isinstance(v, (FakeTensor, torch.SymInt))]
     tensors = [v for v in known if isinstance(v, FakeTensor)]
     if row_of(node).recurrent or not tensors or len(known) != len(values):
-        return None  # of a recurrence the graph would have each step of time
+        return None  # a recurrence would be unrolled over all time steps
     if isinstance(target, OpOverload) and not is_composite(target):
         return None
     place = {n: i for i, n in enumerate(inputs)}

@@ -89,7 +89,7 @@ def _cast_first(node: Node, **means: Any) -> None:
     """Before: softmax(x, 1, dtype=float32). After: softmax(to(x, float32), 1), a cast that means what it is told."""
     value: Any = node.args[0] if node.args else next(ops.operands(node)).node
     told: Any = ops.argument(node, "dtype")
-    gives = dtypes_of(node.meta.get("val"))  # without autocast
+    gives = dtypes_of(node.meta.get("val"))  # its dtypes without autocast
     with node.graph.inserting_before(node):
         if isinstance(told, Node):
             cast = node.graph.call_method("to", (value, told))

@@ -22,7 +22,7 @@ from .facts import rule_of
 from .rules import LOW
 
 _LAYERS: tuple[Callable[..., Any], ...] = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
-ALIASES = 3  # how many of them stand before the cast of an operand
+ALIASES = 3  # `alias` nodes before the cast of an operand
 
 
 def with_low_operands(func: Callable[..., Any], args: Any, device: str, low: torch.dtype) -> Any:

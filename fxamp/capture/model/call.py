@@ -74,7 +74,7 @@ def _for_other_sizes(dim: int, size: int) -> str:
         return "Convert again with that size."
     if dim == 0:
         return "Give an example batch of at least 2."
-    # A channel, mostly, of which the model takes no other number.
+    # Mostly a dimension of channels, of which the model takes one number only.
     return (
         "Pass a size of 1, or, if the model takes larger ones, convert with an example of at least 2 in that dimension."
     )
@@ -95,7 +95,7 @@ class CallSpec:
     given: tuple[str, ...]
     in_spec: Any = None
     leaves: tuple[Leaf, ...] = ()
-    guards: tuple[str, ...] = ()  # what capture assumed of the sizes: Python over args[i], the i-th tensor
+    guards: tuple[str, ...] = ()  # conditions on sizes: Python over args[i], the i-th tensor
     out_spec: Any = None
     out_constants: tuple[tuple[int, Any], ...] = ()
     out_dtypes: tuple[torch.dtype | None, ...] = field(default=())

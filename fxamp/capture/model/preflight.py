@@ -91,12 +91,12 @@ def _loads_itself(model: nn.Module) -> bool:
     before = {name: tensor.detach().clone() for name, tensor in tensors.items()}
     try:
         with untouched(model), kept(tensors.values()):
-            state = model.state_dict()  # with the versions that loaders ask for
+            state = model.state_dict()  # its metadata has the versions that loaders ask for
             for name, value in state.items():
                 state[name] = value.detach().clone()
             model.load_state_dict(state)
             return all(same(tensor.detach(), before[name]) for name, tensor in tensors.items())
-    except Exception:  # whatever it asks of a state, it does more
+    except Exception:  # an override that raises does more than load
         return False
 
 
@@ -307,7 +307,7 @@ def _changes(now: dict[str, Any], before: dict[str, Any], tables: dict[int, Any]
         if id(old) in tables:
             old = tables[id(old)][1]
             new = _copy(new) if type(new) in _CONTAINERS else new
-        if _same(old, new) or name.startswith("_tensor_constant") or name.endswith("_hooks"):  # fx's own
+        if _same(old, new) or name.startswith("_tensor_constant") or name.endswith("_hooks"):  # made by fx itself
             continue
         out += [f"{name}.{n}" for n in _differing(old, new)] if name == "_buffers" else [name]
     return out

@@ -118,7 +118,7 @@ def _moved(before: Sequence[Item], after: Sequence[Item], pairs: Mapping[int, in
         if instead[before[old].module] != after[new].module:
             out[new] = before[old].key, after[new].key
         elif (old, new) not in kept and (found := (_place(before, old), _place(after, new)))[0] != found[1]:
-            out[new] = found  # of several that moved together, the first says it
+            out[new] = found  # of several nodes that moved together only the first is listed
     return out
 
 

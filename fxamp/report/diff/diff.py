@@ -32,7 +32,7 @@ from .renamed import renamed
 
 Diffable: TypeAlias = Union[Plan, nn.Module, str, "os.PathLike[str]"]
 
-PLAN_FIELDS = ("capture", "inserted_casts", "casts")  # not what was asked for, which both titles say
+PLAN_FIELDS = ("capture", "inserted_casts", "casts")  # the policy is not among them: both titles show it
 
 
 @dataclass(frozen=True)

@@ -138,7 +138,7 @@ class _Writer:
 
     def marked(self) -> Marked:
         rest = self._unmatched()
-        waiting = rest.get(-1, [])  # for what is gone, which is written first
+        waiting = rest.get(-1, [])  # added nodes: written after the removed ones at the same place
         for old, unit in enumerate(self.before):
             (node,) = unit.nodes
             became = self.became.get(old)

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from .sequences import common, in_order
 
 _NUMBER = re.compile(r"\d+")
-# Of nodes that have to be found by more than their op, or else two graphs are of two models; of graphs of this size.
+# Graphs of at least MANY nodes are of two models if less than ALIKE of the nodes match by more than their op.
 ALIKE, MANY = 0.2, 10
 
 

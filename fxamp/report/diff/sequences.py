@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 
-_EDITS = 1_000  # insertions and removals that are looked for; beyond that two sequences are taken for strangers
+_EDITS = 1_000  # most insertions and removals that are looked for; sequences with more count as unrelated
 
 
 def common(before: Sequence[Hashable], after: Sequence[Hashable]) -> list[tuple[int, int]]:
@@ -48,7 +48,7 @@ def _walked_back(trail: list[dict[int, int]], x: int, y: int) -> list[tuple[int,
 
 def in_order(pairs: Sequence[tuple[int, int]]) -> set[tuple[int, int]]:
     """Return the most pairs, sorted by their first place, whose second places rise too: the others have moved."""
-    ends: list[int] = []  # of rising runs, by length: the pair that the run ends with
+    ends: list[int] = []  # the pair at the end of the best rising run of each length
     previous: list[int | None] = []
     for at, (_, place) in enumerate(pairs):
         low, high = 0, len(ends)

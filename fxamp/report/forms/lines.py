@@ -32,7 +32,7 @@ def costliest(record: Record, nodes: Sequence[NodeRecord], most: int = MOST) -> 
         casts = record.output_casts
         row = ("(outputs)", "", "", str(len(casts)), mb(c.bytes for c in casts), "", "")
         found.append((_cost(casts, ()), row))
-    found.sort(key=lambda pair: pair[0], reverse=True)  # stable: lines of one cost stand as they run
+    found.sort(key=lambda pair: pair[0], reverse=True)  # stable: lines of equal cost keep their order
     return [row for _, row in found[:most]]
 
 

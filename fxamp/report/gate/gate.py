@@ -27,7 +27,7 @@ from .budget import KEYS, Budget
 from .listed import counted
 
 KEPT, CHANGED, UNKNOWN = 0, 1, 2  # exit statuses
-_SAME_MODEL = 0.2  # of the nodes have to be known, or else the plan is of another model
+_SAME_MODEL = 0.2  # with a smaller share of known nodes the plan is that of another model
 
 
 @dataclass(frozen=True)

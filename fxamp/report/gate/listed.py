@@ -49,7 +49,7 @@ def counted(changes: Iterable[Change]) -> str:
 def _groups(changes: Iterable[Change]) -> list[list[Change]]:
     groups: dict[tuple[str, ...], list[Change]] = {}
     for change in changes:
-        alone = change.key.startswith("(")  # it is of no node
+        alone = change.key.startswith("(")  # a change of the whole plan, not of a node
         group = (change.kind, change.key, change.field, str(len(groups))) if alone else (change.kind, change.key)
         groups.setdefault(group, []).append(change)
     return list(groups.values())

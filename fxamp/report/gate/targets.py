@@ -124,7 +124,7 @@ def run_alone(target: Target, folder: Path, update: bool) -> Outcome:
         update: write the plan where it changed.
     """
     command = [sys.executable, "-m", "fxamp", "check", *target.arguments(), *(["--update"] if update else [])]
-    with tempfile.TemporaryDirectory() as own:  # for what a model prints may come at any time, even at the end
+    with tempfile.TemporaryDirectory() as own:  # a file, since a model may print at any time, even at exit
         file = Path(own, "outcome.json")
         done = subprocess.run(
             [*command, "--output-format=json", f"--output={file}"],

@@ -15,8 +15,8 @@ import networkx as nx
 
 LAYER, GAP = 62, 18  # pixels from layer to layer, and between two nodes of a layer
 _SWEEPS = 6
-_DUMMY = 6.0  # width of an edge that passes
-_STRAIGHT = 8  # how much more an edge that passes several layers wants to be straight than others do
+_DUMMY = 6.0  # width that an edge gets in a layer that it passes
+_STRAIGHT = 8  # weight of keeping an edge straight that passes several layers; other edges have 1
 
 Name: TypeAlias = Hashable
 Neighbours: TypeAlias = "nx.Graph[Name]"
@@ -76,7 +76,7 @@ def _chained(
     graph.add_edges_from(edges)
     layers: list[list[Name]] = [list(layer) for layer in nx.topological_generations(graph)]
     depth = {name: d for d, layer in enumerate(layers) for name in layer}
-    for name in reversed(list(nx.topological_sort(graph))):  # what only feeds others stands right above them
+    for name in reversed(list(nx.topological_sort(graph))):  # a node without inputs stands right above its readers
         readers = list(graph.successors(name))
         if readers and not graph.in_degree(name):
             depth[name] = min(depth[r] for r in readers) - 1
@@ -145,7 +145,7 @@ def _apart(nodes: Sequence[tuple[float, float, float]]) -> list[float]:
     for i, (_, _, width) in enumerate(nodes):
         at += (nodes[i - 1][2] / 2 + GAP + width / 2) if i else 0.0
         offsets.append(at)
-    blocks: list[tuple[float, float, int]] = []  # where they want to begin, with which weight, and how many they are
+    blocks: list[tuple[float, float, int]] = []  # for each block its wanted start, weight and number of nodes
     for (want, weight, _), offset in zip(nodes, offsets, strict=True):
         mean, count = want - offset, 1
         while blocks and blocks[-1][0] > mean:

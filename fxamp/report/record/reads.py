@@ -26,7 +26,7 @@ def named(graph: Graph, inputs: Sequence[str]) -> dict[Node, str]:
     placeholders = graph.find_nodes(op="placeholder")
     given = inputs if len(inputs) == len(placeholders) else [str(node.target) for node in placeholders]
     attributes = {node: str(node.target) for node in graph.find_nodes(op="get_attr")}
-    author = keys(n for n in graph.nodes if not is_inserted(n))  # as before anything was inserted
+    author = keys(n for n in graph.nodes if not is_inserted(n))  # without inserted casts, so that keys stay the same
     return {**dict(zip(placeholders, given, strict=True)), **attributes, **author}
 
 

@@ -78,7 +78,7 @@ def sizes_of(
             quiet_fakes(), mode, walk.counter,
         ):  # fmt: skip
             walk.run(*inputs, enable_io_processing=False)
-    except Exception as e:  # whatever an op says that has no values to work on
+    except Exception as e:  # an op may fail in any way on tensors without values
         logger.debug("not sized", exc_info=True)
         raise SizeError(f"the graph cannot be sized: {type(e).__name__}: {str(e).strip().splitlines()[:1]}") from e
     return walk.sizes
@@ -110,7 +110,7 @@ class _Walk(Interpreter):
         self.sizes: dict[Node, Size] = {}
         self.counter: Any = FlopCounterMode(display=False)
         self._kept: set[int] = set()
-        self._alive: list[Any] = []  # or the number of a storage that is gone would be given out again
+        self._alive: list[Any] = []  # a freed storage would give its number to another
 
     def run_node(self, n: Node) -> Any:
         if not self._casts and is_inserted(n):

@@ -56,7 +56,7 @@ class Region:
         def backend(gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
             return self._compile(gm, example_inputs)
 
-        backend.__name__ = settings.name  # which is what torch calls it in errors
+        backend.__name__ = settings.name  # torch names the backend so in errors
         self._run = torch.compile(own, backend=backend, **how)
 
     def __call__(self, *args: Any) -> Any:

@@ -90,16 +90,16 @@ class CompiledUpdate:
         except (dynamo_errors().TorchDynamoException, dynamo_errors().FailOnRecompileLimitHit) as error:
             if self.region.failed:
                 raise
-            # One graph or none: nothing of it has run.
+            # The region is one graph (fullgraph=True): when compiling fails, nothing of it has run.
             self.eager = str(error).strip().partition("\n")[0]
             self.region.fallbacks.append(self.eager)
             return take_step(scaler, optimizers, max_grad_norm, ranks, nothing_kept, overflow)
-        if self.region.settings.captures:  # out of the graph's memory
+        if self.region.settings.captures:  # the next replay of the CUDA graph overwrites them
             founds = [None if found is None else found.clone() for found in founds]
             norm = None if norm is None else norm.clone()
         held_back: dict[Optimizer, HeldBack] = {}
         for optimizer, found in zip(optimizers, founds, strict=True):
-            # Where the host has it anyway, it is read, so that the scaler can name a culprit.
+            # On a CPU the flag is read at once, so that the scaler can name a culprit.
             held = False if found is None else bool(found) if found.device.type == "cpu" else found
             held_back[optimizer] = held
             scaler.note(optimizer, held)

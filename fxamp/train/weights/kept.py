@@ -41,10 +41,10 @@ class KeptCast:
         self._cast = cast
         self._weight: Tensor | None = None
         self._low: Tensor | None = None
-        self._input: Tensor | None = None  # of a graph that is being traced
+        self._input: Tensor | None = None  # the graph input that stands for the cast while tracing
         self.place: Place | None = None
         self._version, self._pointer, self._trained = 0, 0, False
-        self._used = False  # by a forward whose backward has not passed yet
+        self._used = False  # whether a forward used it whose backward has not run
 
     def __call__(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the weight in `dtype`."""

@@ -79,7 +79,7 @@ class SecondCode:
 
 
 def _code(graph: Graph) -> Callable[..., Any]:
-    made = GraphModule(nn.Module(), Graph())  # whose attributes the code does not read: it is called with another
+    made = GraphModule(nn.Module(), Graph())  # empty, since the code is called on another module
     made.graph = graph
     return type(made).forward
 

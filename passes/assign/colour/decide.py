@@ -94,8 +94,8 @@ def _pinned(state: State, site: Site) -> Colouring | None:
     if not state.aliases.is_mutated(node):
         why = Code.KEEP("the program reads its bits or its element size, or writes in place what depends on its dtype")
     elif may_alias(node):
-        return natural(state, site, why)  # a cast before a view would part it from what is written
-    # Not FP32: a value that the author made low would not share its storage with a cast of it.
+        return natural(state, site, why)  # a cast before a view makes a copy, which writes would not reach
+    # Not FP32: a cast of a value that the author made low is a copy, which writes would not reach.
     return keep(state, site, why)
 
 
@@ -152,7 +152,7 @@ def _at_level(state: State, site: Site) -> Site:
     extreme = any(n in state.extremes.values for n in values) or converts(site.node, site.name, state.dtypes)
     kind = by_level(state.policy, site, extreme)
     if kind == LOW != site.kind and any(state.dtypes[n] is ANY for n in values):
-        kind = PROMOTE  # what has an unknown dtype may be complex, or an index
+        kind = PROMOTE  # a value of unknown dtype may be complex, or an index
     return site.of_kind(kind)
 
 

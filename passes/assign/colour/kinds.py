@@ -31,7 +31,7 @@ def by_kind(state: State, site: Site) -> Colouring:
     Raises:
         PolicyError: autocast bans the op on this device; it has no rule, and the policy wants one.
     """
-    if not state.autocast and _meets_low(state, site) and _lacks(state, site):  # autocast fails there
+    if not state.autocast and _meets_low(state, site) and _lacks(state, site):  # autocast itself would fail
         return _without_kernel(state, site)
     return _KINDS[site.kind](state, site)
 
@@ -63,7 +63,7 @@ def _low(state: State, site: Site) -> Colouring:
     cast = [o for o in floats if castable(state, o, site.row, low)]
     if not cast:
         return natural(state, site, Code.NO_OPERAND("no operand is cast"))
-    asked = state.autocast or low != state.low  # inside an autocast region, which takes its operands as they are
+    asked = state.autocast or low != state.low  # an autocast region asks for the cast
     if not asked and any(state.dtypes[o.node] in LOW_DTYPES and state.dtypes[o.node] != low for o in cast):
         return all_to(state, site, torch.float32, Code.USER_CAST("an operand is in the other low dtype"))
     if not state.autocast and all(o.node in state.upcast for o in floats):
@@ -146,7 +146,7 @@ def _composite(state: State, site: Site) -> Colouring:
     kept = keep(state, site, why)
     held = {kept.casts.get((o.name, o.index), state.dtypes[o.node]) for o in site.floats}
     if site.node.op == "call_function" and len(held & {*ELIGIBLE}) > 1:
-        return all_to(state, site, torch.float32, why)  # autocast would have given them one dtype, but it is off
+        return all_to(state, site, torch.float32, why)  # autocast would give them one dtype, but the graph runs without
     return kept
 
 
@@ -224,5 +224,5 @@ def _intent(state: State, node: Node) -> Intent:
     """Return what a cast means, where the policy does not want FP32 whatever it read."""
     forced = module_override(state.policy, state.stacks.get(node, ())) if state.policy.modules else None
     observed = None if forced is not None and forced.colour == "fp32" else note_of(node).read
-    written = state.aliases.find(node) in state.pinned  # then a cast that did nothing does nothing
+    written = state.aliases.find(node) in state.pinned  # then a cast that was no copy must stay none
     return state.casts.read(node, state.dtypes, observed, exact=written or not state.aggressive)

@@ -84,7 +84,7 @@ class Simulation(State):
     def _parted(self, members: Sequence[Node]) -> bool:
         """Say whether values that shared a written storage would not share it any more, or others would."""
         held = {self.dtypes.get(m) for m in members}
-        # Without shapes `y.to(x.dtype)` has any dtype, that of y at run time too: then it is y, if y has it still.
+        # Without shapes the dtype of `y.to(x.dtype)` is unknown; at run time the cast may be no copy, but y itself.
         unknown = any(self.dtypes.get(m) is ANY and not is_opaque(m) for m in members)
         floats = held & {*ELIGIBLE}  # a cast to 64 bits, or from them, is a copy at every level
         if len(floats) > 1 or (unknown and floats & {*LOW}):

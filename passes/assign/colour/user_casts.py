@@ -117,10 +117,10 @@ class Casts:
 
     def _is_literal(self, value: Node, baked: torch.dtype, kind: str) -> bool:
         """Say whether the author of a cast must have meant the dtype that was captured, not that of another value."""
-        if kind == "literal" or baked in LOW:  # what was captured is FP32
+        if kind == "literal" or baked in LOW:  # capture was in FP32, so a low dtype is the author's
             return True
         changes = self.original[value] != baked or baked != torch.float32
-        return changes and kind != "relative"  # no cast to be restored by
+        return changes and kind != "relative"  # else it may restore what an earlier cast changed
 
     def reference(self, node: Node) -> Node | None:
         """Return the tensor whose dtype the cast takes, where the graph still has it."""

@@ -30,7 +30,7 @@ import networkx as nx
 
 Variable = Hashable
 LOW, FP32 = "low", "fp32"  # terminals: readers and tensors whose side is fixed
-Cost = int | float  # a float is infinity: this side is ruled out
+Cost = int | float  # float("inf") rules a side out
 INFINITY = float("inf")
 
 
@@ -121,12 +121,12 @@ def blocks(problem: Problem) -> list[tuple[Problem, Variable | None]]:
     ties: list[Net | tuple[Variable, Variable]] = [*problem.nets, *problem.implies]
     for tie in ties:
         if len(free := _free(problem, tie)) > 1:
-            nx.add_cycle(graph, free)  # no block ends inside a cycle
+            nx.add_cycle(graph, free)  # a cycle lies in one block, so tied variables stay together
     components = [*nx.biconnected_component_edges(graph), *([(v, v)] for v in nx.isolates(graph))]
     members = [list(dict.fromkeys(itertools.chain(*edges))) for edges in components]
     left = Counter(itertools.chain(*members))
     parts: list[tuple[Problem, Variable | None]] = []
-    home: dict[frozenset[Variable], Problem] = {}  # the part of an edge, and one that a variable is in
+    home: dict[frozenset[Variable], Problem] = {}  # a part that has this edge, or this variable
     for edges, inside in zip(components, members, strict=True):
         left.subtract(inside)
         top = next((v for v in inside if left[v]), None)

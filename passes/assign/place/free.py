@@ -24,7 +24,7 @@ from ...ops.facts import facts_of
 from ...ops.rules import FOLLOW, FP32, LOW, PROMOTE, Rule, lookup
 from ..colour.simulate import Simulation
 
-# Why a node is as it is, where nothing may move it.
+# The reasons that fix a node, so that the cut may not change it.
 _SETTLED = (Code.OVERRIDE, Code.LITERAL, Code.MUTATED, Code.KEEP, Code.FLOAT64, Code.DTYPE_ARGUMENT)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from .row import FOLLOW, FP32, PROMOTE, group, of
 
 _STATISTICS = "running_mean running_var"
-# In training, says the argument `training`.
+# Where the argument `training` is true.
 _UPDATED = ("training", False, False, *_STATISTICS.split())
 
 # fmt: off
