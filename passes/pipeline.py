@@ -1,7 +1,7 @@
 """The passes, in order: a captured graph in, a mixed-precision graph and its plan out.
 
-Each is a room of its own; `preparing` and `deciding` are their table of contents. What happens between two of them,
-verification before all, is in `watch.py`. The bodies of higher-order ops go the same way as what they stand in.
+`preparing` and `deciding` are their table of contents. What happens between two passes, verification above all, is in
+`watch.py`. The bodies of higher-order ops go through the same passes as the graph around them.
 """
 
 from __future__ import annotations

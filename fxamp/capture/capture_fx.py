@@ -76,7 +76,7 @@ class _Value(Proxy):
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        """Be asked by isinstance() and torch.is_tensor(), which no traced value can answer."""
+        """Refuse isinstance() and torch.is_tensor() of a traced value in the model's code: it cannot answer them."""
         frame: Any = sys._getframe(1)
         by_torch = frame.f_code is torch.is_tensor.__code__
         frame = frame.f_back if by_torch else frame
@@ -146,7 +146,7 @@ class _Constants(TorchFunctionMode):
 
 
 def _of_a_dtype(info: Any) -> Any:
-    """Return `torch.finfo` or `torch.iinfo` without what torch 2.15 makes of a traced dtype: numbers out of nowhere."""
+    """Return a `torch.finfo` or `torch.iinfo` that refuses a traced dtype, for which torch 2.15 invents numbers."""
 
     def limits(*args: Any, **kwargs: Any) -> Any:
         if any(isinstance(a, Proxy) for a in (*args, *kwargs.values())):
@@ -160,7 +160,7 @@ def _of_a_dtype(info: Any) -> Any:
 
 
 class _Writes(TorchDispatchMode):
-    """Refuse a write to a tensor that tracing did not make: it would be carried out now, and never by the graph."""
+    """Refuse a write to a tensor that tracing did not make: it would happen once, now, and never in the graph."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -270,7 +270,7 @@ def _recurrent(m: Any, x: Any, hx: Any = None) -> Any:
 
 
 def given_by_default(call: CallSpec) -> CallSpec:
-    """Without example inputs: every argument without a default is given."""
+    """Return the call without example inputs: it passes every argument that has no default."""
     if call.var_positional or call.var_keyword:
         taken = ", ".join(s + n for s, n in (("*", call.var_positional), ("**", call.var_keyword)) if n)
         raise CaptureError(
@@ -283,7 +283,7 @@ def given_by_default(call: CallSpec) -> CallSpec:
 def trace(
     model: nn.Module, call: CallSpec, flat: list[Any], recorder: Recorder
 ) -> tuple[Graph, CallSpec, dict[str, nn.Module], dict[str, Any]]:
-    """Trace a model in its present mode, a placeholder for each tensor of the example (`flat`), or each argument.
+    """Trace a model in its present mode: one placeholder for each tensor of the example (`flat`), or each argument.
 
     Returns the graph with a flat output tuple, the call specification with the outputs' container, the opaque leaves by
     path, and lifted constants by name.
@@ -338,7 +338,7 @@ def _slots(model: nn.Module) -> dict[str, tuple[dict[str, Any], str, Any]]:
 
 
 def _refuse_assigned(model: nn.Module, before: dict[str, Any], graph: Graph) -> None:
-    """Raise NotFaithfulError where forward() assigned a buffer, or a tensor that it reads, and not by `x += y`."""
+    """Raise NotFaithfulError where forward() assigned a buffer, or a tensor that it reads, other than by `x += y`."""
     now, read = _slots(model), {str(n.target) for n in graph.nodes if n.op == "get_attr"}
     buffers = {f"{path}.{n}".lstrip(".") for path, m in model.named_modules() for n in m._buffers}
     for path in sorted(now.keys() | before.keys()):

@@ -37,8 +37,8 @@ class ExplicitCasts(TorchFunctionMode):
     """Give every cast and every `contiguous()` an alias of its operand.
 
     Args:
-        autocast: what is captured under, which recurrent layers have to be told.
-        watch: is told the arguments of each call of torch, and may raise to end the capture.
+        autocast: the autocast to capture under, whose casts recurrent layers need.
+        watch: called with the arguments of each call of torch; may raise to end the capture.
     """
 
     def __init__(self, autocast: Autocast | None = None, watch: Callable[[Any], None] | None = None) -> None:
@@ -65,7 +65,7 @@ def _memory_format(args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def drop_aliases(graph: Graph) -> None:
-    """Remove the aliases, and note on a cast what they said: "literal", two "undecided", three that it is not there."""
+    """Remove the aliases; one before a cast notes it as "literal", two as "undecided", three remove the cast too."""
     behind: dict[Node, int] = {}
     for node in list(graph.nodes):
         if node.target is _ALIAS:

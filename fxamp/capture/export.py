@@ -76,7 +76,7 @@ class Dims:
 
 
 class _Box:
-    """Holds what the last trace returned; the exporter undoes assignments to module attributes."""
+    """Holds what the last trace returned: on the model the exporter would undo the assignment."""
 
     constants: tuple[tuple[int, Any], ...] = ()
     spec: Any = None
@@ -129,7 +129,7 @@ def dynamic_dims(shapes: Any, call: CallSpec, flat: list[Any]) -> tuple[Any, ...
 
 
 def _by_input(shapes: Any, call: CallSpec, values: dict[str, Any]) -> list[Any]:
-    """Return the specification of each input that the example gives, of a dict by input or a tuple of all."""
+    """Return the specification of each input that the example gives, from a dict by name or from a tuple."""
     if isinstance(shapes, dict):
         if call.var_keyword is not None and call.var_keyword not in shapes:  # torch.export takes extra keywords by name
             extra = {k: v for k, v in shapes.items() if k not in call.given and k in values.get(call.var_keyword, {})}
@@ -169,7 +169,7 @@ class _Stderr:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """Write what anyone else has to say."""
+        """Write any text but that graph."""
         by_exporter = sys._getframe(1).f_code.co_filename.endswith(os.path.join("export", "_trace.py"))
         return len(text) if by_exporter else int(self._stream.write(text))
 
@@ -179,9 +179,9 @@ class _Stderr:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence what the exporter logs and warns: what it specialised is kept, and its errors are raised.
+    """Silence the logs and warnings of the exporter: what it specialised is noted, and its errors are raised.
 
-    What the model itself warns of is its author's word to the user, and is not touched.
+    Warnings of the model itself are for the user, and pass.
     """
     names = ("torch.fx.experimental.symbolic_shapes", "torch._export", "torch.export")
     levels = {n: logging.getLogger(n).level for n in names}
@@ -208,7 +208,7 @@ def export(
         flat: the flat example inputs.
         dims: one dynamic-shape specification per tensor.
         autocast: what to export it under; its casts are not in the graph, but every value has its dtype.
-        limit: what it may cost; None for anything.
+        limit: the limits of its cost; None for none.
         recorder: notes what forward() reads.
 
     Returns its graph module, the call specification with outputs filled in, and the attributes that forward() changes.
@@ -262,7 +262,7 @@ def _with_own_lines(before: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def without_fused_layers() -> Iterator[None]:
-    """Let layers of attention be what they are made of, whatever the mode: a fused kernel rounds differently."""
+    """Keep attention layers from calling their fused kernel in eval mode: it rounds differently."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -295,7 +295,7 @@ def _refusal_in(error: BaseException | None) -> FxampError | None:
 
 
 def explain(model: nn.Module, error: Exception) -> str:
-    """Return what to tell the user of an error of the exporter's."""
+    """Return the message of our error for an error of the exporter."""
     text = str(error).strip().split("\n\n")[0]  # what follows is advice for the exporter's own users
     where = place_of(error)
     return (

@@ -59,7 +59,7 @@ def capture(
         kwargs: example keyword inputs.
         front_end: "fx", "export" or "auto".
         dynamic_shapes: "auto", None, or as `torch.export.export` takes it.
-        autocast: captures by `export` are compared with ones under this autocast; None for none, which O0 needs.
+        autocast: captures by `export` are compared with ones under this autocast; None compares nothing, as at O0.
 
     Raises:
         NotAModuleError: `model` is not a module.
@@ -124,7 +124,7 @@ def _call_of(model: nn.Module, inputs: Any) -> tuple[CallSpec, list[Any]]:
 
 
 def _as_it_is(model: nn.Module, run: Run) -> Captures:
-    """Capture with the training flags that the modules have; refuse others later, where the graph depends on them."""
+    """Capture with the present training flags; calls with other flags are refused if the graph depends on them."""
     captured = run()
     if follows_mode(captured.graph):
         now = State({path: m.training for path, m in model.named_modules()})
@@ -179,7 +179,7 @@ def _paths(model: nn.Module) -> list[str]:
 
 
 def _merged(model: nn.Module, run: Run, grad: bool, present: Captured | None, other: Captured | None) -> list[Captured]:
-    """Return one capture for both training modes, or one for each that there is."""
+    """Return one capture for both training modes, or one for each mode that was captured."""
     now = model.training
     if present is not None and present is other:
         return [present]
@@ -251,7 +251,7 @@ def _holds(state: State, model: nn.Module, grad: bool) -> bool:
 
 @contextlib.contextmanager
 def in_state_of(captured: Captured) -> Iterator[None]:
-    """Put a model into a state that a capture of it holds for; it is in its own again afterwards."""
+    """Put a model into a state that a capture of it holds for; afterwards its own state is restored."""
     flags = {m: m.training for m in captured.model.modules()}
     for path, module in captured.model.named_modules():
         if captured.state.flags is not None:

@@ -137,7 +137,7 @@ def _sides(args: argparse.Namespace) -> list[Path | nn.Module]:
 def _refuse_policies_of_plans(
     args: argparse.Namespace, names: Sequence[str], policies: Sequence[str | None], targets: Collection[str]
 ) -> None:
-    """Refuse a --policy for a saved plan, which has its own: it is one of two, or there is no target."""
+    """Refuse a --policy that would apply to a saved plan: the plan has its own."""
     for name, policy in zip(names, policies, strict=True):
         if policy is not None and name not in targets and (len(args.policy) == 2 or not targets):
             raise PolicyError(f"{name!r} is a saved plan and has its own policy; leave out --policy")
@@ -254,7 +254,7 @@ def _cell(value: object) -> str:
 
 
 def _plain(value: object) -> list[str] | str:
-    """Give JSON what it has no form for: a set in a fixed order, anything else as text."""
+    """Return a form for JSON of what JSON does not have: a set as a sorted list, anything else as text."""
     return sorted(map(str, value)) if isinstance(value, set | frozenset) else str(value)
 
 

@@ -95,7 +95,7 @@ class Backend:
 
 
 def _inner(backend: Inner, gm: GraphModule) -> tuple[Inner, tuple[str, ...]]:
-    """Return the inner backend for a graph, and what is to be said of it."""
+    """Return the inner backend for a graph, and notes for the plan."""
     nodes = (n for part in gm.modules() if isinstance(part, GraphModule) for n in part.graph.nodes)
     if backend == "eager" and any(row_of(n).recomputed for n in nodes):
         return "aot_eager", (_NOT_EAGER,)
@@ -273,7 +273,7 @@ def _own_and_given(gm: GraphModule, example_inputs: list[Any], found: Scope | No
 
 
 def _record_of(plan: Plan) -> str:
-    """Return the record of a plan as JSON; what writes it is loaded where somebody traces."""
+    """Return the record of a plan as JSON; the code that writes it is loaded only when torch traces."""
     from ..report.record.build import record_of
 
     return record_of(plan).to_json()

@@ -142,9 +142,9 @@ class _Description:
         return value
 
     def _inferred(self, node: Node, value: Any, held: dict[Node, Any]) -> Any:
-        """Return the dtypes that a node gives without autocast, where fake tensors cannot run it too.
+        """Return the dtypes of a node's outputs without autocast, even if fake tensors cannot run the node.
 
-        They cannot run operands of several dtypes, of which one may be low, or the op not at all.
+        They reject operands of several dtypes, one of which may be low, and cannot run some ops at all.
         """
         if ops.name(node).startswith("higher_order::"):
             return without_low(dtypes_of(value))
@@ -206,7 +206,7 @@ def _describe_origin(node: Node, scope: Scope | None) -> None:
 
 
 def _describe_regions(nodes: Iterable[Node]) -> None:
-    """Leave on the calls between two switches of autocast what the innermost such region says."""
+    """Note on each call the innermost autocast region that it lies in."""
     regions: list[tuple[Node, tuple[str, bool, Any]]] = []
     for node in nodes:
         if node.target is enter_autocast:
@@ -219,7 +219,7 @@ def _describe_regions(nodes: Iterable[Node]) -> None:
 
 
 def _settle(node: Node, dtype: torch.dtype | None) -> None:
-    """Put a dtype, or none, where a call names one."""
+    """Replace the dtype that a call names by another, or by None."""
     given = literal_dtype(node)
     node.args, node.kwargs = pytree.tree_map(lambda a: dtype if a is given else a, (node.args, node.kwargs))
 

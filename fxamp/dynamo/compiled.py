@@ -1,7 +1,7 @@
 """The registry of converted graphs of Dynamo, looked up by compiled module or by identity of parameters.
 
-Dynamo hands a backend flat graphs, and no model. The parameters among their inputs are the model's own, and where one
-graph serves another model of the same code too, that shows at its first call.
+Dynamo hands a backend flat graphs without the model. The parameters among their inputs are the model's own. If a graph
+also serves another model of the same code, that shows at the first call of that model.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Converted:
 
 
 def _is_made(node: Node) -> bool:
-    """Say whether a value is a tensor, or holds one: sizes are values where they are dynamic, and none where not."""
+    """Say whether a value is a tensor, or holds one. A size is a value only if it is dynamic."""
     return any(isinstance(v, torch.Tensor) for v in pytree.tree_leaves(node.meta.get("val")))
 
 
@@ -88,12 +88,12 @@ _ASKED: weakref.WeakKeyDictionary[nn.Module, Policy] = weakref.WeakKeyDictionary
 
 
 def announce(module: nn.Module, policy: Policy) -> None:
-    """Note what a compiled module asks for: several over one model may ask for different things."""
+    """Note the policy of a compiled module: several compiled modules over one model may have different ones."""
     _ASKED[module] = policy
 
 
 def asked_of(module: nn.Module) -> Policy | None:
-    """Return what a compiled module asks for, None for any other."""
+    """Return the policy of a compiled module, None for any other module."""
     return _ASKED.get(module)
 
 
@@ -268,7 +268,7 @@ def _coverage(module: nn.Module, found: list[Converted]) -> list[str]:
 
 
 def _between(found: list[Converted]) -> str:
-    """Say how what is in no graph runs."""
+    """Say how code that is in no graph runs."""
     policy = found[0].plan.policy
     if not all(entry.autocast for entry in found):
         return "code between graphs runs unconverted, in the model's own dtypes"

@@ -26,8 +26,8 @@ class Scope:
         root: the compiled module.
         modules: paths in it, by identity as Dynamo writes it.
         parameters: paths of parameters, by identity.
-        inside: what the code being captured stands in: path and type, from the root to the innermost.
-        given: what the compiled module is called with, its leaves.
+        inside: the modules around the code being captured: path and type, from the root to the innermost.
+        given: the leaves of the inputs of the compiled module.
     """
 
     root: nn.Module

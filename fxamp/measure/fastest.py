@@ -1,8 +1,8 @@
-"""The last word on `cost="measured"`: whole forward and backward passes of what the cut chose and what it must beat.
+"""The last check of `cost="measured"`: it times whole forward and backward passes of the chosen graph and its rivals.
 
-Costs of single ops add up to the time of a step only nearly. So the O2 graph is run beside the FP32 graph and O1, in
-turn, on the example inputs. Where O1 is faster beyond noise, or neither is faster than FP32 by more than the times of
-one variant spread, as they do on a machine that is busy, that one is the answer, and the plan says so.
+The costs of single ops add up only roughly to the time of a step. So the graphs of O2, O1 and FP32 take turns on the
+example inputs. O1 is chosen if it is faster than O2 beyond noise. FP32 is chosen if neither is faster by more than the
+spread of the times of one variant, which is large on a busy machine. The plan says what was chosen.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _runnable(policy: Policy, model: nn.Module, inputs: Inputs | None) -> Inputs
 def emit_measured(
     captures: Captures, policy: Policy, inputs: Inputs | None, emit: Callable[..., ConvertedModule]
 ) -> ConvertedModule:
-    """Compile with measured costs. At O2 return the faster of FP32 and O1 where the result is slower than that.
+    """Compile with measured costs. At O2, return FP32 or O1 instead if that is faster.
 
     Args:
         captures: captured graphs; at O2 they are not changed.

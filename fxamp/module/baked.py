@@ -99,7 +99,7 @@ class _Tree:
             self._values.append(_copy(table.get(key, _MISSING)))
 
     def holds(self) -> bool:
-        """Say whether all is as it was: what every call waits for, so nothing in it is a loop of Python's."""
+        """Say whether nothing has changed. Every call waits for this, so it has no Python loops."""
         try:
             if list(map(dict.get, self._tables, self._keys, _ANY)) != self._values:
                 return False
@@ -108,7 +108,7 @@ class _Tree:
         return not any(self._hooks) and list(map(type, self._modules)) == self._classes
 
     def refuse(self) -> None:
-        """Raise CaptureError for the first thing that is not as it was."""
+        """Raise CaptureError for the first change."""
         for (path, attributes, name), table in zip(self._owners[:], self._hooks[:], strict=True):
             for hook in table.values():
                 if label(hook) not in self._own_hooks:
@@ -156,7 +156,7 @@ class Baked:
     Args:
         reads: what forward() read.
         converted: the root of the converted module's tree.
-        original: the model; None for a copy, which has none. What no one refers to any more is not compared.
+        original: the model; None for a copy, which has none. A model that was freed is not compared.
         name: the name of the model's class.
     """
 

@@ -310,7 +310,7 @@ class ConvertedModule(GraphModule):
         return next((f" ({note})" for note in self.plan.notes if "was fixed when it was exported" in note), "")
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute; a child that is called like one of ours does not stand in its way."""
+        """Set an attribute, even if a child has the name of one of our attributes."""
         if name in _OURS:
             object.__setattr__(self, name, value)
         else:
@@ -340,7 +340,7 @@ class ConvertedModule(GraphModule):
             ) from None
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
-        """Load what this very model saved; what its author's own way of loading may be for is refused.
+        """Load a state of this model; refuse one that only the author's own loading code may understand.
 
         Raises:
             CaptureError: the state has other names, which the author may know how to read.
@@ -396,7 +396,7 @@ class ConvertedModule(GraphModule):
         return new
 
     def _others(self, fresh: ConvertedModule) -> dict[str, Any]:
-        """Return what the user has put on this module, that a fresh one has not: hooks, and attributes."""
+        """Return the hooks and attributes that the user has added to this module."""
         return {k: v for k, v in self.__dict__.items() if k in _HOOKS or k not in fresh.__dict__}
 
     def _refuse_copies(self) -> None:

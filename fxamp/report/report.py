@@ -160,7 +160,7 @@ class Report:
         return to_model_explorer(chosen(self.record or record_of(self.plan), **only), self.model)
 
     def _head(self, style: str, heading: str, cell: Callable[[str], str]) -> list[str]:
-        """Write what every form begins with: the totals, the notes, and how it trains."""
+        """Write the part that every form begins with: the totals, the notes, and facts about training."""
         totals = [(cell(name), cell(str(value))) for name, value in (*self._totals().items(), *self._sizes())]
         parts = [f"{heading}Totals", tabulate(totals, ("", ""), style, disable_numparse=True)]
         if self.plan.notes:
@@ -174,7 +174,7 @@ class Report:
     def _lines(
         self, record: Record, nodes: Sequence[NodeRecord], style: str, cell: Callable[[str], str], width: int | None
     ) -> str:
-        """Write the lines that cost most, without their code where there is no room for it; or why there are none."""
+        """Write the lines that cost most, without their code if it does not fit; or say why there are none."""
         body = [tuple(map(cell, row)) for row in costliest(record, nodes)]
         if not body:
             return "Costs of lines are known only for a module that fxamp.convert returned with example inputs."
@@ -216,7 +216,7 @@ class Report:
         return [(op, colour, count) for (op, colour), count in sorted(counts.items())]
 
     def _edits(self, style: str, heading: str, cell: Callable[[str], str]) -> list[str]:
-        """Write how often each rule of the passes fired, and which never did; nothing of a plan that does not say."""
+        """Write how often each rule of the passes fired, and which never did; nothing for a plan without counts."""
         if not self.plan.edits:
             return []
         fired = [(cell(rule), count) for rule, count in self.plan.edits.items() if count]

@@ -1,4 +1,4 @@
-"""A TrainStep as a reader wants it: where its weights are cast, what it waits for, what became of its steps."""
+"""Facts about a TrainStep for reports: where its weights are cast, what it waits for, which steps were skipped."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SHOWN = 5  # weights and events named one by one
 
 
 def describe(step: TrainStep) -> tuple[tuple[str, str], ...]:
-    """Return what there is to say of a step, as names and texts. The history of its scaler is read from the device."""
+    """Return facts about a step as (name, text) pairs. The history of its scaler is read from the device."""
     weights, scaler = step.weights, step.scaler
     casts = "at every use"
     if weights.mode == "per_step":
@@ -48,7 +48,7 @@ def describe(step: TrainStep) -> tuple[tuple[str, str], ...]:
 
 
 def compiled_rows(compiled: CompiledStep | None) -> list[tuple[str, str]]:
-    """Return what became of what a step compiles, nothing where it compiles nothing."""
+    """Return facts about the compiled parts of a step; none if it compiles nothing."""
     if compiled is None:
         return []
     rows = [("compiled", f"by '{compiled.settings.name}'")]
@@ -66,7 +66,7 @@ def compiled_rows(compiled: CompiledStep | None) -> list[tuple[str, str]]:
 
 
 def reasons_to_wait(step: TrainStep) -> tuple[str, ...]:
-    """Return why a step waits for the device at the end of a window, once; nothing where it never does."""
+    """Return why a step waits for the device once, at the end of a window; nothing if it never waits."""
     if not step.scaler.is_enabled() and step.max_grad_norm is None and step._kept is None:
         return ()
     in_graph = step.compiled is not None and step.windows > 1 and not step.compiled.update.eager

@@ -1,4 +1,4 @@
-"""The last line of defence: the captured graph, nothing rounded, against the model itself on the example inputs."""
+"""The last check: the captured graph, with nothing rounded, is compared with the model on the example inputs."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def same_random_state() -> Iterator[None]:
 
 @contextlib.contextmanager
 def preserved(model: nn.Module, written: Sequence[torch.Tensor] = ()) -> Iterator[None]:
-    """Restore random states, the model's tensors and those that a graph is known to write; gradients never are."""
+    """Restore random states, the model's tensors and those that a graph is known to write. `.grad` is never written."""
     fastpath = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)  # a fused kernel in eager eval rounds differently
     try:
@@ -169,7 +169,7 @@ def guard_small_sizes(captured: Captured, args: tuple[Any, ...], kwargs: dict[st
 
 
 def _caller(captured: Captured) -> Callable[..., Any]:
-    """Return what runs a captured graph on flat tensors, over the model's own parameters."""
+    """Return a function that runs a captured graph on flat tensors, over the model's own parameters."""
     root = skeleton(captured.model, captured.opaque, captured.constants)
     holder = GraphModule(nn.Module(), Graph())  # empty: GraphModule cannot copy children of every name
     holder.__dict__.update({k: root.__dict__[k] for k in ("_modules", "_parameters", "_buffers", "training")})
@@ -182,7 +182,7 @@ def check_runs(module: ConvertedModule, captured: Captured, args: tuple[Any, ...
     """Run a converted module once on the example inputs, where they are on the device that it was made for.
 
     Raises:
-        VerificationError: an op of it raises, which its fake kernel let pass; names the node and the way out.
+        VerificationError: an op raises an error that its fake kernel did not; names the node and the way out.
     """
     model = captured.model
     leaves = [*pytree.tree_leaves((args, kwargs)), *model.parameters()]
@@ -202,7 +202,7 @@ def check_runs(module: ConvertedModule, captured: Captured, args: tuple[Any, ...
 
 
 def _failed(graph: Graph, error: Exception) -> str:
-    """Return what is known of the node that was run when an error came up."""
+    """Describe the node that was running when an error came up."""
     lines = [f.line or "" for f in traceback.extract_tb(error.__traceback__) if f.filename.startswith("<eval_with_key")]
     name = lines[-1].partition(" = ")[0].strip() if lines else ""
     node = next((n for n in graph.nodes if n.name == name), None)
@@ -247,7 +247,7 @@ def _run(
 
 
 def _gradients(floats: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> list[Any] | None:
-    """Return the gradients of outputs, all of whose numbers weigh differently; None where there is no backward.
+    """Return the gradients of a sum of outputs in which each number has another weight; None without a backward.
 
     Such a model is only for inference: it overwrites values that its own backward needs.
     """

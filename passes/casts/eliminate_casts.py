@@ -8,8 +8,8 @@ Five rules, each exact, and all but `share` in backward too; user casts are neve
     promote         add(to(x: bf16, f32), y: f32)      ->  add(x, y)  (the kernel promotes)
     dtype_argument  sum(to(x: bf16, f32))              ->  sum(x, dtype=f32)
 
-Left out, for on a CPU they save no cast that runs: softmax and log_softmax with `dtype=` cast inside, the backward of
-prod casts in its place. The gradients of cumsum, cumprod, pow and atan2 would differ.
+Some ops are left out. On a CPU no cast would be saved: softmax and log_softmax with `dtype=` cast inside, and so does
+the backward of prod. The gradients of cumsum, cumprod, pow and atan2 would differ.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _no_op(graph: Graph, assignment: Assignment) -> int:
 def _round_trip(graph: Graph, assignment: Assignment) -> int:
     """Before: to(to(x: bf16, f32), bf16). After: x.
 
-    The casts made a copy. Where x is written, or the copy would leave the graph, it is still needed.
+    Two casts make a copy, which is still needed if x is written, or if the copy leaves the graph.
     """
     edits, aliases = 0, functools.cache(lambda: Aliases(graph))  # slow to compute, and seldom needed
     for cast in _inserted(graph):
@@ -126,7 +126,7 @@ def _is_attribute(value: Node) -> bool:
 
 
 def _what_is_cast(cast: Node, assignment: Assignment) -> tuple[Any, ...]:
-    """Return what two casts have in common that do the same: of which value, how, and to what."""
+    """Return a key that is equal for two casts that do the same: the value, the op and the dtype."""
     value: Any = cast.args[0]
     same = value.target if _is_attribute(value) else value  # a front end may read one attribute twice
     tensor = cast.target is cast_floating and isinstance(assignment.dtypes[value], torch.dtype)
@@ -165,7 +165,7 @@ def _upcasts_read_once(
 ) -> list[tuple[Node, Node]]:
     """Return (cast, reader) where only one such call reads a widening cast, and could read its operand instead.
 
-    It keeps what it reads for backward, so nothing may ever write to that. With several readers the sum of their
+    The reader saves its operand for backward, so nothing may ever write to that. With several readers the sum of their
     gradients would be rounded in another place.
     """
     dtypes, modes = assignment.dtypes, grad_modes(graph)

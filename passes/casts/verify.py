@@ -93,7 +93,7 @@ def _dtypes(node: Node, held: dict[Node, Any], assignment: Assignment) -> Any:
 
 
 def _runs_as_captured(node: Node, assignment: Assignment) -> bool:
-    """Say whether a fake kernel takes the dtypes of the original: of an empty batch, for one, some take none."""
+    """Say whether a fake kernel takes the original dtypes: some take none, for example with an empty batch."""
     try:
         assignment.infer(node, lambda n: assignment.original.get(n, assignment.dtypes.get(n)))
     except Exception:  # whatever a fake kernel raises

@@ -18,15 +18,15 @@ LONGEST = 64 << 20  # characters; 50,000 nodes take 13 MB
 
 
 def strictly(text: str, name: str, what: str) -> Any:
-    """Read JSON in which nothing is said twice, and every number is one.
+    """Read JSON without duplicate keys, NaN and infinities.
 
     Args:
         text: to read.
         name: what errors call it.
-        what: it should be.
+        what: what the text should be.
 
     Raises:
-        PlanError: it is no such JSON, or longer than what any model needs.
+        PlanError: the text is not such JSON, or longer than any model needs.
     """
     if len(text) > LONGEST:
         raise PlanError(f"{name}: not a {what} (longer than {LONGEST >> 20} MB, which no model needs); {REMEDY}")
@@ -65,7 +65,7 @@ def in_this_format(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def known_part(data: dict[str, Any], plan_kind: type, decision_kind: type) -> dict[str, Any]:
-    """Return of a plan of a newer format the fields that this one has."""
+    """Return those fields of a plan in a newer format that this format has."""
     plan, decision = ({f.name for f in fields(kind)} for kind in (plan_kind, decision_kind))
     note = f"of plan format {data['version']}, newer than {FORMAT_VERSION}: its additional fields are not read"
     known = {name: value for name, value in data.items() if name in plan} | {"version": FORMAT_VERSION}
@@ -84,7 +84,7 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
 
     Raises:
         OSError: the file cannot be written.
-        ValueError: the path is none, or the text has characters that UTF-8 has not.
+        ValueError: the path is invalid, or the text has characters that UTF-8 cannot encode.
     """
     # A link keeps pointing where it points.
     target = Path(os.path.realpath(path))
@@ -117,7 +117,7 @@ _FIELD_TYPES: dict[str, type[Any]] = {
 
 
 def checked_states(named: list[str], name: str) -> tuple[str, ...]:
-    """Check the states of a plan: each with the number of its first graph, which rise."""
+    """Check the states of a plan: each begins with the number of its first graph, in rising order."""
     firsts = [state.partition(":")[0] for state in named]
     numbers = [int(f) for f in firsts if f.isdecimal() and len(f) < 9]
     if len(numbers) < len(firsts) or numbers != sorted(set(numbers)):

@@ -321,8 +321,8 @@ def _matches(policy: Policy, stack: Stack) -> Iterable[tuple[tuple[int, int, int
 def _glob(key: str) -> re.Pattern[str]:
     """Compile a glob of module paths: `*` stays within one segment, submodules are covered.
 
-    What stands between two stars is taken where it comes first, for good (a lookahead is not tried again), so that
-    the time to match grows with the length of a path and not with a power of it.
+    Text between two stars matches where it first occurs (a lookahead does not backtrack), so that the time to match
+    grows with the length of a path and not with a power of it.
     """
     groups = itertools.count()
 

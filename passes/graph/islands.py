@@ -1,7 +1,7 @@
 """From O2 on: norms and softmaxes written by hand, each as one FP32 island with low ends.
 
-An island is a value divided by a statistic of itself. It begins behind what numerator and denominator have in common,
-it ends with the quotient, and all between is FP32: a sum of squares leaves FP16's range, and a rounded mean
+An island is a value divided by a statistic of itself. It begins after the last value that both sides of the division
+share, it ends with the quotient, and all between is FP32: a sum of squares leaves FP16's range, and a rounded mean
 does not centre.
 
 Before: y = x * rsqrt(mean(pow(x, 2)) + eps); mul(weight, y)

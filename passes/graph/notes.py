@@ -1,6 +1,6 @@
 """Notes of fxamp on a node: one typed record under one key of `node.meta`.
 
-A note is frozen, for fx gives a copied node the very objects that the meta of the first holds: `note` replaces it.
+A note is frozen, since a copied node shares the objects in its meta with the first: `note` makes a new one.
 `val`, `nn_module_stack` and `stack_trace` beside it are torch's own.
 """
 

@@ -1,4 +1,4 @@
-"""From O2 on: a cross-entropy as what it is made of, so that only what must be FP32 is.
+"""From O2 on: a cross-entropy is split into its parts, so that only the part that needs FP32 runs in FP32.
 
 Before: cross_entropy_loss(logits: [N, V], target)
 After:  picked = nll_loss(log_softmax(logits), target, reduction none); to(picked: [N], f32).sum() / count

@@ -44,7 +44,7 @@ def with_low_operands(func: Callable[..., Any], args: Any, device: str, low: tor
 
 
 def ask(model: nn.Module, device: str, low: torch.dtype) -> None:
-    """Find out what the device's own kernels do, before fake tensors are all that there is."""
+    """Try the device's own kernels now: during capture there are only fake tensors."""
     if any(isinstance(m, nn.RNNBase) for m in model.modules()):
         for func in _LAYERS:
             _gives(func, device, low)
@@ -52,7 +52,7 @@ def ask(model: nn.Module, device: str, low: torch.dtype) -> None:
 
 @functools.cache
 def _gives(func: Callable[..., Any], device: str, low: torch.dtype) -> bool:
-    """Say whether a layer of one number gives low under autocast; a device that is not here is taken to."""
+    """Say whether a layer of size 1 returns low values under autocast; assume so for a device that is not here."""
     if not DEVICES[device].is_here():
         return True
     zeros = functools.partial(torch.zeros, device=device)

@@ -188,7 +188,7 @@ class CallSpec:
     def by_name(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return a call's values by parameter, or raise TypeError as Python would.
 
-        By hand, as `inspect.Signature.bind` takes three times as long, and this runs at every call of the module.
+        Written by hand: `inspect.Signature.bind` takes three times as long, and this runs at every call.
         """
         values: dict[str, Any] = dict(zip(self.names, args, strict=False))
         rest = args[len(self.names) :]
@@ -276,7 +276,7 @@ def example_call(call: CallSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def both(one: CallSpec, other: CallSpec) -> CallSpec:
-    """Return the first of two specifications of one call, with what the second asks of the inputs."""
+    """Return the first of two specifications of one call, with the conditions on inputs of both."""
     leaves = tuple(
         replace(a, static=tuple(sorted({*a.static, *b.static}))) for a, b in zip(one.leaves, other.leaves, strict=True)
     )
@@ -291,7 +291,7 @@ def leaf_names(call: CallSpec, count: int) -> list[str]:
 
 
 def refuse_unknown_container(value: Any, what: str) -> None:
-    """Raise CaptureError for an object with tensors inside that no one has said how to take apart."""
+    """Raise CaptureError for an object with tensors inside that is not registered as a container."""
     if isinstance(value, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool, *CONSTANTS)):
         return
     inside = vars(value).values() if hasattr(value, "__dict__") else ()

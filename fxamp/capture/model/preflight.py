@@ -63,12 +63,12 @@ def overridden(kind: type[nn.Module]) -> list[str]:
 
 
 def loads_otherwise(kind: type[nn.Module]) -> bool:
-    """Say whether a model's author has overridden how it is loaded, as of files with other names in them."""
+    """Say whether a model's author has overridden how it is loaded, for example from files with other names."""
     return any(method in _LOADERS for method in overridden(kind))
 
 
 def _sets_every_flag(model: nn.Module) -> bool:
-    """Say whether `train` and `eval` do what torch.nn.Module's do, as the model is now: nothing else would be lost."""
+    """Say whether `train` and `eval` only set flags, as torch.nn.Module's do: then their overrides may be lost."""
     asked = {p: p.requires_grad for p in model.parameters()}
     flags = []
     try:
@@ -86,7 +86,7 @@ def _sets_every_flag(model: nn.Module) -> bool:
 
 
 def _loads_itself(model: nn.Module) -> bool:
-    """Say whether a state that the model saves loads as it is, so that its author's way is for other files."""
+    """Say whether a state that the model saves also loads unchanged: then the override serves other files only."""
     tensors = {**dict(model.named_parameters()), **held(model)}
     before = {name: tensor.detach().clone() for name, tensor in tensors.items()}
     try:
@@ -272,8 +272,8 @@ def grad_mode_reads() -> Iterator[list[str]]:
 def untouched(model: nn.Module) -> Iterator[list[str]]:
     """Restore every module's attributes, parameters, buffers, children and plain containers, whatever happens inside.
 
-    Yields a list that holds afterwards, as "path.name", the attributes that got other values, torch's classes apart;
-    a buffer is "path._buffers.name".
+    Yields a list that holds afterwards, as "path.name", the attributes that got other values, but not those of
+    torch's classes; a buffer is "path._buffers.name".
     """
     saved = []
     for path, module in model.named_modules():

@@ -1,8 +1,8 @@
 """The values that a model's forward() reads during capture, and that become constants of the graph.
 
-A front end carries a model's Python out once. What that reads of the model (`self.scale`, a dropout's `p`, the layer
-that it calls, `self.config.eps`, whether a weight requires gradients) is in the graph as it was, so the converted
-module has to know what that is: `baked.py` compares it at every call.
+A front end runs a model's Python once. What the code reads of the model (`self.scale`, a dropout's `p`, the layer that
+it calls, `self.config.eps`, whether a weight requires gradients) becomes a constant of the graph. `module/baked.py`
+compares these constants with the model at every call.
 
 Before: self.norm(x) * self.scale
 After:  attributes = {("", "norm"), ("", "scale"), ("norm", "eps"), ("norm", "forward"), ...}
@@ -41,7 +41,7 @@ class Reads:
     Attributes:
         attributes: module path and name.
         objects: module path, attribute that holds an object of the user's, such as a configuration, and name in it.
-        assigned: "path.name" of what forward() itself assigns, which is no state of the model's.
+        assigned: "path.name" of what forward() itself assigns, which is not compared.
         opaque: paths of modules that run as they are.
         gradients: parameters that were asked whether they require gradients, by name, and where; "" for a computed
             value, which depends on all of them.
@@ -58,7 +58,7 @@ class Reads:
     hooks: set[str] = field(default_factory=set)
 
     def add_opaque(self, path: str, leaf: nn.Module) -> None:
-        """Count everything of a module that is not looked into as read."""
+        """Count all attributes of an opaque module as read."""
         for inner, module in leaf.named_modules(prefix=path):
             self.opaque.add(inner)
             self.attributes |= {(inner, name) for name in (*module.__dict__, "forward", "_modules")}
@@ -163,7 +163,7 @@ class Recorder:
 
 
 def label(hook: Any) -> str:
-    """Return what a hook is called in an error."""
+    """Return the name of a hook for an error."""
     return str(getattr(hook, "__qualname__", type(hook).__name__))
 
 

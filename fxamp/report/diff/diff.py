@@ -1,7 +1,7 @@
 """The differences between two plans, two converted modules, or two graphs.
 
-Nodes are matched by structure (`match`), so a line moved, a node renamed or a layer put in elsewhere is no difference
-of the others.
+Nodes are matched by structure (`match`), so that moving a line, renaming a node or inserting a layer changes
+nothing at the other nodes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The gate: what a model's plan is now, against the plan that is committed and against budgets.
+"""The gate compares the present plan of a model with the committed plan and with budgets.
 
 Decisions, casts and totals are compared; lines, times and versions never are.
 """
@@ -76,7 +76,7 @@ class Outcome:
 def with_totals(module: nn.Module) -> tuple[Plan, Record]:
     """Return the plan of a converted module with its totals, and its record.
 
-    Of a model that was compiled at its first call the record says nothing of sizes, and the totals count decisions.
+    For a model that was compiled at its first call the record has no sizes, and the totals count decisions only.
     """
     plan = plan_of(module)
     record = record_of(module if isinstance(module, ConvertedModule) else plan)
@@ -90,11 +90,11 @@ def check(
 ) -> Outcome:  # fmt: skip
     """Compare a converted model with its plan, and its totals with budgets.
 
-    It is decided by the measured facts that the plan was made with, whichever machine this is.
+    Decisions use the measured facts that the plan was made with, whichever machine this is.
 
     Args:
         target: what the outcome calls it.
-        make: converts the model. Where costs are measured it is given the plan to replay, for times are never the same.
+        make: converts the model. With measured costs it gets the plan to replay, since times are never the same.
         plan: path of the committed plan; None for none.
         budgets: limits of totals.
         update: write the plan where it is missing or has changed, by the facts of this machine.

@@ -101,7 +101,7 @@ class PrecisionPlan:
 
 
 def _changed(shown: str, make: Callable[[Plan | None], nn.Module], path: Path) -> str | None:
-    """Say how a model differs from its plan, or why that cannot be told; None where it does not."""
+    """Say how a model differs from its plan, or why that cannot be told; None if it does not differ."""
     try:
         found = check(shown, make, path, (), update=False)
     except PlanError as e:

@@ -1,7 +1,8 @@
 """Where the nodes of a drawing stand: layers from top to bottom, few crossings, straight edges.
 
-The usual four steps of a layered layout: a layer for every node, a dummy in every layer that an edge passes, an order
-within each layer by the mean of the neighbours, and places that keep to that order as near to the neighbours as can be.
+These are the usual four steps of a layered layout: assign each node to a layer; put a dummy node into every layer that
+an edge passes; order each layer by the mean place of the neighbours; and place nodes in that order, as near to their
+neighbours as possible.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def layered(widths: Mapping[Name, float], edges: Iterable[tuple[Name, Name]]) ->
 
     Args:
         widths: of the nodes in pixels, in the order in which they run.
-        edges: between them; one that leads back to what ran before is drawn upwards.
+        edges: between them; an edge to a node that ran earlier is drawn upwards.
     """
     rank = {name: i for i, name in enumerate(widths)}
     given = list(dict.fromkeys((a, b) for a, b in edges if a != b))
@@ -129,7 +130,7 @@ def _placed(layers: Sequence[Sequence[Name]], graph: Neighbours, width: Mapping[
 
 
 def _weight(name: Name, graph: Neighbours, width: Mapping[Name, float]) -> float:
-    """Return how much a node resists: what hangs on one other node and edges that pass give way to the rest."""
+    """Return the weight of a node: nodes with one neighbour, and dummies of passing edges, give way to the others."""
     if width[name] == _DUMMY:
         return 0.2
     return 0.05 if len(graph.adj.get(name, ())) < 2 else 1.0

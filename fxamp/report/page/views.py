@@ -26,8 +26,8 @@ class Box:
     """One box of a drawing, as the script draws it.
 
     Attributes:
-        node: place in the record's list of nodes; -1 for what is none.
-        module: path of the folded module; "" for what is none.
+        node: place in the record's list of nodes; -1 if the box is not a node.
+        module: path of the folded module; "" if the box is not a module.
         label: the first line.
         below: the second line.
         style: "low", "fp32", "other", "module" or "outside".
@@ -80,7 +80,7 @@ _Run: TypeAlias = tuple[str, list[int]]
 
 @dataclass
 class _Graph:
-    """One graph: what it is called, all nodes of the record, and of its own the places there, by key and by module."""
+    """One graph: its name, all nodes of the record, and the places of its own nodes there, by key and by module."""
 
     name: str
     nodes: Sequence[NodeRecord]
@@ -89,7 +89,7 @@ class _Graph:
 
 
 def views(nodes: Sequence[NodeRecord], states: Sequence[str] = ()) -> list[View]:
-    """Return the drawings of every module with several nodes; none where it is not known what they read.
+    """Return the drawings of every module with several nodes; none if the operands of nodes are not known.
 
     Args:
         nodes: of a record.
@@ -130,7 +130,7 @@ def _upwards(path: str) -> Iterator[str]:
 
 
 def _folded(graph: _Graph, module: str) -> list[_Run]:
-    """Return the boxes of a module: folded as little as it takes to be easy to read."""
+    """Return the boxes of a module, with as few modules folded as readability allows."""
     depth = module.count(".") + 1 if module else 0
     made = _runs(graph, module, depth)
     while any(path for path, _ in made):
@@ -143,7 +143,7 @@ def _folded(graph: _Graph, module: str) -> list[_Run]:
 
 
 def _runs(graph: _Graph, module: str, depth: int) -> list[_Run]:
-    """Return the nodes of a module in their order, where what follows each other in one deeper module is together."""
+    """Return the nodes of a module in order, grouped where consecutive nodes lie in one deeper module."""
 
     def deeper(place: int) -> str | int:
         parts = graph.nodes[place].module.split(".")

@@ -31,9 +31,9 @@ def named(graph: Graph, inputs: Sequence[str]) -> dict[Node, str]:
 
 
 def origins(graph: Graph, names: Mapping[Node, str], decided: Collection[str]) -> dict[Node, tuple[Read, ...]]:
-    """Return for every value of a converted graph where it comes from, as a node that reads it sees it.
+    """Return the origins of every value of a converted graph, as a reading node sees them.
 
-    Values of nodes that nothing was decided on, integers mostly, come from where their operands come from.
+    A node without a decision, mostly on integers, has the origins of its operands.
 
     Args:
         graph: of a converted module.

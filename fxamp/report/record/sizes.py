@@ -60,8 +60,8 @@ def sizes_of(
     """Return what every node costs.
 
     Args:
-        module: a graph whose inputs say in `meta["val"]` what the example was.
-        casts: with those that were inserted; without them it is the author's graph.
+        module: a graph whose placeholders have the example's shapes and dtypes in `meta["val"]`.
+        casts: False leaves out inserted casts, so that the author's graph is measured.
         autocast: device and dtype of a `torch.autocast` to run under; None for none.
 
     Raises:
@@ -130,7 +130,7 @@ class _Walk(Interpreter):
         return made
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """Return a fake of a tensor, or what the graph writes to would be the model's own."""
+        """Return a fake copy of a tensor, so that the graph never writes to the model's own."""
         value = super().get_attr(target, args, kwargs)
         return self._mode.from_tensor(value) if type(value) in (Tensor, nn.Parameter) else value
 

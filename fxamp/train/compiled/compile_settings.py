@@ -83,7 +83,7 @@ def settings_of(compile: object, cuda_graph: object) -> CompileSettings | None:
         cuda_graph: Whether Inductor is asked for CUDA graphs.
 
     Raises:
-        PolicyError: It is none of these; there is no such backend or option; CUDA graphs of another backend.
+        PolicyError: It is none of these; there is no such backend or option; or CUDA graphs without Inductor.
     """
     if not isinstance(cuda_graph, bool):
         raise PolicyError(f"cuda_graph must be True or False, got {cuda_graph!r}")

@@ -1,4 +1,4 @@
-"""A function that `torch.compile` compiles for a training step, with a count of what became of it."""
+"""A function that `torch.compile` compiles for a training step, with counts of graphs, breaks and fallbacks."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Region:
         """Run the function, compiled where it is not yet.
 
         Raises:
-            Exception: What the function raises, or what compiles it; to that a note is added of what was done here.
+            Exception: An error of the function, or of compiling it; the latter gets a note with the way out.
         """
         before = compile_records()
         self.failed = False
@@ -95,7 +95,7 @@ class Region:
         return f"The backend '{self.settings.name}' failed on the graph '{self.name}' of this TrainStep. {way_out}"
 
     def _look_back(self, before: list[Any]) -> None:
-        """Read off Dynamo's records what it has compiled since, and what it has given up."""
+        """Read from Dynamo's records what it has compiled since then, and what it has given up."""
         after = compile_records()
         if not after or (before and after[-1] is before[-1]):
             return

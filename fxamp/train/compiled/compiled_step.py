@@ -82,7 +82,7 @@ def loss_region(
     inputs: Any,
     target: Any,
 ) -> Tensor:
-    """Return the loss; what `torch.compile` compiles. The model reads low copies of weights, which are inputs."""
+    """Return the loss; `torch.compile` compiles this. The model reads low copies of weights, which are inputs."""
     for cast, low in zip(casts, lows, strict=True):
         cast.give(low)
     return loss_of(model, loss_fn, inputs, target)

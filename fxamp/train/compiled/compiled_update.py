@@ -31,7 +31,7 @@ class CompiledUpdate:
 
     Attributes:
         region: What is compiled.
-        eager: Why a window's end ran as it is, the last time that it did; "" where it is compiled.
+        eager: Why the end of a window last ran uncompiled; "" if it is compiled.
     """
 
     def __init__(self, settings: CompileSettings) -> None:
@@ -116,18 +116,18 @@ def update_region(
     nothing_kept: Tensor | None,
     max_grad_norm: float | None,
 ) -> tuple[list[Tensor | None], Tensor | None]:
-    """Unscale, clip and step; what `torch.compile` compiles.
+    """Unscale, clip and step; `torch.compile` compiles this.
 
     Args:
         optimizers: Those that have gradients.
         live: The parameters of each that have gradients.
         states: The tensors of each one's state.
         inverse: 1 / the loss scale, None without loss scaling.
-        nothing_kept: Not 0 where the gradients are of nothing.
-        max_grad_norm: To which the gradients of all together are clipped.
+        nothing_kept: Not 0 if every micro-batch was left out.
+        max_grad_norm: The norm to which all gradients together are clipped.
 
     Returns:
-        For each optimizer not 0 where it is held back, None where nothing was looked for; and the norm before clipping.
+        For each optimizer a flag, not 0 if it is held back, or None without a check; and the norm before clipping.
     """
     if not torch.compiler.is_compiling():
         raise _NotCompiled
@@ -154,7 +154,7 @@ def update_region(
 
 
 class _NotCompiled(Exception):  # noqa: N818 - no error: nobody but CompiledUpdate sees it
-    """Says that the function is run as it is, by torch.compiler.set_stance or under a mode; it has done nothing yet."""
+    """torch runs the function uncompiled (by `torch.compiler.set_stance`, or under a mode); nothing has run yet."""
 
 
 def step_of(kind: type[Optimizer]) -> Callable[[Optimizer], Any]:
@@ -164,7 +164,7 @@ def step_of(kind: type[Optimizer]) -> Callable[[Optimizer], Any]:
 
 
 def _hidden(optimizer: Optimizer) -> str:
-    """Return what of a step the graph would not show, "" where it shows all of it."""
+    """Return what a graph of a step would leave out, "" if nothing."""
     if not type(optimizer).step.__module__.startswith("torch.optim."):
         return "is no optimizer of torch.optim"
     own = vars(optimizer).get("step")

@@ -15,7 +15,7 @@ from .ranks import Ranks
 
 
 def refuse_unfit_model(model: nn.Module, weights: str) -> None:
-    """Raise PolicyError for a model that is sharded as it cannot be trained."""
+    """Raise PolicyError for a model that cannot be trained in the way in which it is sharded."""
     for path, module in model.named_modules():
         where = f"'{path}'" if path else "the model"
         if isinstance(module, ConvertedModule):
@@ -62,7 +62,7 @@ def _refuse_gathered(module: nn.Module, where: str, weights: str) -> None:
 
 
 def _read_otherwise(module: ConvertedModule, dtype: torch.dtype) -> str:
-    """Return the first trained parameter that a graph does not only cast to a dtype, "" where there is none."""
+    """Return the first trained parameter that a graph uses other than by a cast to this dtype, "" if none."""
     for variant in module.variants:
         for node in variant.graph.find_nodes(op="get_attr"):
             owner, _, name = str(node.target).rpartition(".")
@@ -77,7 +77,7 @@ def _casts(node: Node, dtype: torch.dtype) -> bool:
 
 
 def refuse_unfit_ranks(ranks: Ranks, *, accumulate_steps: int, on_overflow: str, scaled: bool) -> None:
-    """Raise PolicyError for what DistributedDataParallel was asked for and does not do right in a training step.
+    """Raise PolicyError for settings of DistributedDataParallel that go wrong in a training step.
 
     Args:
         ranks: Of the step.

@@ -31,9 +31,9 @@ class WeightCasts:
     Attributes:
         mode: "per_step" when their casts are kept for a window, else "per_use".
         kept: Paths of the weights whose casts are kept.
-        times: How often a window would cast one of them else, the one that is cast most often, as far as the graphs
-            say: every converted module is called once a micro-batch.
-        per_use: Of the others, why not, by path of the weight or of the module that reads it.
+        times: How often a window would otherwise cast the weight that is cast most often, if every converted module is
+            called once a micro-batch.
+        per_use: Why other casts are not kept, by path of the weight or of the module that reads it.
         parts: The parts of the model that were converted ahead of time, or are at their first call.
     """
 
@@ -105,12 +105,12 @@ class WeightCasts:
         return list(made), list(made.values())
 
     def next_micro_batch(self) -> None:
-        """Say, where several backwards run in one use, that one has passed."""
+        """Note that one of several backwards within one use has run."""
         for cast in self.casts:
             cast.next_micro_batch()
 
     def forget(self) -> None:
-        """Let go of all that is kept, at the end of a window."""
+        """Free all that is kept, at the end of a window."""
         for cast in self.casts:
             cast.forget()
 
@@ -146,7 +146,7 @@ class WeightCasts:
 
 
 def _parts(model: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield what is converted or compiled in a model, or stands between it and its parameters; nothing inside that."""
+    """Yield the converted, compiled or parameter-replacing modules of a model; nothing inside these."""
     if isinstance(model, ConvertedModule) or _why_not(model):
         yield path, model
     else:

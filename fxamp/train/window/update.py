@@ -43,9 +43,9 @@ def take_step(
     Args:
         scaler: Of the window; its scale is in the gradients.
         optimizers: Those that have gradients.
-        max_grad_norm: To which the gradients of all together are clipped; None does not even measure them.
+        max_grad_norm: The norm to which all gradients together are clipped; None neither clips nor measures.
         ranks: Who has to agree on it.
-        nothing_kept: Not 0, on the device, where the gradients are of nothing.
+        nothing_kept: Not 0, on the device, if every micro-batch was left out.
         overflow: Not 0, on the device, where the scale backs off though the optimizers may step.
         followed: Whether the host will ask which optimizers stepped. The answers are then sent there before the steps.
     """

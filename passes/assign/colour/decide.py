@@ -38,7 +38,7 @@ def site_of(state: State, node: Node, name: str, floats: Iterable[ops.Operand]) 
 
 
 def decide(state: State, site: Site) -> Colouring | None:
-    """Return what a node runs in, and why; None for one that has no say in it."""
+    """Return the dtype that a node runs in, and why; None for a node on which nothing is decided."""
     if site.row.cast:
         return user_cast(state, site)
     told = _first((_under_autocast, _as_read), state, site)
@@ -48,7 +48,7 @@ def decide(state: State, site: Site) -> Colouring | None:
 
 
 def _first(deciders: Iterable[Decider], state: State, site: Site) -> Colouring | None:
-    """Return the answer of the first that has one."""
+    """Return the answer of the first decider that has one."""
     return next((found for decider in deciders if (found := decider(state, site)) is not None), None)
 
 
@@ -80,7 +80,7 @@ def _as_read(state: State, site: Site) -> Colouring | None:
 
 
 def _writes(site: Site) -> bool:
-    """Say whether a call is there to write to what it is given."""
+    """Say whether a call serves to write to one of its arguments."""
     to_write = site.name.endswith("_") or site.name == "setitem" or bool(out_operands(site.node))
     return to_write and bool(mutated_operands(site.node))
 

@@ -109,7 +109,7 @@ class Extremes:
                 self.values.add(node)
 
     def _count(self, node: Node, name: str, operands: list[Node], found: list[float], passed_on: list[Node]) -> None:
-        """Learn what a range of numbers goes to."""
+        """Learn the last number of a torch.arange."""
         if name == "arange" and not operands and found:
             self._largest[node] = max(map(abs, found))
         self._largest.update((node, self._largest[n]) for n in passed_on if n in self._largest)

@@ -39,7 +39,7 @@ def fit_numbers(state: State, site: Site, colouring: Colouring) -> Colouring:
 
 
 def _in_fp32(state: State, site: Site, colouring: Colouring) -> Colouring:
-    """Keep a node FP32, or what it writes to from the next run on."""
+    """Keep a node in FP32; if it writes in place, keep its target in FP32 from the next run on."""
     node = site.node
     if mutated_operands(node):
         state.pinned.add(state.aliases.find(mutated_operands(node)[0]))

@@ -29,7 +29,7 @@ def by_kind(state: State, site: Site) -> Colouring:
     """Colour a node as the kind of its rule has it.
 
     Raises:
-        PolicyError: autocast bans the op on this device; it has no rule, and the policy wants one.
+        PolicyError: autocast bans the op on this device; or the op has no rule, and the policy refuses such ops.
     """
     if not state.autocast and _meets_low(state, site) and _lacks(state, site):  # autocast itself would fail
         return _without_kernel(state, site)
@@ -80,7 +80,7 @@ def _is_position(state: State, site: Site) -> bool:
 
 
 def fp32(state: State, site: Site, why: Reason | None = None) -> Colouring:
-    """Colour what runs FP32, unless it is told its dtype."""
+    """Colour an op that runs in FP32, unless its `dtype=` argument decides."""
     explicit = ops.argument(site.node, "dtype")
     if site.row.dtype_arg and isinstance(explicit, torch.dtype):
         return natural(state, site.of_kind(FP32), Code.DTYPE_ARGUMENT(str(explicit)))
@@ -221,7 +221,7 @@ def user_cast(state: State, site: Site) -> Colouring | None:
 
 
 def _intent(state: State, node: Node) -> Intent:
-    """Return what a cast means, where the policy does not want FP32 whatever it read."""
+    """Return what a cast means; a dtype read under autocast does not count if the policy forces FP32."""
     forced = module_override(state.policy, state.stacks.get(node, ())) if state.policy.modules else None
     observed = None if forced is not None and forced.colour == "fp32" else note_of(node).read
     written = state.aliases.find(node) in state.pinned  # then a cast that was no copy must stay none

@@ -32,7 +32,7 @@ class Intent:
 
 
 def observed(graph: Graph) -> Iterator[Node]:
-    """Yield the values whose bits or element size the program sees: viewed as another dtype, measured, filled again."""
+    """Yield the values whose bits or element size the program sees: by a view, its size, or a random fill."""
     for node in graph.nodes:
         name, value = ops.name(node), node.args[0] if node.args else None
         if name == "view":
@@ -78,7 +78,7 @@ class Casts:
             node: a cast.
             dtypes: of the values before it.
             observed: the dtype that capture under autocast saw it take, where there was one.
-            exact: what autocast gives is wanted; else more values may be low here than there.
+            exact: autocast's values are wanted; else more values may be low here than under autocast.
         """
         value: Any = node.args[0]
         held = dtypes.get(value)
@@ -108,7 +108,7 @@ class Casts:
     def _by_use(
         self, node: Node, dtypes: dict[Node, Any], held: torch.dtype, observed: torch.dtype | None, exact: bool
     ) -> Intent:
-        """Return what a cast means that gives what the capture under autocast saw, or else restores what was cast."""
+        """Return what a cast means that gives the dtype seen under autocast, or else one from before an upcast."""
         if observed is None:
             why = "relative" if self._kind(node) == "relative" else "undecided, taken as relative"
             return Intent(self._restores(node, dtypes) or held, False, Code.USER_CAST(why))

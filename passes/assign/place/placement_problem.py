@@ -51,9 +51,9 @@ def _imply(problem: Problem, node: Node, simulation: Simulation, uses: Uses) -> 
 def price(problem: Problem, simulation: Simulation, uses: Uses, costs: Costs, grad: frozenset[Node]) -> None:
     """Fill in what everything costs: each free node on both sides, and a net for each value that may need a cast.
 
-    Of placements that cost the same, the one that rounds the fewest results is the cheapest. Bytes and unit costs say
-    that of two casts alone, one before an op whose result leaves the graph in FP32 and one behind it, so there an op
-    costs the same on both sides; behind it something would be rounded for nothing.
+    Of placements that cost the same, the one that rounds the fewest results is the cheapest. With bytes or unit costs,
+    an op whose result leaves the graph in FP32 costs the same on both sides: only a cast before it and a cast after it
+    are compared, and a cast after it would have rounded a result for nothing.
     """
     sides = [_run(node, dtype, uses) for node in uses.free for dtype in (simulation.low, torch.float32)]
     nets = {n: ends for n in simulation.graph.nodes if (ends := _net(n, simulation, uses)) is not None}

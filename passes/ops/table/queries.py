@@ -1,4 +1,4 @@
-"""Casts, and calls that compute nothing: what is asked of a value, asserted of it, or leaves tensors."""
+"""Casts, and calls that compute nothing: metadata, assertions, and values that Python gets."""
 
 from __future__ import annotations
 
