@@ -37,8 +37,8 @@ class ExplicitCasts(TorchFunctionMode):
     """Give every cast and every `contiguous()` an alias of its operand.
 
     Args:
-        autocast: what is captured under, which recurrent layers have to be told.
-        watch: is told the arguments of each call of torch, and may raise to end the capture.
+        autocast: the autocast to capture under, whose casts recurrent layers need.
+        watch: called with the arguments of each call of torch; may raise to end the capture.
     """
 
     def __init__(self, autocast: Autocast | None = None, watch: Callable[[Any], None] | None = None) -> None:

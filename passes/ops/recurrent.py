@@ -20,8 +20,8 @@ from ..runtime.casts import ELIGIBLE
 from .facts import rule_of
 from .rules import LOW, ROWS, lookup
 
-ALIASES = 3  # how many of them stand before the cast of an operand
-_GATES = {"lstm": 4, "gru": 3}  # weights of a layer, one for each; others have one
+ALIASES = 3  # `alias` nodes before the cast of an operand
+_GATES = {"lstm": 4, "gru": 3}  # a layer has weights for so many gates; other layers have one
 
 
 def with_low_operands(func: Callable[..., Any], args: Any, device: str, low: torch.dtype) -> Any:
@@ -44,9 +44,9 @@ def with_low_operands(func: Callable[..., Any], args: Any, device: str, low: tor
 
 @functools.cache
 def run_low(device: str, low: torch.dtype) -> frozenset[Callable[..., Any]]:
-    """Return the recurrent layers of torch that a device runs low under autocast; one that is not here is taken to.
+    """Return torch's recurrent layers that return low values under autocast; assume so for a device that is not here.
 
-    Layers of one number are run: the first call in a process has to come before a capture, whose modes would note them.
+    Layers of size 1 are run: the first call in a process must come before a capture, which would record them.
     """
     names = [row.name for row in ROWS if row.recurrent and lookup(row.name, device, low)[1] == LOW]
     here = DEVICES[device].is_here()
