@@ -429,10 +429,10 @@ def test_o3_trains_through_an_op_that_has_a_low_kernel_for_the_forward_only(op: 
     assert module.get_submodule("first").weight.grad is not None
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-def test_every_level_trains(level: str) -> None:
+@pytest.mark.parametrize("way", ["O1", "O2", "O3"])
+def test_every_level_trains(way: str) -> None:
     net = Net(lambda m, x: m.second(F.gelu(F.layer_norm(m.first(x), (8,)))))
-    module = convert_fixed(net, (X,), policy=level)
+    module = convert_fixed(net, (X,), policy=way)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     losses = []
     for _ in range(20):
