@@ -43,11 +43,11 @@ from .scope import Scope, is_gathered, scope
 Inner = str | Callable[..., Any]
 _OURS = ("policy", "backend", "mode")
 _NOT_EAGER = (
-    "a graph with activation checkpointing runs by 'aot_eager', for 'eager' would recompute a dropout with another mask"
+    "a graph with activation checkpointing is compiled by 'aot_eager': 'eager' would recompute dropout differently"
 )
 _WITHOUT_AUTOCAST = (
-    "captured without autocast: what Python reads of dtypes (finfo, dtype= arguments, branches) is that of FP32, and "
-    "what runs between graphs is FP32 too; fxamp.compile, or torch.autocast round the call, makes it autocast's"
+    "captured without autocast: Python code that reads dtypes (finfo, dtype= arguments, branches) sees FP32, and code "
+    "between graphs runs in FP32; under fxamp.compile, or inside torch.autocast, both are as autocast has them"
 )
 
 
@@ -95,7 +95,7 @@ class Backend:
 
 
 def _inner(backend: Inner, gm: GraphModule) -> tuple[Inner, tuple[str, ...]]:
-    """Return the inner backend for a graph, and what is to be said of it."""
+    """Return the inner backend for a graph, and notes for the plan."""
     nodes = (n for part in gm.modules() if isinstance(part, GraphModule) for n in part.graph.nodes)
     if backend == "eager" and any(row_of(n).recomputed for n in nodes):
         return "aot_eager", (_NOT_EAGER,)
@@ -242,7 +242,7 @@ def rewrite(
     resolved = replace(policy, device=device, dtype=dtype)
     for node, value in zip(gm.graph.nodes, example_inputs, strict=False):
         note(node, role="parameter" if isinstance(value, nn.Parameter) else "buffer" if is_attribute(node) else "")
-        if isinstance(value, torch.Tensor) and "example_value" in node.meta:  # of a part that torch has split off
+        if isinstance(value, torch.Tensor) and "example_value" in node.meta:  # torch has split the graph into parts
             node.meta["example_value"] = retyped(node.meta["example_value"], value.dtype)
     found = scope()
     if found is not None:
@@ -275,7 +275,7 @@ def _own_and_given(gm: GraphModule, example_inputs: list[Any], found: Scope | No
 
 
 def _record_of(plan: Plan) -> str:
-    """Return the record of a plan as JSON; what writes it is loaded where somebody traces."""
+    """Return the record of a plan as JSON; the code that writes it is loaded only when torch traces."""
     from ..report.record.build import record_of
 
     return record_of(plan).to_json()

@@ -1,7 +1,7 @@
 """The result of `fxamp.compile`: torch's `OptimizedModule`, every call of which runs under autocast.
 
-Inside the graphs autocast is off, for the casts are in them. It is for all the rest: Python between two graphs, layers
-that Dynamo does not capture, calls beyond its recompile limit, and methods such as `generate`.
+Inside the graphs autocast is off, since they contain their casts. It is on for the rest: Python between two graphs,
+layers that Dynamo does not capture, calls beyond its recompile limit, and methods such as `generate`.
 
     compiled(x)               autocast on;  graph;  Python;  graph;  autocast off;  outputs in the model's own dtypes
     compiled.generate(ids)    autocast on;  the method of the model, as it is;  autocast off;  the same
@@ -33,14 +33,14 @@ from . import compiled
 
 logger = logging.getLogger("fxamp")
 
-_OWN: Any = WeakIdKeyDictionary()  # of values that are low in the model itself, and others beside them: dtypes there
-_CONTEXTS: dict[tuple[str, torch.dtype, bool], list[torch.autocast]] = {}  # made before, and not entered now
+_OWN: Any = WeakIdKeyDictionary()  # dtypes of values that the model itself makes low, and of others beside them
+_CONTEXTS: dict[tuple[str, torch.dtype, bool], list[torch.autocast]] = {}  # for reuse; none is entered now
 
 
 class CompiledModule(OptimizedModule):
     """A compiled module whose calls run under autocast, and whose outputs have the dtypes of the model itself."""
 
-    _fxamp_policy: Policy | None = None  # named here, for what a class of OptimizedModule has not is set on the model
+    _fxamp_policy: Policy | None = None  # OptimizedModule sets attributes that its class lacks on the model
 
     def _initialize(self) -> None:
         super()._initialize()
@@ -98,7 +98,7 @@ def _guarded(run: Callable[..., Any], model: nn.Module, policy: Policy | None) -
     if policy is None:
         return run
 
-    runs: bool | None = None  # under autocast; None until a call has shown it
+    runs: bool | None = None  # whether it runs under autocast; None before the first call
 
     @functools.wraps(run, updated=())
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -113,7 +113,7 @@ def _guarded(run: Callable[..., Any], model: nn.Module, policy: Policy | None) -
         except (RuntimeError, dynamo_errors().TorchDynamoException) as e:
             _raise_ours(e)
             if runs and not isinstance(e, dynamo_errors().TorchDynamoException):
-                raise  # what ran before
+                raise  # it ran under autocast before, so the cause is another
             outputs = _without_autocast(e, run, args, kwargs)
             runs = False
             why = str(e).strip().partition("\n")[0]
@@ -137,14 +137,14 @@ def _inside(run: Callable[..., Any], model: nn.Module, policy: Policy, args: Any
 
 
 def _raise_ours(error: Exception) -> None:
-    """Raise an error of fxamp's own, which Dynamo wraps, as it is."""
+    """Raise the error of fxamp that Dynamo has wrapped, if there is one."""
     found = error.inner_exception if isinstance(error, dynamo_errors().BackendCompilerFailed) else error
     if isinstance(found, FxampError):
         raise found from None
 
 
 def _without_autocast(error: Exception, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Call a model that fails under autocast without it, as the dtypes that autocast mixes can be all that fails.
+    """Call without autocast a model that fails under it: the cause may be dtypes that autocast mixes.
 
     Raises:
         Exception: the error under autocast, where the model fails without it too.
@@ -211,10 +211,10 @@ def _given_back(outputs: Any, low: torch.dtype | None, policy: Policy, model: nn
 def restored(
     outputs: Any, low: torch.dtype, is_given: Callable[[Tensor], bool], made: dict[int, Any] | None = None
 ) -> Any:
-    """Return outputs with FP32 for every low value; those that the model makes low, or was given, in its own dtype.
+    """Return outputs with low values cast to FP32, but not those that the model itself makes low or was given.
 
-    Containers that pytree does not know are left as they are, but dataclasses; so a cache keeps autocast's values. An
-    output that is returned twice stays one: `made` holds what was made, by the identity of what it was made of.
+    Dataclasses apart, containers that pytree does not know are left as they are, so a cache keeps autocast's values.
+    An output that is returned twice stays one tensor: `made` maps the identity of each output to what was made of it.
     """
     made = {} if made is None else made
     leaves, spec = pytree.tree_flatten(outputs)
