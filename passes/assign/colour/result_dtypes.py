@@ -43,7 +43,7 @@ def result_dtypes(state: State, node: Node, colouring: Colouring) -> Any:
 
 
 def _unified(state: State, node: Node, colouring: Colouring) -> Any:
-    """Cast all floating operands to the widest when the op rejects the dtypes it would get, to FP32, or to their own."""
+    """Cast all floats to the widest when the op rejects the dtypes it would get, else to FP32, else as captured."""
     floats = [o for o in ops.operands(node) if state.dtypes[o.node] in ELIGIBLE]
     if not floats:
         return state.original[node]
