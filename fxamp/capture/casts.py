@@ -65,7 +65,7 @@ def _memory_format(args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def drop_aliases(graph: Graph) -> None:
-    """Remove the aliases; one before a cast notes it as "literal", two as "undecided", three remove the cast too."""
+    """Remove the aliases. A cast behind one is noted "literal", behind two "undecided"; behind three it is removed."""
     behind: dict[Node, int] = {}
     for node in list(graph.nodes):
         if node.target is _ALIAS:

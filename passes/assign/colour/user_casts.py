@@ -32,7 +32,7 @@ class Intent:
 
 
 def observed(graph: Graph) -> Iterator[Node]:
-    """Yield the values whose bits or element size the program sees: by a view, its size, or a random fill."""
+    """Yield the values whose bits or element size the program sees: viewed, measured, or filled at random."""
     for node in graph.nodes:
         name, value = ops.name(node), node.args[0] if node.args else None
         if name == "view":
