@@ -312,6 +312,14 @@ def communication_states(replica: DistributedDataParallel) -> list[Any]:
     return [state for _, state in replica._comm_hooks]
 
 
+def store_of_ranks() -> Any:
+    """Return the store through which the ranks of this job have met: keys and values that each of them can read.
+
+    A process group has it, and shows it to nobody.
+    """
+    return torch.distributed.distributed_c10d._get_default_store()
+
+
 def gathering(module: nn.Module) -> tuple[torch.dtype | None, bool]:
     """Return in which dtype FSDP2 gathers the parameters of a module that it has sharded, and whether it casts inputs.
 
@@ -370,6 +378,7 @@ __all__ = [
     "run_as_soon_as_ready",
     "source_name",
     "storage_id",
+    "store_of_ranks",
     "undecided_by_fakes",
     "without_transforms",
 ]

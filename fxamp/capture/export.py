@@ -22,7 +22,7 @@ from torch.fx.graph import CodeGen
 
 from passes._torch import ExportTracer, drop_hooks, guards_of, pytree, without_transforms
 from passes.contract.errors import INSTEAD, CaptureError, FxampError
-from passes.ops.recurrent import ask
+from passes.ops.recurrent import run_low
 
 from .casts import ExplicitCasts, drop_aliases
 from .functions import Functions
@@ -220,7 +220,7 @@ def export(
     tensors = _distinct([v for v in flat if isinstance(v, torch.Tensor)])
     functions = Functions()
     if autocast is not None:
-        ask(model, autocast.wanted, autocast.dtype)
+        run_low(autocast.wanted, autocast.dtype)  # on real tensors, and remembered
     entered = contextlib.nullcontext() if autocast is None else autocast.context()
     with _quiet():
         try:

@@ -19,7 +19,7 @@ from torch.fx import Graph, GraphModule, Node
 from passes._torch import enter_autocast, exit_autocast, pytree, source_name, without_transforms
 from passes.contract.policy import Policy, module_override, type_names
 from passes.graph.notes import note, note_of, origin
-from passes.graph.values import LOW, Inference, dtypes_of, is_floating, literal_dtype, retyped
+from passes.graph.values import ELIGIBLE, LOW, Inference, dtypes_of, is_floating, literal_dtype, retyped
 from passes.ops import ops
 from passes.ops.rules import row_of
 
@@ -73,16 +73,17 @@ def describe(
         given: of each input, whether the compiled module was called with it.
 
     Returns:
-        Which outputs are low in the model itself, and not by autocast: their numbers, and the dtypes.
+        Which outputs are low in the model itself, and not by autocast: their numbers, and the dtypes. Beside such
+        outputs, or low inputs, those too which are FP32 in the model itself.
     """
     description = _Description(gm.graph, ambient, policy, scope, own, given)
     description.of(gm)
     outputs: Any = gm.graph.output_node().args[0]
     made = {i: description.own.get(n) for i, n in enumerate(outputs) if isinstance(n, Node)}
-    low = {i: dtype for i, dtype in made.items() if dtype in LOW}
-    for i, dtype in low.items():
-        note(outputs[i], low_of_its_own=dtype)
-    return low
+    for i, dtype in made.items():
+        if dtype in LOW:
+            note(outputs[i], low_of_its_own=dtype)
+    return {i: dtype for i, dtype in made.items() if dtype in (*ELIGIBLE, torch.complex32)}
 
 
 class _Description:

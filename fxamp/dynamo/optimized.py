@@ -13,6 +13,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import itertools
 import logging
 import types
 from collections.abc import Callable, Iterator
@@ -26,12 +27,13 @@ from passes._torch import OptimizedModule, dynamo_errors, pytree
 from passes.contract.devices import DEVICES
 from passes.contract.errors import FxampError
 from passes.contract.policy import Policy
+from passes.graph.values import LOW
 
 from . import compiled
 
 logger = logging.getLogger("fxamp")
 
-_OWN: Any = WeakIdKeyDictionary()  # dtypes of values that the model itself makes low, without autocast
+_OWN: Any = WeakIdKeyDictionary()  # dtypes of values that the model itself makes low, and of others beside them
 _CONTEXTS: dict[tuple[str, torch.dtype, bool], list[torch.autocast]] = {}  # for reuse; none is entered now
 
 
@@ -72,14 +74,23 @@ def _again(model: nn.Module, dynamo: Any, policy: Policy) -> CompiledModule:
     return adopted(OptimizedModule(model, dynamo), policy)
 
 
-def note_low(value: Tensor, dtype: torch.dtype) -> None:
-    """Note that a value which leaves a graph is low in the model itself; under autocast it may be FP32."""
+def note_own(value: Tensor, dtype: torch.dtype) -> None:
+    """Note which dtype a value that leaves a graph has in the model itself; under autocast it may have another."""
     _OWN[value] = dtype
 
 
-def is_low_of_its_own(value: object) -> bool:
-    """Say whether a value has left a graph, and is low in the model itself."""
-    return isinstance(value, Tensor) and value in _OWN
+def is_low_of_its_own(value: object, made_of_low: bool) -> bool:
+    """Say whether a value is low in the model itself: it left a graph so, or left none, and is made of low values."""
+    if not isinstance(value, Tensor):
+        return False
+    return _OWN.get(value, value.dtype if made_of_low else None) in LOW
+
+
+def is_low_throughout(model: nn.Module, inputs: Any) -> bool:
+    """Say whether all that a model holds and is given is low: what no graph makes is low of its own then."""
+    held = itertools.chain(model.parameters(), model.buffers(), pytree.tree_leaves(inputs))
+    floats = (t.dtype in LOW for t in held if isinstance(t, Tensor) and t.is_floating_point())
+    return next(floats, False) and all(floats)
 
 
 def _guarded(run: Callable[..., Any], model: nn.Module, policy: Policy | None) -> Callable[..., Any]:
@@ -109,7 +120,7 @@ def _guarded(run: Callable[..., Any], model: nn.Module, policy: Policy | None) -
             logger.warning("%s runs without autocast, under which it fails: %s", type(model).__name__, why)
             return outputs
         runs = True
-        return outputs if low is None or policy.output_dtype == "low" else restored(outputs, low, (args, kwargs))
+        return _given_back(outputs, low, policy, model, (args, kwargs))
 
     return forward
 
@@ -153,7 +164,7 @@ def _method(method: types.MethodType, model: nn.Module, policy: Policy) -> Calla
     def call(*args: Any, **kwargs: Any) -> Any:
         with under_autocast(policy, model, args, kwargs) as low:
             outputs = method(*args, **kwargs)
-        return outputs if low is None or policy.output_dtype == "low" else restored(outputs, low, (args, kwargs))
+        return _given_back(outputs, low, policy, model, (args, kwargs))
 
     return call
 
@@ -190,7 +201,16 @@ def _device(model: nn.Module, args: Any, kwargs: Any) -> str:
     return found.device.type if found is not None and found.device.type != "meta" else "cpu"
 
 
-def restored(outputs: Any, low: torch.dtype, inputs: Any, made: dict[int, Any] | None = None) -> Any:
+def _given_back(outputs: Any, low: torch.dtype | None, policy: Policy, model: nn.Module, inputs: Any) -> Any:
+    """Return outputs in the model's own dtypes, unless nothing was low, or the policy wants them as they are."""
+    if low is None or policy.output_dtype == "low":
+        return outputs
+    return restored(outputs, low, functools.partial(_is_given, model, inputs))
+
+
+def restored(
+    outputs: Any, low: torch.dtype, is_given: Callable[[Tensor], bool], made: dict[int, Any] | None = None
+) -> Any:
     """Return outputs with low values cast to FP32, but not those that the model itself makes low or was given.
 
     Dataclasses apart, containers that pytree does not know are left as they are, so a cache keeps autocast's values.
@@ -199,25 +219,29 @@ def restored(outputs: Any, low: torch.dtype, inputs: Any, made: dict[int, Any] |
     made = {} if made is None else made
     leaves, spec = pytree.tree_flatten(outputs)
     for leaf in leaves:
+        if id(leaf) in made:
+            continue
         if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            made[id(leaf)] = _restored_fields(leaf, low, inputs, made)
-        elif is_low_of_its_own(leaf):
+            made[id(leaf)] = _restored_fields(leaf, low, is_given, made)
+        elif isinstance(leaf, Tensor) and leaf in _OWN:
             made[id(leaf)] = leaf.to(_OWN[leaf])
-        elif isinstance(leaf, Tensor) and leaf.dtype == low and id(leaf) not in made and not _is_given(leaf, inputs):
+        elif isinstance(leaf, Tensor) and leaf.dtype == low and not is_given(leaf):
             made[id(leaf)] = leaf.float()
     changed = [made.get(id(leaf), leaf) for leaf in leaves]
     same = all(new is old for new, old in zip(changed, leaves, strict=True))
     return outputs if same else pytree.tree_unflatten(changed, spec)
 
 
-def _is_given(value: Tensor, inputs: Any) -> bool:
-    """Say whether a value is a parameter, or one that the model was called with."""
-    return isinstance(value, nn.Parameter) or any(value is given for given in pytree.tree_leaves(inputs))
+def _is_given(model: nn.Module, inputs: Any, value: Tensor) -> bool:
+    """Say whether a value is a parameter, one that the model was called with, or made of nothing wider than it is."""
+    if isinstance(value, nn.Parameter) or any(value is given for given in pytree.tree_leaves(inputs)):
+        return True
+    return is_low_throughout(model, inputs)
 
 
-def _restored_fields(value: Any, low: torch.dtype, inputs: Any, made: dict[int, Any]) -> Any:
+def _restored_fields(value: Any, low: torch.dtype, is_given: Callable[[Tensor], bool], made: dict[int, Any]) -> Any:
     held = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if hasattr(value, f.name)}
-    changed = {name: new for name, old in held.items() if (new := restored(old, low, inputs, made)) is not old}
+    changed = {name: new for name, old in held.items() if (new := restored(old, low, is_given, made)) is not old}
     if not changed:
         return value
     out = copy.copy(value)

@@ -32,8 +32,8 @@ def begin(step: TrainStep) -> None:
         return
     scaled = step.scaler.is_enabled() or step._undecided
     refuse_unfit_ranks(step.ranks, accumulate_steps=step.accumulate_steps, on_overflow=step.on_overflow, scaled=scaled)
-    if step.ranks.groups:
-        compare(_told(step), step.ranks.groups)
+    if step.ranks.groups or (step.ranks.shared and dist.get_world_size() > 1):
+        compare(_told(step), step.ranks.groups, step.model)
     step._begun = True
 
 

@@ -159,7 +159,10 @@ def _restore_outputs(graph: Graph, assignment: Assignment) -> int:
     output = graph.output_node()
     made: dict[Node, Node] = {}
     for value in output.all_input_nodes:
-        held, original = assignment.dtypes.get(value), _floating(assignment.returned.get(value))
+        held, returned = assignment.dtypes.get(value), assignment.returned.get(value)
+        if held == torch.complex64 and returned == torch.complex32:  # FP16 numbers, which autocast casts up
+            made[value] = make_cast(graph, value, torch.complex32, output, assignment, RESTORE_OUTPUT)
+        original = _floating(returned)
         if is_floating(held) and original is not None and recast(held, original) != held:
             made[value] = make_cast(graph, value, original, output, assignment, RESTORE_OUTPUT)
             if assignment.symbolic:  # a value made from an unknown input may be complex

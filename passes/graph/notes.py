@@ -45,6 +45,7 @@ class Note:
         low_of_its_own: Of an output: the dtype that the model itself makes, low not by autocast.
         pure: Of a higher-order op: its body neither writes to what it is given nor returns it.
         told_dtype: It was given a dtype argument in the place of a cast.
+        told: The low dtype that the author gave as an argument, for which there is a cast instead.
     """
 
     made_by: str = ""
@@ -61,6 +62,7 @@ class Note:
     low_of_its_own: torch.dtype | None = None
     pure: bool = False
     told_dtype: bool = False
+    told: torch.dtype | None = None
 
     @property
     def reads(self) -> tuple[Any, ...]:

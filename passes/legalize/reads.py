@@ -81,6 +81,7 @@ def cast_before_norms(graph: Graph) -> int:
         told = ops.argument(node, "dtype") if row_of(node).never_narrows else None
         if isinstance(told, Node) or told in LOW:
             _cast_first(node)
+            note(node, told=told if told in LOW else None)
             edits += 1
     return edits
 

@@ -49,6 +49,11 @@ class Ranks:
         return bool(self.apart) or any(map(communication_hook, self.replicas))
 
     @property
+    def shared(self) -> bool:
+        """Whether the model is made for several ranks, even if this one is alone in its groups."""
+        return self.spread or bool(self.replicas)
+
+    @property
     def replicated(self) -> int:
         """How many ranks exchange gradients in backward."""
         return max((dist.get_world_size(replica.process_group) for replica in self.replicas), default=1)

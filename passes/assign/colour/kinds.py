@@ -81,7 +81,7 @@ def _is_position(state: State, site: Site) -> bool:
 
 def fp32(state: State, site: Site, why: Reason | None = None) -> Colouring:
     """Colour an op that runs in FP32, unless its `dtype=` argument decides."""
-    explicit = ops.argument(site.node, "dtype")
+    explicit = note_of(site.node).told or ops.argument(site.node, "dtype")
     if site.row.dtype_arg and isinstance(explicit, torch.dtype):
         return natural(state, site.of_kind(FP32), Code.DTYPE_ARGUMENT(str(explicit)))
     return all_to(state, site.of_kind(FP32), torch.float32, why or Code.FP32(site.row.reason))

@@ -86,8 +86,8 @@ class Simulation(State):
         held = {self.dtypes.get(m) for m in members}
         # Without shapes the dtype of `y.to(x.dtype)` is unknown; at run time the cast may be no copy, but y itself.
         unknown = any(self.dtypes.get(m) is ANY and not is_opaque(m) for m in members)
-        floats = held & {*ELIGIBLE}  # a cast to 64 bits, or from them, is a copy at every level
-        if len(floats) > 1 or (unknown and floats & {*LOW}):
+        changed = any(self.dtypes.get(m) != self.original.get(m) for m in members)
+        if len(held & {*ELIGIBLE}) > 1 or (unknown and changed):  # a cast to or from 64 bits is a copy at every level
             return True
         return any(self._no_copy_any_more(m) or self._saved_and_written(m) for m in members)
 

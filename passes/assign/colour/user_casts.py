@@ -21,6 +21,8 @@ from ...graph.values import ANY, ELIGIBLE, LOW, is_floating, literal_dtype, modu
 from ...ops import ops
 from ...ops.rules import Rule, row_named
 
+_NOTHING = "undecided: under autocast the cast does nothing"
+
 
 @dataclass(frozen=True)
 class Intent:
@@ -91,8 +93,10 @@ class Casts:
         if baked is None:
             return Intent(held if isinstance(held, torch.dtype) else None, False, Code.FOLLOW("it names no dtype"))
         if note_of(node).cast == "autocast":
-            why = Code.CAST("the dtype that it has under autocast")
-            return Intent(note_of(node).read or baked, True, why)
+            given = note_of(node).read or baked
+            if given == held == torch.float32:
+                return Intent(given, False, Code.CAST(_NOTHING))
+            return Intent(given, True, Code.CAST("the dtype that it has under autocast"))
         kind = self._kind(node)
         if kind == "relative" and observed is not None:
             return Intent(observed, False, Code.CAST("relative, the dtype that was read under autocast"))
@@ -113,7 +117,7 @@ class Casts:
             why = "relative" if self._kind(node) == "relative" else "undecided, taken as relative"
             return Intent(self._restores(node, dtypes) or held, False, Code.USER_CAST(why))
         restored = None if exact else self._restores(node, dtypes)
-        return Intent(restored or observed, False, Code.CAST("undecided: under autocast the cast does nothing"))
+        return Intent(restored or observed, False, Code.CAST(_NOTHING))
 
     def _is_literal(self, value: Node, baked: torch.dtype, kind: str) -> bool:
         """Say whether the author of a cast must have meant the dtype that was captured, not that of another value."""
