@@ -103,7 +103,7 @@ def compile_graph(
         verify(graph)
         prepared = list(_prepared(graph, attribute, preparing(policy), itertools.count()))
         bodies = bodies_of(graph, attribute) if policy.level.rounds else {}
-        if capture != "jit":  # of several graphs, an override has to match in any one
+        if capture != "jit":  # an override has to match in only one of several graphs
             _check_overrides(policy, all_graphs(graph, bodies))
         outermost = Unit(graph, attribute, _border_of(policy, under_autocast, bodies))
         units = _compiled(outermost, deciding(policy, plan, own, timer), itertools.count())

@@ -208,7 +208,7 @@ def export(
         flat: the flat example inputs.
         dims: one dynamic-shape specification per tensor.
         autocast: what to export it under; its casts are not in the graph, but every value has its dtype.
-        limit: the limits of its cost; None for none.
+        limit: the limits of its cost; None for no limit.
         recorder: notes what forward() reads.
 
     Returns its graph module, the call specification with outputs filled in, and the attributes that forward() changes.

@@ -47,7 +47,7 @@ _NOT_EAGER = (
 )
 _WITHOUT_AUTOCAST = (
     "captured without autocast: Python code that reads dtypes (finfo, dtype= arguments, branches) sees FP32, and code "
-    "between graphs runs in FP32; under fxamp.compile, or inside torch.autocast, both are as autocast has them"
+    "between graphs runs in FP32; under fxamp.compile, or inside torch.autocast, both follow autocast"
 )
 
 

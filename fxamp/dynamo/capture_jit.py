@@ -76,8 +76,8 @@ def describe(
         given: of each input, whether the compiled module was called with it.
 
     Returns:
-        Which outputs are low in the model itself, and not by autocast: their numbers, and the dtypes. Beside such
-        outputs, or low inputs, those too which are FP32 in the model itself.
+        The dtypes in the model itself, by number, of outputs that are low there, and not by autocast. Beside such
+        outputs, or low inputs, the outputs that are FP32 in the model itself are among them.
     """
     description = _Description(gm.graph, ambient, policy, scope, own, given)
     description.of(gm)

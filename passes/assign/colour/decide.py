@@ -61,7 +61,7 @@ def _under_autocast(state: State, site: Site) -> Colouring | None:
     casts = {at: seen[at] for at, o in zip(seen, site.floats, strict=True) if state.dtypes[o.node] != seen[at]}
     dtype = first_float(note_of(site.node).autocast) or torch.float32
     return Colouring(
-        dtype, AS_AUTOCAST, Code.AS_AUTOCAST("runs under torch.autocast, on operands as they are there"), casts
+        dtype, AS_AUTOCAST, Code.AS_AUTOCAST("runs under torch.autocast, on operands in autocast's dtypes"), casts
     )
 
 
