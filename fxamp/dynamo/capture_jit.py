@@ -30,14 +30,14 @@ _ROOT = re.compile(r"^[LG]\['\w+'\]\.?")
 _ATOM = re.compile(r"\['([^']*)'\]|\[(\d+)\]|\.([A-Za-z]\w*)")  # skips `_modules` and `_parameters`
 
 
-def ambient_dtype(graph: Graph, device: str) -> torch.dtype | None:
+def ambient_dtype(graph: Graph, device: str, named: torch.dtype | None = None) -> torch.dtype | None:
     """Return the low dtype of the ambient autocast: a region round the whole graph, which is erased, or a state.
 
-    A region in another dtype than that of the state is the model's own.
+    A region in another dtype than the state's is the model's own, if the policy has named that of the state.
     """
     state = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     region = _whole_region(graph)
-    if region is None or (state is not None and region[0].args[:2] != (device, state)):
+    if region is None or (state is not None and named == state != region[0].args[1]):
         return state
     entered, left = region
     for node in (left, entered):
