@@ -38,7 +38,7 @@ def begin(step: TrainStep) -> None:
 
 
 def warn_of_fp32(step: TrainStep) -> None:
-    """Say that a model is not converted, once, after its first forward: it trains in FP32, which may be a slip."""
+    """Say that a model is not converted, once, after its first forward: it trains in FP32, perhaps by mistake."""
     if step._seen:
         return
     step._seen = True

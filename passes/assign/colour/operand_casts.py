@@ -24,9 +24,12 @@ from .state import Site, State, first_float
 def all_to(state: State, site: Site, dtype: Any, reason: Reason) -> Colouring:
     """Cast every castable operand that has another dtype."""
     casts = {}
+    # What is not known is FP32, but where the kernel takes one dtype alone, and the author gave it a low one beside.
+    beside_low = site.row.same_dtype and any(state.dtypes[o.node] in LOW for o in site.floats)
+    unknown = dtype in LOW or beside_low
     for o in site.floats:
         held = state.dtypes[o.node]
-        if castable(state, o, site.row, dtype) and held != dtype and (held is not ANY or dtype in LOW):
+        if castable(state, o, site.row, dtype) and held != dtype and (held is not ANY or unknown):
             casts[o.name, o.index] = dtype
     return Colouring(dtype, site.kind, reason, casts)
 

@@ -355,6 +355,16 @@ def test_an_explicit_dtype_argument_wins() -> None:
     assert plan.decisions[1].code == "dtype_argument"
 
 
+def test_a_norm_that_is_told_a_low_dtype_gives_it_on_cuda_as_under_autocast() -> None:
+    plan = plan_fixed(
+        Net(lambda m, x: torch.linalg.vector_norm(x.half(), dtype=torch.float16)),
+        (X,),
+        policy=fxamp.Policy(device="cuda", dtype="fp16"),
+    )
+    norm = next(d for d in plan.decisions if d.op == "linalg_vector_norm")
+    assert (norm.colour, norm.autocast_dtype, norm.code) == ("float16", "float16", "dtype_argument")
+
+
 def test_binary_cross_entropy_is_refused_on_cuda_and_allowed_by_an_override() -> None:
     net = Net(lambda m, x: F.binary_cross_entropy(torch.sigmoid(m.first(x)), torch.ones(4, 8)))
     with pytest.raises(fxamp.PolicyError, match="binary_cross_entropy_with_logits"):
@@ -419,10 +429,10 @@ def test_o3_trains_through_an_op_that_has_a_low_kernel_for_the_forward_only(op: 
     assert module.get_submodule("first").weight.grad is not None
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-def test_every_level_trains(level: str) -> None:
+@pytest.mark.parametrize("way", ["O1", "O2", "O3"])
+def test_every_level_trains(way: str) -> None:
     net = Net(lambda m, x: m.second(F.gelu(F.layer_norm(m.first(x), (8,)))))
-    module = convert_fixed(net, (X,), policy=level)
+    module = convert_fixed(net, (X,), policy=way)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     losses = []
     for _ in range(20):
@@ -547,6 +557,25 @@ def test_a_cast_that_did_nothing_shares_what_is_written_as_before() -> None:
         return same
 
     assert torch.equal(convert(write, "O2")(X), torch.full(X.shape[:-1], 3.0))
+
+
+def test_without_inputs_a_cast_that_did_nothing_shares_what_is_written_as_before() -> None:
+    def write(m: Any, x: Tensor) -> Tensor:
+        half = x.half()
+        spread = half.std(0)  # FP16, which O3 with BF16 would compute in FP32
+        same = spread.to(torch.result_type(half, x.long()))
+        spread.zero_()
+        return same
+
+    converted = fxamp.convert(Net(write), policy="O3,dtype=bf16", capture="fx")
+    assert torch.equal(converted(X), torch.zeros(X.shape[-1]))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_without_inputs_an_op_that_takes_one_dtype_alone_is_given_one(level: str) -> None:
+    model = Net(lambda m, x: torch.complex(x, x.relu().half()).abs())
+    converted = fxamp.convert(model, policy=f"{level},dtype=bf16", capture="fx")
+    assert torch.allclose(converted(X.half()).float(), model(X.half()).float(), atol=2e-3)
 
 
 def test_a_copy_in_64_bits_does_not_make_what_is_written_fp32() -> None:
