@@ -157,7 +157,8 @@ def _inside(node: Node, body: Body, outside: Assignment) -> Unit:
     """Return the body of a higher-order op, with the dtypes that hold at its border."""
     entered = body.first is not None
     given = {p: outside.dtypes[v] for p, v in body.operands(node).items()} if entered else {}
-    return Unit(body.graph, body.attribute, Border(given, not entered, bodies=body.bodies()))
+    restored = not entered or outside.dtypes[node] == outside.original[node]
+    return Unit(body.graph, body.attribute, Border(given, restored, bodies=body.bodies()))
 
 
 def _check_border(node: Node, body: Body, outside: Assignment, inside: Assignment) -> None:
