@@ -225,7 +225,7 @@ def test_plans_of_a_project_that_are_missing_or_have_changed_are_written_and_no_
         ('policy = "O1"', "needs a target"),
         ('target = "net.py:make"', "neither a plan nor a budget"),
         ('target = "net.py:make"\nplans = "x"', "no setting 'plans'"),
-        ('target = "net.py:make"\nplan = 3', "plan has to be a text"),
+        ('target = "net.py:make"\nplan = 3', "plan must be a string"),
         ("target = ", "cannot be read"),
     ],
 )
