@@ -135,8 +135,8 @@ def _ahead_of_time(
         settled = resolve(policy, module, inputs)
         if not any(
             isinstance(m, torch.fx.GraphModule) for m in module.modules()
-        ):  # whose nodes have paths of their own
-            refuse_unmatched(settled, module)  # for a capture may take long
+        ):  # nodes of a GraphModule have module paths of their own
+            refuse_unmatched(settled, module)  # early, since capture may take long
         autocast = autocast_for(settled, module, inputs)
         captures = capture_model(
             model, args, kwargs, front_end=front_end, dynamic_shapes=dynamic_shapes, autocast=autocast
@@ -355,8 +355,8 @@ def resolve(policy: Policy, model: nn.Module, inputs: tuple[tuple[Any, ...], dic
     device = policy.device or device_of(model, inputs)
     if device not in DEVICES:
         raise PolicyError(
-            f"{type(model).__name__} is on '{device}', for which fxamp knows no ops: move it to one of "
-            f"{', '.join(DEVICES)} before converting, or name one with device= in the policy, to use its op lists."
+            f"{type(model).__name__} is on '{device}', for which fxamp has no op lists: move the model to one of "
+            f"{', '.join(DEVICES)} before converting, or set device= in the policy to one of these."
         )
     dtype = policy.dtype or torch.get_autocast_dtype(device)
     return replace(policy, device=device, dtype=dtype)

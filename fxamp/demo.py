@@ -293,7 +293,7 @@ def _count(trainee: Trainee, x: Tensor, y: Tensor) -> StepCounts:
 
 @torch.no_grad()
 def _accuracy(trainee: Trainee, digits: Digits) -> float:
-    """Give the percentage of test images told rightly."""
+    """Give the percentage of test images classified correctly."""
     right = trainee.predict(digits.test_x).argmax(dim=1) == digits.test_y
     return 100 * right.float().mean().item()
 
@@ -312,7 +312,7 @@ def _load_digits(device: str) -> Digits:
 
 
 def _require_writable(path: Path) -> None:
-    """Find out before the training, not after it."""
+    """Raise before the training if the file cannot be written."""
     existed = path.exists()
     try:
         path.open("a").close()

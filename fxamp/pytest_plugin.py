@@ -21,7 +21,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the option that writes plans."""
     parser.getgroup("fxamp").addoption(
         "--update-precision-plans", action="store_true",
-        help="write precision plans that are missing or have changed; the tests that they belong to fail this once",
+        help="write precision plans that are missing or have changed; their tests fail in this run",
     )  # fmt: skip
 
 

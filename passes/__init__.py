@@ -1,7 +1,7 @@
 """The compiler: a captured graph in, a mixed-precision graph and its plan out. `compile_graph` is its one entrance.
 
-`watched` lets a caller look on between the passes, which are called `NAMES`.
-Imports torch and networkx, never fxamp. What users may name of it, `fxamp` gives on.
+`watched` lets a caller observe the passes, and `NAMES` are their names.
+Imports torch and networkx, never fxamp; `fxamp` re-exports its public names.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Each is used by PyTorch's own documentation or by its downstream projects, and each is tested against the oldest and
 the newest supported torch: fake tensors (shapes and dtypes without data), dispatch modes (what an operator really
 did), the dispatcher's own list of autocast rules, the exporter's guards, autocast regions as two calls, the
-structured trace of a compilation, and what replicas and shards were told.
+structured trace of a compilation, and the settings of replicas and shards.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def autocast_registrations(device: str) -> frozenset[str]:
 
 
 def registered_autocast_dtype(name: str, device: str) -> torch.dtype | None:
-    """Return what `register_autocast` of PyTorch was told of an op, or None: its kernel comes by other means."""
+    """Return the dtype that PyTorch's `register_autocast` was given for an op; None if it was not used."""
     namespace, _, op = name.partition("::")
     overload = getattr(getattr(torch.ops, namespace), op).default
     definition: Any = _maybe_get_opdef(overload)
@@ -155,7 +155,7 @@ def registered_autocast_dtype(name: str, device: str) -> torch.dtype | None:
 
 
 def global_module_hooks() -> list[Any]:
-    """Return the hooks that run for every module, which `torch.nn.modules.module.register_module_*_hook` gives."""
+    """Return the hooks that run for every module (`torch.nn.modules.module.register_module_*_hook`)."""
     return [hook for name in _GLOBAL_HOOKS for hook in getattr(torch.nn.modules.module, name).values()]
 
 
@@ -184,14 +184,14 @@ def longest_guard(env: Any, first: int) -> int:
 
 
 def example_sizes(size: torch.SymInt | torch.SymFloat | torch.SymBool) -> dict[Any, Any]:
-    """Return what the symbols that stand for input sizes were when the graph was captured."""
+    """Return the example's values of the symbols that stand for input sizes."""
     env = size.node.shape_env
     known = getattr(env, "backed_var_to_val", None)
     return dict(env.var_to_val if known is None else known)  # the older name
 
 
 def undecided_by_fakes(error: Exception) -> bool:
-    """Say whether this is what fake tensors raise where only data decides, and not what a program has to say."""
+    """Say whether fake tensors raised an error because only data decides; else the program itself raised it."""
     kinds = (
         fake_tensor.DataDependentOutputException,
         fake_tensor.DynamicOutputShapeException,
@@ -312,10 +312,18 @@ def communication_states(replica: DistributedDataParallel) -> list[Any]:
     return [state for _, state in replica._comm_hooks]
 
 
+def store_of_ranks() -> Any:
+    """Return the store through which the ranks of this job have met: keys and values that each of them can read.
+
+    torch.distributed has no public function for it.
+    """
+    return torch.distributed.distributed_c10d._get_default_store()
+
+
 def gathering(module: nn.Module) -> tuple[torch.dtype | None, bool]:
     """Return in which dtype FSDP2 gathers the parameters of a module that it has sharded, and whether it casts inputs.
 
-    None stands for the dtype that they have. FSDP2 keeps its MixedPrecisionPolicy to itself.
+    None stands for the dtype that they have. FSDP2 does not publish its MixedPrecisionPolicy.
     """
     sharded: Any = module
     policy = sharded._get_fsdp_state()._mp_policy
@@ -370,6 +378,7 @@ __all__ = [
     "run_as_soon_as_ready",
     "source_name",
     "storage_id",
+    "store_of_ranks",
     "undecided_by_fakes",
     "without_transforms",
 ]

@@ -1,7 +1,7 @@
 """The form of a pass: a frozen dataclass whose fields are its options, called with one graph at a time.
 
-It changes the graph, or adds to what is known of it, and returns how often each of its rules fired: a rule that found
-nothing is there with 0. What holds afterwards is verified between the passes (`watch.py`).
+It changes the graph, or adds to what is known of it, and returns how often each of its rules fired, 0 for a rule that
+found nothing. What holds afterwards is verified between the passes (`watch.py`).
 
     @dataclass(frozen=True)
     class DropCasts:
@@ -62,7 +62,7 @@ class Unit:
     @property
     def decided(self) -> Assignment:
         """The decisions; they are there once dtypes are assigned."""
-        assert self.assignment is not None, "no dtypes are assigned yet: the pass that does comes later"
+        assert self.assignment is not None, "dtypes are not assigned yet: AssignPrecision runs later"
         return self.assignment
 
 

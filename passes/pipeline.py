@@ -1,7 +1,7 @@
 """The passes, in order: a captured graph in, a mixed-precision graph and its plan out.
 
-Each is a room of its own; `preparing` and `deciding` are their table of contents. What happens between two of them,
-verification before all, is in `watch.py`. The bodies of higher-order ops go the same way as what they stand in.
+`preparing` and `deciding` are their table of contents. What happens between two passes, verification above all, is in
+`watch.py`. The bodies of higher-order ops go through the same passes as the graph around them.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def compile_graph(
         verify(graph)
         prepared = list(_prepared(graph, attribute, preparing(policy), itertools.count()))
         bodies = bodies_of(graph, attribute) if policy.level.rounds else {}
-        if capture != "jit":  # a model may break into several graphs, and an override match in one of them
+        if capture != "jit":  # an override has to match in only one of several graphs
             _check_overrides(policy, all_graphs(graph, bodies))
         outermost = Unit(graph, attribute, _border_of(policy, under_autocast, bodies))
         units = _compiled(outermost, deciding(policy, plan, own, timer), itertools.count())
@@ -196,7 +196,7 @@ def _plan_of(
         notes=(
             *notes,
             *(f"composite kept whole: {name}" for name in kept),
-            *(["captured without shapes: placed by unit costs, where every cast costs the same"] if unsized else []),
+            *(["captured without shapes: casts are placed as if each cost the same"] if unsized else []),
             *(f"defect of a rule: {text}" for text in wrong),
         ),
         inserted_casts=sum(edits[f"{InsertCasts.name}/{rule}"] for rule in CASTS),

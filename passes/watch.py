@@ -18,7 +18,7 @@ from .ops import ops
 
 
 class Watcher:
-    """Is told of every pass over every graph; what it is told, it may not change."""
+    """Is called before and after every pass over every graph; it may not change its arguments."""
 
     def before(self, step: Pass, unit: Unit) -> None:
         """Take note that a pass is about to run."""

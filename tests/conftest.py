@@ -1,4 +1,4 @@
-"""One thread: the models are tiny, and threads that wait for each other are slower than none.
+"""One thread, unless OMP_NUM_THREADS says how many: the models are tiny, and threads that wait are slower than none.
 
 The tests of a file, and those of the models of the zoo, run in one process, which captures a model once. What a file
 left behind is not looked at again: collecting garbage, and looking for a loss scaler, go through all live objects.
@@ -9,6 +9,8 @@ from __future__ import annotations
 import gc
 import os
 import re
+import zlib
+from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -17,8 +19,10 @@ from xdist.scheduler import LoadFileScheduling
 
 from reports.zoo import BY_NAME
 
-os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start
-torch.set_num_threads(1)
+if "OMP_NUM_THREADS" not in os.environ:  # torch has read it, as the processes that tests start do
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+SETTING = re.compile(r"fx|export|jit|bf16|fp16|torch\.bfloat16|torch\.float16|O[1-3](,dtype=\w+)?")
 OF_ZOO = re.compile(rf"/report/(page/|test_graphs|test_record)|::.*[\[-]({'|'.join(BY_NAME)})[\]-]")
 
 
@@ -35,10 +39,47 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Shares:
     return Shares(config, log)
 
 
+def pytest_configure() -> None:
+    """What importing leaves behind is not garbage."""
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """Nor is what has been collected."""
+    gc.freeze()
+    gc.enable()
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _nothing_old_is_looked_at() -> None:
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Try a behaviour once by symbolic tracing and once by another front end; leave what is left to the matrix.
+
+    Front ends, levels and low dtypes take turns. Which of them it is depends on the test alone, so that it is the same
+    whatever else is run. A test that is about the differences between them calls the argument `way`.
+    """
+    tried: dict[str, dict[tuple[object, ...], list[pytest.Item]]] = defaultdict(lambda: defaultdict(list))
+    for item in items:
+        call = getattr(item, "callspec", None)
+        settings = set() if call is None else {str(v) for a, v in call.params.items() if _is_setting(a, v)}
+        if call is not None and settings and not any(item.iter_markers("matrix")):
+            behaviour = [id(v) for a, v in sorted(call.params.items()) if not _is_setting(a, v)]
+            tried[item.nodeid.partition("[")[0]][(*behaviour, "fx" in settings)].append(item)
+    for function, behaviours in tried.items():
+        for at, ways in enumerate(behaviours.values()):
+            turn = zlib.crc32(f"{function} {at}".encode()) % len(ways)
+            for item in ways[:turn] + ways[turn + 1 :]:
+                item.add_marker("matrix")
+
+
+def _is_setting(argument: str, value: object) -> bool:
+    named = argument in ("front_end", "capture", "level", "policy", "low", "name", "dtype")
+    return named and isinstance(value, (str, torch.dtype)) and SETTING.fullmatch(str(value)) is not None
 
 
 def pytest_make_parametrize_id(config: pytest.Config, val: object, argname: str) -> str | None:

@@ -52,7 +52,7 @@ _TRACEABLE = (
 
 
 _FACTORIES = {getattr(torch, row.name): row.name for row in RULES.values() if row.factory}
-# What these do to a tensor leaves no node that does it again, or one that autograd does not see.
+# Tracing records no node for these methods, or one whose effect autograd does not see.
 _LOST_METHODS = frozenset(
     {"register_hook", "register_post_accumulate_grad_hook", "retain_grad", "requires_grad_", "set_", "backward"}
 )
@@ -76,17 +76,17 @@ class _Value(Proxy):
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        """Be asked by isinstance() and torch.is_tensor(), which no traced value can answer."""
+        """Refuse isinstance() and torch.is_tensor() of a traced value in the model's code: it cannot answer them."""
         frame: Any = sys._getframe(1)
         by_torch = frame.f_code is torch.is_tensor.__code__
         frame = frame.f_back if by_torch else frame
         file = frame.f_code.co_filename
-        line = linecache.getline(file, frame.f_lineno)  # "" where there is no source: what else would ask there?
+        line = linecache.getline(file, frame.f_lineno)  # "" where there is no source: then isinstance() is assumed
         if frames.kind(file) == "user" and (by_torch or not line or "isinstance(" in line):
             asked = "torch.is_tensor()" if by_torch else "isinstance()"
             raise CaptureError(
-                f"{asked} of a traced value at {frames.place()}: symbolic tracing has no tensor here and would take "
-                f"the wrong branch. {_INPUTS}."
+                f"forward() calls {asked} on a traced value at {frames.place()}: symbolic tracing has no tensor here "
+                f"and would take the wrong branch. {_INPUTS}."
             )
         return type(self)
 
@@ -104,7 +104,7 @@ def _recording(function: Callable[[Any, Any], Any]) -> Callable[[_Value, Any], A
     return record
 
 
-for _function in ops.IN_PLACE:  # without them `x += y` is `x = x + y` to Python, and other names of x keep what it was
+for _function in ops.IN_PLACE:  # without them Python runs `x = x + y`, and other names of x keep the old value
     setattr(_Value, f"__{_function.__name__}__", _recording(_function))
 
 
@@ -146,12 +146,13 @@ class _Constants(TorchFunctionMode):
 
 
 def _of_a_dtype(info: Any) -> Any:
-    """Return `torch.finfo` or `torch.iinfo` without what torch 2.15 makes of a traced dtype: numbers out of nowhere."""
+    """Return a `torch.finfo` or `torch.iinfo` that refuses a traced dtype, for which torch 2.15 invents numbers."""
 
     def limits(*args: Any, **kwargs: Any) -> Any:
         if any(isinstance(a, Proxy) for a in (*args, *kwargs.values())):
             raise CaptureError(
-                f"torch.{info.__name__} of a traced dtype at {frames.place()}: symbolic tracing knows none. {_INPUTS}."
+                f"forward() calls torch.{info.__name__} on the dtype of a traced value at {frames.place()}: symbolic "
+                f"tracing does not know that dtype. {_INPUTS}."
             )
         return info(*args, **kwargs)
 
@@ -159,13 +160,13 @@ def _of_a_dtype(info: Any) -> Any:
 
 
 class _Writes(TorchDispatchMode):
-    """Refuse a write to a tensor that tracing did not make: it would be carried out now, and never by the graph."""
+    """Refuse a write to a tensor that tracing did not make: it would happen once, now, and never in the graph."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         tensors = {**dict(model.named_parameters()), **held(model)}
         self.names = {_storage(t): name for name, t in tensors.items()}
-        self.made: dict[int, torch.Tensor] = {}  # kept alive, so that no storage takes the place of another
+        self.made: dict[int, torch.Tensor] = {}  # kept alive, so that no new storage gets the address of an old one
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -174,10 +175,10 @@ class _Writes(TorchDispatchMode):
         for tensor in _tensors(written):
             if _storage(tensor) not in self.made:
                 name = self.names.get(_storage(tensor))
-                what = f"'{name}'" if name else "a tensor of the program's"
+                what = f"'{name}'" if name else "a tensor made outside forward()"
                 raise NotFaithfulError(
                     f"forward() writes to {what} at {frames.place()}: symbolic tracing records only reads of "
-                    f"parameters and buffers, so the graph would never do this write. {INSTEAD}."
+                    f"parameters and buffers, so the graph would not write to it. {INSTEAD}."
                 )
         before = {_storage(t) for t in _tensors((args, kwargs))}
         output = func(*args, **kwargs)
@@ -201,6 +202,7 @@ class _Tracer(Tracer):
     def __init__(self, run: Callable[[nn.Module], Any]) -> None:
         super().__init__(autowrap_modules=())  # type: ignore[arg-type]
         self.run = run
+        self.stacks = frames.Stacks(run.__code__)
         self.leaves: dict[str, nn.Module] = {}
 
     def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> Any:
@@ -236,9 +238,11 @@ class _Tracer(Tracer):
         self, kind: str, target: Any, args: Any, kwargs: Any, name: Any = None, type_expr: Any = None
     ) -> Node:
         if kind == "call_method" and target in _LOST_METHODS:
-            raise NotFaithfulError(f"Tensor.{target} at {frames.place()}: symbolic tracing would lose it. {INSTEAD}.")
+            raise NotFaithfulError(
+                f"forward() calls Tensor.{target} at {frames.place()}: the graph would not. {INSTEAD}."
+            )
         node = super().create_node(kind, target, args, kwargs, name, type_expr)
-        node.meta.setdefault("stack_trace", frames.stack_of_forward(self.run.__code__))
+        node.meta.setdefault("stack_trace", self.stacks())
         if kind == "call_module":
             leaf = self.root.get_submodule(target)
             note(node, leaf=type(leaf).__name__)
@@ -251,7 +255,8 @@ class _Tracer(Tracer):
     def create_arg(self, a: Any) -> Any:
         if callable(a) and not isinstance(a, (type, torch.nn.Module, Proxy)):
             raise NotFaithfulError(
-                f"a function given to a traced value at {frames.place()}: symbolic tracing would lose it. {INSTEAD}."
+                f"forward() passes a function to a method of a traced value at {frames.place()}: the graph would not "
+                f"call it. {INSTEAD}."
             )
         return super().create_arg(a)
 
@@ -266,7 +271,7 @@ def _recurrent(m: Any, x: Any, hx: Any = None) -> Any:
 
 
 def given_by_default(call: CallSpec) -> CallSpec:
-    """Without example inputs: every argument without a default is given."""
+    """Return the call without example inputs: it passes every argument that has no default."""
     if call.var_positional or call.var_keyword:
         taken = ", ".join(s + n for s, n in (("*", call.var_positional), ("**", call.var_keyword)) if n)
         raise CaptureError(
@@ -279,7 +284,7 @@ def given_by_default(call: CallSpec) -> CallSpec:
 def trace(
     model: nn.Module, call: CallSpec, flat: list[Any], recorder: Recorder
 ) -> tuple[Graph, CallSpec, dict[str, nn.Module], dict[str, Any]]:
-    """Trace a model in its present mode, a placeholder for each tensor of the example (`flat`), or each argument.
+    """Trace a model in its present mode: one placeholder for each tensor of the example (`flat`), or each argument.
 
     Returns the graph with a flat output tuple, the call specification with the outputs' container, the opaque leaves by
     path, and lifted constants by name.
@@ -334,7 +339,7 @@ def _slots(model: nn.Module) -> dict[str, tuple[dict[str, Any], str, Any]]:
 
 
 def _refuse_assigned(model: nn.Module, before: dict[str, Any], graph: Graph) -> None:
-    """Raise NotFaithfulError where forward() assigned a buffer, or a tensor that it reads, and not by `x += y`."""
+    """Raise NotFaithfulError where forward() assigned a buffer, or a tensor that it reads, other than by `x += y`."""
     now, read = _slots(model), {str(n.target) for n in graph.nodes if n.op == "get_attr"}
     buffers = {f"{path}.{n}".lstrip(".") for path, m in model.named_modules() for n in m._buffers}
     for path in sorted(now.keys() | before.keys()):
@@ -374,8 +379,8 @@ def _lift_constants(graph: Graph, model: nn.Module, tracer: Tracer) -> dict[str,
             if getattr(lifted[name], "grad_fn", None) is not None:
                 reader = source(next(iter(node.users)))
                 raise CaptureError(
-                    f"forward() computes with parameters that it did not read as attributes, as a loop over "
-                    f"self.parameters() does ({reader}): symbolic tracing would fix their present values. {_INPUTS}."
+                    f"forward() uses parameters that it did not read as attributes, for example in a loop over "
+                    f"self.parameters() ({reader}): symbolic tracing would bake their values into the graph. {_INPUTS}."
                 )
             node.target = f"_fxamp.{name}"
     return lifted

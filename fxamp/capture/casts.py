@@ -37,8 +37,8 @@ class ExplicitCasts(TorchFunctionMode):
     """Give every cast and every `contiguous()` an alias of its operand.
 
     Args:
-        autocast: what is captured under, which recurrent layers have to be told.
-        watch: is told the arguments of each call of torch, and may raise to end the capture.
+        autocast: the autocast to capture under, whose casts recurrent layers need.
+        watch: called with the arguments of each call of torch; may raise to end the capture.
     """
 
     def __init__(self, autocast: Autocast | None = None, watch: Callable[[Any], None] | None = None) -> None:
@@ -65,7 +65,11 @@ def _memory_format(args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def drop_aliases(graph: Graph) -> None:
-    """Remove the aliases, and note on a cast what they said: "literal", two "undecided", three that it is not there."""
+    """Remove the aliases, and note on each cast what their number means.
+
+    After one alias a cast is literal, after more it is undecided. After three, before a recurrent layer, it is removed:
+    the author wrote none.
+    """
     behind: dict[Node, int] = {}
     for node in list(graph.nodes):
         if node.target is _ALIAS:
@@ -73,11 +77,11 @@ def drop_aliases(graph: Graph) -> None:
             behind[node] = behind.get(value, 0) + 1
     for node in list(graph.nodes):
         count = behind.get(node.args[0], 0) if node.args and isinstance(node.args[0], Node) else 0
-        if row_of(node).cast and count == ALIASES:
+        if row_of(node).cast and count == ALIASES and all(row_of(user).recurrent for user in node.users):
             node.replace_all_uses_with(node.all_input_nodes[0])
             graph.erase_node(node)
         elif row_of(node).cast and count:
-            note(node, cast="undecided" if count == 2 else "literal")
+            note(node, cast="literal" if count == 1 else "undecided")
     for node in behind:
         first: Any = node.args[0]
         node.replace_all_uses_with(first)

@@ -1,7 +1,7 @@
 """Walk two captures of one model side by side, and say where they differ.
 
-Captures are compared op by op, in order, and argument by argument. What only asks for sizes, and the exporter's own
-assertions, may be written otherwise in one of them: sizes are compared by the expression that they stand for.
+Captures are compared op by op, in order, and argument by argument. Arithmetic on sizes, and the
+exporter's assertions, may be written differently in the two: sizes are compared by the expression they stand for.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Walk:
     Args:
         left: a graph.
         right: another capture of the same model.
-        held: gives what a get_attr target that is not the model's own refers to in the first graph, else None.
+        held: returns the value of a get_attr target in the first graph, None for one of the model's own.
         other: the same for the second.
     """
 
@@ -175,7 +175,7 @@ def _tensors(gm: GraphModule) -> dict[str, torch.Tensor]:
 
 
 def spelled_out(node: Node, other: Node) -> tuple[Any, Any]:
-    """Return (args, kwargs) of both; with defaults filled in where one call leaves out what the other gives."""
+    """Return (args, kwargs) of both calls, with the default where only one of them leaves an argument out."""
     pair = [(tuple(n.args), dict(n.kwargs)) for n in (node, other)]
     same = len(pair[0][0]) == len(pair[1][0]) and pair[0][1].keys() == pair[1][1].keys()
     if same or not isinstance(node.target, OpOverload):

@@ -7,7 +7,6 @@ import logging
 import os
 import re
 import sys
-import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -22,13 +21,13 @@ from torch.fx.graph import CodeGen
 
 from passes._torch import ExportTracer, drop_hooks, guards_of, pytree, without_transforms
 from passes.contract.errors import INSTEAD, CaptureError, FxampError
-from passes.ops.recurrent import ask
+from passes.ops.recurrent import run_low
 
 from .casts import ExplicitCasts, drop_aliases
 from .functions import Functions
 from .model.call import CallSpec, Leaf, flatten_outputs
 from .model.captured import Autocast
-from .model.frames import of_forward, place_of
+from .model.frames import Stacks, place_of
 from .model.limit import Limit, TooMuch
 from .model.patches import replaced, traced_here_alone
 from .model.preflight import untouched
@@ -67,7 +66,7 @@ class Dims:
             except Exception as e:
                 first = str(e).strip().splitlines()[0][:200] if str(e) else ""
                 why = first if isinstance(e, TooMuch) else f"fails: {type(e).__name__}: {first}"
-                note = f"only the first dimension of each input is dynamic: capture with all of them {why}"
+                note = f"only the first dimension of each input is dynamic: a capture with all dimensions dynamic {why}"
                 result = run(self._left[1], None)
                 del self._left[0]
                 self.notes.append(note)
@@ -76,7 +75,7 @@ class Dims:
 
 
 class _Box:
-    """Holds what the last trace returned; the exporter undoes assignments to module attributes."""
+    """Holds what the last trace returned: on the model the exporter would undo the assignment."""
 
     constants: tuple[tuple[int, Any], ...] = ()
     spec: Any = None
@@ -99,7 +98,7 @@ class _Flat(nn.Module):
         given = iter(tensors)
         flat = [next(given) if leaf.tensor else v for leaf, v in zip(self.call_spec.leaves, self.flat, strict=True)]
         args, kwargs = self.call_spec.arguments(self.call_spec.unflatten(flat))
-        # Here, for the exporter undoes assignments without a word.
+        # Looked for here, since the exporter undoes assignments silently.
         with traced_here_alone(), untouched(self.model) as self.box.changed, self.recorder(tensors):
             output = self.model(*args, **kwargs)
         kept, self.box.constants, self.box.spec = flatten_outputs(output)
@@ -115,7 +114,9 @@ def dynamic_dims(shapes: Any, call: CallSpec, flat: list[Any]) -> tuple[Any, ...
     tensors = [v for v in flat if isinstance(v, torch.Tensor)]
     if isinstance(shapes, str):
         if shapes != "auto":
-            raise CaptureError(f"dynamic_shapes={shapes!r} is not 'auto', None, or as torch.export.export takes it.")
+            raise CaptureError(
+                f"dynamic_shapes must be 'auto', None or what torch.export.export takes, got {shapes!r}."
+            )
         return tuple(dict.fromkeys(range(t.dim()), Dim.AUTO) for t in tensors)
     if shapes is None:
         return (None,) * len(tensors)
@@ -127,20 +128,22 @@ def dynamic_dims(shapes: Any, call: CallSpec, flat: list[Any]) -> tuple[Any, ...
 
 
 def _by_input(shapes: Any, call: CallSpec, values: dict[str, Any]) -> list[Any]:
-    """Return the specification of each input that the example gives, of a dict by input or a tuple of all."""
+    """Return the specification of each input that the example gives, from a dict by name or from a tuple."""
     if isinstance(shapes, dict):
-        if call.var_keyword is not None and call.var_keyword not in shapes:  # torch.export names them one by one
+        if call.var_keyword is not None and call.var_keyword not in shapes:  # torch.export takes extra keywords by name
             extra = {k: v for k, v in shapes.items() if k not in call.given and k in values.get(call.var_keyword, {})}
             shapes = {k: v for k, v in shapes.items() if k not in extra} | ({call.var_keyword: extra} if extra else {})
         unknown = sorted(set(shapes) - set(values))
         if unknown:
-            raise CaptureError(f"dynamic_shapes names {unknown}, which are no inputs; those are {list(values)}.")
+            raise CaptureError(
+                f"dynamic_shapes names {unknown}, which are not inputs of forward(): it takes {list(values)}."
+            )
         return [shapes.get(n) for n in call.given]
     if isinstance(shapes, (tuple, list)) and len(shapes) == len(call.given):
         return list(shapes)
     raise CaptureError(
-        "dynamic_shapes has to be a dict by input, or a tuple with one entry for each of the inputs "
-        f"{list(values)}; got {shapes!r}."
+        "dynamic_shapes must be a dict with the names of inputs as keys, or a tuple with one entry for each of the "
+        f"inputs {list(values)}, got {shapes!r}."
     )
 
 
@@ -165,7 +168,7 @@ class _Stderr:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """Write what anyone else has to say."""
+        """Write any text but that graph."""
         by_exporter = sys._getframe(1).f_code.co_filename.endswith(os.path.join("export", "_trace.py"))
         return len(text) if by_exporter else int(self._stream.write(text))
 
@@ -175,9 +178,9 @@ class _Stderr:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence what the exporter logs and warns: what it specialised is kept, and its errors are raised.
+    """Silence the logs and warnings of the exporter: what it specialised is noted, and its errors are raised.
 
-    What the model itself warns of is its author's word to the user, and is not touched.
+    Warnings of the model itself are for the user, and pass.
     """
     names = ("torch.fx.experimental.symbolic_shapes", "torch._export", "torch.export")
     levels = {n: logging.getLogger(n).level for n in names}
@@ -204,7 +207,7 @@ def export(
         flat: the flat example inputs.
         dims: one dynamic-shape specification per tensor.
         autocast: what to export it under; its casts are not in the graph, but every value has its dtype.
-        limit: what it may cost; None for anything.
+        limit: the limits of its cost; None for no limit.
         recorder: notes what forward() reads.
 
     Returns its graph module, the call specification with outputs filled in, and the attributes that forward() changes.
@@ -216,14 +219,14 @@ def export(
     tensors = _distinct([v for v in flat if isinstance(v, torch.Tensor)])
     functions = Functions()
     if autocast is not None:
-        ask(model, autocast.wanted, autocast.dtype)
+        run_low(autocast.wanted, autocast.dtype)  # on real tensors, and remembered
     entered = contextlib.nullcontext() if autocast is None else autocast.context()
     with _quiet():
         try:
             watch = limit.watch() if limit else None
             with (
                 without_fused_layers(), entered, ExplicitCasts(autocast, watch), functions.kept(),
-                replaced(ExportTracer, "_filter_traceback_frames", _with_own_lines),
+                replaced(ExportTracer, "create_node", _with_own_lines),
             ):  # fmt: skip
                 program = torch.export.export(
                     wrapper, tensors, dynamic_shapes={"tensors": dims} if tensors else None, strict=False
@@ -247,18 +250,27 @@ def export(
     return gm, replace(call, out_spec=box.spec, out_constants=box.constants), box.changed
 
 
-def _with_own_lines(before: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep the lines of methods and functions that forward() calls; the exporter keeps only those of forward()."""
+def _with_own_lines(before: Callable[..., Node]) -> Callable[..., Node]:
+    """Note on every node the lines of the model that it comes from.
 
-    def kept(tracer: Any, stack: traceback.StackSummary) -> traceback.StackSummary:
-        return of_forward(stack, _Flat.forward.__code__) or before(tracer, stack)
+    The exporter would look up every frame of the process for each node, which takes a sixth of its time, and keep only
+    those of forward(), not of methods and functions that it calls.
+    """
+    stacks = Stacks(_Flat.forward.__code__)
 
-    return kept
+    def created(tracer: Any, *args: Any, **kwargs: Any) -> Node:
+        tracer.record_stack_traces = False
+        node = before(tracer, *args, **kwargs)
+        if node.op not in ("placeholder", "output") and not node.stack_trace and (lines := stacks()):
+            node.stack_trace = lines
+        return node
+
+    return created
 
 
 @contextlib.contextmanager
 def without_fused_layers() -> Iterator[None]:
-    """Let layers of attention be what they are made of, whatever the mode: a fused kernel rounds differently."""
+    """Keep attention layers from calling their fused kernel in eval mode: it rounds differently."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -291,7 +303,7 @@ def _refusal_in(error: BaseException | None) -> FxampError | None:
 
 
 def explain(model: nn.Module, error: Exception) -> str:
-    """Return what to tell the user of an error of the exporter's."""
+    """Return the message of our error for an error of the exporter."""
     text = str(error).strip().split("\n\n")[0]  # what follows is advice for the exporter's own users
     where = place_of(error)
     return (
@@ -330,7 +342,7 @@ def _guards(program: ExportedProgram, vals: list[Any]) -> tuple[str, ...]:
                 found.setdefault(f"{here} <= {int(bounds.upper)}")
             if (
                 bounds is not None and bounds.lower.is_Integer and bounds.lower > 2
-            ):  # 2 is what the exporter assumes of any dimension
+            ):  # the exporter assumes at least 2 of any dimension
                 found.setdefault(f"{here} >= {int(bounds.lower)}")
     return tuple(found)
 
@@ -367,7 +379,7 @@ def normalise(gm: GraphModule, model: nn.Module) -> tuple[Graph, dict[str, Any]]
                 key: (path.removeprefix("model").removeprefix("."), kind)
                 for key, (path, kind) in stack.items()
                 if path.split(".")[0]
-                == "model"  # neither the wrapper's own frame nor the exporter's placeholder for none
+                == "model"  # drops the wrapper's own frame, and the exporter's placeholder for no module
             }
     return graph, constants
 
@@ -375,7 +387,7 @@ def normalise(gm: GraphModule, model: nn.Module) -> tuple[Graph, dict[str, Any]]
 def program_module(program: ExportedProgram) -> nn.Module:
     """Return the module of an ExportedProgram, whose mode was baked when it was exported."""
     module = program.module(check_guards=False)
-    drop_hooks(module)  # the exporter's own; ours is the check of the inputs
+    drop_hooks(module)  # the exporter's check of the inputs; the call specification has ours
     return module
 
 

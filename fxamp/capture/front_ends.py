@@ -1,7 +1,7 @@
 """One capture of a model in the state that it is in, by `torch.export` or by `torch.fx`.
 
 By `torch.export` a model is captured twice: as it is, and under `torch.autocast`. Where the two line up, the first is
-annotated with what the second says (`relate.py`); where the model's code takes another way because a dtype is low, the
+annotated with what the second says (`relate.py`); where a low dtype makes the model's code take another branch, the
 graph under autocast is the one to compile.
 """
 
@@ -27,14 +27,14 @@ from .relate import relate, settle
 from .rerun import rerun
 
 Run = Callable[[], Captured]
-ALONE = "the model runs only under torch.autocast, so nothing was compared: {}"
+ALONE = "the model runs only under torch.autocast, so the capture could not be compared with one without it: {}"
 
 
 def by_export(
     model: nn.Module, call: CallSpec, flat: list[Any], dynamic_shapes: Any, autocast: Autocast | None,
     reads: Reads, *, again: bool = True,
 ) -> Run:  # fmt: skip
-    """Return what captures a model by `torch.export`, as it is and under autocast.
+    """Return a function that captures a model by `torch.export`, as it is and under autocast.
 
     Args:
         model: in any state.
@@ -43,7 +43,7 @@ def by_export(
         dynamic_shapes: "auto", None, or as `torch.export.export` takes it.
         autocast: the autocast to capture under too; None to capture only without it.
         reads: takes what forward() reads.
-        again: export it under autocast too; else the graph without is run under it, for no code reads a dtype.
+        again: export it under autocast too; else run the exported graph under autocast, as no code in it reads a dtype.
     """
     dims = export.Dims(dynamic_shapes, call, flat)
 
@@ -62,7 +62,7 @@ def by_export(
         if low is None:
             low = _under_autocast(model, call, flat, dims, autocast, reads)
         if not isinstance(low, Captured):
-            return plain.noting(f"captured without torch.autocast, which cannot run it: {low}")
+            return plain.noting(f"captured without torch.autocast, under which the model fails: {low}")
         return _related(plain, low, autocast)
 
     return run
@@ -77,9 +77,9 @@ def _related(plain: Captured, low: Captured, autocast: Autocast) -> Captured:
     if not where and _same_outputs(plain.call, low.call):
         return replace(plain, call=call, grad_reads=reads)
     settle(low.graph, low.constants, list(plain.call.out_dtypes))
-    note = f"the model takes another way under torch.autocast: {where or 'it returns something else'}"
+    note = f"under torch.autocast the model runs other ops: {where or 'it returns something else'}"
     if not autocast.oracle:
-        note += f" (on the CPU; '{autocast.wanted}' is not here to ask)"
+        note += f" (seen on the CPU, since this machine has no '{autocast.wanted}')"
     call = replace(call, out_spec=low.call.out_spec, out_constants=low.call.out_constants)
     notes = tuple(sorted({*plain.notes, *low.notes, note}))
     return replace(low, call=call, notes=notes, grad_reads=reads, without=plain)
@@ -124,7 +124,7 @@ def _export(
 
 
 def by_fx(model: nn.Module, call: CallSpec, flat: list[Any], reads: Reads) -> Run:
-    """Return what captures a model by symbolic tracing; arguments as `by_export`."""
+    """Return a function that captures a model by symbolic tracing; arguments as `by_export`."""
 
     def run() -> Captured:
         with (
@@ -145,7 +145,7 @@ def _side_effects(changed: list[str]) -> list[str]:
 
 
 def _refuse_inputs(model: nn.Module, call: CallSpec, flat: list[Any]) -> None:
-    """When capture failed: if the model itself rejects the example inputs, say that instead."""
+    """After a failed capture, raise RejectedError instead if the model itself rejects the example inputs."""
     args, kwargs = call.arguments(call.unflatten(flat))
     with untouched(model), preserved(model):
         try:

@@ -34,13 +34,13 @@ def call(function: type[torch.autograd.Function], *args: Any) -> Any:
 
 
 def call_under_autocast(function: type[torch.autograd.Function], device: str, dtype: torch.dtype, *args: Any) -> Any:
-    """Call an autograd function as `torch.autocast` would: what it computes inside is its author's to say."""
+    """Call an autograd function under `torch.autocast`: its author decides what it computes inside."""
     with torch.autocast(device, dtype):
         return function.apply(*args)
 
 
 def as_under_autocast(graph: Graph, device: str, dtype: torch.dtype) -> None:
-    """Let autograd functions run under autocast, in place, where capture saw what they give there.
+    """Make autograd functions run under autocast, in place, where capture has seen their outputs under autocast.
 
     Before: call(TimesHundred, x, 2)    After: call_under_autocast(TimesHundred, "cpu", bfloat16, x, 2)
     """
@@ -77,7 +77,7 @@ class _Operator:
         versions = [t._version for t in tensors if isinstance(t, torch.Tensor)]
         made = self.apply(*self.with_operands(tensors))
         if versions != [t._version for t in tensors if isinstance(t, torch.Tensor)]:
-            raise _Lost  # an operator that does not say so may write to nothing
+            raise _Lost  # an operator may not write to an operand that its schema does not mark
         self.single = isinstance(made, torch.Tensor)
         outputs = [made] if self.single else list(made)
         if not all(isinstance(t, torch.Tensor) for t in outputs):
@@ -127,7 +127,7 @@ class Functions:
         close(self._library)
 
     def restore(self, gm: GraphModule) -> None:
-        """Let calls take the place of the operators, in every graph of a module, and free those."""
+        """Replace the operators by calls of the functions, in every graph of a module, and free the operators."""
         for module in gm.modules():
             if isinstance(module, GraphModule):
                 for node in list(module.graph.nodes):

@@ -33,7 +33,7 @@ def merge(train: Graph, evaluation: Graph, constants: Mapping[str, Any], others:
     Args:
         train: the graph captured in train mode.
         evaluation: the graph captured in eval mode.
-        constants: what the train graph's lifted constants are, by name.
+        constants: the lifted constants of the train graph, by name.
         others: the same of the eval graph.
 
     Raises:
@@ -73,7 +73,7 @@ class _Merge(Walk):
     def __init__(self, left: Graph, right: Graph, held: Callable[[str], Any], other: Callable[[str], Any]) -> None:
         super().__init__(left, right, held, other)
         self.flags: dict[str, Node] = {}
-        self.only_train: set[Node] = set()  # dropouts that eval mode leaves out
+        self.only_train: set[Node] = set()  # dropout nodes that only the graph of train mode has
 
     def run(self) -> Graph:
         """Let the train graph follow the flags."""
@@ -89,7 +89,7 @@ class _Merge(Walk):
         return self.left
 
     def is_same(self) -> bool:
-        """Say whether the two differ in nothing."""
+        """Say whether the two graphs are the same."""
         pairs = self._align(exact=True)
         return not any(list(self.literals(a, b)) or note_of(a).reads != note_of(b).reads for a, b in pairs)
 
@@ -114,7 +114,7 @@ class _Merge(Walk):
         return pairs
 
     def _agree_on_autocast(self, node: Node, other: Node) -> None:
-        """Keep what autocast gives where both modes say the same."""
+        """Keep the notes on dtypes under autocast where both modes agree."""
         if note_of(node).autocast != note_of(other).autocast:
             note(node, autocast=None)
 
@@ -139,7 +139,7 @@ class _Merge(Walk):
         return [size]
 
     def _chosen(self, node: Node, other: Node, a: Any, b: Any) -> Any:
-        """Return a literal of the train graph, made to become that of the eval graph in eval mode."""
+        """Return a value that is the train graph's literal in train mode and the eval graph's in eval mode."""
         if not isinstance(a, _PLAIN) or not isinstance(b, _PLAIN):
             raise Differ(node, other)
         flag = self._flag(module_path(node))
@@ -151,7 +151,7 @@ class _Merge(Walk):
         return chosen
 
     def same_value(self, a: Node, b: Node) -> bool:
-        """Compare two operands, whatever dropout the train graph has between."""
+        """Compare two operands, looking through dropouts that only the train graph has."""
         while a in self.only_train:
             a = a.args[0]  # type: ignore[assignment]
         return super().same_value(a, b)
@@ -166,7 +166,7 @@ class _Merge(Walk):
 
 
 def _substituted(value: Any, changed: dict[Path, Any], path: Path = ()) -> Any:
-    """Return arguments with other literals at some paths; the first step, args or kwargs, is an index as well."""
+    """Return (args, kwargs) with other literals at some paths, which begin with 0 for args and 1 for kwargs."""
     if path in changed:
         return changed[path]
     if isinstance(value, (list, tuple)):
@@ -192,7 +192,7 @@ def _is_batch_counter(node: Node) -> bool:
 
 
 def _dropout(node: Node, flag: Node) -> tuple[Any, ...]:
-    """Return the arguments of a dropout with its flag put in; a functional one may name them."""
+    """Return the arguments of a dropout with its flag put in; `F.dropout` may have them by name."""
     given = dict(zip(("input", "p", "training", "inplace"), node.args, strict=False)) | dict(node.kwargs)
     rest = (given["inplace"],) if given.get("inplace") else ()
     return given["input"], given.get("p", 0.5), flag, *rest

@@ -18,18 +18,18 @@ from passes.graph.notes import note, note_of
 from passes.graph.splice import copy_body, put_in_place
 from passes.ops.rules import row_of
 
-_CONSTANTS = "_fxamp."  # where the front ends put what a graph refers to beside the model
+_CONSTANTS = "_fxamp."  # prefix of attributes that front ends add to those of the model
 
 
 def inline_regions(graph: Graph, constants: dict[str, Any]) -> int:
     """Replace the exporter's grad-mode and autocast regions by their bodies; return how many.
 
-    Either becomes a switch before and after it. What an autocast region says is also noted on its nodes, for
-    the colours that take the switches' place.
+    Each becomes a switch before and one after its nodes. The settings of an autocast region are also noted on its
+    nodes, since the colours replace its switches.
 
     Args:
         graph: changed in place.
-        constants: what get_attr targets of the form `_fxamp.NAME` refer to; bodies go, what they hold comes.
+        constants: the values of get_attr targets `_fxamp.NAME`; bodies are removed, and their own constants added.
     """
     edits = 0
     regions = [n for n in graph.nodes if _is_region(n)]

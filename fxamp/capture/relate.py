@@ -5,7 +5,7 @@
     torch.ones(8, dtype=h.dtype)  ones(8, float32)        ones(8, bfloat16)           relative
     h + torch.finfo(h.dtype).tiny add(h, 1.18e-38)        add(h, 1.0e-31)             a number that was read
 
-Nothing is read of source code: what differs between the two captures is what depends on autocast, and nothing else is.
+No source code is read: exactly what differs between the two captures depends on autocast.
 It is noted on the nodes of the graph without autocast, which `passes.legalize.reads` and the colours carry out:
 
     cast           of a cast: "relative" or "literal"; "undecided" where it does nothing in either capture
@@ -36,14 +36,14 @@ Constants = Mapping[str, Any]
 
 
 def relate(plain: Graph, constants: dict[str, Any], low: Graph, others: Constants, *, oracle: bool) -> str:
-    """Leave on the nodes of a graph what its twin under autocast says of them.
+    """Note on the nodes of a graph what the capture under autocast shows of them.
 
     Args:
         plain: captured without autocast; only the meta of its nodes is changed, and only where the two line up.
-        constants: what its lifted constants are, by name; those that autocast has otherwise are added.
+        constants: its lifted constants, by name; those that differ under autocast are added.
         low: captured under autocast.
         others: its constants.
-        oracle: autocast was that of the device that the model is converted for.
+        oracle: whether it was the autocast of the device that the model is converted for.
 
     Returns:
         "" where the two line up, else the first place where they do not.
@@ -87,7 +87,7 @@ class _Related(Walk):
             raise Differ(next(iter(left[len(right) :]), None), next(iter(right[len(left) :]), None))
 
     def same_attribute(self, a: Node, b: Node) -> bool:
-        """Compare inner graphs as this one; note tensors that the code made in a dtype that it read."""
+        """Compare inner graphs like this one; note constants that the code made in a dtype that it had read."""
         mine, theirs = self.held(str(a.target)), self.other(str(b.target))
         if isinstance(mine, GraphModule) and isinstance(theirs, GraphModule):
             body = _Related(mine.graph, theirs.graph, *(_attributes(gm) for gm in (mine, theirs)))
@@ -102,7 +102,7 @@ class _Related(Walk):
         return False
 
     def carry_out(self, constants: dict[str, Any], oracle: bool) -> None:
-        """Leave on the nodes what was found."""
+        """Note on the nodes what was found."""
         for b, a in self.twin.items():
             made = dtypes_of(b.meta.get("val"))
             if oracle and made is not None:
@@ -120,7 +120,7 @@ class _Related(Walk):
         for node, value in self.constants.items():
             name = str(node.target).removeprefix(_HOME) + "_autocast"
             held = self.held(str(node.target))
-            # A number out of range is infinity in low, and the colours have a better answer to it.
+            # A number out of low range would become infinity here; colouring handles it better.
             constants[name] = held if _same(held.to(value.dtype), value) else value.to(held.dtype)
             note(node, constant_read=_HOME + name, read=value.dtype)
         for body in self.inside:
@@ -153,13 +153,13 @@ def _place(plain: Graph, low: Graph) -> str:
         if kind != "equal":
             a, b = (left[i] if i < i2 else None), (right[j] if j < j2 else None)
             return f"{show(a)} without autocast, {show(b)} under it"
-    return "an operand of one is not that of the other"
+    return "the same ops have other operands"
 
 
 def settle(low: Graph, constants: Constants, returned: list[Any]) -> None:
-    """Make a graph captured under autocast one to compile: its values get the dtypes that it gives without.
+    """Prepare a graph captured under autocast for the compiler: its values get the dtypes that they have without.
 
-    For a model whose code takes another way where a dtype is low: its casts are taken as they are, literally.
+    This is for a model whose code takes another branch where a dtype is low. All its casts count as literal.
 
     Args:
         low: captured under autocast; changed in place.
@@ -181,7 +181,7 @@ def settle(low: Graph, constants: Constants, returned: list[Any]) -> None:
             _widen(node)
             try:
                 held[node] = infer(node, lambda n: held.get(n))  # noqa: B023 - called at once
-            except Exception:  # whatever a fake kernel raises: autocast's own dtypes
+            except Exception:  # whatever a fake kernel raises: the dtype seen under autocast stays
                 held[node] = made
             node.meta["val"] = retyped(value, held[node])
     values: Any = low.output_node().args[0]
@@ -189,7 +189,7 @@ def settle(low: Graph, constants: Constants, returned: list[Any]) -> None:
 
 
 def _widen(node: Node) -> None:
-    """Take low dtypes for ones that were read: without autocast they are FP32."""
+    """Note low dtypes as read under autocast: without it they are FP32."""
     low = literal_dtype(node)
     if ops.name(node) == "to":
         note(node, cast="relative" if low in LOW else "literal")

@@ -1,7 +1,7 @@
 """The graph of an ExportedProgram under `torch.autocast`: the same graph, run once more on fake tensors.
 
-It has no code of the author that could read a dtype, so another export under autocast would give the ops
-that it has, with other dtypes.
+An ExportedProgram has no Python code that could read a dtype. So another export under autocast would give the same ops
+with other dtypes.
 
 Before: linear: f32[4, 6] = linear(x, w)        After: linear: bf16[4, 6] = linear(x, w)
 """
@@ -21,7 +21,7 @@ from .model.captured import Autocast, Captured
 
 
 def rerun(plain: Captured, autocast: Autocast) -> Captured | str | None:
-    """Return what a capture is under autocast, or why it is nothing there; None where other graphs are inside it.
+    """Return a capture as it is under autocast, or why it fails there; None if there are graphs inside it.
 
     Args:
         plain: the capture of an ExportedProgram, which is not changed.
@@ -43,6 +43,6 @@ def rerun(plain: Captured, autocast: Autocast) -> Captured | str | None:
                     target: Any = node.target
                     args, kwargs = torch.fx.map_arg((node.args, dict(node.kwargs)), value)
                     node.meta["val"] = target(*args, **kwargs)
-    except Exception as e:  # whatever a fake kernel raises, and an assertion on dtypes
+    except Exception as e:  # any error of a fake kernel, or a failed assertion on dtypes
         return f"{type(e).__name__}: {e}".split("\n")[0]
     return replace(plain, graph=graph)

@@ -39,7 +39,7 @@ from .model.preflight import refuse_compiled, refuse_modules
 from .model.reads import Reads
 
 logger = logging.getLogger("fxamp")
-FRONT_ENDS = ("auto", "fx", "export", "jit")  # the last is `dynamo`
+FRONT_ENDS = ("auto", "fx", "export", "jit")  # "jit" is `fxamp/dynamo`
 
 
 def capture(
@@ -59,7 +59,7 @@ def capture(
         kwargs: example keyword inputs.
         front_end: "fx", "export" or "auto".
         dynamic_shapes: "auto", None, or as `torch.export.export` takes it.
-        autocast: captures by `export` are compared with ones under this autocast; None for none, which O0 needs.
+        autocast: captures by `export` are compared with ones under this autocast; None compares nothing, as at O0.
 
     Raises:
         NotAModuleError: `model` is not a module.
@@ -77,10 +77,10 @@ def capture(
     call, flat = _call_of(module, inputs)
     reads = Reads()
     with capturing(), no_autocast(), same_random_state(), uncollected():
-        random.seed(random.getrandbits(64))  # a draw that is baked in must not be the one that the check makes
+        random.seed(random.getrandbits(64))  # a number drawn in capture must differ from the check's, to be noticed
         if front_end == "export":
             if isinstance(model, ExportedProgram) and dynamic_shapes == "auto":
-                dynamic_shapes = program_dims(model)  # no other sizes are its own
+                dynamic_shapes = program_dims(model)  # the exported program has fixed its dimensions
             again = not isinstance(model, ExportedProgram)
             run = front_ends.by_export(module, call, flat, dynamic_shapes, autocast, reads, again=again)
         else:
@@ -105,7 +105,7 @@ def module_of(model: Any) -> nn.Module:
 def refuse_non_models(model: Any) -> None:
     """Raise NotAModuleError or CaptureError for what is no model, or is converted already."""
     if not isinstance(model, nn.Module):
-        kind = f"the class {model.__name__}; call it first" if isinstance(model, type) else type(model).__name__
+        kind = f"the class {model.__name__}: make an instance" if isinstance(model, type) else type(model).__name__
         raise NotAModuleError(f"fxamp converts a torch.nn.Module, a GraphModule or an ExportedProgram, not {kind}.")
     for path, module in model.named_modules():
         if isinstance(module, ConvertedModule):
@@ -124,7 +124,7 @@ def _call_of(model: nn.Module, inputs: Any) -> tuple[CallSpec, list[Any]]:
 
 
 def _as_it_is(model: nn.Module, run: Run) -> Captures:
-    """Capture with the training flags that the modules have; refuse others later, where the graph depends on them."""
+    """Capture with the present training flags; calls with other flags are refused if the graph depends on them."""
     captured = run()
     if follows_mode(captured.graph):
         now = State({path: m.training for path, m in model.named_modules()})
@@ -157,7 +157,7 @@ def _all_states(model: nn.Module, run: Run) -> Captures:
     graphs = by_grad[grad]
     if asked:
         graphs = _apart(by_grad[grad], by_grad[not grad], grad)
-    graphs.sort(key=lambda c: not _holds(c.state, model, grad))  # stable: that of the present state first
+    graphs.sort(key=lambda c: not _holds(c.state, model, grad))  # the graph of the present state comes first
     return Captures(tuple(graphs), tuple(missing))
 
 
@@ -179,7 +179,7 @@ def _paths(model: nn.Module) -> list[str]:
 
 
 def _merged(model: nn.Module, run: Run, grad: bool, present: Captured | None, other: Captured | None) -> list[Captured]:
-    """Return one capture for both training modes, or one for each that there is."""
+    """Return one capture for both training modes, or one for each mode that was captured."""
     now = model.training
     if present is not None and present is other:
         return [present]
@@ -192,7 +192,7 @@ def _merged(model: nn.Module, run: Run, grad: bool, present: Captured | None, ot
     pairs = ((present, now), (other, not now))
     found = [replace(c, state=State(dict.fromkeys(_paths(model), flag))) for c, flag in pairs if c is not None]
     flags = {path: m.training for path, m in model.named_modules()}
-    if len(set(flags.values())) > 1:  # some layers are frozen, which neither graph holds for
+    if len(set(flags.values())) > 1:  # some layers are in eval mode: neither graph is for that
         found.insert(0, replace(_in_state(model, run, None, grad), state=State(flags)))
     return found
 
@@ -251,7 +251,7 @@ def _holds(state: State, model: nn.Module, grad: bool) -> bool:
 
 @contextlib.contextmanager
 def in_state_of(captured: Captured) -> Iterator[None]:
-    """Put a model into a state that a capture of it holds for; it is in its own again afterwards."""
+    """Put a model into a state that a capture of it holds for; afterwards its own state is restored."""
     flags = {m: m.training for m in captured.model.modules()}
     for path, module in captured.model.named_modules():
         if captured.state.flags is not None:

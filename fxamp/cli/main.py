@@ -81,7 +81,7 @@ def _report(args: argparse.Namespace) -> int:
         plan = Plan.load(args.target)
         made = report(plan)
     else:
-        # Standard output is the report's.
+        # Standard output is for the report alone.
         printed = [] if args.quiet else [Printed(name, to_stderr) for name in dict.fromkeys(args.print_after)]
         with aside(), waiting(args, f"converting {args.target}"), watched(*printed):
             module = _converted(args.target, args.policy, args.capture, args.device)
@@ -107,7 +107,7 @@ def _diff(args: argparse.Namespace) -> int:
     from ..report.diff.diff import diff
     from ..report.diff.listing import coloured
 
-    with aside():  # standard output is the difference's
+    with aside():  # standard output is for the difference alone
         made = diff(*_sides(args))
     write(args, coloured, text=lambda: str(made), markdown=made.to_markdown, json=made.to_json, html=made.to_html)
     return FOUND if made else DONE
@@ -137,7 +137,7 @@ def _sides(args: argparse.Namespace) -> list[Path | nn.Module]:
 def _refuse_policies_of_plans(
     args: argparse.Namespace, names: Sequence[str], policies: Sequence[str | None], targets: Collection[str]
 ) -> None:
-    """Refuse a --policy for a saved plan, which has its own: it is one of two, or there is no target."""
+    """Refuse a --policy that would apply to a saved plan: the plan has its own."""
     for name, policy in zip(names, policies, strict=True):
         if policy is not None and name not in targets and (len(args.policy) == 2 or not targets):
             raise PolicyError(f"{name!r} is a saved plan and has its own policy; leave out --policy")
@@ -159,7 +159,9 @@ def _check(args: argparse.Namespace) -> int:
         if args.plan is None and not args.budget:
             raise FxampError("check: there is nothing to compare with; give --plan FILE, --budget KEY=LIMIT, or both")
         if args.plan is not None and len(chosen) > 1:
-            raise FxampError("check: one --plan is the plan of one TARGET; give several of them in pyproject.toml")
+            raise FxampError(
+                "check: --plan is the plan of a single TARGET; set those of several targets in pyproject.toml"
+            )
     else:
         file = find_pyproject(Path.cwd())
         folder, chosen = file.parent, configured(file, args.targets)
@@ -189,7 +191,7 @@ def _checked(target: Target, update: bool) -> Outcome:
     from ..report.gate.gate import check
 
     budgets = [Budget.parse(text) for text in target.budgets]
-    with aside():  # standard output is the outcome's
+    with aside():  # standard output is for the outcome alone
         make = functools.partial(_converted, target.target, target.policy, target.capture, target.device)
         return check(target.name, make, target.plan, budgets, update)
 
@@ -218,7 +220,7 @@ def _rules(args: argparse.Namespace) -> int:
     if args.op is not None and args.op not in RULES:
         raise FxampError(f"no rule for the op {args.op!r}{nearest(args.op, RULES)}; `fxamp rules` lists all")
     rows = [asdict(RULES[name]) for name in ([args.op] if args.op else sorted(RULES))]
-    # A table of one op reads better upright, and of many with only the columns that any of them fills.
+    # One op is shown as a list of its fields, many ops as a table without the columns that are empty for all.
     columns = [name for name in rows[0] if (args.op or name in SUMMARY) and any(row[name] for row in rows)]
     table = [[_cell(row[name]) for name in columns] for row in rows]
     headers: Sequence[str] = columns
@@ -252,7 +254,7 @@ def _cell(value: object) -> str:
 
 
 def _plain(value: object) -> list[str] | str:
-    """Give JSON what it has no form for: a set in a fixed order, anything else as text."""
+    """Return a form for JSON of what JSON does not have: a set as a sorted list, anything else as text."""
     return sorted(map(str, value)) if isinstance(value, set | frozenset) else str(value)
 
 

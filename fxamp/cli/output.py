@@ -25,7 +25,7 @@ def aside() -> Iterator[None]:
     try:
         out, err = sys.__stdout__.fileno(), sys.__stderr__.fileno()  # type: ignore[union-attr]
         kept = os.dup(out)
-    except (AttributeError, OSError, ValueError):  # there is no terminal and no file behind them
+    except (AttributeError, OSError, ValueError):  # the standard streams have no file descriptors
         with contextlib.redirect_stdout(sys.stderr):
             yield
         return

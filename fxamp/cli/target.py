@@ -23,12 +23,12 @@ def load_target(target: str) -> tuple[object, object, object]:
         module = _import_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
     except KeyboardInterrupt:
         raise
-    # A module that calls sys.exit would choose our exit status, and other exceptions than Exception leave a traceback.
+    # Not only Exception: a module that calls sys.exit would choose our exit status, others would leave a traceback.
     except BaseException as error:
         raise FxampError(f"cannot import {where!r} ({type(error).__name__}: {error}); {TARGET_FORM}") from error
     build = getattr(module, name, None)
     if not callable(build):
-        problem = "has no" if build is None else "holds something that cannot be called under"
+        problem = "has no" if build is None else "has no callable"
         near = nearest(name, [key for key, value in vars(module).items() if callable(value)])
         raise FxampError(f"{where!r} {problem} {name!r}{near}; {TARGET_FORM}")
     try:
@@ -49,7 +49,7 @@ def load_target(target: str) -> tuple[object, object, object]:
 
 
 def _import_file(path: Path) -> ModuleType:
-    # A file named as a module that is there already must not take its place.
+    # A file that has the name of a loaded module must not replace it.
     name = path.stem if path.stem not in sys.modules else f"_target_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:

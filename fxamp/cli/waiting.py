@@ -14,10 +14,10 @@ PATIENCE = 2.0  # seconds
 
 @contextlib.contextmanager
 def waiting(what: str, to: TextIO, patience: float = PATIENCE) -> Iterator[None]:
-    """Show a line once the body has taken longer than that, and take it away at the end.
+    """Show a line once the body has taken longer than `patience`, and remove it at the end.
 
     Args:
-        what: is done.
+        what: the text, which says what is being done.
         to: standard error.
         patience: in seconds.
     """

@@ -11,5 +11,5 @@ from typing import TYPE_CHECKING
 
 from ..module.moved import found
 
-if not TYPE_CHECKING:  # saved modules and policies hold names of the file that was called as this room is
+if not TYPE_CHECKING:  # modules saved by older versions name the former file `fxamp/dynamo.py`
     __getattr__ = functools.partial(found, __name__)

@@ -37,17 +37,17 @@ from ..module.underflow import UnderflowWatch
 from ..trust.check import refuse_low_parameters
 from . import compiled, recompile_limit
 from .capture_jit import ambient_dtype, attribute_of, describe, is_attribute, parameter_path
-from .optimized import adopted, is_low_of_its_own, note_low
+from .optimized import adopted, is_low_of_its_own, is_low_throughout, note_own
 from .scope import Scope, is_gathered, scope
 
 Inner = str | Callable[..., Any]
 _OURS = ("policy", "backend", "mode")
 _NOT_EAGER = (
-    "a graph with activation checkpointing runs by 'aot_eager', for 'eager' would recompute a dropout with another mask"
+    "a graph with activation checkpointing is compiled by 'aot_eager': 'eager' would recompute dropout differently"
 )
 _WITHOUT_AUTOCAST = (
-    "captured without autocast: what Python reads of dtypes (finfo, dtype= arguments, branches) is that of FP32, and "
-    "what runs between graphs is FP32 too; fxamp.compile, or torch.autocast round the call, makes it autocast's"
+    "captured without autocast: Python code that reads dtypes (finfo, dtype= arguments, branches) sees FP32, and code "
+    "between graphs runs in FP32; under fxamp.compile, or inside torch.autocast, both follow autocast"
 )
 
 
@@ -88,14 +88,14 @@ class Backend:
             given = {"policy": self.policy, "backend": self.backend, "mode": mode or self.mode}
             return backend(**{**given, **ours}, options={**dict(self.options), **rest})(gm, example_inputs)
         inner, notes = _inner(self.backend, gm)
-        converted, low = rewrite(gm, example_inputs, self.policy, notes)
+        converted, outputs = rewrite(gm, example_inputs, self.policy, notes)
         with no_autocast():
             run = inner_backend(inner, self.mode, dict(self.options))(gm, example_inputs)
-        return at_call(run, converted, example_inputs, low)
+        return at_call(run, converted, example_inputs, outputs)
 
 
 def _inner(backend: Inner, gm: GraphModule) -> tuple[Inner, tuple[str, ...]]:
-    """Return the inner backend for a graph, and what is to be said of it."""
+    """Return the inner backend for a graph, and notes for the plan."""
     nodes = (n for part in gm.modules() if isinstance(part, GraphModule) for n in part.graph.nodes)
     if backend == "eager" and any(row_of(n).recomputed for n in nodes):
         return "aot_eager", (_NOT_EAGER,)
@@ -232,7 +232,7 @@ def compile(
 def rewrite(
     gm: GraphModule, example_inputs: list[Any], policy: Policy, notes: tuple[str, ...] = ()
 ) -> tuple[compiled.Converted, dict[int, torch.dtype]]:
-    """Convert one of Dynamo's graphs, in place; return what was decided, and the outputs that the model makes low."""
+    """Convert one of Dynamo's graphs, in place; return what was decided, and dtypes of outputs in the model itself."""
     named = ((parameter_path(n), v) for n, v in zip(gm.graph.nodes, example_inputs, strict=False))
     refuse_low_parameters(named, is_gathered)
     device = policy.device or _device(example_inputs)
@@ -242,7 +242,7 @@ def rewrite(
     resolved = replace(policy, device=device, dtype=dtype)
     for node, value in zip(gm.graph.nodes, example_inputs, strict=False):
         note(node, role="parameter" if isinstance(value, nn.Parameter) else "buffer" if is_attribute(node) else "")
-        if isinstance(value, torch.Tensor) and "example_value" in node.meta:  # of a part that torch has split off
+        if isinstance(value, torch.Tensor) and "example_value" in node.meta:  # torch has split the graph into parts
             node.meta["example_value"] = retyped(node.meta["example_value"], value.dtype)
     found = scope()
     if found is not None:
@@ -250,7 +250,7 @@ def rewrite(
     under = on or ambient is not None
     own, given = _own_and_given(gm, example_inputs, found)
     with no_autocast():
-        low = describe(gm, scope=found, ambient=under, policy=resolved, own=own, given=given)
+        outputs = describe(gm, scope=found, ambient=under, policy=resolved, own=own, given=given)
     if not under and policy.level.rounds:
         notes = (*notes, _WITHOUT_AUTOCAST)
     plan = compile_graph(
@@ -262,18 +262,20 @@ def rewrite(
     gm.recompile()
     recompile_limit.watch()
     trace_artifact("fxamp_precision", functools.partial(_record_of, plan))
-    return compiled.record(gm, plan, example_inputs, found, autocast=under), low
+    return compiled.record(gm, plan, example_inputs, found, autocast=under), outputs
 
 
 def _own_and_given(gm: GraphModule, example_inputs: list[Any], found: Scope | None) -> tuple[list[bool], list[bool]]:
     """Say of each input whether the model holds it or has made it low, and whether the model was called with it."""
-    own = [note_of(n).role != "" or is_low_of_its_own(v) for n, v in zip(gm.graph.nodes, example_inputs, strict=False)]
     leaves = () if found is None else found.given
-    return own, [any(v is leaf for leaf in leaves) for v in example_inputs]
+    given = [any(v is leaf for leaf in leaves) for v in example_inputs]
+    low = found is not None and is_low_throughout(found.root, leaves)
+    pairs = zip(gm.graph.nodes, example_inputs, given, strict=False)
+    return [note_of(n).role != "" or is_low_of_its_own(v, low and not g) for n, v, g in pairs], given
 
 
 def _record_of(plan: Plan) -> str:
-    """Return the record of a plan as JSON; what writes it is loaded where somebody traces."""
+    """Return the record of a plan as JSON; the code that writes it is loaded only when torch traces."""
     from ..report.record.build import record_of
 
     return record_of(plan).to_json()
@@ -320,11 +322,11 @@ def refuse_unmatched(policy: Policy, model: nn.Module) -> None:
 
 def at_call(
     run: Callable[..., Any], converted: compiled.Converted, example_inputs: Sequence[Any],
-    low: Mapping[int, torch.dtype] = MappingProxyType({}),
+    own: Mapping[int, torch.dtype] = MappingProxyType({}),
 ) -> Callable[..., Any]:  # fmt: skip
     """Return a function that calls a compiled graph with ambient autocast off, and records the models that use it.
 
-    It marks the outputs at `low` as low in the model itself.
+    It marks the outputs at `own` with their dtypes in the model itself.
     """
     device = converted.plan.policy.device or "cpu"
     first = converted.places[0] if converted.places else 0
@@ -342,8 +344,8 @@ def at_call(
             args = tuple(a.to(told[i]) if i in told and a.dtype != told[i] else a for i, a in enumerate(args))
         with no_autocast([device]):
             outputs = run(*args)
-        if low:
-            outputs = _noted(outputs, low)
+        if own:
+            outputs = _noted(outputs, own)
         if not watch.done:
             watch(outputs)
         return outputs
@@ -351,12 +353,17 @@ def at_call(
     return call
 
 
-def _noted(outputs: Sequence[Any], low: Mapping[int, torch.dtype]) -> list[Any]:
-    """Mark outputs that are low in the model itself; another output that is the same tensor becomes a view of it."""
-    own = {id(outputs[i]) for i in low}
-    for i, dtype in low.items():
-        note_low(outputs[i], dtype)
-    return [o.view_as(o) if id(o) in own and i not in low else o for i, o in enumerate(outputs)]
+def _noted(outputs: Sequence[Any], own: Mapping[int, torch.dtype]) -> list[Any]:
+    """Mark outputs with their dtypes in the model itself; the same tensor with another dtype becomes a view of it."""
+    noted: dict[int, torch.dtype | None] = {}
+    made = list(outputs)
+    for i, output in enumerate(outputs):
+        dtype = own.get(i)
+        if noted.setdefault(id(output), dtype) != dtype:
+            made[i] = output.view_as(output)
+        if dtype is not None:
+            note_own(made[i], dtype)
+    return made
 
 
 def _told(example_inputs: Sequence[Any]) -> dict[int, torch.dtype]:

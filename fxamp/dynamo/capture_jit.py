@@ -19,7 +19,7 @@ from torch.fx import Graph, GraphModule, Node
 from passes._torch import enter_autocast, exit_autocast, pytree, source_name, without_transforms
 from passes.contract.policy import Policy, module_override, type_names
 from passes.graph.notes import Region, note, note_of, origin
-from passes.graph.values import LOW, Inference, dtypes_of, is_floating, literal_dtype, retyped
+from passes.graph.values import ELIGIBLE, LOW, Inference, dtypes_of, is_floating, literal_dtype, retyped
 from passes.ops import ops
 from passes.ops.rules import row_of
 
@@ -27,7 +27,7 @@ from .own_dtypes import own_dtypes, without_low
 from .scope import Scope
 
 _ROOT = re.compile(r"^[LG]\['\w+'\]\.?")
-_ATOM = re.compile(r"\['([^']*)'\]|\[(\d+)\]|\.([A-Za-z]\w*)")  # not `_modules`, `_parameters`
+_ATOM = re.compile(r"\['([^']*)'\]|\[(\d+)\]|\.([A-Za-z]\w*)")  # skips `_modules` and `_parameters`
 
 
 def ambient_dtype(graph: Graph, device: str, named: torch.dtype | None = None) -> torch.dtype | None:
@@ -76,16 +76,17 @@ def describe(
         given: of each input, whether the compiled module was called with it.
 
     Returns:
-        Which outputs are low in the model itself, and not by autocast: their numbers, and the dtypes.
+        The dtypes in the model itself, by number, of outputs that are low there, and not by autocast. Beside such
+        outputs, or low inputs, the outputs that are FP32 in the model itself are among them.
     """
     description = _Description(gm.graph, ambient, policy, scope, own, given)
     description.of(gm)
     outputs: Any = gm.graph.output_node().args[0]
     made = {i: description.own.get(n) for i, n in enumerate(outputs) if isinstance(n, Node)}
-    low = {i: dtype for i, dtype in made.items() if dtype in LOW}
-    for i, dtype in low.items():
-        note(outputs[i], low_of_its_own=dtype)
-    return low
+    for i, dtype in made.items():
+        if dtype in LOW:
+            note(outputs[i], low_of_its_own=dtype)
+    return {i: dtype for i, dtype in made.items() if dtype in (*ELIGIBLE, torch.complex32)}
 
 
 class _Description:
@@ -99,16 +100,16 @@ class _Description:
         placeholders = [n for n in graph.nodes if n.op == "placeholder"]
         self.holds = {n for n, is_own in zip(placeholders, own, strict=False) if is_own}
         self.given = {n for n, is_given in zip(placeholders, given, strict=False) if is_given} - self.holds
-        # A model that holds low tensors, or is given some, reads their dtype, and not that of what autocast made low.
+        # Where a model holds or is given low tensors, a low dtype was read off these, not off what autocast made low.
         own_tensors = self.holds | self.given
         self.authors = {d for n in own_tensors if (d := dtypes_of(n.meta.get("example_value"))) in LOW}
-        # Low dtypes that may have been read off what autocast made; the author wrote the others.
+        # Low dtypes that may have been read off autocast's results; the author wrote all others.
         self.by_autocast = {policy.dtype}
         given_low = any(dtypes_of(n.meta.get("example_value")) in LOW for n in self.given)
         named_low = any(_is_method(n) and literal_dtype(n) in LOW for n in graph.nodes)
         self.makes_low = bool(self.authors) or given_low or named_low
         self.own: dict[Node, Any] = {}  # dtypes as they would be in the model without autocast anywhere
-        self.doubtful: set[Node] = set()  # what names a dtype of the model's own tensors, or one that autocast made
+        self.doubtful: set[Node] = set()  # nodes whose dtype may be the model's own or autocast's
 
     def of(self, gm: GraphModule, *, inside: bool = False, region: Region | None = None) -> None:
         """Describe one graph, in place.
@@ -122,7 +123,7 @@ class _Description:
         for node in nodes:
             _as_cast(node)
             if inside and node.op == "placeholder":
-                node.meta = dict(node.meta)  # Dynamo gives it that of the value outside, the very object
+                node.meta = dict(node.meta)  # copied, since Dynamo shares it with the outer value
             _describe_origin(node, self.scope)
             if node.op == "get_attr" and isinstance(body := attribute_of(gm, str(node.target)), GraphModule):
                 self.of(body, inside=True, region=next((note_of(user).region for user in node.users), None))
@@ -148,9 +149,9 @@ class _Description:
         return value
 
     def _inferred(self, node: Node, value: Any, held: dict[Node, Any]) -> Any:
-        """Return the dtypes that a node gives without autocast, where fake tensors cannot run it too.
+        """Return the dtypes of a node's outputs without autocast, even if fake tensors cannot run the node.
 
-        They cannot run operands of several dtypes, of which one may be low, or the op not at all.
+        They reject operands of several dtypes, one of which may be low, and cannot run some ops at all.
         """
         if ops.name(node).startswith("higher_order::"):
             return without_low(dtypes_of(value))
@@ -212,7 +213,7 @@ def _describe_origin(node: Node, scope: Scope | None) -> None:
 
 
 def _describe_regions(nodes: Iterable[Node], outside: Region | None) -> None:
-    """Leave on the calls between two switches of autocast what the innermost such region says; else that outside."""
+    """Note on each call the innermost autocast region that it lies in: at first the one outside the graph."""
     regions: list[tuple[Node | None, Region]] = [] if outside is None else [(None, outside)]
     for node in nodes:
         if node.target is enter_autocast:
@@ -226,7 +227,7 @@ def _describe_regions(nodes: Iterable[Node], outside: Region | None) -> None:
 
 
 def _settle(node: Node, dtype: torch.dtype | None) -> None:
-    """Put a dtype, or none, where a call names one."""
+    """Replace the dtype that a call names by another, or by None."""
     given = literal_dtype(node)
     node.args, node.kwargs = pytree.tree_map(lambda a: dtype if a is given else a, (node.args, node.kwargs))
 

@@ -1,7 +1,7 @@
 """The registry of converted graphs of Dynamo, looked up by compiled module or by identity of parameters.
 
-Dynamo hands a backend flat graphs, and no model. The parameters among their inputs are the model's own, and where one
-graph serves another model of the same code too, that shows at its first call.
+Dynamo hands a backend flat graphs without the model. The parameters among their inputs are the model's own. If a graph
+also serves another model of the same code, that shows at the first call of that model.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Converted:
 
 
 def _is_made(node: Node) -> bool:
-    """Say whether a value is a tensor, or holds one: sizes are values where they are dynamic, and none where not."""
+    """Say whether a value is a tensor, or holds one. A size is a value only if it is dynamic."""
     return any(isinstance(v, torch.Tensor) for v in pytree.tree_leaves(node.meta.get("val")))
 
 
@@ -88,12 +88,12 @@ _ASKED: weakref.WeakKeyDictionary[nn.Module, Policy] = weakref.WeakKeyDictionary
 
 
 def announce(module: nn.Module, policy: Policy) -> None:
-    """Note what a compiled module asks for: several over one model may ask for different things."""
+    """Note the policy of a compiled module: several compiled modules over one model may have different ones."""
     _ASKED[module] = policy
 
 
 def asked_of(module: nn.Module) -> Policy | None:
-    """Return what a compiled module asks for, None for any other."""
+    """Return the policy of a compiled module, None for any other module."""
     return _ASKED.get(module)
 
 
@@ -119,7 +119,7 @@ def _keep(entry: Converted, inputs: Sequence[Any], paths: Iterable[str], scope: 
     for parameter in parameters:
         _BY_PARAMETER.setdefault(parameter, []).append(kept)
     of_root = _BY_ROOT.setdefault(scope.root, []) if scope is not None else []
-    if not any(e.graph is kept.graph and e.plan == kept.plan for e in of_root):  # swapped parameters come every call
+    if not any(e.graph is kept.graph and e.plan == kept.plan for e in of_root):  # swapped parameters come each call
         of_root.append(kept)
     return kept
 
@@ -175,7 +175,7 @@ def entries(module: nn.Module) -> list[Converted]:
         CaptureError: nothing was.
     """
     found = {id(entry): entry for entry in _BY_ROOT.get(_root(module), ())}
-    for parameter in () if found else module.parameters():  # of a module inside the one that was compiled
+    for parameter in () if found else module.parameters():  # it is part of the compiled one
         for entry in _BY_PARAMETER.get(parameter, ()):
             found[id(entry)] = entry
     asked = _ASKED.get(module)
@@ -216,14 +216,14 @@ def _nothing(module: nn.Module) -> str:
     if is_compiled(module):
         return (
             f"nothing was captured yet: {name} is captured at its first call. If it has been called, torch.compile "
-            f"left all of it to Python; TORCH_LOGS=graph_breaks says where.{_limits()}"
+            f"left all of it to Python: set TORCH_LOGS=graph_breaks to see why.{_limits()}"
         )
     return f"{name} was not converted by fxamp: pass what fxamp.convert or fxamp.compile returned."
 
 
 def _limits() -> str:
     found = anywhere()
-    said = f" In this process {', '.join(found)} reached the recompile limit, after which it is captured for no model."
+    said = f" In this process {', '.join(found)} reached the recompile limit: torch captures no more of that code."
     return said if found else ""
 
 
@@ -268,12 +268,12 @@ def _coverage(module: nn.Module, found: list[Converted]) -> list[str]:
 
 
 def _between(found: list[Converted]) -> str:
-    """Say how what is in no graph runs."""
+    """Say how code that is in no graph runs."""
     policy = found[0].plan.policy
     if not all(entry.autocast for entry in found):
-        return "what runs between graphs runs as it is, on values in the model's own dtypes"
+        return "code between graphs runs unconverted, in the model's own dtypes"
     plain = policy.level.is_autocasts and not policy.modules and not policy.ops
-    return f"what runs between graphs runs under autocast{'' if plain else ', as at O1 without overrides'}"
+    return f"code between graphs runs under autocast{'' if plain else ', as at O1 without overrides'}"
 
 
 def _prefix(captured: dict[int, str], paths: dict[int, str]) -> str:

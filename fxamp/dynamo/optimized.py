@@ -1,7 +1,7 @@
 """The result of `fxamp.compile`: torch's `OptimizedModule`, every call of which runs under autocast.
 
-Inside the graphs autocast is off, for the casts are in them. It is for all the rest: Python between two graphs, layers
-that Dynamo does not capture, calls beyond its recompile limit, and methods such as `generate`.
+Inside the graphs autocast is off, since they contain their casts. It is on for the rest: Python between two graphs,
+layers that Dynamo does not capture, calls beyond its recompile limit, and methods such as `generate`.
 
     compiled(x)               autocast on;  graph;  Python;  graph;  autocast off;  outputs in the model's own dtypes
     compiled.generate(ids)    autocast on;  the method of the model, as it is;  autocast off;  the same
@@ -13,6 +13,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import itertools
 import logging
 import types
 from collections.abc import Callable, Iterator
@@ -26,19 +27,20 @@ from passes._torch import OptimizedModule, dynamo_errors, pytree
 from passes.contract.devices import DEVICES
 from passes.contract.errors import FxampError
 from passes.contract.policy import Policy
+from passes.graph.values import LOW
 
 from . import compiled
 
 logger = logging.getLogger("fxamp")
 
-_OWN: Any = WeakIdKeyDictionary()  # values that are low in the model itself, and not by autocast: their dtypes there
-_CONTEXTS: dict[tuple[str, torch.dtype, bool], list[torch.autocast]] = {}  # made before, and not entered now
+_OWN: Any = WeakIdKeyDictionary()  # the dtypes that values which left a graph have in the model itself
+_CONTEXTS: dict[tuple[str, torch.dtype, bool], list[torch.autocast]] = {}  # for reuse; none is entered now
 
 
 class CompiledModule(OptimizedModule):
     """A compiled module whose calls run under autocast, and whose outputs have the dtypes of the model itself."""
 
-    _fxamp_policy: Policy | None = None  # named here, for what a class of OptimizedModule has not is set on the model
+    _fxamp_policy: Policy | None = None  # OptimizedModule sets attributes that its class lacks on the model
 
     def _initialize(self) -> None:
         super()._initialize()
@@ -72,14 +74,23 @@ def _again(model: nn.Module, dynamo: Any, policy: Policy) -> CompiledModule:
     return adopted(OptimizedModule(model, dynamo), policy)
 
 
-def note_low(value: Tensor, dtype: torch.dtype) -> None:
-    """Note that a value which leaves a graph is low in the model itself; under autocast it may be FP32."""
+def note_own(value: Tensor, dtype: torch.dtype) -> None:
+    """Note which dtype a value that leaves a graph has in the model itself; under autocast it may have another."""
     _OWN[value] = dtype
 
 
-def is_low_of_its_own(value: object) -> bool:
-    """Say whether a value has left a graph, and is low in the model itself."""
-    return isinstance(value, Tensor) and value in _OWN
+def is_low_of_its_own(value: object, made_of_low: bool) -> bool:
+    """Say whether a value is low in the model itself: as noted when it left a graph, else as `made_of_low` says."""
+    if not isinstance(value, Tensor):
+        return False
+    return _OWN.get(value, value.dtype if made_of_low else None) in LOW
+
+
+def is_low_throughout(model: nn.Module, inputs: Any) -> bool:
+    """Say whether a model holds and is given low values only: then values that no graph makes are low in the model."""
+    held = itertools.chain(model.parameters(), model.buffers(), pytree.tree_leaves(inputs))
+    floats = (t.dtype in LOW for t in held if isinstance(t, Tensor) and t.is_floating_point())
+    return next(floats, False) and all(floats)
 
 
 def _guarded(run: Callable[..., Any], model: nn.Module, policy: Policy | None) -> Callable[..., Any]:
@@ -87,7 +98,7 @@ def _guarded(run: Callable[..., Any], model: nn.Module, policy: Policy | None) -
     if policy is None:
         return run
 
-    runs: bool | None = None  # under autocast; None until a call has shown it
+    runs: bool | None = None  # whether it runs under autocast; None before the first call
 
     @functools.wraps(run, updated=())
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -102,14 +113,14 @@ def _guarded(run: Callable[..., Any], model: nn.Module, policy: Policy | None) -
         except (RuntimeError, dynamo_errors().TorchDynamoException) as e:
             _raise_ours(e)
             if runs and not isinstance(e, dynamo_errors().TorchDynamoException):
-                raise  # what ran before
+                raise  # it ran under autocast before, so the cause is another
             outputs = _without_autocast(e, run, args, kwargs)
             runs = False
             why = str(e).strip().partition("\n")[0]
             logger.warning("%s runs without autocast, under which it fails: %s", type(model).__name__, why)
             return outputs
         runs = True
-        return outputs if low is None or policy.output_dtype == "low" else restored(outputs, low, (args, kwargs))
+        return _given_back(outputs, low, policy, model, (args, kwargs))
 
     return forward
 
@@ -126,14 +137,14 @@ def _inside(run: Callable[..., Any], model: nn.Module, policy: Policy, args: Any
 
 
 def _raise_ours(error: Exception) -> None:
-    """Raise an error of fxamp's own, which Dynamo wraps, as it is."""
+    """Raise the error of fxamp that Dynamo has wrapped, if there is one."""
     found = error.inner_exception if isinstance(error, dynamo_errors().BackendCompilerFailed) else error
     if isinstance(found, FxampError):
         raise found from None
 
 
 def _without_autocast(error: Exception, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Call a model that fails under autocast without it, as the dtypes that autocast mixes can be all that fails.
+    """Call without autocast a model that fails under it: the cause may be dtypes that autocast mixes.
 
     Raises:
         Exception: the error under autocast, where the model fails without it too.
@@ -153,7 +164,7 @@ def _method(method: types.MethodType, model: nn.Module, policy: Policy) -> Calla
     def call(*args: Any, **kwargs: Any) -> Any:
         with under_autocast(policy, model, args, kwargs) as low:
             outputs = method(*args, **kwargs)
-        return outputs if low is None or policy.output_dtype == "low" else restored(outputs, low, (args, kwargs))
+        return _given_back(outputs, low, policy, model, (args, kwargs))
 
     return call
 
@@ -190,34 +201,47 @@ def _device(model: nn.Module, args: Any, kwargs: Any) -> str:
     return found.device.type if found is not None and found.device.type != "meta" else "cpu"
 
 
-def restored(outputs: Any, low: torch.dtype, inputs: Any, made: dict[int, Any] | None = None) -> Any:
-    """Return outputs with FP32 for every low value; those that the model makes low, or was given, in its own dtype.
+def _given_back(outputs: Any, low: torch.dtype | None, policy: Policy, model: nn.Module, inputs: Any) -> Any:
+    """Return outputs in the model's own dtypes, unless nothing was low, or the policy wants them as they are."""
+    if low is None or policy.output_dtype == "low":
+        return outputs
+    return restored(outputs, low, functools.partial(_is_given, model, inputs))
 
-    Containers that pytree does not know are left as they are, but dataclasses; so a cache keeps autocast's values. An
-    output that is returned twice stays one: `made` holds what was made, by the identity of what it was made of.
+
+def restored(
+    outputs: Any, low: torch.dtype, is_given: Callable[[Tensor], bool], made: dict[int, Any] | None = None
+) -> Any:
+    """Return outputs with low values cast to FP32, but not those that the model itself makes low or was given.
+
+    Dataclasses apart, containers that pytree does not know are left as they are, so a cache keeps autocast's values.
+    An output that is returned twice stays one tensor: `made` maps the identity of each output to what was made of it.
     """
     made = {} if made is None else made
     leaves, spec = pytree.tree_flatten(outputs)
     for leaf in leaves:
+        if id(leaf) in made:
+            continue
         if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            made[id(leaf)] = _restored_fields(leaf, low, inputs, made)
-        elif is_low_of_its_own(leaf):
+            made[id(leaf)] = _restored_fields(leaf, low, is_given, made)
+        elif isinstance(leaf, Tensor) and leaf in _OWN:
             made[id(leaf)] = leaf.to(_OWN[leaf])
-        elif isinstance(leaf, Tensor) and leaf.dtype == low and id(leaf) not in made and not _is_given(leaf, inputs):
+        elif isinstance(leaf, Tensor) and leaf.dtype == low and not is_given(leaf):
             made[id(leaf)] = leaf.float()
     changed = [made.get(id(leaf), leaf) for leaf in leaves]
     same = all(new is old for new, old in zip(changed, leaves, strict=True))
     return outputs if same else pytree.tree_unflatten(changed, spec)
 
 
-def _is_given(value: Tensor, inputs: Any) -> bool:
-    """Say whether a value is a parameter, or one that the model was called with."""
-    return isinstance(value, nn.Parameter) or any(value is given for given in pytree.tree_leaves(inputs))
+def _is_given(model: nn.Module, inputs: Any, value: Tensor) -> bool:
+    """Say whether a value is a parameter or an input, or the model holds and is given low values only."""
+    if isinstance(value, nn.Parameter) or any(value is given for given in pytree.tree_leaves(inputs)):
+        return True
+    return is_low_throughout(model, inputs)
 
 
-def _restored_fields(value: Any, low: torch.dtype, inputs: Any, made: dict[int, Any]) -> Any:
+def _restored_fields(value: Any, low: torch.dtype, is_given: Callable[[Tensor], bool], made: dict[int, Any]) -> Any:
     held = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if hasattr(value, f.name)}
-    changed = {name: new for name, old in held.items() if (new := restored(old, low, inputs, made)) is not old}
+    changed = {name: new for name, old in held.items() if (new := restored(old, low, is_given, made)) is not old}
     if not changed:
         return value
     out = copy.copy(value)

@@ -1,9 +1,9 @@
 """Which dtypes the values of a graph that was captured under autocast have in the model itself.
 
-A model that holds low tensors casts to their dtype, and Dynamo writes that as it does a dtype that was read off what
-autocast made low. But the model runs without autocast too. So such a cast is taken for one to FP32 until an op
-rejects what it reads, which shows the cast to be the author's; or where all that it is made of was low before the
-author cast it up. One that nothing shows to be low is FP32, which loses nothing.
+A model that holds low tensors may cast to their dtype. In Dynamo's graph such a cast looks like one whose dtype was
+read off a result of autocast. They are told apart by what the model would do without autocast. A doubtful cast is first
+taken for a cast to FP32. It is the author's, and low, if an op then rejects its operands, or if the cast restores
+values that were low before the author cast them up. Any other is FP32, which loses nothing.
 
 Before: linear(to(x, bfloat16), base), base: bfloat16      to(linear, bfloat16)
 After:  the first is bfloat16, for the layer takes nothing else, and the second float32
@@ -35,7 +35,7 @@ def own_dtypes(
         holds: the inputs that the model itself holds, or has made low.
         given: those that the model was called with; others are not low of their own. An op that rejects one of these
             runs under autocast alone, and what it gives is not low of its own either.
-        doubtful: what names a low dtype that may be the author's or read off what autocast made low.
+        doubtful: nodes that name a low dtype, which may be the author's or read off a result of autocast.
     """
     nodes = [n for n in graph.nodes if n.meta.get("val") is not None]
     place = {n: i for i, n in enumerate(nodes)}

@@ -1,7 +1,7 @@
 """Say which code has reached Dynamo's recompile limit: calls that need another graph run unconverted from then on.
 
-Dynamo keeps such code as it is for the rest of the process, for other models of the same code too, and only logs that.
-Under autocast, which `fxamp.compile` sets, those calls are autocast's; without it they are FP32, which is warned of.
+Dynamo leaves such code uncompiled for the rest of the process, for other models of the same code too, and only logs
+it. With `fxamp.compile` those calls run under autocast; without autocast they run in FP32, and fxamp warns.
 """
 
 from __future__ import annotations

@@ -26,8 +26,8 @@ class Scope:
         root: the compiled module.
         modules: paths in it, by identity as Dynamo writes it.
         parameters: paths of parameters, by identity.
-        inside: what the code being captured stands in: path and type, from the root to the innermost.
-        given: what the compiled module is called with, its leaves.
+        inside: the modules around the code being captured: path and type, from the root to the innermost.
+        given: the leaves of the inputs of the compiled module.
     """
 
     root: nn.Module
@@ -40,7 +40,7 @@ class Scope:
         """Return the modules that a node was made in, in the form of `nn_module_stack`."""
         out: dict[str, tuple[str, Any]] = {path: (path, kind) for path, kind in self.inside}
         for key, (_, kind) in node.meta.get("nn_module_stack", {}).items():
-            path = self.modules.get(key.partition("@")[0])  # "@1" for a second call
+            path = self.modules.get(key.partition("@")[0])  # "@1" marks a second call of the module
             if path is not None:
                 out[path] = (path, kind)
         return out
@@ -77,7 +77,7 @@ def _running() -> tuple[list[nn.Module], tuple[Any, ...]]:
     There are none where no compiled module is being called.
     """
     found: list[nn.Module] = []
-    parts: list[nn.Module] = []  # compiled graphs: mostly what torch has made of one, rarely what a user has
+    parts: list[nn.Module] = []  # GraphModules: mostly made by torch.compile, rarely compiled by a user
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         module = frame.f_locals["self"] if frame.f_code in MODULE_CALLS else None

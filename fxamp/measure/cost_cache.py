@@ -1,7 +1,8 @@
 """Measured costs on disk: nanoseconds of every call that was ever timed on this machine.
 
-One JSON file for each device, number of threads and torch version, in the user's cache directory, and beside it a lock
-that whoever adds to it holds. Calls can be timed again, so a file that cannot be read or written only costs a warning.
+One JSON file for each device, number of threads and torch version, in the user's cache directory. A lock
+beside it is held while costs are added. Calls can be timed again, so a file that cannot be read or written only costs
+a warning.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def load(device: str) -> dict[str, int]:
 
 
 def _load(device: str) -> tuple[dict[str, int], str]:
-    """Return what is known, and why it cannot be read: no warning, which threads cannot suppress one by one."""
+    """Return the known costs, and why they cannot be read; it does not warn, since threads share the filters."""
     try:
         found = json.loads(path(device).read_text(encoding="utf-8"))
         if found["version"] != FORMAT_VERSION or found["machine"] != machine(device):
@@ -72,7 +73,7 @@ def _load(device: str) -> tuple[dict[str, int], str]:
 
 def _nanoseconds(value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < LONGEST:
-        raise ValueError(f"{reprlib.repr(value)} is no time in nanoseconds")
+        raise ValueError(f"{reprlib.repr(value)} is not a time in nanoseconds")
     return value
 
 
@@ -85,7 +86,7 @@ def save(device: str, nanoseconds: dict[str, int]) -> None:
             merged = _load(device)[0] | nanoseconds
             data = {"version": FORMAT_VERSION, "machine": machine(device), "nanoseconds": merged}
             write_text(file, json.dumps(data, indent=1, sort_keys=True) + "\n")
-    except (OSError, NotImplementedError) as error:  # the latter of a file system without locks
+    except (OSError, NotImplementedError) as error:  # the file system may have no locks
         _warn(f"cannot keep the measured costs in {file} ({_why(error)}): the next conversion measures them again")
 
 

@@ -1,8 +1,8 @@
-"""The last word on `cost="measured"`: whole forward and backward passes of what the cut chose and what it must beat.
+"""The last check of `cost="measured"`: it times whole forward and backward passes of the chosen graph and its rivals.
 
-Costs of single ops add up to the time of a step only nearly. So the O2 graph is run beside the FP32 graph and O1, in
-turn, on the example inputs. Where O1 is faster beyond noise, or neither is faster than FP32 by more than the times of
-one variant spread, as they do on a machine that is busy, that one is the answer, and the plan says so.
+The costs of single ops add up only roughly to the time of a step. So the graphs of O2, O1 and FP32 take turns on the
+example inputs. O1 is chosen if it is faster than O2 beyond noise. FP32 is chosen if neither is faster by more than the
+spread of the times of one variant, which is large on a busy machine. The plan says what was chosen.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def _runnable(policy: Policy, model: nn.Module, inputs: Inputs | None) -> Inputs
     homes = sorted({t.device.type for t in leaves if isinstance(t, Tensor)})
     if homes and policy.device not in homes:
         raise PolicyError(
-            f"cost='measured' runs the model on '{policy.device}', and it is on '{homes[0]}': move model and inputs "
-            f"there before converting, {instead}."
+            f"cost='measured' runs the model on '{policy.device}', and the model is on '{homes[0]}': move model and "
+            f"inputs to '{policy.device}' before converting, {instead}."
         )
     return inputs
 
@@ -70,7 +70,7 @@ def _runnable(policy: Policy, model: nn.Module, inputs: Inputs | None) -> Inputs
 def emit_measured(
     captures: Captures, policy: Policy, inputs: Inputs | None, emit: Callable[..., ConvertedModule]
 ) -> ConvertedModule:
-    """Compile with measured costs. At O2 return the faster of FP32 and O1 where the result is slower than that.
+    """Compile with measured costs. At O2, return FP32 or O1 instead if that is faster.
 
     Args:
         captures: captured graphs; at O2 they are not changed.
@@ -88,9 +88,9 @@ def emit_measured(
         return emit(captures, policy, timer=timer)
     chosen = emit(copied(captures), policy, timer=timer)
     rivals: dict[str, ConvertedModule] = {}
-    with contextlib.suppress(PolicyError):  # an override of an op that only O2 makes
+    with contextlib.suppress(PolicyError):  # an override may name an op that only the graph of O2 has
         rivals["O1"] = emit(copied(captures), replace(policy, level=Level.O1), timer=timer)
-    forced_low = any(colour == "low" for _, colour in (*policy.modules, *policy.ops))  # which FP32 would not obey
+    forced_low = any(colour == "low" for _, colour in (*policy.modules, *policy.ops))  # which O0 ignores
     if not forced_low and all(c.plain for c in captures.graphs):
         rivals["FP32"] = emit(copied(captures), replace(policy, level=Level.O0, modules=(), ops=()))
     if not rivals:
@@ -142,7 +142,7 @@ def _explained(plan: Plan, instead_of: Plan, name: str, slower: bool) -> Plan:
     """Return a plan that says why it is not the one asked for: in a note, and at every decision that differs."""
     colours = {(d.graph, d.key): d.colour for d in instead_of.decisions}
     takes = ("takes longer", "took longer") if slower else ("is not clearly faster", "was not clearly faster")
-    reason = f"{CODE}: a step of O2 {takes[0]} than one of {name}, its casts included"
+    reason = f"{CODE}: a step at O2, casts included, {takes[0]} than one at {name}"
     decisions = tuple(
         d if colours.get((d.graph, d.key)) == d.colour else replace(d, code=CODE, reason=reason) for d in plan.decisions
     )
@@ -169,7 +169,7 @@ def _step(module: ConvertedModule, inputs: Inputs) -> Callable[[], object]:
 
     try:
         step()
-    except RuntimeError:  # a model for inference only overwrites values that its backward needs
+    except RuntimeError:  # the model has no backward: it overwrites what that would need
         return lambda: module.graph_forward(*flat)
     return step
 

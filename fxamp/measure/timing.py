@@ -1,9 +1,9 @@
 """Time single ops on the device at hand, forward and backward, for `cost="measured"`.
 
-What else runs on a machine only ever adds to a time, so the least one counts. It is looked for in several sweeps over
-all calls, each time until it has come up again and again: on a quiet machine at once, on a busy one after a while. A
-time that did not settle, or was taken while the thread had to wait for a processor, serves this conversion and is not
-kept; any other is read from `cost_cache` the next time.
+Other load on the machine only adds to a time, so the least time counts. Several sweeps over all calls look for it; a
+sweep times a call until its least time has come up several times, soon on a quiet machine, later on a busy one. A time
+that did not settle, or was taken while the thread had to wait for a processor, is used once and not kept. Any other is
+read from `cost_cache` the next time.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from . import cost_cache
 SWEEPS = 3
 PATIENCE = 0.06  # seconds that a call is timed for in one sweep, if its least time does not come up again
 SETTLED = 5  # samples near the least one end a sweep
-ENOUGH = 3  # of them in all sweeps make a time that is kept
-ALONE = 0.9  # of the time that passes, what a thread runs on a CPU that nothing else wants
+ENOUGH = 3  # samples near the least one, over all sweeps, make a time that is kept
+ALONE = 0.9  # least share of wall time that the thread runs for when it has a CPU to itself
 
 
 class OpTimer:
-    """Gives the nanoseconds of calls on a device; those that it was asked before come from the cache."""
+    """Gives the nanoseconds of calls on a device; calls timed before come from the cache."""
 
     def __init__(self, device: str) -> None:
         self.device = device
 
     def __call__(self, calls: Sequence[Call]) -> dict[Call, int]:
-        """Return the nanoseconds of each call, one that cannot run left out; shows its progress."""
+        """Return the nanoseconds of each call that can run; shows its progress."""
         known = cost_cache.load(self.device)
         missing = [call for call in calls if call.key not in known]
         if missing:

@@ -99,7 +99,7 @@ class _Tree:
             self._values.append(_copy(table.get(key, _MISSING)))
 
     def holds(self) -> bool:
-        """Say whether all is as it was: what every call waits for, so nothing in it is a loop of Python's."""
+        """Say whether nothing has changed. Every call waits for this, so it has no Python loops."""
         try:
             if list(map(dict.get, self._tables, self._keys, _ANY)) != self._values:
                 return False
@@ -108,7 +108,7 @@ class _Tree:
         return not any(self._hooks) and list(map(type, self._modules)) == self._classes
 
     def refuse(self) -> None:
-        """Raise CaptureError for the first thing that is not as it was."""
+        """Raise CaptureError for the first change."""
         for (path, attributes, name), table in zip(self._owners[:], self._hooks[:], strict=True):
             for hook in table.values():
                 if label(hook) not in self._own_hooks:
@@ -121,7 +121,7 @@ class _Tree:
                         f"module '{path or '(root)'}' of {self.whose} has a {HOOKS[name]} now ({label(hook)}), which "
                         f"the graph does not run. {way_out} fxamp.compile, which runs hooks."
                     )
-            if table:  # forward's own, which ran while it was captured
+            if table:  # hooks that forward() itself installs, which ran during capture
                 self._owners = [own for own in self._owners if own[1] is not attributes or own[2] != name]
                 self._hooks = [other for other in self._hooks if other is not table]
                 self._compare(path, attributes, name)
@@ -138,7 +138,7 @@ class _Tree:
                 )
 
     def _changed(self, name: str, value: Any, now: Any) -> CaptureError:
-        if name.endswith("_modules") and isinstance(now, dict):  # name the layer
+        if name.endswith("_modules") and isinstance(now, dict):  # name the layer, not the table
             child = next((k for k in (*value, *now) if value.get(k, _MISSING) is not now.get(k, _MISSING)), "")
             name, value, now = f"{name.removesuffix('_modules')}{child}", value.get(child), now.get(child)
         then = "was not set" if value is _MISSING else f"was {_show(value)}"
@@ -156,7 +156,7 @@ class Baked:
     Args:
         reads: what forward() read.
         converted: the root of the converted module's tree.
-        original: the model; None for a copy, which has none. What no one refers to any more is not compared.
+        original: the model; None for a copy, which has none. A model that was freed is not compared.
         name: the name of the model's class.
     """
 

@@ -69,7 +69,7 @@ def _put(converted: ConvertedModule, graphs: Sequence[Graph]) -> None:
 
 
 def _with_cast_weights(converted: ConvertedModule, live: Graph, held: nn.Module) -> Graph:
-    """Return a copy of a graph that reads cast weights, which are put into `held`; those that are there once."""
+    """Return a copy of a graph that reads cast weights from `held`, which gets each cast once."""
     graph = graph_from_data(graph_to_data(live))
     for cast in [n for n in graph.nodes if is_inserted(n) and n.args[0].op == "get_attr"]:
         path, dtype = str(cast.args[0].target), cast.args[1]

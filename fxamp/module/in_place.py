@@ -1,7 +1,7 @@
 """The operators of Python that write: `x += y` and its like, as functions in a graph.
 
-`operator.iadd` writes to a tensor, and gives a new number where a traced value turns out to be one. The code that fx
-generates for it gives the new number its old name too, which other nodes still read.
+`operator.iadd` writes to a tensor, but returns a new number if a traced value turns out to be a number. The code that
+fx generates then assigns the new number to the old name too, which other nodes still read.
 
 Before: x += 1;  iadd = x
 After:  iadd = fxamp_in_place_iadd(x, 1)
@@ -33,7 +33,7 @@ _CALLED = {function: _called(function) for function in ops.IN_PLACE}
 
 @contextlib.contextmanager
 def called_by_name(graph: Graph) -> Iterator[None]:
-    """Let the code that is generated inside leave the operands their names; the graph is as it was afterwards."""
+    """Inside this context, generated code leaves the operands their names; afterwards the graph is as it was."""
     found: list[tuple[Node, Any]] = [(n, n.target) for n in graph.nodes if n.target in _CALLED]
     for node, function in found:
         node.target = _CALLED[function]

@@ -33,7 +33,7 @@ from .skeleton import CONSTANTS, STATE_HOOKS, TREE, container_of
 from .underflow import UnderflowWatch
 
 _HOOKS = frozenset(k for k in nn.Module().__dict__ if "hooks" in k) - {*STATE_HOOKS}
-# What nn.Module would take for a child's name, were a child called like it.
+# Attributes of a converted module: `nn.Module` would take one for a child of the same name.
 _OURS = frozenset(
     {
         *("graph", "plan", "meta", "variants", "functions", "missing", "device_type", "original", "container"),
@@ -99,14 +99,14 @@ class ConvertedModule(GraphModule):
 
     functions: dict[int, Callable[..., Any]]
     _kept: Kept
-    # Of each graph: the grad mode it holds for, and the modules with their flags; None for one graph for every state.
+    # The grad mode and the training flags that each graph is for; None where one graph serves every state.
     _by_state: list[tuple[bool | None, tuple[tuple[nn.Module, bool], ...]]] | None
 
     def __init__(
         self, root: nn.Module, variants: Sequence[Variant], kept: Kept, model: nn.Module | None = None
     ) -> None:
-        # `torch.fx.GraphModule` knows one graph; these say which, already while it is made. It would copy children from
-        # the root, and take one that is called like an attribute of its own for that.
+        # `GraphModule.__init__` sets its one graph, for which these attributes are needed. It gets an empty root, since
+        # it would copy children, and mistake one with the name of an attribute for that attribute.
         self.__dict__.update(variants=list(variants), functions={}, _guards=[], _by_state=None, _chosen=0)
         if model is not None:
             kept = replace(kept, container=container_of(model))
@@ -209,9 +209,9 @@ class ConvertedModule(GraphModule):
         graph.set_codegen(Containers(self.variants[at].call_spec))
         with called_directly(graph), called_by_name(graph), read_directly(graph):
             code = super().recompile()
-        cls: Any = type(self)  # only of this instance
+        cls: Any = type(self)  # fx makes a class for each instance
         self.functions[at], cls.forward = cls.forward, _with_signature(self.variants[at].call_spec)
-        cls.__call__ = nn.Module.__call__  # fx's own catches errors, to print lines of the code to stderr
+        cls.__call__ = nn.Module.__call__  # fx's own prints lines of code to stderr when an error passes
         return code
 
     def graph_forward(self, *flat: Any) -> Any:
@@ -310,7 +310,7 @@ class ConvertedModule(GraphModule):
         return next((f" ({note})" for note in self.plan.notes if "was fixed when it was exported" in note), "")
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute; a child that is called like one of ours does not stand in its way."""
+        """Set an attribute, even if a child has the name of one of our attributes."""
         if name in _OURS:
             object.__setattr__(self, name, value)
         else:
@@ -340,7 +340,7 @@ class ConvertedModule(GraphModule):
             ) from None
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
-        """Load what this very model saved; what its author's own way of loading may be for is refused.
+        """Load a state of this model; refuse one that only the author's own loading code may understand.
 
         Raises:
             CaptureError: the state has other names, which the author may know how to read.
@@ -363,8 +363,8 @@ class ConvertedModule(GraphModule):
             if p.dtype not in (before[name], torch.float32):
                 warnings.warn(
                     f"'{name}' of a converted {self.original} was {before[name]} and is {p.dtype} now, also in modules "
-                    "that share it. The graph casts parameters itself, from the dtypes they had at conversion, and "
-                    "training needs them in FP32. Leave out that call, or make it before fxamp.convert.",
+                    "that share it. The graph casts parameters itself, from the dtypes at conversion, and training "
+                    "needs them in FP32. Leave out the call that changed the dtype, or make it before fxamp.convert.",
                     stacklevel=3,
                 )
                 break
@@ -396,7 +396,7 @@ class ConvertedModule(GraphModule):
         return new
 
     def _others(self, fresh: ConvertedModule) -> dict[str, Any]:
-        """Return what the user has put on this module, that a fresh one has not: hooks, and attributes."""
+        """Return the hooks and attributes that the user has added to this module."""
         return {k: v for k, v in self.__dict__.items() if k in _HOOKS or k not in fresh.__dict__}
 
     def _refuse_copies(self) -> None:
@@ -420,7 +420,7 @@ def _with_signature(call: CallSpec) -> Callable[..., Any]:
 
 
 def _allows(state: State, flags: Mapping[str, bool], grad: bool) -> bool:
-    named = state.flags or {}  # not of the module that holds constants
+    named = state.flags or {}  # the module that holds constants has none
     return state.grad in (None, grad) and all(flags.get(path) is flag for path, flag in named.items())
 
 

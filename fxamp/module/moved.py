@@ -1,8 +1,8 @@
-"""Where the names lie that saved modules hold: pickle finds a name by the file that it was in when it was saved.
+"""The new places of names in saved modules: pickle looks a name up in the file that it was in when it was saved.
 
-What emitted graphs call is in `passes.runtime`, and never moves again. A name that leaves its file, and that a saved
-module, policy, plan, scaler or backend may hold, or what an installation before named as torch's entry point, gets its
-line here; `tests/fxamp/module/test_moved.py` loads by the old paths.
+What emitted graphs call is in `passes.runtime`, and never moves again. A name that a saved
+module, policy, plan, scaler or backend may hold gets a line here when it leaves its file, and so does the entry point
+of an older installation; `tests/fxamp/module/test_moved.py` loads by the old paths.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-# Old file -> (file, names).
+# Old module -> (new module, names).
 MOVED: dict[str, tuple[str, tuple[str, ...]]] = {
     "fxamp.call": ("fxamp.capture.model.call", ("CallSpec", "Leaf")),
     "fxamp.capture.captured": ("fxamp.capture.model.captured", ("State",)),
@@ -36,7 +36,7 @@ MOVED: dict[str, tuple[str, tuple[str, ...]]] = {
 
 
 def found(old: str, name: str) -> Any:
-    """Return what an old file had under a name, or raise AttributeError: nothing else of it is found here."""
+    """Return what an old file had under a name; raise AttributeError if that name is not listed."""
     new, names = MOVED[old]
     if name not in names:
         raise AttributeError(f"module {old!r} has no attribute {name!r}")
@@ -44,7 +44,7 @@ def found(old: str, name: str) -> Any:
 
 
 class _OldFiles:
-    """A finder and loader of modules: of an old path it makes one that looks its names up where they are now.
+    """A finder and loader of modules: for an old path it makes a module that looks names up in their new places.
 
     It does not derive from `importlib.abc`, whose import takes longer than all else in `import fxamp`.
     """
@@ -54,7 +54,7 @@ class _OldFiles:
     ) -> ModuleSpec | None:
         new, _ = MOVED.get(fullname, ("", ()))
         is_room = new.startswith(f"{fullname}.")
-        package = os.path.join(_ROOT, *fullname.split(".")[:-1])  # and not another of that name
+        package = os.path.join(_ROOT, *fullname.split(".")[:-1])  # ours, not another package of that name
         if not new or is_room or package not in (path or ()):
             return None
         return ModuleSpec(fullname, self)  # type: ignore[arg-type]  # an object with both methods will do
@@ -70,6 +70,6 @@ _ROOT = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))  # where fxa
 
 
 def install() -> None:
-    """Let old paths be imported. Rooms that are called as a file was (`fxamp.module`) look names up by themselves."""
+    """Let old paths be imported. Packages with the name of an old file (`fxamp.module`) look names up themselves."""
     if not any(isinstance(finder, _OldFiles) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _OldFiles())  # before a file of the version before, wherever that may lie
+        sys.meta_path.insert(0, _OldFiles())  # first: files of an older version may be left behind

@@ -21,7 +21,7 @@ STATE_HOOKS = (
 )
 TREE = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set", "training", *STATE_HOOKS)
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-_COUNTS = ("_size", "_keys")  # what containers of parameters keep beside them
+_COUNTS = ("_size", "_keys")  # attributes of ParameterList and ParameterDict that are no parameters
 
 
 def skeleton(model: nn.Module, opaque: Mapping[str, nn.Module], constants: Mapping[str, Any]) -> nn.Module:
@@ -94,7 +94,10 @@ def _as_container(empty: nn.Module, module: nn.Module) -> None:
 
 
 def _not_callable(*args: Any, **kwargs: Any) -> Any:
-    raise CaptureError("a part of a converted module is not called by itself: call the original's, or convert that.")
+    raise CaptureError(
+        "a submodule of a converted module is not called by itself: call the submodule of the original model, or "
+        "convert that submodule."
+    )
 
 
 def _is_library_leaf(module: nn.Module) -> bool:

@@ -160,11 +160,11 @@ class Report:
         return to_model_explorer(chosen(self.record or record_of(self.plan), **only), self.model)
 
     def _head(self, style: str, heading: str, cell: Callable[[str], str]) -> list[str]:
-        """Write what every form begins with: the totals, the notes, and how it trains."""
+        """Write the part that every form begins with: the totals, the notes, and facts about training."""
         totals = [(cell(name), cell(str(value))) for name, value in (*self._totals().items(), *self._sizes())]
         parts = [f"{heading}Totals", tabulate(totals, ("", ""), style, disable_numparse=True)]
         if self.plan.notes:
-            # Second, because what was not done as usual matters more than what was.
+            # Notes come second, because they say what is unusual.
             parts += [f"{heading}Notes", "\n".join(f"- {cell(note)}" for note in self.plan.notes)]
         if self.training:
             training = [(cell(name), cell(text)) for name, text in self.training]
@@ -174,7 +174,7 @@ class Report:
     def _lines(
         self, record: Record, nodes: Sequence[NodeRecord], style: str, cell: Callable[[str], str], width: int | None
     ) -> str:
-        """Write the lines that cost most, without their code where there is no room for it; or why there are none."""
+        """Write the lines that cost most, without their code if it does not fit; or say why there are none."""
         body = [tuple(map(cell, row)) for row in costliest(record, nodes)]
         if not body:
             return "Costs of lines are known only for a module that fxamp.convert returned with example inputs."
@@ -216,7 +216,7 @@ class Report:
         return [(op, colour, count) for (op, colour), count in sorted(counts.items())]
 
     def _edits(self, style: str, heading: str, cell: Callable[[str], str]) -> list[str]:
-        """Write how often each rule of the passes fired, and which never did; nothing of a plan that does not say."""
+        """Write how often each rule of the passes fired, and which never did; nothing for a plan without counts."""
         if not self.plan.edits:
             return []
         fired = [(cell(rule), count) for rule, count in self.plan.edits.items() if count]
@@ -282,7 +282,7 @@ def report(converted_or_plan: Diffable | TrainStep) -> Report:
 
 def _row(decision: Decision, several: bool) -> tuple[str, ...]:
     key = f"{decision.graph}:{decision.key}" if several else decision.key
-    # Autocast's dtype is of interest where ours is another one.
+    # Autocast's dtype is shown only where ours differs.
     autocast = decision.autocast_dtype if decision.autocast_dtype != decision.colour else ""
     return key, decision.op, decision.colour, autocast, decision.reason, decision.source
 

@@ -39,20 +39,20 @@ def state_of(step: TrainStep) -> dict[str, Any]:
 
 
 def beside(step: TrainStep) -> dict[str, Tensor]:
-    """Return what is trained or kept outside the model, in use: a loss's own state, and what else optimizers hold."""
+    """Return the tensors, not copies, that are trained or kept outside the model: by the loss, and by optimizers."""
     held: dict[str, Any] = {}
     if isinstance(step.loss_fn, nn.Module):
         held = step.loss_fn.state_dict(prefix="loss_fn.", keep_vars=True)
     for index, optimizer in enumerate(step.optimizers):
         held.update((f"parameter {at} of optimizer {index}", p) for at, p in enumerate(parameters(optimizer)))
-    named = {id(t): name for name, t in reversed(held.items()) if isinstance(t, Tensor)}  # the first name it has
+    named = {id(t): name for name, t in reversed(held.items()) if isinstance(t, Tensor)}  # each by its first name
     for t in (*step.model.parameters(), *step.model.buffers()):
         named.pop(id(t), None)
     return {name: held[name].detach() for name in named.values()}
 
 
 def course_of(step: TrainStep) -> dict[str, Any]:
-    """Return what steers a step, between two windows: numbers that all ranks have in common."""
+    """Return the state that steers a step between two windows; it is the same on all ranks."""
     return {
         "settings": settings(step),
         "schedulers": [scheduler.state_dict() for scheduler in step.schedulers],
@@ -62,7 +62,7 @@ def course_of(step: TrainStep) -> dict[str, Any]:
 
 
 def load_course(step: TrainStep, state: Mapping[str, Any]) -> None:
-    """Bring a step to where `course_of` was told of, with no window open."""
+    """Load the state that `course_of` returned, with no window open."""
     step._close_window()
     if step._undecided:
         step._scaler_state = state["scaler"]
@@ -85,7 +85,7 @@ def load(step: TrainStep, state: Mapping[str, Any]) -> None:
         raise PolicyError(f"not the state of a TrainStep: it lacks {', '.join(missing)}")
     refuse_other_settings(step, state["settings"])
     _refuse_other_tensors("the model", step.model.state_dict(), state["model"])
-    _refuse_other_tensors("what is trained beside it", beside(step), state["beside"])
+    _refuse_other_tensors("what is trained or kept outside the model", beside(step), state["beside"])
     for index, (average, saved) in enumerate(zip(step.averages, state["ema"], strict=True)):
         _refuse_other_tensors(f"ema {index}", average.state_dict(), saved)
     _refuse_other_gradients(step, state["gradients"])
@@ -129,7 +129,7 @@ def settings(step: TrainStep) -> dict[str, Any]:
 
 
 def refuse_other_settings(step: TrainStep, saved: Mapping[str, Any], free: Sequence[str] = ()) -> None:
-    """Raise PolicyError where a state was saved with other settings; those that are `free` may be others."""
+    """Raise PolicyError where a state was saved with other settings; settings in `free` may differ."""
     for name, ours in settings(step).items():
         if name in free:
             continue
@@ -159,13 +159,13 @@ def _refuse_other_gradients(step: TrainStep, saved: Sequence[Sequence[Tensor | N
 
 
 def random_state() -> dict[str, Any]:
-    """Return where torch's random number generators are."""
+    """Return the states of torch's random number generators."""
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else []
     return {"cpu": torch.get_rng_state(), "cuda": cuda}
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
-    """Bring torch's random number generators to where `random_state` was told that they are."""
+    """Set torch's random number generators to the states that `random_state` returned."""
     torch.set_rng_state(state["cpu"])
     if state["cuda"] and torch.cuda.is_available():
         torch.cuda.set_rng_state_all(state["cuda"][: torch.cuda.device_count()])

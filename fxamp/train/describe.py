@@ -1,4 +1,4 @@
-"""A TrainStep as a reader wants it: where its weights are cast, what it waits for, what became of its steps."""
+"""Facts about a TrainStep for reports: where its weights are cast, what it waits for, which steps were skipped."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SHOWN = 5  # weights and events named one by one
 
 
 def describe(step: TrainStep) -> tuple[tuple[str, str], ...]:
-    """Return what there is to say of a step, as names and texts. The history of its scaler is read from the device."""
+    """Return facts about a step as (name, text) pairs. The history of its scaler is read from the device."""
     weights, scaler = step.weights, step.scaler
     casts = "at every use"
     if weights.mode == "per_step":
@@ -26,15 +26,15 @@ def describe(step: TrainStep) -> tuple[tuple[str, str], ...]:
         ("window", f"{step.accumulate_steps} micro-batches, {step.windows} windows finished"),
         ("weights", f"{weights.mode}: {casts}"),
         *((f"per use: {path}", reason) for path, reason in named[:_SHOWN]),
-        *[("per use", f"{len(named) - _SHOWN} more, which step.weights.per_use names")] * (len(named) > _SHOWN),
+        *[("per use", f"{len(named) - _SHOWN} more, listed in step.weights.per_use")] * (len(named) > _SHOWN),
         *compiled_rows(step.compiled),
         ("waits for the device", "; ".join(f"once a window, since {why}" for why in step.waits) or "never"),
         ("loss scaling", f"{scaler.kind}, scale {scaler.get_scale():g}" if scaler.is_enabled() else scaler.kind),
     ]
     if step.ranks.replicated > 1:
-        rows.append(("ranks", f"{step.ranks.replicated} exchange gradients once a window"))
+        rows.append(("ranks", f"{step.ranks.replicated} ranks exchange gradients once a window"))
     elif step.ranks.spread:
-        rows.append(("ranks", "parameters are spread over several, which agree on whether to step"))
+        rows.append(("ranks", "parameters are sharded over several ranks, which agree on whether to step"))
     if step.on_overflow == "skip_microbatch":
         rows.append(("on overflow", "skip_microbatch, which keeps one more set of gradients"))
     skipped = [event for event in scaler.history if event.skipped]
@@ -48,7 +48,7 @@ def describe(step: TrainStep) -> tuple[tuple[str, str], ...]:
 
 
 def compiled_rows(compiled: CompiledStep | None) -> list[tuple[str, str]]:
-    """Return what became of what a step compiles, nothing where it compiles nothing."""
+    """Return facts about the compiled parts of a step; none if it compiles nothing."""
     if compiled is None:
         return []
     rows = [("compiled", f"by '{compiled.settings.name}'")]
@@ -66,12 +66,12 @@ def compiled_rows(compiled: CompiledStep | None) -> list[tuple[str, str]]:
 
 
 def reasons_to_wait(step: TrainStep) -> tuple[str, ...]:
-    """Return why a step waits for the device at the end of a window, once; nothing where it never does."""
+    """Return why a step waits for the device once, at the end of a window; nothing if it never waits."""
     if not step.scaler.is_enabled() and step.max_grad_norm is None and step._kept is None:
         return ()
     in_graph = step.compiled is not None and step.windows > 1 and not step.compiled.update.eager
     deciding = [] if in_graph else [o for o in step.optimizers if waits(o)]
-    reasons = [f"{type(o).__name__} steps or not as Python decides" for o in deciding]
+    reasons = [f"Python decides whether {type(o).__name__} steps" for o in deciding]
     reasons += [f"{type(s).__name__} follows the steps that were taken" for s in step.schedulers]
     reasons += ["the average of the weights follows the steps that were taken"] * bool(step.averages)
     if step._kept is not None and step.ranks.replicas:

@@ -32,13 +32,13 @@ def begin(step: TrainStep) -> None:
         return
     scaled = step.scaler.is_enabled() or step._undecided
     refuse_unfit_ranks(step.ranks, accumulate_steps=step.accumulate_steps, on_overflow=step.on_overflow, scaled=scaled)
-    if step.ranks.groups:
-        compare(_told(step), step.ranks.groups)
+    if step.ranks.groups or (step.ranks.shared and dist.get_world_size() > 1):
+        compare(_told(step), step.ranks.groups, step.model)
     step._begun = True
 
 
 def warn_of_fp32(step: TrainStep) -> None:
-    """Say that a model is not converted, once, after its first forward: it trains in FP32, which may be a slip."""
+    """Say that a model is not converted, once, after its first forward: it trains in FP32, perhaps by mistake."""
     if step._seen:
         return
     step._seen = True

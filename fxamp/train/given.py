@@ -28,7 +28,7 @@ def low_dtype_of(model: nn.Module) -> torch.dtype | None:
 
 
 def policies_of(model: nn.Module) -> list[Policy]:
-    """Return what a model and its parts were converted to; nothing for what is not converted, or not yet."""
+    """Return the policies by which parts of a model were converted; parts that are not, or not yet, have none."""
     plans = [getattr(module, "plan", None) for module in model.modules()]
     for module in model.modules():
         if module is model or compiled.is_compiled(module):
@@ -39,7 +39,7 @@ def policies_of(model: nn.Module) -> list[Policy]:
 
 
 def scaler_of(scaler: object, low_dtype: torch.dtype | None) -> LossScaler:
-    """Return the LossScaler that is meant, a disabled one where none is.
+    """Return the LossScaler that the argument stands for, a disabled one for no loss scaling.
 
     Raises:
         PolicyError: It is none of what a TrainStep takes.
@@ -53,7 +53,10 @@ def scaler_of(scaler: object, low_dtype: torch.dtype | None) -> LossScaler:
             return LossScaler(min_scale=1.0, max_scale=2.0**24, max_skips=20)
         return LossScaler(enabled=False)
     if isinstance(scaler, torch.amp.GradScaler):
-        raise PolicyError("scaler must be a fxamp.LossScaler, which is a GradScaler and loads the state of one")
+        raise PolicyError(
+            "scaler must be a fxamp.LossScaler, got a torch.amp.GradScaler. A LossScaler has the same methods, and "
+            "loads the state of a GradScaler"
+        )
     if isinstance(scaler, str):
         raise PolicyError(f'scaler must be a LossScaler, a number, None or "auto", got {scaler!r}')
     require_scale("scaler", scaler)
@@ -92,7 +95,7 @@ def schedulers_of(scheduler: object, optimizers: Sequence[Optimizer]) -> tuple[L
     """Return one scheduler or several as a tuple.
 
     Raises:
-        PolicyError: One is of no optimizer given, or needs what a TrainStep does not have.
+        PolicyError: One belongs to no given optimizer, or needs what a TrainStep does not have.
     """
     schedulers = () if scheduler is None else _several("scheduler", scheduler, LRScheduler)
     for one in schedulers:

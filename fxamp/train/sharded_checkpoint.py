@@ -133,7 +133,7 @@ def _states(step: TrainStep) -> tuple[dict[str, Tensor], dict[str, dict[str, Any
 def _like_saved(step: TrainStep, known: Mapping[str, Any]) -> list[tuple[int, int, str, Tensor]]:
     """Return tensors to load the states of optimizers into: optimizer, place of the parameter, name and tensor.
 
-    One that has the shape of its parameter is spread over ranks as that is.
+    A tensor with the shape of its parameter is sharded as the parameter is.
     """
     saved: dict[str, list[str]] = defaultdict(list)
     for key in known:

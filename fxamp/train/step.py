@@ -115,7 +115,7 @@ class TrainStep:
         >>> [step(x, y).reason for _ in range(4)]
         ['accumulating', 'stepped', 'accumulating', 'stepped']
         >>> step.waits, step.converted_model is converted
-        (('SGD steps or not as Python decides',), True)
+        (('Python decides whether SGD steps',), True)
     """
 
     def __init__(
@@ -165,20 +165,20 @@ class TrainStep:
         self._low_dtype = low_dtype_of(model)
         self.scaler = scaler_of(scaler, self._low_dtype)
         self.scaler.name_parameters(model.named_parameters())
-        # A compiled model is converted at its first call; until then nobody knows to what.
+        # A compiled model is converted at its first call; its low dtype is not known before.
         compiles = any(compiled.is_compiled(module) for module in model.modules())
         compiles |= settings is not None and settings.converts
         self._undecided = isinstance(scaler, str) and self._low_dtype is None and compiles
-        self._scaler_state: Mapping[str, Any] | None = None  # loaded before that call
-        self._warned = self._begun = self._seen = False  # of unscaled FP16; told the same as all ranks; looked for FP32
+        self._scaler_state: Mapping[str, Any] | None = None  # a state that was loaded before that call
+        self._warned = self._begun = self._seen = False  # warned of unscaled FP16; compared ranks; looked for FP32
 
         self.windows = 0
         self._position = 0  # micro-batches of the open window seen so far
-        self._given_scale: float | None = None  # of the open window
+        self._given_scale: float | None = None  # scale given for the open window
         self._window_scaler = self.scaler
         self._window_scale: float | torch.Tensor | None = None
-        self._cleared: list[nn.Parameter] = []  # have no gradient but by the open window, in an optimizer or not
-        self._loss: torch.Tensor | None = None  # of the last micro-batch of the open window
+        self._cleared: list[nn.Parameter] = []  # had no gradient when the open window began
+        self._loss: torch.Tensor | None = None  # loss of the last micro-batch in the open window
         self._again: list[tuple[Any, Any]] | None = [] if any(map(needs_closure, self.optimizers)) else None
         self._kept = KeptMicroBatches(self.optimizers) if on_overflow == "skip_microbatch" else None
 
@@ -235,7 +235,7 @@ class TrainStep:
         begin(self)
         if not self.ranks.seen(self._position):
             return self._result(Update({}, None))
-        if self._position == 0:  # other ranks have some
+        if self._position == 0:  # other ranks have seen micro-batches, this one none
             self._window_scaler.scale(torch.zeros((), device=next(self.model.parameters()).device))
         return self._finish_window(in_backward=False)
 
@@ -301,7 +301,7 @@ class TrainStep:
         self._position += 1
         self._loss = loss.detach()
         if self._in_place:
-            self._loss = self._loss.clone()  # out of the graph's memory
+            self._loss = self._loss.clone()  # the next replay of the CUDA graph overwrites it
         if self._again is not None:
             self._again.append((inputs, target))
 
@@ -356,7 +356,7 @@ class TrainStep:
             self._window_scaler = LossScaler(init_scale=scale, dynamic=False)
 
     def _finish_window(self, in_backward: bool = True) -> StepResult:
-        self.weights.forget()  # before the optimizers ask for memory of their own
+        self.weights.forget()  # frees the kept casts before the optimizers allocate memory
         self.windows += 1
         try:
             mean, update = Mean(self._position), Update({}, None)

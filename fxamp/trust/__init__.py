@@ -1,4 +1,4 @@
-"""Is it the same model: the captured graph against the original, and the converted module, on the example inputs.
+"""Checks on the example inputs: the captured graph computes what the model does, and the converted module runs.
 
 Imports the converted module and the author's model.
 Capture, `convert` and measuring use it.

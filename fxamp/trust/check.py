@@ -1,4 +1,4 @@
-"""The last line of defence: the captured graph, nothing rounded, against the model itself on the example inputs."""
+"""The last check: the captured graph, with nothing rounded, is compared with the model on the example inputs."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ def refuse_low_parameters(named: Iterable[tuple[str, Any]], gathered: Callable[[
                 "param_dtype in its MixedPrecisionPolicy: the graph casts parameters itself."
             )
         raise PolicyError(
-            f"{len(low)} trainable parameter(s) are low already: {listed}. Updates below their resolution vanish."
-            " Call model.float() before you build the optimizer, and convert the result, whose graph casts the FP32 "
-            "weights itself; or freeze them with requires_grad_(False)."
+            f"{len(low)} trainable parameter(s) are low already: {listed}. Updates below the resolution of 16 "
+            "bits vanish. Call model.float() before you build the optimizer, and convert the result, whose graph casts "
+            "the FP32 weights itself; or freeze them with requires_grad_(False)."
         )
 
 
@@ -77,7 +77,7 @@ def same_random_state() -> Iterator[None]:
 
 @contextlib.contextmanager
 def preserved(model: nn.Module, written: Sequence[torch.Tensor] = ()) -> Iterator[None]:
-    """Restore random states, the model's tensors and those that a graph is known to write; gradients never are."""
+    """Restore random states, the model's tensors and those that a graph is known to write. `.grad` is never written."""
     fastpath = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)  # a fused kernel in eager eval rounds differently
     try:
@@ -94,7 +94,7 @@ def rejected(model: nn.Module, call: CallSpec, flat: Sequence[Any], error: Excep
         (leaf.name, v.dtype) for leaf, v in zip(call.leaves, flat, strict=True) if leaf.tensor and v.is_floating_point()
     ]
     odd = [f"'{name}' is {dtype}" for name, dtype in floats if kinds and dtype not in kinds]
-    hint = f" Of the inputs, {', '.join(odd)}, and no parameter is; give it in the parameters' dtype." if odd else ""
+    hint = f" Among the inputs {', '.join(odd)}, a dtype that no parameter has: cast it first." if odd else ""
     return RejectedError(
         f"{type(model).__name__} rejects the example inputs: {type(error).__name__}: {error}.{hint} Pass inputs that "
         "model(*args, **kwargs) accepts."
@@ -160,18 +160,18 @@ def guard_small_sizes(captured: Captured, args: tuple[Any, ...], kwargs: dict[st
         with untouched(found.model):
             return found.model(*given, **named)
 
-    # Fake mode leaves a counter that meets no fake tensor a real one.
+    # In fake mode a counter that meets no fake tensor stays a real tensor, and is written: it is restored.
     with no_autocast(), preserved(found.model, written_parameters(found)), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the small sizes
+        warnings.simplefilter("ignore")  # what a model warns of at small sizes
         tensors = call.bind(args, kwargs)
         guards = guards_of_small_sizes(captured.call, tensors, of_model, lambda flat: run(*flat))
     return replace(captured, call=replace(captured.call, guards=(*captured.call.guards, *guards)))
 
 
 def _caller(captured: Captured) -> Callable[..., Any]:
-    """Return what runs a captured graph on flat tensors, over the model's own parameters."""
+    """Return a function that runs a captured graph on flat tensors, over the model's own parameters."""
     root = skeleton(captured.model, captured.opaque, captured.constants)
-    holder = GraphModule(nn.Module(), Graph())  # it would copy children itself, but not all names
+    holder = GraphModule(nn.Module(), Graph())  # empty: GraphModule cannot copy children of every name
     holder.__dict__.update({k: root.__dict__[k] for k in ("_modules", "_parameters", "_buffers", "training")})
     with called_by_name(captured.graph), read_directly(captured.graph):
         object.__setattr__(holder, "graph", captured.graph)  # a child module may be named "graph"
@@ -182,7 +182,7 @@ def check_runs(module: ConvertedModule, captured: Captured, args: tuple[Any, ...
     """Run a converted module once on the example inputs, where they are on the device that it was made for.
 
     Raises:
-        VerificationError: an op of it raises, which its fake kernel let pass; names the node and the way out.
+        VerificationError: an op raises an error that its fake kernel did not; names the node and the way out.
     """
     model = captured.model
     leaves = [*pytree.tree_leaves((args, kwargs)), *model.parameters()]
@@ -202,12 +202,12 @@ def check_runs(module: ConvertedModule, captured: Captured, args: tuple[Any, ...
 
 
 def _failed(graph: Graph, error: Exception) -> str:
-    """Return what is known of the node that was run when an error came up."""
+    """Describe the node that was running when an error came up."""
     lines = [f.line or "" for f in traceback.extract_tb(error.__traceback__) if f.filename.startswith("<eval_with_key")]
     name = lines[-1].partition(" = ")[0].strip() if lines else ""
     node = next((n for n in graph.nodes if n.name == name), None)
     if node is None:
-        return "an op of it"
+        return "one of its ops failed"
     return f"{ops.name(node)} in module '{module_path(node)}' ({source(node) or 'no source line'})"
 
 
@@ -247,7 +247,7 @@ def _run(
 
 
 def _gradients(floats: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> list[Any] | None:
-    """Return the gradients of outputs, all of whose numbers weigh differently; None where there is no backward.
+    """Return the gradients of a sum of outputs in which each number has another weight; None without a backward.
 
     Such a model is only for inference: it overwrites values that its own backward needs.
     """
@@ -289,7 +289,7 @@ def _compare(name: str, front_end: str, model: nn.Module, expected: _Run, got: _
             )
     for where, value in expected.state.items():
         if where not in got.state or not same(value, got.state[where]):
-            raise NotFaithfulError(f"{way_out}: it leaves other values in {where}. {INSTEAD}.")
+            raise NotFaithfulError(f"{way_out}: the graph leaves other values in {where}. {INSTEAD}.")
     _compare_gradients(way_out, model, expected.gradients, got.gradients)
 
 
@@ -297,7 +297,7 @@ def _compare_gradients(way_out: str, model: nn.Module, expected: list[Any] | Non
     if expected is None:
         return
     if got is None:
-        raise NotFaithfulError(f"{way_out}: its backward raises an error, and the model's does not. {INSTEAD}.")
+        raise NotFaithfulError(f"{way_out}: the graph's backward raises an error, and the model's does not. {INSTEAD}.")
     named = [n for n, p in model.named_parameters() if p.requires_grad]
     noise = GRADIENT_NOISE * _norm([g for g in expected if g is not None and not g.is_meta])
     for i, (a, b) in enumerate(zip(expected, got, strict=True)):

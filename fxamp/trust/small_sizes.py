@@ -1,9 +1,9 @@
 """Guard the sizes 1 and 0 where a model computes something else for them.
 
-The exporter takes every dynamic size for at least 2, and leaves no trace of a branch that this decides, such as
-`if x.shape[1] > 1`. So the model and its graph are run on fake tensors, which have sizes and no values: what they call
-on the example's sizes and on those sizes must differ in the same way, which is mostly not at all. No kernel runs on
-inputs that nobody gave. What cannot be run on fake tensors, for its data decides, is guarded without being tried.
+The exporter assumes that every dynamic size is at least 2, and leaves no trace of a branch that this decides, such as
+`if x.shape[1] > 1`. So the model and its graph are run on fake tensors, which have sizes and no values. The calls of
+the two may differ at small sizes only as they do at the example's sizes, which is mostly not at all. No kernel runs on
+inputs that nobody gave. A model that fake tensors cannot run, because its data decides, is guarded without being tried.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from ..capture.model.call import CallSpec
 _EQUAL = re.compile(r"args\[(\d+)\]\.size\(\)\[(\d+)\] == args\[(\d+)\]\.size\(\)\[(\d+)\]")
 _PLAIN = (bool, int, float, complex, torch.dtype)
 _SCALARS = ("number", "float", "bool", "Scalar", "ScalarType", "Tensor")  # arguments whose plain values are no sizes
-_NONE: Any = (Counter(), Counter(), True)  # what differs where nothing does
+_NONE: Any = (Counter(), Counter(), True)  # the result of `_difference` where nothing differs
 Dimension = tuple[int, int]  # which tensor, which of its dimensions
-Run = Callable[[list[Any]], Any]  # of flat tensors
+Run = Callable[[list[Any]], Any]  # takes flat tensors
 
 
 class _Calls(TorchDispatchMode):
@@ -39,7 +39,7 @@ class _Calls(TorchDispatchMode):
         self._mode = mode
 
     def _faked(self, value: Any) -> Any:
-        """Return a parameter as a fake tensor: of a call with a real one, fake mode does not remember the result."""
+        """Return a parameter as a fake tensor: fake mode does not cache the results of calls on real ones."""
         return self._mode.from_tensor(value, static_shapes=True) if type(value) is nn.Parameter else value
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -88,10 +88,10 @@ def guards_of_small_sizes(call: CallSpec, tensors: Sequence[torch.Tensor], model
             try:
                 difference = _difference(tensors, cut, size, model, graph)
                 differs = difference != _NONE
-                if differs:  # as it may on the example's sizes too
+                if differs:  # the calls at the example's sizes may differ as much
                     usual = usual if usual is not None else _difference(tensors, {}, 0, model, graph)
                     differs = difference != usual
-            except Exception as e:  # whatever a model has against such inputs, it has
+            except Exception as e:  # a model may reject such inputs by any error
                 differs = undecided_by_fakes(e)
             if differs:
                 tensor, dimension = dimensions[0]
@@ -121,12 +121,12 @@ def _difference(tensors: Sequence[torch.Tensor], cut: dict[int, set[int]], size:
 def _hold(guards: Callable[..., list[bool]] | None, tensors: list[Any]) -> bool:
     try:
         return guards is None or False not in guards(*tensors)
-    except ZeroDivisionError:  # in a guard on divisibility
+    except ZeroDivisionError:  # a guard on divisibility takes a size as divisor
         return False
 
 
 def _dimensions(call: CallSpec) -> Iterator[list[Dimension]]:
-    """Yield the dynamic dimensions of the inputs, those together that must be equal."""
+    """Yield the dynamic dimensions of the inputs, grouped where they must be equal."""
     leaves = [leaf for leaf in call.leaves if leaf.tensor]
     free = [
         (i, d) for i, leaf in enumerate(leaves) for d in range(leaf.ndim or 0) if d not in {d for d, _ in leaf.static}

@@ -109,7 +109,7 @@ def assign_precision(
 def _disagreements(graph: Graph, reference: Simulation) -> list[str]:
     """Compare what the rules say of autocast with what a capture under it gave, value by value.
 
-    A node counts where the rules are right about its operands, so that one wrong rule is said once.
+    A node counts only if the rules are right about its operands, so that one wrong rule is reported once.
     """
     out, wrong, names = [], set[Node](), keys(graph.nodes)
     for node in graph.nodes:
@@ -124,7 +124,7 @@ def _disagreements(graph: Graph, reference: Simulation) -> list[str]:
 
 
 def _as_it_is(node: Node, original: dict[Node, Any]) -> Colouring | None:
-    """Return the decision at O0 where costs were measured: it may stand for an O2 that does not pay."""
+    """Return the decision at O0 with measured costs, where FP32 may have been chosen because O2 does not pay."""
     dtypes = original[node] if isinstance(original[node], tuple) else (original[node],)
     dtype = next((d for d in dtypes if is_floating(d) and not isinstance(d, tuple)), None)
     if not node.op.startswith("call") or dtype is None:

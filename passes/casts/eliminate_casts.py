@@ -8,8 +8,8 @@ Five rules, each exact, and all but `share` in backward too; user casts are neve
     promote         add(to(x: bf16, f32), y: f32)      ->  add(x, y)  (the kernel promotes)
     dtype_argument  sum(to(x: bf16, f32))              ->  sum(x, dtype=f32)
 
-Left out, for on a CPU they save no cast that runs: softmax and log_softmax with `dtype=` cast inside, the backward of
-prod casts in its place. The gradients of cumsum, cumprod, pow and atan2 would differ.
+Some ops are left out. On a CPU no cast would be saved: softmax and log_softmax with `dtype=` cast inside, and so does
+the backward of prod. The gradients of cumsum, cumprod, pow and atan2 would differ.
 """
 
 from __future__ import annotations
@@ -81,9 +81,9 @@ def _no_op(graph: Graph, assignment: Assignment) -> int:
 def _round_trip(graph: Graph, assignment: Assignment) -> int:
     """Before: to(to(x: bf16, f32), bf16). After: x.
 
-    The casts made a copy. Where x is written, or the copy would leave the graph, it is still needed.
+    Two casts make a copy, which is still needed if x is written, or if the copy leaves the graph.
     """
-    edits, aliases = 0, functools.cache(lambda: Aliases(graph))  # which takes long, and mostly nobody asks
+    edits, aliases = 0, functools.cache(lambda: Aliases(graph))  # slow to compute, and seldom needed
     for cast in _inserted(graph):
         middle: Any = cast.args[0]
         if not is_inserted(middle):
@@ -108,13 +108,13 @@ def _share(graph: Graph, assignment: Assignment, mode: str) -> int:
     for cast in [n for n in graph.nodes if is_inserted(n) or n.target is CAST]:
         value: Any = cast.args[0]
         if not is_inserted(cast) and (aliases.is_mutated(cast) or assignment.dtypes[value] == cast.args[1]):
-            continue  # written later, or no copy at all
+            continue  # its result is written later, or the cast does nothing
         if mode == "weights" and (not _is_attribute(value) or note_of(value).role == "buffer"):
             continue
         keep = first.setdefault((*_what_is_cast(cast, assignment), modes[cast], aliases.epoch(value, cast)), cast)
         if keep is cast or not is_inserted(cast) or (cast.target is cast_weight and not is_inserted(keep)):
             continue
-        if cast.target is cast_weight:  # what one reader needs does the others no harm
+        if cast.target is cast_weight:  # it suits all readers, if one needs it
             keep.target = cast_weight
         edits += _replace(graph, cast, keep)
     return edits
@@ -126,7 +126,7 @@ def _is_attribute(value: Node) -> bool:
 
 
 def _what_is_cast(cast: Node, assignment: Assignment) -> tuple[Any, ...]:
-    """Return what two casts have in common that do the same: of which value, how, and to what."""
+    """Return a key that is equal for two casts that do the same: the value, the op and the dtype."""
     value: Any = cast.args[0]
     same = value.target if _is_attribute(value) else value  # a front end may read one attribute twice
     tensor = cast.target is cast_floating and isinstance(assignment.dtypes[value], torch.dtype)
@@ -138,7 +138,7 @@ def _promote(graph: Graph, assignment: Assignment) -> int:
     """Before: add(to(x: bf16, f32), y: f32). After: add(x, y). A 0-dim y does not promote x, so that the cast stays."""
     edits = 0
     if assignment.symbolic:
-        return edits  # ranks decide what promotes
+        return edits  # how operands promote depends on ranks, which are unknown here
     for cast, reader in _upcasts_read_once(graph, assignment, lambda n: row_of(n).promotes_inside):
         value: Any = cast.args[0]
         seen = assignment.dtypes | {cast: assignment.dtypes[value]}
@@ -155,7 +155,7 @@ def _dtype_argument(graph: Graph, assignment: Assignment) -> int:
         takes = schema is not None and any(a.name == "dtype" and a.kwarg_only for a in schema.arguments)
         if takes and ops.argument(reader, "dtype") is None:
             reader.kwargs = {**reader.kwargs, "dtype": cast.args[1]}
-            note(reader, told_dtype=True)  # what it gives is no longer what was captured
+            note(reader, told_dtype=True)  # its result has another dtype than captured
             edits += _replace(graph, cast, cast.args[0])  # type: ignore[arg-type]
     return edits
 
@@ -165,7 +165,7 @@ def _upcasts_read_once(
 ) -> list[tuple[Node, Node]]:
     """Return (cast, reader) where only one such call reads a widening cast, and could read its operand instead.
 
-    It keeps what it reads for backward, so nothing may ever write to that. With several readers the sum of their
+    The reader saves its operand for backward, so nothing may ever write to that. With several readers the sum of their
     gradients would be rounded in another place.
     """
     dtypes, modes = assignment.dtypes, grad_modes(graph)

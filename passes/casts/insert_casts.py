@@ -37,7 +37,7 @@ class InsertCasts:
         return insert_casts(unit.graph, unit.decided)
 
 
-CASTS = ("operand", "output")  # of the rules, those that insert a cast
+CASTS = ("operand", "output")  # the rules that insert a cast
 
 
 def insert_casts(graph: Graph, assignment: Assignment) -> dict[str, int]:
@@ -135,7 +135,7 @@ def _rewrite_arguments(node: Node, colouring: Colouring) -> int:
     """Before: x.to(float32), a relative cast; masked_fill(x, m, -3.4e38). After: in the dtype that the node runs in."""
     low = colouring.set_dtype
     if low is not None and not _replace(node, lambda a: low if isinstance(a, torch.dtype) or _is_dtype(a) else a):
-        node.op, node.target, node.args, node.kwargs = "call_function", CAST, (node.args[0], low), {}  # x.float()
+        node.op, node.target, node.args, node.kwargs = "call_function", CAST, (node.args[0], low), {}  # for x.float()
     for old, new in colouring.literals:
         _replace(node, lambda a, old=old, new=new: new if isinstance(a, float) and a == old else a)
     return (low is not None) + len(colouring.literals)
@@ -159,10 +159,13 @@ def _restore_outputs(graph: Graph, assignment: Assignment) -> int:
     output = graph.output_node()
     made: dict[Node, Node] = {}
     for value in output.all_input_nodes:
-        held, original = assignment.dtypes.get(value), _floating(assignment.returned.get(value))
+        held, returned = assignment.dtypes.get(value), assignment.returned.get(value)
+        if held == torch.complex64 and returned == torch.complex32:  # FP16 numbers, which autocast casts up
+            made[value] = make_cast(graph, value, torch.complex32, output, assignment, RESTORE_OUTPUT)
+        original = _floating(returned)
         if is_floating(held) and original is not None and recast(held, original) != held:
             made[value] = make_cast(graph, value, original, output, assignment, RESTORE_OUTPUT)
-            if assignment.symbolic:  # what was made of an input that nothing is known of may be complex
+            if assignment.symbolic:  # a value made from an unknown input may be complex
                 made[value].target = cast_floating
     output.args = torch.fx.map_arg(output.args, lambda n: made.get(n, n))
     return len(made)

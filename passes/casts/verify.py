@@ -66,7 +66,7 @@ def _verify_structure(graph: Graph) -> None:
 def _dtypes(node: Node, held: dict[Node, Any], assignment: Assignment) -> Any:
     """Return the dtypes that a node gives, from those that its operands have."""
     if node.op == "placeholder":
-        return assignment.dtypes.get(node)  # of a body: what its caller has there
+        return assignment.dtypes.get(node)  # an input of a body has the dtype that its caller passes
     if not node.op.startswith("call"):
         return assignment.original.get(node)
     if node.op == "call_module" or note_of(node).under_autocast or ops.name(node).startswith("higher_order::"):
@@ -75,7 +75,7 @@ def _dtypes(node: Node, held: dict[Node, Any], assignment: Assignment) -> Any:
         value, dtype = node.args
         return recast(held[value], dtype)  # type: ignore[index, arg-type]
     sources = [_owner(n) for n in node.all_input_nodes]
-    # What stood in an autocast region was cast by it, and is no more once it has a colour.
+    # During capture an autocast region cast operands; a node in it that has a colour is cast by fxamp instead.
     region = node in assignment.colours and note_of(node).region is not None
     as_captured = not region and all(held[n] == assignment.original.get(n) for n in sources)
     if as_captured and not _is_touched(node, assignment):
@@ -93,7 +93,7 @@ def _dtypes(node: Node, held: dict[Node, Any], assignment: Assignment) -> Any:
 
 
 def _runs_as_captured(node: Node, assignment: Assignment) -> bool:
-    """Say whether a fake kernel takes the dtypes of the original: of an empty batch, for one, some take none."""
+    """Say whether a fake kernel takes the original dtypes: some take none, for example with an empty batch."""
     try:
         assignment.infer(node, lambda n: assignment.original.get(n, assignment.dtypes.get(n)))
     except Exception:  # whatever a fake kernel raises
@@ -110,8 +110,8 @@ def _owner(node: Node) -> Node:
 def _is_touched(node: Node, assignment: Assignment) -> bool:
     colouring = assignment.colours.get(node)
     read = note_of(node).read is not None and not row_of(node).cast
-    told = note_of(node).told_dtype  # by eliminate_casts
-    # An operand that was cast may be the author's own cast by now, which has the dtype that it always had.
+    told = note_of(node).told_dtype  # set by eliminate_casts
+    # Casts of operands may have become the author's own cast, so that operands have their captured dtypes again.
     changed = colouring is not None and (colouring.set_dtype is not None or bool(colouring.casts))
     return read or is_inserted(node) or told or changed
 

@@ -14,15 +14,15 @@ class Device:
 
     Attributes:
         name: What torch calls it.
-        lists: The device whose column of the op table holds: its own, or that of the one whose autocast lists it
-            shares. What torch has registered there and not here, such as a vendor's kernels, is on no list here.
+        lists: The device whose column of the op table is used: itself, or the device whose autocast lists it shares.
+            An op that torch has registered only for that other device, such as a vendor's kernel, is on no list here.
         autocast: The dispatch key of its autocast.
         launch: How many bytes move in the time of one launch; assumed, not measured.
         bytes_per_nanosecond: How many bytes move in a nanosecond; assumed.
-        batches: Whether copies of many tensors take less time by one launch than one by one: not on a core, which would
-            have each out of its cache before it is read.
+        batches: Whether copies of many tensors take less time by one launch than one by one: false on a CPU, whose
+            cache would lose each copy before it is read.
         is_here: Tells whether this process has one.
-        capability: Names the kind of it that is here, by which measured facts are told apart.
+        capability: Names the kind of this machine's device; measured facts hold for one kind.
         synchronize: Waits for what was launched.
     """
 

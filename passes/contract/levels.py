@@ -13,7 +13,7 @@ class Level(str, enum.Enum):
         is_autocasts: values are those of `torch.autocast`, bit for bit where the plan names no deviation.
         stores_low: values that autocast would keep in FP32 may be stored low.
         rounds_sensitive: sensitive ops run low too, wherever they have a kernel.
-        weighs: an op that could run low stays FP32 where that serves: sums of losses, what does not pay.
+        weighs: an op that could run low stays FP32 where that is better: sums of losses, casts that do not pay.
     """
 
     rounds: bool

@@ -35,7 +35,7 @@ from .policy import Policy
 from .reasons import DEVIATIONS, Code, Reason
 
 _CODES = {code.value: code for code in Code}
-_SURROGATE = re.compile("[\ud800-\udfff]")  # text that a path may hold and UTF-8 has not
+_SURROGATE = re.compile("[\ud800-\udfff]")  # characters that a path may hold and UTF-8 cannot encode
 
 
 @functools.cache
@@ -310,7 +310,7 @@ class Plan:
         """
         try:
             with Path(path).open(encoding="utf-8") as file:
-                text = file.read(LONGEST + 1)  # of a device that never ends, too
+                text = file.read(LONGEST + 1)  # no more: a device file may never end
         except UnicodeDecodeError as error:
             raise PlanError(f"{os.fspath(path)}:1: not a plan (not UTF-8 text); {REMEDY}") from error
         except (OSError, ValueError) as error:

@@ -18,15 +18,15 @@ LONGEST = 64 << 20  # characters; 50,000 nodes take 13 MB
 
 
 def strictly(text: str, name: str, what: str) -> Any:
-    """Read JSON in which nothing is said twice, and every number is one.
+    """Read JSON without duplicate keys, NaN and infinities.
 
     Args:
         text: to read.
         name: what errors call it.
-        what: it should be.
+        what: what the text should be.
 
     Raises:
-        PlanError: it is no such JSON, or longer than what any model needs.
+        PlanError: the text is not such JSON, or longer than any model needs.
     """
     if len(text) > LONGEST:
         raise PlanError(f"{name}: not a {what} (longer than {LONGEST >> 20} MB, which no model needs); {REMEDY}")
@@ -48,14 +48,14 @@ def _said_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} is no number")
+    raise ValueError(f"{name} is not a number")
 
 
 def in_this_format(data: dict[str, Any]) -> dict[str, Any]:
     """Return a plan of an older format in this one."""
-    if data["version"] < 2:  # which knew only one graph
+    if data["version"] < 2:  # version 1 knew only one graph
         data = {**data, "states": []}
-    if data["version"] < 3 and isinstance(data.get("decisions"), list):  # in which reasons began with their code
+    if data["version"] < 3 and isinstance(data.get("decisions"), list):  # version 2 had codes only in reasons
         data = {**data, "decisions": [
             {"code": row["reason"].partition(":")[0].strip(), **row}
             if isinstance(row, dict) and isinstance(row.get("reason"), str) else row
@@ -65,9 +65,9 @@ def in_this_format(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def known_part(data: dict[str, Any], plan_kind: type, decision_kind: type) -> dict[str, Any]:
-    """Return of a plan of a newer format the fields that this one has."""
+    """Return those fields of a plan in a newer format that this format has."""
     plan, decision = ({f.name for f in fields(kind)} for kind in (plan_kind, decision_kind))
-    note = f"of plan format {data['version']}, newer than {FORMAT_VERSION}: what it has more is not read"
+    note = f"of plan format {data['version']}, newer than {FORMAT_VERSION}: its additional fields are not read"
     known = {name: value for name, value in data.items() if name in plan} | {"version": FORMAT_VERSION}
     if isinstance(known.get("notes"), list):
         known["notes"] = [*known["notes"], note]
@@ -84,7 +84,7 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
 
     Raises:
         OSError: the file cannot be written.
-        ValueError: the path is none, or the text has characters that UTF-8 has not.
+        ValueError: the path is invalid, or the text has characters that UTF-8 cannot encode.
     """
     # A link keeps pointing where it points.
     target = Path(os.path.realpath(path))
@@ -117,11 +117,13 @@ _FIELD_TYPES: dict[str, type[Any]] = {
 
 
 def checked_states(named: list[str], name: str) -> tuple[str, ...]:
-    """Check the states of a plan: each with the number of its first graph, which rise."""
+    """Check the states of a plan: each begins with the number of its first graph, in rising order."""
     firsts = [state.partition(":")[0] for state in named]
     numbers = [int(f) for f in firsts if f.isdecimal() and len(f) < 9]
     if len(numbers) < len(firsts) or numbers != sorted(set(numbers)):
-        raise PlanError(f"{name}: 'states' has to give each state after the number of its first graph; {REMEDY}")
+        raise PlanError(
+            f"{name}: each of 'states' must begin with the number of its first graph, in rising order; {REMEDY}"
+        )
     return tuple(named)
 
 

@@ -42,7 +42,7 @@ CHOICES = {
 _DTYPE_SPELLINGS = DTYPES | {"float16": torch.float16, "half": torch.float16, "bfloat16": torch.bfloat16}
 # What people write for something that has another name here.
 _MEANT = {"gpu": "cuda"} | dict.fromkeys(_DTYPE_SPELLINGS, "low")
-_LIKE = 0.55  # of two names that are taken for each other: "fp8" is like "fp16", and "fp16" is not like "fp32"
+_LIKE = 0.55  # least likeness of a suggested name: "fp8" is like "fp16", and "fp16" is not like "fp32"
 _FP32_SPELLINGS = ("float32", "torch.float32", "float")
 
 
@@ -282,7 +282,7 @@ def type_names(kind: type | str) -> tuple[str, ...]:
 
 def nearest(name: str, candidates: Iterable[str]) -> str:
     """Write the end of an error message that points to the candidate most like `name`; empty where none is like it."""
-    # Sorted, because of equally good candidates the first wins and a set has no order to rely on.
+    # Sorted: the first of equally good candidates wins, and a set has no fixed order.
     ordered = sorted(candidates)
     found = [c for c in ordered if c == _MEANT.get(name)] or difflib.get_close_matches(name, ordered, 1, _LIKE)
     return f"; the nearest name is {found[0]!r}" if found else ""
@@ -306,7 +306,7 @@ def _matches(policy: Policy, stack: Stack) -> Iterable[tuple[tuple[int, int, int
         return
     path = stack[-1][0]
     for key, colour in policy.modules:
-        # The root has no path, so that no glob reaches what stands directly in it; its type does.
+        # The root has no path, so that no glob matches it; only its type does.
         if path and _glob(key).fullmatch(path):
             yield (1, len(key.partition("*")[0]), 0), Override("path", key, colour)
             continue
@@ -321,8 +321,8 @@ def _matches(policy: Policy, stack: Stack) -> Iterable[tuple[tuple[int, int, int
 def _glob(key: str) -> re.Pattern[str]:
     """Compile a glob of module paths: `*` stays within one segment, submodules are covered.
 
-    What stands between two stars is taken where it comes first, for good (a lookahead is not tried again), so that
-    the time to match grows with the length of a path and not with a power of it.
+    Text between two stars matches where it first occurs (a lookahead does not backtrack), so that the time to match
+    grows with the length of a path and not with a power of it.
     """
     groups = itertools.count()
 
@@ -352,7 +352,7 @@ def _pairs(field: str, overrides: ModuleOverrides | OpOverrides) -> Pairs:
     try:
         pairs = [(key, colour) for key, colour in items]
     except (TypeError, ValueError) as error:
-        raise PolicyError(f"{field} maps names to 'low', 'fp32' or 'keep', and is not {overrides!r}") from error
+        raise PolicyError(f"{field} must map names to 'low', 'fp32' or 'keep', got {overrides!r}") from error
     for key, value in pairs:
         name = _key(field, key)
         colour = _colour(f"{field}.{name}", value)

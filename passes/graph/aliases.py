@@ -99,7 +99,7 @@ class Aliases:
         storage = {n: self.find(n) for n in graph.nodes}
         last = {storage[node]: when for when, node in writes}
         self._unite(graph, {n: last.get(root, -1) for n, root in storage.items()})
-        self.mutated = {self.find(n) for _, n in written}  # representatives
+        self.mutated = {self.find(n) for _, n in written}  # the representative of each set that is written
         self._writes: dict[Node, list[int]] = {}
         for when, node in writes:
             self._writes.setdefault(self.find(node), []).append(when)
@@ -146,7 +146,7 @@ class Aliases:
 def _shared(node: Node) -> list[Node]:
     """Return the operands whose storage an aliasing op may share: its first argument's, unless the schema says."""
     operands = list(ops.operands(node))
-    if is_opaque(node) or ops.name(node) == "set_":  # which takes over its source's storage
+    if is_opaque(node) or ops.name(node) == "set_":  # set_ takes over the storage of its source
         return node.all_input_nodes
     if "out" in node.kwargs:
         return [o.node for o in operands if o.name == "out"]

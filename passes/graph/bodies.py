@@ -42,12 +42,12 @@ class Body:
         return self.module.graph
 
     def operands(self, node: Node) -> dict[Node, Node]:
-        """Return what each placeholder of a body that is entered is given, where that is a value."""
+        """Return the value that each placeholder of an entered body is given, if it is a node."""
         at = [n for n in self.graph.nodes if n.op == "placeholder"]
         return {p: v for p, v in zip(at, node.args[self.first :], strict=True) if isinstance(v, Node)}
 
     def dtypes(self, dtypes: dict[Node, Any]) -> Any:
-        """Return the dtypes of what the body returns, as the call that it is the body of has them."""
+        """Return the dtypes of what the body returns, in the form of the call's results."""
         made: Any = self.graph.output_node().args[0]
         if isinstance(made, Node):
             return dtypes.get(made)

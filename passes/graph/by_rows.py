@@ -103,13 +103,13 @@ def _made(node: Node, row: Rule, given: list[tuple[str, Any]]) -> Any:
     name, schema = ops.name(node), ops.schema_of(node)
     if row.cpu == COMPOSITE or row.depends:
         return ANY
-    if name == "to":  # to a device; `type` takes a dtype as text
+    if name == "to":  # a move to a device; `type` takes a dtype as text
         return ANY if node.target == "type" or any(isinstance(a, str) for a in node.args) else given[0][1]
     returns = [str(r.type) for r in schema.returns] if schema is not None else ["Tensor"] * len(row.out)
     if not any("Tensor" in r for r in returns):
         return None
     if inspect.isfunction(node.target) and len(row.out) > 1:
-        return ANY  # other outputs than ATen's, as its flags have it
+        return ANY  # the flags of a Python function choose its outputs
     if any(isinstance(a, complex) for a in (*node.args, *node.kwargs.values())):
         given = [*given, ("", COMPLEX)]
     ran = _ran(row, given)
@@ -148,7 +148,7 @@ def _ran(row: Rule, given: list[tuple[str, Any]]) -> Any:
         return ANY
     if len(floats) == 1:
         return ANY if ANY in kinds and not row.same_dtype else floats.pop()
-    return _only(list(kinds)) if row.commutes else ANY  # a value that is only moved keeps any dtype
+    return _only(list(kinds)) if row.commutes else ANY  # an op that only moves values keeps their dtype
 
 
 def _first(row: Rule, given: list[tuple[str, Any]]) -> Any:

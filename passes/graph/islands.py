@@ -1,7 +1,7 @@
 """From O2 on: norms and softmaxes written by hand, each as one FP32 island with low ends.
 
-An island is a value divided by a statistic of itself. It begins behind what numerator and denominator have in common,
-it ends with the quotient, and all between is FP32: a sum of squares leaves FP16's range, and a rounded mean
+An island is a value divided by a statistic of itself. It begins after the last value that both sides of the division
+share, it ends with the quotient, and all between is FP32: a sum of squares leaves FP16's range, and a rounded mean
 does not centre.
 
 Before: y = x * rsqrt(mean(pow(x, 2)) + eps); mul(weight, y)
@@ -18,7 +18,7 @@ from torch.fx import Graph, Node
 from ..ops import ops
 from ..ops.rules import row_of, rule
 
-_LONGEST = 64  # nodes; no norm has as many, and a search that finds none stops
+_LONGEST = 64  # most nodes to search: no norm has as many
 
 
 def islands(graph: Graph) -> frozenset[Node]:
@@ -54,7 +54,7 @@ def _is(node: Node, *parts: str) -> bool:
 def _inverts(node: Node, name: str) -> bool:
     """Say whether a value is one over something; for a difference, whether it is a logarithm."""
     while _is_move(node) or ops.name(node) == "to" or (ops.name(node) == "mul" and len(node.all_input_nodes) == 1):
-        node = node.all_input_nodes[0]  # the number may come first
+        node = node.all_input_nodes[0]  # its one tensor, which may follow a number
     if name == "sub":
         return _is(node, "logarithm")
     exponent = node.args[1] if ops.name(node) == "pow" else 0
@@ -79,7 +79,7 @@ def _island(order: dict[Node, int], end: Node, value: Node, divisor: Node) -> se
     visited: list[Node] = []
     while latest and len(visited) < _LONGEST:
         node = heapq.heappop(latest)[1]
-        if len(sides[node]) == 2 and _size(node) == _size(value):  # else a statistic that both read
+        if len(sides[node]) == 2 and _size(node) == _size(value):  # a smaller one is a statistic that both read
             common.append(node)
         elif _is(node, "arithmetic", "statistic") or _is_move(node) or ops.name(node) == "getitem":
             visited.append(node)

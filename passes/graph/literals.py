@@ -70,7 +70,7 @@ def is_tiny(number: float, low: torch.dtype) -> bool:
 def has_tiny(name: str, found: Iterable[float], low: torch.dtype) -> bool:
     """Say whether an op meets a value with a number that the low dtype has no counterpart of.
 
-    Such are numbers that it rounds to zero, and bounds that it rounds to one: logarithms behind them are infinite.
+    These are numbers that it rounds to zero, and bounds that it rounds to one, after which logarithms are infinite.
     """
     if row_named(name).holds_eps:
         return False

@@ -1,4 +1,4 @@
-"""Which operands of several float dtypes a kernel rejects, for not every fake kernel does."""
+"""Which mixes of float dtypes a kernel rejects: not every fake kernel rejects them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .values import ELIGIBLE, LOW
 def refuse_mixed(node: Node, dtype_of: Callable[[Node], Any]) -> None:
     """Raise TypeError where a kernel rejects the float dtypes of its operands.
 
-    That of a norm takes weights of its input's dtype, or all of them FP32 beside a low input.
+    The kernel of a norm takes weights of its input's dtype, or, beside a low input, all of them in FP32.
     """
     row = rule(ops.name(node))
     if row is None:

@@ -1,6 +1,6 @@
 """Notes of fxamp on a node: one typed record under one key of `node.meta`.
 
-A note is frozen, for fx gives a copied node the very objects that the meta of the first holds: `note` replaces it.
+A note is frozen, since a copied node shares the objects in its meta with the first: `note` makes a new one.
 `val`, `nn_module_stack` and `stack_trace` beside it are torch's own.
 """
 
@@ -17,7 +17,7 @@ from ..ops.ops import NOTE
 
 Region = tuple[str, bool, torch.dtype | None]  # device type, enabled, dtype
 
-# The rules that make nodes, each by the pass that it is of; the first two make casts which are not the author's.
+# The rules that make nodes, as "pass/rule". The first two make casts, which are then not the author's.
 CAST_OPERAND, RESTORE_OUTPUT = "insert-casts/operand", "insert-casts/output"
 CLAMP_OPERAND = "insert-casts/clamp"
 SPLIT_LOSS, DECOMPOSE, APPLY_READS = "legalize/loss", "legalize/composite", "legalize/read"
@@ -45,6 +45,7 @@ class Note:
         low_of_its_own: Of an output: the dtype that the model itself makes, low not by autocast.
         pure: Of a higher-order op: its body neither writes to what it is given nor returns it.
         told_dtype: It was given a dtype argument in the place of a cast.
+        told: The low dtype that the author gave as an argument, for which there is a cast instead.
     """
 
     made_by: str = ""
@@ -61,6 +62,7 @@ class Note:
     low_of_its_own: torch.dtype | None = None
     pure: bool = False
     told_dtype: bool = False
+    told: torch.dtype | None = None
 
     @property
     def reads(self) -> tuple[Any, ...]:
@@ -87,7 +89,7 @@ def is_inserted(node: Node) -> bool:
     return note_of(node).made_by in _CASTS
 
 
-# What came from capture, and one that is made for it, or in its place, takes over.
+# Notes from capture, and how a node that a pass makes inherits them.
 
 
 def origin(node: Node) -> dict[str, Any]:

@@ -43,8 +43,8 @@ class Unknown:
         return self.name
 
 
-ANY = Unknown("any")  # of a value that nothing is known of: an input of a model captured without inputs
-COMPLEX = Unknown("complex")  # complex, of 32 to 128 bits: made of such values
+ANY = Unknown("any")  # nothing is known, as of an input of a model captured without inputs
+COMPLEX = Unknown("complex")  # complex of 32 to 128 bits, made from such a value
 
 
 # Where a node comes from.

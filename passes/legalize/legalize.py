@@ -1,4 +1,4 @@
-"""Pass 1: bring a captured graph into the form the rules speak of. Values do not change.
+"""Pass 1: bring a captured graph into the form that the rules are written for. Values do not change.
 
 Before: einsum("bi,ij->bj", x, w)                    After: the permutes, views and bmm that it runs for these shapes
 """
@@ -30,7 +30,7 @@ logger = logging.getLogger("fxamp")
 
 @dataclass(frozen=True)
 class Legalize:
-    """Bring one graph into the form the rules speak of.
+    """Bring one graph into the form that the rules are written for.
 
     Attributes:
         policy: with device filled in.
@@ -83,8 +83,8 @@ def index_fields(graph: Graph) -> int:
 def decompose_composites(graph: Graph, device: str) -> tuple[int, list[str]]:
     """Replace each op that has no colour of its own by the ops it calls for the shapes at hand, in place.
 
-    What it calls, and the gradient of that, is what eager runs: the op's own kernel is traced above autograd, one level
-    deep, and what is a composite again is decomposed in turn.
+    The ops that it calls, and their gradients, are those that eager runs: the op's own kernel is traced above autograd,
+    one level deep, and composites among its ops are decomposed in turn.
 
     Returns the number of ops decomposed and, by name, those that cannot be and stay whole.
     """
@@ -121,7 +121,7 @@ def _body_of(node: Node, memo: dict[Any, Graph | None]) -> Graph | None:
     known = [v for v in values if isinstance(v, (FakeTensor, torch.SymInt))]
     tensors = [v for v in known if isinstance(v, FakeTensor)]
     if row_of(node).recurrent or not tensors or len(known) != len(values):
-        return None  # of a recurrence the graph would have each step of time
+        return None  # a recurrence would be unrolled over all time steps
     if isinstance(target, OpOverload) and not is_composite(target):
         return None
     place = {n: i for i, n in enumerate(inputs)}

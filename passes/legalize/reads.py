@@ -23,7 +23,7 @@ Path = tuple[Any, ...]
 
 
 def apply_reads(graph: Graph, *, exact: bool) -> int:
-    """Put what was read under autocast in the place of what was read without, in place; return how many edits.
+    """Replace, in place, what was read without autocast by what was read under it; return the number of edits.
 
     What a value's dtype was without autocast stays in its `val`; the dtype that was read is left in its note, and
     decides on the node.
@@ -72,7 +72,7 @@ def cast_before_norms(graph: Graph) -> int:
     """Cast what a norm reads to the low dtype that the author told the norm, in place; return how many edits.
 
     A norm takes nothing wider than its `dtype=`, so in the author's program the cast does nothing; here its operand may
-    be FP32. So with a dtype that is read off a value when the graph runs.
+    be FP32. The same holds for a dtype that is read when the graph runs.
 
     Before: linalg_vector_norm(x, dtype=bfloat16)        After: linalg_vector_norm(to(x, bfloat16))
     """
@@ -81,6 +81,7 @@ def cast_before_norms(graph: Graph) -> int:
         told = ops.argument(node, "dtype") if row_of(node).never_narrows else None
         if isinstance(told, Node) or told in LOW:
             _cast_first(node)
+            note(node, told=told if told in LOW else None)
             edits += 1
     return edits
 
@@ -89,7 +90,7 @@ def _cast_first(node: Node, **means: Any) -> None:
     """Before: softmax(x, 1, dtype=float32). After: softmax(to(x, float32), 1), a cast that means what it is told."""
     value: Any = node.args[0] if node.args else next(ops.operands(node)).node
     told: Any = ops.argument(node, "dtype")
-    gives = dtypes_of(node.meta.get("val"))  # without autocast
+    gives = dtypes_of(node.meta.get("val"))  # its dtypes without autocast
     with node.graph.inserting_before(node):
         if isinstance(told, Node):
             cast = node.graph.call_method("to", (value, told))

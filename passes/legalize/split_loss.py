@@ -1,4 +1,4 @@
-"""From O2 on: a cross-entropy as what it is made of, so that only what must be FP32 is.
+"""From O2 on: a cross-entropy is split into its parts, so that only the part that needs FP32 runs in FP32.
 
 Before: cross_entropy_loss(logits: [N, V], target)
 After:  picked = nll_loss(log_softmax(logits), target, reduction none); to(picked: [N], f32).sum() / count
@@ -40,7 +40,7 @@ def _is_plain(node: Node) -> bool:
     smooth = ops.argument(node, "label_smoothing", 0.0)
     plain = ops.argument(node, "weight") is None and isinstance(smooth, (int, float)) and smooth == 0
     given: Any = values[0]
-    # Of other logits the loss has another dtype than FP32, and the program may read that.
+    # The loss of other logits has another dtype than FP32, and the program may read that dtype.
     return plain and given.dtype == torch.float32 and given.dim() == 2 and not values[1].is_floating_point()  # type: ignore[union-attr]
 
 

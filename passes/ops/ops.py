@@ -42,7 +42,7 @@ _SYNONYMS = {
     "adaptive_max_pool3d": "adaptive_max_pool3d_with_indices",
     "fractional_max_pool2d": "fractional_max_pool2d_with_indices",
     "fractional_max_pool3d": "fractional_max_pool3d_with_indices",
-    "to": "_to_copy", "view": "_unsafe_view", "clone": "lift_fresh_copy",  # the exporter's
+    "to": "_to_copy", "view": "_unsafe_view", "clone": "lift_fresh_copy",  # as the exporter spells them
 }  # fmt: skip
 
 # The module `operator`, and the methods `__add__`, `__radd__`, `__iadd__` that it stands for.
@@ -80,14 +80,14 @@ _PRIMS = {
     "clone": "copy_strided", "copy_": "copy_to", "resize_": "resize",
 }  # fmt: skip
 
-# Functions that have a name of ATen for something else, or a name that ATen has not for what it has.
+# Functions whose name means another op in ATen, or is unknown there.
 _FUNCTIONS: dict[Any, str] = {
     F.cross_entropy: "cross_entropy_loss", F.grid_sample: "grid_sampler", F.affine_grid: "affine_grid_generator",
     F.unfold: "im2col", F.fold: "col2im", F.threshold: "threshold", rnn.lstm: "lstm", rnn.rnn: "rnn",
     abs: "abs", pow: "pow", round: "round", getattr: "getattr",
 }  # fmt: skip
 
-# What is called on a tensor in shards, as Dynamo writes it.
+# Methods of sharded tensors, as Dynamo writes them.
 _SHARDS = {"from_local": "from_local", "prim_from_local": "from_local"}
 
 # Arguments that make another op of a Python function.
@@ -103,7 +103,7 @@ _SPACES = frozenset({
     "torch._C._nn", "torch._C._special", "torch._C._linalg", "torch._C._fft",
 })  # fmt: skip
 
-# Names that torch's builtin functions take besides those of the schema.
+# Keywords of torch's builtin functions that their schemas do not have.
 _KEYWORDS = {"input": "self", "x": "self", "axis": "dim", "keepdims": "keepdim"}
 _ARGUMENTS = {"getitem": ("self", "index"), "setitem": ("self", "index", "value"), "getattr": ("self", "name")}
 
@@ -116,11 +116,11 @@ def _by_spelling(table: dict[str, str]) -> dict[str, str]:
 SYNONYMS, OPERATORS = _by_spelling(_SYNONYMS), _by_spelling(_OPERATORS)
 METHODS, ATTRIBUTES, PRIMS = _by_spelling(_METHODS), _by_spelling(_ATTRIBUTES), _by_spelling(_PRIMS)
 
-# `x += y` and its like. Not `@=`, which a tensor does not have: to Python `x @= y` is `x = x @ y` there.
+# `x += y` and its like. Not `@=`, which tensors do not define: Python runs `x = x @ y`.
 IN_PLACE = tuple(getattr(operator, s) for s, op in OPERATORS.items() if op.endswith("_") and hasattr(operator, s))
 
 
-# The key of `node.meta` under which stands what fxamp notes on a node, a `graph.notes.Note`.
+# The key of `node.meta` for fxamp's notes on a node, a `graph.notes.Note`.
 NOTE = "fxamp"
 
 
@@ -338,7 +338,7 @@ def _positional(schema: Any, method: bool = False) -> tuple[str, ...]:
 
 # Overloads. Those of a builtin are told apart as torch's own argument parser does: by what each argument is.
 
-# What fits which types of a schema.
+# The types of a schema that an argument of each kind fits.
 _FITS: dict[str, tuple[str, ...]] = {
     "tensor": ("Tensor", "List[Tensor]", "List[Optional[Tensor]]"),
     "tensors": ("List[Tensor]", "List[Optional[Tensor]]"),

@@ -13,24 +13,23 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import nn
 
 from .._torch import pytree
 from ..contract.devices import DEVICES
 from ..runtime.casts import ELIGIBLE
 from .facts import rule_of
-from .rules import LOW
+from .rules import LOW, ROWS, lookup
 
-_LAYERS: tuple[Callable[..., Any], ...] = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
-ALIASES = 3  # how many of them stand before the cast of an operand
+ALIASES = 3  # `alias` nodes before the cast of an operand
+_GATES = {"lstm": 4, "gru": 3}  # a layer has weights for so many gates; other layers have one
 
 
 def with_low_operands(func: Callable[..., Any], args: Any, device: str, low: torch.dtype) -> Any:
     """Return the arguments of a call of torch as autocast hands them to the kernel of a recurrent layer."""
-    if func not in _LAYERS:
+    if func not in run_low(device, low):
         return args
     node: Any = SimpleNamespace(args=args, kwargs={}, op="call_function", target=func)
-    if rule_of(node, device, low)[1] != LOW or not _gives(func, device, low):
+    if rule_of(node, device, low)[1] != LOW:
         return args
 
     def cast(value: Any) -> Any:
@@ -43,25 +42,26 @@ def with_low_operands(func: Callable[..., Any], args: Any, device: str, low: tor
     return pytree.tree_map(cast, args)
 
 
-def ask(model: nn.Module, device: str, low: torch.dtype) -> None:
-    """Find out what the device's own kernels do, before fake tensors are all that there is."""
-    if any(isinstance(m, nn.RNNBase) for m in model.modules()):
-        for func in _LAYERS:
-            _gives(func, device, low)
-
-
 @functools.cache
-def _gives(func: Callable[..., Any], device: str, low: torch.dtype) -> bool:
-    """Say whether a layer of one number gives low under autocast; a device that is not here is taken to."""
-    if not DEVICES[device].is_here():
-        return True
+def run_low(device: str, low: torch.dtype) -> frozenset[Callable[..., Any]]:
+    """Return torch's recurrent layers that return low values under autocast; assume so for a device that is not here.
+
+    Layers of size 1 are run: the first call in a process must come before a capture, which would record them.
+    """
+    names = [row.name for row in ROWS if row.recurrent and lookup(row.name, device, low)[1] == LOW]
+    here = DEVICES[device].is_here()
+    return frozenset(getattr(torch, n) for n in names if not here or _gives_low(n, device, low))
+
+
+def _gives_low(name: str, device: str, low: torch.dtype) -> bool:
     zeros = functools.partial(torch.zeros, device=device)
-    gates = {torch.lstm: 4, torch.gru: 3}.get(func, 1)
-    state = (zeros(1, 1, 1), zeros(1, 1, 1)) if func is torch.lstm else zeros(1, 1, 1)
+    state = zeros(1, 1, 1)
+    gates = _GATES.get(name, 1)
     weights = [zeros(gates, 1), zeros(gates, 1), zeros(gates), zeros(gates)]
+    states = (state, state) if name == "lstm" else state
     try:
         with torch.no_grad(), torch.autocast(device, low, cache_enabled=False):
-            made = func(zeros(1, 1, 1), state, weights, True, 1, 0.0, False, False, False)
+            made = getattr(torch, name)(zeros(1, 1, 1), states, weights, True, 1, 0.0, False, False, False)
     except RuntimeError:  # the device has no kernel for this dtype
         return False
     return bool(made[0].dtype == low)

@@ -148,7 +148,7 @@ def register_rule(op: Any, kind: str, **facts: Any) -> Rule:
     kinds = [k for k in KIND_NAMES if k not in (BANNED, COMPOSITE)]
     for given in (kind, facts.get("cuda", kind)):
         if given not in kinds:
-            raise PolicyError(f"{where}: {given!r} is no kind{_nearest(given, kinds)}; one of {', '.join(kinds)}")
+            raise PolicyError(f"{where}: {given!r} is not a kind{_nearest(given, kinds)}; one of {', '.join(kinds)}")
     for fact, value in facts.items():
         _check_fact(where, fact, value)
     plain: dict[str, Any] = {fact: tuple(value) if isinstance(value, list) else value for fact, value in facts.items()}
@@ -171,7 +171,7 @@ def _check_fact(where: str, fact: str, value: Any) -> None:
     """Raise unless `fact` is a field of `Rule` that can hold `value`."""
     known = [f.name for f in fields(Rule) if f.name not in ("name", "cpu", "known")]
     if fact not in known:
-        raise PolicyError(f"{where}: no fact is named {fact!r}{_nearest(fact, known)}")
+        raise PolicyError(f"{where}: there is no fact {fact!r}{_nearest(fact, known)}")
     wanted = type(getattr(Rule("", "", ""), fact))
     if not isinstance(value, (list, tuple) if wanted is tuple else wanted):
         raise PolicyError(f"{where}: {fact}= takes a {wanted.__name__}, not {value!r}")
@@ -189,7 +189,7 @@ def _op_name(op: Any) -> str:
     elif not isinstance(op, str):
         op = getattr(op, "_qualname", op)  # what `custom_op` of PyTorch returns
     if not isinstance(op, str):
-        raise PolicyError(f"register_rule: {op!r} is no operator; give torch.ops.my_lib.my_op or 'my_lib::my_op'")
+        raise PolicyError(f"register_rule: {op!r} is not an operator; give torch.ops.my_lib.my_op or 'my_lib::my_op'")
     return op.removeprefix("aten::")
 
 

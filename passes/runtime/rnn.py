@@ -68,7 +68,7 @@ def _state(given: Tensor | None, x: Tensor | PackedSequence, steps: Tensor, shap
     if given is None:
         return torch.zeros(shape, dtype=steps.dtype, device=steps.device)
     state = given if isinstance(x, PackedSequence) or x.dim() == 3 else given.unsqueeze(1)
-    if state.shape != shape:  # a batch of one would be expanded
+    if state.shape != shape:  # a state of batch size 1 would be expanded silently
         raise RuntimeError(f"the initial state of a recurrent layer must have shape {shape}, not {tuple(state.shape)}")
     order = x.sorted_indices if isinstance(x, PackedSequence) else None
     return state if order is None else state.index_select(1, order)

@@ -181,3 +181,14 @@ def test_integers_that_stand_for_weights_stay_as_they_are(front_end: str) -> Non
     torch.testing.assert_close(module(*one()), model(*one()), rtol=0.03, atol=0.03)
     assert torch.equal(model.get_buffer("q.weight").flatten(), torch.arange(-18, 18, dtype=torch.int8))
     assert decided(module, "matmul") == ["bfloat16"]
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+@each_front_end
+def test_complex_numbers_of_an_fp16_input_come_out_as_the_model_gives_them(front_end: str) -> None:
+    def turned(self: Any, x: Tensor) -> Any:
+        return self.l(x.float()), torch.view_as_complex(x.reshape(-1, 3, 2))  # which autocast casts up
+
+    model, args = Two(turned), (example().half(),)
+    for made in at_levels(model, args, front_end, "O1,dtype=fp16", "O2,dtype=fp16"):
+        assert [t.dtype for t in made()(*args)] == [t.dtype for t in model(*args)]

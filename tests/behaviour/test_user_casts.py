@@ -177,6 +177,19 @@ def test_matrix_products_of_what_the_author_upcast_stay_fp32(front_end: str) -> 
     assert decided(module, "linear") == ["bfloat16"]
 
 
+@pytest.mark.parametrize("front_end", ["export", "jit"])
+def test_a_cast_that_does_nothing_under_autocast_is_no_upcast(front_end: str) -> None:
+    def routed(self: Any, x: Tensor) -> Tensor:
+        y = self.m(x) * self.l.bias  # FP32 under autocast, as the last product of a norm is
+        return torch.nn.functional.linear(y.type(F32), self.l.weight.type(F32))
+
+    model = Two(routed)
+    module = convert(model, one(), front_end)
+    with torch.autocast("cpu", BF16):
+        assert torch.equal(module(*one()), model(*one()).float())
+    assert decided(module, "linear") == ["bfloat16"] * 2
+
+
 @each_front_end
 def test_the_other_low_dtype_is_no_reason_to_fail_or_to_round_again(front_end: str) -> None:
     def island(self: Any, x: Tensor) -> Any:

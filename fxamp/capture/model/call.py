@@ -58,7 +58,7 @@ class Leaf:
         if self.ndim is not None and value.dim() != self.ndim:
             raise CaptureError(
                 f"input '{self.name}' was captured with {self.ndim} dimensions; this call gives {value.dim()}. Convert "
-                "again with an example of that many."
+                f"again with an example of {value.dim()} dimensions."
             )
         for dim, size in self.static:
             if value.shape[dim] != size:
@@ -74,8 +74,10 @@ def _for_other_sizes(dim: int, size: int) -> str:
         return "Convert again with that size."
     if dim == 0:
         return "Give an example batch of at least 2."
-    # A channel, mostly, of which the model takes no other number.
-    return "Give a size of 1, or convert with an example of at least 2 there, if the model takes that."
+    # Mostly a dimension of channels, of which the model takes one number only.
+    return (
+        "Pass a size of 1, or, if the model takes larger ones, convert with an example of at least 2 in that dimension."
+    )
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,7 @@ class CallSpec:
     given: tuple[str, ...]
     in_spec: Any = None
     leaves: tuple[Leaf, ...] = ()
-    guards: tuple[str, ...] = ()  # what capture assumed of the sizes: Python over args[i], the i-th tensor
+    guards: tuple[str, ...] = ()  # conditions on sizes: Python over args[i], the i-th tensor
     out_spec: Any = None
     out_constants: tuple[tuple[int, Any], ...] = ()
     out_dtypes: tuple[torch.dtype | None, ...] = field(default=())
@@ -186,7 +188,7 @@ class CallSpec:
     def by_name(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return a call's values by parameter, or raise TypeError as Python would.
 
-        By hand, as `inspect.Signature.bind` takes three times as long, and this runs at every call of the module.
+        Written by hand: `inspect.Signature.bind` takes three times as long, and this runs at every call.
         """
         values: dict[str, Any] = dict(zip(self.names, args, strict=False))
         rest = args[len(self.names) :]
@@ -225,7 +227,7 @@ class CallSpec:
             guard = guard.replace(f"args[{i}]", names[i])
         sizes = ", ".join(f"'{n}' {tuple(t.shape)}" for n, t in zip(names, tensors, strict=True) if n in guard)
         raise CaptureError(
-            f"the model was captured for sizes with {guard}; this call gives {sizes}. Convert again with an "
+            f"the model was captured for sizes that satisfy {guard}; this call gives {sizes}. Convert again with an "
             "example of these sizes, if the model takes them."
         )
 
@@ -274,7 +276,7 @@ def example_call(call: CallSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def both(one: CallSpec, other: CallSpec) -> CallSpec:
-    """Return the first of two specifications of one call, with what the second asks of the inputs."""
+    """Return the first of two specifications of one call, with the conditions on inputs of both."""
     leaves = tuple(
         replace(a, static=tuple(sorted({*a.static, *b.static}))) for a, b in zip(one.leaves, other.leaves, strict=True)
     )
@@ -289,14 +291,14 @@ def leaf_names(call: CallSpec, count: int) -> list[str]:
 
 
 def refuse_unknown_container(value: Any, what: str) -> None:
-    """Raise CaptureError for an object with tensors inside that no one has said how to take apart."""
+    """Raise CaptureError for an object with tensors inside that is not registered as a container."""
     if isinstance(value, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool, *CONSTANTS)):
         return
     inside = vars(value).values() if hasattr(value, "__dict__") else ()
     holds = any(isinstance(v, (torch.Tensor, torch.fx.Proxy)) for v in pytree.tree_leaves(list(inside)))
     if dataclasses.is_dataclass(value) or holds:
         name = type(value).__qualname__
-        raise CaptureError(f"{what} is a {name}, a container that capture cannot look into; {_REGISTER}: {name}.")
+        raise CaptureError(f"{what} is a {name}, a container that capture cannot look into; {_REGISTER}.")
 
 
 def flatten_outputs(output: Any) -> tuple[list[Any], tuple[tuple[int, Any], ...], Any]:

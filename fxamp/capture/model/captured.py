@@ -21,7 +21,7 @@ class Autocast:
     """The `torch.autocast` to capture under.
 
     Attributes:
-        device: whose autocast it is: that of the model's tensors.
+        device: the device of the model's tensors, whose autocast it is.
         dtype: its low dtype.
         wanted: the device that the model is converted for.
     """
@@ -32,11 +32,11 @@ class Autocast:
 
     @property
     def oracle(self) -> bool:
-        """Say whether the dtypes that it gives are those that the converted model is to have."""
+        """Whether its dtypes are those of the device that the model is converted for."""
         return self.device == self.wanted
 
     def context(self) -> torch.autocast:
-        """Return it to be entered, without its cache, which would keep fake copies of the weights."""
+        """Return the context manager, without autocast's cache, which would keep fake copies of the weights."""
         return torch.autocast(self.device, self.dtype, cache_enabled=False)
 
 
@@ -64,9 +64,9 @@ class State:
 
 @dataclass(frozen=True, eq=False)
 class Captured:
-    """A flat graph, and what its get_attr and call_module targets refer to beside the model.
+    """A flat graph, and the values of its get_attr and call_module targets that the model does not hold.
 
-    A stage that finds out more returns another one. The graph itself is changed in place when it is compiled: `copied`
+    A stage that adds something returns a new one. The graph itself is changed in place when it is compiled: `copied`
     gives one for each time.
 
     Attributes:
@@ -97,7 +97,7 @@ class Captured:
     model: nn.Module = field(default_factory=nn.Module)
 
     def noting(self, *more: str) -> Captured:
-        """Return the capture with more to say."""
+        """Return the capture with more notes."""
         return replace(self, notes=(*self.notes, *more))
 
     @property
@@ -111,7 +111,7 @@ class Captures:
     """All graphs of a model.
 
     Attributes:
-        graphs: one for each state in which the model computes something of its own, that of its present state first.
+        graphs: one for each state in which the model computes something different, that of its present state first.
         missing: the states that could not be captured, and why.
         reads: what forward() read of the model, in any of them.
     """

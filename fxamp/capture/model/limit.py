@@ -15,7 +15,7 @@ from passes._torch import FakeTensor, longest_guard
 
 
 class TooMuch(Exception):  # noqa: N818 - a signal inside this package, not an error
-    """A capture costs more than it may; the text says what."""
+    """A capture exceeds its limit; the text says which one."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Limit:
     operations: int = 128
 
     def watch(self) -> Callable[[Any], None]:
-        """Return what is to be told the arguments of each call, and raises TooMuch; time runs from now on."""
+        """Return a function to call with the arguments of each call; it raises TooMuch. Time runs from now on."""
         end, seen, env = time.thread_time() + self.seconds, 0, None
 
         def check(args: Any) -> None:
@@ -41,8 +41,8 @@ class Limit:
             end += self.seconds_per_call
             if time.thread_time() > end:
                 raise TooMuch(
-                    f"takes more than {self.seconds:g} s of processor time and {self.seconds_per_call * 1000:g} ms for "
-                    "each call"
+                    f"takes more than {self.seconds:g} s of processor time plus "
+                    f"{self.seconds_per_call * 1000:g} ms for each call of torch"
                 )
             if env is None and args and isinstance(args[0], FakeTensor):
                 env = args[0].fake_mode.shape_env

@@ -73,7 +73,7 @@ def _for_thread(traced: Callable[..., Any], own: Callable[..., Any]) -> Callable
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """Leave Python's collector off, which would walk all objects of the process time and again as a trace grows."""
+    """Switch off Python's garbage collector, which would walk all objects again and again as a trace grows."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -90,7 +90,7 @@ def replaced(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callabl
     Args:
         owner: a module or a class.
         name: of a function, a method or a class method.
-        make: gives what is called instead; takes what was called before. A class method's gets the class first.
+        make: takes the original function and returns the new one; that of a class method gets the class first.
     """
     original = inspect.getattr_static(owner, name)
     of_class = isinstance(original, (classmethod, types.ClassMethodDescriptorType))

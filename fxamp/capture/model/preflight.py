@@ -22,14 +22,14 @@ from .tensors import held, kept, same
 # Methods that training code calls on a module. A converted module has torch.nn.Module's versions of these, while its
 # layers have their author's.
 _METHODS = {
-    "train": "set the flags of the submodules outside",
-    "eval": "set the flags of the submodules outside",
+    "train": "set the training flags of its submodules in your own code",
+    "eval": "set the training flags of its submodules in your own code",
     "get_extra_state": "keep that state outside the model",
-    "state_dict": "rename the keys outside",
-    "_save_to_state_dict": "rename the keys outside",
+    "state_dict": "rename the keys in your own code",
+    "_save_to_state_dict": "rename the keys in your own code",
 }
 # Methods that load a state. A state with names that this model does not save is refused when it is loaded.
-_LOADERS = dict.fromkeys(("load_state_dict", "_load_from_state_dict"), "convert old files outside")
+_LOADERS = dict.fromkeys(("load_state_dict", "_load_from_state_dict"), "convert old files in your own code")
 _SWITCHES = ("train", "eval")
 
 
@@ -63,12 +63,12 @@ def overridden(kind: type[nn.Module]) -> list[str]:
 
 
 def loads_otherwise(kind: type[nn.Module]) -> bool:
-    """Say whether a model's author has overridden how it is loaded, as of files with other names in them."""
+    """Say whether a model's author has overridden how it is loaded, for example from files with other names."""
     return any(method in _LOADERS for method in overridden(kind))
 
 
 def _sets_every_flag(model: nn.Module) -> bool:
-    """Say whether `train` and `eval` do what torch.nn.Module's do, as the model is now: nothing else would be lost."""
+    """Say whether `train` and `eval` only set flags, as torch.nn.Module's do: then their overrides may be lost."""
     asked = {p: p.requires_grad for p in model.parameters()}
     flags = []
     try:
@@ -86,17 +86,17 @@ def _sets_every_flag(model: nn.Module) -> bool:
 
 
 def _loads_itself(model: nn.Module) -> bool:
-    """Say whether a state that the model saves loads as it is, so that its author's way is for other files."""
+    """Say whether a state that the model saves also loads unchanged: then the override serves other files only."""
     tensors = {**dict(model.named_parameters()), **held(model)}
     before = {name: tensor.detach().clone() for name, tensor in tensors.items()}
     try:
         with untouched(model), kept(tensors.values()):
-            state = model.state_dict()  # with the versions that loaders ask for
+            state = model.state_dict()  # its metadata has the versions that loaders ask for
             for name, value in state.items():
                 state[name] = value.detach().clone()
             model.load_state_dict(state)
             return all(same(tensor.detach(), before[name]) for name, tensor in tensors.items())
-    except Exception:  # whatever it asks of a state, it does more
+    except Exception:  # an override that raises does more than load
         return False
 
 
@@ -174,7 +174,9 @@ def refuse_constructs(front_end: str) -> Iterator[None]:
             def call(*args: Any, **kwargs: Any) -> Any:
                 if used_by_model():
                     name = construct if isinstance(construct, str) else construct(args[0])
-                    raise NotFaithfulError(f"{name} at {frames.place()}: capture='{front_end}' {loss}. {INSTEAD}.")
+                    raise NotFaithfulError(
+                        f"the model uses {name} at {frames.place()}: capture='{front_end}' {loss}. {INSTEAD}."
+                    )
                 return original(*args, **kwargs)
 
             return call
@@ -270,8 +272,8 @@ def grad_mode_reads() -> Iterator[list[str]]:
 def untouched(model: nn.Module) -> Iterator[list[str]]:
     """Restore every module's attributes, parameters, buffers, children and plain containers, whatever happens inside.
 
-    Yields a list that holds afterwards, as "path.name", the attributes that got other values, torch's classes apart;
-    a buffer is "path._buffers.name".
+    Yields a list that holds afterwards, as "path.name", the attributes that got other values, but not those of
+    torch's classes; a buffer is "path._buffers.name".
     """
     saved = []
     for path, module in model.named_modules():
@@ -305,7 +307,7 @@ def _changes(now: dict[str, Any], before: dict[str, Any], tables: dict[int, Any]
         if id(old) in tables:
             old = tables[id(old)][1]
             new = _copy(new) if type(new) in _CONTAINERS else new
-        if _same(old, new) or name.startswith("_tensor_constant") or name.endswith("_hooks"):  # fx's own
+        if _same(old, new) or name.startswith("_tensor_constant") or name.endswith("_hooks"):  # made by fx itself
             continue
         out += [f"{name}.{n}" for n in _differing(old, new)] if name == "_buffers" else [name]
     return out

@@ -1,8 +1,8 @@
 """The values that a model's forward() reads during capture, and that become constants of the graph.
 
-A front end carries a model's Python out once. What that reads of the model (`self.scale`, a dropout's `p`, the layer
-that it calls, `self.config.eps`, whether a weight requires gradients) is in the graph as it was, so the converted
-module has to know what that is: `baked.py` compares it at every call.
+A front end runs a model's Python once. What the code reads of the model (`self.scale`, a dropout's `p`, the layer that
+it calls, `self.config.eps`, whether a weight requires gradients) becomes a constant of the graph. `module/baked.py`
+compares these constants with the model at every call.
 
 Before: self.norm(x) * self.scale
 After:  attributes = {("", "norm"), ("", "scale"), ("norm", "eps"), ("norm", "forward"), ...}
@@ -29,8 +29,8 @@ HOOKS = {
     "_backward_hooks": "backward hook",
     "_backward_pre_hooks": "backward pre-hook",
 }
-_HEAP_TYPE = 1 << 9  # of a class's __flags__: it was made by Python, and can be changed
-_WALK = nn.Module.named_modules.__code__  # by which tracers find the names of modules
+_HEAP_TYPE = 1 << 9  # bit of the __flags__ of a class made in Python, whose attributes can be set
+_WALK = nn.Module.named_modules.__code__  # tracers call it to find names of modules
 _AUTOGRAD = ("requires_grad", "grad_fn", "is_leaf")
 
 
@@ -41,7 +41,7 @@ class Reads:
     Attributes:
         attributes: module path and name.
         objects: module path, attribute that holds an object of the user's, such as a configuration, and name in it.
-        assigned: "path.name" of what forward() itself assigns, which is no state of the model's.
+        assigned: "path.name" of what forward() itself assigns, which is not compared.
         opaque: paths of modules that run as they are.
         gradients: parameters that were asked whether they require gradients, by name, and where; "" for a computed
             value, which depends on all of them.
@@ -58,7 +58,7 @@ class Reads:
     hooks: set[str] = field(default_factory=set)
 
     def add_opaque(self, path: str, leaf: nn.Module) -> None:
-        """Count everything of a module that is not looked into as read."""
+        """Count all attributes of an opaque module as read."""
         for inner, module in leaf.named_modules(prefix=path):
             self.opaque.add(inner)
             self.attributes |= {(inner, name) for name in (*module.__dict__, "forward", "_modules")}
@@ -83,14 +83,14 @@ class Recorder:
         modules = dict(self._model.named_modules())
         held = {(path, name): v for path, m in modules.items() for name, v in vars(m).items() if _looked_into(v)}
         kinds = {nn.Module, *map(type, held.values())}
-        # By their tables: torch.export puts proxies in the place of shared modules, which have the module's own table.
+        # Modules are told by their tables: the proxies that torch.export makes of shared modules have the module's own.
         note = self._noting({id(vars(m)): p for p, m in modules.items()}, {id(vars(v)): at for at, v in held.items()})
         note_gradient = self._noting_gradients(inputs)
         patches = contextlib.ExitStack()
 
         def patch() -> None:
             for kind in kinds:
-                with contextlib.suppress(TypeError, AttributeError):  # a class that does not let itself be changed
+                with contextlib.suppress(TypeError, AttributeError):  # a class whose attributes cannot be set
                     patches.enter_context(replaced(kind, "__getattribute__", note))
             for name in _AUTOGRAD:
                 patches.enter_context(mock.patch.object(torch.Tensor, name, _noted_property(name, note_gradient)))
@@ -112,7 +112,7 @@ class Recorder:
 
             return compiling
 
-        # Loops over tensors and their like are traced by Dynamo, which would trace what is put in here too.
+        # Higher-order ops such as torch.while_loop compile their bodies by Dynamo, which would trace these patches too.
         with patches, replaced(torch, "compile", unpatched):
             patch()
             yield
@@ -153,7 +153,7 @@ class Recorder:
             elif id(tensor) in places:
                 at = places[id(tensor)]
                 reads.inputs.setdefault(at, (required[at], place))
-            elif torch.is_grad_enabled() is ambient:  # else in a region of the program's own, where it never does
+            elif torch.is_grad_enabled() is ambient:  # else in the program's own grad-mode region, which decides alone
                 reads.gradients.setdefault("", place)
                 for at, flag in enumerate(required):
                     reads.inputs.setdefault(at, (flag, place))
@@ -163,7 +163,7 @@ class Recorder:
 
 
 def label(hook: Any) -> str:
-    """Return what a hook is called in an error."""
+    """Return the name of a hook for an error."""
     return str(getattr(hook, "__qualname__", type(hook).__name__))
 
 

@@ -1,4 +1,4 @@
-"""The tensors that a model holds beside its parameters, wherever it holds them: found, compared, kept as they are."""
+"""Find, compare and restore the tensors that a model holds besides its parameters, wherever it holds them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def held(model: nn.Module) -> dict[str, torch.Tensor]:
 def kept(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
     """Restore tensors, whatever happens inside: their contents, and their storage where `set_` gave another.
 
-    What nothing wrote is not written here either.
+    A tensor that nothing wrote is not written here either.
     """
     saved = [(t, t.detach(), t.detach().clone()) for t in tensors if not t.is_meta]
     try:

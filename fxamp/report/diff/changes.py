@@ -28,10 +28,10 @@ class Change:
 
     Attributes:
         kind: what became of it.
-        key: of the node; in parentheses where it is not one.
+        key: of the node; in parentheses for anything else, such as a total.
         field: that differs; "position" where the node stands elsewhere in the model.
-        before: of the field; None of a node that is new.
-        after: of the field; None of a node that is gone.
+        before: the old value of the field; None for a new node.
+        after: the new value of the field; None for a removed node.
         nodes: keys of all nodes that this one line stands for, where they are several.
     """
 
@@ -56,7 +56,7 @@ class Change:
 
     @property
     def counted(self) -> tuple[str, ...]:
-        """Return the keys of the nodes that have changed: a module that is called otherwise is one change."""
+        """Return the keys of the nodes that have changed; a renamed module is one change."""
         return self.nodes if self.key.startswith(RULE) else (self.key,)
 
     @property
@@ -66,12 +66,12 @@ class Change:
 
 
 def compared(before: Sequence[Item], after: Sequence[Item], pairs: Mapping[int, int], shown: str) -> list[Change]:
-    """Return what differs, in graph order; of a node that one side lacks, the field `shown` stands for all.
+    """Return what differs, in graph order; for a node that one side lacks, only the field `shown` is listed.
 
     Args:
         before: nodes of one side.
         after: nodes of the other.
-        pairs: places of those that are one, after -> before.
+        pairs: places of matched nodes, after -> before.
         shown: a field that every node has.
     """
     twin = {old: new for new, old in pairs.items()}
@@ -94,7 +94,7 @@ def compared(before: Sequence[Item], after: Sequence[Item], pairs: Mapping[int, 
 
 
 def _merged(old: int, new: int, twin: Mapping[int, int]) -> Iterator[tuple[int | None, int | None]]:
-    """Merge two lists: in the order of the second, what is gone behind what it followed in the first."""
+    """Merge two lists in the order of the second; a removed item follows the item that it followed in the first."""
     gone: dict[int, list[int]] = {}
     anchor = -1
     for at in range(old):
@@ -110,7 +110,7 @@ def _merged(old: int, new: int, twin: Mapping[int, int]) -> Iterator[tuple[int |
 
 
 def _moved(before: Sequence[Item], after: Sequence[Item], pairs: Mapping[int, int]) -> dict[int, tuple[str, str]]:
-    """Return where the nodes stood that stand elsewhere now: in another module, or at another place in the order."""
+    """Return the old and new places of nodes that have moved to another module, or within the order."""
     instead = corresponding(before, after, pairs)
     kept = in_order(sorted((old, new) for new, old in pairs.items()))
     out = {}
@@ -118,7 +118,7 @@ def _moved(before: Sequence[Item], after: Sequence[Item], pairs: Mapping[int, in
         if instead[before[old].module] != after[new].module:
             out[new] = before[old].key, after[new].key
         elif (old, new) not in kept and (found := (_place(before, old), _place(after, new)))[0] != found[1]:
-            out[new] = found  # of several that moved together, the first says it
+            out[new] = found  # of several nodes that moved together only the first is listed
     return out
 
 
@@ -127,13 +127,13 @@ def _place(items: Sequence[Item], at: int) -> str:
 
 
 def another_model(before: Sequence[object], after: Sequence[object], found: Matching) -> Change:
-    """Return the line that stands for all, where there is too little in common to call it changes."""
-    same = f"{len(found.pairs)} of them like nodes of the first"
-    return Change("changed", PLAN_KEY, "model", f"one of {len(before)} nodes", f"another, of {len(after)}, {same}")
+    """Return the one line that stands for all changes, where the two have too little in common."""
+    same = f"{len(found.pairs)} of them as before"
+    return Change("changed", PLAN_KEY, "model", f"{len(before)} nodes", f"another model: {len(after)} nodes, {same}")
 
 
 def by_rule(before: Plan, after: Plan, changes: Iterable[Change], ops: Mapping[str, str]) -> list[Change]:
-    """Put all decisions on an op in one line whose rule another torch, or another fxamp, has changed.
+    """Merge into one line all decisions on an op whose rule a new version of torch or fxamp has changed.
 
     Args:
         before: made by one version.

@@ -1,7 +1,7 @@
 """The differences between two plans, two converted modules, or two graphs.
 
-Nodes are matched by structure (`match`), so a line moved, a node renamed or a layer put in elsewhere is no difference
-of the others.
+Nodes are matched by structure (`match`), so that moving a line, renaming a node or inserting a layer changes
+nothing at the other nodes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .renamed import renamed
 
 Diffable: TypeAlias = Union[Plan, nn.Module, str, "os.PathLike[str]"]
 
-PLAN_FIELDS = ("capture", "inserted_casts", "casts")  # not what was asked for, which both titles say
+PLAN_FIELDS = ("capture", "inserted_casts", "casts")  # the policy is not among them: both titles show it
 
 
 @dataclass(frozen=True)

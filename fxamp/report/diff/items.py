@@ -55,7 +55,7 @@ def _in_graph(d: Decision, text: str) -> str:
 
 
 def casts_of(node: Node) -> str:
-    """Say from which dtypes to which operands of a node are cast by fxamp: "float32 to bfloat16 (2)"."""
+    """Say which casts fxamp has inserted before a node: "float32 to bfloat16 (2)"."""
     casts = Counter(arrow(n) for n in node.all_input_nodes if is_inserted(n))
     return ", ".join(f"{a} ({count})" if count > 1 else a for a, count in sorted(casts.items())) or "none"
 
@@ -66,7 +66,7 @@ def arrow(cast: Node) -> str:
 
 
 def of_graph(graph: Graph) -> list[Item]:
-    """Return the nodes of a graph, with the keys of `node_keys`; `operands` of two that are one are compared apart."""
+    """Return the nodes of a graph, with the keys of `node_keys`; operands of matched nodes are compared later."""
     named, places = node_keys(graph), {node: at for at, node in enumerate(graph.nodes)}
     return [
         Item(

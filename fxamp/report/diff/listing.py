@@ -40,7 +40,7 @@ def to_text(titles: tuple[str, str], totals: str, renamed: Sequence[Change], cha
 
 
 def counted(changes: Iterable[Change]) -> str:
-    """Say how many nodes were added, removed and changed, of which there are any."""
+    """Say how many nodes were added, removed and changed, without the zeros."""
     nodes = {(c.kind, key) for c in changes for key in c.counted}
     counts = {kind: sum(k == kind for k, _ in nodes) for kind in ("added", "removed", "changed")}
     return ", ".join(f"{count} {kind}" for kind, count in counts.items() if count)

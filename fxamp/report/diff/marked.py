@@ -7,8 +7,8 @@
     + fc.to(float32)
       return fc
 
-A graph of functions and modules is written in another dialect than what it was converted to, which is ATen: a module
-that is called is all the nodes that were made inside it.
+The original may call functions and modules, while the converted graph has ATen ops: a call of a module stands for all
+nodes that were made inside it.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class _Writer:
 
     def marked(self) -> Marked:
         rest = self._unmatched()
-        waiting = rest.get(-1, [])  # for what is gone, which is written first
+        waiting = rest.get(-1, [])  # added nodes: written after the removed ones at the same place
         for old, unit in enumerate(self.before):
             (node,) = unit.nodes
             became = self.became.get(old)
@@ -155,7 +155,7 @@ class _Writer:
         return Marked(tuple(self.code), tuple(self.changes))
 
     def _unmatched(self) -> dict[int, list[int]]:
-        """Return what has no node in the original, by the place of what it follows that has one."""
+        """Return the nodes that the original does not have, by the place of the matched node that they follow."""
         out: dict[int, list[int]] = {}
         last, kept = -1, set(self.became.values())
         for at, unit in enumerate(self.after):
@@ -212,7 +212,7 @@ def _computes(unit: _Unit) -> bool:
 
 
 def _is_silent(label: str) -> bool:
-    """Say whether something has no dtype to speak of, or is what capture keeps or leaves out as it likes."""
+    """Say whether a node has no floating dtype, or is one that capture may keep or leave out."""
     return label in (*_NO_CALLS, "contiguous") or row_named(label).asks in ("shape", "dtype")
 
 

@@ -1,12 +1,13 @@
-"""Which node of one graph is which of another: by structure, so that an edit costs what it is worth, and not all below.
+"""Match the nodes of two graphs by structure, so that an edit shows alone, and not as a change of all nodes after it.
 
     before   embed  ln.0  fc.0  ln.1  fc.1  head
     after    embed  ln.0  fc.0  adapter  ln.1  fc.1  head        "adapter" is new, and nothing else
 
-label -> fingerprint -> anchor -> propagate along edges -> assign the rest -> verify each pair. The labels are hashed
-with all that a node is made of, and with all that is made of it; where such a hash is that of one node on either side,
-these are one node. From there operand goes to operand, what lies between is aligned by the fewest insertions and
-removals, and a pair that only its label speaks for has to lie in modules that correspond.
+label -> fingerprint -> anchor -> propagate along edges -> assign the rest -> verify each pair. A label is hashed with
+everything that a node is computed from, and with everything that is computed from it; where only one node on each side
+has a hash, these two are matched. From these pairs operands are matched with operands, and the nodes between are
+aligned by the fewest insertions and removals. A pair that has only its label in common must lie in modules that
+correspond.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from dataclasses import dataclass, field
 from .sequences import common, in_order
 
 _NUMBER = re.compile(r"\d+")
-# Of nodes that have to be found by more than their op, or else two graphs are of two models; of graphs of this size.
+# Graphs of at least MANY nodes are of two models if less than ALIKE of the nodes match by more than their op.
 ALIKE, MANY = 0.2, 10
 
 
@@ -31,9 +32,9 @@ class Item:
     Attributes:
         key: `module.path/op#ordinal`, with the number of its graph in front where that is not the first.
         module: path of its module, with the number of its graph likewise.
-        label: what two nodes have in common that may be one.
+        label: is equal for two nodes that may match.
         operands: places of the items that it reads, all before its own.
-        fields: what is compared of two that are one.
+        fields: the values that are compared between matched nodes.
     """
 
     key: str
@@ -45,7 +46,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Matching:
-    """Which items are one: the place before by the place after; and whether the graphs are of one model at all."""
+    """The matched items, place before by place after, and whether the graphs are of one model at all."""
 
     pairs: dict[int, int]
     alike: bool
@@ -117,7 +118,7 @@ class _Matcher:
         return out
 
     def anchor(self, before: Sequence[Hashable], after: Sequence[Hashable]) -> None:
-        """Pair the items that have a token which nothing else has that is left on their side."""
+        """Pair two items whose token no other unmatched item of their side has."""
         old = dict(_unique((t, at) for at, t in enumerate(before) if at not in self.taken))
         for token, new in _unique((t, at) for at, t in enumerate(after) if at not in self.pairs):
             if token in old:

@@ -1,4 +1,4 @@
-"""Modules that have another path now, with all that is in them: a line for each, not one for each of their nodes.
+"""Renamed modules: one line for each, not one for each of the nodes in it.
 
 h.6 to 11  is now  h.7 to 12
 """
@@ -15,7 +15,7 @@ _LAST_NUMBER = re.compile(r"\d+(?!.*\d)")
 
 
 def renamed(before: Sequence[Item], after: Sequence[Item], pairs: Mapping[int, int]) -> list[Change]:
-    """Return a line for modules that have another path now, neighbours with rising numbers in one."""
+    """Return a line for each renamed module; neighbours with consecutive numbers share a line."""
     instead = corresponding(before, after, pairs)
     runs: dict[tuple[str, str, int], dict[int, list[str]]] = {}
     for new, old in sorted(pairs.items()):

@@ -1,14 +1,14 @@
-"""Two questions about sequences: what two have in common in order, and what of one is in order at all."""
+"""The longest common subsequence of two sequences, and the longest rising subsequence of pairs."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 
-_EDITS = 1_000  # insertions and removals that are looked for; beyond that two sequences are taken for strangers
+_EDITS = 1_000  # most insertions and removals that are looked for; sequences with more count as unrelated
 
 
 def common(before: Sequence[Hashable], after: Sequence[Hashable]) -> list[tuple[int, int]]:
-    """Return the places of the longest common subsequence, by Myers' algorithm; none where it is too far away."""
+    """Return the places of the longest common subsequence, by Myers' algorithm; none if too many edits lie between."""
     n, m = len(before), len(after)
     if not n or not m:
         return []
@@ -47,8 +47,8 @@ def _walked_back(trail: list[dict[int, int]], x: int, y: int) -> list[tuple[int,
 
 
 def in_order(pairs: Sequence[tuple[int, int]]) -> set[tuple[int, int]]:
-    """Return the most pairs, sorted by their first place, whose second places rise too: the others have moved."""
-    ends: list[int] = []  # of rising runs, by length: the pair that the run ends with
+    """Return the largest set of pairs whose first and second places both rise: all other pairs have moved."""
+    ends: list[int] = []  # the pair at the end of the best rising run of each length
     previous: list[int | None] = []
     for at, (_, place) in enumerate(pairs):
         low, high = 0, len(ends)

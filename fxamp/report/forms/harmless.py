@@ -1,7 +1,7 @@
 """Text that comes from models, files and errors, made harmless where it is shown.
 
-A module may be named by anyone, and so may a plan's nodes: in a terminal, in Markdown and in the log of a workflow what
-they are called is text, and never a command.
+Anyone may choose the name of a module, or of a node in a plan. In a terminal, in Markdown and in the log of a workflow
+such a name is text, and never a command.
 
 Before: <script>, ::error::, and what clears a terminal         After: &lt;script>, : :error::, and its escape
 """

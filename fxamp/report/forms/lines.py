@@ -1,4 +1,4 @@
-"""The author's lines that cost most: what is cast in front of what they run, and what that keeps for backward."""
+"""The author's lines that cost most, by the casts before their ops and by the bytes that these keep for backward."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ def costliest(record: Record, nodes: Sequence[NodeRecord], most: int = MOST) -> 
     """Return a row for each of the lines that cost most: first by the bytes of casts, then by those kept for backward.
 
     Args:
-        record: of the whole model, whose outputs are a line of their own where all nodes are given.
-        nodes: those whose lines are meant.
-        most: how many rows.
+        record: of the whole model; its outputs have a row of their own if all nodes are given.
+        nodes: the nodes whose lines are wanted.
+        most: how many rows there are at most.
 
     Returns:
         The rows; none if sizes are not known, as for a plan without its module.
@@ -32,7 +32,7 @@ def costliest(record: Record, nodes: Sequence[NodeRecord], most: int = MOST) -> 
         casts = record.output_casts
         row = ("(outputs)", "", "", str(len(casts)), mb(c.bytes for c in casts), "", "")
         found.append((_cost(casts, ()), row))
-    found.sort(key=lambda pair: pair[0], reverse=True)  # stable: lines of one cost stand as they run
+    found.sort(key=lambda pair: pair[0], reverse=True)  # stable: lines of equal cost keep their order
     return [row for _, row in found[:most]]
 
 

@@ -43,7 +43,7 @@ def _node(node: NodeRecord, keys: set[str]) -> dict[str, Any]:
     return {
         "id": node.key,
         "label": node.op,
-        "namespace": node.module.replace("/", "|").replace(".", "/"),  # which parts it there
+        "namespace": node.module.replace("/", "|").replace(".", "/"),  # its separator is "/"
         "attrs": [{"key": key, "value": value} for key, value in _attributes(node)],
         "incomingEdges": [
             {"sourceNodeId": start, "sourceNodeOutputId": "0", "targetNodeInputId": str(at)}

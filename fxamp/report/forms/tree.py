@@ -44,7 +44,7 @@ def rows(branch: Branch, casts: bool, depth: int | None = None, prefix: str = ""
 
     Args:
         branch: the outermost module.
-        casts: whether it is known where these are.
+        casts: whether the places of casts are known.
         depth: how many levels; None for all.
         prefix: drawn in front of the name.
     """
@@ -57,7 +57,7 @@ def rows(branch: Branch, casts: bool, depth: int | None = None, prefix: str = ""
 
 
 def elsewhere(record: Record) -> list[tuple[str, int]]:
-    """Return what to call the casts that are in front of no node, and how many they are."""
+    """Return the label and the number of casts that are in front of no node."""
     found = [("(outputs)", len(record.output_casts)), ("(other graphs)", record.casts_elsewhere)]
     return [(name, count) for name, count in found if count > 0]
 
@@ -72,7 +72,7 @@ def _totals(nodes: Sequence[NodeRecord], casts: bool) -> tuple[str, ...]:
 
 
 def mb(values: Iterable[int | None]) -> str:
-    """Return the sum of what is known of some sizes, in MB; "" where nothing is."""
+    """Return the sum of the known sizes in MB, "" if none is known."""
     known = [v for v in values if v is not None]
     return f"{sum(known) / 1e6:.3g}" if known else ""
 
@@ -109,7 +109,7 @@ def table(body: Sequence[tuple[str, ...]], style: str, width: int | None = None)
     Args:
         body: the rows.
         style: as tabulate names it.
-        width: of the terminal, which columns on the right are left out for; None for as much as there is.
+        width: of the terminal; columns on the right that do not fit are left out. None for any width.
     """
     for columns in range(len(HEADERS), 0, -1):
         align = ("left", *("right",) * (columns - 1))

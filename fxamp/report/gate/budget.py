@@ -59,7 +59,7 @@ class Budget:
                 f"budget {text!r}: a budget limits how far {key} may go {way}; write {key}={_example(key)}"
             )
         if percent and not sign and key in CEILINGS:
-            raise PolicyError(f"budget {text!r}: {key} is no percentage; write {key}=500 or {key}={_example(key)}")
+            raise PolicyError(f"budget {text!r}: {key} is not a percentage; write {key}=500 or {key}={_example(key)}")
         return cls(key, sign, float(number), bool(percent))
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""The gate: what a model's plan is now, against the plan that is committed and against budgets.
+"""The gate compares the present plan of a model with the committed plan and with budgets.
 
 Decisions, casts and totals are compared; lines, times and versions never are.
 """
@@ -27,7 +27,7 @@ from .budget import KEYS, Budget
 from .listed import counted
 
 KEPT, CHANGED, UNKNOWN = 0, 1, 2  # exit statuses
-_SAME_MODEL = 0.2  # of the nodes have to be known, or else the plan is of another model
+_SAME_MODEL = 0.2  # with a smaller share of known nodes the plan is that of another model
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Outcome:
 def with_totals(module: nn.Module) -> tuple[Plan, Record]:
     """Return the plan of a converted module with its totals, and its record.
 
-    Of a model that was compiled at its first call the record says nothing of sizes, and the totals count decisions.
+    For a model that was compiled at its first call the record has no sizes, and the totals count decisions only.
     """
     plan = plan_of(module)
     record = record_of(module if isinstance(module, ConvertedModule) else plan)
@@ -90,11 +90,11 @@ def check(
 ) -> Outcome:  # fmt: skip
     """Compare a converted model with its plan, and its totals with budgets.
 
-    It is decided by the measured facts that the plan was made with, whichever machine this is.
+    Decisions use the measured facts that the plan was made with, whichever machine this is.
 
     Args:
         target: what the outcome calls it.
-        make: converts the model. Where costs are measured it is given the plan to replay, for times are never the same.
+        make: converts the model. With measured costs it gets the plan to replay, since times are never the same.
         plan: path of the committed plan; None for none.
         budgets: limits of totals.
         update: write the plan where it is missing or has changed, by the facts of this machine.
@@ -158,7 +158,7 @@ def _machine(plan: Plan, name: str) -> Machine | None:
     found = Machine.parse(plan.machine) if plan.machine else None
     if plan.machine and found is None:
         raise PlanError(
-            f"{name} names {plan.machine!r:.80} as its machine, which describes none; write a new plan with --update"
+            f"{name}: 'machine' is {plan.machine!r:.80}, which describes none; write a new plan with --update"
         )
     return found
 
@@ -174,7 +174,7 @@ def _difference(before: Plan, now: Plan, name: str, update: bool) -> GraphDiff:
     known = 0 if found.another_model else new - sum(c.kind == "added" for c in found.changes)
     if not update and old and known < _SAME_MODEL * min(old, new or 1):
         raise PlanError(
-            f"{name} is the plan of another model: of its {old} nodes this one has {known}; "
+            f"{name} is the plan of another model: this model has {known} of its {old} nodes; "
             "if that is intended, write a new plan with --update"
         )
     return replace(found, changes=(*_policy(before, now), *_totals(before, now), *found.renamed, *found.changes))

@@ -43,7 +43,7 @@ def to_junit(outcomes: Sequence[Outcome]) -> str:
 
 
 def _tests(outcome: Outcome) -> Iterator[tuple[str, str, str, list[str]]]:
-    """Yield the name of each test, "" where it passed or else how it did not, a line, and more lines."""
+    """Yield for each test its name, "" if it passed or else the kind of failure, a line, and further lines."""
     if outcome.status == UNKNOWN:
         yield "plan", "error", outcome.message, []
         return

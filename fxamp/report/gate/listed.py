@@ -1,4 +1,4 @@
-"""Changes in the words of a report, one line for each node and each total, so that counts are counts of lines.
+"""Changes in the words of a report: one line for each node and each total, so that counts match the lines.
 
 ! bytes saved for backward: 272 -> 296
 ! /softmax#0  runs in: bfloat16 -> float32; rule: follow -> fp32
@@ -24,19 +24,19 @@ _SIGNS = {"added": "+", "removed": "-", "changed": "!"}
 
 
 def _label(change: Change) -> str:
-    """Return what a report calls the field that a change is of."""
+    """Return the name that a report has for the changed field."""
     if change.field == "casts" and change.key != PLAN_KEY:
         return "casts"
     return _LABELS.get(change.field, change.field)
 
 
 def lines(changes: Iterable[Change]) -> list[tuple[str, str]]:
-    """Return a line for every node that changed, whatever has, and for every total; each behind the key of its node."""
+    """Return (key, line) for every changed node, whatever has changed of it, and for every changed total."""
     return [(group[0].key, _line(group)) for group in _groups(changes)]
 
 
 def rows(changes: Iterable[Change]) -> list[tuple[str, str, str]]:
-    """Return the same as cells of a table: what became of a node, its key, and what it says of it."""
+    """Return the same as cells of a table: the kind of change, the key of the node, and the text."""
     return [(group[0].kind, group[0].key, "; ".join(map(_said, _telling(group)))) for group in _groups(changes)]
 
 
@@ -49,7 +49,7 @@ def counted(changes: Iterable[Change]) -> str:
 def _groups(changes: Iterable[Change]) -> list[list[Change]]:
     groups: dict[tuple[str, ...], list[Change]] = {}
     for change in changes:
-        alone = change.key.startswith("(")  # it is of no node
+        alone = change.key.startswith("(")  # a change of the whole plan, not of a node
         group = (change.kind, change.key, change.field, str(len(groups))) if alone else (change.kind, change.key)
         groups.setdefault(group, []).append(change)
     return list(groups.values())
@@ -70,6 +70,6 @@ def _said(change: Change) -> str:
 
 
 def _telling(changes: Sequence[Change]) -> list[Change]:
-    """Leave out that a node runs in another dtype under autocast too, where that is the dtype it runs in."""
+    """Leave out a change of the dtype under autocast that equals the change of the dtype the node runs in."""
     own = {(c.before, c.after) for c in changes if c.field == "colour"}
     return [c for c in changes if c.field != "autocast_dtype" or (c.before, c.after) not in own]

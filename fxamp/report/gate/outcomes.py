@@ -22,7 +22,7 @@ def to_text(outcomes: Sequence[Outcome], way_out: str = WAY_OUT) -> str:
 
     Args:
         outcomes: of the targets.
-        way_out: what to do where a plan is to be another from now on, said at the end; "" for nothing.
+        way_out: a last line that says how to accept the changes; "" for none.
     """
     lines = []
     for outcome in outcomes:

@@ -40,7 +40,7 @@ class PrecisionPlan:
         self._root = request.config.rootpath
         self._update = bool(request.config.getoption(OPTION))
         self._here: set[Path] = set()
-        # One for all processes that share in a run: pytest-xdist gives each a folder in that of the run.
+        # All processes of a run share one folder: pytest-xdist gives each process a folder inside it.
         shared = temporary.getbasetemp()
         self._claims = (shared.parent if hasattr(request.config, "workerinput") else shared) / "precision_plans"
 
@@ -101,11 +101,11 @@ class PrecisionPlan:
 
 
 def _changed(shown: str, make: Callable[[Plan | None], nn.Module], path: Path) -> str | None:
-    """Say how a model differs from its plan, or why that cannot be told; None where it does not."""
+    """Say how a model differs from its plan, or why that cannot be told; None if it does not differ."""
     try:
         found = check(shown, make, path, (), update=False)
     except PlanError as e:
-        return str(e).replace("--update", OPTION)  # which is what it is called here
+        return str(e).replace("--update", OPTION)  # the name of the option in pytest
     return None if found.status == KEPT else to_text([found], way_out="")
 
 

@@ -1,6 +1,6 @@
 """The result of the gate as SARIF 2.1.0, which code scanning reads: a result for each changed decision.
 
-The shapes are those few of the standard that are written here; the tests validate them against its schema.
+The classes are the few objects of the standard that are used here; the tests validate the result by its schema.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ def _decisions(outcomes: Sequence[Outcome]) -> Iterator[Result]:
 
 
 def _locations(outcome: Outcome, key: str) -> tuple[Location, ...]:
-    """Return the author's line of a node, else the plan that has it: code scanning shows nothing without a place."""
+    """Return the author's line of a node, else the plan file: code scanning shows no result without a place."""
     place = outcome.places.get(key)
     file, line = (place.file, place.line) if place is not None else (outcome.plan, 1)
     if not file:
@@ -198,6 +198,6 @@ def _message(text: str) -> Message:
 
 
 def _fingerprint(*parts: str) -> dict[str, str]:
-    """Return what tells the result from others, and is the same when lines move."""
+    """Return a fingerprint of a result, which stays the same when lines move."""
     text = "\0".join(parts).encode(errors="surrogatepass")
     return {"fxampDecision/v1": hashlib.sha256(text).hexdigest()[:32]}

@@ -105,7 +105,7 @@ def _target(file: Path, name: str, table: Any) -> Target:
         if key not in _FIELDS:
             raise FxampError(f"{where}: there is no setting {key!r}{nearest(key, list(_FIELDS))}")
         if not isinstance(value, _FIELDS[key]) or (key == "budget" and not all(isinstance(v, str) for v in value)):
-            raise FxampError(f"{where}: {key} has to be {'a list of texts' if key == 'budget' else 'a text'}")
+            raise FxampError(f"{where}: {key} must be {'a list of strings' if key == 'budget' else 'a string'}")
     budgets = tuple(table.get("budget", ()))
     if "plan" not in table and not budgets:
         raise FxampError(f"{where} has neither a plan nor a budget, so there is nothing to check")
@@ -124,7 +124,7 @@ def run_alone(target: Target, folder: Path, update: bool) -> Outcome:
         update: write the plan where it changed.
     """
     command = [sys.executable, "-m", "fxamp", "check", *target.arguments(), *(["--update"] if update else [])]
-    with tempfile.TemporaryDirectory() as own:  # for what a model prints may come at any time, even at the end
+    with tempfile.TemporaryDirectory() as own:  # a file, since a model may print at any time, even at exit
         file = Path(own, "outcome.json")
         done = subprocess.run(
             [*command, "--output-format=json", f"--output={file}"],
@@ -134,5 +134,5 @@ def run_alone(target: Target, folder: Path, update: bool) -> Outcome:
     try:
         return Outcome.from_data(json.loads(text)[0])
     except (ValueError, LookupError, TypeError):
-        said = done.stderr.strip().splitlines() or [f"its process left with {done.returncode}"]
+        said = done.stderr.strip().splitlines() or [f"its process ended with exit status {done.returncode}"]
         return Outcome(target.name, UNKNOWN, f"{target.name}: {said[-1].removeprefix('fxamp: error: ')}")

@@ -1,4 +1,4 @@
-"""The page: one HTML file that needs nothing else, drawn here and moved by a little plain script.
+"""The page: one HTML file that needs no other file; Python draws it, and a small script handles the keys.
 
 `render` and the templates know nothing of what they show, so that other pages can be made of them too.
 

@@ -1,7 +1,8 @@
 """Where the nodes of a drawing stand: layers from top to bottom, few crossings, straight edges.
 
-The usual four steps of a layered layout: a layer for every node, a dummy in every layer that an edge passes, an order
-within each layer by the mean of the neighbours, and places that keep to that order as near to the neighbours as can be.
+These are the usual four steps of a layered layout: assign each node to a layer; put a dummy node into every layer that
+an edge passes; order each layer by the mean place of the neighbours; and place nodes in that order, as near to their
+neighbours as possible.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ import networkx as nx
 
 LAYER, GAP = 62, 18  # pixels from layer to layer, and between two nodes of a layer
 _SWEEPS = 6
-_DUMMY = 6.0  # width of an edge that passes
-_STRAIGHT = 8  # how much more an edge that passes several layers wants to be straight than others do
+_DUMMY = 6.0  # width that an edge gets in a layer that it passes
+_STRAIGHT = 8  # weight of keeping an edge straight that passes several layers; other edges have 1
 
 Name: TypeAlias = Hashable
 Neighbours: TypeAlias = "nx.Graph[Name]"
@@ -44,7 +45,7 @@ def layered(widths: Mapping[Name, float], edges: Iterable[tuple[Name, Name]]) ->
 
     Args:
         widths: of the nodes in pixels, in the order in which they run.
-        edges: between them; one that leads back to what ran before is drawn upwards.
+        edges: between them; an edge to a node that ran earlier is drawn upwards.
     """
     rank = {name: i for i, name in enumerate(widths)}
     given = list(dict.fromkeys((a, b) for a, b in edges if a != b))
@@ -76,7 +77,7 @@ def _chained(
     graph.add_edges_from(edges)
     layers: list[list[Name]] = [list(layer) for layer in nx.topological_generations(graph)]
     depth = {name: d for d, layer in enumerate(layers) for name in layer}
-    for name in reversed(list(nx.topological_sort(graph))):  # what only feeds others stands right above them
+    for name in reversed(list(nx.topological_sort(graph))):  # a node without inputs stands right above its readers
         readers = list(graph.successors(name))
         if readers and not graph.in_degree(name):
             depth[name] = min(depth[r] for r in readers) - 1
@@ -129,7 +130,7 @@ def _placed(layers: Sequence[Sequence[Name]], graph: Neighbours, width: Mapping[
 
 
 def _weight(name: Name, graph: Neighbours, width: Mapping[Name, float]) -> float:
-    """Return how much a node resists: what hangs on one other node and edges that pass give way to the rest."""
+    """Return the weight of a node: nodes with one neighbour, and dummies of passing edges, give way to the others."""
     if width[name] == _DUMMY:
         return 0.2
     return 0.05 if len(graph.adj.get(name, ())) < 2 else 1.0
@@ -145,7 +146,7 @@ def _apart(nodes: Sequence[tuple[float, float, float]]) -> list[float]:
     for i, (_, _, width) in enumerate(nodes):
         at += (nodes[i - 1][2] / 2 + GAP + width / 2) if i else 0.0
         offsets.append(at)
-    blocks: list[tuple[float, float, int]] = []  # where they want to begin, with which weight, and how many they are
+    blocks: list[tuple[float, float, int]] = []  # for each block its wanted start, weight and number of nodes
     for (want, weight, _), offset in zip(nodes, offsets, strict=True):
         mean, count = want - offset, 1
         while blocks and blocks[-1][0] > mean:

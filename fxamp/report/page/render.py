@@ -1,4 +1,4 @@
-"""Make a page: a template with the style and the scripts in it, which may run nothing else and fetch nothing.
+"""Make a page from a template, with its style and its scripts inside. It can run no other script and fetch nothing.
 
 Everything that is put into a template is escaped. The page's own policy (CSP) names the hashes of its style and its
 scripts, so that not even markup that got in could run or load anything.
@@ -52,12 +52,12 @@ def _environment() -> jinja2.Environment:
 
 
 def _shown(value: Any) -> Any:
-    """Return a text so that nothing in it acts on how the rest is shown, such as a change of direction."""
+    """Return a text without characters that change how other text is shown, such as a change of direction."""
     return visible(value) if type(value) is str else value
 
 
 def _all_shown(data: Any) -> Any:
-    """Return data in which every text is as it is to be shown, since a script shows it as it is."""
+    """Return data with every text made harmless, since a script shows texts as they are."""
     if isinstance(data, str):
         return _cached(data)
     if isinstance(data, dict):
@@ -76,5 +76,5 @@ def _source(name: str) -> str:
 
 
 def _hash(text: str) -> str:
-    """Return the hash of what stands in an element, as a policy names it."""
+    """Return the hash of the content of an element, in the form of a content security policy."""
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

@@ -80,7 +80,7 @@ def page(
     Args:
         record: of the whole model.
         model: the name of its class.
-        training: what there is to say of the training step, as names and texts.
+        training: facts about the training step, as (name, text) pairs.
         nodes: those to show; all of them where it is None.
     """
     shown = record.nodes if nodes is None else tuple(nodes)
@@ -112,7 +112,7 @@ def page(
 
 
 def _levels(rows: Sequence[Row], most: int) -> int:
-    """Return how many levels of the tree have no more rows than that, at least one."""
+    """Return how many levels of the tree fit into that many rows, at least one."""
     deepest = max(row.level for row in rows)
     return max((at for at in range(1, deepest + 1) if sum(row.level <= at for row in rows) <= most), default=1)
 

@@ -17,8 +17,8 @@ from .layout import layered
 
 MOST = 200  # boxes of a drawing
 EASY = 60  # boxes; modules are folded until there are no more, if possible
-_SHARED = 4  # boxes that read a value from outside; where there are more, it is drawn at each of them
-_CHARACTER, _LONGEST = 7.0, 26  # pixels of one; how many are shown
+_SHARED = 4  # most readers for which an outside value is drawn once; with more, it is drawn at each
+_CHARACTER, _LONGEST = 7.0, 26  # pixels of a character; characters of a label that are shown
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class Box:
     """One box of a drawing, as the script draws it.
 
     Attributes:
-        node: place in the record's list of nodes; -1 for what is none.
-        module: path of the folded module; "" for what is none.
+        node: place in the record's list of nodes; -1 if the box is not a node.
+        module: path of the folded module; "" if the box is not a module.
         label: the first line.
         below: the second line.
         style: "low", "fp32", "other", "module" or "outside".
@@ -74,13 +74,13 @@ class View:
     edges: tuple[Edge, ...]
 
 
-# What one box stands for: nodes that follow each other, by place, and the module that they are folded into, or "".
+# The content of a box: the module that it folds, or "", and the places of its nodes, which follow each other.
 _Run: TypeAlias = tuple[str, list[int]]
 
 
 @dataclass
 class _Graph:
-    """One graph: what it is called, all nodes of the record, and of its own the places there, by key and by module."""
+    """One graph: its name, all nodes of the record, and the places of its own nodes there, by key and by module."""
 
     name: str
     nodes: Sequence[NodeRecord]
@@ -89,7 +89,7 @@ class _Graph:
 
 
 def views(nodes: Sequence[NodeRecord], states: Sequence[str] = ()) -> list[View]:
-    """Return the drawings of every module with several nodes; none where it is not known what they read.
+    """Return the drawings of every module with several nodes; none if the operands of nodes are not known.
 
     Args:
         nodes: of a record.
@@ -100,7 +100,7 @@ def views(nodes: Sequence[NodeRecord], states: Sequence[str] = ()) -> list[View]
     for place, node in enumerate(nodes):
         if node.graph not in graphs:
             name = called.get(str(node.graph), f"graph {node.graph}")
-            # Where a graph shares decisions with the first, only that one has them.
+            # Decisions that a graph shares with the first graph are listed with the first only.
             graphs[node.graph] = _Graph(name, nodes, dict(next(iter(graphs.values())).places) if graphs else {})
         graph = graphs[node.graph]
         graph.places[node.key] = place
@@ -114,7 +114,7 @@ def views(nodes: Sequence[NodeRecord], states: Sequence[str] = ()) -> list[View]
 def _of_graph(graph: _Graph, several: bool) -> Iterator[View]:
     for module, places in graph.within.items():
         if len(places) == 1 and module:
-            continue  # it is drawn in the module round it
+            continue  # drawn within the enclosing module
         runs = _folded(graph, module)
         parts = [runs[at : at + MOST] for at in range(0, len(runs), MOST)]
         for number, part in enumerate(parts, 1):
@@ -130,7 +130,7 @@ def _upwards(path: str) -> Iterator[str]:
 
 
 def _folded(graph: _Graph, module: str) -> list[_Run]:
-    """Return the boxes of a module: folded as little as it takes to be easy to read."""
+    """Return the boxes of a module, with as few modules folded as readability allows."""
     depth = module.count(".") + 1 if module else 0
     made = _runs(graph, module, depth)
     while any(path for path, _ in made):
@@ -143,7 +143,7 @@ def _folded(graph: _Graph, module: str) -> list[_Run]:
 
 
 def _runs(graph: _Graph, module: str, depth: int) -> list[_Run]:
-    """Return the nodes of a module in their order, where what follows each other in one deeper module is together."""
+    """Return the nodes of a module in order, grouped where consecutive nodes lie in one deeper module."""
 
     def deeper(place: int) -> str | int:
         parts = graph.nodes[place].module.split(".")
@@ -160,7 +160,7 @@ def _drawn(graph: _Graph, module: str, words: str, runs: Sequence[_Run]) -> View
     """Draw some of a module's boxes, with what they read from elsewhere."""
     boxes: dict[object, Box] = {at: _box(graph, module, run) for at, run in enumerate(runs)}
     edges = _joined(graph, runs, boxes)
-    order = sorted(boxes, key=lambda name: isinstance(name, int))  # what comes from outside stands first
+    order = sorted(boxes, key=lambda name: isinstance(name, int))  # values from outside come first
     layout = layered({name: boxes[name].width for name in order}, edges)
     number = {name: i for i, name in enumerate(order)}
     return View(

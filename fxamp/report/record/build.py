@@ -47,9 +47,9 @@ def record_of(given: Plan | ConvertedModule) -> Record:
 
 @dataclass(frozen=True)
 class _Part:
-    """One graph: the author's nodes by key, what values are called and come from, and what nodes cost if known.
+    """One graph: the author's nodes by key, names and origins of values, and the costs of nodes, if known.
 
-    That is as the graph is, without mixed precision, and under torch.autocast.
+    There are three costs: of the graph as it is, without mixed precision, and under torch.autocast.
     """
 
     nodes: dict[str, Node] = field(default_factory=dict)
@@ -87,7 +87,7 @@ def _sizes(module: GraphModule, **how: Any) -> dict[Node, Size] | None:
 
 
 def _autocast(module: ConvertedModule) -> tuple[str, torch.dtype] | None:
-    """Return the autocast that a module is compared with, where the model is on its device and anything is rounded."""
+    """Return the autocast to compare a module with; None if the model is elsewhere or nothing is rounded."""
     policy = module.plan.policy
     if policy.dtype is None or policy.device is None or not policy.level.rounds:
         return None

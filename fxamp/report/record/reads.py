@@ -26,14 +26,14 @@ def named(graph: Graph, inputs: Sequence[str]) -> dict[Node, str]:
     placeholders = graph.find_nodes(op="placeholder")
     given = inputs if len(inputs) == len(placeholders) else [str(node.target) for node in placeholders]
     attributes = {node: str(node.target) for node in graph.find_nodes(op="get_attr")}
-    author = keys(n for n in graph.nodes if not is_inserted(n))  # as before anything was inserted
+    author = keys(n for n in graph.nodes if not is_inserted(n))  # without inserted casts, so that keys stay the same
     return {**dict(zip(placeholders, given, strict=True)), **attributes, **author}
 
 
 def origins(graph: Graph, names: Mapping[Node, str], decided: Collection[str]) -> dict[Node, tuple[Read, ...]]:
-    """Return for every value of a converted graph where it comes from, as a node that reads it sees it.
+    """Return the origins of every value of a converted graph, as a reading node sees them.
 
-    Values of nodes that nothing was decided on, integers mostly, come from where their operands come from.
+    A node without a decision, mostly on integers, has the origins of its operands.
 
     Args:
         graph: of a converted module.

@@ -157,7 +157,7 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         totals: over all nodes.
         nodes: in the order of the graphs.
         notes: what was not done as usual.
-        output_casts: inserted behind all nodes, for the outputs alone.
+        output_casts: casts of the outputs, inserted after all nodes.
     """
 
     version: int
@@ -176,12 +176,12 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def has_casts(self) -> bool:
-        """Whether it is known where the casts are; of a plan alone, as of a compiled model, only their number is."""
+        """Whether the places of casts are known. For a plan alone, or a compiled model, only their number is known."""
         return self.totals.casts == 0 or bool(self.output_casts) or any(n.casts for n in self.nodes)
 
     @property
     def casts_elsewhere(self) -> int:
-        """How many casts are in front of no node: of those that nodes of another state repeat, or inside bodies."""
+        """How many casts are in front of no listed node: in states that repeat decisions, or inside bodies."""
         listed = len(self.output_casts) + sum(len(n.casts) for n in self.nodes)
         return self.totals.casts - listed if self.has_casts else 0
 

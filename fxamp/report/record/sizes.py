@@ -60,8 +60,8 @@ def sizes_of(
     """Return what every node costs.
 
     Args:
-        module: a graph whose inputs say in `meta["val"]` what the example was.
-        casts: with those that were inserted; without them it is the author's graph.
+        module: a graph whose placeholders have the example's shapes and dtypes in `meta["val"]`.
+        casts: False leaves out inserted casts, so that the author's graph is measured.
         autocast: device and dtype of a `torch.autocast` to run under; None for none.
 
     Raises:
@@ -78,7 +78,7 @@ def sizes_of(
             quiet_fakes(), mode, walk.counter,
         ):  # fmt: skip
             walk.run(*inputs, enable_io_processing=False)
-    except Exception as e:  # whatever an op says that has no values to work on
+    except Exception as e:  # an op may fail in any way on tensors without values
         logger.debug("not sized", exc_info=True)
         raise SizeError(f"the graph cannot be sized: {type(e).__name__}: {str(e).strip().splitlines()[:1]}") from e
     return walk.sizes
@@ -110,7 +110,7 @@ class _Walk(Interpreter):
         self.sizes: dict[Node, Size] = {}
         self.counter: Any = FlopCounterMode(display=False)
         self._kept: set[int] = set()
-        self._alive: list[Any] = []  # or the number of a storage that is gone would be given out again
+        self._alive: list[Any] = []  # the id of a freed storage would be used again
 
     def run_node(self, n: Node) -> Any:
         if not self._casts and is_inserted(n):
@@ -130,7 +130,7 @@ class _Walk(Interpreter):
         return made
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """Return a fake of a tensor, or what the graph writes to would be the model's own."""
+        """Return a fake copy of a tensor, so that the graph never writes to the model's own."""
         value = super().get_attr(target, args, kwargs)
         return self._mode.from_tensor(value) if type(value) in (Tensor, nn.Parameter) else value
 

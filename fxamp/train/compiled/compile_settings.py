@@ -83,7 +83,7 @@ def settings_of(compile: object, cuda_graph: object) -> CompileSettings | None:
         cuda_graph: Whether Inductor is asked for CUDA graphs.
 
     Raises:
-        PolicyError: It is none of these; there is no such backend or option; CUDA graphs of another backend.
+        PolicyError: It is none of these; there is no such backend or option; or CUDA graphs without Inductor.
     """
     if not isinstance(cuda_graph, bool):
         raise PolicyError(f"cuda_graph must be True or False, got {cuda_graph!r}")
@@ -121,8 +121,8 @@ def refuse_unfit(model: nn.Module, optimizers: Sequence[Optimizer], settings: Co
     closure = next((o for o in optimizers if needs_closure(o)), None)
     if closure is not None:
         raise PolicyError(
-            f"compile={settings.name!r} with {type(closure).__name__}, which calls the loss again and again: "
-            "leave compile at False, or take an optimizer whose step() needs no closure"
+            f"compile={settings.name!r} does not work with {type(closure).__name__}, which evaluates the loss several "
+            "times in a step: leave compile at False, or take an optimizer whose step() needs no closure"
         )
     for path, module in model.named_modules():
         what = f"'{path}'" if path else "the model"
@@ -132,7 +132,7 @@ def refuse_unfit(model: nn.Module, optimizers: Sequence[Optimizer], settings: Co
                 "fxamp.convert returns, or the model as it is with compile='fxamp'"
             )
         if settings.converts and isinstance(module, ConvertedModule):
-            raise PolicyError(f"compile='fxamp' converts the model, and {what} is converted already: compile=True")
+            raise PolicyError(f"compile='fxamp' converts the model, and {what} is converted already: set compile=True")
 
 
 def _backend(backend: Any, mode: str | None, options: Mapping[str, Any]) -> dynamo.Inner | dynamo.Backend:

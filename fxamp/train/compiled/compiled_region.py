@@ -1,4 +1,4 @@
-"""A function that `torch.compile` compiles for a training step, with a count of what became of it."""
+"""A function that `torch.compile` compiles for a training step, with counts of graphs, breaks and fallbacks."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ class Region:
         def backend(gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
             return self._compile(gm, example_inputs)
 
-        backend.__name__ = settings.name  # which is what torch calls it in errors
+        backend.__name__ = settings.name  # torch names the backend so in errors
         self._run = torch.compile(own, backend=backend, **how)
 
     def __call__(self, *args: Any) -> Any:
         """Run the function, compiled where it is not yet.
 
         Raises:
-            Exception: What the function raises, or what compiles it; to that a note is added of what was done here.
+            Exception: An error of the function, or of compiling it; the latter gets a note with the way out.
         """
         before = compile_records()
         self.failed = False
@@ -89,13 +89,13 @@ class Region:
         return run
 
     def _said(self, error: str) -> str:
-        way_out = "compile='aot_eager' says whether the graph is at fault, and compile=False goes without."
+        way_out = "Try compile='aot_eager' to see whether the graph is at fault, or compile=False to train uncompiled."
         if "C++ compiler" in error:
-            way_out = "Without a C++ compiler, compile='aot_eager' compiles no kernels, and compile=False nothing."
-        return f"fxamp gave backend '{self.settings.name}' the '{self.name}' of this TrainStep as a graph. {way_out}"
+            way_out = "Install a C++ compiler; or use compile='aot_eager', which compiles no kernels, or compile=False."
+        return f"The backend '{self.settings.name}' failed on the graph '{self.name}' of this TrainStep. {way_out}"
 
     def _look_back(self, before: list[Any]) -> None:
-        """Read off Dynamo's records what it has compiled since, and what it has given up."""
+        """Read from Dynamo's records what it has compiled since then, and what it has given up."""
         after = compile_records()
         if not after or (before and after[-1] is before[-1]):
             return

@@ -64,7 +64,7 @@ class CompiledStep:
         casts, lows = weights.make_ready()
         with contextlib.ExitStack() as stack:
             backend = self.settings.backend
-            if isinstance(backend, dynamo.Backend):  # whose graphs are converted to what autocast would do
+            if isinstance(backend, dynamo.Backend):  # fxamp's backend converts what Dynamo captures under autocast
                 stack.enter_context(under_autocast(backend.policy, model, inputs, {}))
             loss: Tensor = self.loss(casts, lows, model, loss_fn, inputs, target)
         return loss
@@ -82,7 +82,7 @@ def loss_region(
     inputs: Any,
     target: Any,
 ) -> Tensor:
-    """Return the loss; what `torch.compile` compiles. The model reads low copies of weights, which are inputs."""
+    """Return the loss; `torch.compile` compiles this. The model reads low copies of weights, which are inputs."""
     for cast, low in zip(casts, lows, strict=True):
         cast.give(low)
     return loss_of(model, loss_fn, inputs, target)

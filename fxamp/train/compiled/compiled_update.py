@@ -31,7 +31,7 @@ class CompiledUpdate:
 
     Attributes:
         region: What is compiled.
-        eager: Why a window's end ran as it is, the last time that it did; "" where it is compiled.
+        eager: Why the end of a window last ran uncompiled; "" if it is compiled.
     """
 
     def __init__(self, settings: CompileSettings) -> None:
@@ -61,10 +61,10 @@ class CompiledUpdate:
             if any(gradient.is_sparse for gradient in gradients([optimizer])):
                 return f"{name} has sparse gradients"
         if name := self._constants.changing(optimizers):
-            self.region.fallbacks.append(f"'{name}' changes from step to step, and would be compiled again at each")
+            self.region.fallbacks.append(f"'{name}' changes from step to step, so that every step would compile again")
             return self.region.fallbacks[-1]
         if not all(map(has_state, optimizers)):
-            return "the first step makes the state of the optimizer"
+            return "the optimizer has no state before its first step"
         return ""
 
     def __call__(
@@ -85,21 +85,21 @@ class CompiledUpdate:
             with rates_as_tensors(optimizers, self._rates), torch.no_grad():
                 founds, norm = self.region(optimizers, live, states, inverse, nothing_kept, max_grad_norm)
         except _NotCompiled:
-            self.eager = "torch.compile is off where it was called"
+            self.eager = "torch.compile was disabled where the step was called"
             return take_step(scaler, optimizers, max_grad_norm, ranks, nothing_kept, overflow)
         except (dynamo_errors().TorchDynamoException, dynamo_errors().FailOnRecompileLimitHit) as error:
             if self.region.failed:
                 raise
-            # One graph or none: nothing of it has run.
+            # The region is one graph (fullgraph=True): when compiling fails, nothing of it has run.
             self.eager = str(error).strip().partition("\n")[0]
             self.region.fallbacks.append(self.eager)
             return take_step(scaler, optimizers, max_grad_norm, ranks, nothing_kept, overflow)
-        if self.region.settings.captures:  # out of the graph's memory
+        if self.region.settings.captures:  # the next replay of the CUDA graph overwrites them
             founds = [None if found is None else found.clone() for found in founds]
             norm = None if norm is None else norm.clone()
         held_back: dict[Optimizer, HeldBack] = {}
         for optimizer, found in zip(optimizers, founds, strict=True):
-            # Where the host has it anyway, it is read, so that the scaler can name a culprit.
+            # On a CPU the flag is read at once, so that the scaler can name a culprit.
             held = False if found is None else bool(found) if found.device.type == "cpu" else found
             held_back[optimizer] = held
             scaler.note(optimizer, held)
@@ -116,18 +116,18 @@ def update_region(
     nothing_kept: Tensor | None,
     max_grad_norm: float | None,
 ) -> tuple[list[Tensor | None], Tensor | None]:
-    """Unscale, clip and step; what `torch.compile` compiles.
+    """Unscale, clip and step; `torch.compile` compiles this.
 
     Args:
         optimizers: Those that have gradients.
         live: The parameters of each that have gradients.
         states: The tensors of each one's state.
         inverse: 1 / the loss scale, None without loss scaling.
-        nothing_kept: Not 0 where the gradients are of nothing.
-        max_grad_norm: To which the gradients of all together are clipped.
+        nothing_kept: Not 0 if every micro-batch was left out.
+        max_grad_norm: The norm to which all gradients together are clipped.
 
     Returns:
-        For each optimizer not 0 where it is held back, None where nothing was looked for; and the norm before clipping.
+        For each optimizer a flag, not 0 if it is held back, or None without a check; and the norm before clipping.
     """
     if not torch.compiler.is_compiling():
         raise _NotCompiled
@@ -154,7 +154,7 @@ def update_region(
 
 
 class _NotCompiled(Exception):  # noqa: N818 - no error: nobody but CompiledUpdate sees it
-    """Says that the function is run as it is, by torch.compiler.set_stance or under a mode; it has done nothing yet."""
+    """Raised where torch would run the function uncompiled (`set_stance`, or a mode), before anything has run."""
 
 
 def step_of(kind: type[Optimizer]) -> Callable[[Optimizer], Any]:
@@ -164,7 +164,7 @@ def step_of(kind: type[Optimizer]) -> Callable[[Optimizer], Any]:
 
 
 def _hidden(optimizer: Optimizer) -> str:
-    """Return what of a step the graph would not show, "" where it shows all of it."""
+    """Return what a graph of a step would leave out, "" if nothing."""
     if not type(optimizer).step.__module__.startswith("torch.optim."):
         return "is no optimizer of torch.optim"
     own = vars(optimizer).get("step")

@@ -1,9 +1,9 @@
 """Gradients of a weight are summed in the order of casts at every use.
 
-The gradient of a kept cast, which is an input of the graph, joins that of the weight's other reads behind the graph.
-Of two terms that is the same sum; where the graph alone has two, the order would be another, and so would the rounding.
-Then the graph casts the weight itself, and what is kept is not read. So it is with an embedding that is the head too,
-and that the loss reads once more.
+A kept cast is an input of the graph, so its gradient is added to those of the weight's other reads after the graph. A
+sum of two gradients is the same either way. With two other reads in the graph the sum would have another order, and be
+rounded differently. Then the graph casts the weight itself, and does not read the kept cast. An example is an embedding
+that is also the head, and that the loss reads once more.
 
 Before: loss(head(x, low), w, embedding(ids, w))
 After:  loss(head(x, w.to(bfloat16)), w, embedding(ids, w))
@@ -21,7 +21,7 @@ from passes._torch import SET_GRAD
 
 
 def keep_order_of_sums(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
-    """Let one of Dynamo's graphs cast the weights that it reads more than once beside their kept casts."""
+    """Make one of Dynamo's graphs itself cast each weight that it reads more than once besides the kept cast."""
     given = dict(zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=False))
     weights = {id(value): node for node, value in given.items() if isinstance(value, nn.Parameter)}
     differentiable = _with_gradients(gm.graph)

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 def rates_as_tensors(optimizers: Sequence[Optimizer], made: MutableMapping[int, Tensor]) -> Iterator[None]:
     """Put a tensor in the place of each group's learning rate; outside, schedulers and checkpoints see the number.
 
-    Optimizers take that together with `foreach`, which compiles to few kernels, where they are `capturable`.
+    Together with `foreach`, which compiles to few kernels, only `capturable` optimizers accept a tensor.
 
     Args:
         optimizers: Whose groups.

@@ -1,4 +1,4 @@
-"""The ranks that a training step is shared by: whom its gradients are exchanged with, and who has to be asked."""
+"""The ranks that share a training step: which of them exchange gradients, and which have to agree on a step."""
 
 from __future__ import annotations
 
@@ -49,12 +49,17 @@ class Ranks:
         return bool(self.apart) or any(map(communication_hook, self.replicas))
 
     @property
+    def shared(self) -> bool:
+        """Whether the model is made for several ranks, even if this one is alone in its groups."""
+        return self.spread or bool(self.replicas)
+
+    @property
     def replicated(self) -> int:
         """How many ranks exchange gradients in backward."""
         return max((dist.get_world_size(replica.process_group) for replica in self.replicas), default=1)
 
     def seen(self, count: int) -> int:
-        """Return how many micro-batches all replicas have seen; every rank of them has to ask."""
+        """Return how many micro-batches all replicas have seen; every rank has to call this."""
         counts = [torch.tensor(float(count), device=next(r.parameters()).device) for r in self.replicas[:1]]
         for replica, total in zip(self.replicas, counts, strict=False):
             dist.all_reduce(total, group=replica.process_group)
@@ -62,7 +67,7 @@ class Ranks:
         return count
 
     def agree(self, flags: Sequence[Tensor]) -> None:
-        """Make flags of one element, in place, not 0 where a rank's is not; where ranks agree anyway, do nothing."""
+        """Make each flag, in place, not 0 if it is not 0 on any rank; if ranks agree anyway, do nothing."""
         if not flags or not self.decide_apart:
             return
         together = agree(torch.stack([flag.view(()).to(flags[0].device) for flag in flags]), self.groups)
@@ -70,5 +75,5 @@ class Ranks:
             flag.copy_(agreed)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
-        """Look at the copies: groups of ranks have none."""
+        """Find the ranks of the copied model: process groups cannot be copied."""
         return Ranks(*copy.deepcopy((self._model, self._optimizers), memo))

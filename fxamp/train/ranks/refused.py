@@ -15,7 +15,7 @@ from .ranks import Ranks
 
 
 def refuse_unfit_model(model: nn.Module, weights: str) -> None:
-    """Raise PolicyError for a model that is sharded as it cannot be trained."""
+    """Raise PolicyError for a model that cannot be trained in the way in which it is sharded."""
     for path, module in model.named_modules():
         where = f"'{path}'" if path else "the model"
         if isinstance(module, ConvertedModule):
@@ -35,13 +35,13 @@ def _refuse_gathered(module: nn.Module, where: str, weights: str) -> None:
     dtype, casts_inputs = gathering(module)
     if weights == "per_step":
         does = (
-            f"and param_dtype={dtype} casts each shard once before that, which is the same"
+            f"FSDP2 casts each shard once before it gathers, by param_dtype={dtype}"
             if dtype
-            else ("and MixedPrecisionPolicy(param_dtype=...) would do the same: it casts each shard once before that")
+            else "To cast each shard once before it is gathered, set MixedPrecisionPolicy(param_dtype=...)"
         )
         raise PolicyError(
-            f"weights='per_step' under FSDP2, which shards {where}: weights are gathered again for every call, so "
-            f"no cast can be kept longer than a call, {does}. Leave weights at 'auto'."
+            f"weights='per_step' does not work under FSDP2, which shards {where}: it gathers weights again for every "
+            f"call, so no cast can be kept longer than a call. {does}. Leave weights at 'auto'."
         )
     if dtype is None or dtype == torch.float32:
         return
@@ -62,7 +62,7 @@ def _refuse_gathered(module: nn.Module, where: str, weights: str) -> None:
 
 
 def _read_otherwise(module: ConvertedModule, dtype: torch.dtype) -> str:
-    """Return the first trained parameter that a graph does not only cast to a dtype, "" where there is none."""
+    """Return the first trained parameter that a graph uses other than by a cast to this dtype, "" if none."""
     for variant in module.variants:
         for node in variant.graph.find_nodes(op="get_attr"):
             owner, _, name = str(node.target).rpartition(".")
@@ -77,7 +77,7 @@ def _casts(node: Node, dtype: torch.dtype) -> bool:
 
 
 def refuse_unfit_ranks(ranks: Ranks, *, accumulate_steps: int, on_overflow: str, scaled: bool) -> None:
-    """Raise PolicyError for what DistributedDataParallel was asked for and does not do right in a training step.
+    """Raise PolicyError for settings of DistributedDataParallel that go wrong in a training step.
 
     Args:
         ranks: Of the step.

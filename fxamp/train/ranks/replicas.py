@@ -1,7 +1,7 @@
 """Replicas of a model on several ranks, by DistributedDataParallel: gradients are exchanged once a window.
 
 Before: every micro-batch exchanges the gradients so far
-After:  the last one does, as backward goes on; a window that nobody could foresee exchanges them when it is over
+After:  only the last one does, during its backward; a window that ends early exchanges them when it is over
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ def exchanging(found: Sequence[DistributedDataParallel], now: bool) -> Iterator[
 
 @torch.no_grad()
 def exchange(replica: DistributedDataParallel, counts: Tensor, accumulate_steps: int) -> Tensor:
-    """Make gradients that no backward has exchanged the mean over the micro-batches of all ranks.
+    """Exchange gradients outside backward: each becomes the mean over the micro-batches of all ranks.
 
-    One that no rank has stays None. Communication hooks are for backward, and are not run.
+    A gradient that no rank has stays None. Communication hooks are not run: they belong to backward.
 
     Args:
         replica: Whose gradients, each divided by `accumulate_steps` already.
-        counts: Over how many micro-batches this rank's were summed up, first of all; more numbers may follow.
+        counts: Begins with the number of micro-batches of this rank; more numbers may follow.
         accumulate_steps: Micro-batches in a window of one rank.
 
     Returns:

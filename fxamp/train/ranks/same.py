@@ -1,43 +1,66 @@
-"""Settings that ranks must share, compared before the first step: a later mismatch makes a rank wait for ever."""
+"""Settings that ranks must share, compared before the first step: a mismatch later on makes a rank wait for ever.
+
+Ranks exchange them through the store in which they met. A collective would wait for ranks that do not call it; through
+the store, ranks that disagree on who trains together get an error too.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
 
+from passes._torch import store_of_ranks
 from passes.contract.errors import PolicyError
 
 _SHOWN = 3  # ranks and settings named one by one
+_POLL = 0.01  # seconds
 
 
-def compare(ours: Mapping[str, object], groups: Sequence[Any]) -> None:
-    """Exchange settings with the ranks of some groups, and refuse to continue if they differ.
+def compare(ours: Mapping[str, object], groups: Sequence[Any], model: nn.Module) -> None:
+    """Exchange settings with the ranks of some groups, and of their groups; refuse to continue if they differ.
 
     Args:
         ours: Settings by name; what is compared is their `repr`.
-        groups: The groups of ranks that train together: the dimensions of a grid of ranks, so that each rank learns
-            the settings of all.
+        groups: The groups of ranks that train together.
+        model: The model, of which each rank has a replica or a part.
 
     Raises:
-        PolicyError: Ranks differ (raised on all ranks), or a rank did not arrive within the timeout of its group
-            (raised on the others).
+        PolicyError: Ranks differ in settings (raised on all of them). A rank takes its first step of this model with
+            other ranks than this one does (raised on the ranks that wait for it, and on it if it comes later). A rank
+            did not arrive within the timeout of the process group.
     """
-    known = {dist.get_rank(): {name: repr(value) for name, value in ours.items()}}
-    for group in groups:
-        gathered: list[Any] = [None] * dist.get_world_size(group)
-        try:
-            dist.all_gather_object(gathered, known, group=group)
-        except RuntimeError as error:
-            raise PolicyError(
-                f"rank {dist.get_rank()} waited for the other ranks of {dist.get_process_group_ranks(group)} at its "
-                "first step, and not all of them arrived: they train with other ranks, take no step, or failed before "
-                f"it. {error}"
-            ) from error
-        for one in gathered:
-            known.update(one)
+    store, us = store_of_ranks(), dist.get_rank()
+    told = {name: repr(value) for name, value in ours.items()}
+    step = f"fxamp/{_digest(model)}"
+    # Steps of different ranks belong together if they are the n-th of such a model, or the n-th with a group.
+    step += f"/{store.add(f'{step}/{us}', 1)}"
+    shared = [(ranks, store.add(f"fxamp/{ranks}/{us}", 1)) for ranks in map(dist.get_process_group_ranks, groups)]
+    for ranks, count in shared:
+        store.set(f"fxamp/{ranks}/{count}/{us}", json.dumps([told, shared]))
+    store.set(f"{step}/{us}", json.dumps([ranks for ranks, _ in shared]))
+
+    known, waiting = {us: told}, list(shared)
+    until = time.monotonic() + store.timeout.total_seconds()
+    while waiting:
+        ranks, count = waiting.pop()
+        for rank in ranks:
+            if rank not in known:
+                place = f"fxamp/{ranks}/{count}/{rank}"
+                _wait_for(store, rank, place, f"{step}/{rank}", ranks, until)
+                known[rank], theirs = json.loads(store.get(place))
+                waiting += theirs
+    if not shared:
+        for rank in range(dist.get_world_size()):
+            theirs = _partners(store, f"{step}/{rank}") or []
+            if any(us in ranks for ranks in theirs):
+                _refuse_others({us: [], rank: theirs})
     differ = [name for name in ours if len({settings.get(name) for settings in known.values()}) > 1]
     if differ:
         raise PolicyError(
@@ -45,6 +68,39 @@ def compare(ours: Mapping[str, object], groups: Sequence[Any]) -> None:
             + "; ".join(_listed(name, known) for name in differ[:_SHOWN])
             + ". Give all of them the same settings, or give them process groups of their own."
         )
+
+
+def _wait_for(store: Any, rank: int, place: str, step: str, ranks: list[int], until: float) -> None:
+    """Wait until a rank has stored its settings for a group; refuse a rank that takes this step without the group."""
+    while not store.check([place]):
+        theirs = _partners(store, step)
+        if theirs is not None and ranks not in theirs:
+            _refuse_others({dist.get_rank(): [ranks], rank: theirs})
+        if time.monotonic() > until:
+            raise PolicyError(
+                f"rank {dist.get_rank()} waited for rank {rank}, one of {ranks}, at its first step, and that rank did "
+                f"not arrive within {store.timeout}: it takes no step, or failed before its first."
+            )
+        time.sleep(_POLL)
+
+
+def _partners(store: Any, step: str) -> list[list[int]] | None:
+    """Return the groups with which a rank takes a step, None if the rank has not come to that step."""
+    return json.loads(store.get(step)) if store.check([step]) else None
+
+
+def _refuse_others(groups: Mapping[int, Sequence[list[int]]]) -> None:
+    said = [f"rank {one} trains it {f'with {others[0]}' if others else 'alone'}" for one, others in groups.items()]
+    raise PolicyError(
+        f"ranks disagree on which ranks train this model: {', '.join(sorted(said))}. Shard or wrap the model over the "
+        "same ranks on every rank."
+    )
+
+
+def _digest(model: nn.Module) -> str:
+    """Return what replicas and shards of one model have in common: the names and the whole shapes of parameters."""
+    shapes = [(name, tuple(p.shape)) for name, p in model.named_parameters()]
+    return hashlib.sha256(repr(shapes).encode()).hexdigest()[:16]
 
 
 def _listed(name: str, known: Mapping[int, Mapping[str, str]]) -> str:

@@ -21,7 +21,7 @@ def is_spread(tensor: Tensor) -> bool:
 
 @torch.no_grad()
 def local(tensor: Tensor) -> Tensor:
-    """Return the part of a tensor that this rank has, in the same memory; a plain tensor is all there."""
+    """Return the part of a tensor that this rank has, in the same memory; a plain tensor as it is."""
     spread: Any = tensor
     return spread.to_local() if is_spread(tensor) else tensor
 

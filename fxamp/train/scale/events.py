@@ -90,7 +90,7 @@ class SkipsInARow:
             self._unread.append(list(found_infs))
 
     def reaches(self, count: int) -> bool:
-        """Say whether there are so many. The device is waited for only where there can be."""
+        """Say whether the number is reached; wait for the device only if it can be."""
         return self._known + len(self._unread) >= count and self.read() >= count
 
     def read(self) -> int:

@@ -438,7 +438,7 @@ class LossScaler(torch.amp.GradScaler):
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        # Plain numbers in place of tensors; and names go by the identity of objects that a copy does not have.
+        # Tensors become plain numbers. Names are left out: they belong to parameters, which a copy does not have.
         state["_events"] = deque((Event(*event) for event in self.history), maxlen=HISTORY_LENGTH)
         state["_in_a_row"] = SkipsInARow(self._in_a_row.read())
         del state["_names"]
@@ -456,12 +456,12 @@ class LossScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
     ) -> dict[torch.device, torch.Tensor]:
-        # GradScaler knows its optimizers by id only. This is the one place all of them pass.
+        # GradScaler keeps only the id of an optimizer. Every optimizer passes through here, so it is noted here.
         self._per_optimizer_states[id(optimizer)]["optimizer"] = optimizer
         gradients = [gradient for _, gradient in self._gradients([optimizer])]
         if not any(map(is_spread, gradients)):
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-        # torch takes only gradients of one mesh, and asks other ranks only if the first gradient is sharded.
+        # torch handles gradients of one mesh only, and asks other ranks only if the first gradient is sharded.
         parts: Any = SimpleNamespace(param_groups=[{"params": list(map(with_local_gradient, gradients))}])
         found = super()._unscale_grads_(parts, inv_scale, found_inf, allow_fp16)
         return {device: agree(flag, groups_of(gradients)) for device, flag in found.items()}
@@ -469,7 +469,7 @@ class LossScaler(torch.amp.GradScaler):
     def _maybe_opt_step(
         self, optimizer: Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
     ) -> float | None:
-        # GradScaler's own, but it remembers what it read.
+        # As GradScaler does it, but the flag is read once and remembered.
         return None if _overflowed(optimizer_state) else optimizer.step(*args, **kwargs)
 
     def _forget_step(self) -> None:

@@ -27,7 +27,7 @@ class Extensions(NamedTuple):
     max_skips: int | None
 
     def check(self) -> Extensions:
-        """Return self, or raise a PolicyError that names what cannot be."""
+        """Return self, or raise a PolicyError that names a setting that cannot be used."""
         if not isinstance(self.dynamic, bool):
             raise PolicyError(f"dynamic must be True or False, got {self.dynamic!r}")
         if self.min_scale is not None:
@@ -63,8 +63,8 @@ def refuse_low_parameters(named_parameters: Iterable[tuple[str, torch.Tensor]], 
     kind = "FP16" if found[0][1].dtype == torch.float16 else "BF16"
     listing = ", ".join(f"{name} ({str(param.dtype).removeprefix('torch.')})" for name, param in found)
     raise PolicyError(
-        f"{opening.format(kind=kind)}trainable parameters have a low dtype, first {listing}. Updates below its "
-        "resolution vanish. Keep them in float32 (model.float(), before the optimizer is built), "
+        f"{opening.format(kind=kind)}trainable parameters have a low dtype, first {listing}. Updates below the "
+        "resolution of that dtype vanish. Keep parameters in float32 (model.float(), before the optimizer is built), "
         "or freeze them with requires_grad_(False)."
     )
 

@@ -1,7 +1,7 @@
 """A cast of a weight that is kept: made when first read, and read again until its window ends.
 
-What is kept is the cast as the graph makes it, with its place in autograd's graph, so that gradients go the way that
-they always go: in FP32 to the master weight, past its hooks, added up as in a loop without any of this.
+A kept cast is a cast as the graph makes it, with its place in autograd's graph. So gradients flow as usual: in FP32 to
+the master weight, through its hooks, and added up as in a plain loop.
 
 Before: to = w.to(torch.bfloat16)
 After:  to = kept_to(w, torch.bfloat16)
@@ -30,7 +30,7 @@ class KeptCast:
 
     Args:
         cast: What the graph calls: `cast(weight, dtype)`.
-        name: What generated code calls it.
+        name: Its name in generated code.
 
     Attributes:
         place: Where the next window's copy goes, if many are made by one launch.
@@ -41,10 +41,10 @@ class KeptCast:
         self._cast = cast
         self._weight: Tensor | None = None
         self._low: Tensor | None = None
-        self._input: Tensor | None = None  # of a graph that is being traced
+        self._input: Tensor | None = None  # the graph input that stands for the cast while tracing
         self.place: Place | None = None
         self._version, self._pointer, self._trained = 0, 0, False
-        self._used = False  # by a forward whose backward has not passed yet
+        self._used = False  # whether a forward used it whose backward has not run
 
     def __call__(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the weight in `dtype`."""
@@ -71,7 +71,7 @@ class KeptCast:
         return low
 
     def make_ready(self, weight: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """Make the cast, or make sure of it, for a compiled graph; return it, None where nothing can be kept."""
+        """Make the cast for a compiled graph, unless it is there; return it, None if nothing can be kept."""
         self._used = False
         self(weight, dtype)
         self._used = False
@@ -80,8 +80,8 @@ class KeptCast:
     def give(self, low: Tensor | None) -> None:
         """Let the code that `torch.compile` traces next read an input of its graph: what `make_ready` returned.
 
-        By an argument, and not by what is kept here: AOTAutograd's cache goes by where inputs come from, and globals of
-        generated code have no name that another process would know.
+        The input is an argument, and is not read from this object: AOTAutograd's cache knows inputs by their source,
+        and globals of generated code have no name that another process would know.
         """
         self._input, self._used = low, False
 
@@ -93,11 +93,11 @@ class KeptCast:
         return self._input
 
     def next_micro_batch(self) -> None:
-        """Say that a backward has passed: until the next one the gradients of another forward are added up."""
+        """Note that a backward has run: the next use may read the kept copy as the first one did."""
         self._used = False
 
     def forget(self) -> None:
-        """Let go of what is kept, but for its place where that serves again: a cast that no one read has none."""
+        """Free the kept copy; keep its place if it can serve again. A cast that nothing has read has no place."""
         if self.place is not None and self._low is self.place.low:
             self.place.empty()
         elif self.place is not None and self.place.filled:
@@ -119,7 +119,7 @@ class KeptCast:
 
 
 class _Again(torch.autograd.Function):
-    """A cast that a micro-batch makes once more, without the copy: its gradient is summed in FP32 with the first's."""
+    """A second use of a cast in a micro-batch, without another copy: the gradients of both are summed in FP32."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, low: Tensor) -> Tensor:

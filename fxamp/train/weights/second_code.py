@@ -35,7 +35,7 @@ def graphs_of(module: ConvertedModule) -> list[Graph]:
 
 @contextlib.contextmanager
 def running(module: ConvertedModule, codes: Sequence[SecondCode]) -> Iterator[None]:
-    """Let a converted module run other codes inside, one for each of its graphs."""
+    """Inside this context, a converted module runs another code for each of its graphs."""
     own: dict[int, Callable[..., Any]] = module.functions
     module.functions = {at: code.run for at, code in enumerate(codes)}
     try:
@@ -79,7 +79,7 @@ class SecondCode:
 
 
 def _code(graph: Graph) -> Callable[..., Any]:
-    made = GraphModule(nn.Module(), Graph())  # whose attributes the code does not read: it is called with another
+    made = GraphModule(nn.Module(), Graph())  # empty, since the code is called on another module
     made.graph = graph
     return type(made).forward
 
@@ -94,9 +94,9 @@ def weight_casts(module: ConvertedModule, graph: Graph) -> Iterator[Node]:
 
 
 def same_cast(module: ConvertedModule, cast: Node) -> Hashable:
-    """Return what all casts have in common that make the same tensor of the same weight.
+    """Return a key that is equal for casts that make the same tensor of the same weight.
 
-    That is as the module is now. Where a weight is put in another's place later, what was one copy is made by turns.
+    It holds for the module as it is now. If a shared weight becomes two later, the cast is made for each in turn.
     """
     return id(_weight(module, cast)), cast.args[1], CAST if cast.target is cast_weight else cast.target
 
@@ -105,7 +105,7 @@ def why_not(module: ConvertedModule, cast: Node) -> str:
     """Return why a cast is not kept, "" if it is."""
     weight = _weight(module, cast)
     if weight is None:
-        return "is no parameter of its module any more"
+        return "is not a parameter of its module any more"
     if type(weight) is not nn.Parameter:
         return f"is a {type(weight).__name__}, which is gathered or exchanged again at each call"
     if any(user.op == "output" or cast in mutated_operands(user) for user in cast.users):
@@ -114,7 +114,7 @@ def why_not(module: ConvertedModule, cast: Node) -> str:
 
 
 def _weight(module: ConvertedModule, cast: Node) -> nn.Parameter | None:
-    """Return the parameter that is cast, None if it is none any more."""
+    """Return the parameter that is cast, None if it is not a parameter any more."""
     source: Any = cast.args[0]
     return _parameter(module, str(source.target))
 

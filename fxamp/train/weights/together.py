@@ -1,7 +1,8 @@
 """Copies of many weights by one launch, on devices where launches cost.
 
-A cast makes two things: a low copy, and its place in autograd's graph. A window lets go of the copies at its end and
-keeps their places, which a batched copy, an op without a derivative, fills at the start of the next.
+A cast makes two things: a low copy, and its place in autograd's graph. At its end a window
+frees the copies and keeps their places. At the start of the next window one batched copy, an op without a derivative,
+fills them.
 
 Before: to = w.to(torch.bfloat16); to_1 = v.to(torch.bfloat16)
 After:  _foreach_copy_([to, to_1], [w, v])
@@ -27,7 +28,7 @@ def one_launch_pays(weight: Tensor) -> bool:
 class Place:
     """The place of a kept cast in autograd's graph, which stays while copies come and go.
 
-    A backward that comes so late that the copy is gone, or was made again, is an error of torch's.
+    A backward that comes after the copy was freed, or made again, raises an error of torch.
 
     Attributes:
         weight: What was cast.
@@ -44,11 +45,11 @@ class Place:
         self.filled, self._version, self._pointer = True, self.weight._version, self.weight.data_ptr()
 
     def empty(self) -> None:
-        """Let go of the copy."""
+        """Free the copy."""
         self.low.data, self.filled = self.low.new_empty(0), False
 
     def fits(self) -> bool:
-        """Say whether the weight is still such as the place was made for."""
+        """Say whether the weight still has the form that the place was made for."""
         return _like(self.weight) == self._like
 
     def make_room(self) -> Tensor:

@@ -31,9 +31,9 @@ class WeightCasts:
     Attributes:
         mode: "per_step" when their casts are kept for a window, else "per_use".
         kept: Paths of the weights whose casts are kept.
-        times: How often a window would cast one of them else, the one that is cast most often, as far as the graphs
-            say: every converted module is called once a micro-batch.
-        per_use: Of the others, why not, by path of the weight or of the module that reads it.
+        times: How often a window would otherwise cast the weight that is cast most often, if every converted module is
+            called once a micro-batch.
+        per_use: Why other casts are not kept, by path of the weight or of the module that reads it.
         parts: The parts of the model that were converted ahead of time, or are at their first call.
     """
 
@@ -67,7 +67,7 @@ class WeightCasts:
         a_micro_batch: Counter[Hashable] = Counter()
         for path, module in self._modules:
             a_call: Counter[Hashable] = Counter()
-            for graph in graphs_of(module):  # of which a call runs one
+            for graph in graphs_of(module):  # a call runs one of these
                 a_call |= self._count(path, module, graph, kept)
             a_micro_batch += a_call
         self.kept = tuple(kept)
@@ -75,7 +75,7 @@ class WeightCasts:
         wanted = mode == "per_step" or (mode == "auto" and (compiles or self.times > 1))
         self.mode = "per_step" if wanted and self.kept else "per_use"
         if mode == "per_step" and not self.kept:
-            raise PolicyError(f"weights='per_step' keeps casts of weights, and {self._nothing()}")
+            raise PolicyError(f"weights='per_step' keeps casts of weights for a whole step, and {self._nothing()}")
         self._codes: dict[int, list[SecondCode]] = {}
         self._casts: dict[Hashable, KeptCast] = {}
 
@@ -105,12 +105,12 @@ class WeightCasts:
         return list(made), list(made.values())
 
     def next_micro_batch(self) -> None:
-        """Say, where several backwards run in one use, that one has passed."""
+        """Note that one of several backwards within one use has run."""
         for cast in self.casts:
             cast.next_micro_batch()
 
     def forget(self) -> None:
-        """Let go of all that is kept, at the end of a window."""
+        """Free all that is kept, at the end of a window."""
         for cast in self.casts:
             cast.forget()
 
@@ -142,11 +142,11 @@ class WeightCasts:
         if not self._modules and not self.per_use:
             return "no part of this model was converted ahead of time: give what fxamp.convert returned, or 'auto'."
         why = "; ".join(f"'{path}' {reason}" for path, reason in list(self.per_use.items())[:3])
-        return f"there is none here that can be{': ' + why if why else ''}. Use 'auto' or 'per_use'."
+        return f"this model has no cast that can be kept{': ' + why if why else ''}. Use 'auto' or 'per_use'."
 
 
 def _parts(model: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield what is converted or compiled in a model, or stands between it and its parameters; nothing inside that."""
+    """Yield the converted, compiled or parameter-replacing modules of a model; nothing inside these."""
     if isinstance(model, ConvertedModule) or _why_not(model):
         yield path, model
     else:

@@ -20,7 +20,7 @@ class Mean(NamedTuple):
 
     Attributes:
         kept: How many micro-batches, of all ranks that have a replica of the model.
-        nothing: Not 0, on the device, where that is none; None where it cannot be.
+        nothing: Not 0, on the device, if `kept` is 0; None if it cannot be 0.
         overflow: Not 0, on the device, where a micro-batch was left out; None where none can be.
     """
 

@@ -27,7 +27,7 @@ def needs_closure(optimizer: Optimizer) -> bool:
 
 
 def refuse_company(optimizers: Sequence[Optimizer], max_grad_norm: float | None, on_overflow: str) -> None:
-    """Raise PolicyError where an optimizer that needs a closure is asked for what has no meaning with it."""
+    """Raise PolicyError where an optimizer that needs a closure has a setting that has no meaning for it."""
     found = next((o for o in optimizers if needs_closure(o)), None)
     if found is None:
         return

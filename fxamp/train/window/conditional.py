@@ -1,8 +1,8 @@
 """Step an optimizer if its gradients are finite, where possible without waiting for the device to say so.
 
-A fused optimizer is told on the device. Any other whose steps the device can take back, a capturable one or SGD, steps,
-and then what it held before is put back where the gradients were not finite. That costs a copy of its parameters and
-state, and is done where reading would wait: on an accelerator.
+A fused optimizer reads the flag on the device. Any other optimizer whose step the device can take back, a capturable
+one or SGD, steps first; then its old values are put back if gradients were not finite. That costs a copy of its
+parameters and state, and is done only where reading the flag would wait: on an accelerator.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def is_fused(optimizer: Optimizer) -> bool:
 
 
 def has_state(optimizer: Optimizer) -> bool:
-    """Say whether a step makes no state: it is there, or there is none to make."""
+    """Say whether a step creates no state, because the state exists or the optimizer has none."""
     if type(optimizer) is SGD and not any(group["momentum"] for group in optimizer.param_groups):
         return True
     return all(bool(optimizer.state.get(p)) for p in parameters(optimizer) if p.grad is not None)
@@ -54,7 +54,7 @@ def can_be_taken_back(optimizer: Optimizer) -> bool:
 
 
 def waits(optimizer: Optimizer) -> bool:
-    """Say whether the host has to know whether gradients are finite before this optimizer steps, except the first."""
+    """Say whether the host must know if gradients are finite before each step of this optimizer but the first."""
     return not is_fused(optimizer) and not _changes_the_device_alone(optimizer)
 
 
@@ -73,7 +73,7 @@ def step_where_finite(optimizer: Optimizer, found_inf: Tensor) -> bool | Tensor:
         found_inf: A tensor of one element, not 0 where a gradient is not finite.
 
     Returns:
-        Whether the optimizer was held back: `found_inf`, where it was not read.
+        Whether the optimizer was held back; `found_inf` itself if it was not read.
     """
     if is_fused(optimizer):
         optimizer.found_inf = found_inf  # type: ignore[attr-defined]

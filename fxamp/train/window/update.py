@@ -43,9 +43,9 @@ def take_step(
     Args:
         scaler: Of the window; its scale is in the gradients.
         optimizers: Those that have gradients.
-        max_grad_norm: To which the gradients of all together are clipped; None does not even measure them.
+        max_grad_norm: The norm to which all gradients together are clipped; None neither clips nor measures.
         ranks: Who has to agree on it.
-        nothing_kept: Not 0, on the device, where the gradients are of nothing.
+        nothing_kept: Not 0, on the device, if every micro-batch was left out.
         overflow: Not 0, on the device, where the scale backs off though the optimizers may step.
         followed: Whether the host will ask which optimizers stepped. The answers are then sent there before the steps.
     """
@@ -79,7 +79,7 @@ def take_step(
 def _step_scaled(scaler: LossScaler, optimizer: Optimizer, followed: bool) -> HeldBack:
     begun: list[HeldBack] = []
     with contextlib.ExitStack() as stack:
-        if followed:  # by now it is known, and nothing of the step is launched
+        if followed:  # when the hook runs, the flag is computed and no kernel of the step launched
             hook = optimizer.register_step_pre_hook(lambda *_: begun.append(begin(scaler.held_back(optimizer))))
             stack.callback(hook.remove)
         if not is_fused(optimizer) and can_be_taken_back(optimizer):
@@ -96,7 +96,7 @@ def clip(params: Sequence[Tensor], max_norm: float) -> Tensor:
     if not math.isinf(max_norm) and not any(map(is_spread, found)):
         return nn.utils.clip_grad_norm_(params, max_norm)
     norm = total_norm(found)
-    if math.isinf(max_norm):  # measure only: inf/inf would make every gradient a NaN
+    if math.isinf(max_norm):  # only measured, not clipped: inf/inf would make every gradient NaN
         return norm
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as in torch, which takes only gradients of one mesh
     with torch.no_grad():

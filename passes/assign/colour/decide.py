@@ -39,7 +39,7 @@ def site_of(state: State, node: Node, name: str, floats: Iterable[ops.Operand]) 
 
 
 def decide(state: State, site: Site) -> Colouring | None:
-    """Return what a node runs in, and why; None for one that has no say in it."""
+    """Return the dtype that a node runs in, and why; None for a node on which nothing is decided."""
     if site.row.cast:
         return user_cast(state, site)
     told = _first((_under_autocast, _as_read), state, site)
@@ -49,7 +49,7 @@ def decide(state: State, site: Site) -> Colouring | None:
 
 
 def _first(deciders: Iterable[Decider], state: State, site: Site) -> Colouring | None:
-    """Return the answer of the first that has one."""
+    """Return the answer of the first decider that has one."""
     return next((found for decider in deciders if (found := decider(state, site)) is not None), None)
 
 
@@ -60,7 +60,9 @@ def _under_autocast(state: State, site: Site) -> Colouring | None:
     seen = {(o.name, o.index): _under_it(state, o.node) for o in site.floats}
     casts = {at: seen[at] for at, o in zip(seen, site.floats, strict=True) if state.dtypes[o.node] != seen[at]}
     dtype = first_float(note_of(site.node).autocast) or torch.float32
-    return Colouring(dtype, AS_AUTOCAST, Code.AS_AUTOCAST("runs under torch.autocast, on what it read there"), casts)
+    return Colouring(
+        dtype, AS_AUTOCAST, Code.AS_AUTOCAST("runs under torch.autocast, on operands in autocast's dtypes"), casts
+    )
 
 
 def _under_it(state: State, value: Node) -> Any:
@@ -79,7 +81,7 @@ def _as_read(state: State, site: Site) -> Colouring | None:
 
 
 def _writes(site: Site) -> bool:
-    """Say whether a call is there to write to what it is given."""
+    """Say whether a call serves to write to one of its arguments."""
     to_write = site.name.endswith("_") or site.name == "setitem" or bool(out_operands(site.node))
     return to_write and bool(mutated_operands(site.node))
 
@@ -91,10 +93,10 @@ def _pinned(state: State, site: Site) -> Colouring | None:
         return None
     why = Code.MUTATED(WRITTEN)
     if not state.aliases.is_mutated(node):
-        why = Code.KEEP("the program reads its bits, how many it has, or its dtype for what is written")
+        why = Code.KEEP("the program reads its bits or its element size, or writes in place what depends on its dtype")
     elif may_alias(node):
-        return natural(state, site, why)  # a cast before a view would part it from what is written
-    # Not FP32: a value that the author made low would not share its storage with a cast of it.
+        return natural(state, site, why)  # a cast before a view makes a copy, which writes would not reach
+    # Not FP32: a cast of a value that the author made low is a copy, which writes would not reach.
     return keep(state, site, why)
 
 
@@ -151,7 +153,7 @@ def _at_level(state: State, site: Site) -> Site:
     extreme = any(n in state.extremes.values for n in values) or converts(site.node, site.name, state.dtypes)
     kind = by_level(state.policy, site, extreme)
     if kind == LOW != site.kind and any(state.dtypes[n] is ANY for n in values):
-        kind = PROMOTE  # what has an unknown dtype may be complex, or an index
+        kind = PROMOTE  # a value of unknown dtype may be complex, or an index
     return site.of_kind(kind)
 
 

@@ -26,7 +26,7 @@ from ...graph.values import ANY, LOW, is_floating
 from ...ops import ops
 from ...ops.rules import Rule, row_named, row_of
 
-_ONE: tuple[tuple[str, ...], ...] = (("float",), ("first",))  # what comes out is one floating tensor
+_ONE: tuple[tuple[str, ...], ...] = (("float",), ("first",))  # the output is one floating tensor
 
 
 def note_buffers(graph: Graph, attribute: Callable[[str], Any]) -> None:
@@ -71,8 +71,8 @@ class Extremes:
         self.lowest: set[Node] = set()
         self.fixed: set[Node] = set()
         self.constants: dict[Node, float] = {}
-        self._tiny: set[Node] = set()  # of the values, those that only moves pass on: x + eps, and not 1 / (x + eps)
-        self._largest: dict[Node, float] = {}  # what a range of numbers goes to
+        self._tiny: set[Node] = set()  # values such as x + eps, and copies of them, but not 1 / (x + eps)
+        self._largest: dict[Node, float] = {}  # the last number of a torch.arange
         for node in graph.nodes:
             held = note_of(node)
             if held.role == "buffer":
@@ -95,7 +95,7 @@ class Extremes:
             self.fixed.add(node)
         self._count(node, name, operands, found, passed_on)
         if not is_floating(dtypes[node]) or dtypes[node] in LOW:
-            return  # a low value has lost already what FP32 would keep
+            return  # the value is low, so that FP32 has nothing left to keep
         number = self._number(node, passed_on, found)
         if number is not None:
             self._is_constant(node, number)
@@ -109,7 +109,7 @@ class Extremes:
                 self.values.add(node)
 
     def _count(self, node: Node, name: str, operands: list[Node], found: list[float], passed_on: list[Node]) -> None:
-        """Learn what a range of numbers goes to."""
+        """Learn the last number of a torch.arange."""
         if name == "arange" and not operands and found:
             self._largest[node] = max(map(abs, found))
         self._largest.update((node, self._largest[n]) for n in passed_on if n in self._largest)

@@ -39,13 +39,13 @@ def fit_numbers(state: State, site: Site, colouring: Colouring) -> Colouring:
 
 
 def _in_fp32(state: State, site: Site, colouring: Colouring) -> Colouring:
-    """Keep a node FP32, or what it writes to from the next run on."""
+    """Keep a node in FP32; if it writes in place, keep its target in FP32 from the next run on."""
     node = site.node
     if mutated_operands(node):
         state.pinned.add(state.aliases.find(mutated_operands(node)[0]))
         return colouring
     if state.original[node] in LOW_DTYPES and state.aliases.is_mutated(node):
-        return colouring  # the author's own low value, which a copy in FP32 would part from what is written
+        return colouring  # a low value of the author's: writes would not reach an FP32 copy
     why = Code.LITERAL("a number does not fit the low dtype")
     colouring = all_to(state, site.of_kind(colouring.kind), torch.float32, why)
     if dtype_reference(node) is not None or note_of(node).read is not None:

@@ -24,8 +24,8 @@ def runs_in(
 ) -> bool:
     """Say whether an op runs with its floating operands in this dtype; True if that cannot be tried.
 
-    It is run on zeros of the sizes that it has in the graph, and draws no random numbers that a training would miss. An
-    op that does not run in the dtypes of the original either says nothing.
+    The op runs on zeros of the sizes in the graph, and the random state is restored. An op that fails in the original
+    dtypes too says nothing about the low one.
 
     Args:
         node: a call.

@@ -29,9 +29,9 @@ def by_kind(state: State, site: Site) -> Colouring:
     """Colour a node as the kind of its rule has it.
 
     Raises:
-        PolicyError: autocast bans the op on this device; it has no rule, and the policy wants one.
+        PolicyError: autocast bans the op on this device; or the op has no rule, and the policy refuses such ops.
     """
-    if not state.autocast and _meets_low(state, site) and _lacks(state, site):  # autocast fails there
+    if not state.autocast and _meets_low(state, site) and _lacks(state, site):  # autocast itself would fail
         return _without_kernel(state, site)
     return _KINDS[site.kind](state, site)
 
@@ -62,8 +62,8 @@ def _low(state: State, site: Site) -> Colouring:
     floats, low = site.floats, site.low
     cast = [o for o in floats if castable(state, o, site.row, low)]
     if not cast:
-        return natural(state, site, Code.NO_OPERAND("nothing that is cast"))
-    asked = state.autocast or low != state.low  # inside an autocast region, which takes its operands as they are
+        return natural(state, site, Code.NO_OPERAND("no operand is cast"))
+    asked = state.autocast or low != state.low  # an autocast region asks for the cast
     if not asked and any(state.dtypes[o.node] in LOW_DTYPES and state.dtypes[o.node] != low for o in cast):
         return all_to(state, site, torch.float32, Code.USER_CAST("an operand is in the other low dtype"))
     if not state.autocast and all(o.node in state.upcast for o in floats):
@@ -80,8 +80,8 @@ def _is_position(state: State, site: Site) -> bool:
 
 
 def fp32(state: State, site: Site, why: Reason | None = None) -> Colouring:
-    """Colour what runs FP32, unless it is told its dtype."""
-    explicit = ops.argument(site.node, "dtype")
+    """Colour an op that runs in FP32, unless its `dtype=` argument decides."""
+    explicit = note_of(site.node).told or ops.argument(site.node, "dtype")
     if site.row.dtype_arg and isinstance(explicit, torch.dtype):
         return natural(state, site.of_kind(FP32), Code.DTYPE_ARGUMENT(str(explicit)))
     return all_to(state, site.of_kind(FP32), torch.float32, why or Code.FP32(site.row.reason))
@@ -146,7 +146,7 @@ def _composite(state: State, site: Site) -> Colouring:
     kept = keep(state, site, why)
     held = {kept.casts.get((o.name, o.index), state.dtypes[o.node]) for o in site.floats}
     if site.node.op == "call_function" and len(held & {*ELIGIBLE}) > 1:
-        return all_to(state, site, torch.float32, why)  # autocast would have given them one dtype, but it is off
+        return all_to(state, site, torch.float32, why)  # autocast would give them one dtype, but the graph runs without
     return kept
 
 
@@ -201,7 +201,7 @@ def user_cast(state: State, site: Site) -> Colouring | None:
     node = site.node
     intent = _intent(state, node)
     if intent.dtype is None and not intent.literal and state.dtypes[node] is ANY and not state.autocast:
-        why = Code.KEEP("it takes the dtype of what is not known, or the device")
+        why = Code.KEEP("it takes its dtype from a value whose dtype is not known, or only moves to a device")
         return keep(state, replace(site, kind=KEEP, floats=tuple(ops.operands(node))[:1]), why)
     if intent.dtype is None or not intent.dtype.is_floating_point:
         return None
@@ -221,8 +221,8 @@ def user_cast(state: State, site: Site) -> Colouring | None:
 
 
 def _intent(state: State, node: Node) -> Intent:
-    """Return what a cast means, where the policy does not want FP32 whatever it read."""
+    """Return what a cast means; a dtype read under autocast does not count if the policy forces FP32."""
     forced = module_override(state.policy, state.stacks.get(node, ())) if state.policy.modules else None
     observed = None if forced is not None and forced.colour == "fp32" else note_of(node).read
-    written = state.aliases.find(node) in state.pinned  # then a cast that did nothing does nothing
+    written = state.aliases.find(node) in state.pinned  # then a cast that was no copy must stay none
     return state.casts.read(node, state.dtypes, observed, exact=written or not state.aggressive)

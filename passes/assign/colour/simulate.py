@@ -82,9 +82,9 @@ class Simulation(State):
         return len(self.pinned) > self._pinned_before
 
     def _parted(self, members: Sequence[Node]) -> bool:
-        """Say whether values that shared a written storage would not share it any more, or others would."""
+        """Say whether casts would part values that share a written storage, or join values that do not."""
         held = {self.dtypes.get(m) for m in members}
-        # Without shapes `y.to(x.dtype)` has any dtype, that of y at run time too: then it is y, if y has it still.
+        # Without shapes the dtype of `y.to(x.dtype)` is unknown; at run time the cast may be no copy, but y itself.
         unknown = any(self.dtypes.get(m) is ANY and not is_opaque(m) for m in members)
         changed = any(self.dtypes.get(m) != self.original.get(m) for m in members)
         if len(held & {*ELIGIBLE}) > 1 or (unknown and changed):  # a cast to or from 64 bits is a copy at every level
@@ -92,13 +92,13 @@ class Simulation(State):
         return any(self._no_copy_any_more(m) or self._saved_and_written(m) for m in members)
 
     def _would_copy(self, members: Sequence[Node]) -> list[Node]:
-        """Return the values, low beyond O1 only, by whose dtype a cast copies what it passed on (`x.type_as(y)`)."""
+        """Return values, low only beyond O1, whose dtype makes a copy of a cast that was none (`x.type_as(y)`)."""
         references = [self.casts.reference(m) for m in members if self.aggressive and row_of(m).cast]
         known = [r for r in references if r is not None and self.original[r] == self.reference.get(r)]
         return [_indexed(r) for r in known if self.dtypes[r] != self.original[r]]
 
     def _no_copy_any_more(self, node: Node) -> bool:
-        """Say whether the author's cast copied its operand, and now only passes it on, for that is low beyond O1."""
+        """Say whether the author's cast copied its operand and does so no more, since that is low beyond O1."""
         value = node.args[0] if self.aggressive and row_of(node).cast else None
         if not isinstance(value, Node) or not isinstance(self.dtypes[node], torch.dtype):
             return False
@@ -138,7 +138,7 @@ class Simulation(State):
             inside.run()
         self.dtypes[node] = self.original[node] if pinned else body.dtypes(inside.dtypes)
         dtype = first_float(self.dtypes[node]) or torch.float32
-        why = Code.MUTATED(WRITTEN) if pinned else Code.BODY("rewritten inside, between the dtypes it has here")
+        why = Code.MUTATED(WRITTEN) if pinned else Code.BODY("its body is rewritten, for the dtypes of its operands")
         self.colours[node] = Colouring(dtype, "body", why)
 
     def _visit(self, node: Node, name: str, floats: list[ops.Operand]) -> None:
@@ -160,7 +160,7 @@ class Simulation(State):
     def _refused(self, node: Node) -> str:
         """Return why a node that reads low values must keep its captured dtypes, "" if it may run with low operands."""
         if not is_known(self.dtypes[node]):
-            return "what it gives cannot be told without shapes"
+            return "the dtype of its result is not known without shapes"
         made = self.dtypes[node]
         # Of FP16 numbers; from torch 2.15 on of BF16 ones too.
         low = isinstance(made, torch.dtype) and made.is_complex and made.itemsize == 4
@@ -170,7 +170,7 @@ class Simulation(State):
         return any(colouring.casts.get((o.name, o.index), self.dtypes[o.node]) in LOW for o in floats)
 
     def _learn(self, node: Node, name: str) -> None:
-        """Carry over what the operands are known to be: upcast by the author, or nothing that low can hold."""
+        """Carry over what the operands are known to be: upcast by the author, or out of the low dtype's range."""
         row = lookup(name, self.device, self.low)[0]
         self.extremes.visit(node, name, row, self.dtypes)
         if not is_floating(self.dtypes[node]):

@@ -45,14 +45,14 @@ class Site:
 
 
 class State:
-    """The state of one run over a graph, which deciding reads and only now and then changes.
+    """The state of one run over a graph, which deciders read and seldom change.
 
     Attributes:
         autocast: decide as torch's dispatcher does under autocast, and nothing else.
         stacks: the modules that each node was made in.
         border: what holds at the edges of the graph.
         aggressive: the level goes beyond autocast.
-        pinned: representatives of alias sets that must stay FP32; what one run learns of them, the next one knows.
+        pinned: representatives of alias sets that must stay FP32; they are kept from one run to the next.
         colours: the decisions so far.
         dtypes: the dtype of every value; that of the original where the run has not come yet.
         reference: the dtypes that autocast gives the values, where another run has found them.

@@ -21,6 +21,8 @@ from ...graph.values import ANY, ELIGIBLE, LOW, is_floating, literal_dtype, modu
 from ...ops import ops
 from ...ops.rules import Rule, row_named
 
+_NOTHING = "under autocast the cast does nothing"
+
 
 @dataclass(frozen=True)
 class Intent:
@@ -32,7 +34,7 @@ class Intent:
 
 
 def observed(graph: Graph) -> Iterator[Node]:
-    """Yield the values whose bits or element size the program sees: viewed as another dtype, measured, filled again."""
+    """Yield the values whose bits or element size the program sees: viewed, measured, or filled at random."""
     for node in graph.nodes:
         name, value = ops.name(node), node.args[0] if node.args else None
         if name == "view":
@@ -78,7 +80,7 @@ class Casts:
             node: a cast.
             dtypes: of the values before it.
             observed: the dtype that capture under autocast saw it take, where there was one.
-            exact: what autocast gives is wanted; else more values may be low here than there.
+            exact: autocast's values are wanted; else more values may be low here than under autocast.
         """
         value: Any = node.args[0]
         held = dtypes.get(value)
@@ -87,20 +89,22 @@ class Casts:
         if reference is not None:
             found = dtypes[reference]
             found = found if isinstance(found, torch.dtype) else None
-            return Intent(found, False, Code.CAST("relative, follows its reference"))
+            return Intent(found, False, Code.CAST("takes the dtype of another tensor"))
         if baked is None:
-            return Intent(held if isinstance(held, torch.dtype) else None, False, Code.FOLLOW("moves its operand"))
+            return Intent(held if isinstance(held, torch.dtype) else None, False, Code.FOLLOW("it names no dtype"))
         if note_of(node).cast == "autocast":
-            why = Code.CAST("as it is under autocast, written or read there")
-            return Intent(note_of(node).read or baked, True, why)
+            given = note_of(node).read or baked
+            if given == held == torch.float32:
+                return Intent(given, False, Code.CAST(_NOTHING))
+            return Intent(given, True, Code.CAST("the dtype that it has under autocast"))
         kind = self._kind(node)
         if kind == "relative" and observed is not None:
-            return Intent(observed, False, Code.CAST("relative, the dtype that was read under autocast"))
+            return Intent(observed, False, Code.CAST("takes the dtype that was read under autocast"))
         floats = baked.is_floating_point and is_floating(self.original.get(value))
         if not floats or not isinstance(held, torch.dtype):
             return Intent(baked, True, Code.CAST("the author wrote this dtype"))
         if kind == "baked" and held in LOW and baked == torch.float32:
-            return Intent(baked, True, Code.USER_CAST("undecided, taken as an upcast"))
+            return Intent(baked, True, Code.USER_CAST("intent unknown: taken for an upcast"))
         if self._is_literal(value, baked, kind):
             return Intent(baked, True, Code.CAST("the author wrote this dtype"))
         return self._by_use(node, dtypes, held, observed, exact)
@@ -108,19 +112,20 @@ class Casts:
     def _by_use(
         self, node: Node, dtypes: dict[Node, Any], held: torch.dtype, observed: torch.dtype | None, exact: bool
     ) -> Intent:
-        """Return what a cast means that gives what the capture under autocast saw, or else restores what was cast."""
+        """Return what a cast means that gives the dtype seen under autocast, or else one from before an upcast."""
         if observed is None:
-            why = "relative" if self._kind(node) == "relative" else "undecided, taken as relative"
+            told = self._kind(node) == "relative"
+            why = "takes the dtype of another tensor" if told else "intent unknown: it keeps its operand's dtype"
             return Intent(self._restores(node, dtypes) or held, False, Code.USER_CAST(why))
         restored = None if exact else self._restores(node, dtypes)
-        return Intent(restored or observed, False, Code.CAST("undecided, for under autocast it does nothing"))
+        return Intent(restored or observed, False, Code.CAST(_NOTHING))
 
     def _is_literal(self, value: Node, baked: torch.dtype, kind: str) -> bool:
         """Say whether the author of a cast must have meant the dtype that was captured, not that of another value."""
-        if kind == "literal" or baked in LOW:  # what was captured is FP32
+        if kind == "literal" or baked in LOW:  # capture was in FP32, so a low dtype is the author's
             return True
         changes = self.original[value] != baked or baked != torch.float32
-        return changes and kind != "relative"  # no cast to be restored by
+        return changes and kind != "relative"  # else it may restore what an earlier cast changed
 
     def reference(self, node: Node) -> Node | None:
         """Return the tensor whose dtype the cast takes, where the graph still has it."""

@@ -45,7 +45,7 @@ def apply_cut(low_side: set[Variable], simulation: Simulation, uses: Uses, costs
             colouring.dtype = side
         reference = dtype_reference(node)
         if reference is not None and any(simulation.dtypes[n] != before[n] for n in (node, reference)):
-            colouring.set_dtype = first_float(simulation.dtypes[node])  # what it reads is no longer what was decided
+            colouring.set_dtype = first_float(simulation.dtypes[node])  # the dtype that it follows has changed
     return sum(simulation.dtypes[node] != before[node] for node in uses.free)
 
 
@@ -59,7 +59,7 @@ def _casts(
 ) -> dict[Place, torch.dtype]:
     """Return the casts of a node whose operands are stored as the cut has it."""
     casts: dict[Place, torch.dtype] = {}
-    for o in [] if uses.upcasts(node) else ops.operands(node):  # the author's own cast is cast enough
+    for o in [] if uses.upcasts(node) else ops.operands(node):  # the author's upcast needs no cast of ours
         where, held = (o.name, o.index), simulation.dtypes[o.node]
         if held not in ELIGIBLE:
             if where in colouring.casts:

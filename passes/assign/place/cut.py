@@ -1,6 +1,6 @@
 """Which values are stored low, so that the fewest bytes move: a minimum cut, solved block by block.
 
-The source is the low side, the sink FP32; what is paid are the edges from the low side to the FP32 side. A node's
+The source is the low side, the sink FP32; the cost is that of the edges from the low to the FP32 side. A node's
 terminal edges cost what running it in the other dtype costs; a tensor's net costs one cast, whoever and however many
 read it in the other dtype:
 
@@ -12,7 +12,7 @@ A deep network would be one deep cut, and the time of a cut grows faster than it
 there is often one variable that all paths go through, such as the residual stream: there the problem falls into blocks
 (the biconnected components of the variables). A block is solved for each side of the variable that it hangs from, the
 two costs are added to that variable's own, and once its side is known so is the block's answer. That is exact, and
-linear in the number of blocks. Where a variable is read by every layer, an attention mask for one, they are one block.
+linear in the number of blocks. If every layer reads one variable, such as an attention mask, all are one block.
 
 This file knows nothing of ops: it takes variables, terminals, nets and implications, and returns the low side. Of
 several minimum cuts it takes the one with the smallest FP32 side, so that plans are reproducible: minimum cuts are
@@ -30,7 +30,7 @@ import networkx as nx
 
 Variable = Hashable
 LOW, FP32 = "low", "fp32"  # terminals: readers and tensors whose side is fixed
-Cost = int | float  # a float is infinity: this side is ruled out
+Cost = int | float  # float("inf") rules a side out
 INFINITY = float("inf")
 
 
@@ -121,12 +121,12 @@ def blocks(problem: Problem) -> list[tuple[Problem, Variable | None]]:
     ties: list[Net | tuple[Variable, Variable]] = [*problem.nets, *problem.implies]
     for tie in ties:
         if len(free := _free(problem, tie)) > 1:
-            nx.add_cycle(graph, free)  # no block ends inside a cycle
+            nx.add_cycle(graph, free)  # a cycle lies in one block, so tied variables stay together
     components = [*nx.biconnected_component_edges(graph), *([(v, v)] for v in nx.isolates(graph))]
     members = [list(dict.fromkeys(itertools.chain(*edges))) for edges in components]
     left = Counter(itertools.chain(*members))
     parts: list[tuple[Problem, Variable | None]] = []
-    home: dict[frozenset[Variable], Problem] = {}  # the part of an edge, and one that a variable is in
+    home: dict[frozenset[Variable], Problem] = {}  # a part that has this edge, or this variable
     for edges, inside in zip(components, members, strict=True):
         left.subtract(inside)
         top = next((v for v in inside if left[v]), None)

@@ -24,7 +24,7 @@ from ...ops.facts import facts_of
 from ...ops.rules import FOLLOW, FP32, LOW, PROMOTE, Rule, lookup
 from ..colour.simulate import Simulation
 
-# Why a node is as it is, where nothing may move it.
+# The reasons that fix a node, so that the cut may not change it.
 _SETTLED = (Code.OVERRIDE, Code.LITERAL, Code.MUTATED, Code.KEEP, Code.FLOAT64, Code.DTYPE_ARGUMENT)
 
 
@@ -82,7 +82,7 @@ def _passes(checks: tuple[Check, ...], simulation: Simulation, node: Node, grad:
 
 
 def _has_an_open_kind(c: _Candidate) -> bool:
-    """A matrix product may stay FP32 too: at O2, where it was measured what its casts cost."""
+    """Its kind leaves the dtype open; for a matrix product that is so only at O2, with measured costs."""
     policy = c.simulation.policy
     measured = policy.level.weighs and policy.cost == "measured"
     product = measured and c.colouring.kind == LOW and c.colouring.reason.code == Code.LOW
@@ -90,7 +90,7 @@ def _has_an_open_kind(c: _Candidate) -> bool:
 
 
 def _makes_a_value(c: _Candidate) -> bool:
-    """It writes to none, and the author has said nothing of where it stands."""
+    """It does not write in place, and lies in no autocast region of the author's."""
     return not ops.name(c.node).endswith("_") and note_of(c.node).region is None
 
 
@@ -99,7 +99,7 @@ def _names_no_dtype(c: _Candidate) -> bool:
 
 
 def _is_in_either_dtype(c: _Candidate) -> bool:
-    """It runs in one of the two dtypes, and all that it reads has one."""
+    """It runs in one of the two dtypes, and every operand has one of them."""
     either = (c.simulation.low, torch.float32)
     return c.colouring.dtype in either and all(d in either for d in c.held if not isinstance(d, tuple))
 
@@ -120,7 +120,7 @@ def _reads_a_float(c: _Candidate) -> bool:
 
 
 def _has_no_low_weights(c: _Candidate) -> bool:
-    """A norm takes low weights only beside a low input."""
+    """It reads no low weights, which a norm takes only beside a low input."""
     return not any(o.name in c.row.uncast and d == c.simulation.low for o, d in zip(c.floats, c.held, strict=True))
 
 
@@ -138,12 +138,12 @@ def _is_not_sensitive(c: _Candidate) -> bool:
 
 
 def _gives_what_it_reads(c: _Candidate) -> bool:
-    """Its first operand decides, and not its weights."""
+    """Its output has the dtype of its operands, not of its weights."""
     return c.row.gives in ("float", "first") and c.floats[0].name not in c.row.uncast
 
 
 def _fits_low(c: _Candidate) -> bool:
-    """Low can hold it and what it reads, and the author wanted none of that in FP32."""
+    """The low dtype can hold it and its operands, and the author has cast none of them up."""
     extreme, upcast = c.simulation.extremes.values, c.simulation.upcast
     return c.node not in extreme and not any(o.node in extreme or o.node in upcast for o in c.floats)
 
@@ -163,7 +163,7 @@ def _rounds_nothing(c: _Candidate) -> bool:
 
 
 def _only_moves(c: _Candidate) -> bool:
-    """Rounding moves across moves of values, whatever the device, but not of a number that is rounded with them."""
+    """It only moves values, and each of its numbers is the same in low: rounding before it and after it is the same."""
     moves = c.row.commutes == "both" or (c.row.commutes == "forward" and not c.grad)
     if not moves or c.colouring.casts or _lets_a_number_pass(c):
         return False
@@ -181,9 +181,9 @@ _AS_AUTOCAST: tuple[Check, ...] = (_rounds_nothing,)
 
 
 def _is_compacted(value: object) -> bool:
-    """Say whether a cast changes how a tensor lies in memory, as of a slice: one that has gaps gets none.
+    """Say whether a cast changes the strides of a tensor, such as a slice: the result of a cast has no gaps.
 
-    Products of three dimensions and more go by that: of a slice that was cast before, another kernel would be taken.
+    Products of three dimensions and more choose their kernel by strides, so a cast before a slice changes the kernel.
     """
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.dim() < 3:
         return False

@@ -40,7 +40,7 @@ class MeasuredCosts:
         run_calls = [None if makes_view(r.node) else self._run(r) for r in runs]
         cast_calls = [self._cast(n) for n in casts]
         taken = self.timer(list(dict.fromkeys(c for c in (*run_calls, *cast_calls) if c is not None)))
-        unknown = {r.node for r, c in zip(runs, run_calls, strict=True) if c not in taken}  # in one dtype, so in both
+        unknown = {r.node for r, c in zip(runs, run_calls, strict=True) if c not in taken}  # in either dtype
         return (
             [
                 self._of_run(r, taken.get(c) if c and r.node not in unknown else None)

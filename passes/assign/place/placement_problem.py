@@ -25,7 +25,7 @@ def unpriced_problem(simulation: Simulation, uses: Uses) -> Problem:
         problem.add(node, 0, 0)
         _imply(problem, node, simulation, uses)
     for node in uses.free:
-        for reader, _ in uses.readers[node]:  # an item has the dtype of what it is an item of, a tuple or a tensor
+        for reader, _ in uses.readers[node]:  # x[i] has the dtype of x, a tuple or a tensor
             if ops.name(reader) == "getitem" and reader in uses.free:
                 problem.implies += [(node, reader), (reader, node)]
     return problem
@@ -51,14 +51,14 @@ def _imply(problem: Problem, node: Node, simulation: Simulation, uses: Uses) -> 
 def price(problem: Problem, simulation: Simulation, uses: Uses, costs: Costs, grad: frozenset[Node]) -> None:
     """Fill in what everything costs: each free node on both sides, and a net for each value that may need a cast.
 
-    Of placements that cost the same, the one that rounds the fewest results is the cheapest. Bytes and unit costs say
-    that of two casts alone, one before an op whose result leaves the graph in FP32 and one behind it, so there an op
-    costs the same on both sides; behind it something would be rounded for nothing.
+    Of placements that cost the same, the one that rounds the fewest results is the cheapest. With bytes or unit costs,
+    an op whose result leaves the graph in FP32 costs the same on both sides: only a cast before it and a cast after it
+    are compared, and a cast after it would have rounded a result for nothing.
     """
     sides = [_run(node, dtype, uses) for node in uses.free for dtype in (simulation.low, torch.float32)]
     nets = {n: ends for n in simulation.graph.nodes if (ends := _net(n, simulation, uses)) is not None}
     runs, casts = costs.price(sides, list(nets))
-    finer = len(uses.free) + 1  # than any cost: all roundings together weigh less than a byte
+    finer = len(uses.free) + 1  # a unit of cost outweighs the roundings of all nodes together
     returned = set() if costs.measured else _returned(uses)
     for node, low, fp32 in zip(uses.free, runs[::2], runs[1::2], strict=True):
         problem.add(node, (max(low, fp32) if node in returned else low) * finer + _rounds(node), fp32 * finer)
@@ -106,7 +106,7 @@ def _side(reader: Node, where: Place, simulation: Simulation, uses: Uses) -> Var
     if uses.follows(reader, where):
         return reader
     if reader not in simulation.colours and reader.op != "output":
-        return None  # it asks for a size, or asserts what the exporter saw
+        return None  # it reads a size, or is an assertion of the exporter's
     needed = uses.needs[reader].get(where)
     return LOW if needed == simulation.low else FP32 if needed == torch.float32 else None
 

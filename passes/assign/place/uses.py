@@ -50,7 +50,7 @@ class Uses:
     def _needs(self, node: Node) -> dict[Place, torch.dtype]:
         simulation, places = self.simulation, {(o.name, o.index): o.node for o in ops.operands(node)}
         if simulation.policy.level.stores_low and self.upcasts(node):
-            return dict.fromkeys(places, torch.float32)  # nothing to do where it is FP32
+            return dict.fromkeys(places, torch.float32)  # the author's upcast needs an FP32 operand to do nothing
         if node.op == "output":
             returned = simulation.returned()
             return {p: returned[n] for p, n in places.items()}

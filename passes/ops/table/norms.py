@@ -5,7 +5,7 @@ from __future__ import annotations
 from .row import FOLLOW, FP32, PROMOTE, group, of
 
 _STATISTICS = "running_mean running_var"
-# In training, says the argument `training`.
+# The statistics are written where the argument `training` is true.
 _UPDATED = ("training", False, False, *_STATISTICS.split())
 
 # fmt: off
@@ -46,7 +46,7 @@ ROWS = (
         "softmin",
         sensitive="rounding", dtype_arg=True, converts_first=True,
     ),
-    *group(FOLLOW, FOLLOW, "the decomposed form of a listed op is on no list",
+    *group(FOLLOW, FOLLOW, "decomposed form of a listed op: on no list itself",
         of("_softmax", bounded=True),
         "_log_softmax _masked_softmax",
         of("_safe_softmax", dtype_arg=True, bounded=True),

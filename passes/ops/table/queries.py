@@ -1,4 +1,4 @@
-"""Casts, and calls that compute nothing: what is asked of a value, asserted of it, or leaves tensors."""
+"""Casts, and calls that compute nothing: metadata, assertions, and values that Python gets."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ROWS = (
         of("type_as", cast=True, may_alias="first", of_integers=True, direct="default"),
         "chalf",
     ),
-    *group(KEEP, KEEP, "leaves tensors: its value must be the original one",
+    *group(KEEP, KEEP, "gives Python a value, which must be the original one",
         of("item", out=""),
         "_local_scalar_dense _assert_async sym_constrain_range_for_size",
         of("is_nonzero", out="bool"),
@@ -22,13 +22,13 @@ ROWS = (
 )
 # Calls that are no operators of ATen, or compute nothing of tensors; `fxamp.rules()` does not list them.
 QUERIES = (
-    *group(KEEP, KEEP, "asks a value for what is no number of it",
+    *group(KEEP, KEEP, "reads a shape, a dtype or other metadata, and no values",
         of("getitem", asks="item", may_alias="first"),
         of("getattr size stride dim numel is_contiguous", asks="shape", out=""),
         of("sym_size sym_stride sym_numel sym_storage_offset", asks="shape", out=""),
         of("is_floating_point is_complex element_size", asks="dtype", out=""),
     ),
-    *group(KEEP, KEEP, "leaves tensors, or writes into one",
+    *group(KEEP, KEEP, "gives Python a value, or writes into a tensor",
         "storage_offset get_device data_ptr tolist _assert_scalar setitem",
         out="",
     ),

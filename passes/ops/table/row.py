@@ -43,7 +43,7 @@ class Rule:
         casts_out: The kernel casts what it computes to the dtype of an `out=`; others reject one of another dtype.
         dtype_arg: The op has a `dtype=` argument; an explicit one wins over the rule.
         converts_first: It converts its first operand to the `dtype=` that it is given before it computes.
-        never_narrows: It does so too, but raises where that would be narrower.
+        never_narrows: It converts too, but raises if that `dtype=` is narrower.
         exact: Another `dtype=` gives other numbers, and not the same ones rounded: it draws, sums or divides in it.
         out: What each output is when the operands are floats: "float" (the dtype the op ran in), "first" (that of
             the first floating operand, whatever the others have), "bool", "int" (of 64 bits), "integer" (of a width
@@ -52,22 +52,22 @@ class Rule:
         out_of: The operand whose dtype an output "first" has, where that is not the first: a table.
         depends: Its outputs depend on flags, or on the number of its operands.
         real: What it makes of complex operands is real.
-        asks: It asks a value for its "shape", its "dtype" or an "item": no arithmetic, and no colour of its own.
+        asks: It reads the "shape", the "dtype" or an "item" of a value: no arithmetic, and no colour of its own.
         cast: It is the author's own cast.
         shards: It works on a tensor in shards, and fake tensors do not run it: its operand's dtype comes out.
-        recurrent: One step of it for each step of time; its outputs, however nested, all have the dtype that it ran in.
+        recurrent: It runs step by step in time; its outputs, however nested, all have the dtype that it ran in.
         commutes: Rounding may move across the op bit for bit: "" (no), "forward", or "both" (in backward too).
         may_alias: It may return an operand or a view of it, though no schema says so: "first" for its first argument,
             "all" for any.
         view: It only makes a new view, or most often does: nothing moves.
         free_backward: The gradient of each operand is the gradient itself, or a view of it.
-        writes: Arguments that it writes to, though no schema says so, but for one value of another argument:
+        writes: Arguments that it writes to though no schema says so, except for one value of another argument:
             (argument, its default, the value for which nothing is written, names of what is written).
         redraws: In place it draws other numbers for another dtype, and not the same ones rounded: "" (no), "always", or
             the torch version up to which it did.
         fills: It makes a tensor of one number.
         factory: It makes a tensor of no tensor, so symbolic tracing has to be told of it.
-        counts: It makes positions, whatever of.
+        counts: It makes positions, whatever its operands are.
         of_integers: Of integers it makes a float, which may be a position.
         bounded: It brings a value of any size back into range.
         limits: It keeps a value within numbers that it is given: "" (no), "bounds", or "from_one" where the number is
@@ -75,7 +75,7 @@ class Rule:
         holds_eps: The kernel holds its eps in FP32, whatever its operands have.
         in_norm: What it may be in a norm or a softmax that is written by hand: "arithmetic", "statistic", "quotient"
             (it may divide by one), "reciprocal", "logarithm", "exponential".
-        no_low: Devices on which the op lacks a low kernel, and on what shares their lists.
+        no_low: Devices without a low kernel for the op; devices that share their lists lack it too.
         no_low_for: The same on every device, for some arguments.
         no_low_backward: Its low kernel is for the forward only, as torch's own tests say.
         tries_low: Whether it has a low kernel depends on the machine or on arguments, so it is tried.

@@ -345,7 +345,7 @@ def test_the_bounds_of_a_dimension_hold_later() -> None:
     converted = o0(Two(), dynamic_shapes={"x": {0: Dim("rows", min=3, max=5)}})
     for rows in (2, 6):
         with pytest.raises(
-            fxamp.CaptureError, match=r"captured for sizes with x\.size\(\)\[0\] [<>]= [35].*'x' \(\d, 6\)"
+            fxamp.CaptureError, match=r"captured for sizes that satisfy x\.size\(\)\[0\] [<>]= [35].*'x' \(\d, 6\)"
         ):
             converted(example(rows))
 
@@ -421,7 +421,7 @@ def test_without_inputs_isinstance_is_refused() -> None:
     def forward(self: Any, x: Any) -> Tensor:
         return self.l(x[0] if isinstance(x, tuple) else x)
 
-    with pytest.raises(fxamp.CaptureError, match=r"isinstance\(\) of a traced value at .*test_capture\.py:\d+"):
+    with pytest.raises(fxamp.CaptureError, match=r"isinstance\(\) on a traced value at .*test_capture\.py:\d+"):
         fxamp.convert(Two(forward))
 
 
@@ -597,7 +597,7 @@ def test_the_line_that_assigns_a_buffer_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("bad", "said"), [(3, "not int"), (Two, "the class Two; call it first"), (None, "not NoneType")]
+    ("bad", "said"), [(3, "not int"), (Two, "the class Two: make an instance"), (None, "not NoneType")]
 )
 def test_what_is_no_module_is_refused(bad: Any, said: str) -> None:
     with pytest.raises(fxamp.NotAModuleError, match=said):
@@ -671,7 +671,7 @@ def test_a_model_on_a_device_without_op_lists_is_refused_with_the_way_out() -> N
     class OnMps(Tensor):
         device = SimpleNamespace(type="mps")  # type: ignore[assignment]
 
-    message = r"Elsewhere is on 'mps', for which fxamp knows no ops: move it to one of cpu, cuda, xpu before"
+    message = r"Elsewhere is on 'mps', for which fxamp has no op lists: move the model to one of cpu, cuda, xpu before"
     with pytest.raises(fxamp.PolicyError, match=message):
         resolve(fxamp.Policy(), Elsewhere(2, 2), None)
     assert resolve(fxamp.Policy(device="cuda"), Elsewhere(2, 2), None).device == "cuda"

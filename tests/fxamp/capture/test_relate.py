@@ -19,6 +19,7 @@ from fxamp.capture.states import capture
 from fxamp.convert import emit, resolve
 from passes.graph import notes
 from passes.ops import ops
+from passes.ops.recurrent import run_low
 from tests.support.front_ends import at_levels
 from tests.support.helpers import Two, assert_is_eager, example, o0
 
@@ -173,6 +174,30 @@ def test_the_dtype_of_a_recurrent_layer_is_that_of_its_kernel(layer: Callable[..
     assert not [note for note in converted.plan.notes if "defect of a rule" in note]
 
 
+class CallsKernel(nn.Module):
+    """Calls the function of torch under `nn.RNN`, with weights of its own, and has no such layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList([torch.randn(6, 6), torch.randn(6, 6), torch.randn(6), torch.randn(6)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = x.new_zeros(1, x.shape[0], 6)
+        y = torch.rnn_tanh(x, state, list(self.weights), True, 1, 0.0, False, False, True)[0]
+        return x.exp().to(y.dtype) + y + torch.finfo(y.dtype).eps
+
+
+def test_a_kernel_of_recurrent_layers_that_is_called_directly_gives_autocasts_dtype() -> None:
+    torch.manual_seed(0)
+    model, x = CallsKernel(), torch.randn(2, 3, 6)
+    run_low.cache_clear()
+    assert_is_eager(fxamp.convert(model, (x,), policy="O0", capture="export"), model, x)
+    converted = fxamp.convert(model, (x,), policy="O1,dtype=bf16", capture="export")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(converted(x), model(x))
+    assert not [note for note in converted.plan.notes if "defect of a rule" in note]
+
+
 @pytest.mark.parametrize("level", ["O2", pytest.param("O3", marks=pytest.mark.matrix)])
 @pytest.mark.parametrize("way", WAYS)
 def test_beyond_o1_it_stays_near(way: Callable[..., Any], level: str) -> None:
@@ -244,7 +269,7 @@ def test_a_model_that_takes_another_way_where_a_dtype_is_low_says_where() -> Non
         return self.m(y) if y.dtype == torch.float32 else self.m(y.relu())
 
     notes = fxamp.plan(Two(forward), (example(),), policy="O1,dtype=bf16", capture="export", dynamic_shapes=None).notes
-    (note,) = [n for n in notes if "takes another way under torch.autocast" in n]
+    (note,) = [n for n in notes if "under torch.autocast the model runs other ops" in n]
     assert "aten.relu.default in module '' (test_relate.py:" in note
 
 

@@ -345,4 +345,4 @@ def test_that_checkpointing_has_another_inner_backend_is_said() -> None:
 
     module = compiled(Two(lambda self, x: checkpoint(self.l, self.m(x), use_reentrant=False)))
     module(example())
-    assert any("'aot_eager', for 'eager' would" in note for note in fxamp.plan_of(module).notes)
+    assert any("by 'aot_eager': 'eager' would" in note for note in fxamp.plan_of(module).notes)

@@ -159,3 +159,28 @@ def test_a_model_that_rejects_a_low_input_without_autocast_gives_fp32() -> None:
     got = fxamp.compile(model, backend="eager")(low, low)
     assert got.dtype == F32
     assert torch.equal(got, autocast.float())
+
+
+class Low(nn.Module):
+    """Has low weights alone; what no graph of Dynamo's makes is computed between two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.l = nn.Linear(6, 6).bfloat16().requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.l(x).sin()
+        chosen = h[h > 0]
+        wide = x.float() + 1
+        return h, chosen, chosen.cos(), wide @ wide.mT, x[x > 0]
+
+
+def test_nothing_of_a_model_without_fp32_comes_out_wider_than_the_model_gives_it() -> None:
+    model, x = Low(), example().to(BF16)
+    expected = model(x)
+    got = fxamp.compile(model, backend="eager")(x)
+    assert [t.dtype for t in got] == [t.dtype for t in expected] == [BF16, BF16, BF16, F32, BF16]
+    with torch.autocast("cpu"):
+        autocast = model(x)
+    assert all(torch.equal(a, b.to(a.dtype)) for a, b in zip(got, autocast, strict=True))

@@ -204,7 +204,9 @@ def test_what_cannot_be_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(PolicyError, match="cost='measured' runs ops on 'cuda', which this machine does not have"):
         convert_fixed(Small(), (X,), policy="O2,device=cuda,cost=measured")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(PolicyError, match="cost='measured' runs the model on 'cuda', and it is on 'cpu': move model"):
+    with pytest.raises(
+        PolicyError, match="cost='measured' runs the model on 'cuda', and the model is on 'cpu': move model"
+    ):
         convert_fixed(Small(), (X,), policy="O2,device=cuda,cost=measured", check=False)
 
 

@@ -89,7 +89,7 @@ def test_a_record_is_read_back_and_refused_where_it_is_wrong() -> None:
     [
         ('{"version": 1', "record:1: not JSON, or cut short"),
         ('{"version": 1, "version": 1}', "'version' is given twice"),
-        ('{"version": NaN}', "NaN is no number"),
+        ('{"version": NaN}', "NaN is not a number"),
         ("[" * 100_000, "not a record"),
         ("[]", "not a record of fxamp"),
     ],

@@ -136,7 +136,7 @@ def test_of_a_train_step_it_says_how_it_trains() -> None:
     assert dict(found.training) == {
         "window": "2 micro-batches, 2 windows finished",
         "weights": "per_step: 4 weights are cast once a window, instead of up to 2 times",
-        "waits for the device": "once a window, since SGD steps or not as Python decides",
+        "waits for the device": "once a window, since Python decides whether SGD steps",
         "loss scaling": "dynamic, scale 4",
         "steps skipped": "1 of the last 2",
         "skipped at update 2": "scale 8, 0.weight (NaN)",
@@ -174,7 +174,7 @@ def test_of_a_train_step_it_names_what_is_cast_at_every_use() -> None:
     many = nn.ModuleList(copy.deepcopy(half.second) for _ in range(7))
     step = fxamp.TrainStep(many, None, torch.optim.SGD(many.parameters(), lr=0.1))
     named = [text for name, text in describe(step) if name.startswith("per use")]
-    assert named == [why] * 5 + ["2 more, which step.weights.per_use names"]
+    assert named == [why] * 5 + ["2 more, listed in step.weights.per_use"]
 
 
 def test_of_several_converted_parts_there_is_one_report_with_their_paths() -> None:

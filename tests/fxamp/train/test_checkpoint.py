@@ -145,7 +145,9 @@ def test_the_state_of_another_loss_is_refused() -> None:
     saved = step.state_dict()
     assert saved["beside"].keys() == {"loss_fn.temperature", "loss_fn.calls"}
     del saved["beside"]["loss_fn.calls"]
-    with pytest.raises(PolicyError, match=r"another model: what is trained beside it differs at 'loss_fn\.calls'"):
+    with pytest.raises(
+        PolicyError, match=r"another model: what is trained or kept outside the model differs at 'loss_fn\.calls'"
+    ):
         step.load_state_dict(saved)
     assert all(map(torch.equal, before, build_with_a_loss(True)[1]))
 

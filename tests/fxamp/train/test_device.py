@@ -110,8 +110,8 @@ def test_bf16_reads_nothing_with_an_ordinary_optimizer_scheduler_and_average() -
 @pytest.mark.parametrize(
     ("optimizer", "settings", "reason"),
     [
-        (plain_sgd, {"scaler": 8.0}, "SGD steps or not as Python decides"),
-        (plain_sgd, {"max_grad_norm": 1.0}, "SGD steps or not as Python decides"),
+        (plain_sgd, {"scaler": 8.0}, "Python decides whether SGD steps"),
+        (plain_sgd, {"max_grad_norm": 1.0}, "Python decides whether SGD steps"),
         (fused_sgd, {"scaler": 8.0, "scheduler": True}, "StepLR follows the steps that were taken"),
         (fused_sgd, {"scaler": 8.0, "ema": True}, "the average of the weights follows the steps that were taken"),
     ],

@@ -713,7 +713,7 @@ def test_per_step_is_refused_for_a_compiled_model_with_the_reason(make: Callable
 def test_per_step_is_refused_where_parameters_are_gone() -> None:
     model = convert_fixed(nn.Linear(4, 4, bias=False), (torch.randn(2, 4),))
     parametrize.register_parametrization(model, "weight", nn.Identity())
-    with pytest.raises(PolicyError, match="'weight' is no parameter of its module any more"):
+    with pytest.raises(PolicyError, match="'weight' is not a parameter of its module any more"):
         WeightCasts(model, "per_step", 4)
 
 

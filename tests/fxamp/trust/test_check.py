@@ -215,7 +215,7 @@ def test_a_graph_whose_backward_fails_is_refused() -> None:
         y = self.l(x)
         return self.m(y) + torch.randint_like(y, 5)  # which the exporter gives a gradient that it has no formula for
 
-    with pytest.raises(NotFaithfulError, match="its backward raises an error, and the model's does not"):
+    with pytest.raises(NotFaithfulError, match="the graph's backward raises an error, and the model's does not"):
         o0(Two(noisy))
 
 

@@ -41,7 +41,7 @@ def test_a_branch_on_one_token_is_guarded() -> None:
     model = Attention()
     module = converted(model, (2, 5, 8), (2, 5, 1))
     one = torch.randn(2, 1, 8), torch.randn(2, 1, 1)
-    with pytest.raises(fxamp.CaptureError, match=r"sizes with x.size\(\)\[1\] >= 2; this call gives 'x' \(2, 1, 8\)"):
+    with pytest.raises(fxamp.CaptureError, match=r"that satisfy x.size\(\)\[1\] >= 2; this call gives 'x' \(2, 1, 8\)"):
         module(*one)
     for batch, tokens in ((1, 4), (3, 2), (0, 3)):
         x, scale = torch.randn(batch, tokens, 8), torch.randn(batch, tokens, 1)

@@ -369,6 +369,16 @@ def test_an_explicit_dtype_argument_wins() -> None:
     assert plan.decisions[1].code == "dtype_argument"
 
 
+def test_a_norm_that_is_told_a_low_dtype_gives_it_on_cuda_as_under_autocast() -> None:
+    plan = plan_fixed(
+        Net(lambda m, x: torch.linalg.vector_norm(x.half(), dtype=torch.float16)),
+        (X,),
+        policy=fxamp.Policy(device="cuda", dtype="fp16"),
+    )
+    norm = next(d for d in plan.decisions if d.op == "linalg_vector_norm")
+    assert (norm.colour, norm.autocast_dtype, norm.code) == ("float16", "float16", "dtype_argument")
+
+
 def test_binary_cross_entropy_is_refused_on_cuda_and_allowed_by_an_override() -> None:
     net = Net(lambda m, x: F.binary_cross_entropy(torch.sigmoid(m.first(x)), torch.ones(4, 8)))
     with pytest.raises(fxamp.PolicyError, match="binary_cross_entropy_with_logits"):
@@ -433,10 +443,10 @@ def test_o3_trains_through_an_op_that_has_a_low_kernel_for_the_forward_only(op: 
     assert module.get_submodule("first").weight.grad is not None
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-def test_every_level_trains(level: str) -> None:
+@pytest.mark.parametrize("way", ["O1", "O2", "O3"])
+def test_every_level_trains(way: str) -> None:
     net = Net(lambda m, x: m.second(F.gelu(F.layer_norm(m.first(x), (8,)))))
-    module = convert_fixed(net, (X,), policy=level)
+    module = convert_fixed(net, (X,), policy=way)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     losses = []
     for _ in range(20):

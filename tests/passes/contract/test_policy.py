@@ -155,8 +155,8 @@ def test_a_level_given_as_an_argument_is_told_its_zero_too() -> None:
         ({int: "fp32"}, "int is not a module type"),
         ({3: "fp32"}, "3 is not a module path, a glob or a module type"),
         ({"a,b": "fp32"}, "the key 'a,b' is empty or holds one of"),
-        (7, "modules maps names to 'low', 'fp32' or 'keep', and is not 7"),
-        ("fc3", "modules maps names to 'low', 'fp32' or 'keep', and is not 'fc3'"),
+        (7, "modules must map names to 'low', 'fp32' or 'keep', got 7"),
+        ("fc3", "modules must map names to 'low', 'fp32' or 'keep', got 'fc3'"),
     ],
 )
 def test_bad_module_overrides_are_refused(overrides: object, message: str) -> None:

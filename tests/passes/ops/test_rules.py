@@ -580,7 +580,7 @@ def test_a_registered_rule_is_looked_up_and_listed(registry: dict[str, Rule]) ->
     ("op", "kind", "facts", "says"),
     [
         ("my::op", "lo", {}, "did you mean 'low'"),
-        ("my::op", "composite", {}, "is no kind"),
+        ("my::op", "composite", {}, "is not a kind"),
         ("my::op", "low", {"cuda": "fp23"}, "did you mean 'fp32'"),
         ("my::op", "low", {"sensitve": "range"}, "did you mean 'sensitive'"),
         ("my::op", "low", {"sensitive": "ranges"}, "did you mean 'range'"),
@@ -588,7 +588,7 @@ def test_a_registered_rule_is_looked_up_and_listed(registry: dict[str, Rule]) ->
         ("my::op", "low", {"same_dtype": 1}, "takes a bool"),
         ("softmax", "low", {}, "Policy"),
         (torch.ops.aten.softmax.int, "low", {}, "Policy"),
-        (3, "low", {}, "no operator"),
+        (3, "low", {}, "not an operator"),
     ],
 )
 def test_a_rule_that_makes_no_sense_is_refused(

@@ -248,7 +248,7 @@ def test_a_rule_that_another_torch_has_changed_is_one_line() -> None:
 def test_a_plan_of_another_model_is_one_line() -> None:
     other = [decision(f"stage.{i}.conv/{op}#0") for i in range(9) for op in ("conv2d", "batch_norm", "relu")]
     found = diff(plan(*layers(*(f"h.{i}" for i in range(9)))), plan(*other))
-    said = "! (plan)  model: one of 45 nodes -> another, of 27, 0 of them like nodes of the first"
+    said = "! (plan)  model: 45 nodes -> another model: 27 nodes, 0 of them as before"
     assert str(found).splitlines()[3:] == [said]
 
 

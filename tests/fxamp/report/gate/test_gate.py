@@ -241,7 +241,7 @@ def test_a_target_that_leaves_is_no_answer(folder: Path, check: Check) -> None:
     (folder / "pyproject.toml").write_text(table)
     status, _, err = check()
     assert status == 2
-    assert "leaves: its process left with 0" in err
+    assert "leaves: its process ended with exit status 0" in err
 
 
 @pytest.mark.parametrize("jobs", ["0", "-1", "many", "9999"])

@@ -248,7 +248,9 @@ def small(**settings: Any) -> TrainStep:
 
 def test_an_optimizer_that_needs_a_closure_is_refused() -> None:
     model = nn.Linear(4, 3)
-    with pytest.raises(PolicyError, match="compile='inductor' with LBFGS, which calls the loss again and again"):
+    with pytest.raises(
+        PolicyError, match="compile='inductor' does not work with LBFGS, which evaluates the loss several"
+    ):
         TrainStep(model, None, LBFGS(model.parameters()), compile=True)
 
 
@@ -277,8 +279,8 @@ def test_the_error_of_a_backend_is_its_own_with_a_note_of_what_it_was_given() ->
     with pytest.raises(Exception, match="this backend divides by zero") as raised:
         step(torch.randn(2, 4))
     assert raised.value.__notes__ == [
-        "fxamp gave backend 'fails' the 'model and loss' of this TrainStep as a graph. compile='aot_eager' says "
-        "whether the graph is at fault, and compile=False goes without."
+        "The backend 'fails' failed on the graph 'model and loss' of this TrainStep. Try compile='aot_eager' to see "
+        "whether the graph is at fault, or compile=False to train uncompiled."
     ]
     assert all(p.grad is None for p in step.model.parameters())
 
@@ -288,7 +290,7 @@ def test_without_a_cpp_compiler_the_way_that_needs_none_is_named() -> None:
     step = small(compile={"options": {"cpp.cxx": ("no-such-compiler",)}})
     with pytest.raises(Exception, match="No working C") as raised:
         step(torch.randn(2, 4))
-    assert "compile='aot_eager' compiles no kernels" in raised.value.__notes__[0]
+    assert "compile='aot_eager', which compiles no kernels" in raised.value.__notes__[0]
 
 
 def test_an_error_in_the_loss_is_the_one_of_the_eager_step() -> None:

@@ -134,7 +134,7 @@ def test_a_schedule_of_momentum_ends_compiling_where_it_would_never_end() -> Non
     theirs, _ = train(KINDS["momentum"], 12, scheduler=cycle)
     assert_near(ours, theirs)
     assert ours.compiled is not None
-    assert ours.compiled.update.eager == "'momentum' changes from step to step, and would be compiled again at each"
+    assert ours.compiled.update.eager == "'momentum' changes from step to step, so that every step would compile again"
     assert ours.compiled.update.region.frames <= 2
 
 
@@ -251,7 +251,7 @@ def test_where_torch_compile_is_kept_off_the_update_is_the_eager_one() -> None:
         ours(x, (y, torch.tensor(1.0)))
     assert_near(ours, theirs)
     assert ours.compiled is not None
-    assert ours.compiled.update.eager == "torch.compile is off where it was called"
+    assert ours.compiled.update.eager == "torch.compile was disabled where the step was called"
     x, y = batch(4)
     ours(x, (y, torch.tensor(1.0)))
     assert ours.compiled.update.eager == ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import time
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import fxamp
+from passes._torch import store_of_ranks
 from tests.support.small import BF16, FP16, X, blocks, converted, step_of
 from tests.support.workers import Workers, refused
 
@@ -87,20 +89,57 @@ def test_ranks_of_which_one_goes_on_from_another_checkpoint(two: Workers) -> Non
     refused(two, take_one_loaded, match="the number of finished windows is 0 on rank 0, 2 on rank 1")
 
 
-def take_one_sharded(ranks: list[list[int]]) -> str:
-    timeout = datetime.timedelta(seconds=2)
-    groups = [dist.new_group(some, timeout=timeout) for some in sorted(map(tuple, ranks))]  # of which all know
+def take_one_sharded(ranks: list[list[int]], first: int) -> str:
+    """Take a step on a mesh of this rank's own, one rank before the other."""
+    groups = [dist.new_group(some) for some in sorted(map(tuple, ranks))]  # of which all know
     group = groups[sorted(map(tuple, ranks)).index(tuple(ranks[dist.get_rank()]))]
     model: Any = fully_shard(converted(BF16), mesh=DeviceMesh.from_group(group, "cpu"))
+    step = step_of(model)
+    if dist.get_rank() != first:
+        time.sleep(1)
     try:
-        step_of(model)(X[0])
+        step(X[0])
     except fxamp.PolicyError as error:
         return str(error)
     return ""
 
 
-def test_a_rank_that_waits_for_one_that_trains_in_a_world_of_its_own(two: Workers) -> None:
-    first, second = two(take_one_sharded, [[0, 1], [1]])
-    two.end()  # the connection between them is closed by now
-    assert "rank 0 waited for the other ranks of [0, 1] at its first step" in first
-    assert not second
+SAID = "ranks disagree on which ranks train this model: rank 0 trains it with [0, 1], rank 1 trains it alone. Shard or"
+
+
+def test_ranks_that_disagree_on_the_number_of_ranks(two: Workers) -> None:
+    first, second = two(take_one_sharded, [[0, 1], [1]], 0)
+    assert first.startswith(SAID)
+    assert second == first
+    first, second = two(take_one_sharded, [[0, 1], [1]], 1)
+    two.end()  # they have taken different numbers of steps
+    assert first.startswith(SAID)
+    assert not second  # which trained on, and could know of no other
+
+
+@pytest.mark.matrix  # which starts four processes, and ends them
+def test_ranks_whose_groups_overlap(four: Workers) -> None:
+    said = four(take_one_sharded, [[0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 2, 3], [1, 3]], 0)
+    four.end()
+    assert all(one.startswith("ranks disagree on which ranks train this model: rank ") for one in said)
+    assert said[3].count("trains it with [1, 3]") == 1
+
+
+def wait_for_the_other() -> str:
+    store_of_ranks().set_timeout(datetime.timedelta(seconds=1))
+    replica = DistributedDataParallel(converted(BF16))
+    step = step_of(replica)
+    if dist.get_rank() == 1:
+        return ""
+    try:
+        step(X[0])
+    except fxamp.PolicyError as error:
+        return str(error)
+    return ""
+
+
+def test_a_rank_that_waits_for_one_that_takes_no_step(two: Workers) -> None:
+    first, _ = two(wait_for_the_other)
+    two.end()
+    waited = "rank 0 waited for rank 1, one of [0, 1], at its first step, and that rank did not arrive within 0:00:01"
+    assert waited in first

@@ -114,10 +114,10 @@ def make_step(model: dict[str, Any], settings: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("model", "settings", "match"),
     [
-        ({"how": "converted"}, {"weights": "per_step"}, r"gathered again for every call.* would do the same"),
+        ({"how": "converted"}, {"weights": "per_step"}, r"gathers weights again .* To cast each shard once"),
         (
             {"how": "whole", "low": LOW}, {"weights": "per_step"},
-            r"param_dtype=torch.bfloat16 casts each shard once before that, which is the same. Leave weights at 'auto'",
+            r"FSDP2 casts each shard once before it gathers, by param_dtype=torch.bfloat16. Leave weights at 'auto'",
         ),
         ({"how": "whole", "low": LOW}, {}, "FSDP2 casts the inputs of the model.* set cast_forward_inputs=False"),
         (

@@ -200,3 +200,14 @@ def test_complex_numbers_of_low_values_that_the_author_made_stay_as_written() ->
     assert decided["complex"].reason == "as_written: no kernel for torch.float16 on this cuda"
     module = convert_fixed(Two(f), example())
     assert module(example()).dtype == torch.complex32
+
+
+def test_what_fake_tensors_cannot_run_stays_as_it_was_captured() -> None:
+    def f(self: Two, x: Tensor, at: Tensor) -> Any:
+        return self.l(x.float()), *torch.tensor_split(x, at)  # into pieces whose sizes are values of a tensor
+
+    args = (example().half(), torch.tensor([1, 3]))
+    module = fxamp.convert(Two(f), args, policy="O1,dtype=fp16")
+    assert [t.dtype for t in module(*args)] == [torch.float32, *[torch.float16] * 3]
+    decided = {d.op: d.reason for d in module.plan.decisions}
+    assert decided["tensor_split"] == "as_written: it cannot be run on fake tensors"

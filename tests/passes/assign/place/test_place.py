@@ -264,7 +264,7 @@ def test_without_shapes_the_fewest_casts_are_taken_and_the_plan_says_so() -> Non
     view = decided(module, "view")[0]
     assert (view.colour, view.reason) == ("float32", "cut: stored FP32, which takes the fewest casts (follow)")
     plan = fxamp.plan_of(module)
-    assert plan.notes == ("captured without shapes: placed by unit costs, where every cast costs the same",)
+    assert plan.notes == ("captured without shapes: casts are placed as if each cost the same",)
     assert fxamp.plan_of(symbolic("O0")).notes == ()
 
 
