@@ -41,7 +41,7 @@ class _Box:
 
     constants: tuple[tuple[int, Any], ...] = ()
     spec: Any = None
-    changed: list[str]
+    changed: dict[str, Any]
 
 
 class _Flat(nn.Module):
@@ -104,7 +104,7 @@ def _quiet() -> Iterator[None]:
 def export(
     model: nn.Module, call: CallSpec, flat: list[Any], dims: tuple[Any, ...],
     autocast: Autocast | None, limit: Limit | None, recorder: Recorder,
-) -> tuple[GraphModule, CallSpec, list[str]]:  # fmt: skip
+) -> tuple[GraphModule, CallSpec, dict[str, Any]]:  # fmt: skip
     """Export a model in its present mode.
 
     Args:

@@ -7,7 +7,7 @@ graph under autocast is the one to compile.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -120,7 +120,7 @@ def _export(
     refuse_assigned(changed, [name for name, t in held(model).items() if id(t) in lifted], "export")
     return Captured(
         graph, spec, "export", {}, constants, (*dims.notes, *_side_effects(changed)), grad_reads=tuple(asked),
-        model=model,
+        model=model, left=changed,
     )  # fmt: skip
 
 
@@ -136,12 +136,12 @@ def by_fx(model: nn.Module, call: CallSpec, flat: list[Any], reads: Reads) -> Ru
         for path, leaf in leaves.items():
             reads.add_opaque(path, leaf)
         notes = tuple(_side_effects(changed))
-        return Captured(graph, spec, "fx", leaves, constants, notes, grad_reads=tuple(asked), model=model)
+        return Captured(graph, spec, "fx", leaves, constants, notes, grad_reads=tuple(asked), model=model, left=changed)
 
     return run
 
 
-def _side_effects(changed: list[str]) -> list[str]:
+def _side_effects(changed: Iterable[str]) -> list[str]:
     return [f"forward() sets '{name}', which the converted module does not" for name in sorted(changed)]
 
 

@@ -53,6 +53,7 @@ class _Tree:
         self._owners: list[tuple[str, dict[str, Any], str]] = []
         self._modules: list[nn.Module] = []
         self._classes: list[type] = []
+        self._defaults: dict[tuple[type, str], Any] = {}  # plain values of classes
 
     def add(self, path: str, module: nn.Module, name: str) -> None:
         """Compare an attribute from now on, wherever `nn.Module` keeps it; what graphs follow is left out."""
@@ -70,10 +71,12 @@ class _Tree:
                 self._compare(path, table, name)
         elif not isinstance(getattr(type(module), name, None), property):
             self._compare(path, attributes, name)
+            self._compare_default(type(module), name)
 
     def add_object(self, path: str, held: Any, name: str) -> None:
         """Compare an attribute of an object that a module holds."""
-        if name in getattr(held, "__dict__", ()):
+        plain = self._compare_default(type(held), name)
+        if hasattr(held, "__dict__") and (plain or name in vars(held)):
             self._compare(path, vars(held), name)
 
     def add_children(self, path: str, module: nn.Module) -> None:
@@ -98,10 +101,19 @@ class _Tree:
             self._keys.append(key)
             self._values.append(_copy(table.get(key, _MISSING)))
 
+    def _compare_default(self, kind: type, name: str) -> bool:
+        """Compare what instances without such an attribute get from their class, if it is plain; say whether it is."""
+        value = getattr(kind, name, _MISSING)
+        if type(value) in (bool, int, float, str):
+            self._defaults[kind, name] = value
+        return (kind, name) in self._defaults
+
     def holds(self) -> bool:
         """Say whether nothing has changed. Every call waits for this, so it has no Python loops."""
         try:
             if list(map(dict.get, self._tables, self._keys, _ANY)) != self._values:
+                return False
+            if list(itertools.starmap(getattr, self._defaults)) != list(self._defaults.values()):
                 return False
         except Exception:  # the comparison of an object of the user's
             return False
@@ -125,17 +137,23 @@ class _Tree:
                 self._owners = [own for own in self._owners if own[1] is not attributes or own[2] != name]
                 self._hooks = [other for other in self._hooks if other is not table]
                 self._compare(path, attributes, name)
-        slots = zip(self._names.values(), self._tables, self._keys, self._values, strict=True)
-        for name, table, key, value in slots:
-            now = table.get(key, _MISSING)
-            if not _same(now, value):
-                raise self._changed(name, value, now)
+        self._refuse_values()
         for module, kind_then in zip(self._modules, self._classes, strict=True):
             if type(module) is not kind_then:
                 raise CaptureError(
                     f"a {kind_then.__name__} of {self.whose} is a {type(module).__name__} now (a parametrization or a "
                     "sharded wrapper changes the class). The graph does not run the code of that class. Convert again."
                 )
+
+    def _refuse_values(self) -> None:
+        slots = zip(self._names.values(), self._tables, self._keys, self._values, strict=True)
+        for name, table, key, value in slots:
+            now = table.get(key, _MISSING)
+            if not _same(now, value):
+                raise self._changed(name, value, now)
+        for (kind, name), value in self._defaults.items():
+            if getattr(kind, name, _MISSING) != value:
+                raise self._changed(f"{kind.__name__}.{name}", value, getattr(kind, name, _MISSING))
 
     def _changed(self, name: str, value: Any, now: Any) -> CaptureError:
         if name.endswith("_modules") and isinstance(now, dict):  # name the layer, not the table

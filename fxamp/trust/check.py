@@ -7,7 +7,7 @@ import math
 import random
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -104,8 +104,9 @@ def rejected(model: nn.Module, call: CallSpec, flat: Sequence[Any], error: Excep
 def check_faithful(captured: Captured, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
     """Compare outputs, and what is left in inputs and in the model's tensors, bit for bit, and gradients within 1e-6.
 
-    The model runs once, and its graph once, nothing rounded, in the state that the model is in. Returns the capture,
-    with a note where there was less to compare.
+    The model runs once, and its graph once, nothing rounded, in the state that the model is in; numbers that forward()
+    assigns are those of a second call, so that a counter on which a result depends is found. Returns the capture, with
+    a note where there was less to compare.
 
     Raises:
         CaptureError: the model rejects the inputs, or the captured graph computes something else.
@@ -117,6 +118,7 @@ def check_faithful(captured: Captured, args: tuple[Any, ...], kwargs: dict[str, 
     written, tensors = written_parameters(found), held(model)
     with no_autocast():
         with untouched(model), preserved(model, written):
+            _go_on(model, found.left)
             try:
                 expected = _run(lambda a, k: model(*a, **k), args, kwargs, model, tensors)
             except Exception as e:
@@ -126,10 +128,24 @@ def check_faithful(captured: Captured, args: tuple[Any, ...], kwargs: dict[str, 
         bound: Callable[..., Any] = lambda a, k: found.call.pack(run(*found.call.bind(a, k)))  # noqa: E731
         with preserved(model, written):
             got = _run(bound, args, kwargs, model, tensors)
-        _compare(type(model).__name__, found.front_end, model, expected, got)
+        try:
+            _compare(type(model).__name__, found.front_end, model, expected, got)
+        except NotFaithfulError as e:
+            if found.left:
+                raise NotFaithfulError(f"{e} forward() sets {', '.join(map(repr, found.left))}.") from e
+            raise
     if any(isinstance(o, torch.Tensor) and o.is_meta for o in expected.outputs):
         return captured.noting("checked without values: tensors on the meta device have only a shape and a dtype")
     return captured
+
+
+def _go_on(model: nn.Module, left: Mapping[str, Any]) -> None:
+    """Give a model the numbers that a call left in its attributes, for a graph cannot count on from them."""
+    modules = dict(model.named_modules())
+    for name, value in left.items():
+        path, _, attribute = name.rpartition(".")
+        if path in modules and value is not None and isinstance(value, CONSTANTS):
+            modules[path].__dict__[attribute] = value
 
 
 def runs_under(autocast: Autocast, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -110,6 +110,8 @@ class Policy:
         unknown_ops: str = "keep",
         share_casts: str = "always",
     ) -> None:
+        if isinstance(level, str) and "," in level:
+            raise PolicyError(f"unknown level {level!r}; a policy as text is Policy.parse({level!r})")
         values = {
             "level": Level(_choice("level", level, LEVELS)),
             "dtype": _dtype(dtype),
@@ -295,9 +297,11 @@ def _instead_of_level(text: str, level: str) -> str:
         return f"; settings are separated by commas: {','.join((*words, *text.split(',')[1:]))!r}"
     if level in _DTYPE_SPELLINGS:
         return f"; a policy begins with its level: {f'O1,dtype={text}'!r}"
+    if ";" in level:
+        return f"; settings are separated by commas: {text.replace(';', ',')!r}"
     if "=" in level:
         return f"; a policy begins with its level: {f'O1,{text}'!r}"
-    return zero_for_o(level) or nearest(level, LEVELS)
+    return zero_for_o(level) or nearest(level.upper(), LEVELS)
 
 
 def _matches(policy: Policy, stack: Stack) -> Iterable[tuple[tuple[int, int, int], Override]]:

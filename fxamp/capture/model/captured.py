@@ -82,6 +82,7 @@ class Captured:
         plain: whether the model runs without autocast too; if not, results cannot be compared, and O0 is refused.
         grad_reads: lines where the program asked for the grad mode.
         model: what was captured.
+        left: the values that forward() left in other attributes, by "path.name".
     """
 
     graph: Graph
@@ -95,6 +96,7 @@ class Captured:
     plain: bool = True
     grad_reads: tuple[str, ...] = ()
     model: nn.Module = field(default_factory=nn.Module)
+    left: Mapping[str, Any] = field(default_factory=dict)
 
     def noting(self, *more: str) -> Captured:
         """Return the capture with more notes."""
@@ -130,7 +132,8 @@ def as_inputs(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]] 
     if args is None:
         args = ()
     if not isinstance(args, (tuple, list)):
-        raise CaptureError(f"args is a tuple of example inputs, not {type(args).__name__}; write (x,) for one input.")
+        way_out = "pass kwargs=" if isinstance(args, Mapping) else "write (x,) for one input"
+        raise CaptureError(f"args is a tuple of example inputs, not {type(args).__name__}; {way_out}.")
     if kwargs is not None and not isinstance(kwargs, Mapping):
         raise CaptureError(f"kwargs is a dict of example inputs, not {type(kwargs).__name__}.")
     return tuple(args), dict(kwargs or {})

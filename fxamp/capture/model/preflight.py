@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -269,23 +269,24 @@ def grad_mode_reads() -> Iterator[list[str]]:
 
 
 @contextlib.contextmanager
-def untouched(model: nn.Module) -> Iterator[list[str]]:
+def untouched(model: nn.Module) -> Iterator[dict[str, Any]]:
     """Restore every module's attributes, parameters, buffers, children and plain containers, whatever happens inside.
 
-    Yields a list that holds afterwards, as "path.name", the attributes that got other values, but not those of
-    torch's classes; a buffer is "path._buffers.name".
+    Yields a dict that holds afterwards, by "path.name", the other values that attributes got, but not those of torch's
+    classes; a buffer is "path._buffers.name", without its value.
     """
     saved = []
     for path, module in model.named_modules():
         tables = {id(v): (v, _copy(v)) for v in module.__dict__.values() if type(v) in _CONTAINERS}
         saved.append((path, module, dict(module.__dict__), tables))
-    changed: list[str] = []
+    changed: dict[str, Any] = {}
     try:
         yield changed
     finally:
         for path, module, attributes, tables in saved:
             if not type(module).__module__.startswith("torch."):
-                changed += [f"{path}.{name}".lstrip(".") for name in _changes(module.__dict__, attributes, tables)]
+                for name in _changes(module.__dict__, attributes, tables):
+                    changed[f"{path}.{name}".lstrip(".")] = module.__dict__.get(name)
             module.__dict__.clear()
             module.__dict__.update(attributes)
             for container, content in tables.values():
@@ -317,7 +318,7 @@ def _differing(before: Any, now: Any) -> list[str]:
     return [n for n in sorted(before.keys() | now.keys()) if before.get(n) is not now.get(n)]
 
 
-def refuse_assigned(changed: list[str], read: Collection[str], front_end: str) -> None:
+def refuse_assigned(changed: Iterable[str], read: Collection[str], front_end: str) -> None:
     """Raise NotFaithfulError when forward() assigned a buffer, or an attribute whose tensor the graph reads."""
     for name in changed:
         plain = name.replace("_buffers.", "")

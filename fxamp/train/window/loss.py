@@ -43,7 +43,7 @@ def _output(model: nn.Module, inputs: Any) -> Any:
         return model(inputs)
     raise PolicyError(
         f"inputs must be a tensor, a tuple for model(*inputs) or a mapping for model(**inputs), "
-        f"got {type(inputs).__name__}. To pass it to the model unchanged, wrap it: (inputs,)"
+        f"got {type(inputs).__name__}. Give tuple(inputs) for several inputs, (inputs,) for a single one"
     )
 
 

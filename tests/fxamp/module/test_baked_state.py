@@ -23,11 +23,15 @@ from tests.support.helpers import FRONT_ENDS, Two, assert_is_eager, assert_same,
 
 
 class Config:
+    times = 1.0
+
     def __init__(self) -> None:
         self.gain, self.unread = 3.0, 1.0
 
 
 class Net(nn.Module):
+    rate = 1.0
+
     def __init__(self, shared: bool = False) -> None:
         super().__init__()
         self.l = nn.Linear(6, 6)
@@ -45,7 +49,7 @@ class Net(nn.Module):
         self.calls += 1
         x = self.layers(self.drop(self.norm(self.act(self.l(x)))))
         gain: float = self.config.gain
-        return self.last(x) * self.scale * self.gains[1] * gain
+        return self.last(x) * self.scale * self.gains[1] * gain * self.config.times * self.rate
 
 
 @pytest.fixture
@@ -88,7 +92,9 @@ OF_THE_ORIGINAL = OF_BOTH | {
     "gains": lambda m: m.gains.append(5.0) or m.gains.reverse(),
     "act": lambda m: setattr(m, "act", F.gelu),
     "config.gain": lambda m: setattr(m.config, "gain", 1.0),
-    "config": lambda m: setattr(m, "config", SimpleNamespace(gain=1.0)),
+    "config.times": lambda m: setattr(m.config, "times", 2.0),
+    "rate": lambda m: setattr(m, "rate", 2.0),
+    "config": lambda m: setattr(m, "config", SimpleNamespace(gain=1.0, times=1.0)),
     "layers.2": lambda m: m.layers.append(nn.ReLU()),
 }
 HOOKS: dict[str, Callable[[nn.Module], Any]] = {
@@ -107,7 +113,20 @@ def test_what_changes_on_the_original_is_refused_by_name(both: tuple[Net, Any], 
         with pytest.raises(fxamp.CaptureError, match=rf"'{name}' of the original Net was .* is .* now"):
             converted(example())
     model.config.gain = 3.0
+    vars(model.config).pop("times", None)
     assert_is_eager(converted, model)  # set back
+
+
+@pytest.mark.parametrize(("kind", "name"), [(Net, "rate"), (Config, "times")])
+def test_what_changes_on_a_class_is_refused_by_name(
+    both: tuple[Net, Any], kind: type, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, converted = both
+    with monkeypatch.context() as patch:
+        patch.setattr(kind, name, 2.0)
+        with pytest.raises(fxamp.CaptureError, match=rf"'{kind.__name__}.{name}' of the original Net was 1.0"):
+            converted(example())
+    assert_is_eager(converted, model)
 
 
 @pytest.mark.parametrize("name", OF_BOTH)

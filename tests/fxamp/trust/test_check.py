@@ -47,6 +47,26 @@ def scale(x: Any) -> float:
     return 2.0 if type(x) is Tensor else 1.0
 
 
+class Counts(Two):
+    """Counts its calls, and may warm up by that."""
+
+    def __init__(self, warms_up: bool) -> None:
+        super().__init__(None)
+        self.calls, self.warms_up = 0, warms_up
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.l(x) * (min(self.calls, 10) / 10 if self.warms_up else 1.0)
+
+
+@pytest.mark.parametrize("front_end", FRONT_ENDS)
+def test_a_count_of_calls_on_which_a_result_depends_is_found(front_end: str) -> None:
+    counts = Counts(warms_up=False)
+    assert_is_eager(o0(counts, front_end=front_end), counts)
+    with pytest.raises(fxamp.CaptureError, match=r"output 0 differs.* forward\(\) sets 'calls'"):
+        o0(Counts(warms_up=True), front_end=front_end)
+
+
 @pytest.mark.parametrize("front_end", FRONT_ENDS)
 def test_a_python_random_draw_is_found(front_end: str) -> None:
     model = Two(python_random)
