@@ -1,15 +1,11 @@
 """Run torch's own samples of every op, and compare what `passes.graph.values` says of the call with what happened.
 
-Prints JSON: the claims that are false, and the number of ops of the table that were run. A program of its own, for
-torch's test suite changes global settings when it is imported: `python -m tests.support.op_sweep 1` looks at every op,
-and `3` at every third.
+For a process of its own, for torch's test suite changes global settings when it is imported.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
-import sys
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -101,15 +97,19 @@ def false_claims(function: Any, leaves: list[Any], tree: Any) -> tuple[str, set[
     return name, wrong
 
 
-def main() -> None:
-    """Sweep over all ops."""
+def sweep(every: int = 1) -> tuple[list[str], int]:
+    """Sweep over every op, or every second and so on.
+
+    Returns:
+        The claims that are false, and how many ops of the table were run.
+    """
     torch.set_num_threads(1)  # the samples are tiny
     warnings.simplefilter("ignore")
     from torch.testing._internal.common_methods_invocations import op_db
 
     wrong: set[str] = set()
     seen: set[str] = set()
-    for info in op_db[:: int(sys.argv[1])]:
+    for info in op_db[::every]:
         unnamed = getattr(info.op, "__name__", "") == "<lambda>"
         if unnamed or info.name in SKIPPED or torch.float32 not in info.supported_dtypes("cpu"):
             continue
@@ -117,8 +117,4 @@ def main() -> None:
             name, found = false_claims(info.op, leaves, tree)
             seen.add(name)
             wrong |= found
-    json.dump({"wrong": sorted(wrong), "ops": len(seen & set(RULES))}, sys.stdout)
-
-
-if __name__ == "__main__":
-    main()
+    return sorted(wrong), len(seen & set(RULES))

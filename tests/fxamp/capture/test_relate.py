@@ -130,6 +130,10 @@ WAYS = [
     in_a_branch, of_masked_ops,
 ]  # fmt: skip
 
+every_way = pytest.mark.parametrize(
+    "way", [w if at % 2 == 0 else pytest.param(w, marks=pytest.mark.matrix) for at, w in enumerate(WAYS)]
+)
+
 
 @functools.cache
 def of_way(way: Callable[..., Any]) -> tuple[nn.Module, dict[str, Callable[[], Any]]]:
@@ -141,7 +145,7 @@ def of_way(way: Callable[..., Any]) -> tuple[nn.Module, dict[str, Callable[[], A
 
 
 @pytest.mark.parametrize("low", ["bf16", pytest.param("fp16", marks=pytest.mark.matrix)])
-@pytest.mark.parametrize("way", WAYS)
+@every_way
 def test_what_the_code_reads_of_dtypes_is_autocasts(way: Callable[..., Any], low: str) -> None:
     (model, convert), x = of_way(way), example()
     converted = convert[f"O1,dtype={low}"]()
@@ -199,7 +203,7 @@ def test_a_kernel_of_recurrent_layers_that_is_called_directly_gives_autocasts_dt
 
 
 @pytest.mark.parametrize("level", ["O2", pytest.param("O3", marks=pytest.mark.matrix)])
-@pytest.mark.parametrize("way", WAYS)
+@every_way
 def test_beyond_o1_it_stays_near(way: Callable[..., Any], level: str) -> None:
     (model, convert), x = of_way(way), example()
     got = convert[f"{level},dtype=bf16"]()(x)
@@ -209,7 +213,7 @@ def test_beyond_o1_it_stays_near(way: Callable[..., Any], level: str) -> None:
     assert (got - expected).norm() <= 0.05 * expected.norm()
 
 
-@pytest.mark.parametrize("way", WAYS)
+@every_way
 def test_without_rounding_what_was_read_is_the_models_own(way: Callable[..., Any]) -> None:
     model, convert = of_way(way)
     assert_is_eager(convert["O0,dtype=bf16"](), model)

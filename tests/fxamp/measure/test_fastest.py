@@ -120,7 +120,7 @@ def test_where_fp32_is_the_fastest_nothing_is_rounded_and_the_plan_says_so(race:
     assert "took longer than with FP32" in plan.notes[0]
 
 
-@pytest.mark.parametrize("best", ["O2", "O1", "FP32"])
+@pytest.mark.parametrize("best", [pytest.param("O2", marks=pytest.mark.matrix), "O1", "FP32"])
 def test_a_plan_is_replayed_without_measuring(
     race: dict[str, float], monkeypatch: pytest.MonkeyPatch, best: str, tmp_path: Path
 ) -> None:

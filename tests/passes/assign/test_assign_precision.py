@@ -587,6 +587,7 @@ def test_without_inputs_a_cast_that_did_nothing_shares_what_is_written_as_before
     assert torch.equal(converted(X), torch.zeros(X.shape[-1]))
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")  # which torch says once in a process
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_without_inputs_an_op_that_takes_one_dtype_alone_is_given_one(level: str) -> None:
     model = Net(lambda m, x: torch.complex(x, x.relu().half()).abs())

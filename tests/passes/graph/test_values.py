@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
-import json
 import operator
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,6 +36,8 @@ from passes.graph.values import (
 from passes.runtime import rnn
 from tests.support.graphs import Builder, parse
 from tests.support.helpers import named
+from tests.support.op_sweep import sweep
+from tests.support.processes import in_another_process
 
 aten = torch.ops.aten
 BF16, F16, F32, F64, I64 = torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64
@@ -342,13 +340,9 @@ def test_a_list_of_unknown_length_has_one_dtype() -> None:
 @pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.matrix)])
 def test_what_is_said_of_every_op_of_torch_is_true(every: int) -> None:
     """In a process of its own, for torch's test suite changes global settings when it is imported."""
-    root = Path(__file__).parents[3]
-    command = [sys.executable, "-m", "tests.support.op_sweep", str(every)]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert found["wrong"] == []
-    assert found["ops"] > 300 / every
+    wrong, count = in_another_process(sweep, every)
+    assert wrong == []
+    assert count > 300 / every
 
 
 # Storage.

@@ -153,7 +153,9 @@ def test_an_lstm_with_projections_is_kept_whole_on_a_cpu(capture: str, config: d
             assert torch.equal(module(x), model.last(whole).float())
 
 
-@pytest.mark.parametrize("config", RECURRENT, ids=str)
+@pytest.mark.parametrize(
+    "config", [RECURRENT[0], *(pytest.param(c, marks=pytest.mark.matrix) for c in RECURRENT[1:])], ids=str
+)
 def test_an_lstm_without_projections_runs_low(config: dict[str, bool]) -> None:
     plan = fxamp.plan(Recurrent(**config).eval(), torch.randn(2, 3, FEATURES), dynamic_shapes=None)
     assert {d.op: d.colour for d in plan.decisions if d.op in ("lstm", "linear")} == dict.fromkeys(

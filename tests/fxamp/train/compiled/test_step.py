@@ -191,7 +191,7 @@ def by_step(model: nn.Module, backend: Saved, weights: Any) -> None:
     step({"input_ids": ids_of(0)}, ids_of(0))
 
 
-@pytest.mark.parametrize("weights", ["per_step", "per_use"])
+@pytest.mark.parametrize("weights", ["per_use", pytest.param("per_step", marks=pytest.mark.matrix)])
 def test_no_low_copy_of_a_weight_is_saved_for_backward(weights: Any) -> None:
     model, backend = converted("bert"), Saved()
     by_step(model, backend, weights)

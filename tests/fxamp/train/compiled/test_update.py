@@ -89,7 +89,7 @@ KINDS: dict[str, Callable[[nn.Module], Any]] = {
         SGD(m.get_submodule("2").parameters(), lr=0.1, momentum=0.9),
     ],
 }
-EVERYDAY = ("momentum", "AdamW", "two")
+EVERYDAY = ("AdamW", "two")
 
 
 @pytest.mark.parametrize(
