@@ -98,8 +98,12 @@ def to_markdown(data: dict[str, Any]) -> str:
         "frozen weights. `fx` is without inputs, `export` with them, `jit` is `fxamp.compile`, `ambient` is the\n"
         "backend called under autocast. O0 is compared with eager PyTorch to the bit, gradients within 1e-6; O1 with\n"
         "`torch.autocast` to the bit; its gradients, and all of O2 and O3, with FP32 within four times (at O3 eight)\n"
-        f"what autocast, or one rounding an op, changes.\n\n{table}\n"
+        "what autocast, or one rounding an op, changes. Where `torch.compile` alone differs from eager, that is what\n"
+        f"is compared with.\n\n{table}\n"
     ]
+    if len(data["codes"]) > 1:
+        table = tabulate(data["codes"], ("code of fxamp", "programs"), "pipe")
+        parts.append(f"## By code\n\n{table}\n")
     if data["deviations"]:
         table = tabulate(data["deviations"], ("front end", "code", "programs"), "pipe")
         parts.append(f"## Deviations at O1, by code\n\n{table}\n")
@@ -135,9 +139,10 @@ def summary(found: dict[str, Found]) -> dict[str, Any]:
                     refused[front, _reason(why)] += 1
     kinds = sorted({k for levels in counts.values() for c in levels.values() for k in c}, key=lambda k: (k != "ok", k))
     now = code()
+    codes = collections.Counter(e["code"] for case, e in found.items() if int(case) in programs)
     return {
         "torch": torch.__version__, "programs": len(programs), "last": max(map(int, found), default=0),
-        "current": sum(e["code"] == now for e in programs.values()),
+        "current": sum(e["code"] == now for e in programs.values()), "codes": codes.most_common(),
         "hours": sum(e.get("seconds", 0) for e in found.values()) / 3600, "counts": counts, "kinds": kinds,
         "deviations": [(*key, n) for key, n in sorted(deviations.items())],
         "refused": [(*key, n) for key, n in refused.most_common() if n > 2],
