@@ -179,7 +179,7 @@ def to_markdown(data: dict[str, Any]) -> str:
         "inputs, as they are or behind a product. O0 is compared with eager PyTorch to the bit, gradients\n"
         "within 1e-6; O1 with\n"
         "`torch.autocast` to the bit; its gradients, and all of O2 and O3, with FP32 within four times (at O3 eight)\n"
-        "what autocast, or one rounding an op, changes.\n"
+        "what autocast, or one rounding an op, changes; at O3 also with what torch's own kernels give for low inputs.\n"
         f"`cuda` compares the dtypes planned with those of the autocast kernels on fake tensors.\n\n{table}\n"
     ]
     for title, headers, of in (

@@ -127,12 +127,12 @@ def first_difference(
     shown = unequal([(0, expected, got)], module.plan)
     if shown is not None:
         return shown
-    return _inside([expected], module.plan)
+    return _inside([(0, expected, got)], module.plan)
 
 
-def _inside(expected: Iterable[Record], plan: fxamp.Plan) -> tuple[str, str]:
-    """Return the code and the key of the first deviation that is of a part of an op, where no node differs."""
-    known = {key for record in expected for key in record.names.values()}
+def _inside(runs: Iterable[tuple[int, Record, Record]], plan: fxamp.Plan) -> tuple[str, str]:
+    """Return the code and the key of the first deviation that is of a node which is not in both, where none differs."""
+    known = {key for _, a, b in runs for n, key in a.names.items() if n.name in {m.name for m in b.names}}
     inside = next((d for d in plan.deviations if d.key not in known), None)
     return ("", "what no node shows") if inside is None else (inside.code, inside.key)
 
@@ -177,7 +177,7 @@ def first_difference_at_calls(found: Compared, policy: Policy, *, grad: bool = T
             compiled(*args, **kwargs)
     runs = [(index, theirs, ours) for (_, theirs), (index, ours) in zip(expected.calls, got.calls, strict=False)]
     plan = fxamp.plan_of(compiled)
-    return unequal(runs, plan) or _inside([record for _, record in expected.calls], plan)
+    return unequal(runs, plan) or _inside(runs, plan)
 
 
 def _flat(module: fxamp.ConvertedModule, found: Compared) -> list[Any]:

@@ -2,7 +2,7 @@
 
 O0 has to be eager PyTorch to the bit. O1 has to have the forward values of `torch.autocast` to the bit, or a deviation
 that its plan names at the first node that differs; its gradients, and all of O2 and O3, are as close to FP32 as low
-precision allows (`runs.Allowed`), twice as far at O3.
+precision allows (`runs.Allowed`), twice as far at O3, or as close to the model on low inputs.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from fxamp.capture.model.captured import Captures, as_inputs
 from fxamp.capture.states import capture, copied
 from fxamp.convert import autocast_for, checked, emit, resolve
 from fxamp.trust.check import check_runs
+from passes._torch import pytree
 from passes.contract.errors import FxampError, RejectedError, VerificationError
 from passes.contract.policy import Policy
 from passes.contract.reasons import DEVIATIONS
@@ -79,7 +80,18 @@ class Subject:
         self.plain = self.run(self.model)
         with contextlib.suppress(RuntimeError, TypeError, ValueError, NotImplementedError, IndexError):
             self.autocast = self.run(self.model, self.ambient())
-        self.allowed = Allowed(lambda noise: self.run(self.model, noise=noise), self.plain, self.autocast, self.dtype)
+        self.allowed = Allowed(
+            lambda noise: self.run(self.model, noise=noise), self._in_low, self.plain, self.autocast, self.dtype
+        )
+
+    def _in_low(self) -> Run:
+        def low(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor) or value.dtype is not torch.float32:
+                return value
+            return value.detach().to(self.dtype).requires_grad_(value.requires_grad)
+
+        args, kwargs = pytree.tree_map(low, (self.args, self.kwargs))
+        return run(self.model, self.model, args, kwargs, backward=self.backward)
 
     @property
     def dtype(self) -> torch.dtype:

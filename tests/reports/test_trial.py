@@ -305,6 +305,23 @@ def test_a_sample_of_an_op_is_judged_and_reported(monkeypatch: pytest.MonkeyPatc
     assert "## Failures\n\nNone." in text
 
 
+def test_what_is_called_is_judged_by_what_torch_itself_makes_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, x = torch.nn.LayerNorm(4), torch.randn(600, 4, generator=torch.Generator().manual_seed(0))
+    square = x[:4].clone()
+
+    def sample(name: str, dtype: str, *, product: bool) -> samples.Sample:
+        called, value = (layer, x) if name == "op:norm" else (torch.linalg.pinv, square)
+        leaves, tree = pytree.tree_flatten(((value,), {}))
+        return samples.Sample(samples.Call(called, leaves, tree, product), (value,))
+
+    monkeypatch.setattr(samples, "sample", sample)
+    # The low kernel of a layer norm sums the gradient of its bias in low.
+    assert op_coverage.work("export fp32 plain op:norm")["found"]["O3"] == ["ok", ""]
+    # No node of Dynamo's graph is in the converted one, where the op has another overload.
+    kind, why = op_coverage.work("jit fp32 plain op:pinv")["found"]["O1"]
+    assert (kind, why.partition(" ")[0]) == ("deviation", "composite")
+
+
 def test_a_model_of_a_library_is_compared_and_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(libraries.BUILDERS, "own", (lambda name: (Net(), (torch.randn(4, 6),), {}), ["net"]))
     row = {"case": "own:net", "code": "", **libraries.work("own:net")}
