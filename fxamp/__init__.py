@@ -27,7 +27,7 @@ from .guard import refuse_foreign_passes
 from .module import moved
 
 moved.install()
-if "pytest" not in sys.modules:  # pytest loads our plugin in every run: it refuses only where it is used
+if "pytest" not in sys.modules:  # pytest always loads our plugin, which refuses only when it is used
     refuse_foreign_passes()
 
 if TYPE_CHECKING:

@@ -315,7 +315,7 @@ def communication_states(replica: DistributedDataParallel) -> list[Any]:
 def store_of_ranks() -> Any:
     """Return the store through which the ranks of this job have met: keys and values that each of them can read.
 
-    A process group has it, and shows it to nobody.
+    torch.distributed has no public function for it.
     """
     return torch.distributed.distributed_c10d._get_default_store()
 

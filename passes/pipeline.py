@@ -103,7 +103,7 @@ def compile_graph(
         verify(graph)
         prepared = list(_prepared(graph, attribute, preparing(policy), itertools.count()))
         bodies = bodies_of(graph, attribute) if policy.level.rounds else {}
-        if capture != "jit":  # of several graphs, an override has to match in any one
+        if capture != "jit":  # an override has to match in only one of several graphs
             _check_overrides(policy, all_graphs(graph, bodies))
         outermost = Unit(graph, attribute, _border_of(policy, under_autocast, bodies))
         units = _compiled(outermost, deciding(policy, plan, own, timer), itertools.count())
@@ -157,7 +157,8 @@ def _inside(node: Node, body: Body, outside: Assignment) -> Unit:
     """Return the body of a higher-order op, with the dtypes that hold at its border."""
     entered = body.first is not None
     given = {p: outside.dtypes[v] for p, v in body.operands(node).items()} if entered else {}
-    return Unit(body.graph, body.attribute, Border(given, not entered, bodies=body.bodies()))
+    restored = not entered or outside.dtypes[node] == outside.original[node]
+    return Unit(body.graph, body.attribute, Border(given, restored, bodies=body.bodies()))
 
 
 def _check_border(node: Node, body: Body, outside: Assignment, inside: Assignment) -> None:

@@ -202,6 +202,7 @@ class _Tracer(Tracer):
     def __init__(self, run: Callable[[nn.Module], Any]) -> None:
         super().__init__(autowrap_modules=())  # type: ignore[arg-type]
         self.run = run
+        self.stacks = frames.Stacks(run.__code__)
         self.leaves: dict[str, nn.Module] = {}
 
     def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> Any:
@@ -241,7 +242,7 @@ class _Tracer(Tracer):
                 f"forward() calls Tensor.{target} at {frames.place()}: the graph would not. {INSTEAD}."
             )
         node = super().create_node(kind, target, args, kwargs, name, type_expr)
-        node.meta.setdefault("stack_trace", frames.stack_of_forward(self.run.__code__))
+        node.meta.setdefault("stack_trace", self.stacks())
         if kind == "call_module":
             leaf = self.root.get_submodule(target)
             note(node, leaf=type(leaf).__name__)

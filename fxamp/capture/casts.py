@@ -65,9 +65,10 @@ def _memory_format(args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def drop_aliases(graph: Graph) -> None:
-    """Remove the aliases, after noting on each cast what they said of it.
+    """Remove the aliases, and note on each cast what their number means.
 
-    One alias: the cast is literal. More: it is undecided. Three, before a recurrent layer: the author wrote no cast.
+    After one alias a cast is literal, after more it is undecided. After three, before a recurrent layer, it is removed:
+    the author wrote none.
     """
     behind: dict[Node, int] = {}
     for node in list(graph.nodes):

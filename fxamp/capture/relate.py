@@ -107,6 +107,8 @@ class _Related(Walk):
             made = dtypes_of(b.meta.get("val"))
             if oracle and made is not None:
                 note(a, autocast=made)
+            if oracle:
+                note(a, region=note_of(b).region)  # a region that names no dtype takes that of autocast
             if ops.name(a) == "to" and is_floating(dtypes_of(a.meta.get("val"))):
                 _describe_cast(a, b, oracle)
         for node, read in self.casts:

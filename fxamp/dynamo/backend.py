@@ -47,7 +47,7 @@ _NOT_EAGER = (
 )
 _WITHOUT_AUTOCAST = (
     "captured without autocast: Python code that reads dtypes (finfo, dtype= arguments, branches) sees FP32, and code "
-    "between graphs runs in FP32; under fxamp.compile, or inside torch.autocast, both are as autocast has them"
+    "between graphs runs in FP32; under fxamp.compile, or inside torch.autocast, both follow autocast"
 )
 
 
@@ -237,7 +237,7 @@ def rewrite(
     refuse_low_parameters(named, is_gathered)
     device = policy.device or _device(example_inputs)
     on = torch.is_autocast_enabled(device)
-    ambient = ambient_dtype(gm.graph, device) if policy.level.rounds else None
+    ambient = ambient_dtype(gm.graph, device, policy.dtype) if policy.level.rounds else None
     dtype = policy.dtype or ambient or torch.get_autocast_dtype(device)
     resolved = replace(policy, device=device, dtype=dtype)
     for node, value in zip(gm.graph.nodes, example_inputs, strict=False):

@@ -18,7 +18,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from passes._torch import enter_autocast, exit_autocast, pytree, source_name, without_transforms
 from passes.contract.policy import Policy, module_override, type_names
-from passes.graph.notes import note, note_of, origin
+from passes.graph.notes import Region, note, note_of, origin
 from passes.graph.values import ELIGIBLE, LOW, Inference, dtypes_of, is_floating, literal_dtype, retyped
 from passes.ops import ops
 from passes.ops.rules import row_of
@@ -30,17 +30,20 @@ _ROOT = re.compile(r"^[LG]\['\w+'\]\.?")
 _ATOM = re.compile(r"\['([^']*)'\]|\[(\d+)\]|\.([A-Za-z]\w*)")  # skips `_modules` and `_parameters`
 
 
-def ambient_dtype(graph: Graph, device: str) -> torch.dtype | None:
-    """Return the low dtype of the ambient autocast: a region round the whole graph, which is erased, or a state."""
+def ambient_dtype(graph: Graph, device: str, named: torch.dtype | None = None) -> torch.dtype | None:
+    """Return the low dtype of the ambient autocast: a region round the whole graph, which is erased, or a state.
+
+    A region in another dtype than the state's is the model's own, if the policy has named that of the state.
+    """
+    state = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     region = _whole_region(graph)
-    if region is not None:
-        entered, left = region
-        for node in (left, entered):
-            graph.erase_node(node)
-        kind, dtype, enabled, _ = entered.args
-        if kind == device and enabled and isinstance(dtype, torch.dtype):
-            return dtype
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    if region is None or (state is not None and named == state != region[0].args[1]):
+        return state
+    entered, left = region
+    for node in (left, entered):
+        graph.erase_node(node)
+    kind, dtype, *_ = entered.args
+    return dtype if kind == device and isinstance(dtype, torch.dtype) else state
 
 
 def _whole_region(graph: Graph) -> tuple[Node, Node] | None:
@@ -73,8 +76,8 @@ def describe(
         given: of each input, whether the compiled module was called with it.
 
     Returns:
-        Which outputs are low in the model itself, and not by autocast: their numbers, and the dtypes. Beside such
-        outputs, or low inputs, those too which are FP32 in the model itself.
+        The dtypes in the model itself, by number, of outputs that are low there, and not by autocast. Beside such
+        outputs, or low inputs, the outputs that are FP32 in the model itself are among them.
     """
     description = _Description(gm.graph, ambient, policy, scope, own, given)
     description.of(gm)
@@ -108,21 +111,24 @@ class _Description:
         self.own: dict[Node, Any] = {}  # dtypes as they would be in the model without autocast anywhere
         self.doubtful: set[Node] = set()  # nodes whose dtype may be the model's own or autocast's
 
-    def of(self, gm: GraphModule, *, inside: bool = False) -> None:
-        """Describe one graph, in place; `inside` says that it is the body of a higher-order op."""
+    def of(self, gm: GraphModule, *, inside: bool = False, region: Region | None = None) -> None:
+        """Describe one graph, in place.
+
+        `inside` says that it is the body of a higher-order op, which stands in an autocast region of the model's own.
+        """
         nodes, held = list(gm.graph.nodes), dict[Node, Any]()
+        _describe_regions(nodes, region)
+        regions = {note_of(n).region for n in nodes} - {None}
+        self.by_autocast |= {dtype for _, on, dtype in regions if on and dtype in LOW}  # type: ignore[misc]
         for node in nodes:
             _as_cast(node)
             if inside and node.op == "placeholder":
                 node.meta = dict(node.meta)  # copied, since Dynamo shares it with the outer value
             _describe_origin(node, self.scope)
             if node.op == "get_attr" and isinstance(body := attribute_of(gm, str(node.target)), GraphModule):
-                self.of(body, inside=True)
+                self.of(body, inside=True, region=next((note_of(user).region for user in node.users), None))
             if ops.name(node) == "to":
                 note(node, cast="literal" if _is_method(node) else "autocast" if self.ambient else "baked")
-        _describe_regions(nodes)
-        regions = {note_of(n).region for n in nodes} - {None}
-        self.by_autocast |= {dtype for _, on, dtype in regions if on and dtype in LOW}  # type: ignore[misc]
         for node in nodes:
             value = pytree.tree_map(without_transforms, node.meta.get("example_value", node.meta.get("val")))
             if value is not None:
@@ -206,12 +212,13 @@ def _describe_origin(node: Node, scope: Scope | None) -> None:
         node.meta["nn_module_stack"] = {k: (_ROOT.sub("", path), kind) for k, (path, kind) in stack.items()}
 
 
-def _describe_regions(nodes: Iterable[Node]) -> None:
-    """Note on each call the innermost autocast region that it lies in."""
-    regions: list[tuple[Node, tuple[str, bool, Any]]] = []
+def _describe_regions(nodes: Iterable[Node], outside: Region | None) -> None:
+    """Note on each call the innermost autocast region that it lies in: at first the one outside the graph."""
+    regions: list[tuple[Node | None, Region]] = [] if outside is None else [(None, outside)]
     for node in nodes:
         if node.target is enter_autocast:
-            kind, dtype, enabled, _ = node.args
+            settings: Any = node.args
+            kind, dtype, enabled, _ = settings
             regions.append((node, (str(kind), bool(enabled), dtype)))
         elif node.target is exit_autocast:
             regions = [r for r in regions if r[0] is not node.args[0]]

@@ -175,7 +175,7 @@ def entries(module: nn.Module) -> list[Converted]:
         CaptureError: nothing was.
     """
     found = {id(entry): entry for entry in _BY_ROOT.get(_root(module), ())}
-    for parameter in () if found else module.parameters():  # it lies inside the one compiled
+    for parameter in () if found else module.parameters():  # it is part of the compiled one
         for entry in _BY_PARAMETER.get(parameter, ()):
             found[id(entry)] = entry
     asked = _ASKED.get(module)

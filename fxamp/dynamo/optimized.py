@@ -33,7 +33,7 @@ from . import compiled
 
 logger = logging.getLogger("fxamp")
 
-_OWN: Any = WeakIdKeyDictionary()  # dtypes of values that the model itself makes low, and of others beside them
+_OWN: Any = WeakIdKeyDictionary()  # the dtypes that values which left a graph have in the model itself
 _CONTEXTS: dict[tuple[str, torch.dtype, bool], list[torch.autocast]] = {}  # for reuse; none is entered now
 
 
@@ -80,14 +80,14 @@ def note_own(value: Tensor, dtype: torch.dtype) -> None:
 
 
 def is_low_of_its_own(value: object, made_of_low: bool) -> bool:
-    """Say whether a value is low in the model itself: it left a graph so, or left none, and is made of low values."""
+    """Say whether a value is low in the model itself: as noted when it left a graph, else as `made_of_low` says."""
     if not isinstance(value, Tensor):
         return False
     return _OWN.get(value, value.dtype if made_of_low else None) in LOW
 
 
 def is_low_throughout(model: nn.Module, inputs: Any) -> bool:
-    """Say whether all that a model holds and is given is low: what no graph makes is low of its own then."""
+    """Say whether a model holds and is given low values only: then values that no graph makes are low in the model."""
     held = itertools.chain(model.parameters(), model.buffers(), pytree.tree_leaves(inputs))
     floats = (t.dtype in LOW for t in held if isinstance(t, Tensor) and t.is_floating_point())
     return next(floats, False) and all(floats)
@@ -233,7 +233,7 @@ def restored(
 
 
 def _is_given(model: nn.Module, inputs: Any, value: Tensor) -> bool:
-    """Say whether a value is a parameter, one that the model was called with, or made of nothing wider than it is."""
+    """Say whether a value is a parameter or an input, or the model holds and is given low values only."""
     if isinstance(value, nn.Parameter) or any(value is given for given in pytree.tree_leaves(inputs)):
         return True
     return is_low_throughout(model, inputs)

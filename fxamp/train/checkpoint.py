@@ -45,7 +45,7 @@ def beside(step: TrainStep) -> dict[str, Tensor]:
         held = step.loss_fn.state_dict(prefix="loss_fn.", keep_vars=True)
     for index, optimizer in enumerate(step.optimizers):
         held.update((f"parameter {at} of optimizer {index}", p) for at, p in enumerate(parameters(optimizer)))
-    named = {id(t): name for name, t in reversed(held.items()) if isinstance(t, Tensor)}  # by their first names
+    named = {id(t): name for name, t in reversed(held.items()) if isinstance(t, Tensor)}  # each by its first name
     for t in (*step.model.parameters(), *step.model.buffers()):
         named.pop(id(t), None)
     return {name: held[name].detach() for name in named.values()}

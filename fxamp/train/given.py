@@ -28,7 +28,7 @@ def low_dtype_of(model: nn.Module) -> torch.dtype | None:
 
 
 def policies_of(model: nn.Module) -> list[Policy]:
-    """Return the policies that parts of a model were converted by; none for one that is not, or not yet."""
+    """Return the policies by which parts of a model were converted; parts that are not, or not yet, have none."""
     plans = [getattr(module, "plan", None) for module in model.modules()]
     for module in model.modules():
         if module is model or compiled.is_compiled(module):

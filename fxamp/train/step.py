@@ -170,7 +170,7 @@ class TrainStep:
         compiles |= settings is not None and settings.converts
         self._undecided = isinstance(scaler, str) and self._low_dtype is None and compiles
         self._scaler_state: Mapping[str, Any] | None = None  # a state that was loaded before that call
-        self._warned = self._begun = self._seen = False  # of unscaled FP16; ranks compared; looked for FP32
+        self._warned = self._begun = self._seen = False  # warned of unscaled FP16; compared ranks; looked for FP32
 
         self.windows = 0
         self._position = 0  # micro-batches of the open window seen so far

@@ -25,7 +25,7 @@ from ..capture.model.call import CallSpec
 _EQUAL = re.compile(r"args\[(\d+)\]\.size\(\)\[(\d+)\] == args\[(\d+)\]\.size\(\)\[(\d+)\]")
 _PLAIN = (bool, int, float, complex, torch.dtype)
 _SCALARS = ("number", "float", "bool", "Scalar", "ScalarType", "Tensor")  # arguments whose plain values are no sizes
-_NONE: Any = (Counter(), Counter(), True)  # `_difference` where nothing differs
+_NONE: Any = (Counter(), Counter(), True)  # the result of `_difference` where nothing differs
 Dimension = tuple[int, int]  # which tensor, which of its dimensions
 Run = Callable[[list[Any]], Any]  # takes flat tensors
 
@@ -88,7 +88,7 @@ def guards_of_small_sizes(call: CallSpec, tensors: Sequence[torch.Tensor], model
             try:
                 difference = _difference(tensors, cut, size, model, graph)
                 differs = difference != _NONE
-                if differs:  # the example's own sizes may differ as much
+                if differs:  # the calls at the example's sizes may differ as much
                     usual = usual if usual is not None else _difference(tensors, {}, 0, model, graph)
                     differs = difference != usual
             except Exception as e:  # a model may reject such inputs by any error

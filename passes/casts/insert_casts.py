@@ -135,7 +135,7 @@ def _rewrite_arguments(node: Node, colouring: Colouring) -> int:
     """Before: x.to(float32), a relative cast; masked_fill(x, m, -3.4e38). After: in the dtype that the node runs in."""
     low = colouring.set_dtype
     if low is not None and not _replace(node, lambda a: low if isinstance(a, torch.dtype) or _is_dtype(a) else a):
-        node.op, node.target, node.args, node.kwargs = "call_function", CAST, (node.args[0], low), {}  # as x.float()
+        node.op, node.target, node.args, node.kwargs = "call_function", CAST, (node.args[0], low), {}  # for x.float()
     for old, new in colouring.literals:
         _replace(node, lambda a, old=old, new=new: new if isinstance(a, float) and a == old else a)
     return (low is not None) + len(colouring.literals)

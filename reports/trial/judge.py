@@ -8,30 +8,28 @@ precision allows (`runs.Allowed`), twice as far at O3.
 from __future__ import annotations
 
 import contextlib
-import copy
 import io
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch._dynamo.backends.registry import lookup_backend
 
 import fxamp
 from fxamp.capture.export import without_fused_layers
 from fxamp.capture.model.captured import Captures, as_inputs
 from fxamp.capture.states import capture, copied
 from fxamp.convert import autocast_for, checked, emit, resolve
-from fxamp.trust.check import check_runs, preserved
-from passes._torch import enter_autocast
+from fxamp.trust.check import check_runs
 from passes.contract.errors import FxampError, RejectedError, VerificationError
 from passes.contract.policy import Policy
 from passes.contract.reasons import DEVIATIONS
-from passes.graph.values import literal_dtype
 
+from .alone import torch_alone
 from .first import first_difference, first_difference_at_calls
+from .own import given_back, names_low, now_fp32, now_low, with_dtypes
 from .runs import Allowed, Run, changed, gradients_differ, run, tensors, values_differ
 
 LEVELS = ("O0", "O1", "O2", "O3")
@@ -184,50 +182,25 @@ def _unnamed(verdict: Verdict, code: str, where: str) -> Verdict:
 
 
 def _at_first_call(found: Subject, front_end: str, level: str) -> Verdict:
-    verdict, got = _compiled(found, front_end, level)
+    verdict, got, plan = _compiled(found, front_end, level)
     if verdict.kind == DEVIATION:
         code, where = first_difference_at_calls(found, _policy(found, level))
         named = Verdict(DEVIATION, f"{code} at {where}")
         verdict = named if code in DEVIATIONS else _unnamed(verdict, code, where)
     if verdict.kind not in (MISMATCH, ERROR):
         return verdict
-    why = _without_fxamp(found, got, level)
-    return Verdict(TORCH, why) if why else verdict
+    for alone in torch_alone(found, level):
+        if got is None and alone.raised:
+            return Verdict(TORCH, alone.raised)
+        why = alone.differs(found, level) if got is not None else ""
+        # It may differ from eager as torch.compile alone does, and in nothing else.
+        if got is not None and why and not _called(alone.beside(found), got, front_end, level, plan).failed:
+            return Verdict(TORCH, why)
+    return verdict
 
 
-def _without_fxamp(found: Subject, got: Run | None, level: str) -> str:
-    """Say what `torch.compile` alone does not keep of eager either, its graphs run as they are; "" if it does better.
-
-    It has to raise where fxamp did (`got` is None), to differ where that differs, and at O0 in the same way. A graph
-    with checkpoints in it is run by "aot_eager", as the plan says.
-    """
-    expected = found.plain if level == "O0" else found.autocast
-    for backend in ("eager", "aot_eager"):
-        torch._dynamo.reset()
-        seen: list[str] = []
-
-        def inner(gm: Any, inputs: Any, backend: str = backend, seen: list[str] = seen) -> Any:
-            seen += [str(n.target) for part in gm.modules() if hasattr(part, "graph") for n in part.graph.nodes]
-            return lookup_backend(backend)(gm, inputs)
-
-        for context in [None] if level == "O0" else [found.ambient(), None]:
-            try:
-                alone = found.run(torch.compile(found.model, backend=inner), context)
-            except Exception as e:
-                if got is None:
-                    return f"{type(e).__name__}: {' '.join(str(e).split())[:200]}"
-                continue
-            if expected is None or got is None or (context is None and level != "O0"):
-                continue
-            why = changed(alone, expected)
-            if why and not (level == "O0" and changed(got, alone)):
-                return why
-        if not any("checkpoint" in name for name in seen):
-            return ""
-    return ""
-
-
-def _compiled(found: Subject, front_end: str, level: str) -> tuple[Verdict, Run | None]:
+def _compiled(found: Subject, front_end: str, level: str) -> tuple[Verdict, Run | None, fxamp.Plan | None]:
+    """Compile a subject and call it: what becomes of it, what it gave, and its plan."""
     policy = f"{level},dtype={found.low}"
     torch._dynamo.reset()
     try:
@@ -238,15 +211,26 @@ def _compiled(found: Subject, front_end: str, level: str) -> tuple[Verdict, Run 
             module = torch.compile(found.model, backend=fxamp.backend(policy, "eager"))
             got = found.run(module, None if level == "O0" else found.ambient())
     except Exception as e:
-        return as_verdict(e), None
+        return as_verdict(e), None, None
     try:
         plan = fxamp.plan_of(module)
     except FxampError:
         plan = None  # no graph: all of it ran as it is
-    if front_end == "jit" or level == "O0":
-        wider = level != "O0" and bool(_low_now_fp32(got, found.plain)) and _names_low(found)
-        return _judge(found, got, level, plan, wider=wider), got
-    return _judge_ambient(found, got, level, plan), got
+    return _called(found, got, front_end, level, plan), got, plan
+
+
+def _called(found: Subject, got: Run, front_end: str, level: str, plan: fxamp.Plan | None) -> Verdict:
+    """Judge what a compiled model gave."""
+    if level == "O0":
+        return _judge(found, got, level, plan)
+    if front_end == "ambient":
+        return _judge_ambient(found, got, level, plan)
+    inputs = tensors((found.args, found.kwargs))
+    narrower = now_low(got, found.plain, inputs)
+    if narrower and not names_low(found, found.ambient()):
+        narrower = given_back(narrower, got, inputs)
+    wider = bool(now_fp32(got, found.plain)) and names_low(found)
+    return _judge(found, with_dtypes(got, found.plain, narrower), level, plan, wider=wider)
 
 
 def _judge(found: Subject, got: Run, level: str, plan: fxamp.Plan | None, *, wider: bool = False) -> Verdict:
@@ -254,11 +238,10 @@ def _judge(found: Subject, got: Run, level: str, plan: fxamp.Plan | None, *, wid
     if level == "O0":
         why = changed(got, found.plain) if found.deterministic else ""
         return Verdict(MISMATCH, why) if why else Verdict(OK)
-    given, got = got, _low_made_fp32(got, found.plain) if wider else got
-    got = _given_back(got, found)
+    given, got = got, with_dtypes(got, found.plain, now_fp32(got, found.plain)) if wider else got
     if level == "O1" and found.autocast is not None and found.deterministic:
         # Outputs have the model's dtypes: one that is low there, and FP32 under autocast, is autocast's rounded.
-        why = values_differ(given, _with_dtypes(found.autocast, given))
+        why = values_differ(given, with_dtypes(found.autocast, given))
         if not why and not torch.equal(got.random, found.autocast.random):
             why = "another random state"
         if why:
@@ -282,72 +265,13 @@ def _other_dtypes(got: Run, plain: Run) -> bool:
 def _judge_ambient(found: Subject, got: Run, level: str, plan: fxamp.Plan | None) -> Verdict:
     """Judge a call under autocast: at O1 dtypes are autocast's too."""
     if level != "O1" or found.autocast is None:
-        return _judge(found, _with_dtypes(got, found.plain), level, plan)
+        return _judge(found, with_dtypes(got, found.plain), level, plan)
     why = values_differ(got, found.autocast)
     if not why and _other_dtypes(got, found.autocast):
         why = f"dtypes are {_dtypes(got)}, not {_dtypes(found.autocast)}"
     if why and plan is not None and plan.deviations:
         return Verdict(DEVIATION, why)
     return Verdict(MISMATCH, why) if why else Verdict(OK)
-
-
-def _low_now_fp32(got: Run, plain: Run) -> list[int]:
-    """Return which outputs are FP32 that the model gives low."""
-    pairs = enumerate(zip(got.outputs, plain.outputs, strict=False))
-    both = [(i, a, b) for i, (a, b) in pairs if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)]
-    return [i for i, a, b in both if a.dtype is torch.float32 and b.dtype in LOW.values()]
-
-
-def _low_made_fp32(got: Run, plain: Run) -> Run:
-    """Pass over which of them these are."""
-    outputs = list(got.outputs)
-    for i in _low_now_fp32(got, plain):
-        outputs[i] = outputs[i].to(plain.outputs[i].dtype)
-    return replace(got, outputs=outputs)
-
-
-def _given_back(got: Run, found: Subject) -> Run:
-    """Pass over a 16-bit input that is returned as it is, where the model without autocast casts it up."""
-    of_inputs = len(tensors((found.args, found.kwargs)))
-    made = iter(got.shared)
-    outputs = list(got.outputs)
-    for i, value in enumerate(outputs):
-        if not isinstance(value, torch.Tensor):
-            continue
-        shared = next(made)
-        if any(at < of_inputs for at in shared) and value.dtype in LOW.values():
-            outputs[i] = _as(value, found.plain.outputs[i])
-    return replace(got, outputs=outputs)
-
-
-def _names_low(found: Subject) -> bool:
-    """Say whether the model names a low dtype, as in `.to(torch.bfloat16)`, or has regions of autocast.
-
-    What it makes so may come out FP32 of `fxamp.compile`: Dynamo writes a dtype that was read off what autocast made
-    low in the same way.
-    """
-    seen: list[torch.fx.Node] = []
-
-    def inner(gm: Any, inputs: Any) -> Any:
-        seen.extend(n for part in gm.modules() if hasattr(part, "graph") for n in part.graph.nodes)
-        return gm.forward
-
-    torch._dynamo.reset()
-    with preserved(found.model), contextlib.suppress(Exception):
-        torch.compile(found.model, backend=inner)(*copy.deepcopy(found.args), **copy.deepcopy(found.kwargs))
-    named = any(n.op == "call_function" or str(n.target) == "to" for n in seen if literal_dtype(n) in LOW.values())
-    return named or any(n.target is enter_autocast for n in seen)
-
-
-def _with_dtypes(got: Run, of: Run) -> Run:
-    """Return a run whose outputs have the dtypes of another's."""
-    outputs = [_as(a, b) for a, b in zip(got.outputs, of.outputs, strict=False)]
-    return replace(got, outputs=[*outputs, *got.outputs[len(outputs) :]])
-
-
-def _as(a: Any, b: Any) -> Any:
-    both = isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
-    return a.to(b.dtype) if both and a.is_floating_point() and b.is_floating_point() else a
 
 
 def _dtypes(found: Run) -> list[str]:

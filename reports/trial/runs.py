@@ -7,7 +7,7 @@ import copy
 import math
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -262,8 +262,10 @@ class Allowed:
     tried: int = 0
     outputs: float = 0.0
     gradients: float = 0.0
+    expected: Run = field(init=False)  # what is compared with
 
     def __post_init__(self) -> None:
+        self.expected = self.plain
         self.outputs = _rounding(self.plain.floats, self.dtype)
         self.gradients = _rounding(_present(self.plain), self.dtype)
         if self.autocast is not None:
@@ -273,19 +275,25 @@ class Allowed:
         self.outputs = max(self.outputs, _far(found.floats, self.plain.floats))
         self.gradients = max(self.gradients, _far(_present(found), _present(self.plain)))
 
+    def beside(self, expected: Run, autocast: Run | None) -> Allowed:
+        """Return the same allowance for runs that are compared with other ones."""
+        made = copy.copy(self)
+        made.expected, made.autocast = expected, autocast
+        return made
+
     def too_far(self, got: Run, level: str = "") -> str:
         """Say how a run in low is further from FP32 than low precision explains; "" if it is not."""
-        if got.spec != self.plain.spec:
-            return f"output has the structure {got.spec}, not {self.plain.spec}"
-        if found := _dtypes_differ(got, self.plain):
+        if got.spec != self.expected.spec:
+            return f"output has the structure {got.spec}, not {self.expected.spec}"
+        if found := _dtypes_differ(got, self.expected):
             return found
-        if isinstance(self.plain.gradients, list):
+        if isinstance(self.expected.gradients, list):
             if not isinstance(got.gradients, list):
                 # What is low is no copy any more, and is written: autocast raises there too.
                 if not (isinstance(got.gradients, str) and self.autocast and isinstance(self.autocast.gradients, str)):
                     return f"gradients: {got.gradients!r:.80}"
-                got = replace(got, gradients=self.plain.gradients)
-            given, needed = _pattern(got), _pattern(self.plain)
+                got = replace(got, gradients=self.expected.gradients)
+            given, needed = _pattern(got), _pattern(self.expected)
             known = self.autocast is not None and isinstance(self.autocast.gradients, list)
             if given != needed and not (known and _pattern(self.autocast) == given):  # type: ignore[arg-type]
                 at = next(i for i, (a, b) in enumerate(zip(given, needed, strict=True)) if a != b)
@@ -301,7 +309,7 @@ class Allowed:
         return found
 
     def _beyond(self, got: Run, factor: float) -> str:
-        far, slope = _far(got.floats, self.plain.floats), _far(_present(got), _present(self.plain))
+        far, slope = _far(got.floats, self.expected.floats), _far(_present(got), _present(self.expected))
         if not far <= factor * self.outputs and far:
             return f"outputs are {far:.3g} from FP32, where {self.outputs:.3g} is what low precision does"
         if not slope <= factor * self.gradients and slope:

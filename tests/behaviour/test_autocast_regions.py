@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import fxamp
 from tests.support.front_ends import (
@@ -93,3 +94,39 @@ def test_a_region_in_a_function_that_the_model_calls_is_kept_or_refused(front_en
             convert(region, one(), front_end)
     else:
         assert torch.equal(convert(region, one(), front_end)(*one()), under_autocast(region, one()).float())
+
+
+class Recomputed(nn.Module):
+    """A checkpoint in a region, or beside it."""
+
+    def __init__(self, **region: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.l, self.m, self.region = nn.Linear(6, 6), nn.Linear(6, 6), region
+
+    def forward(self, x: Tensor) -> Any:
+        with torch.autocast("cpu", **self.region):
+            inside = checkpoint(lambda a: self.l(a), x, use_reentrant=False)
+        return inside, self.m(x)
+
+
+@pytest.mark.parametrize("region", [{"enabled": False}, {"dtype": FP16}])
+def test_a_checkpoint_in_a_region_runs_as_the_region_says(region: dict[str, Any]) -> None:
+    model, x = Recomputed(**region), one()[0]
+    got = fxamp.compile(model, policy="O1,dtype=bf16", backend="eager")(x)
+    with torch.autocast("cpu", BF16):
+        assert all(torch.equal(a, b.float()) for a, b in zip(got, model(x), strict=True))
+
+
+@pytest.mark.parametrize(("dtype", "region"), [("bf16", {"dtype": FP16}), ("fp16", {})])
+@pytest.mark.parametrize("front_end", ["export", "jit"])
+def test_a_region_round_all_of_a_model_is_the_models_own(front_end: str, dtype: str, region: dict[str, Any]) -> None:
+    def forward(self: Any, x: Tensor) -> Any:
+        with torch.autocast("cpu", **region):
+            return self.l(x)
+
+    torch.manual_seed(0)
+    model, args = Two(forward), one()
+    got = convert(model, args, front_end, f"O1,dtype={dtype}")(*args)
+    with torch.autocast("cpu", FP16 if dtype == "fp16" else BF16):
+        assert torch.equal(got.float(), model(*args).to(got.dtype).float())

@@ -10,6 +10,8 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +23,12 @@ from passes._torch import pytree
 from passes.contract.reasons import DEVIATIONS
 from reports import libraries, op_coverage, programs
 from reports.trial import judge, samples
+from reports.trial.alone import Alone
 from reports.trial.generate import generate, runs
 from reports.trial.judge import LEVELS, Subject, judged
+from reports.trial.own import with_dtypes
 from reports.trial.program import Line, Program
-from reports.trial.runs import Noise
+from reports.trial.runs import Noise, Run
 from reports.trial.shrink import shrink
 from reports.trial.workers import Record, run_all
 from tests.support.front_ends import WARNINGS
@@ -119,20 +123,61 @@ def test_what_the_model_gives_low_and_autocast_in_fp32_is_autocasts_rounded(fron
 class Low(nn.Module):
     """Gives the same in low twice: by the name of the dtype, and from an input that is low."""
 
+    def __init__(self, cast: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.cast = cast
+
     def forward(self, x: Tensor, low: Tensor) -> Any:
-        return x.to(torch.bfloat16), low.abs()
+        return self.cast(x), low.abs()
 
 
+@pytest.mark.parametrize("cast", [lambda x: x.to(torch.bfloat16), lambda x: x.type("torch.BFloat16Tensor")])
 def test_just_in_time_only_what_the_model_makes_low_by_a_named_dtype_may_come_out_fp32(
-    monkeypatch: pytest.MonkeyPatch,
+    cast: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)
     x = torch.randn(4, 6)
-    assert judged(Subject(Low(), (x, x.bfloat16())), "jit", ("O1",))["O1"].kind == "ok"
-    monkeypatch.setattr(judge, "_names_low", lambda found: False)
-    assert judged(Subject(Low(), (x, x.bfloat16())), "jit", ("O1",))["O1"].why == (
-        "output 0 is torch.float32, not torch.bfloat16"
-    )
+    subject = Subject(Low(cast), (x, x.bfloat16()))
+    assert judged(subject, "jit", ("O1",))["O1"].kind == "ok"
+    monkeypatch.setattr(judge, "names_low", lambda found: False)
+    assert judged(subject, "jit", ("O1",))["O1"].why == "output 0 is torch.float32, not torch.bfloat16"
+
+
+class Upcast(nn.Module):
+    """Casts what it is given in 16 bits up, and what it makes of that to the dtype which that has: FP32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.l = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, low: Tensor) -> Any:
+        h, k = self.l(x), self.l(low.float())
+        return low.to(h.dtype), k.to(k.dtype)
+
+
+def test_just_in_time_what_is_made_of_a_low_input_may_come_out_low(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(4, 6)
+    subject = Subject(Upcast(), (x, x.bfloat16()))
+    assert {v.kind for v in judged(subject, "jit").values()} == {"ok"}
+    monkeypatch.setattr(judge, "names_low", lambda *args: False)
+    assert judged(subject, "jit", ("O1",))["O1"].why == "output 1 is torch.bfloat16, not torch.float32"
+
+
+def test_ahead_of_time_a_low_input_that_the_model_casts_up_comes_out_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    emitted = judge.emitted
+
+    def as_given(*args: Any) -> Any:
+        module = emitted(*args)
+        module.register_forward_hook(lambda m, given, out: (given[1], out[1]))
+        return module
+
+    torch.manual_seed(0)
+    subject = Subject(Upcast(), (torch.randn(4, 6), torch.randn(4, 6).bfloat16()))
+    assert judged(subject, "export", ("O1",))["O1"].kind == "ok"
+    monkeypatch.setattr(judge, "emitted", as_given)
+    found = judged(subject, "export")
+    assert {verdict.why for verdict in found.values()} == {"output 0 is torch.bfloat16, not torch.float32"}
 
 
 @pytest.mark.parametrize(("code", "kind"), [("user_cast", "deviation"), ("low", "mismatch")])
@@ -140,10 +185,22 @@ def test_just_in_time_a_deviation_is_named_at_the_first_node_that_differs(
     code: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = Subject(Net(), (torch.randn(4, 6),))
-    monkeypatch.setattr(judge, "_compiled", lambda *args: (judge.Verdict("deviation", "output 0 differs"), None))
-    monkeypatch.setattr(judge, "_without_fxamp", lambda *args: "")
+    monkeypatch.setattr(judge, "_compiled", lambda *args: (judge.Verdict("deviation", "output 0 differs"), None, None))
+    monkeypatch.setattr(judge, "torch_alone", lambda *args: [])
     monkeypatch.setattr(judge, "first_difference_at_calls", lambda *args: (code, "l/linear#0"))
     assert judged(found, "jit", ("O1",))["O1"].kind == kind
+
+
+def test_the_first_node_that_differs_ahead_of_time_has_the_key_of_the_plan() -> None:
+    class Read(Net):
+        def forward(self, x: Tensor) -> Any:
+            h = self.l(x)
+            same = x.to(torch.result_type(h, h))  # which nothing but a run can tell, where there are no inputs
+            return same, x.float().to(x.dtype)  # after the casts of the product, of which the plan has no decision
+
+    torch.manual_seed(0)
+    verdict = judged(Subject(Read(), (torch.randn(4, 6),)), "fx", ("O1",))["O1"]
+    assert (verdict.kind, verdict.why) == ("deviation", "keep at /to#0")
 
 
 class UpcastTwice(nn.Module):
@@ -169,11 +226,31 @@ def test_the_first_node_that_differs_just_in_time_is_found_behind_a_graph_break(
 def test_a_failure_is_torchs_only_where_it_fails_alike(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     subject = Subject(Net(), (torch.randn(4, 6),))
     got = subject.plain if kind == judge.MISMATCH else None
-    monkeypatch.setattr(judge, "_compiled", lambda *args: (judge.Verdict(kind), got))
+    monkeypatch.setattr(judge, "_compiled", lambda *args: (judge.Verdict(kind), got, None))
     assert judged(subject, "jit", ("O0",))["O0"].kind == kind
     if kind == judge.ERROR:
         monkeypatch.delattr(torch, "compile")  # so it raises too
         assert judged(subject, "jit", ("O0",))["O0"].kind == judge.TORCH
+
+
+@pytest.mark.parametrize("front_end", judge.FRONT_ENDS[2:])
+@pytest.mark.parametrize("level", LEVELS)
+def test_what_torch_compile_changes_is_compared_with_what_it_gives(
+    level: str, front_end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def times(run: Run, factor: float) -> Run:
+        return replace(run, outputs=[t * factor for t in run.outputs])
+
+    torch.manual_seed(0)
+    subject = Subject(Net(), (torch.randn(4, 6),))
+    assert subject.autocast is not None
+    alone = Alone(times(subject.plain, 2), times(subject.autocast, 2), "")
+    monkeypatch.setattr(judge, "torch_alone", lambda *args: [alone])
+    for factor, kind in [(2, judge.TORCH), (3, judge.MISMATCH)]:
+        got = times(subject.plain if level == "O0" else subject.autocast, factor)
+        got = with_dtypes(got, subject.plain) if front_end == "jit" else got
+        monkeypatch.setattr(judge, "_compiled", lambda *args, got=got: (judge.Verdict(judge.MISMATCH), got, None))
+        assert judged(subject, front_end, (level,))[level].kind == kind
 
 
 def test_a_failing_program_shrinks_to_the_line_that_fails() -> None:

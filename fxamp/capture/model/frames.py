@@ -66,30 +66,38 @@ def place_of(error: BaseException) -> str:
     return found
 
 
-def of_forward(stack: traceback.StackSummary, start: CodeType) -> traceback.StackSummary:
-    """Return the frames of a stack that are a model's own, outermost first: those inside the last call of `start`.
+class Stacks:
+    """The frames that are a model's own, inside the present call of `start`, as a traceback prints them.
 
-    Methods and functions that forward() calls are among them, and the forward() of layers of torch.nn.
+    Methods and functions that forward() calls are among them, and the forward() of layers of torch.nn. One object is
+    for one capture: it looks up each line once.
+
+    Args:
+        start: what calls the model's forward().
     """
-    begins = (start.co_filename, start.co_name)
-    first = max((i for i, f in enumerate(stack) if (f.filename, f.name) == begins), default=-1)
-    return traceback.StackSummary.from_list([f for f in stack[first + 1 :] if _is_own(f.filename, f.name)])
 
+    def __init__(self, start: CodeType) -> None:
+        self._start = start
+        self._printed: dict[tuple[str, int, str], str] = {}
 
-def stack_of_forward(start: CodeType) -> str:
-    """Return the same frames of the present stack, as a traceback prints them."""
-    frame: FrameType | None = sys._getframe(1)
-    own = []
-    while frame is not None and frame.f_code is not start:
-        if _is_own(frame.f_code.co_filename, frame.f_code.co_name):
-            own.append((frame, frame.f_lineno))
-        frame = frame.f_back
-    return "".join(traceback.StackSummary.extract(reversed(own)).format()).strip()
+    def __call__(self) -> str:
+        """Return those of the present stack, outermost first."""
+        frame: FrameType | None = sys._getframe(1)
+        own = []
+        while frame is not None and frame.f_code is not self._start:
+            code = frame.f_code
+            whose = kind(code.co_filename)
+            if whose == "user" or (whose == "nn" and code.co_name == "forward"):
+                own.append(self._line(code.co_filename, frame.f_lineno, code.co_name))
+            frame = frame.f_back
+        return "".join(reversed(own)).strip()
 
-
-def _is_own(file: str, name: str) -> bool:
-    whose = kind(file)
-    return whose == "user" or (whose == "nn" and name == "forward")
+    def _line(self, file: str, line: int, name: str) -> str:
+        found = self._printed.get((file, line, name))
+        if found is None:
+            found = "".join(traceback.format_list([traceback.FrameSummary(file, line, name)]))
+            self._printed[file, line, name] = found
+        return found
 
 
 def _show(file: str, line: int) -> str:

@@ -3,9 +3,9 @@
     before   embed  ln.0  fc.0  ln.1  fc.1  head
     after    embed  ln.0  fc.0  adapter  ln.1  fc.1  head        "adapter" is new, and nothing else
 
-label -> fingerprint -> anchor -> propagate along edges -> assign the rest -> verify each pair. A label is
-hashed with everything that a node is computed from, and with everything that is computed from it; two nodes that alone
-have a hash on their side are matched. From these pairs operands are matched with operands, and the nodes between are
+label -> fingerprint -> anchor -> propagate along edges -> assign the rest -> verify each pair. A label is hashed with
+everything that a node is computed from, and with everything that is computed from it; where only one node on each side
+has a hash, these two are matched. From these pairs operands are matched with operands, and the nodes between are
 aligned by the fewest insertions and removals. A pair that has only its label in common must lie in modules that
 correspond.
 """

@@ -110,7 +110,7 @@ class _Walk(Interpreter):
         self.sizes: dict[Node, Size] = {}
         self.counter: Any = FlopCounterMode(display=False)
         self._kept: set[int] = set()
-        self._alive: list[Any] = []  # a freed storage would give its number to another
+        self._alive: list[Any] = []  # the id of a freed storage would be used again
 
     def run_node(self, n: Node) -> Any:
         if not self._casts and is_inserted(n):

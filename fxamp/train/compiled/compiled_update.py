@@ -154,7 +154,7 @@ def update_region(
 
 
 class _NotCompiled(Exception):  # noqa: N818 - no error: nobody but CompiledUpdate sees it
-    """torch runs the function uncompiled (by `torch.compiler.set_stance`, or under a mode); nothing has run yet."""
+    """Raised where torch would run the function uncompiled (`set_stance`, or a mode), before anything has run."""
 
 
 def step_of(kind: type[Optimizer]) -> Callable[[Optimizer], Any]:

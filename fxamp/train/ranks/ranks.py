@@ -73,7 +73,7 @@ class Ranks:
         return numbers
 
     def agree(self, flags: Sequence[Tensor]) -> None:
-        """Make each flag of one element, in place, not 0 if it is not 0 on any rank; nothing if they agree anyway."""
+        """Make each flag, in place, not 0 if it is not 0 on any rank; if ranks agree anyway, do nothing."""
         if not flags or not self.decide_apart:
             return
         together = agree(torch.stack([flag.view(()).to(flags[0].device) for flag in flags]), self.groups)

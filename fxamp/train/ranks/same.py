@@ -1,7 +1,7 @@
-"""What ranks must share, compared before the first step: a later mismatch makes a rank wait for ever.
+"""Settings that ranks must share, compared before the first step: a mismatch later on makes a rank wait for ever.
 
-Ranks tell it by the store through which they met, and not by a collective, which waits for ranks that know nothing of
-it. So those that disagree on who trains together are told too.
+Ranks exchange them through the store in which they met. A collective would wait for ranks that do not call it; through
+the store, ranks that disagree on who trains together get an error too.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _POLL = 0.01  # seconds
 
 
 def compare(ours: Mapping[str, object], groups: Sequence[Any], model: nn.Module) -> None:
-    """Exchange settings with the ranks of some groups, and with theirs; refuse to continue if they differ.
+    """Exchange settings with the ranks of some groups, and of their groups; refuse to continue if they differ.
 
     Args:
         ours: Settings by name; what is compared is their `repr`.
         groups: The groups of ranks that train together.
-        model: Of which each rank has a replica or a part.
+        model: The model, of which each rank has a replica or a part.
 
     Raises:
         PolicyError: Ranks differ in settings (raised on all of them). A rank takes its first step of this model with
@@ -71,29 +71,29 @@ def compare(ours: Mapping[str, object], groups: Sequence[Any], model: nn.Module)
 
 
 def _wait_for(store: Any, rank: int, place: str, step: str, ranks: list[int], until: float) -> None:
-    """Wait until a rank has told a group its settings; refuse to if it takes this step without that group."""
+    """Wait until a rank has stored its settings for a group; refuse a rank that takes this step without the group."""
     while not store.check([place]):
         theirs = _partners(store, step)
         if theirs is not None and ranks not in theirs:
             _refuse_others({dist.get_rank(): [ranks], rank: theirs})
         if time.monotonic() > until:
             raise PolicyError(
-                f"rank {dist.get_rank()} waited for rank {rank}, one of {ranks}, at its first step, and it did not "
-                f"arrive within {store.timeout}: it takes no step, or failed before it."
+                f"rank {dist.get_rank()} waited for rank {rank}, one of {ranks}, at its first step, and that rank did "
+                f"not arrive within {store.timeout}: it takes no step, or failed before its first."
             )
         time.sleep(_POLL)
 
 
 def _partners(store: Any, step: str) -> list[list[int]] | None:
-    """Return the groups that a rank takes a step with, None if it has not come to it."""
+    """Return the groups with which a rank takes a step, None if the rank has not come to that step."""
     return json.loads(store.get(step)) if store.check([step]) else None
 
 
 def _refuse_others(groups: Mapping[int, Sequence[list[int]]]) -> None:
     said = [f"rank {one} trains it {f'with {others[0]}' if others else 'alone'}" for one, others in groups.items()]
     raise PolicyError(
-        f"ranks disagree on which ranks train this model: {', '.join(sorted(said))}. Shard or wrap it over the same "
-        "ranks on all of them."
+        f"ranks disagree on which ranks train this model: {', '.join(sorted(said))}. Shard or wrap the model over the "
+        "same ranks on every rank."
     )
 
 

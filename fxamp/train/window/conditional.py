@@ -1,8 +1,8 @@
 """Step an optimizer if its gradients are finite, where possible without waiting for the device to say so.
 
-A fused optimizer is told on the device. Any other optimizer whose step the device can take back, a capturable one
-or SGD, steps first; then its old values are put back if gradients were not finite. That costs a copy of its parameters
-and state, and is done only where reading the flag would wait: on an accelerator.
+A fused optimizer reads the flag on the device. Any other optimizer whose step the device can take back, a capturable
+one or SGD, steps first; then its old values are put back if gradients were not finite. That costs a copy of its
+parameters and state, and is done only where reading the flag would wait: on an accelerator.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def can_be_taken_back(optimizer: Optimizer) -> bool:
 
 
 def waits(optimizer: Optimizer) -> bool:
-    """Say whether the host has to know whether gradients are finite before this optimizer's second step."""
+    """Say whether the host must know if gradients are finite before each step of this optimizer but the first."""
     return not is_fused(optimizer) and not _changes_the_device_alone(optimizer)
 
 

@@ -28,6 +28,7 @@ from .operand_casts import all_to, keep, natural
 from .state import Site, State, first_float
 
 Decider = Callable[[State, Site], "Colouring | None"]
+WRITTEN = "its storage is written, and shared with FP32 values"
 
 
 def site_of(state: State, node: Node, name: str, floats: Iterable[ops.Operand]) -> Site:
@@ -60,7 +61,7 @@ def _under_autocast(state: State, site: Site) -> Colouring | None:
     casts = {at: seen[at] for at, o in zip(seen, site.floats, strict=True) if state.dtypes[o.node] != seen[at]}
     dtype = first_float(note_of(site.node).autocast) or torch.float32
     return Colouring(
-        dtype, AS_AUTOCAST, Code.AS_AUTOCAST("runs under torch.autocast, on operands as they are there"), casts
+        dtype, AS_AUTOCAST, Code.AS_AUTOCAST("runs under torch.autocast, on operands in autocast's dtypes"), casts
     )
 
 
@@ -90,7 +91,7 @@ def _pinned(state: State, site: Site) -> Colouring | None:
     node = site.node
     if state.autocast or state.aliases.find(node) not in state.pinned:
         return None
-    why = Code.MUTATED("its storage is written, and shared with FP32 values")
+    why = Code.MUTATED(WRITTEN)
     if not state.aliases.is_mutated(node):
         why = Code.KEEP("the program reads its bits or its element size, or writes in place what depends on its dtype")
     elif may_alias(node):

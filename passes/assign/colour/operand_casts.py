@@ -24,7 +24,7 @@ from .state import Site, State, first_float
 def all_to(state: State, site: Site, dtype: Any, reason: Reason) -> Colouring:
     """Cast every castable operand that has another dtype."""
     casts = {}
-    # What is not known is FP32, but where the kernel takes one dtype alone, and the author gave it a low one beside.
+    # An unknown dtype counts as FP32, unless the kernel takes one dtype only and the author gave it a low operand.
     beside_low = site.row.same_dtype and any(state.dtypes[o.node] in LOW for o in site.floats)
     unknown = dtype in LOW or beside_low
     for o in site.floats:

@@ -55,9 +55,9 @@ def _unified(state: State, node: Node, colouring: Colouring) -> Any:
         colouring.dtype, colouring.reason = dtype, reasons[dtype]
         with contextlib.suppress(Exception):  # fake tensors cannot run this op at all
             return state.infer(node, lambda n, d=dtype: d if state.dtypes[n] in ELIGIBLE else state.dtypes[n])
-    # What fake tensors cannot run at all runs as it was captured.
+    # An op that fake tensors cannot run keeps its captured dtypes.
     before = {o: state.original[o.node] if state.original[o.node] in ELIGIBLE else torch.float32 for o in floats}
     colouring.casts = {(o.name, o.index): dtype for o, dtype in before.items() if state.dtypes[o.node] != dtype}
     colouring.dtype = first_float(state.original[node]) or torch.float32
-    colouring.reason = (Code.KEEP if colouring.casts else Code.AS_WRITTEN)("it cannot be run on fake tensors")
+    colouring.reason = (Code.KEEP if colouring.casts else Code.AS_WRITTEN)("fake tensors cannot run it")
     return state.original[node]

@@ -22,7 +22,7 @@ from ...graph.values import ANY, ELIGIBLE, LOW, Aliases, is_floating, is_known, 
 from ...ops import ops
 from ...ops.facts import accumulates
 from ...ops.rules import KEEP, lookup, row_named, row_of
-from .decide import decide, site_of
+from .decide import WRITTEN, decide, site_of
 from .fit_numbers import fit_numbers
 from .operand_casts import keep
 from .result_dtypes import result_dtypes
@@ -122,8 +122,12 @@ class Simulation(State):
         return low and accumulates(node, row)
 
     def _enter(self, node: Node, body: Body) -> None:
-        """Run through the body of a higher-order op with the dtypes that its operands have here."""
-        border = Border({p: self.dtypes[v] for p, v in body.operands(node).items()}, False, bodies=body.bodies())
+        """Run through the body of a higher-order op with the dtypes that its operands have here.
+
+        Where what it gives is written, and pinned, it gives its original dtypes.
+        """
+        pinned = not self.autocast and not is_opaque(node) and self.aliases.find(node) in self.pinned
+        border = Border({p: self.dtypes[v] for p, v in body.operands(node).items()}, pinned, bodies=body.bodies())
         original = original_dtypes(body.graph, body.attribute)
         inside = Simulation(
             self.policy, body.graph, original, self.infer, Aliases(body.graph), autocast=self.autocast,
@@ -132,11 +136,10 @@ class Simulation(State):
         inside.run()
         while not self.autocast and inside.pin_conflicts():
             inside.run()
-        self.dtypes[node] = body.dtypes(inside.dtypes)
+        self.dtypes[node] = self.original[node] if pinned else body.dtypes(inside.dtypes)
         dtype = first_float(self.dtypes[node]) or torch.float32
-        self.colours[node] = Colouring(
-            dtype, "body", Code.BODY("its body is rewritten, for the dtypes of its operands")
-        )
+        why = Code.MUTATED(WRITTEN) if pinned else Code.BODY("its body is rewritten, for the dtypes of its operands")
+        self.colours[node] = Colouring(dtype, "body", why)
 
     def _visit(self, node: Node, name: str, floats: list[ops.Operand]) -> None:
         """Decide on one node, and on what comes out of it."""

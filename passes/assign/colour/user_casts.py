@@ -21,7 +21,7 @@ from ...graph.values import ANY, ELIGIBLE, LOW, is_floating, literal_dtype, modu
 from ...ops import ops
 from ...ops.rules import Rule, row_named
 
-_NOTHING = "undecided: under autocast the cast does nothing"
+_NOTHING = "under autocast the cast does nothing"
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Intent:
 
 
 def observed(graph: Graph) -> Iterator[Node]:
-    """Yield the values whose bits or element size the program sees: by a view, its size, or a random fill."""
+    """Yield the values whose bits or element size the program sees: viewed, measured, or filled at random."""
     for node in graph.nodes:
         name, value = ops.name(node), node.args[0] if node.args else None
         if name == "view":
@@ -89,7 +89,7 @@ class Casts:
         if reference is not None:
             found = dtypes[reference]
             found = found if isinstance(found, torch.dtype) else None
-            return Intent(found, False, Code.CAST("relative, follows its reference"))
+            return Intent(found, False, Code.CAST("takes the dtype of another tensor"))
         if baked is None:
             return Intent(held if isinstance(held, torch.dtype) else None, False, Code.FOLLOW("it names no dtype"))
         if note_of(node).cast == "autocast":
@@ -99,12 +99,12 @@ class Casts:
             return Intent(given, True, Code.CAST("the dtype that it has under autocast"))
         kind = self._kind(node)
         if kind == "relative" and observed is not None:
-            return Intent(observed, False, Code.CAST("relative, the dtype that was read under autocast"))
+            return Intent(observed, False, Code.CAST("takes the dtype that was read under autocast"))
         floats = baked.is_floating_point and is_floating(self.original.get(value))
         if not floats or not isinstance(held, torch.dtype):
             return Intent(baked, True, Code.CAST("the author wrote this dtype"))
         if kind == "baked" and held in LOW and baked == torch.float32:
-            return Intent(baked, True, Code.USER_CAST("undecided, taken as an upcast"))
+            return Intent(baked, True, Code.USER_CAST("intent unknown: taken for an upcast"))
         if self._is_literal(value, baked, kind):
             return Intent(baked, True, Code.CAST("the author wrote this dtype"))
         return self._by_use(node, dtypes, held, observed, exact)
@@ -114,7 +114,8 @@ class Casts:
     ) -> Intent:
         """Return what a cast means that gives the dtype seen under autocast, or else one from before an upcast."""
         if observed is None:
-            why = "relative" if self._kind(node) == "relative" else "undecided, taken as relative"
+            told = self._kind(node) == "relative"
+            why = "takes the dtype of another tensor" if told else "intent unknown: it keeps its operand's dtype"
             return Intent(self._restores(node, dtypes) or held, False, Code.USER_CAST(why))
         restored = None if exact else self._restores(node, dtypes)
         return Intent(restored or observed, False, Code.CAST(_NOTHING))

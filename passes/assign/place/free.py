@@ -82,7 +82,7 @@ def _passes(checks: tuple[Check, ...], simulation: Simulation, node: Node, grad:
 
 
 def _has_an_open_kind(c: _Candidate) -> bool:
-    """Its kind is open; that of a matrix product is so only at O2 with measured costs: it may stay FP32 too."""
+    """Its kind leaves the dtype open; for a matrix product that is so only at O2, with measured costs."""
     policy = c.simulation.policy
     measured = policy.level.weighs and policy.cost == "measured"
     product = measured and c.colouring.kind == LOW and c.colouring.reason.code == Code.LOW
@@ -163,7 +163,7 @@ def _rounds_nothing(c: _Candidate) -> bool:
 
 
 def _only_moves(c: _Candidate) -> bool:
-    """It only moves values, and each of its numbers is the same in low: rounding before or after it is one."""
+    """It only moves values, and each of its numbers is the same in low: rounding before it and after it is the same."""
     moves = c.row.commutes == "both" or (c.row.commutes == "forward" and not c.grad)
     if not moves or c.colouring.casts or _lets_a_number_pass(c):
         return False

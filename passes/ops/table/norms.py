@@ -5,7 +5,7 @@ from __future__ import annotations
 from .row import FOLLOW, FP32, PROMOTE, group, of
 
 _STATISTICS = "running_mean running_var"
-# Where the argument `training` is true.
+# The statistics are written where the argument `training` is true.
 _UPDATED = ("training", False, False, *_STATISTICS.split())
 
 # fmt: off

@@ -53,7 +53,7 @@ ROWS = (
         of("addr", casts_out=True),
     ),
     *group(
-        PROMOTE, LOW, "conv1d to conv3d, which call it, are on the CPU's list; of it only a deprecated overload is",
+        PROMOTE, LOW, "conv1d to conv3d call it and are on the CPU's list; of it only a deprecated overload is",
         of("convolution _convolution", same_dtype=True),
         "cudnn_convolution cudnn_convolution_transpose",
     ),

@@ -43,7 +43,7 @@ class Rule:
         casts_out: The kernel casts what it computes to the dtype of an `out=`; others reject one of another dtype.
         dtype_arg: The op has a `dtype=` argument; an explicit one wins over the rule.
         converts_first: It converts its first operand to the `dtype=` that it is given before it computes.
-        never_narrows: It does so too, but raises if that `dtype=` is narrower.
+        never_narrows: It converts too, but raises if that `dtype=` is narrower.
         exact: Another `dtype=` gives other numbers, and not the same ones rounded: it draws, sums or divides in it.
         out: What each output is when the operands are floats: "float" (the dtype the op ran in), "first" (that of
             the first floating operand, whatever the others have), "bool", "int" (of 64 bits), "integer" (of a width

@@ -285,7 +285,7 @@ def test_a_batch_of_one_is_specialised_and_the_later_call_says_what_to_do() -> N
 
 def test_another_number_of_channels_is_refused_without_talk_of_batches() -> None:
     converted = o0(nn.Conv1d(1, 2, 3), (torch.randn(4, 1, 8),))
-    said = r"dimension 1 of input 'input' was specialised to 1 .*gives 2\. Give a size of 1, or convert with an example"
+    said = r"dimension 1 of input 'input' was specialised to 1 .*gives 2\. Pass a size of 1, or, .* convert with"
     with pytest.raises(fxamp.CaptureError, match=said):
         converted(torch.randn(4, 2, 8))
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import fxamp
 from passes.contract.plan import Decision
@@ -16,6 +17,8 @@ from reports.zoo import LeNet5
 from tests.support.helpers import convert_fixed, plan_fixed
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+
+pytestmark = pytest.mark.usefixtures("one_mode")
 
 
 class Net(nn.Module):
@@ -296,6 +299,19 @@ def test_a_cast_to_the_dtype_of_an_item_stays_a_copy_where_that_is_written() -> 
     given = X.clone()
     fxamp.compile(Net(write), policy="O3,dtype=bf16", backend="eager")(given)
     assert torch.equal(given, X)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_a_cast_of_what_a_checkpoint_gives_stays_a_copy_where_it_is_written(level: str) -> None:
+    def write(m: Any, x: Tensor) -> Tensor:
+        y: Tensor = checkpoint(lambda a: m.first(a).tanh() * a, x, use_reentrant=False)
+        low = y.to(torch.bfloat16)
+        low /= 2
+        return y
+
+    model = Net(write)
+    got = fxamp.compile(model, policy=f"{level},dtype=bf16", backend="eager")(X)
+    assert torch.allclose(got, model(X), atol=0.05)
 
 
 def test_beside_64_bits_what_autocast_makes_fp32_is_fp32() -> None:
