@@ -7,10 +7,10 @@
 
 By default Inductor leaves out roundings between two low ops that it fuses. With its exact-numerics options it keeps
 them. "traced" runs the same graph by the kernels of eager mode, without Inductor and torch's decompositions: what
-differs there is fxamp's doing. Each architecture runs in a process of its own, with a time limit. Low is BF16, the
-device a CPU, the model in training without dropout. `exact_numerics.md` and `exact_numerics.json` are written beside
-this file after each one; what they have of this torch stays, unless `--only` names it. What is not done in time is not
-in them, and the next run takes it up.
+differs there is fxamp's doing, or AOTAutograd's. Each architecture runs in a process of its own, with a time limit.
+Low is BF16, the device a CPU, the model in training without dropout. `exact_numerics.md` and `exact_numerics.json` are
+written beside this file after each one; what they have of this torch stays, unless `--only` names it. What is not done
+in time is not in them, and the next run takes it up.
 """
 
 from __future__ import annotations
@@ -154,7 +154,8 @@ def to_markdown(made: dict[str, Any]) -> str:
         "another order. Two causes of gradients that differ by more are known. O1 casts a value that several ops read "
         "once, so that its gradients are summed in BF16; autocast sums them in FP32, and so does "
         '`share_casts="weights"`. The other is the layer norm of BF16 values: torch decomposes its backward for '
-        "Inductor, and the eager kernel, which rounds in between, gives other gradients.\n\n"
+        "Inductor, and the eager kernel, which rounds in between, gives other gradients. "
+        '"traced" is without Inductor and its decompositions.\n\n'
         "By architecture: outputs, and gradients; how far they are from eager autocast's, as a share of their norm.\n\n"
         f"{tabulate(marks, ('architecture', *WAYS), 'pipe')}\n"
     )
