@@ -22,7 +22,7 @@ from reports.zoo import BY_NAME
 if "OMP_NUM_THREADS" not in os.environ:  # torch has read it, as the processes that tests start do
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
-SETTING = re.compile(r"fx|export|jit|bf16|fp16|torch\.bfloat16|torch\.float16|O[1-3](,dtype=\w+)?")
+SETTING = re.compile(r"fx|export|jit|bf16|fp16|torch\.bfloat16|torch\.float16|O[1-3](,(dtype|device)=\w+)*")
 OF_ZOO = re.compile(rf"/report/(page/|test_graphs|test_record)|::.*[\[-]({'|'.join(BY_NAME)})[\]-]")
 
 
@@ -63,6 +63,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     Front ends, levels and low dtypes take turns. Which of them it is depends on the test alone, so that it is the same
     whatever else is run. A test that is about the differences between them calls the argument `way`.
     """
+    # No process may begin with a long file when the other has no more.
+    items.sort(key=lambda item: not item.nodeid.startswith("tests/reports/"))
     tried: dict[str, dict[tuple[object, ...], list[pytest.Item]]] = defaultdict(lambda: defaultdict(list))
     for item in items:
         call = getattr(item, "callspec", None)

@@ -10,17 +10,16 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
-from torch.export import Dim, ExportedProgram
-from torch.export.graph_signature import InputKind
+from torch.export import ExportedProgram
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.graph import CodeGen
 
 from passes._torch import ExportTracer, drop_hooks, guards_of, pytree, without_transforms
-from passes.contract.errors import INSTEAD, CaptureError, FxampError
+from passes.contract.errors import INSTEAD, FxampError
 from passes.ops.recurrent import run_low
 
 from .casts import ExplicitCasts, drop_aliases
@@ -28,50 +27,13 @@ from .functions import Functions
 from .model.call import CallSpec, Leaf, flatten_outputs
 from .model.captured import Autocast
 from .model.frames import Stacks, place_of
-from .model.limit import Limit, TooMuch
+from .model.limit import Limit
 from .model.patches import replaced, traced_here_alone
 from .model.preflight import untouched
 from .model.reads import Recorder
 from .regions import inline_regions
 
 _PREFIX = "model."
-Result = TypeVar("Result")
-# A machine without memory, or a file that is not there, says nothing about a model.
-NOT_ABOUT_THE_MODEL = (MemoryError, torch.OutOfMemoryError, OSError, ImportError)
-
-
-class Dims:
-    """Which dimensions are dynamic: what was asked for, or for "auto" what the exporter can do in a stated time.
-
-    Attributes:
-        notes: what was given up, and why.
-    """
-
-    LIMIT = Limit()  # of a capture with every dimension dynamic
-
-    def __init__(self, shapes: Any, call: CallSpec, flat: list[Any]) -> None:
-        self.notes: list[str] = []
-        self._left = [dynamic_dims(shapes, call, flat)]
-        tensors = [v for v in flat if isinstance(v, torch.Tensor)]
-        if isinstance(shapes, str) and any(t.dim() > 1 for t in tensors):
-            self._left.append(tuple({0: Dim.AUTO} if t.dim() else {} for t in tensors))
-
-    def try_each(self, run: Callable[[tuple[Any, ...], Limit | None], Result]) -> Result:
-        """Return what `run` returns for the first choice with which it neither raises nor takes too long."""
-        while len(self._left) > 1:
-            try:
-                return run(self._left[0], self.LIMIT)
-            except (FxampError, *NOT_ABOUT_THE_MODEL):
-                raise
-            except Exception as e:
-                first = str(e).strip().splitlines()[0][:200] if str(e) else ""
-                why = first if isinstance(e, TooMuch) else f"fails: {type(e).__name__}: {first}"
-                note = f"only the first dimension of each input is dynamic: a capture with all dimensions dynamic {why}"
-                result = run(self._left[1], None)
-                del self._left[0]
-                self.notes.append(note)
-                return result
-        return run(self._left[0], None)
 
 
 class _Box:
@@ -103,62 +65,6 @@ class _Flat(nn.Module):
             output = self.model(*args, **kwargs)
         kept, self.box.constants, self.box.spec = flatten_outputs(output)
         return tuple(kept)
-
-
-def dynamic_dims(shapes: Any, call: CallSpec, flat: list[Any]) -> tuple[Any, ...]:
-    """Return one dynamic-shape specification per tensor leaf.
-
-    Raises:
-        CaptureError: `shapes` is not what `torch.export.export` takes for these inputs.
-    """
-    tensors = [v for v in flat if isinstance(v, torch.Tensor)]
-    if isinstance(shapes, str):
-        if shapes != "auto":
-            raise CaptureError(
-                f"dynamic_shapes must be 'auto', None or what torch.export.export takes, got {shapes!r}."
-            )
-        return tuple(dict.fromkeys(range(t.dim()), Dim.AUTO) for t in tensors)
-    if shapes is None:
-        return (None,) * len(tensors)
-    values = call.unflatten(flat)
-    out: list[Any] = []
-    for name, spec in zip(call.given, _by_input(shapes, call, values), strict=True):
-        _align(values[name], spec, out)
-    return tuple(out)
-
-
-def _by_input(shapes: Any, call: CallSpec, values: dict[str, Any]) -> list[Any]:
-    """Return the specification of each input that the example gives, from a dict by name or from a tuple."""
-    if isinstance(shapes, dict):
-        if call.var_keyword is not None and call.var_keyword not in shapes:  # torch.export takes extra keywords by name
-            extra = {k: v for k, v in shapes.items() if k not in call.given and k in values.get(call.var_keyword, {})}
-            shapes = {k: v for k, v in shapes.items() if k not in extra} | ({call.var_keyword: extra} if extra else {})
-        unknown = sorted(set(shapes) - set(values))
-        if unknown:
-            raise CaptureError(
-                f"dynamic_shapes names {unknown}, which are not inputs of forward(): it takes {list(values)}."
-            )
-        return [shapes.get(n) for n in call.given]
-    if isinstance(shapes, (tuple, list)) and len(shapes) == len(call.given):
-        return list(shapes)
-    raise CaptureError(
-        "dynamic_shapes must be a dict with the names of inputs as keys, or a tuple with one entry for each of the "
-        f"inputs {list(values)}, got {shapes!r}."
-    )
-
-
-def _align(value: Any, spec: Any, out: list[Any]) -> None:
-    """Walk a value and its specification together; a missing specification means static."""
-    if isinstance(value, torch.Tensor):
-        out.append(spec)
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            _align(item, spec.get(key) if isinstance(spec, dict) else None, out)
-    elif isinstance(value, (list, tuple)):
-        for i, item in enumerate(value):
-            _align(item, spec[i] if isinstance(spec, (list, tuple)) and i < len(spec) else None, out)
-    else:
-        out += [None for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 class _Stderr:
@@ -389,17 +295,3 @@ def program_module(program: ExportedProgram) -> nn.Module:
     module = program.module(check_guards=False)
     drop_hooks(module)  # the exporter's check of the inputs; the call specification has ours
     return module
-
-
-def program_dims(program: ExportedProgram) -> Any:
-    """Return which dimensions an ExportedProgram was exported with as dynamic, as `torch.export.export` takes it."""
-    values = {n.name: n.meta.get("val") for n in program.graph.nodes if n.op == "placeholder"}
-    flat = []
-    for spec in program.graph_signature.input_specs:
-        if spec.kind == InputKind.USER_INPUT:
-            value = values.get(getattr(spec.arg, "name", ""))
-            sizes = enumerate(value.shape) if isinstance(value, torch.Tensor) else ()
-            flat.append({d: Dim.AUTO for d, size in sizes if not isinstance(size, int)})
-    assert program.call_spec.in_spec is not None
-    args, kwargs = pytree.tree_unflatten(flat, program.call_spec.in_spec)
-    return (*args, *kwargs.values())

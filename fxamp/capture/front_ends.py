@@ -20,6 +20,7 @@ from ..trust.check import fresh, preserved, rejected
 from . import capture_fx, export
 from .model.call import CallSpec, both
 from .model.captured import Autocast, Captured
+from .model.dims import NOT_ABOUT_THE_MODEL, Dims
 from .model.preflight import grad_mode_reads, refuse_assigned, refuse_constructs, untouched
 from .model.reads import Reads, Recorder
 from .model.tensors import held, kept
@@ -45,7 +46,7 @@ def by_export(
         reads: takes what forward() reads.
         again: export it under autocast too; else run the exported graph under autocast, as no code in it reads a dtype.
     """
-    dims = export.Dims(dynamic_shapes, call, flat)
+    dims = Dims(dynamic_shapes, call, flat)
 
     def run() -> Captured:
         try:
@@ -90,7 +91,7 @@ def _same_outputs(a: CallSpec, b: CallSpec) -> bool:
 
 
 def _under_autocast(
-    model: nn.Module, call: CallSpec, flat: list[Any], dims: export.Dims, autocast: Autocast, reads: Reads
+    model: nn.Module, call: CallSpec, flat: list[Any], dims: Dims, autocast: Autocast, reads: Reads
 ) -> Captured | str:
     """Return the capture under autocast, or why there is none."""
     try:
@@ -100,14 +101,14 @@ def _under_autocast(
 
 
 def _export(
-    model: nn.Module, call: CallSpec, flat: list[Any], dims: export.Dims, autocast: Autocast | None, reads: Reads
+    model: nn.Module, call: CallSpec, flat: list[Any], dims: Dims, autocast: Autocast | None, reads: Reads
 ) -> Captured:
     try:
         with kept(held(model).values()), refuse_constructs("export"), untouched(model), grad_mode_reads() as asked:
             gm, spec, changed = dims.try_each(
                 lambda d, limit: export.export(model, call, flat, d, autocast, limit, Recorder(model, reads, asked))
             )
-    except (FxampError, *export.NOT_ABOUT_THE_MODEL):
+    except (FxampError, *NOT_ABOUT_THE_MODEL):
         raise
     except Exception as e:
         if autocast is None:

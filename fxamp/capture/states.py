@@ -29,11 +29,12 @@ from passes.graph.values import no_autocast
 from ..module.module import ConvertedModule
 from ..trust.check import same_random_state
 from . import capture_fx, front_ends
-from .export import program_dims, program_module
+from .export import program_module
 from .front_ends import Run
 from .merge import follows_mode, merge, same_graphs
 from .model.call import CallSpec, both, example_call, signature_of
 from .model.captured import Autocast, Captured, Captures, State, as_inputs
+from .model.dims import program_dims
 from .model.patches import capturing, uncollected
 from .model.preflight import refuse_compiled, refuse_modules
 from .model.reads import Reads

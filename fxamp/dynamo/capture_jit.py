@@ -217,7 +217,8 @@ def _describe_regions(nodes: Iterable[Node], outside: Region | None) -> None:
     regions: list[tuple[Node | None, Region]] = [] if outside is None else [(None, outside)]
     for node in nodes:
         if node.target is enter_autocast:
-            kind, dtype, enabled, _ = node.args
+            settings: Any = node.args
+            kind, dtype, enabled, _ = settings
             regions.append((node, (str(kind), bool(enabled), dtype)))
         elif node.target is exit_autocast:
             regions = [r for r in regions if r[0] is not node.args[0]]

@@ -233,11 +233,11 @@ class TrainStep:
             ('accumulating', 'stepped')
         """
         begin(self)
-        if not self.ranks.seen(self._position):
+        if not (total := self.ranks.seen(self._position)):
             return self._result(Update({}, None))
         if self._position == 0:  # other ranks have seen micro-batches, this one none
             self._window_scaler.scale(torch.zeros((), device=next(self.model.parameters()).device))
-        return self._finish_window(in_backward=False)
+        return self._finish_window(total)
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that a run needs to continue bit for bit, as plain values and tensors.
@@ -355,17 +355,18 @@ class TrainStep:
         if scale is not None:
             self._window_scaler = LossScaler(init_scale=scale, dynamic=False)
 
-    def _finish_window(self, in_backward: bool = True) -> StepResult:
+    def _finish_window(self, total: int | None = None) -> StepResult:
         self.weights.forget()  # frees the kept casts before the optimizers allocate memory
         self.windows += 1
         try:
-            mean, update = Mean(self._position), Update({}, None)
+            mean, update = Mean(self._position * self.ranks.replicated if total is None else total), Update({}, None)
             if self._again is None:
                 seen = (self._position, self._kept, self.accumulate_steps)
-                mean = average(self.optimizers, self.ranks, *seen, in_backward=in_backward)
-            live = [o for o in self.optimizers if any(p.grad is not None for p in parameters(o))]
+                mean = average(self.optimizers, self.ranks, *seen, in_backward=total is None)
+            others = self._again is not None and total is not None and bool(self.ranks.replicas)
+            live = [o for o in self.optimizers if others or any(p.grad is not None for p in parameters(o))]
             if live:
-                update = self._update(live, mean) if self._again is None else self._update_by_closure(*live)
+                update = self._update(live, mean) if self._again is None else self._update_by_closure(mean, total)
                 update = update._replace(held_back=follow(update.held_back, self.model, self.schedulers, self.averages))
             return self._result(update, mean.kept)
         finally:
@@ -378,13 +379,14 @@ class TrainStep:
             return self.compiled.update(*told)
         return take_step(*told, followed=bool(self.schedulers or self.averages))
 
-    def _update_by_closure(self, optimizer: Optimizer) -> Update:
-        micro_batches, scaler = tuple(self._again or ()), self._window_scaler
+    def _update_by_closure(self, mean: Mean, total: int | None) -> Update:
+        (optimizer,), scaler, share = self.optimizers, self._window_scaler, mean.kept / self.ranks.replicated
+        told = (self.model, self.loss_fn, tuple(self._again or ()), scaler, self.ranks, share)
         self._scale_now()
 
         def run() -> torch.Tensor:
             with self.weights.in_use():
-                loss = run_window(self.model, self.loss_fn, micro_batches, scaler, self.ranks)
+                loss = run_window(*told, in_backward=total is None)
             self.weights.forget()
             return loss
 

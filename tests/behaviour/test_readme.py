@@ -16,6 +16,7 @@ import pytest
 
 import fxamp
 from fxamp.cli.main import main
+from tests.support.helpers import convert_fixed, plan_fixed
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -47,11 +48,24 @@ def run_examples(page: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return vars(module)
 
 
-@pytest.mark.parametrize("page", [README, *sorted(GUIDES.glob("*.md"))], ids=lambda p: p.stem)
+GUIDE = sorted(GUIDES.glob("*.md"))
+
+
+@pytest.mark.parametrize(
+    ("page", "fixed"),
+    [
+        pytest.param(README, False, id="README"),
+        *(pytest.param(page, True, id=f"{page.stem} for these sizes") for page in GUIDE),
+        *(pytest.param(page, False, id=page.stem, marks=pytest.mark.matrix) for page in GUIDE),
+    ],
+)
 def test_the_examples_of_a_page_run_one_after_the_other(
-    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    page: Path, fixed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    if fixed:  # capturing takes half the time
+        monkeypatch.setattr(fxamp, "convert", convert_fixed)
+        monkeypatch.setattr(fxamp, "plan", plan_fixed)
     names = run_examples(page, monkeypatch)
     for name in {"bert", "digits", "compiled"} & names.keys():  # which run in 16 bits now
         assert "bfloat16" in {d.colour for d in fxamp.plan_of(names[name]).decisions}, name

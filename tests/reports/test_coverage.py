@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import fxamp
 from fxamp.measure.counts import step_counts
 from passes.contract.reasons import DEVIATIONS
 from reports import architectures, coverage
 from reports.architectures import Architecture
+from reports.gpu import converted
 
 # The script ignores warnings, of torch's own above all.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -124,8 +124,7 @@ def test_where_o2_takes_more_casts_than_autocast_they_move_fewer_bytes() -> None
 
     autocast = step_counts(under_autocast)
     counts = {}
-    for level in ("O1", "O2"):
-        module = fxamp.convert(model, kwargs=inputs, policy=f"{level},dtype=bf16", dynamic_shapes=None)
+    for level, module in zip(("O1", "O2"), converted(model, inputs, torch.bfloat16, "O1", "O2"), strict=True):
         counts[level] = step_counts(functools.partial(_loss, module, inputs))
     assert counts["O1"].casts <= autocast.casts
     assert (counts["O2"].casts, autocast.casts) == (99, 87)  # of small gammas, betas and statistics

@@ -143,8 +143,12 @@ def test_just_in_time_only_what_the_model_makes_low_by_a_named_dtype_may_come_ou
     assert judged(subject, "jit", ("O1",))["O1"].why == "output 0 is torch.float32, not torch.bfloat16"
 
 
-class Upcast(Net):
+class Upcast(nn.Module):
     """Casts what it is given in 16 bits up, and what it makes of that to the dtype which that has: FP32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.l = nn.Linear(6, 6)
 
     def forward(self, x: Tensor, low: Tensor) -> Any:
         h, k = self.l(x), self.l(low.float())

@@ -224,11 +224,14 @@ def at_levels(model: nn.Module, args: Any, front_end: str, *policies: str) -> li
 
         return [partial(compiled, policy) for policy in policies]
     made: dict[Any, Captures] = {}
+    inputs = as_inputs(args, None)
+    settled_all = {policy: resolve(fxamp.Policy.parse(policy), model, inputs) for policy in policies}
+    under = [autocast_for(settled, model, inputs) for settled in settled_all.values()]
+    rounding = next(filter(None, under), None)
 
     def emitted(policy: str) -> Any:
-        inputs = as_inputs(args, None)
-        settled = resolve(fxamp.Policy.parse(policy), model, inputs)
-        autocast = autocast_for(settled, model, inputs)
+        settled = settled_all[policy]
+        autocast = autocast_for(settled, model, inputs) or rounding  # a capture to round has the plain one in it
         if autocast not in made:
             made[autocast] = capture(model, args, front_end=front_end, dynamic_shapes=None, autocast=autocast)
         return emit(copied(made[autocast]), settled)

@@ -73,6 +73,10 @@ class CompiledStep:
         """Compile again for the copy: compiled code refers to the objects that it was compiled for."""
         return CompiledStep(self.settings)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Compile again where it is loaded."""
+        return CompiledStep, (self.settings,)
+
 
 def loss_region(
     casts: Sequence[KeptCast],

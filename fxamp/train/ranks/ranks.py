@@ -66,6 +66,12 @@ class Ranks:
             return int(total)
         return count
 
+    def sum(self, numbers: Tensor) -> Tensor:
+        """Sum up numbers, in place, over the ranks of each group, and return them."""
+        for group in self.groups:
+            dist.all_reduce(numbers, group=group)
+        return numbers
+
     def agree(self, flags: Sequence[Tensor]) -> None:
         """Make each flag, in place, not 0 if it is not 0 on any rank; if ranks agree anyway, do nothing."""
         if not flags or not self.decide_apart:

@@ -41,15 +41,15 @@ def exchanging(found: Sequence[DistributedDataParallel], now: bool) -> Iterator[
 
 
 @torch.no_grad()
-def exchange(replica: DistributedDataParallel, counts: Tensor, accumulate_steps: int) -> Tensor:
+def exchange(replica: DistributedDataParallel, counts: Tensor, share: float | Tensor) -> Tensor:
     """Exchange gradients outside backward: each becomes the mean over the micro-batches of all ranks.
 
     A gradient that no rank has stays None. Communication hooks are not run: they belong to backward.
 
     Args:
-        replica: Whose gradients, each divided by `accumulate_steps` already.
+        replica: Whose gradients.
         counts: Begins with the number of micro-batches of this rank; more numbers may follow.
-        accumulate_steps: Micro-batches in a window of one rank.
+        share: What the gradients of each micro-batch are divided by already.
 
     Returns:
         `counts`, summed over the ranks.
@@ -62,7 +62,7 @@ def exchange(replica: DistributedDataParallel, counts: Tensor, accumulate_steps:
     live = [p for p, count in zip(trained, there.tolist(), strict=True) if count]
     for bucket in _buckets(live):
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
-        flat = torch.cat([gradient.reshape(-1) for gradient in gradients]).mul_(accumulate_steps / counts[0])
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients]).mul_(share / counts[0])
         dist.all_reduce(flat, group=group)
         for p, gradient, mean in zip(bucket, gradients, flat.split([p.numel() for p in bucket]), strict=True):
             p.grad = gradient.copy_(mean.view_as(gradient))

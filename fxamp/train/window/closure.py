@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from passes.contract.errors import PolicyError
 
 from ..ranks.ranks import Ranks
-from ..ranks.replicas import exchanging
+from ..ranks.replicas import exchange, exchanging
 from ..scale.scaler import LossScaler
 from .conditional import gradients, holds_inf_or_nan, parameters
 from .loss import LossFunction, loss_of
@@ -90,18 +90,39 @@ def run_window(
     micro_batches: Sequence[tuple[Any, Any]],
     scaler: LossScaler,
     ranks: Ranks,
+    share: float | Tensor,
+    *,
+    in_backward: bool,
 ) -> Tensor:
-    """Run the micro-batches of a window forward and backward, each inputs and target; return the mean of their losses.
+    """Run the micro-batches of a window forward and backward, and return the mean of their losses.
 
-    Ranks exchange gradients in the last backward.
+    Gradients and loss are those of all ranks: by the loss an optimizer decides how to go on, and all have to decide the
+    same.
+
+    Args:
+        model: What is trained.
+        loss_fn: As `fxamp.train.window.loss.loss_of` takes it.
+        micro_batches: Inputs and target of each.
+        scaler: Of the window.
+        ranks: Who exchanges gradients.
+        share: Micro-batches of a rank, in the mean of all that exchange gradients.
+        in_backward: Whether they do so in the last backward, or after it, since not all may have seen as many.
     """
-    losses = []
+    count, losses = len(micro_batches), []
     for index, (inputs, target) in enumerate(micro_batches):
-        with exchanging(ranks.replicas, index + 1 == len(micro_batches)):
-            loss = loss_of(model, loss_fn, inputs, target) / len(micro_batches)
+        with exchanging(ranks.replicas, in_backward and index + 1 == count):
+            loss = loss_of(model, loss_fn, inputs, target) / share
             scaler.scale(loss).backward()
             losses.append(loss.detach())
-    return torch.stack(losses).sum()
+    if not ranks.groups:
+        return torch.stack(losses).sum()
+    totals = torch.zeros(2, device=next(model.parameters()).device)
+    for loss in losses:
+        totals += torch.stack([loss.float().view(()) * share, torch.ones_like(totals[0])])
+    ranks.sum(totals)
+    for replica in [] if in_backward else reversed(ranks.replicas):
+        exchange(replica, totals.new_tensor([count]), share)
+    return totals[0] / totals[1]
 
 
 class _NotFinite(Exception):  # noqa: N818 - no error: nobody but `step_by_closure` sees it

@@ -332,7 +332,10 @@ def test_a_construct_is_kept_or_refused_by_name(construct: str, front_end: str) 
 
 # torch.autograd.grad does not reach into a reentrant checkpoint: test_control_flow.py compares its gradients.
 @pytest.mark.usefixtures("fresh")
-@pytest.mark.parametrize("construct", [c for c in TABLE if c != "reentrant checkpoint"])
+@pytest.mark.parametrize("construct", [
+    c if TABLE[c][2] or TABLE[c][3] else pytest.param(c, marks=pytest.mark.matrix)
+    for c in TABLE if c != "reentrant checkpoint"
+])  # fmt: skip
 def test_a_construct_is_kept_at_the_first_call(construct: str) -> None:
     build, inputs, _, _ = TABLE[construct]
     torch.manual_seed(0)

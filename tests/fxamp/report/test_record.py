@@ -166,40 +166,41 @@ def records(turn: int) -> list[str]:
     return [record_of(made[name]).to_json() for name in sorted(made)]
 
 
-BACKWARDS = """
+SEPARATOR = "----"
+OTHER = f"""
 import fxamp.report.record.build, torch, sqlite3, decimal
-from tests.fxamp.report.test_record import records
-print("".join(records(-1)), end="")
+from tests.fxamp.report.test_record import record_of, records
+module = fxamp.compile(torch.nn.Sequential(torch.nn.Linear(4, 4)), policy="O1,dtype=bf16", backend="eager")
+module(torch.randn(3, 4))
+traced = record_of(fxamp.plan_of(module)).to_json()
+print("".join(records(-1)), traced, sep="{SEPARATOR}", end="")
 """
 
 
-def test_records_are_the_same_in_other_processes_orders_and_hash_seeds() -> None:
-    environment = {**os.environ, "PYTHONHASHSEED": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", BACKWARDS]
-    with subprocess.Popen(command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, text=True) as other:
-        here = "".join(records(1))
-        there = other.communicate()[0]
-    assert other.returncode == 0
-    assert there == here
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str, Path]:
+    """Return what a process with another hash seed says, of models converted and of one compiled, and its trace."""
+    folder = tmp_path_factory.mktemp("trace")
+    environment = {**os.environ, "PYTHONHASHSEED": "1", "TORCH_TRACE": str(folder), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", OTHER]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    converted, _, traced = done.stdout.partition(SEPARATOR)
+    return converted, traced, folder
+
+
+def test_records_are_the_same_in_other_processes_orders_and_hash_seeds(other: tuple[str, str, Path]) -> None:
+    here = "".join(records(1))
+    assert other[0] == here
     assert here.count('"policy": "O2,dtype=bf16,device=cpu"') == 2
 
 
-TRACED = """
-import torch, fxamp
-module = fxamp.compile(torch.nn.Sequential(torch.nn.Linear(4, 4)), policy="O1,dtype=bf16", backend="eager")
-module(torch.randn(3, 4))
-from fxamp.report.record.build import record_of
-print(record_of(fxamp.plan_of(module)).to_json())
-"""
-
-
-def test_a_compilation_that_is_traced_has_the_record_as_an_artefact(tmp_path: Path) -> None:
-    environment = {**os.environ, "TORCH_TRACE": str(tmp_path), "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", TRACED], env=environment, capture_output=True, text=True, check=True)
-    (trace,) = tmp_path.iterdir()
+def test_a_compilation_that_is_traced_has_the_record_as_an_artefact(other: tuple[str, str, Path]) -> None:
+    _, traced, folder = other
+    (trace,) = folder.iterdir()
     _, _, rest = trace.read_text(encoding="utf-8").partition('{"artifact": {"name": "fxamp_precision"')
     _, *lines = rest.splitlines()
     payload = itertools.takewhile(lambda line: line.startswith("\t"), lines)
     found = Record.from_json("\n".join(line[1:] for line in payload))
-    assert found == Record.from_json(done.stdout)
+    assert found == Record.from_json(traced)
     assert [n.op for n in found.nodes] == ["linear"]

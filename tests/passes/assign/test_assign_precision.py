@@ -18,6 +18,8 @@ from tests.support.helpers import convert_fixed, plan_fixed
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 
+pytestmark = pytest.mark.usefixtures("one_mode")
+
 
 class Net(nn.Module):
     """Two linears and whatever the test does between them."""

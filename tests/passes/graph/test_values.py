@@ -339,14 +339,16 @@ def test_a_list_of_unknown_length_has_one_dtype() -> None:
     assert infer(graph.call_function(torch.cat, (parts,)), dtypes.__getitem__) is BF16
 
 
-def test_what_is_said_of_every_op_of_torch_is_true() -> None:
+@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.matrix)])
+def test_what_is_said_of_every_op_of_torch_is_true(every: int) -> None:
     """In a process of its own, for torch's test suite changes global settings when it is imported."""
     root = Path(__file__).parents[3]
-    done = subprocess.run([sys.executable, "-m", "tests.support.op_sweep"], cwd=root, capture_output=True, text=True)
+    command = [sys.executable, "-m", "tests.support.op_sweep", str(every)]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["wrong"] == []
-    assert found["ops"] > 300
+    assert found["ops"] > 300 / every
 
 
 # Storage.

@@ -542,7 +542,7 @@ class All(nn.Module):
         return [part(*given) for part, given in zip(self.parts, inputs, strict=True)]
 
 
-@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("training", [True, pytest.param(False, marks=pytest.mark.matrix)])
 def test_every_module_of_torch_nn_exports_to_ops_that_have_a_row(training: bool) -> None:
     made = modules()
     classes = {n for n, c in vars(nn).items() if isinstance(c, type) and issubclass(c, nn.Module)}

@@ -76,24 +76,24 @@ def change(folder: Path, before: str, after: str, name: str = "net.py") -> None:
     (folder / name).write_text(text.replace(before, after))
 
 
-def test_a_plan_that_is_missing_is_no_answer_and_names_the_way_out(check: Check) -> None:
-    status, _, err = check("net.py:make", "--plan=net.json", LOW)
+def test_a_plan_that_is_missing_is_no_answer_and_names_the_way_out(check_fx: Check) -> None:
+    status, _, err = check_fx("net.py:make", "--plan=net.json", LOW)
     assert (status, "--update" in err) == (2, True)
 
 
-def test_what_is_as_planned_passes_and_what_changed_names_the_authors_line(folder: Path, check: Check) -> None:
-    assert check("net.py:make", "--plan=net.json", LOW, "--update")[0] == 0
-    assert check("net.py:make", "--plan=net.json", LOW)[0] == 0
+def test_what_is_as_planned_passes_and_what_changed_names_the_authors_line(folder: Path, check_fx: Check) -> None:
+    assert check_fx("net.py:make", "--plan=net.json", LOW, "--update")[0] == 0
+    assert check_fx("net.py:make", "--plan=net.json", LOW)[0] == 0
     change(folder, "return self.head(h)", "return self.head(h.float().softmax(-1))")
-    status, out, _ = check("net.py:make", "--plan=net.json", LOW)
+    status, out, _ = check_fx("net.py:make", "--plan=net.json", LOW)
     assert status == 1
     assert re.search(r"\+ /softmax#0 .*net\.py:15", out)
     head, *lines, last = out.splitlines()
     counts = [sum(line.startswith(f"  {sign}") for line in lines) for sign in "+-!"]
     assert head == "net.py:make: {} added, {} removed, {} changed against net.json".format(*counts)
     assert last.startswith("If that is meant: fxamp check --update")
-    assert check("net.py:make", "--plan=net.json", LOW, "--update")[0] == 0
-    assert check("net.py:make", "--plan=net.json", LOW)[0] == 0
+    assert check_fx("net.py:make", "--plan=net.json", LOW, "--update")[0] == 0
+    assert check_fx("net.py:make", "--plan=net.json", LOW)[0] == 0
 
 
 def test_a_line_that_moves_is_no_change(folder: Path, check_fx: Check) -> None:
@@ -173,8 +173,8 @@ def test_a_relative_budget_without_a_plan_is_no_answer(check_fx: Check) -> None:
     assert check_fx("net.py:make", LOW, "--budget=casts=+0")[0] == 2
 
 
-def test_nothing_to_check_by_is_no_answer(check: Check) -> None:
-    assert check("net.py:make", LOW)[0] == 2
+def test_nothing_to_check_by_is_no_answer(check_fx: Check) -> None:
+    assert check_fx("net.py:make", LOW)[0] == 2
 
 
 @pytest.fixture
@@ -255,13 +255,13 @@ def test_a_budget_that_does_not_parse_is_no_answer(check: Check) -> None:
     assert (status, "budget 'cats=1': there is no total 'cats'" in err) == (2, True)
 
 
-def test_annotations_cannot_be_ended_by_a_name(folder: Path, check: Check) -> None:
-    check("net.py:make", "--plan=net.json", LOW, "--update")
+def test_annotations_cannot_be_ended_by_a_name(folder: Path, check_fx: Check) -> None:
+    check_fx("net.py:make", "--plan=net.json", LOW, "--update")
     change(folder, "return self.head(h)", "return self.head(h.float().exp())")
     plan = json.loads((folder / "net.json").read_text())
     plan["decisions"][0]["reason"] = "low: x\n::error::boo\r::stop-commands::a%0A"
     (folder / "net.json").write_text(json.dumps(plan))
-    status, out, _ = check("net.py:make", "--plan=net.json", LOW, "--output-format=github")
+    status, out, _ = check_fx("net.py:make", "--plan=net.json", LOW, "--output-format=github")
     assert status == 1
     assert "boo" in out
     assert all(line.startswith(("::error::", "::warning file=net.py,line=")) for line in out.splitlines())

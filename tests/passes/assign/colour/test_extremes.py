@@ -15,6 +15,8 @@ from tests.support.helpers import convert_fixed
 FAR = 65536  # where BF16 has one number for 512 positions
 X = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
 
+pytestmark = pytest.mark.usefixtures("one_mode")
+
 
 class Net(nn.Module):
     """Two layers, an FP32 buffer, and whatever the test does with them."""

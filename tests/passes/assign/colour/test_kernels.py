@@ -17,6 +17,8 @@ from tests.support.helpers import Two, convert_fixed, example, plan_fixed
 FP32_ONLY = "fxamp_kernels::fp32_only"
 ANY_FLOAT = "fxamp_kernels::any_float"
 
+pytestmark = pytest.mark.usefixtures("one_mode")
+
 
 @torch.library.custom_op(FP32_ONLY, mutates_args=())
 def fp32_only(x: Tensor) -> Tensor:
