@@ -33,7 +33,7 @@ _ATOM = re.compile(r"\['([^']*)'\]|\[(\d+)\]|\.([A-Za-z]\w*)")  # skips `_module
 def ambient_dtype(graph: Graph, device: str, named: torch.dtype | None = None) -> torch.dtype | None:
     """Return the low dtype of the ambient autocast: a region round the whole graph, which is erased, or a state.
 
-    A region in another dtype than the state's is the model's own, if the policy has named that of the state.
+    If the policy names the dtype of the state, a region in another dtype is the model's own.
     """
     state = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     region = _whole_region(graph)
@@ -213,7 +213,7 @@ def _describe_origin(node: Node, scope: Scope | None) -> None:
 
 
 def _describe_regions(nodes: Iterable[Node], outside: Region | None) -> None:
-    """Note on each call the innermost autocast region that it lies in: at first the one outside the graph."""
+    """Note on each call the innermost autocast region that it lies in; the graph itself lies in `outside`."""
     regions: list[tuple[Node | None, Region]] = [] if outside is None else [(None, outside)]
     for node in nodes:
         if node.target is enter_autocast:

@@ -124,7 +124,7 @@ class Simulation(State):
     def _enter(self, node: Node, body: Body) -> None:
         """Run through the body of a higher-order op with the dtypes that its operands have here.
 
-        Where what it gives is written, and pinned, it gives its original dtypes.
+        If its result is written in place, and pinned, the body returns its original dtypes.
         """
         pinned = not self.autocast and not is_opaque(node) and self.aliases.find(node) in self.pinned
         border = Border({p: self.dtypes[v] for p, v in body.operands(node).items()}, pinned, bodies=body.bodies())
