@@ -672,7 +672,7 @@ def test_a_bad_scale_for_one_step_is_refused(scale: Any) -> None:
 @pytest.mark.parametrize("inputs", [[X], 3.0, None])
 def test_inputs_of_other_kinds_are_refused_with_the_way_out(inputs: Any) -> None:
     _, step = make_step()
-    with pytest.raises(PolicyError, match=r"wrap it: \(inputs,\)"):
+    with pytest.raises(PolicyError, match=r"tuple\(inputs\) for several inputs, \(inputs,\)"):
         step(inputs)
 
 

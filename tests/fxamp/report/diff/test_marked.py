@@ -122,4 +122,4 @@ def test_what_is_new_and_what_is_gone_is_marked(converted: Any) -> None:
 def test_another_model_is_said_in_a_line(converted: Any) -> None:
     other = nn.Sequential(*(nn.Conv1d(2, 2, 1) for _ in range(12)))
     (line,) = fxamp.diff(torch.fx.symbolic_trace(other), converted).code
-    assert line.startswith("! (plan)  model: one of 14 nodes -> another")
+    assert line.startswith("! (plan)  model: 14 nodes -> another model")
