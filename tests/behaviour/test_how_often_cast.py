@@ -42,6 +42,32 @@ def test_casts_are_shared_as_the_policy_says(front_end: str) -> None:
         assert fxamp.plan_of(module).casts == count
 
 
+def masked(self: Any, x: Tensor) -> Tensor:
+    batch = x.view(8, 8, 6)
+    return self.m(batch) @ torch.where(batch[:, :6] > 0, self.l.weight.t(), -1.0)  # repeated over the batch
+
+
+def read_twice(self: Any, x: Tensor) -> Tensor:
+    turned = self.l.weight.t()
+    return self.m(x) @ turned + (x * 2) @ turned
+
+
+@pytest.mark.parametrize("forward", [masked, read_twice])
+def test_gradients_are_summed_in_fp32_where_autocast_sums_them_so(forward: Any) -> None:
+    torch.manual_seed(0)
+    model, x = Two(forward), torch.randn(64, 6)
+    module = fxamp.convert(model, (x,), policy="O1,dtype=bf16,share_casts=weights")
+    found = []
+    for called, low in ((model, True), (module, False)):
+        model.zero_grad()
+        with torch.autocast("cpu", BF16, enabled=low):
+            y = called(x)
+        y.float().square().mean().backward()
+        found.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+    for ours, autocasts in zip(*found, strict=True):
+        assert torch.equal(ours, autocasts)
+
+
 @each_front_end
 def test_an_activation_is_cast_once_for_all_its_readers(front_end: str) -> None:
     model = nn.ModuleDict({k: nn.Linear(6, 6, bias=False) for k in "qkv"})

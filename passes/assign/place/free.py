@@ -162,14 +162,36 @@ def _rounds_nothing(c: _Candidate) -> bool:
     return all(d == c.simulation.low for d in c.held) and known.fp32_internal and known.status == "measured"
 
 
+def _sums_gradients_as_asked(c: _Candidate) -> bool:
+    """If it is stored low, several readers share the cast, and their gradients are summed in low."""
+    return c.simulation.policy.share_casts == "always" or not c.grad or len(c.node.users) <= 1
+
+
 def _only_moves(c: _Candidate) -> bool:
     """It only moves values, and each of its numbers is the same in low: rounding before it and after it is the same."""
     moves = c.row.commutes == "both" or (c.row.commutes == "forward" and not c.grad)
-    if not moves or c.colouring.casts or _lets_a_number_pass(c):
+    if not moves or c.colouring.casts or _lets_a_number_pass(c) or (c.grad and _broadcasts(c)):
         return False
     if c.simulation.dtypes[c.node] == torch.float32 and _is_compacted(c.node.meta.get("val")):
         return False
     return all(torch.tensor(x, dtype=c.simulation.low).item() == x for x in numbers(c.node))
+
+
+def _broadcasts(c: _Candidate) -> bool:
+    """Say whether it repeats an operand along a dimension, so that gradients of that operand are added up."""
+    shapes = [[concrete_size(s) for s in v.shape] for v in map(_value, c.read) if v is not None]
+    out, floats = _value(c.node), [v for v in (_value(o.node) for o in c.floats) if v is not None]
+    if out is None or len(shapes) < 2 or all(v.shape == out.shape for v in floats):
+        return False
+    try:
+        return list(torch.broadcast_shapes(*shapes)) == [concrete_size(s) for s in out.shape]
+    except RuntimeError:  # they are joined, not broadcast
+        return False
+
+
+def _value(node: Node) -> torch.Tensor | None:
+    found = node.meta.get("val")
+    return found if isinstance(found, torch.Tensor) else None
 
 
 def _lets_a_number_pass(c: _Candidate) -> bool:
@@ -177,7 +199,7 @@ def _lets_a_number_pass(c: _Candidate) -> bool:
     return c.simulation.dtypes[c.node] == c.simulation.low and torch.float32 in c.held
 
 
-_AS_AUTOCAST: tuple[Check, ...] = (_rounds_nothing,)
+_AS_AUTOCAST: tuple[Check, ...] = (_rounds_nothing, _sums_gradients_as_asked)
 
 
 def _is_compacted(value: object) -> bool:
