@@ -107,17 +107,21 @@ def beside(plain: Any, module: Any, dtypes: dict[str, torch.dtype]) -> list[list
         module: the same converted at O1.
         dtypes: what autocast gives the values of the first graph of `plain`, by the name of the node.
     """
-    ours, rows = decisions(module), []
-    for node, key in keys(plain.graph.nodes).items():
-        expected, found = dtypes.get(node.name), ours.get(node.name)
+    # By key: the graph of another capture has other names.
+    decided, rows = decisions(module), []
+    ours = {key: decided.get(node.name) for node, key in _keys(module).items()}
+    for node, key in _keys(plain).items():
+        expected, found = dtypes.get(node.name), ours.get(key)
         if expected is None or not expected.is_floating_point or found is None:
-            continue
-        if ops.name(found[0]) != ops.name(node):
             continue
         got = str(found[0].meta["val"].dtype)[6:]
         autocast, code = (found[1].autocast_dtype, found[1].code) if found[1] is not None else (got, "")
         rows.append([key, ops.name(node), str(expected)[6:], autocast, got, code])
     return rows
+
+
+def _keys(module: Any) -> dict[Node, str]:
+    return keys(n for n in module.graph.nodes if not is_inserted(n))
 
 
 def decisions(module: Any) -> dict[str, tuple[Node, Decision | None]]:
