@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import library as operators
 from torch import nn
 from torch._jit_internal import boolean_dispatched as boolean_dispatched
 from torch._library.custom_ops import _maybe_get_opdef
@@ -34,7 +35,6 @@ from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import _ModuleStackTracer as ExportTracer
 from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP as GUARD_NAMES
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
-from torch.library import Library
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode as TorchFunctionMode
@@ -127,7 +127,7 @@ def drop_hooks(module: torch.nn.Module) -> None:
     module._forward_hooks.clear()
 
 
-def close(library: Library) -> None:
+def close(library: operators.Library) -> None:
     """Take the operators of a library out of the registry."""
     library._destroy()
 

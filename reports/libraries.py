@@ -29,8 +29,8 @@ from typing import Any
 
 import torch
 from tabulate import tabulate
+from torch import library as operators
 from torch import nn
-from torch.library import define
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
@@ -340,7 +340,7 @@ def define_operators() -> None:
     for name, arguments in (("nms", "Tensor dets, Tensor scores, float iou_threshold"),
                             ("qnms", "Tensor dets, Tensor scores, float iou_threshold")):  # fmt: skip
         with contextlib.suppress(RuntimeError):  # it has them
-            define(f"torchvision::{name}", f"({arguments}) -> Tensor")
+            operators.define(f"torchvision::{name}", f"({arguments}) -> Tensor")
 
 
 def build(case: str) -> Made:
@@ -514,7 +514,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the models asked for; print and write the report, or what became of one."""
     parser = argparse.ArgumentParser(description="Convert models of other libraries and compare them with autocast.")
     parser.add_argument("--case", help="this one alone: print what becomes of it")
-    parser.add_argument("--library", action="append", choices=list(BUILDERS), help="this one's; may repeat")
+    parser.add_argument(
+        "--library", dest="only", action="append", choices=list(BUILDERS), help="this one's; may repeat"
+    )
     parser.add_argument("--limit", type=int, help="how many of each library")
     add_options(parser, RECORD, HERE)
     options = parser.parse_args(arguments)
@@ -526,7 +528,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     record = Record(options.record)
     record.forget(options.again, lambda e: "by" not in e or not e.get("equal", True) or "problem" in e)
     until = None if options.seconds is None else time.monotonic() + options.seconds
-    each = [[f"{lib}:{n}" for n in BUILDERS[lib][1][: options.limit]] for lib in options.library or BUILDERS]
+    each = [[f"{lib}:{n}" for n in BUILDERS[lib][1][: options.limit]] for lib in options.only or BUILDERS]
     cases = [c for row in itertools.zip_longest(*each) for c in row if c is not None]  # of every library some first
     run_all(cases, work, record, processes=options.processes, until=until, seconds=400, name="models")
     data = summary(record.found)

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint
+from torch import library as operators
 from torch.fx import Graph, GraphModule, Node
-from torch.library import Library, register_fake
 
 from passes._torch import close, pytree
 from passes.graph.notes import note, note_of
@@ -65,7 +65,7 @@ class _Operator:
         kinds = [next(word for kind, word in _TYPES.items() if isinstance(args[i], kind)) for i in self.given]
         schema = ", ".join(f"{kind} a{i}" for kind, i in zip(kinds, self.given, strict=True))
         library.define(f"{name}({schema}) -> Tensor[]")
-        register_fake(f"{_NAMESPACE}::{name}", self._run, lib=library)
+        operators.register_fake(f"{_NAMESPACE}::{name}", self._run, lib=library)
         self.target: Any = getattr(getattr(torch.ops, _NAMESPACE), name).default
 
     def __call__(self) -> Any:
@@ -96,7 +96,7 @@ class Functions:
     """The autograd functions that are called while one model is exported."""
 
     def __init__(self) -> None:
-        self._library = Library(_NAMESPACE, "FRAGMENT")
+        self._library = operators.Library(_NAMESPACE, "FRAGMENT")
         self._called: dict[Any, tuple[type, _Operator]] = {}
 
     @contextlib.contextmanager

@@ -30,7 +30,7 @@ from passes.contract.reasons import DEVIATIONS
 
 from .alone import torch_alone
 from .first import first_difference, first_difference_at_calls
-from .own import given_back, names_low, now_fp32, now_low, with_dtypes
+from .own import Called, given_back, names_low, now_fp32, now_low, with_dtypes
 from .runs import Allowed, Run, changed, gradients_differ, run, tensors, values_differ
 
 LEVELS = ("O0", "O1", "O2", "O3")
@@ -127,15 +127,9 @@ def quiet() -> Iterator[None]:
         yield
 
 
-class Tried(Protocol):
+class Tried(Called, Protocol):
     """A model with its inputs, and what is low for it."""
 
-    @property
-    def model(self) -> nn.Module: ...  # noqa: D102
-    @property
-    def args(self) -> tuple[Any, ...]: ...  # noqa: D102
-    @property
-    def kwargs(self) -> dict[str, Any]: ...  # noqa: D102
     @property
     def low(self) -> str: ...  # noqa: D102
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch import library as operators
 
 import fxamp
 from tests.support.front_ends import (
@@ -57,10 +58,10 @@ def test_a_kernel_that_writes_to_its_operand_writes_to_the_original(front_end: s
 @each_front_end
 @pytest.mark.parametrize("choice", ["keep", "fp32", "error"])
 def test_an_op_without_a_rule_is_treated_as_the_policy_says(choice: str, front_end: str) -> None:
-    with torch.library._scoped_library("fxamp_unlisted", "FRAGMENT") as library:
+    with operators._scoped_library("fxamp_unlisted", "FRAGMENT") as library:
         library.define("unlisted(Tensor x) -> Tensor")
         library.impl("unlisted", lambda x: x * 2, "CompositeExplicitAutograd")
-        torch.library.register_fake("fxamp_unlisted::unlisted", lambda x: torch.empty_like(x), lib=library)
+        operators.register_fake("fxamp_unlisted::unlisted", lambda x: torch.empty_like(x), lib=library)
         model = Two(lambda self, x: self.m(torch.ops.fxamp_unlisted.unlisted(self.l(x)))).requires_grad_(False)
         policy = f"O1,unknown_ops={choice}"
         if choice == "error":

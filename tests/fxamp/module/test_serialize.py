@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch import library as operators
 
 import fxamp
 from fxamp.module.serialize import graph_from_data, graph_to_data
@@ -167,7 +168,7 @@ def test_graph_data_is_plain_and_round_trips(converted: Any) -> None:
 
 
 def test_a_missing_operator_is_named() -> None:
-    library = torch.library.Library("fxamp_test_serialize", "DEF")
+    library = operators.Library("fxamp_test_serialize", "DEF")
     library.define("twice(Tensor x) -> Tensor")
     library.impl("twice", lambda x: x * 2, "CompositeExplicitAutograd")
     graph = torch.fx.Graph()

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch import library as operators
 from torch.utils.checkpoint import checkpoint
 
 import fxamp
@@ -391,7 +392,7 @@ def test_binary_cross_entropy_is_refused_on_cuda_and_allowed_by_an_override() ->
 
 @pytest.fixture(scope="module")
 def custom() -> Any:
-    @torch.library.custom_op("fxamp_tests::strict", mutates_args=())
+    @operators.custom_op("fxamp_tests::strict", mutates_args=())
     def strict(x: Tensor) -> Tensor:
         if x.dtype != torch.float32:
             raise TypeError(x.dtype)

@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch import library as operators
 from torch.fx import Graph, Node
-from torch.library import custom_op
 
 from passes._torch import pytree
 from passes.graph.by_rows import SymbolicInference, original_dtypes
@@ -44,12 +44,12 @@ BF16, F16, F32, F64, I64 = torch.bfloat16, torch.float16, torch.float32, torch.f
 lib = torch.ops.fxamp_test_values
 
 
-@custom_op("fxamp_test_values::write", mutates_args=("b",))
+@operators.custom_op("fxamp_test_values::write", mutates_args=("b",))
 def write(a: Tensor, b: Tensor) -> None:
     b.add_(a)
 
 
-@custom_op("fxamp_test_values::wide", mutates_args=())
+@operators.custom_op("fxamp_test_values::wide", mutates_args=())
 def wide(a: Tensor, dtype_by_value: int) -> Tensor:
     return a.double() if dtype_by_value else a.clone()
 

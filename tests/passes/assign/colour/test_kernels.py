@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
+from torch import library as operators
 
 import fxamp
 from passes.assign.colour import kernels
@@ -20,14 +21,14 @@ ANY_FLOAT = "fxamp_kernels::any_float"
 pytestmark = pytest.mark.usefixtures("one_mode")
 
 
-@torch.library.custom_op(FP32_ONLY, mutates_args=())
+@operators.custom_op(FP32_ONLY, mutates_args=())
 def fp32_only(x: Tensor) -> Tensor:
     if x.dtype != torch.float32:
         raise RuntimeError(f"not implemented for {x.dtype}")
     return x * 2
 
 
-@torch.library.custom_op(ANY_FLOAT, mutates_args=())
+@operators.custom_op(ANY_FLOAT, mutates_args=())
 def any_float(x: Tensor) -> Tensor:
     return x * 2
 
@@ -84,7 +85,7 @@ def test_an_lstm_in_fp16_runs_wherever_it_can(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_to_try_an_op_draws_no_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    @torch.library.custom_op("fxamp_kernels::noise", mutates_args=())
+    @operators.custom_op("fxamp_kernels::noise", mutates_args=())
     def noise(x: Tensor) -> Tensor:
         return x + torch.rand_like(x)
 
