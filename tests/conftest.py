@@ -7,10 +7,13 @@ left behind is not looked at again: collecting garbage, and looking for a loss s
 from __future__ import annotations
 
 import gc
+import getpass
 import os
 import re
+import tempfile
 import zlib
 from collections import defaultdict
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +25,9 @@ from reports.zoo import BY_NAME
 if "OMP_NUM_THREADS" not in os.environ:  # torch has read it, as the processes that tests start do
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
+if "ATEN_CPU_CAPABILITY" in os.environ:  # Inductor's cache does not know it: kernels for another one crash
+    cache = Path(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}_{os.environ['ATEN_CPU_CAPABILITY']}")
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
 SETTING = re.compile(r"fx|export|jit|bf16|fp16|torch\.bfloat16|torch\.float16|O[1-3](,(dtype|device)=\w+)*")
 OF_ZOO = re.compile(rf"/report/(page/|test_graphs|test_record)|::.*[\[-]({'|'.join(BY_NAME)})[\]-]")
 
