@@ -666,9 +666,10 @@ SECTIONS = {
     "train": Section(
         "A TrainStep: waits, CUDA graphs, and the loop by hand", 70, train_tasks,
         ("step", "waited", "says it waits", "distance", "loss scale", "compiled"),
-        f'O1 with share_casts="weights" of BERT-base with two layers. `waited`: the first wait of {WATCHED} windows for the GPU, found by\n'
-        '`torch.cuda.set_sync_debug_mode("error")`. The distance from a loop by hand under `torch.autocast`, from the\n'
-        "same weights and not compiled, is divided by how far that has moved: 0 is bit-equal.",
+        'O1 with share_casts="weights" of BERT-base with two layers. `waited`: the first wait for the GPU of\n'
+        f'{WATCHED} windows, found by `torch.cuda.set_sync_debug_mode("error")`. The distance from a loop by hand\n'
+        "under `torch.autocast`, from the same weights and not compiled, is divided by how far that has\n"
+        "moved: 0 is bit-equal.",
     ),
     "agreement": Section(
         "O1 against the kernels of torch.autocast", 45, agreement_tasks,
