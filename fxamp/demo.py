@@ -353,7 +353,7 @@ def _to_markdown(rows: Sequence[Row], seeds: int, device: str) -> str:
         f"{torch.__version__}, {seeds} seed{'s' if seeds > 1 else ''}.\n\n"
         f"{tabulate(table, headers, 'pipe', disable_numparse=True, colalign=aligned)}\n\n"
         f"A step is {WINDOW} micro-batches of {BATCH} images; `per_step` casts weights once for all of them, as a "
-        "TrainStep does by default.\nTimes are medians of whole steps, the variants taking turns, and good as ratios "
-        "only. Casts and the bytes that they\nread and write are those of one step, the bytes saved for backward those "
-        "of one micro-batch.\n"
+        "TrainStep does by default.\nThe variants take turns. Times are medians of whole steps; compare them only as "
+        "ratios. Casts, and the bytes that\nthey read and write, are counted over one step; bytes saved for backward "
+        "over one micro-batch.\n"
     )

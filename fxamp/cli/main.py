@@ -116,7 +116,7 @@ def _diff(args: argparse.Namespace) -> int:
 def _sides(args: argparse.Namespace) -> list[Path | nn.Module]:
     """Return the two things to compare: saved plans, or targets converted, one of them by two policies."""
     if len(args.policy) > 2:
-        raise PolicyError("diff: two --policy are enough, one for each side")
+        raise PolicyError("diff: give --policy at most twice, once for each side")
     names = [args.before, args.after] if args.after is not None else [args.before]
     targets = {name for name in names if not name.endswith(".json") and name.rpartition(":")[0]}
     if len(names) == 1 and (len(args.policy) != 2 or not targets):

@@ -54,8 +54,8 @@ def _runnable(policy: Policy, model: nn.Module, inputs: Inputs | None) -> Inputs
         )
     if not DEVICES[policy.device or "cpu"].is_here():
         raise PolicyError(
-            f"cost='measured' runs ops on {policy.device!r}, which this machine does not have: convert where it is, "
-            f"{instead}."
+            f"cost='measured' runs ops on {policy.device!r}, which this machine does not have: convert on a "
+            f"machine that has it, {instead}."
         )
     leaves = pytree.tree_leaves((list(model.parameters()), list(model.buffers()), inputs))
     homes = sorted({t.device.type for t in leaves if isinstance(t, Tensor)})
@@ -148,7 +148,7 @@ def _explained(plan: Plan, instead_of: Plan, name: str, slower: bool) -> Plan:
     )
     note = (
         f"{CODE}: with {instead_of.policy} a forward and backward on the example inputs {takes[1]} than with {name}, "
-        f"which this is"
+        "so this is the conversion at that level"
     )
     return replace(plan, decisions=decisions, notes=(*plan.notes, note))
 

@@ -136,8 +136,8 @@ def refuse_other_settings(step: TrainStep, saved: Mapping[str, Any], free: Seque
         theirs = saved.get(name)
         if theirs != ours and "undecided" not in (theirs, ours):
             raise PolicyError(
-                f"the state was saved with {name} {theirs!r}, and here it is {ours!r}: make the TrainStep as it was, "
-                "or load the parts that fit by themselves (state['model'], state['optimizers'], ...)"
+                f"the state was saved with {name} {theirs!r}, and here it is {ours!r}: make the TrainStep as it was "
+                "when saved, or load only the parts that fit (state['model'], state['optimizers'], ...)"
             )
 
 

@@ -47,7 +47,7 @@ def warn_of_fp32(step: TrainStep) -> None:
     name = type(step.model).__name__
     logger.warning(
         "fxamp: TrainStep trains %s in FP32, since it is not converted: give it what fxamp.convert(model, ...) or "
-        "fxamp.compile(model) returned. The optimizer may stay, for the parameters are the same.", name,
+        "fxamp.compile(model) returned. Keep the optimizer: the parameters are the same.", name,
     )  # fmt: skip
 
 

@@ -41,16 +41,16 @@ class Code(str, enum.Enum):
     AUTOCAST_REGION = "autocast_region", "the model disables autocast here"
     AS_AUTOCAST = "as_autocast", "the op runs under torch.autocast as it is"
     DTYPE_ARGUMENT = "dtype_argument", "the author gave the op its dtype"
-    MUTATED = "mutated", "the storage is written in place, and shared with FP32 values"
-    IN_PLACE = "in_place", "an op in place has the dtype of what it writes to"
+    MUTATED = "mutated", "its storage is written in place, and FP32 values share it"
+    IN_PLACE = "in_place", "an in-place op has the dtype of the tensor that it writes to"
     FLOAT64 = "float64", "float64 is left as it is"
     ISLAND = "island", "a normalisation written by hand is FP32 throughout"
-    POSITION = "position", "the op computes positions, out of integers and buffers alone"
-    O2_LOW = "O2_low", "level O2 runs what is not sensitive low, beside low operands"
-    O3_LOW = "O3_low", "level O3 runs what is not sensitive low, beside low operands"
+    POSITION = "position", "the op computes positions from nothing but integers and buffers"
+    O2_LOW = "O2_low", "level O2 runs an op in the low dtype if it is not sensitive and has a low operand"
+    O3_LOW = "O3_low", "level O3 runs an op in the low dtype if it is not sensitive and has a low operand"
     CUT = "cut", "the minimum cut stores the value in this dtype"
-    NOT_WORTH_CASTS = "not_worth_casts", "it was measured that the casts cost more than the low dtype gains"
-    BODY = "body", "a body of a higher-order op is rewritten inside"
+    NOT_WORTH_CASTS = "not_worth_casts", "measurements say that the casts cost more time than the low dtype saves"
+    BODY = "body", "the op has graphs inside, which are rewritten"
 
 
 # Reasons for which a node may differ from what torch.autocast does, at O1. The list is complete.

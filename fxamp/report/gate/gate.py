@@ -158,7 +158,7 @@ def _machine(plan: Plan, name: str) -> Machine | None:
     found = Machine.parse(plan.machine) if plan.machine else None
     if plan.machine and found is None:
         raise PlanError(
-            f"{name}: 'machine' is {plan.machine!r:.80}, which is no machine; write a new plan with --update"
+            f"{name}: 'machine' is {plan.machine!r:.80}, which describes no machine; write a new plan with --update"
         )
     return found
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from ..diff.changes import PLAN_KEY, Change
 from ..forms.harmless import visible
 
-WAY_OUT = "If that is meant: fxamp check --update, with the same arguments, and commit what it writes."
+WAY_OUT = "If this is intended, run fxamp check --update with the same arguments, and commit what it writes."
 _LABELS = {
     "colour": "runs in", "autocast_dtype": "under autocast", "kind": "rule",
     "inserted_casts": "casts inserted", "casts": "casts after elimination", "cast_bytes": "bytes cast",

@@ -88,7 +88,7 @@ def page(
     rows = list(_rows(grown(shown, model), record.has_casts))
     said = []
     if not whole:
-        said.append(f"{len(shown)} of {len(record.nodes)} nodes were chosen for this page; the totals are of all.")
+        said.append(f"{len(shown)} of {len(record.nodes)} nodes were chosen for this page; the totals count all nodes.")
     if len(shown) > MOST_NODES:
         said.append(
             f"{len(shown)} nodes are more than the {MOST_NODES} that a page can hold: it shows modules only. "

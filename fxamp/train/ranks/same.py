@@ -79,7 +79,7 @@ def _wait_for(store: Any, rank: int, place: str, step: str, ranks: list[int], un
         if time.monotonic() > until:
             raise PolicyError(
                 f"rank {dist.get_rank()} waited for rank {rank}, one of {ranks}, at its first step, and that rank did "
-                f"not arrive within {store.timeout}: it takes no step, or failed before its first."
+                f"not arrive within {store.timeout}: it takes no steps, or failed before its first step."
             )
         time.sleep(_POLL)
 
