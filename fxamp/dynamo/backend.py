@@ -181,10 +181,10 @@ def compile(
     options: Mapping[str, Any] | None = None,
     disable: bool = False,
 ) -> Any:
-    """Compile a model with `torch.compile`, converted to mixed precision on the way.
+    """Compile a model with `torch.compile`, which first converts each captured graph to mixed precision.
 
-    The model is captured at its first call, and again at a call that fits no graph. Control flow that depends on
-    values, hooks and checkpointing work as they do under `torch.compile`.
+    The model is captured at its first call, and again at each call for which no graph fits. Data-dependent control
+    flow, hooks and checkpointing work as they do under `torch.compile`.
 
     Args:
         model: Any module that `torch.compile` takes, with FP32 parameters (frozen ones may be FP16 or BF16); it is not
@@ -195,7 +195,7 @@ def compile(
         dynamic: As `torch.compile` takes it.
         mode: For the inner backend.
         options: For the inner backend.
-        disable: Compile and convert nothing.
+        disable: True compiles and converts nothing.
 
     Returns:
         torch's `OptimizedModule`, whose state_dict keys have the prefix `_orig_mod.`; `model.compile(backend="fxamp",
@@ -204,7 +204,7 @@ def compile(
         lists the few outputs that have another dtype.
 
     Raises:
-        NotAModuleError: The model is no module.
+        NotAModuleError: `model` is not a module.
         CaptureError: The model is wrapped in DataParallel, sharded, compiled or converted already.
         PolicyError: The policy is wrong, there is no such inner backend, or `options` holds a name that is an argument
             of this function.

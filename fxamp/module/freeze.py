@@ -31,11 +31,11 @@ def frozen(converted: ConvertedModule) -> Iterator[ConvertedModule]:
     the region the module casts weights at every call, as before.
 
     Args:
-        converted: A module that `fxamp.convert` returned. Every weight that a graph reads in 16 bits, whatever its
-            shape, is copied in that dtype until the region ends.
+        converted: A module that `fxamp.convert` returned. For every weight that a graph reads in 16 bits, whatever its
+            shape, a 16-bit copy is kept until the region ends.
 
     Raises:
-        NotAModuleError: `converted` is no converted module.
+        NotAModuleError: `converted` is not a converted module.
         CaptureError: The module is frozen already.
 
     Example:

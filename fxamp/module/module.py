@@ -78,7 +78,7 @@ class ConvertedModule(GraphModule):
     """A model in mixed precision: a `torch.fx.GraphModule` that is called like the original.
 
     A model that computes different things in train and eval mode, or with gradients and without, has a graph for each
-    state. A call uses the graph of the present state, and so do `.graph` and `.code`.
+    state. A call runs the graph of the present state; `.graph` and `.code` show that graph.
 
     Attributes:
         variants: The graphs.
@@ -188,7 +188,7 @@ class ConvertedModule(GraphModule):
         self._guards[at] = spec.guard_function()
 
     def put(self, at: int, graph: Graph) -> None:
-        """Replace one of the graphs by another, whatever state the module is in.
+        """Replace one of the graphs; it need not be the graph of the present state.
 
         Example:
             >>> converted.put(0, converted.graph)
@@ -215,7 +215,7 @@ class ConvertedModule(GraphModule):
         return code
 
     def graph_forward(self, *flat: Any) -> Any:
-        """Run the graph of the present state on flat tensors without checking shapes, and return flat outputs.
+        """Run the graph of the present state on flat tensors, without checks of shapes; return flat outputs.
 
         Example:
             >>> output, = converted.graph_forward(x)

@@ -107,7 +107,7 @@ class Report:
         return self._written("pipe", "## ", markdown)
 
     def to_json(self) -> str:
-        """Return the totals and the whole plan as JSON, the same text for the same plan.
+        """Return the totals and the whole plan as JSON; equal plans give equal text.
 
         Example:
             >>> import json
@@ -143,7 +143,7 @@ class Report:
         return page(record, self.model, self.training, chosen(record, **only))
 
     def to_dot(self, **only: Sequence[str]) -> str:
-        """Return the nodes and their operands in the language of Graphviz, with the filters of `to_html`.
+        """Return the nodes and their operands in DOT, the language of Graphviz; takes the filters of `to_html`.
 
         Example:
             >>> fxamp.report(converted).to_dot().splitlines()[0]
@@ -247,7 +247,7 @@ def report(converted_or_plan: Diffable | TrainStep) -> Report:
             the shapes of the example inputs.
 
     Raises:
-        FxampError: There is no plan in what was given.
+        FxampError: What was given has no plan.
         CaptureError: A compiled module was not called yet.
         PlanError: The file cannot be read, or holds no plan.
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def save_checkpoint(step: TrainStep, folder: str | os.PathLike[str], *, group: Any = None) -> None:
-    """Save all that a run needs to continue, on any number of ranks; every rank calls this, between two windows.
+    """Save everything that a run needs to continue on any number of ranks. All ranks call this, between two windows.
 
     The file that marks a checkpoint as complete is written last. Use a new folder for each checkpoint: the folder then
     holds a complete one or none.
@@ -62,7 +62,7 @@ def save_checkpoint(step: TrainStep, folder: str | os.PathLike[str], *, group: A
 
 
 def load_checkpoint(step: TrainStep, folder: str | os.PathLike[str], *, group: Any = None) -> None:
-    """Load a checkpoint of `save_checkpoint` into a TrainStep that was made in the same way; every rank calls this.
+    """Load a checkpoint that `save_checkpoint` wrote into a TrainStep made in the same way. All ranks call this.
 
     The number of ranks and `accumulate_steps` may differ from those that were saved. With the same number of ranks the
     random number generators are restored; otherwise they stay as they are.

@@ -55,8 +55,8 @@ class Policy:
 
     Args:
         level: "O0" computes everything in FP32. "O1" runs the ops of `torch.autocast` in 16 bits. "O2" adds ops that
-            are not numerically sensitive, where running in 16 bits, casts included, moves fewer bytes. "O3" runs all
-            ops that have a 16-bit kernel.
+            are not numerically sensitive, if fewer bytes are then moved, counting the casts. "O3" runs all ops that
+            have a 16-bit kernel.
         dtype: The low dtype: `torch.float16`, `torch.bfloat16`, "fp16" or "bf16". None takes the dtype of the
             surrounding `torch.autocast`, or its default for the device: BF16 on a CPU, FP16 on CUDA.
         device: "cpu", "cuda" or "xpu": the device whose list of ops is used. None takes the device of the model. A plan
@@ -138,7 +138,7 @@ class Policy:
             text: Keys are the arguments of `Policy`; overrides are `modules.NAME` and `ops.NAME`.
 
         Raises:
-            PolicyError: The text is no policy; the message says how it is written.
+            PolicyError: The text is not a policy; the message shows the correct form.
 
         Example:
             >>> fxamp.Policy.parse("O1,dtype=fp16,modules.head=fp32").modules
@@ -172,7 +172,7 @@ class Policy:
         """Return a policy from what the public functions take: None is O1, a string is parsed.
 
         Raises:
-            PolicyError: `value` is none of these, or the string is no policy.
+            PolicyError: `value` is none of these, or the string cannot be parsed.
 
         Example:
             >>> fxamp.Policy.of(None) == fxamp.Policy.of("O1") == fxamp.Policy("O1")

@@ -122,7 +122,7 @@ def rules() -> Table:
 def register_rule(op: Any, kind: str, **facts: Any) -> Rule:
     """Register the rule of a custom op, for all devices and for this process.
 
-    You need not register an op that PyTorch's `register_autocast` knows.
+    An op that is registered with PyTorch's `register_autocast` needs no rule here.
 
     Args:
         op: The op or its name: `torch.ops.my_lib.my_op`, an overload of it, or "my_lib::my_op".
