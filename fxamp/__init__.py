@@ -13,7 +13,7 @@ Every example below runs as printed, after these lines:
 *Low* is the 16-bit dtype of a conversion, FP16 or BF16. The *colour* of a node is the dtype that it runs in. A *state*
 of a model is its mode (train or eval) and whether it computes gradients; each state may have a graph of its own. A
 *deviation* is a node that may differ from `torch.autocast` for a reason other than the level or the policy. A *window*
-is the micro-batches whose gradients one optimizer step takes.
+is the group of micro-batches whose gradients one optimizer step uses.
 """
 
 from __future__ import annotations

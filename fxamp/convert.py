@@ -1,4 +1,4 @@
-"""`convert`: capture, compile, emit. The story of the product, readable in a minute."""
+"""`convert`, from end to end: capture a model, compile its graphs, emit the converted module."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The demo: two small models trained on real digits, in FP32, under `torch.autocast`, and by fxamp.
 
-Every variant starts from the same weights and sees the same windows of micro-batches. Their steps take turns, so that
-the times compare.
+Every variant starts from the same weights and sees the same windows of micro-batches. The variants take turns step by
+step, so that their times can be compared.
 """
 
 from __future__ import annotations

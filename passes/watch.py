@@ -1,4 +1,4 @@
-"""Watchers of passes, which verify, time or print: each is called before and after every pass.
+"""Watchers that verify, time or print passes; each is called before and after every pass.
 
 Before: fxamp.convert(model, (x,))
 After:  with watched(timed := Timed()): fxamp.convert(model, (x,))        timed.seconds: {"legalize": 0.012, ...}

@@ -1,7 +1,7 @@
 """The `fx` front end: symbolic tracing, without inputs, of models that trace faithfully.
 
-Modules of torch.nn are traced through, so that a cast can stand before a weight; what cannot be traced through stays an
-opaque leaf at its original dtypes.
+Modules of torch.nn are traced through, so that a cast can be inserted before a weight. A module that cannot be traced
+through stays an opaque leaf in its original dtypes.
 """
 
 from __future__ import annotations

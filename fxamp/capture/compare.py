@@ -1,7 +1,7 @@
 """Walk two captures of one model side by side, and say where they differ.
 
-Captures are compared op by op, in order, and argument by argument. Arithmetic on sizes, and the
-exporter's assertions, may be written differently in the two: sizes are compared by the expression they stand for.
+Captures are compared op by op, in order, and argument by argument. Arithmetic on sizes and the exporter's assertions
+may be written differently in the two captures; sizes are compared by their symbolic expressions.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Keep a model's own `torch.autograd.Function`s whole while it is exported.
 
-The exporter would inline `forward` and lose `backward`. So while a model is exported, each call of `apply` is a call of
-an operator that is made for it; afterwards the operators become calls again:
+The exporter would inline `forward` and lose `backward`. Therefore, while a model is exported, each call of `apply` is
+replaced by a call of a temporary operator; afterwards the operators are replaced by calls of the functions again:
 
     TimesHundred.apply(x, 2)  ->  ops.fxamp_export.TimesHundred_0(x)  ->  call(TimesHundred, x, 2)
 """

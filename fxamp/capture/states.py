@@ -1,10 +1,10 @@
 """One capture for every state that a model has: in training and in evaluation, with and without gradients.
 
 Captures that compute the same are merged into one graph, whose literals follow the training flags; the others stay
-graphs of their own, and the converted module chooses at the call. The two grad modes are captured apart only where the
-program was seen to ask which one it is in.
+graphs of their own, and the converted module chooses at the call. The two grad modes are captured separately only if
+the program was seen to query the grad mode.
 
-The user's module is as it was when this returns, or raises.
+The user's module is left unchanged, also after an error.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The command: `fxamp report | diff | check | rules | demo`.
 
-Exit status of every verb: 0 done and nothing found, 1 found, 2 could not tell.
+Exit status of every subcommand: 0 success and no difference, 1 a difference was found, 2 an error.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Output of the verbs: results go to standard output or to files, messages to standard error."""
+"""Output of the subcommands: results go to standard output or to files, messages to standard error."""
 
 from __future__ import annotations
 

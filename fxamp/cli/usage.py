@@ -1,4 +1,4 @@
-"""The arguments of each verb on the command line."""
+"""The command-line arguments of each subcommand."""
 
 from __future__ import annotations
 

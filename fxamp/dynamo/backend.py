@@ -4,8 +4,8 @@
     torch.compile(model, backend="fxamp", options={"policy": "O1"})          # the same, by entry point
     model.compile(backend="fxamp", options={"policy": "O1"})                 # in place
 
-Guards, graph breaks, recompiles, dynamic shapes and modes are Dynamo's. What the inner backend gets is an ordinary
-graph with casts in it: no context managers, so its caches go on working.
+Dynamo handles guards, graph breaks, recompiles, dynamic shapes and modes. The inner backend receives an ordinary graph
+with casts and without autocast regions, so its caches keep working.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""From a graph that TorchDynamo captured to the form the compiler takes: what each value is, and where it was made.
+"""Annotate a graph that TorchDynamo captured with what the compiler needs: what each value is, and where it was made.
 
 Dynamo's graphs hold torch functions over flat placeholders, parameters among them, and every dtype that Python read is
-a constant in them. Under `torch.autocast` those constants, and the example values, are autocast's: the graph is the
-program that autocast runs, casts left out. The compiler wants the dtypes that its values have without autocast's casts,
+a constant in them. If Dynamo traced under `torch.autocast`, those constants and the example values have autocast's
+dtypes: the graph is the program that autocast runs, without the casts. The compiler needs the dtypes without autocast,
 so they are inferred again.
 """
 

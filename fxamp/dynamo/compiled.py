@@ -1,7 +1,7 @@
 """The registry of converted graphs of Dynamo, looked up by compiled module or by identity of parameters.
 
-Dynamo hands a backend flat graphs without the model. The parameters among their inputs are the model's own. If a graph
-also serves another model of the same code, that shows at the first call of that model.
+Dynamo hands a backend flat graphs without the model. The parameters among their inputs identify the model. If a graph
+also serves another model with the same code, the first call of that model reveals it.
 """
 
 from __future__ import annotations

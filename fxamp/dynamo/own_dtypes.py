@@ -1,12 +1,12 @@
-"""Which dtypes the values of a graph that was captured under autocast have in the model itself.
+"""Infer the dtypes that values of a graph captured under autocast have in the model itself, without autocast.
 
 A model that holds low tensors may cast to their dtype. In Dynamo's graph such a cast looks like one whose dtype was
-read off a result of autocast. They are told apart by what the model would do without autocast. A doubtful cast is first
-taken for a cast to FP32. It is the author's, and low, if an op then rejects its operands, or if the cast restores
-values that were low before the author cast them up. Any other is FP32, which loses nothing.
+read off a result of autocast. What the model would do without autocast tells the two apart. A doubtful cast is first
+assumed to go to FP32. If an op then rejects its operands, or if the cast restores values that were low before the
+user's code cast them up, the user wrote the low dtype. Every other doubtful cast goes to FP32, which loses nothing.
 
 Before: linear(to(x, bfloat16), base), base: bfloat16      to(linear, bfloat16)
-After:  the first is bfloat16, for the layer takes nothing else, and the second float32
+After:  the first is bfloat16, since the layer accepts nothing else; the second is float32
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The last check of `cost="measured"`: it times whole forward and backward passes of the chosen graph and its rivals.
+"""The last check of `cost="measured"`: time whole forward and backward passes of the chosen graph and its alternatives.
 
 The costs of single ops add up only roughly to the time of a step. So the graphs of O2, O1 and FP32 take turns on the
 example inputs. O1 is chosen if it is faster than O2 beyond noise. FP32 is chosen if neither is faster by more than the

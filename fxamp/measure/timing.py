@@ -1,9 +1,9 @@
 """Time single ops on the device at hand, forward and backward, for `cost="measured"`.
 
-Other load on the machine only adds to a time, so the least time counts. Several sweeps over all calls look for it; a
-sweep times a call until its least time has come up several times, soon on a quiet machine, later on a busy one. A time
-that did not settle, or was taken while the thread had to wait for a processor, is used once and not kept. Any other is
-read from `cost_cache` the next time.
+Other load on the machine can only make a call slower, so the minimum counts. All calls are timed in several sweeps. A
+sweep repeats a call until times near its minimum have occurred several times, which takes longer on a busy machine. If
+the minimum did not settle, or if the thread had to wait for a processor, the time is used once and not cached. All
+other times are read from `cost_cache` from then on.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """The constants of a graph, compared at every call with the values that the model and the converted module have now.
 
 The converted module shares the model's parameters, and has training flags of its own; but a dropout's `p`, a number
-that forward() read, a layer that it called, are in the graph as they were. A change of one of them, on the model or on
-the converted module, is refused at the next call, by name. Training flags of single layers of the model are followed.
+that forward() read, or a layer that it called is a constant of the graph. If one of them changes, on the model or on
+the converted module, the next call raises an error that names it. The converted module follows the training flags of
+single layers of the model.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`frozen`: weights cast once, for inference. Nothing else in fxamp ever keeps a cast weight.
 
-An edit of a weight leaves no trace that could be checked (`weight.data.copy_(new)` does not), so the region is the
-user's promise that there is none.
+fxamp cannot detect every edit of a weight (`weight.data.copy_(new)` leaves no trace), so by entering the region the
+user promises that there is none.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`ConvertedModule`: the rewritten graph over the user's own parameters and buffers.
 
-The converted module has the module tree of the original, with the very same parameter and buffer dictionaries in it
-and nothing else: training it trains the original, `state_dict` keys are the same, moving it moves the original.
+The converted module has the module tree of the original, and its modules share the original's parameter and buffer
+dictionaries. Training it trains the original, `state_dict` keys are the same, and moving it moves the original.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A plan as a reader wants it: totals first, then every node with its colour and the reason for it."""
+"""Print a plan: totals first, then every node with its colour and the reason for it."""
 
 from __future__ import annotations
 

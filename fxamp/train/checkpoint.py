@@ -1,4 +1,4 @@
-"""The state of a TrainStep: all that a run needs to continue bit for bit, also within a window."""
+"""The state of a TrainStep: everything that a run needs to continue bit for bit, even within a window."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks before the first micro-batch of a step, which several ranks may share, and after its first forward."""
+"""Checks of a TrainStep before its first micro-batch, across ranks, and after its first forward."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Checkpoints that every rank writes its part of, and that any number of ranks reads: `torch.distributed.checkpoint`.
+"""Checkpoints of which each rank writes a part, by `torch.distributed.checkpoint`; any number of ranks can read them.
 
-Tensors are kept by the names of the parameters as the author of the model knows them, so that a model may be sharded,
-replicated or neither where it is loaded. The rest is small and the same on all ranks, and is written once.
+Tensors are stored under the names of parameters in the original model, so that the model that is loaded may be sharded,
+replicated or neither. The rest of the state is small, equal on all ranks, and written once.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The last check: the captured graph, with nothing rounded, is compared with the model on the example inputs."""
+"""The last check: compare the captured graph, before any rounding, with the model on the example inputs."""
 
 from __future__ import annotations
 

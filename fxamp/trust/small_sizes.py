@@ -1,9 +1,10 @@
-"""Guard the sizes 1 and 0 where a model computes something else for them.
+"""Add guards against the sizes 1 and 0 if a model computes something different at these sizes.
 
-The exporter assumes that every dynamic size is at least 2, and leaves no trace of a branch that this decides, such as
-`if x.shape[1] > 1`. So the model and its graph are run on fake tensors, which have sizes and no values. The calls of
-the two may differ at small sizes only as they do at the example's sizes, which is mostly not at all. No kernel runs on
-inputs that nobody gave. A model that fake tensors cannot run, because its data decides, is guarded without being tried.
+The exporter assumes that every dynamic size is at least 2. If that decides a branch, such as `if x.shape[1] > 1`, the
+graph shows no trace of it. So the model and its graph are both run at small sizes, on fake tensors, which have sizes
+but no values, so that no kernel runs. If the ops that they call differ more than at the example's sizes, where they are
+mostly the same, a guard is added. A model that cannot run on fake tensors, because its control flow depends on data,
+gets the guards without this test.
 """
 
 from __future__ import annotations

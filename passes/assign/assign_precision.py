@@ -1,8 +1,8 @@
 """Pass 2: decide in which dtype every node runs, and say why. The graph is not changed.
 
 Two simulations run forwards over the graph (`simulate.py`). The first does what `torch.autocast` would do on this
-device: every node gets its `autocast` dtype. The second obeys the policy: its pins, what the author's own casts say,
-and the level's reading of each rule.
+device: every node gets its `autocast` dtype. The second follows the policy: its overrides, the casts in the user's
+code, and each rule as the level interprets it.
 
 Before: linear(x, w); softmax(linear)          no dtype decided
 After:  linear: bfloat16, "low: matrix product"; softmax: bfloat16, "follow: its operand's dtype"

@@ -1,6 +1,6 @@
 """Pass 4: drop or share inserted casts that change no value.
 
-Five rules, each exact, and all but `share` in backward too; user casts are never touched:
+There are five rules. All are exact in forward, and all but `share` in backward too. User casts are never touched:
 
     no_op           to(x: bf16, bf16)                  ->  x
     round_trip      to(to(x: bf16, f32), bf16)         ->  x          (widening and back; never narrowing and back)

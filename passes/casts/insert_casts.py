@@ -1,4 +1,4 @@
-"""Pass 3: make every operand agree with what its reader was assigned.
+"""Pass 3: insert a cast wherever an operand does not have the dtype that its reader was assigned.
 
 Before: linear(x, w)                                   x, w: float32; linear was coloured bfloat16
 After:  linear(to(x, bfloat16), to(w, bfloat16))

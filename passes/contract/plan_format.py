@@ -1,4 +1,4 @@
-"""Plans as text: read strictly, in every format that fxamp has written, and written whole or not at all."""
+"""Plans as text: read strictly, in every format that fxamp has ever written; written atomically."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Which values of a graph share storage, what is written to, and where grad mode changes.
 
-Analyses only; nothing here changes a graph. All are conservative: values that may share storage are said to.
+Analyses only; nothing here changes a graph. All are conservative: values that may share storage count as sharing it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Higher-order ops: the graphs inside them, and which dtypes hold at their border.
 
-A body that is called in one place, like that of `checkpoint`, is entered: its inputs have the dtypes that its operands
-have there, and its outputs those that come out. The bodies of `cond`, `while_loop`, `scan` and `map`, and one that is
-called in several places, are rewritten between the dtypes of the original on both sides, so that branches agree and
-what a loop carries stays what it was. Anything else (`autograd_function_apply`, `flex_attention`) is kept whole.
+A body that is called in one place, like that of `checkpoint`, is *entered*: its inputs have the dtypes of the operands
+of the call, and its outputs whatever dtypes result. The bodies of `cond`, `while_loop`, `scan` and `map`, and one that
+is called in several places, are rewritten inside, but their inputs and outputs keep the original dtypes, so that
+branches agree and loop-carried values do not change dtype. Anything else (`autograd_function_apply`, `flex_attention`)
+is kept whole.
 
 Before: y = tag_activation_checkpoint(body, x, w)       body: linear(x, w)
 After:  the same call                                   body: linear(to(x, bfloat16), to(w, bfloat16))

@@ -1,7 +1,7 @@
 """Notes of fxamp on a node: one typed record under one key of `node.meta`.
 
-A note is frozen, since a copied node shares the objects in its meta with the first: `note` makes a new one.
-`val`, `nn_module_stack` and `stack_trace` beside it are torch's own.
+A note is frozen, since a copied node shares the objects in its meta with the original; `note` makes a new one. `val`,
+`nn_module_stack` and `stack_trace` beside it are torch's own.
 """
 
 from __future__ import annotations

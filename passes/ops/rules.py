@@ -4,7 +4,7 @@ The rows are in `table`, a file a kind of op; `table/row.py` says what each colu
 operators without their overload ("softmax" for aten.softmax.int). An in-place form shares the row of its base.
 
 `torch.autocast` is the source of the kinds: its lists are in the dispatcher, and a test compares. An op that calls a
-listed op inside counts as what it does in effect; where that depends on shapes or arguments it is a `composite`.
+listed op internally gets the kind of its overall effect; if that depends on shapes or arguments, it is a `composite`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The line of the user's code that something happens at: frames of torch, Python's importing and fxamp are skipped."""
+"""Find the line of the user's code on the call stack; skip frames of torch, fxamp and Python's import system."""
 
 from __future__ import annotations
 

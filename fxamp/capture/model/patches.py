@@ -1,4 +1,4 @@
-"""One lock for captures, and one way to patch torch during a capture; every change of the process is undone.
+"""One lock for captures, and one way to patch torch during a capture; every patch is undone afterwards.
 
 `torch.export` and `torch.fx` keep state that all threads share, and preflight replaces functions of torch by its own.
 So captures take turns, and a replaced function works only for the thread that captures: every other thread gets torch's

@@ -1,4 +1,4 @@
-"""Refuse what a front end would drop without an error; the message names module, construct, line and way out."""
+"""Refuse models of which a front end would silently lose a part. Errors name module, construct, line and way out."""
 
 from __future__ import annotations
 

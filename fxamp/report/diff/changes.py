@@ -1,4 +1,4 @@
-"""The changes of matched nodes, in their fields and their places. Changes with one cause share one line.
+"""List what changed in matched nodes, in fields and in position. Changes with one cause share one line.
 
 `embed` gone, a new `adapter`, and `rms_norm` run in FP32 by a newer torch:
 

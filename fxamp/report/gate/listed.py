@@ -1,4 +1,4 @@
-"""Changes in the words of a report: one line for each node and each total, so that counts match the lines.
+"""Write changes as lines, in the words of a report: one line for each node and each total that changed.
 
 ! bytes saved for backward: 272 -> 296
 ! /softmax#0  runs in: bfloat16 -> float32; rule: follow -> fp32

@@ -1,4 +1,4 @@
-"""Where the nodes of a drawing stand: layers from top to bottom, few crossings, straight edges.
+"""Lay out the nodes of a drawing: layers from top to bottom, few crossings, straight edges.
 
 These are the usual four steps of a layered layout: assign each node to a layer; put a dummy node into every layer that
 an edge passes; order each layer by the mean place of the neighbours; and place nodes in that order, as near to their

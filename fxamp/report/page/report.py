@@ -1,4 +1,4 @@
-"""The page of a report: totals, the tree of modules, and of a chosen one its drawing, its nodes and a comparison."""
+"""The page of a report: totals and the tree of modules; for a chosen module its drawing, its nodes and a comparison."""
 
 from __future__ import annotations
 

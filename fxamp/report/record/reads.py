@@ -1,4 +1,4 @@
-"""Which values a node reads, as the author's graph had them: casts that were inserted are looked through.
+"""Which values a node reads in the graph before conversion: inserted casts are skipped.
 
 Before: linear(to_dtype(x), to_dtype(weight))        After: linear reads x and weight, each by way of a cast
 """

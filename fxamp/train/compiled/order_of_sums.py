@@ -1,9 +1,9 @@
-"""Gradients of a weight are summed in the order of casts at every use.
+"""Sum the gradients of a weight in the same order as if it were cast at every use.
 
-A kept cast is an input of the graph, so its gradient is added to those of the weight's other reads after the graph. A
-sum of two gradients is the same either way. With two other reads in the graph the sum would have another order, and be
-rounded differently. Then the graph casts the weight itself, and does not read the kept cast. An example is an embedding
-that is also the head, and that the loss reads once more.
+A kept cast is an input of the graph. So its gradient is added only after the backward of the graph has summed the
+gradients of all other reads of the weight. The order of two summands does not matter. With two other reads in the graph
+the order would differ, and so would the rounding. In that case the graph casts the weight itself, and does not read the
+kept cast. An example is an embedding that is tied to the head, and that the loss reads once more.
 
 Before: loss(head(x, low), w, embedding(ids, w))
 After:  loss(head(x, w.to(bfloat16)), w, embedding(ids, w))

@@ -1,4 +1,4 @@
-"""Learning rates as tensors for the length of a compiled step, so that a scheduler's new rate causes no recompilation.
+"""Make learning rates tensors during a compiled step, so that a new rate from a scheduler causes no recompilation.
 
 Other numbers of an optimizer are constants of the graph.
 """

@@ -1,4 +1,4 @@
-"""LossScaler: `torch.amp.GradScaler` with floor, ceiling, hysteresis, an abort that names its culprit, and a history.
+"""LossScaler: `torch.amp.GradScaler` with floor, ceiling, hysteresis, an error after many skipped steps, and a history.
 
 With every extension off, which is the default, it is GradScaler bit for bit: the same scales, the same skipped steps
 and the same number of host synchronisations. Only two checks are stricter: those of the settings, and that of

@@ -1,7 +1,7 @@
 """A cast of a weight that is kept: made when first read, and read again until its window ends.
 
-A kept cast is a cast as the graph makes it, with its place in autograd's graph. So gradients flow as usual: in FP32 to
-the master weight, through its hooks, and added up as in a plain loop.
+A kept cast is the tensor that the graph's own cast would produce, with its autograd node. So gradients flow as usual:
+in FP32 to the master weight, through its hooks, and accumulated as in a plain loop.
 
 Before: to = w.to(torch.bfloat16)
 After:  to = kept_to(w, torch.bfloat16)

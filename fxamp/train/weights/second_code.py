@@ -1,7 +1,7 @@
-"""A second generated code of a converted module's graph, in which casts of weights are kept ones.
+"""Generate a second version of a converted module's code, in which casts of weights are kept for a window.
 
-What the training step has to know of a converted module is here: its graphs, and where their code is run from. The
-module, its graphs and its parameters stay as they are.
+All that the training step knows about the inside of a converted module is here: its graphs, and how their code is
+called. The module, its graphs and its parameters stay as they are.
 
 Before: to = w.to(torch.bfloat16)
 After:  to = kept_to(w, torch.bfloat16)

@@ -1,8 +1,7 @@
-"""Copies of many weights by one launch, on devices where launches cost.
+"""Copy many weights with one kernel launch, on devices where a launch is expensive.
 
-A cast makes two things: a low copy, and its place in autograd's graph. At its end a window
-frees the copies and keeps their places. At the start of the next window one batched copy, an op without a derivative,
-fills them.
+A cast makes two things: a low copy and its autograd node. At the end of a window the memory of the copies is freed, and
+the nodes are kept. At the start of the next window one batched copy, which autograd does not record, fills them again.
 
 Before: to = w.to(torch.bfloat16); to_1 = v.to(torch.bfloat16)
 After:  _foreach_copy_([to, to_1], [w, v])

@@ -1,4 +1,4 @@
-"""Optimizers that evaluate the loss several times in a step, such as LBFGS: they are given the window to run again."""
+"""Optimizers that evaluate the loss several times in a step, such as LBFGS: their closure runs the window again."""
 
 from __future__ import annotations
 

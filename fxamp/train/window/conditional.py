@@ -1,8 +1,8 @@
 """Step an optimizer if its gradients are finite, where possible without waiting for the device to say so.
 
-A fused optimizer reads the flag on the device. Any other optimizer whose step the device can take back, a capturable
-one or SGD, steps first; then its old values are put back if gradients were not finite. That costs a copy of its
-parameters and state, and is done only where reading the flag would wait: on an accelerator.
+A fused optimizer reads the flag on the device. An optimizer whose step can be undone on the device (a capturable one,
+or SGD) steps first; then the old values are restored on the device if gradients were not finite. That costs a copy of
+its parameters and state, and is done only on an accelerator, where reading the flag would make the host wait.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The end of a window, in the order that is right: unscale, clip the unscaled, step or hold back, update the scale."""
+"""The end of a window, in the right order: unscale, clip, step or skip, update the scale."""
 
 from __future__ import annotations
 

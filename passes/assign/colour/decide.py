@@ -1,7 +1,8 @@
-"""The deciders on a node, in order: the author, the policy, an autocast region, the level, and last the rule.
+"""What decides on a node, in this order: the user's code, the policy, an autocast region, the level, and last the rule.
 
-The author's casts, in-place writes and reads of bits come first, then the policy's overrides. In the simulation of
-`torch.autocast` only casts and in-place writes come before the rule, since torch knows of nothing else.
+Casts, in-place writes and reads of bits in the user's code come first, then the overrides of the policy. In the
+simulation of `torch.autocast` only casts and in-place writes come before the rule, since autocast has neither policy
+nor level.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Which values the low dtype cannot hold: out of its range, too small for it, or positions.
 
-A position is a float made of integers: BF16 has 256 of them before two are equal, FP16 has 2048. What is made of one
-stays FP32 until an op bounds it: a sine, a softmax, a norm, a division that brings it into [-1, 1]. A matrix product
-with a learned weight rounds it, as under autocast.
+A position is a float computed from integers. BF16 represents integers exactly up to 256, FP16 up to 2048; beyond that
+two positions may be equal. Whatever is computed from a position stays FP32 until an op bounds its range: a sine, a
+softmax, a norm, or a division that brings it into [-1, 1]. A matrix product with a learned weight rounds it, as under
+autocast.
 
 Before: angles = arange(n).float()[:, None] * inv_freq; angles.cos()
 After:  the same, angles FP32; cos is free

@@ -1,4 +1,4 @@
-"""Make the Python numbers of a low node representable: FP32's own bounds become the low dtype's, others keep it FP32.
+"""Make the Python numbers of a low node fit: FP32's bounds become those of the low dtype; others keep the node FP32.
 
 Before: masked_fill(scores: bf16, mask, -3.4028e+38)
 After:  masked_fill(scores: bf16, mask, -3.3895e+38)

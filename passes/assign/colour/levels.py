@@ -1,4 +1,4 @@
-"""How the levels beyond autocast read a rule: O2 runs low what is not sensitive, O3 what has a low kernel."""
+"""How levels beyond autocast change a rule: O2 runs ops low that are not sensitive, O3 all that have a low kernel."""
 
 from __future__ import annotations
 

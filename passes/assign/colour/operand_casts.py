@@ -1,6 +1,7 @@
 """Three ways to cast the operands of a node.
 
-`all_to` casts all to one dtype, `natural` only those that the kernel rejects mixed, `keep` back to the captured dtypes.
+`all_to` casts all operands to one dtype, `natural` casts only if the kernel rejects mixed dtypes, and `keep` casts back
+to the captured dtypes.
 
 Before: add(a: bf16, b: f32)
 After:  all_to(bf16): b is cast; natural: none; keep, where a was f32: a is cast

@@ -1,4 +1,4 @@
-"""One run forwards over a graph: what every node would run in, operand by operand, and what comes out.
+"""One forward run over a graph: the dtype of every node, the casts of its operands, and the dtypes of its results.
 
 `Simulation(..., autocast=True)` does what torch's dispatcher does under autocast. Without it, the policy's pins, the
 author's casts and the level decide first (`decide.py`).

@@ -1,8 +1,8 @@
 """The meaning of the author's own casts: literal (`.float()`, `.half()`) or relative (`.to(q.dtype)`, `type_as`).
 
-Capture bakes both into `to(x, float32)`, and comparison with a capture under autocast tells them apart. A literal cast
-is kept, and its value has that dtype. A relative one follows its reference: what `.to(input.dtype)` restores is low
-where the input has become low.
+Capture records both as `to(x, float32)`; comparing it with a capture under autocast tells them apart. A literal cast
+keeps its dtype. A relative cast follows its reference: if the input has become low, `.to(input.dtype)` gives a low
+value.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Give every free value the side of the cut that it is on, and every operand the cast that it now needs.
+"""Give every free value the dtype that the cut chose for it, and every operand the cast that it then needs.
 
 Before: t = view(logits: bf16), t: f32, casts logits; loss(t)
 After:  t: bf16, casts nothing; loss(t) casts t

@@ -1,8 +1,9 @@
 """Which values may be stored in either dtype.
 
-At O1 a node is free when rounding may move across it in forward, and in backward where gradients flow, or when it is
-FP32 only because autocast casts a low operand up for a kernel that computes in FP32 anyway. At O2 every node is free
-that is not sensitive, and with measured costs a matrix product too: one that does not pay for its casts stays FP32.
+At O1 a node is free in two cases: if it commutes with rounding in forward (and in backward, if gradients flow), or if
+it is FP32 only because autocast casts a low operand up for a kernel that computes in FP32 anyway. At O2 every node that
+is not sensitive is free. With measured costs matrix products are free too: one whose casts take more time than it saves
+stays FP32.
 """
 
 from __future__ import annotations

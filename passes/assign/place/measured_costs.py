@@ -1,4 +1,4 @@
-"""The cost of a placement in nanoseconds: the calls that the cut has to compare, timed on the device.
+"""The cost of a placement in nanoseconds: the calls among which the cut chooses are timed on the device.
 
 The timer belongs to the caller: it is given every distinct call at once, and returns the nanoseconds of each. A call
 is an op with its literal arguments, and shapes, strides and dtypes of its tensors, so that equal layers are timed once.

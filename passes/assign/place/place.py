@@ -1,4 +1,4 @@
-"""Where the free values of a graph are stored, so that the fewest bytes move. What is rounded does not change at O1.
+"""Choose the dtype of every free value so that the fewest bytes move. At O1 this changes no rounding.
 
     free               which values may be stored in either dtype
     uses               who reads each value, and what each reader needs

@@ -1,7 +1,7 @@
 """The placement of free values as a problem for the cut: what must go together, and what each net costs.
 
-A net is a tensor and its readers: it takes one cast, whoever and however many read it in the other dtype. At O1 an FP32
-value may be stored low only where every use rounds it to this dtype; from O2 on only the costs decide.
+A net is a tensor and its readers: it costs one cast, however many readers need the other dtype. At O1 an FP32 value may
+be stored low only where every use rounds it to this dtype; from O2 on only the costs decide.
 """
 
 from __future__ import annotations

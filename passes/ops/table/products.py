@@ -1,4 +1,4 @@
-"""Matrix products, convolutions, attention and recurrence: the reason for mixed precision."""
+"""Matrix products, convolutions, attention and recurrent layers: the ops that gain most from 16 bits."""
 
 from __future__ import annotations
 
