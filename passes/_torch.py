@@ -73,8 +73,8 @@ def trace_artifact(name: str, text: Callable[[], str]) -> None:
     """Put JSON into the structured trace of the compilation at hand, which `tlparse` shows; at no cost without one.
 
     Args:
-        name: of the artefact.
-        text: gives it, where somebody traces.
+        name: name of the artefact.
+        text: function that returns the JSON; called only if somebody traces.
     """
     trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "json"}, payload_fn=text)
 

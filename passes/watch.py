@@ -64,8 +64,8 @@ class Printed(Watcher):
     """Writes every graph as it is after one pass, a node a line with its dtype, and how often each rule fired.
 
     Attributes:
-        name: of the pass.
-        write: takes the text.
+        name: name of the pass.
+        write: function that takes the text.
     """
 
     name: str

@@ -72,8 +72,8 @@ def describe(
         ambient: autocast was on while Dynamo traced, so the example values and what Python read have its dtypes.
         policy: says where nothing is low, whatever autocast's program has: at O0, and in modules overridden to FP32.
         scope: where the graph lies in the compiled module, if that is known.
-        own: of each input, whether the model itself holds it, or has made it low.
-        given: of each input, whether the compiled module was called with it.
+        own: for each input, whether the model itself holds it, or has made it low.
+        given: for each input, whether the compiled module was called with it.
 
     Returns:
         The dtypes in the model itself, by number, of outputs that are low there, and not by autocast. Beside such

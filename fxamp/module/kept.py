@@ -24,7 +24,7 @@ class Kept:
 
     Attributes:
         plan: what was decided, node by node, for all graphs.
-        device_type: whose autocast is disabled round the graphs.
+        device_type: device type whose autocast is disabled while the graphs run.
         original: the name of the model's class.
         missing: states that could not be captured, and why.
         reads: what forward() read of the model, which the graphs have as constants.

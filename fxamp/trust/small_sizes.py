@@ -71,8 +71,8 @@ def guards_of_small_sizes(call: CallSpec, tensors: Sequence[torch.Tensor], model
     """Return the guards that a graph needs, beside those it has.
 
     Args:
-        call: of the graph.
-        tensors: the example's.
+        call: how the graph is called.
+        tensors: example inputs.
         model: calls the model.
         graph: calls the graph.
     """

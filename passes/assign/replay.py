@@ -22,8 +22,8 @@ class Replay:
     """Check that a plan fits every graph that it decides on.
 
     Attributes:
-        plan: that is carried out.
-        own: which of its decisions, by graph and key, the graphs must have; None for all.
+        plan: the plan to carry out.
+        own: the decisions, by graph and key, that the graphs must have; None for all.
     """
 
     name: ClassVar = "replay"
@@ -47,7 +47,7 @@ def replay(graph: Graph, assignment: Assignment, plan: Plan, own: Container[str]
     Args:
         graph: not changed.
         assignment: what the plan's policy decides here.
-        plan: of this graph.
+        plan: plan of this graph.
         own: the keys that the graph must have, None for all. The others may be missing here.
 
     Raises:

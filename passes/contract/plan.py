@@ -328,8 +328,8 @@ def joined(plans: Sequence[Plan], states: Sequence[str]) -> Plan:
     """Return one plan for all graphs of a model; a decision that is the same in the first state is listed only there.
 
     Args:
-        plans: of each graph.
-        states: what each holds for.
+        plans: plans of the graphs.
+        states: what state each of them is for.
     """
     if len(plans) == 1:
         return plans[0]

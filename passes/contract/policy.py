@@ -219,7 +219,7 @@ def module_override(policy: Policy, stack: Stack) -> Override | None:
     inner module, then the more derived one.
 
     Args:
-        policy: Whose overrides.
+        policy: The policy.
         stack: The modules the node lies in, from the root to the innermost, each with its `type_names`.
 
     Raises:
@@ -248,7 +248,7 @@ def check_used(policy: Policy, stacks: Iterable[Stack], ops: Iterable[str]) -> N
     """Refuse a policy with an override that matches nothing, naming the nearest name there is.
 
     Args:
-        policy: Whose overrides.
+        policy: The policy.
         stacks: The module stack of every node (or of every module) of the model.
         ops: Canonical names of the ops of the model.
     """

@@ -89,7 +89,7 @@ def replaced(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callabl
 
     Args:
         owner: a module or a class.
-        name: of a function, a method or a class method.
+        name: name of a function, a method or a class method.
         make: takes the original function and returns the new one; that of a class method gets the class first.
     """
     original = inspect.getattr_static(owner, name)

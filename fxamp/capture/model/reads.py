@@ -68,7 +68,7 @@ class Recorder:
     """Notes the reads of this thread while it is entered.
 
     Args:
-        model: whose forward is called inside.
+        model: model whose forward is called inside.
         reads: takes what is read.
         asked: takes the lines where a computed value is asked whether it requires gradients, which depends on the grad
             mode too.

@@ -27,9 +27,9 @@ class Change:
     """Say what became of one field of one node; a node added or removed has its colour or target as the field.
 
     Attributes:
-        kind: what became of it.
-        key: of the node; in parentheses for anything else, such as a total.
-        field: that differs; "position" where the node stands elsewhere in the model.
+        kind: whether it was added, removed or changed.
+        key: key of the node; in parentheses for anything else, such as a total.
+        field: name of the field that differs; "position" if the node moved in the model.
         before: the old value of the field; None for a new node.
         after: the new value of the field; None for a removed node.
         nodes: keys of all nodes that this one line stands for, where they are several.
@@ -138,7 +138,7 @@ def by_rule(before: Plan, after: Plan, changes: Iterable[Change], ops: Mapping[s
     Args:
         before: made by one version.
         after: made by another, by the same policy.
-        changes: between the two.
+        changes: changes between the two.
         ops: op of every node after, by key.
     """
     versions = _versions(before, after)

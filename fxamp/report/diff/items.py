@@ -24,8 +24,8 @@ def of_plan(plan: Plan, module: ConvertedModule | None = None) -> list[Item]:
     """Return the decisions in order, each as if it read the one before it: a plan has no edges.
 
     Args:
-        plan: whose decisions.
-        module: that carries it out, which knows what is cast in front of each node too.
+        plan: plan whose decisions are returned.
+        module: module that carries the plan out; it also tells which casts are in front of each node.
     """
     nodes = _by_key(plan, module) if module is not None else {}
     last: dict[int, int] = {}

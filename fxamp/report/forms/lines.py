@@ -15,7 +15,7 @@ def costliest(record: Record, nodes: Sequence[NodeRecord], most: int = MOST) -> 
     """Return a row for each of the lines that cost most: first by the bytes of casts, then by those kept for backward.
 
     Args:
-        record: of the whole model; its outputs have a row of their own if all nodes are given.
+        record: record of the whole model; its outputs have a row of their own if all nodes are given.
         nodes: the nodes whose lines are wanted.
         most: how many rows there are at most.
 

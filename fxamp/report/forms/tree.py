@@ -109,7 +109,7 @@ def table(body: Sequence[tuple[str, ...]], style: str, width: int | None = None)
     Args:
         body: the rows.
         style: as tabulate names it.
-        width: of the terminal; columns on the right that do not fit are left out. None for any width.
+        width: width of the terminal; columns on the right that do not fit are left out. None for no limit.
     """
     for columns in range(len(HEADERS), 0, -1):
         align = ("left", *("right",) * (columns - 1))

@@ -27,7 +27,7 @@ class Budget:
     """One limit.
 
     Attributes:
-        key: of the total.
+        key: key of the total.
         sign: "" for a value; "+" or "-" for a change against the plan.
         limit: the number.
         percent: it was written with "%".

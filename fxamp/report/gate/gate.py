@@ -43,13 +43,13 @@ class Outcome:
     """The gate's result for one target.
 
     Attributes:
-        target: its name.
-        status: 0 kept, 1 changed or over a budget, 2 could not tell.
-        message: one line.
-        changes: against the plan.
-        places: of the nodes that changed, by key, where they are known.
-        broken: budgets that are not kept, a sentence each.
-        totals: now.
+        target: name of the target.
+        status: 0 if the plan is kept, 1 if something changed or is over a budget, 2 after an error.
+        message: summary in one line.
+        changes: changes relative to the plan.
+        places: source lines of the changed nodes, by key, if known.
+        broken: a sentence for each budget that is exceeded.
+        totals: present totals.
         plan: path of the committed plan; "" for none.
     """
 

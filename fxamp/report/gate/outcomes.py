@@ -21,7 +21,7 @@ def to_text(outcomes: Sequence[Outcome], way_out: str = WAY_OUT) -> str:
     """Write a line for each target, and under it what changed and which budgets are broken.
 
     Args:
-        outcomes: of the targets.
+        outcomes: the results for all targets.
         way_out: a last line that says how to accept the changes; "" for none.
     """
     lines = []

@@ -27,7 +27,7 @@ def render(template: str, *, title: str, data: Any, scripts: Sequence[str], **va
 
     Args:
         template: name of a template that extends `base.html`.
-        title: of the page.
+        title: title of the page.
         data: for the scripts, which find it as JSON in the element "data".
         scripts: names of the scripts, in the order in which they run.
         values: for the template.

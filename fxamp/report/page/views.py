@@ -31,11 +31,11 @@ class Box:
         label: the first line.
         below: the second line.
         style: "low", "fp32", "other", "module" or "outside".
-        low: of the nodes of a module, how many run low, in percent.
-        fp32: likewise, FP32.
-        casts: of weights, in front of it.
-        x: of its middle.
-        y: of its middle.
+        low: percentage of the nodes of a folded module that run low.
+        fp32: percentage of them that run in FP32.
+        casts: casts of weights in front of it.
+        x: horizontal middle.
+        y: vertical middle.
         width: in pixels.
     """
 
@@ -92,8 +92,8 @@ def views(nodes: Sequence[NodeRecord], states: Sequence[str] = ()) -> list[View]
     """Return the drawings of every module with several nodes; none if the operands of nodes are not known.
 
     Args:
-        nodes: of a record.
-        states: of the model that its graphs hold for, each after the number of its graph, as "12: evaluation".
+        nodes: the nodes of a record.
+        states: the states that the graphs are for, each after the number of its graph: "12: evaluation".
     """
     graphs: dict[int, _Graph] = {}
     called = dict(state.split(": ", 1) for state in states)

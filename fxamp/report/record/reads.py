@@ -20,7 +20,7 @@ def named(graph: Graph, inputs: Sequence[str]) -> dict[Node, str]:
     """Return what every input, parameter, buffer and call of a graph is called.
 
     Args:
-        graph: of a converted module.
+        graph: graph of a converted module.
         inputs: what the author calls the inputs, in their order; empty if that is not known.
     """
     placeholders = graph.find_nodes(op="placeholder")
@@ -36,7 +36,7 @@ def origins(graph: Graph, names: Mapping[Node, str], decided: Collection[str]) -
     A node without a decision, mostly on integers, has the origins of its operands.
 
     Args:
-        graph: of a converted module.
+        graph: graph of a converted module.
         names: as `named` gives them.
         decided: keys of the nodes that a plan decides on.
     """

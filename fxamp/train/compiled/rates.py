@@ -21,7 +21,7 @@ def rates_as_tensors(optimizers: Sequence[Optimizer], made: MutableMapping[int, 
     Together with `foreach`, which compiles to few kernels, only `capturable` optimizers accept a tensor.
 
     Args:
-        optimizers: Whose groups.
+        optimizers: Optimizers whose learning rates become tensors.
         made: The tensors of earlier calls, by group; those that are new are added.
     """
     groups = [group for optimizer in optimizers for group in optimizer.param_groups if group["params"]]

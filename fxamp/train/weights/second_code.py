@@ -48,7 +48,7 @@ class SecondCode:
     """The code of one graph with casts that are kept.
 
     Args:
-        module: Whose graph it is.
+        module: Converted module that the graph belongs to.
         graph: The graph as the module has it.
         known: The casts that are kept already, by `same_cast`; those that are new are added.
 

@@ -41,7 +41,7 @@ def take_step(
     With `max_grad_norm`, one gradient that is not finite holds every optimizer back: there is no norm to clip to.
 
     Args:
-        scaler: Of the window; its scale is in the gradients.
+        scaler: Loss scaler of the window; its scale is in the gradients.
         optimizers: Those that have gradients.
         max_grad_norm: The norm to which all gradients together are clipped; None neither clips nor measures.
         ranks: Who has to agree on it.

@@ -78,7 +78,7 @@ class Casts:
 
         Args:
             node: a cast.
-            dtypes: of the values before it.
+            dtypes: dtypes of the values before it.
             observed: the dtype that capture under autocast saw it take, where there was one.
             exact: autocast's values are wanted; else more values may be low here than under autocast.
         """

@@ -40,9 +40,9 @@ class Net:
     """One tensor and those who read it: casting it costs `cost`, once per direction.
 
     Attributes:
-        tensor: the variable that makes it, or LOW or FP32 when that is fixed.
+        tensor: the variable that produces it, or LOW or FP32 if its dtype is fixed.
         readers: variables, LOW or FP32.
-        cost: of one cast.
+        cost: cost of one cast.
     """
 
     tensor: Variable

@@ -20,7 +20,7 @@ class Uses:
 
     Attributes:
         free: the nodes whose dtype is open.
-        readers: of each value, who reads it, and at which operand.
+        readers: for each value, who reads it, and at which operand.
         needs: the dtype that each operand of a node must have for the node as it is now.
     """
 
