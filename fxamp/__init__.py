@@ -65,8 +65,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Each name is loaded when it is first asked for, so that `import fxamp` imports neither torch nor the compiler.
-# The same names again, for those who run and do not read: module -> names.
+# Each name is loaded when it is first used, so that `import fxamp` imports neither torch nor the compiler. Type
+# checkers read the same names above.
 _FOUND_IN = {
     "passes.contract.errors": (
         "CaptureError", "FxampError", "NotAModuleError", "PlanError", "PolicyError", "ScaleCollapseError",

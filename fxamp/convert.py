@@ -158,7 +158,7 @@ def _ahead_of_time(
 
 
 def checked(captures: Captures, autocast: Autocast | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captures:
-    """Compare the present graph with the model; leave that out for a model that runs only under autocast."""
+    """Compare the present graph with the model, unless the model runs only under autocast."""
     try:
         present = check_faithful(captures.graphs[0], args, kwargs)
     except RejectedError as e:
@@ -206,7 +206,7 @@ def _at_first_call(model: nn.Module, policy: Policy, replayed: Plan | None, dyna
 def emit(
     captures: Captures, policy: Policy, replayed: Plan | None = None, timer: Timer | None = None
 ) -> ConvertedModule:
-    """Compile captured graphs, in place, and put them over the model's own parameters."""
+    """Compile captured graphs, in place, and return a converted module over the model's own parameters."""
     found = with_own_constants([c if policy.level.rounds else c.unrounded for c in captures.graphs])
     states = [c.state for c in captures.graphs]
     if replayed is not None and len(found) != max(len(replayed.states), 1):
@@ -278,12 +278,12 @@ def to_read(
     model: nn.Module, args: Any, kwargs: Any, policy: Policy, capture: str = "auto", dynamic_shapes: Any = "auto",
     replayed: Plan | None = None,
 ) -> ConvertedModule:  # fmt: skip
-    """Convert a model ahead of time to read what was decided: nothing is checked, and only measured costs run ops."""
+    """Convert a model ahead of time only to read the decisions: nothing is checked, and only measured costs run ops."""
     return _ahead_of_time(model, args, kwargs, policy, capture, dynamic_shapes, replayed, check=False)
 
 
 def called_to_read(model: nn.Module, args: Any, kwargs: Any, policy: Policy) -> nn.Module:
-    """Compile a model and call it once, to read what was decided at its first call; it is as it was afterwards.
+    """Compile a model and call it once, to read the decisions of its first call; the model is restored afterwards.
 
     Raises:
         CaptureError: there are no example inputs to call it with.

@@ -215,7 +215,7 @@ def _compare(task: Task, digits: Digits, seeds: int) -> list[Row]:
         model = task.build().to(digits.train_x.device)
         x, y = next(digits.batches(seed))
         trainees = {variant: _trainee(variant, copy.deepcopy(model), task, x) for variant in VARIANTS}
-        # The counts do not depend on the weights: one seed tells them.
+        # The counts do not depend on the weights, so one seed is enough.
         counts = counts or {variant: _count(trainee, x, y) for variant, trainee in trainees.items()}
         steps = {variant: _stepper(trainee, digits.batches(seed)) for variant, trainee in trainees.items()}
         progress = tqdm(range(task.steps), desc=f"{task.name}, seed {seed}", unit="step", mininterval=0.5)

@@ -96,13 +96,13 @@ _WATCHERS: ContextVar[tuple[Watcher, ...]] = ContextVar("watchers", default=(Ver
 
 
 def watchers() -> tuple[Watcher, ...]:
-    """Return who is told of passes now; verification is always among them, and first."""
+    """Return the present watchers; verification is always the first of them."""
     return _WATCHERS.get()
 
 
 @contextlib.contextmanager
 def watched(*more: Watcher) -> Iterator[None]:
-    """Let these watchers be told too of all passes that run inside, in this thread."""
+    """Add these watchers for all passes that run inside this context, in this thread."""
     token = _WATCHERS.set((*_WATCHERS.get(), *more))
     try:
         yield

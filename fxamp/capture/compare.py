@@ -24,7 +24,7 @@ SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 class Differ(Exception):  # noqa: N818 - a signal inside this package, not an error
-    """Two captures do not line up, at a node of the first and one of the second; None where one has ended."""
+    """Two captures do not line up. Holds the node of each where they part; None if one of them has ended."""
 
     def __init__(self, left: Node | None, right: Node | None) -> None:
         super().__init__()

@@ -51,7 +51,7 @@ def as_under_autocast(graph: Graph, device: str, dtype: torch.dtype) -> None:
 
 
 class _Lost(Exception):  # noqa: N818 - a signal inside this file, not an error
-    """The call cannot be an operator."""
+    """Raised if a call of an autograd function cannot be written as an operator."""
 
 
 class _Operator:
@@ -101,7 +101,7 @@ class Functions:
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
-        """Let operators stand for the functions that the model calls."""
+        """Inside this context, operators replace the autograd functions that the model calls."""
 
         def make(otherwise: Callable[..., Any]) -> Callable[..., Any]:
             def apply(cls: Any, *args: Any) -> Any:

@@ -213,7 +213,7 @@ def _graphs(graph: Graph, constants: Constants) -> Iterator[Graph]:
 
 
 def _restore_outputs(graph: Graph, dtypes: Mapping[Node, Any]) -> None:
-    """Cast what a graph returns to the dtypes that the model returns, as its author would have."""
+    """Cast the results of a graph to the dtypes that the model returns, as user casts."""
     output: Any = graph.output_node()
     made: dict[Node, Node] = {}
     for value, dtype in dtypes.items():

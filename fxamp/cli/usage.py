@@ -35,7 +35,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def parser_of(runs: Mapping[str, Run]) -> argparse.ArgumentParser:
-    """Return the parser; what it makes of a command line has `run`, the function of its verb.
+    """Return the parser; the namespace that it parses has `run`, the function of the subcommand.
 
     Args:
         runs: the function of each verb.

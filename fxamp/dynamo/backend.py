@@ -232,7 +232,7 @@ def compile(
 def rewrite(
     gm: GraphModule, example_inputs: list[Any], policy: Policy, notes: tuple[str, ...] = ()
 ) -> tuple[compiled.Converted, dict[int, torch.dtype]]:
-    """Convert one of Dynamo's graphs, in place; return what was decided, and dtypes of outputs in the model itself."""
+    """Convert a graph from Dynamo, in place; return the decisions, and the outputs' dtypes in the model itself."""
     named = ((parameter_path(n), v) for n, v in zip(gm.graph.nodes, example_inputs, strict=False))
     refuse_low_parameters(named, is_gathered)
     device = policy.device or _device(example_inputs)

@@ -61,7 +61,7 @@ def describe(
     gm: GraphModule, *, ambient: bool, policy: Policy, scope: Scope | None = None, own: Sequence[bool] = (),
     given: Sequence[bool] = (),
 ) -> dict[int, torch.dtype]:  # fmt: skip
-    """Leave on every node what the passes read: `val`, the module path, the autocast region, what a cast means.
+    """Annotate every node with what passes read: `val`, the module path, the autocast region, the meaning of a cast.
 
     A cast is noted as "literal" where the author called `.float()` and its like; else "autocast" for a dtype that
     autocast's program has there, and "baked" where nothing is known but the dtype, which is then that of FP32. Where
@@ -100,10 +100,10 @@ class _Description:
         placeholders = [n for n in graph.nodes if n.op == "placeholder"]
         self.holds = {n for n, is_own in zip(placeholders, own, strict=False) if is_own}
         self.given = {n for n, is_given in zip(placeholders, given, strict=False) if is_given} - self.holds
-        # Where a model holds or is given low tensors, a low dtype was read off these, not off what autocast made low.
+        # If a model holds or receives low tensors, a low dtype comes from these, not from results of autocast.
         own_tensors = self.holds | self.given
         self.authors = {d for n in own_tensors if (d := dtypes_of(n.meta.get("example_value"))) in LOW}
-        # Low dtypes that may have been read off autocast's results; the author wrote all others.
+        # Low dtypes that may come from results of autocast; the user's code names all others.
         self.by_autocast = {policy.dtype}
         given_low = any(dtypes_of(n.meta.get("example_value")) in LOW for n in self.given)
         named_low = any(_is_method(n) and literal_dtype(n) in LOW for n in graph.nodes)
@@ -138,7 +138,7 @@ class _Description:
             self.own = own_dtypes(gm.graph, self.infer, self.holds, self.given, self.doubtful)
 
     def _described(self, node: Node, value: Any, held: dict[Node, Any], inside: bool) -> Any:
-        """Return a value as the model would give it without autocast; what a cast means is said on it."""
+        """Return a value as the model would compute it without autocast; the meaning of a cast is noted on it."""
         call = node.op.startswith("call")
         if call and is_floating(dtypes_of(value)):
             self._describe_cast(node, value, held)

@@ -85,7 +85,8 @@ def _made(node: Node, infer: Callable[..., Any], own: dict[Node, Any], holds: Se
 def _shown(node: Node, infer: Callable[..., Any], own: dict[Node, Any], doubtful: Set[Node]) -> set[Node]:
     """Return the casts that are shown to be the author's by an op that rejects FP32 beside a low operand.
 
-    They are the nearest ones that its FP32 operands are made of, if the op takes those operands low.
+    They are the nearest doubtful casts among the ancestors of its FP32 operands, if the op accepts these operands in
+    low.
     """
     low = next((own[n] for n in node.all_input_nodes if own.get(n) in LOW), None)
     if low is None:
@@ -113,7 +114,7 @@ def _nearest(value: Node, own: dict[Node, Any], doubtful: Set[Node]) -> set[Node
 
 
 def _restores_low(cast: Node, own: dict[Node, Any], holds: Set[Node]) -> bool:
-    """Say whether all that a value is made of was low before the author cast it up, weights and numbers apart.
+    """Say whether a value is computed only from values that user casts brought up from low, weights and numbers aside.
 
     Before: h = x.float(); h * rsqrt(h.square().mean(-1)); to(mul, bfloat16)        x: bfloat16
     """

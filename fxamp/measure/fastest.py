@@ -40,7 +40,7 @@ logger = logging.getLogger("fxamp")
 CODE = Code.NOT_WORTH_CASTS.value
 SECONDS = 3.0  # for all variants together
 ROUNDS = (5, 100)  # at least and at most
-NOISE = 1.01  # a step that takes so much longer than another is as fast
+NOISE = 1.01  # steps whose times differ by less than this factor count as equally fast
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -105,7 +105,7 @@ def emit_measured(
 
 
 def fastest(seconds: Mapping[str, Sequence[float]]) -> str:
-    """Return the variant to take, of O2 and what it must beat, by the seconds of each in every round.
+    """Return the variant to use, O2 or one of its alternatives, from the seconds of each in every round.
 
     The least time of each counts. Rounding must pay: FP32 is taken unless another wins by more than the spread, which
     is how far the lower quartile lies from the least.
@@ -134,12 +134,12 @@ def _race(modules: Mapping[str, ConvertedModule], captured: Captured, inputs: In
 
 
 def kept_notes(replayed: Plan | None) -> list[str]:
-    """Return the notes of a replayed plan that still hold: why it is not the O2 that was asked for."""
+    """Return the notes of a replayed plan that still hold: those that say why another level than O2 was chosen."""
     return [note for note in replayed.notes if note.startswith(CODE)] if replayed is not None else []
 
 
 def _explained(plan: Plan, instead_of: Plan, name: str, slower: bool) -> Plan:
-    """Return a plan that says why it is not the one asked for: in a note, and at every decision that differs."""
+    """Return a plan that says why another level than O2 was chosen, in a note and at every decision that differs."""
     colours = {(d.graph, d.key): d.colour for d in instead_of.decisions}
     takes = ("takes longer", "took longer") if slower else ("is not clearly faster", "was not clearly faster")
     reason = f"{CODE}: a step at O2, casts included, {takes[0]} than one at {name}"

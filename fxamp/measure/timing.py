@@ -28,7 +28,7 @@ SWEEPS = 3
 PATIENCE = 0.06  # seconds that a call is timed for in one sweep, if its least time does not come up again
 SETTLED = 5  # samples near the least one end a sweep
 ENOUGH = 3  # samples near the least one, over all sweeps, make a time that is kept
-ALONE = 0.9  # least share of wall time that the thread runs for when it has a CPU to itself
+ALONE = 0.9  # a thread with a CPU to itself runs for at least this share of the wall time
 
 
 class OpTimer:

@@ -44,7 +44,7 @@ _OURS = frozenset(
 
 
 class Containers(CodeGen):
-    """Lets what interprets the graph, as `torch.export` does, give and get the original's containers."""
+    """Converts containers for interpreters of the graph, such as `torch.export`, which pass the original's inputs."""
 
     def __init__(self, call_spec: CallSpec) -> None:
         super().__init__()
@@ -356,7 +356,7 @@ class ConvertedModule(GraphModule):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Move the parameters, as every `nn.Module` does; warn when that takes FP32 from them."""
+        """Move the parameters, as every `nn.Module` does; warn if they are no longer FP32 afterwards."""
         before = {name: p.dtype for name, p in self.named_parameters()}
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, p in self.named_parameters():

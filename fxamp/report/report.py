@@ -294,7 +294,7 @@ def _line(node: NodeRecord, several: bool) -> tuple[str, ...]:
 
 
 def _instead(totals: Totals) -> str:
-    """Say what FP32 and autocast would save for backward, if that is known."""
+    """Describe how many bytes FP32 and autocast would save for backward, if that is known."""
     others = (("FP32", totals.saved_bytes_fp32), ("autocast", totals.saved_bytes_autocast))
     said = ", ".join(f"{name} {saved / 1e6:.3g}" for name, saved in others if saved is not None)
     return f" ({said})" if said else ""

@@ -52,7 +52,7 @@ def beside(step: TrainStep) -> dict[str, Tensor]:
 
 
 def course_of(step: TrainStep) -> dict[str, Any]:
-    """Return the state that steers a step between two windows; it is the same on all ranks."""
+    """Return the part of the state that is the same on all ranks between two windows: scaler, schedulers, counters."""
     return {
         "settings": settings(step),
         "schedulers": [scheduler.state_dict() for scheduler in step.schedulers],
@@ -75,7 +75,7 @@ def load_course(step: TrainStep, state: Mapping[str, Any]) -> None:
 
 
 def load(step: TrainStep, state: Mapping[str, Any]) -> None:
-    """Bring a step into a state.
+    """Load a state into a step.
 
     Raises:
         PolicyError: It does not fit; nothing was changed.

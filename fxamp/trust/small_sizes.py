@@ -32,7 +32,7 @@ Run = Callable[[list[Any]], Any]  # takes flat tensors
 
 
 class _Calls(TorchDispatchMode):
-    """Count the kernels that are called, with the numbers they are given; views, which move nothing, are left out."""
+    """Count the kernels that are called, with their numeric arguments; views are ignored, since they move no data."""
 
     def __init__(self, mode: FakeTensorMode) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -54,7 +54,7 @@ class _Calls(TorchDispatchMode):
 
 @functools.cache
 def _scalars_of(func: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Return the places and the names of the arguments of an op that take numbers which are no sizes."""
+    """Return positions and names of the arguments of an op that take numbers other than sizes."""
     kinds = [str(a.type).removeprefix("Optional[").removesuffix("]") for a in own_schema(func).arguments]
     found = [i for i, kind in enumerate(kinds) if kind in _SCALARS]
     return tuple(found), tuple(own_schema(func).arguments[i].name for i in found)

@@ -47,7 +47,7 @@ class AssignPrecision:
     timer: Timer | None = None
 
     def __call__(self, unit: Unit) -> dict[str, int]:
-        """Decide; no edit is made, and why each node is coloured as it is stands in the plan."""
+        """Decide, without an edit; the plan gives the reason for each node."""
         original = original_dtypes(unit.graph, unit.attribute)
         plan = None if self.plan is None else self.plan.of_graph(unit.index)
         unit.assignment = assign_precision(unit.graph, self.policy, original, plan, unit.border, self.timer)
@@ -124,7 +124,7 @@ def _disagreements(graph: Graph, reference: Simulation) -> list[str]:
 
 
 def _as_it_is(node: Node, original: dict[Node, Any]) -> Colouring | None:
-    """Return the decision at O0 with measured costs, where FP32 may have been chosen because O2 does not pay."""
+    """Return the decision at O0 of a plan with measured costs, which may have chosen FP32 because O2 saves no time."""
     dtypes = original[node] if isinstance(original[node], tuple) else (original[node],)
     dtype = next((d for d in dtypes if is_floating(d) and not isinstance(d, tuple)), None)
     if not node.op.startswith("call") or dtype is None:
@@ -133,7 +133,7 @@ def _as_it_is(node: Node, original: dict[Node, Any]) -> Colouring | None:
 
 
 def _keep_reasons(graph: Graph, simulation: Simulation, plan: Plan) -> None:
-    """Give every node the reason that a replayed plan has for it: what was measured then is not known here."""
+    """Give every node the reason from the replayed plan, since the measurements behind it are not repeated."""
     reasons = {d.key: d.because for d in plan.decisions}
     for node, key in keys(graph.nodes).items():
         if node in simulation.colours and key in reasons:

@@ -41,8 +41,8 @@ class Replay:
 def replay(graph: Graph, assignment: Assignment, plan: Plan, own: Container[str] | None = None) -> None:
     """Check that a plan fits a graph, node by node, and that the colours are those it holds.
 
-    Colours follow from one another, so a plan is replayed whole: where its policy gives another colour here, because
-    torch or a rule has changed, that is said and nothing is converted.
+    Colours follow from one another, so a plan is replayed as a whole. If its policy gives another colour here, because
+    torch or a rule has changed, an error says so and nothing is converted.
 
     Args:
         graph: not changed.

@@ -100,7 +100,7 @@ def _round_trip(graph: Graph, assignment: Assignment) -> int:
 
 
 def _share(graph: Graph, assignment: Assignment, mode: str) -> int:
-    """Before: a = to(x, bf16); b = to(x, bf16). After: a twice. The author's own cast serves as well as one of ours."""
+    """Before: a = to(x, bf16); b = to(x, bf16). After: a twice. `a` may also be a user cast."""
     if mode == "never":
         return 0
     edits, aliases, modes = 0, Aliases(graph), grad_modes(graph)
@@ -163,7 +163,7 @@ def _dtype_argument(graph: Graph, assignment: Assignment) -> int:
 def _upcasts_read_once(
     graph: Graph, assignment: Assignment, takes: Callable[[Node], object]
 ) -> list[tuple[Node, Node]]:
-    """Return (cast, reader) where only one such call reads a widening cast, and could read its operand instead.
+    """Return (cast, reader) for each widening cast whose only reader could read the operand of the cast instead.
 
     The reader saves its operand for backward, so nothing may ever write to that. With several readers the sum of their
     gradients would be rounded in another place.

@@ -155,7 +155,7 @@ def _replace(node: Node, change: Any) -> bool:
 
 
 def _restore_outputs(graph: Graph, assignment: Assignment) -> int:
-    """Before: return y: bfloat16. After: return to(y, float32), which the model gave; one value, one cast."""
+    """Before: return y: bfloat16. After: return to(y, float32), as the model does; one cast for each value."""
     output = graph.output_node()
     made: dict[Node, Node] = {}
     for value in output.all_input_nodes:

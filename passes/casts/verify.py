@@ -40,7 +40,7 @@ def verify(graph: Graph, assignment: Assignment | None = None) -> None:
 
 
 def _agree(held: Any, expected: Any) -> bool:
-    """Say whether two dtypes are one, as far as they are known."""
+    """Say whether two dtypes agree, as far as they are known."""
     if COMPLEX in (held, expected) and is_complex(held) and is_complex(expected):
         return True
     return ANY in (held, expected) or held == expected
@@ -93,7 +93,7 @@ def _dtypes(node: Node, held: dict[Node, Any], assignment: Assignment) -> Any:
 
 
 def _runs_as_captured(node: Node, assignment: Assignment) -> bool:
-    """Say whether a fake kernel takes the original dtypes: some take none, for example with an empty batch."""
+    """Say whether a fake kernel accepts the original dtypes; some accept none, for example with an empty batch."""
     try:
         assignment.infer(node, lambda n: assignment.original.get(n, assignment.dtypes.get(n)))
     except Exception:  # whatever a fake kernel raises

@@ -6,7 +6,7 @@ import enum
 
 
 class Level(str, enum.Enum):
-    """How far a conversion goes; a level is equal to its name, and prints as it.
+    """A level of conversion; it compares equal to its name, and prints as its name.
 
     Attributes:
         rounds: anything runs in the low dtype; else the graph is the author's, bit for bit.

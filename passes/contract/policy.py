@@ -40,7 +40,7 @@ CHOICES = {
 }
 
 _DTYPE_SPELLINGS = DTYPES | {"float16": torch.float16, "half": torch.float16, "bfloat16": torch.bfloat16}
-# What people write for something that has another name here.
+# Words that people use for something that has another name here.
 _MEANT = {"gpu": "cuda"} | dict.fromkeys(_DTYPE_SPELLINGS, "low")
 _LIKE = 0.55  # least likeness of a suggested name: "fp8" is like "fp16", and "fp16" is not like "fp32"
 _FP32_SPELLINGS = ("float32", "torch.float32", "float")
@@ -84,7 +84,7 @@ class Policy:
         True
     """
 
-    # What is given has other types than what is held, so `__init__` is written out. It stays a dataclass, and not one
+    # The arguments have other types than the fields, so `__init__` is written out. It stays a dataclass, and not one
     # of attrs, since users call `dataclasses.replace` on it.
     level: Level
     _: KW_ONLY
@@ -201,7 +201,7 @@ class Policy:
 
 @dataclass(frozen=True)
 class Override:
-    """Name one override of a policy: where it stands, its key, its colour."""
+    """One override of a policy: by module or by op, its key, and its colour."""
 
     kind: Literal["path", "type", "op"]
     key: str
@@ -213,7 +213,7 @@ class Override:
 
 
 def module_override(policy: Policy, stack: Stack) -> Override | None:
-    """Find the module override that rules a node, or None.
+    """Find the module override that applies to a node, or None.
 
     A path beats a type. Of two globs the one with the longer literal prefix wins, of two types the one of the
     inner module, then the more derived one.
@@ -291,7 +291,7 @@ def nearest(name: str, candidates: Iterable[str]) -> str:
 
 
 def _instead_of_level(text: str, level: str) -> str:
-    """Write the end of an error message on a policy that does not begin with a level: how it is written instead."""
+    """Write the end of an error message on a policy that does not begin with a level: the correct form."""
     words = level.split()
     if len(words) > 1 and words[0] in LEVELS:
         return f"; settings are separated by commas: {','.join((*words, *text.split(',')[1:]))!r}"

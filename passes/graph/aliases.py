@@ -35,7 +35,7 @@ def may_alias(node: Node) -> bool:
 
 
 def out_operands(node: Node) -> list[Node]:
-    """Return the operands that a call is given to write its results to: `out=`, or what a schema has in its place."""
+    """Return the operands that receive the results of a call: `out=`, or the arguments that its schema marks so."""
     overload = isinstance(node.target, OpOverload)
     names = {"out", *(a.name for s in _schemas(node.target) if overload for a in s.arguments if a.is_out)}
     return [o.node for o in ops.operands(node) if o.name in names]
@@ -123,7 +123,7 @@ class Aliases:
         return node
 
     def epoch(self, node: Node, at: Node) -> int:
-        """Return how many calls before the node `at` write, or may write, to the value's storage."""
+        """Return how many calls before the node `at` write, or may write, to the storage of the value."""
         return bisect_left(self._writes.get(self.find(node), []), self._order[at])
 
     def is_mutated(self, node: Node) -> bool:

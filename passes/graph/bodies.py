@@ -110,7 +110,7 @@ def _is_body(arg: Any, attribute: Callable[[str], Any]) -> bool:
 
 
 def _is_entered(node: Node, row: Rule, held: list[Node], modules: list[GraphModule]) -> bool:
-    """Say whether there is one body, called only here, with one operand for each of its placeholders."""
+    """Say whether a body is entered: it is the only one, called only here, with one operand for each placeholder."""
     if row.bodies != "entered" or len(held) != 1 or node.args[0] is not held[0]:
         return False
     readers = sum(len(n.users) for n in node.graph.nodes if n.op == "get_attr" and n.target == held[0].target)

@@ -18,7 +18,7 @@ from torch.fx import Graph, Node
 from ..ops import ops
 from ..ops.rules import row_of, rule
 
-_LONGEST = 64  # most nodes to search: no norm has as many
+_LONGEST = 64  # maximum number of nodes to search; no norm has as many
 
 
 def islands(graph: Graph) -> frozenset[Node]:

@@ -100,7 +100,7 @@ def origin(node: Node) -> dict[str, Any]:
 
 
 def move_to(node: Node, other: Node) -> None:
-    """Let a node come from where another does; all else of its meta stays."""
+    """Copy the origin of another node to a node; the rest of its meta stays."""
     for key in ("nn_module_stack", "stack_trace", NOTE):
         node.meta.pop(key, None)
     node.meta |= origin(other)

@@ -34,7 +34,7 @@ _TORCH = os.path.dirname(torch.__file__).replace("\\", "/") + "/"
 
 
 class Unknown:
-    """A dtype of which not all is known."""
+    """A dtype that is not, or only partly, known."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -189,7 +189,7 @@ def no_autocast(devices: Iterable[str] = tuple(DEVICES)) -> Iterator[None]:
 class Inference:
     """Output dtypes of a node from operand dtypes, by running the op on fake tensors of concrete sizes.
 
-    What was run once is remembered: an op's dtypes depend on the dtypes and ranks of its operands and on what its
+    Results are cached: an op's dtypes depend on the dtypes and ranks of its operands and on what its
     literal arguments are, not on sizes. Two exceptions are not remembered: custom ops, which may do anything, and those
     with several outputs, whose number sizes decide.
     """

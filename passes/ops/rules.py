@@ -52,12 +52,12 @@ _custom: dict[str, Rule] = {}
 
 
 def row_named(name: str) -> Rule:
-    """Return the row of an op of exactly this name; of one that has none, or writes in place, one that says nothing."""
+    """Return the row of an op of exactly this name; an empty row if it has none, or writes in place."""
     return _ALL.get(name) or _custom.get(name) or UNKNOWN
 
 
 def row_of(node: Node) -> Rule:
-    """Return the row of a call's op; of one that has none, or writes in place, one that says nothing."""
+    """Return the row of a call's op; an empty row if it has none, or writes in place."""
     return row_named(ops.name(node))
 
 
@@ -88,7 +88,7 @@ def _kind(row: Rule, device: str) -> str:
 
 @functools.cache
 def _unlisted(device: str) -> frozenset[str]:
-    """Return the ops of ATen that the autocast whose lists a device shares has, and that of the device has not."""
+    """Return the ATen ops on the autocast lists that a device shares but not registered for the device itself."""
     lists = DEVICES[device].lists
     own, shared = (
         {n.removeprefix("aten::").partition(".")[0] for n in autocast_registrations(d) if n.startswith("aten::")}

@@ -16,7 +16,7 @@ from .call import CallSpec
 from .limit import Limit, TooMuch
 
 Result = TypeVar("Result")
-# A machine without memory, or a file that is not there, says nothing about a model.
+# Errors that have nothing to do with the model: no memory, or a missing file.
 NOT_ABOUT_THE_MODEL = (MemoryError, torch.OutOfMemoryError, OSError, ImportError)
 
 

@@ -83,7 +83,7 @@ class Recorder:
         modules = dict(self._model.named_modules())
         held = {(path, name): v for path, m in modules.items() for name, v in vars(m).items() if _looked_into(v)}
         kinds = {nn.Module, *map(type, held.values())}
-        # Modules are told by their tables: the proxies that torch.export makes of shared modules have the module's own.
+        # Their tables identify modules: the proxies that torch.export makes of shared modules have the module's own.
         note = self._noting({id(vars(m)): p for p, m in modules.items()}, {id(vars(v)): at for at, v in held.items()})
         note_gradient = self._noting_gradients(inputs)
         patches = contextlib.ExitStack()

@@ -24,7 +24,7 @@ PLAN_KEY, MODULES, RULE = "(plan)", "(modules)", "(rule"
 
 @dataclass(frozen=True)
 class Change:
-    """Say what became of one field of one node; a node added or removed has its colour or target as the field.
+    """The change of one field of one node; for an added or removed node, the field is its colour or target.
 
     Attributes:
         kind: whether it was added, removed or changed.
@@ -127,7 +127,7 @@ def _place(items: Sequence[Item], at: int) -> str:
 
 
 def another_model(before: Sequence[object], after: Sequence[object], found: Matching) -> Change:
-    """Return the one line that stands for all changes, where the two have too little in common."""
+    """Return the one line that replaces all changes if the two have too little in common."""
     same = f"{len(found.pairs)} of them as before"
     return Change("changed", PLAN_KEY, "model", f"{len(before)} nodes", f"another model: {len(after)} nodes, {same}")
 

@@ -124,7 +124,7 @@ def _source(node: Node) -> Node:
 
 
 class _Writer:
-    """Writes the original's code, and beside each node what became of it."""
+    """Writes the original's code, and next to each node what conversion did to it."""
 
     def __init__(self, graph: Graph, before: Sequence[_Unit], after: Sequence[_Unit], pairs: dict[int, int]) -> None:
         self.before, self.after = before, after

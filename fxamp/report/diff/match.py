@@ -177,7 +177,7 @@ class _Matcher:
 
 
 def _unique(found: Iterable[tuple[Hashable, int]]) -> Iterable[tuple[Hashable, int]]:
-    """Yield what has a token of its own."""
+    """Yield the items whose token no other item has."""
     once: dict[Hashable, int | None] = {}
     for token, at in found:
         once[token] = None if token in once else at

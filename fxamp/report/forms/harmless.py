@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 
-# What the logs of workflows take for a command: at the beginning of a line, or anywhere.
+# What GitHub interprets as a workflow command: at the beginning of a line, or anywhere.
 _COMMANDS = ((re.compile(r"^(\s*):(?=:)"), r"\1: "), (re.compile(r"#(?=#(?:\[|vso\[))"), "# "))
 _MARKDOWN = re.compile(r"[\\`|\[\]]")
 

@@ -128,7 +128,7 @@ class _NoLonger(Exception):  # noqa: N818 - a signal inside this file, not an er
 
 
 def _made(make: Callable[[Plan | None], nn.Module], before: Plan | None, name: str) -> tuple[Plan, Record]:
-    """Return what is decided now, by the facts of the plan that it will be compared with."""
+    """Return the present decisions, using the measured facts of the plan that they will be compared with."""
     replayed = before if before is not None and before.policy.cost == "measured" else None
     with as_on(None if before is None else _machine(before, name)):
         try:

@@ -31,7 +31,7 @@ def _label(change: Change) -> str:
 
 
 def lines(changes: Iterable[Change]) -> list[tuple[str, str]]:
-    """Return (key, line) for every changed node, whatever has changed of it, and for every changed total."""
+    """Return (key, line) for every changed node, with all its changes in one line, and for every changed total."""
     return [(group[0].key, _line(group)) for group in _groups(changes)]
 
 

@@ -137,7 +137,7 @@ def _weight(name: Name, graph: Neighbours, width: Mapping[Name, float]) -> float
 
 
 def _apart(nodes: Sequence[tuple[float, float, float]]) -> list[float]:
-    """Return the places nearest to those wanted, by least squares, at which nothing overlaps and the order stays.
+    """Return the positions nearest to the wanted ones, by least squares, that keep the order without overlap.
 
     Args:
         nodes: the wanted position, the weight and the width of each node of a layer, from left to right.

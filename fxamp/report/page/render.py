@@ -18,7 +18,7 @@ from markupsafe import Markup
 
 from ..forms.harmless import visible
 
-# What HTML, and the script that reads it, could take for the end of the data. JSON takes the escape for the same text.
+# Characters that could end the data early in HTML or in the script. In JSON their escapes mean the same text.
 _ENDS = {ord(c): f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"}
 
 

@@ -54,7 +54,7 @@ class Box:
 
 @dataclass(frozen=True)
 class Edge:
-    """A value on its way: from which box to which, the dtype that it is cast to ("" for none), the points it passes."""
+    """An edge of a drawing: its boxes, the dtype that the value is cast to ("" for none), and the points on its way."""
 
     start: int
     end: int
@@ -64,7 +64,7 @@ class Edge:
 
 @dataclass(frozen=True)
 class View:
-    """One drawing of a module: of one graph, and of many nodes one part after the other."""
+    """One drawing of a module in one graph; a drawing of many nodes is split into several parts."""
 
     module: str
     title: str

@@ -27,7 +27,7 @@ _NONE = Size()
 
 
 def record_of(given: Plan | ConvertedModule) -> Record:
-    """Return the record of a converted module, or of a plan, which says nothing of sizes and casts."""
+    """Return the record of a converted module; or of a plan, from which sizes and the places of casts are not known."""
     plan = given if isinstance(given, Plan) else given.plan
     parts = _parts(given) if isinstance(given, ConvertedModule) else {}
     sized = bool(parts) and all(part.sizes is not None for part in parts.values())

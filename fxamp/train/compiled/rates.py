@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 @contextlib.contextmanager
 def rates_as_tensors(optimizers: Sequence[Optimizer], made: MutableMapping[int, Tensor]) -> Iterator[None]:
-    """Put a tensor in the place of each group's learning rate; outside, schedulers and checkpoints see the number.
+    """Inside this context, each group's learning rate is a tensor; outside, schedulers and checkpoints see the number.
 
     Together with `foreach`, which compiles to few kernels, only `capturable` optimizers accept a tensor.
 

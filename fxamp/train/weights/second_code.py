@@ -71,7 +71,7 @@ class SecondCode:
             self.run: Callable[..., Any] = _code(copied)
 
     def make_ready(self, module: ConvertedModule) -> Iterator[tuple[KeptCast, Tensor | None]]:
-        """Make the casts for a compiled graph, and yield them with what they are."""
+        """Make the casts for a compiled graph, and yield each with its value."""
         for cast, path, dtype in self._casts:
             weight = _parameter(module, path)
             if weight is not None:

@@ -19,13 +19,13 @@ from passes.contract.devices import DEVICES
 
 
 def one_launch_pays(weight: Tensor) -> bool:
-    """Say whether a weight is where many copies take less time by one launch than one by one."""
+    """Say whether a weight is on a device where one launch for many copies saves time."""
     row = DEVICES.get(weight.device.type)
     return row is not None and row.batches
 
 
 class Place:
-    """The place of a kept cast in autograd's graph, which stays while copies come and go.
+    """A kept cast's tensor and autograd node, which stay while the memory of the copy is freed and filled again.
 
     A backward that comes after the copy was freed, or made again, raises an error of torch.
 

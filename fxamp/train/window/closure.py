@@ -21,7 +21,7 @@ from .loss import LossFunction, loss_of
 
 
 def needs_closure(optimizer: Optimizer) -> bool:
-    """Say whether an optimizer cannot step without being told how to evaluate the loss."""
+    """Say whether the step() of an optimizer requires a closure."""
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
 
@@ -96,8 +96,8 @@ def run_window(
 ) -> Tensor:
     """Run the micro-batches of a window forward and backward, and return the mean of their losses.
 
-    Gradients and loss are those of all ranks: by the loss an optimizer decides how to go on, and all have to decide the
-    same.
+    Gradients and loss are averaged over all ranks: an optimizer uses the loss to decide how to continue, and all ranks
+    have to decide the same.
 
     Args:
         model: What is trained.
@@ -126,4 +126,4 @@ def run_window(
 
 
 class _NotFinite(Exception):  # noqa: N818 - no error: nobody but `step_by_closure` sees it
-    """Ends a step half way."""
+    """Raised to abort a step when a gradient is not finite."""

@@ -47,14 +47,14 @@ def has_state(optimizer: Optimizer) -> bool:
 
 
 def can_be_taken_back(optimizer: Optimizer) -> bool:
-    """Say whether all that a step changes is on an accelerator, and was there before."""
+    """Say whether a step can be undone: everything that it changes exists before and is on an accelerator."""
     if not _changes_the_device_alone(optimizer) or not has_state(optimizer):
         return False
     return not any(gradient.is_sparse for gradient in gradients([optimizer]))
 
 
 def waits(optimizer: Optimizer) -> bool:
-    """Say whether the host must know if gradients are finite before each step of this optimizer but the first."""
+    """Say whether, from its second step on, this optimizer needs the host to know whether gradients are finite."""
     return not is_fused(optimizer) and not _changes_the_device_alone(optimizer)
 
 

@@ -43,7 +43,7 @@ class KeptMicroBatches:
 
     @torch.no_grad()
     def after_backward(self) -> None:
-        """Add the new gradients to the sum if all are finite; in `.grad` is the sum again.
+        """Add the new gradients to the sum if all are finite; afterwards `.grad` holds the sum again.
 
         Raises:
             PolicyError: A gradient is sparse.

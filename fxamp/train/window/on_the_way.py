@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class OnTheWay:
-    """A flag of one element whose copy to the host has begun; as a bool it is waited for.
+    """A flag of one element whose copy to the host has begun; `bool()` waits for it.
 
     Args:
         flag: On an accelerator; what is written to it later is not seen.

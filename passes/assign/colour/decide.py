@@ -29,7 +29,7 @@ from .operand_casts import all_to, keep, natural
 from .state import Site, State, first_float
 
 Decider = Callable[[State, Site], "Colouring | None"]
-WRITTEN = "its storage is written, and shared with FP32 values"
+WRITTEN = "its storage is written in place, and FP32 values share it"
 
 
 def site_of(state: State, node: Node, name: str, floats: Iterable[ops.Operand]) -> Site:
@@ -73,16 +73,16 @@ def _under_it(state: State, value: Node) -> Any:
 
 
 def _as_read(state: State, site: Site) -> Colouring | None:
-    """Obey a dtype argument that the program read off a value."""
+    """Follow a dtype argument that the user's code took from the dtype of a value."""
     read = note_of(site.node).read
     if read is None:
         return None
-    why = Code.DTYPE_ARGUMENT(f"{read}, as read under autocast")
+    why = Code.DTYPE_ARGUMENT(f"under autocast your code reads {read} here")
     return natural(state, site.of_kind(FOLLOW), why)
 
 
 def _writes(site: Site) -> bool:
-    """Say whether a call serves to write to one of its arguments."""
+    """Say whether the purpose of a call is to write to one of its arguments."""
     to_write = site.name.endswith("_") or site.name == "setitem" or bool(out_operands(site.node))
     return to_write and bool(mutated_operands(site.node))
 
@@ -94,7 +94,7 @@ def _pinned(state: State, site: Site) -> Colouring | None:
         return None
     why = Code.MUTATED(WRITTEN)
     if not state.aliases.is_mutated(node):
-        why = Code.KEEP("the program reads its bits or its element size, or writes in place what depends on its dtype")
+        why = Code.KEEP("your code reads its bits or element size, or writes numbers into it that depend on its dtype")
     elif may_alias(node):
         return natural(state, site, why)  # a cast before a view makes a copy, which writes would not reach
     # Not FP32: a cast of a value that the author made low is a copy, which writes would not reach.
@@ -144,7 +144,7 @@ def _ruled(state: State, site: Site) -> Colouring:
         site = _at_level(state, site)
     if site.kind in (PROMOTE, FOLLOW) and not _moves_written(state, site) and _lowers(state, site):
         code = Code.O3_LOW if state.policy.level.rounds_sensitive else Code.O2_LOW
-        return all_to(state, site, site.low, code("not sensitive, beside low operands"))
+        return all_to(state, site, site.low, code("not sensitive, and an operand is low"))
     return by_kind(state, site)
 
 
@@ -170,7 +170,7 @@ def _moves_written(state: State, site: Site) -> bool:
 
 
 def _lowers(state: State, site: Site) -> bool:
-    """Say whether an op with mixed operands runs low at O2: one is low, none is a number that low cannot hold."""
+    """Say whether an op with mixed operands runs low at O2: one operand is low, and all of them fit the low dtype."""
     if not state.aggressive or site.row.gives not in ("float", "first"):
         return False
     held = {state.dtypes[o.node] for o in site.floats}

@@ -96,7 +96,7 @@ class Extremes:
             self.fixed.add(node)
         self._count(node, name, operands, found, passed_on)
         if not is_floating(dtypes[node]) or dtypes[node] in LOW:
-            return  # the value is low, so that FP32 has nothing left to keep
+            return  # the value is low already, so FP32 would preserve nothing
         number = self._number(node, passed_on, found)
         if number is not None:
             self._is_constant(node, number)
@@ -123,7 +123,7 @@ class Extremes:
         return found[0] if filled else None
 
     def _range(self, node: Node, found: list[float], passed: list[Node]) -> None:
-        """Learn what numbers out of range make, and what is made of such values in turn, where it is passed on."""
+        """Find values made from numbers out of range, and the values to which other ops pass these numbers on."""
         extreme = [x for x in found if is_extreme(x, self.low)]
         read = [n for n in passed if n in self.values and n not in self._tiny]
         if extreme or read:

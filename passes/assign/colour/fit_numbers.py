@@ -34,7 +34,7 @@ def fit_numbers(state: State, site: Site, colouring: Colouring) -> Colouring:
     if mended or clamped:
         colouring.literals = tuple(pair for pair in mended if pair[0] in numbers)
         colouring.clamped = tuple((o.name, o.index) for o in clamped)
-        colouring.reason = Code.LITERAL("finfo(float32).min becomes the low dtype's own")
+        colouring.reason = Code.LITERAL("finfo(float32).min becomes the minimum of the low dtype")
     return colouring
 
 

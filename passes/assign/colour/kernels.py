@@ -24,8 +24,8 @@ def runs_in(
 ) -> bool:
     """Say whether an op runs with its floating operands in this dtype; True if that cannot be tried.
 
-    The op runs on zeros of the sizes in the graph, and the random state is restored. An op that fails in the original
-    dtypes too says nothing about the low one.
+    The op runs on zeros of the sizes in the graph, and the random state is restored. If the op fails in the original
+    dtypes too, nothing is known about the low one.
 
     Args:
         node: a call.

@@ -21,7 +21,7 @@ from .user_casts import Casts, observed
 
 @dataclass(frozen=True)
 class Site:
-    """A call that is to be decided on, and what the table says of it.
+    """A call to decide on, and its row of the op table.
 
     Attributes:
         node: the call.

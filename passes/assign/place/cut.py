@@ -37,7 +37,7 @@ INFINITY = float("inf")
 
 @dataclass(frozen=True)
 class Net:
-    """One tensor and those who read it: casting it costs `cost`, once per direction.
+    """One tensor and its readers: casting it costs `cost`, once per direction.
 
     Attributes:
         tensor: the variable that produces it, or LOW or FP32 if its dtype is fixed.

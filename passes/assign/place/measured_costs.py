@@ -22,7 +22,7 @@ from ...contract.timing import Call, Filler, Timer
 from ...ops import ops
 from .costs import ByteCosts, Run, makes_view, number
 
-ACCURACY = 0.05  # of a measured time; low must win by more, or what runs FP32 stays FP32
+ACCURACY = 0.05  # share of a measured time; an FP32 op stays FP32 unless low saves more than this
 ROUND_TRIPS = 4  # of a cast; a single one would be lost in the time that a backward takes to start
 
 
