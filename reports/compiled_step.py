@@ -261,15 +261,15 @@ def to_markdown(found: dict[str, Any]) -> str:
     """Return the report."""
     width, layers, batch, tokens = found["size"]
     times = (
-        f"Times: of a window, medians of {found['rounds']} rounds in turn, with the spread of the middle half, as "
-        "ratios to compiled autocast. "
+        f"Times are those of a window: medians of {found['rounds']} rounds, in which the variants take turns, with the "
+        "interquartile range, as ratios to compiled autocast. "
     ) * bool(found["rounds"])
     return (
-        "# Training steps compiled by Inductor, over compiled autocast\n\n"
+        "# Training steps compiled by Inductor, as ratios to compiled autocast\n\n"
         f"BERT, width {width}, {layers} layers, batch {batch}, {tokens} tokens, BF16, fused AdamW, on a CPU with "
-        f"{found['threads']} threads, torch {found['torch']}. {times}Bytes and kernels: of one micro-batch, "
-        "as Inductor counts them, with its share of the casts of weights that are made outside. Peak: of a window, "
-        "beside weights and the optimizer's state. "
+        f"{found['threads']} threads, torch {found['torch']}. {times}Bytes and kernels are those of one micro-batch, "
+        "as Inductor counts them, plus its share of the casts of weights outside the graph. Peak is the peak memory "
+        "of a window, without weights and optimizer state. "
         "Made by `python reports/compiled_step.py`.\n"
         + "".join(f"\n## {_LENGTH[n]}\n\n{table(rows)}\n" for n, rows in found["windows"].items())
     )

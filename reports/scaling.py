@@ -163,10 +163,11 @@ def to_markdown(rows: Sequence[tuple[str, int, dict[str, float]]], exported: flo
     return (
         "# Time of the passes against the size of the graph\n\n"
         f"Written by `reports/scaling.py`: a chain of residual MLP blocks, BF16, torch {torch.__version__}, one\n"
-        "thread. Processor milliseconds per 1,000 nodes: where rows repeat, time grows linearly. `verify` is what is\n"
-        "checked after passes; `write-decisions` makes the plan, `annotate` writes dtypes into the graph. At O2 the\n"
-        "cut is solved in blocks that share one value, here the residual stream; what shares more is one block,\n"
-        "whose time grows faster than its size.\n\n"
+        "thread. The table shows processor milliseconds per 1,000 nodes; if these do not grow from row to row, time\n"
+        "is linear. `verify` is the time of the checks after passes; `write-decisions` makes the plan, and `annotate`\n"
+        "writes dtypes into the graph. At O2 the cut is solved in blocks that are connected by a single value, here\n"
+        "the residual stream. Parts that share more than one value form one block, whose time grows faster than its\n"
+        "size.\n\n"
         f"{shown}\n{beside}"
     )
 
