@@ -1,4 +1,4 @@
-"""Count what a training step does about dtypes: FP32, `torch.autocast`, fxamp, and the whole model in low.
+"""Count casts, bytes and ops of a training step: FP32, `torch.autocast`, fxamp, and the whole model in low.
 
     python reports/casts.py                                      # every model
     python reports/casts.py bert_64 bert_128 bert_256 bert_256_1 # the four sizes
@@ -8,9 +8,9 @@
 Four `transformers` models, four layers deep where they are transformers, with random weights, and BERT in four smaller
 sizes. The loss is computed inside the model, and inside the autocast region. "per_step" is a model whose weights are
 cast once in a window of micro-batches, as TrainStep does. In the four sizes whole windows with AdamW are timed too:
-fxamp by a TrainStep, the others by the loop that one writes by hand. On CUDA, FP16 is added, and the same variants
-under `torch.compile`. After every model `casts.md` and `casts.json` are written beside this file; what they have of
-other models stays.
+fxamp by a TrainStep, the others by a hand-written loop. On CUDA, FP16 is added, and the same variants under
+`torch.compile`. After every model `casts.md` and `casts.json` are written beside this file; what they have of other
+models stays.
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@
     python reports/exact_numerics.py --ways "fxamp O1, exact"         # this one alone
 
 By default Inductor leaves out roundings between two low ops that it fuses. With its exact-numerics options it keeps
-them. "traced" runs the same graph by the kernels of eager mode, without Inductor and torch's decompositions: what
-differs there is fxamp's doing, or AOTAutograd's. Each architecture runs in a process of its own, with a time limit.
-Low is BF16, the device a CPU, the model in training without dropout. `exact_numerics.md` and `exact_numerics.json` are
+them. "traced" runs the same graph by the kernels of eager mode, without Inductor and torch's decompositions:
+differences there come from fxamp or AOTAutograd. Each architecture runs in a process of its own, with a time limit. Low
+is BF16, the device a CPU, the model in training without dropout. `exact_numerics.md` and `exact_numerics.json` are
 written beside this file after each one; what they have of this torch stays, unless `--only` names it. What is not done
 in time is not in them, and the next run takes it up.
 """

@@ -8,8 +8,8 @@ and this script defines the operators that its import asks for:
     python reports/libraries.py                       # every model; goes on where the record ends
     python reports/libraries.py --case timm:levit_128s
 
-Each model runs in a process that may die. Sizes are those of the example. Writes `libraries.md` and `libraries.json`
-beside this file.
+Each model runs in a process of its own, which may crash. Sizes are those of the example. Writes `libraries.md` and
+`libraries.json` beside this file.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
     python reports/op_coverage.py --case "export fp32 product op:softmax."
 
 A case is a front end (`export`, `jit`, or `cuda`: planned for CUDA, its dtypes against the autocast kernels on fake
-tensors), the dtype of the inputs, `plain` or behind a `product`, and what is called. Each runs in a process that may
-die. Writes `op_coverage.md` and `op_coverage.json` beside this file.
+tensors), the dtype of the inputs, `plain` or behind a `product`, and what is called. Each case runs in a process of its
+own, which may crash. Writes `op_coverage.md` and `op_coverage.json` beside this file.
 """
 
 from __future__ import annotations

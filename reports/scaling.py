@@ -3,10 +3,10 @@
     python reports/scaling.py                    # 1,000 to 64,000 nodes at O1 and O2
     python reports/scaling.py --sizes 1000 4000
 
-A cut falls apart at nodes whose dtype is fixed, which at O1 stand everywhere. At O2 it is as deep as the model, and
-falls apart where one value is all that two layers share: here the residual stream. As a yardstick, `torch.export`
-captures the same model at 10,000 nodes. Times are those of the processor, so that other programs do not count.
-Writes `scaling.md` beside this file.
+Nodes with a fixed dtype split the cut into parts; at O1 there are many such nodes. At O2 the cut spans the whole model,
+and is split only where a single value connects two layers: here the residual stream. As a yardstick, `torch.export`
+captures the same model at 10,000 nodes. Times are those of the processor, so that other programs do not count. Writes
+`scaling.md` beside this file.
 """
 
 from __future__ import annotations
