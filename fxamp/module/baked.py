@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Sequence, Set
@@ -266,6 +267,13 @@ class Baked:
             odd, was_odd = flags[i] is not flags[0], before[i] is not before[0]
             if (odd and (not was_odd or flags[i] is not before[i])) or (was_odd and not odd and flags[0] is before[0]):
                 twin.training = flags[i]
+        if flags[0] is not before[0] and self._twins[0].training is not flags[0]:
+            now, other = ("train()", "eval") if flags[0] else ("eval()", "train")
+            warnings.warn(
+                f"{now} was called on the original model, and the converted module is still in {other} mode: call "
+                f"{now} on the converted module too, if that is meant.",
+                stacklevel=6,
+            )
 
 
 def _asked(name: str, required: bool, place: str) -> CaptureError:

@@ -23,7 +23,7 @@ from .forms.harmless import markdown, visible
 from .forms.lines import HEADERS as COSTS
 from .forms.lines import costliest, source
 from .forms.model_explorer import to_model_explorer
-from .forms.tree import chosen, elsewhere, fits, grown, rows, table
+from .forms.tree import CASTS, SIZES, chosen, elsewhere, fits, grown, rows, table
 from .record.build import record_of
 from .record.record import NodeRecord, Record, Totals
 
@@ -85,7 +85,8 @@ class Report:
         body = [(cell(name), *rest) for name, *rest in rows(grown(found, self.model), record.has_casts, depth)]
         if len(found) == len(record.nodes):
             body += [(name, "", "", "", str(count), *("",) * 4) for name, count in elsewhere(record)]
-        parts += [f"{heading}Modules", table(body, style, width)]
+        unknown = () if record.totals.bytes is not None else SIZES if record.has_casts else (CASTS, *SIZES)
+        parts += [f"{heading}Modules", table(body, style, width, unknown)]
         if lines:
             parts += [f"{heading}Lines", self._lines(record, found, style, cell, width)]
         if nodes:

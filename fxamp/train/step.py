@@ -174,6 +174,7 @@ class TrainStep:
 
         self.windows = 0
         self._position = 0  # micro-batches of the open window seen so far
+        self._accumulated = False  # whether they left gradients
         self._given_scale: float | None = None  # scale given for the open window
         self._window_scaler = self.scaler
         self._window_scale: float | torch.Tensor | None = None
@@ -281,6 +282,11 @@ class TrainStep:
     def _micro_batch(self, inputs: Any, target: Any) -> None:
         """Run forward and backward; gradients are those of the window so far."""
         begin(self)
+        if self._accumulated and not self._has_gradients:
+            raise PolicyError(
+                f"the gradients of {self._position} of the window's {self.accumulate_steps} micro-batches were cleared "
+                "before the next one: leave out zero_grad(). A TrainStep clears gradients itself, after each window."
+            )
         last = self._position + 1 == self.accumulate_steps and self._kept is None
         with self.weights.in_use(), exchanging(self.ranks.replicas, last):
             loss = self._loss_of(inputs, target)
@@ -299,6 +305,7 @@ class TrainStep:
             if self._kept is not None:
                 self._kept.after_backward()
         self._position += 1
+        self._accumulated = self._has_gradients
         self._loss = loss.detach()
         if self._in_place:
             self._loss = self._loss.clone()  # the next replay of the CUDA graph overwrites it
@@ -314,6 +321,10 @@ class TrainStep:
     def _in_place(self) -> bool:
         """Whether gradients stay where they are, for a CUDA graph that knows their addresses."""
         return self.compiled is not None and self.compiled.settings.captures
+
+    @property
+    def _has_gradients(self) -> bool:
+        return any(p.grad is not None for o in self.optimizers for p in parameters(o))
 
     def _open_window(self, scale: float | None) -> None:
         if scale is not None:
@@ -407,6 +418,7 @@ class TrainStep:
         if self._again is not None:
             self._again.clear()
         self._position = 0
+        self._accumulated = False
         self._use_scale(None)
         self._loss = None
 
