@@ -271,7 +271,7 @@ class Baked:
             now, other = ("train()", "eval") if flags[0] else ("eval()", "train")
             warnings.warn(
                 f"{now} was called on the original model, and the converted module is still in {other} mode: call "
-                f"{now} on the converted module too, if that is meant.",
+                f"{now} on the converted module too, if you want its mode to change.",
                 stacklevel=6,
             )
 
