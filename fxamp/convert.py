@@ -311,7 +311,7 @@ def plan_of(module: nn.Module) -> Plan:
 
     Raises:
         CaptureError: Nothing was converted for the module, or nothing yet.
-        NotAModuleError: It is no module.
+        NotAModuleError: It is not a module.
 
     Example:
         >>> compiled = fxamp.compile(model, policy="O1,dtype=bf16", backend="eager")
@@ -330,7 +330,7 @@ def graphs(module: nn.Module) -> list[torch.fx.GraphModule]:
 
     Raises:
         CaptureError: Nothing was converted for the module, or nothing yet.
-        NotAModuleError: It is no module.
+        NotAModuleError: It is not a module.
 
     Example:
         >>> graph, = fxamp.graphs(converted)

@@ -145,7 +145,7 @@ class Digits:
     test_y: Tensor
 
     def batches(self, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Give shuffled batches for ever, the same ones for the same seed."""
+        """Yield shuffled batches endlessly, the same ones for the same seed."""
         generator = torch.Generator().manual_seed(seed)
         while True:
             order = torch.randperm(len(self.train_x), generator=generator).to(self.train_x.device)

@@ -65,10 +65,10 @@ def _memory_format(args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def drop_aliases(graph: Graph) -> None:
-    """Remove the aliases, and note on each cast what their number means.
+    """Remove the aliases, and note on each cast the meaning of their number.
 
     After one alias a cast is literal, after more it is undecided. After three, before a recurrent layer, it is removed:
-    the author wrote none.
+    the user wrote none.
     """
     behind: dict[Node, int] = {}
     for node in list(graph.nodes):

@@ -21,7 +21,7 @@ from .model.captured import Autocast, Captured
 
 
 def rerun(plain: Captured, autocast: Autocast) -> Captured | str | None:
-    """Return a capture as it is under autocast, or why it fails there; None if there are graphs inside it.
+    """Return the capture that results under autocast, or why it fails there; None if it has graphs inside.
 
     Args:
         plain: the capture of an ExportedProgram, which is not changed.

@@ -63,7 +63,7 @@ def describe(
 ) -> dict[int, torch.dtype]:  # fmt: skip
     """Annotate every node with what passes read: `val`, the module path, the autocast region, the meaning of a cast.
 
-    A cast is noted as "literal" where the author called `.float()` and its like; else "autocast" for a dtype that
+    A cast is noted as "literal" where the user called `.float()` and its like; else "autocast" for a dtype that
     autocast's program has there, and "baked" where nothing is known but the dtype, which is then that of FP32. Where
     autocast's program has a low dtype, the graph is given FP32, and the note has the low one.
 
@@ -200,7 +200,7 @@ def _as_cast(node: Node) -> None:
 
 
 def _is_method(node: Node) -> bool:
-    """Say whether the author called a cast by its name: `.float()`, `.half()`."""
+    """Say whether the user called a cast by its name: `.float()`, `.half()`."""
     return node.op == "call_method" and str(node.target) in ops.CAST_METHODS
 
 

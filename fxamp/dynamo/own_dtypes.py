@@ -35,7 +35,7 @@ def own_dtypes(
         holds: the inputs that the model itself holds, or has made low.
         given: those that the model was called with; others are not low of their own. An op that rejects one of these
             runs under autocast alone, and what it gives is not low of its own either.
-        doubtful: nodes that name a low dtype, which may be the author's or read off a result of autocast.
+        doubtful: nodes that name a low dtype, which may be the user's or read off a result of autocast.
     """
     nodes = [n for n in graph.nodes if n.meta.get("val") is not None]
     place = {n: i for i, n in enumerate(nodes)}
@@ -83,7 +83,7 @@ def _made(node: Node, infer: Callable[..., Any], own: dict[Node, Any], holds: Se
 
 
 def _shown(node: Node, infer: Callable[..., Any], own: dict[Node, Any], doubtful: Set[Node]) -> set[Node]:
-    """Return the casts that are shown to be the author's by an op that rejects FP32 beside a low operand.
+    """Return the doubtful casts that must be the user's, since an op rejects FP32 together with a low operand.
 
     They are the nearest doubtful casts among the ancestors of its FP32 operands, if the op accepts these operands in
     low.

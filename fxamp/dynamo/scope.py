@@ -47,7 +47,7 @@ class Scope:
 
 
 def scope() -> Scope | None:
-    """Return the scope of the graph being captured; None where what was compiled is no module."""
+    """Return the scope of the graph being captured; None if something other than a module was compiled."""
     running, given = _running()
     if not running:
         return None

@@ -78,7 +78,7 @@ def _nanoseconds(value: object) -> int:
 
 
 def save(device: str, nanoseconds: dict[str, int]) -> None:
-    """Add costs to the file, all of them or none; what another thread or process writes meanwhile is kept."""
+    """Add costs to the file atomically; what another thread or process writes meanwhile is kept."""
     file = path(device)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

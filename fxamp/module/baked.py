@@ -309,7 +309,7 @@ def _holds_parameters(value: Any) -> bool:
 
 
 def _copy(value: Any) -> Any:
-    """Return a value that stays as it is when this one changes, containers apart from what is in them."""
+    """Return a copy that does not change with this value: containers are copied, but not their items."""
     if type(value) not in _CONTAINERS:
         return value
     if isinstance(value, dict):

@@ -29,7 +29,7 @@ class Kept:
         missing: states that could not be captured, and why.
         reads: what forward() read of the model, which the graphs have as constants.
         container: the container of torch.nn that the model is, and whose indices the module has; None for another.
-        loads_otherwise: the model's author has overridden how it is loaded.
+        loads_otherwise: the user has overridden how it is loaded.
     """
 
     plan: Plan

@@ -340,10 +340,10 @@ class ConvertedModule(GraphModule):
             ) from None
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
-        """Load a state of this model; refuse one that only the author's own loading code may understand.
+        """Load a state of this model; refuse one that only the user's own loading code may understand.
 
         Raises:
-            CaptureError: the state has other names, which the author may know how to read.
+            CaptureError: the state has other names, which the user may know how to read.
         """
         if self._kept.loads_otherwise:
             strange = {k.removeprefix(prefix) for k in state_dict if k.startswith(prefix)} ^ self.state_dict().keys()

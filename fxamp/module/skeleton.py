@@ -84,7 +84,7 @@ def container_of(module: nn.Module) -> type[nn.Module] | None:
 
 
 def _as_container(empty: nn.Module, module: nn.Module) -> None:
-    """Make a container of torch.nn of an empty module; an author's own forward is not the container's."""
+    """Make a container of torch.nn of an empty module; a user's own forward is not the container's."""
     kind: Any = container_of(module)
     empty.__class__ = kind
     own = {k: v for k, v in module.__dict__.items() if k not in empty.__dict__}

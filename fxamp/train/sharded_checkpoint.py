@@ -156,7 +156,7 @@ def _names(step: TrainStep, optimizer: Optimizer) -> list[str]:
 
 
 def _plain(model: nn.Module, name: str) -> str:
-    """Return a name as the author of the model knows it, without what wrappers put into it."""
+    """Return a name as the user knows it, without what wrappers put into it."""
     module: nn.Module | None = model
     plain = []
     for part in name.split("."):

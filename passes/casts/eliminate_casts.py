@@ -148,7 +148,7 @@ def _promote(graph: Graph, assignment: Assignment) -> int:
 
 
 def _dtype_argument(graph: Graph, assignment: Assignment) -> int:
-    """Before: sum(to(x: bf16, f32)). After: sum(x, dtype=f32). An explicit dtype of the author's stays."""
+    """Before: sum(to(x: bf16, f32)). After: sum(x, dtype=f32). An explicit dtype of the user's stays."""
     edits = 0
     for cast, reader in _upcasts_read_once(graph, assignment, lambda n: row_of(n).absorbs_cast):
         schema = ops.schema_of(reader)

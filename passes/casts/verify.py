@@ -111,7 +111,7 @@ def _is_touched(node: Node, assignment: Assignment) -> bool:
     colouring = assignment.colours.get(node)
     read = note_of(node).read is not None and not row_of(node).cast
     told = note_of(node).told_dtype  # set by eliminate_casts
-    # Casts of operands may have become the author's own cast, so that operands have their captured dtypes again.
+    # Casts of operands may have become the user's own cast, so that operands have their captured dtypes again.
     changed = colouring is not None and (colouring.set_dtype is not None or bool(colouring.casts))
     return read or is_inserted(node) or told or changed
 

@@ -158,7 +158,7 @@ class Plan:
             seen.add((decision.graph, decision.key))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Read a pickled plan; what an older fxamp did not write down is as for a plan without it."""
+        """Read a pickled plan; fields that an older fxamp did not write get their defaults."""
         self.__init__(**state)  # type: ignore[misc]
 
     @property
@@ -346,7 +346,7 @@ def joined(plans: Sequence[Plan], states: Sequence[str]) -> Plan:
 
 
 def sums(plans: Sequence[Plan]) -> dict[str, Any]:
-    """Return the fields of a plan for several graphs that are those of its parts together."""
+    """Return the fields of a plan for several graphs that are sums over its parts."""
     rules = sorted({rule for plan in plans for rule in plan.edits})
     return {
         "notes": tuple(dict.fromkeys(note for plan in plans for note in plan.notes)),

@@ -127,7 +127,7 @@ class Policy:
             object.__setattr__(self, name, value)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Read a pickled policy as it is made, for one of an older fxamp may hold other types."""
+        """Read a pickled policy through `__init__`, since one of an older fxamp may hold other types."""
         self.__init__(**state)  # type: ignore[misc]
 
     @classmethod

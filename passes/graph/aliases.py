@@ -18,7 +18,7 @@ from .notes import is_inserted, note_of
 
 
 def is_opaque(node: Node) -> bool:
-    """Say whether nothing is known of what a call does inside: a module, a higher-order op, a function not of torch."""
+    """Say whether nothing is known about what a call does: a module, a higher-order op, a function outside torch."""
     name = ops.name(node)
     if not name.startswith(("module:", "higher_order::")) and ("." not in name or "::" in name):
         return False
@@ -86,7 +86,7 @@ class Aliases:
     A view made after the last write to its storage is left out of the set: no later write can show that it is a view.
 
     The sets are kept by hand: with `networkx.utils.UnionFind` they take a third longer to make, and four times as long
-    to be asked for.
+    to query.
     """
 
     def __init__(self, graph: Graph) -> None:

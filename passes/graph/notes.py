@@ -17,7 +17,7 @@ from ..ops.ops import NOTE
 
 Region = tuple[str, bool, torch.dtype | None]  # device type, enabled, dtype
 
-# The rules that make nodes, as "pass/rule". The first two make casts, which are then not the author's.
+# The rules that make nodes, as "pass/rule". The first two make casts, which are then not the user's.
 CAST_OPERAND, RESTORE_OUTPUT = "insert-casts/operand", "insert-casts/output"
 CLAMP_OPERAND = "insert-casts/clamp"
 SPLIT_LOSS, DECOMPOSE, APPLY_READS = "legalize/loss", "legalize/composite", "legalize/read"

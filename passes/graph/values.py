@@ -88,13 +88,13 @@ def frames(node: Node) -> list[tuple[str, int, str]]:
 
 
 def own_frame(node: Node) -> tuple[str, int, str] | None:
-    """Return the innermost frame outside torch, that of the model's author; else the innermost."""
+    """Return the innermost frame outside torch, that of the user; else the innermost."""
     found = frames(node)
     return next((f for f in reversed(found) if not f[0].startswith(_TORCH)), found[-1] if found else None)
 
 
 def source(node: Node) -> str:
-    """Return "file.py:12: code" of the author's line that made a node, "" when capture did not keep it."""
+    """Return "file.py:12: code" of the user's line that made a node, "" when capture did not keep it."""
     frame = own_frame(node)
     return f"{frame[0].rsplit('/', 1)[-1]}:{frame[1]}: {frame[2]}" if frame else ""
 

@@ -71,7 +71,7 @@ def _cast_constant(node: Node) -> None:
 def cast_before_norms(graph: Graph) -> int:
     """Cast the operand of a norm to the low `dtype=` that user code passes to it, in place; return how many edits.
 
-    A norm takes nothing wider than its `dtype=`, so in the author's program the cast does nothing; here its operand may
+    A norm takes nothing wider than its `dtype=`, so in the user's program the cast does nothing; here its operand may
     be FP32. The same holds for a dtype that is read when the graph runs.
 
     Before: linalg_vector_norm(x, dtype=bfloat16)        After: linalg_vector_norm(to(x, bfloat16))

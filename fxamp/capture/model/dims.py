@@ -21,7 +21,7 @@ NOT_ABOUT_THE_MODEL = (MemoryError, torch.OutOfMemoryError, OSError, ImportError
 
 
 class Dims:
-    """Which dimensions are dynamic: what was asked for, or for "auto" what the exporter can do in a stated time.
+    """Which dimensions are dynamic: as requested, or for "auto" as many as the exporter can handle within a limit.
 
     Attributes:
         notes: what was given up, and why.

@@ -20,7 +20,7 @@ from .reads import HOOKS, label
 from .tensors import held, kept, same
 
 # Methods that training code calls on a module. A converted module has torch.nn.Module's versions of these, while its
-# layers have their author's.
+# layers have the user's.
 _METHODS = {
     "train": "set the training flags of its submodules in your own code",
     "eval": "set the training flags of its submodules in your own code",
@@ -63,7 +63,7 @@ def overridden(kind: type[nn.Module]) -> list[str]:
 
 
 def loads_otherwise(kind: type[nn.Module]) -> bool:
-    """Say whether a model's author has overridden how it is loaded, for example from files with other names."""
+    """Say whether the user has overridden how it is loaded, for example from files with other names."""
     return any(method in _LOADERS for method in overridden(kind))
 
 

@@ -43,10 +43,10 @@ class Reads:
         objects: module path, attribute that holds an object of the user's, such as a configuration, and name in it.
         assigned: "path.name" of what forward() itself assigns, which is not compared.
         opaque: paths of modules that run as they are.
-        gradients: parameters that were asked whether they require gradients, by name, and where; "" for a computed
-            value, which depends on all of them.
+        gradients: parameters whose `requires_grad` was read, by name, and where; "" for a computed value, which depends
+            on all of them.
         hooks: what forward() itself installs as hooks at its first call, by their names.
-        inputs: whether inputs required gradients, by their place among the tensors, and where it was asked.
+        inputs: whether inputs required gradients, by their place among the tensors, and where that was read.
     """
 
     attributes: set[tuple[str, str]] = field(default_factory=set)
@@ -70,8 +70,8 @@ class Recorder:
     Args:
         model: model whose forward is called inside.
         reads: takes what is read.
-        asked: takes the lines where a computed value is asked whether it requires gradients, which depends on the grad
-            mode too.
+        asked: called with the lines where `requires_grad` of a computed value is read, which depends on the grad mode
+            too.
     """
 
     def __init__(self, model: nn.Module, reads: Reads, asked: list[str]) -> None:

@@ -42,7 +42,7 @@ def of_plan(plan: Plan, module: ConvertedModule | None = None) -> list[Item]:
 
 
 def _by_key(plan: Plan, module: ConvertedModule) -> dict[int, dict[str, Node]]:
-    """Return the author's nodes by the keys that they had before anything was inserted, for every graph of a module."""
+    """Return the user's nodes by the keys that they had before anything was inserted, for every graph of a module."""
     firsts = [int(state.partition(":")[0]) for state in plan.states] or [0]
     return {
         first: {key: n for n, key in keys(n for n in variant.graph.nodes if not is_inserted(n)).items()}

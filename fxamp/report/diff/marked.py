@@ -69,7 +69,7 @@ def marked(original: GraphModule, converted: GraphModule) -> Marked:
 
 
 def _units(graph: Graph, called: Sequence[str]) -> list[_Unit]:
-    """Return the author's nodes of a converted graph, those of one call of a module as one."""
+    """Return the user's nodes of a converted graph, those of one call of a module as one."""
     paths, inside = set(called), dict[str, list[_Unit]]()
     out = []
     for node in graph.nodes:

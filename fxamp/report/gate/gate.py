@@ -32,7 +32,7 @@ _SAME_MODEL = 0.2  # with a smaller share of known nodes the plan is that of ano
 
 @dataclass(frozen=True)
 class Place:
-    """Where the author made a node."""
+    """Where the user made a node."""
 
     file: str
     line: int
@@ -140,7 +140,7 @@ def _made(make: Callable[[Plan | None], nn.Module], before: Plan | None, name: s
 
 
 def _places(record: Record, changes: Iterable[Change]) -> dict[str, Place]:
-    """Return where the author made the nodes that changed."""
+    """Return where the user made the nodes that changed."""
     places = {n.key: Place(n.file, n.line) for n in record.nodes if n.line}
     return {c.key: places[c.key] for c in changes if c.key in places}
 

@@ -67,7 +67,7 @@ def to_json(outcomes: Sequence[Outcome]) -> str:
 
 
 def to_github(outcomes: Sequence[Outcome]) -> str:
-    """Write workflow commands that annotate the author's lines."""
+    """Write workflow commands that annotate the user's lines."""
     lines = []
     for outcome in outcomes:
         if outcome.status != KEPT:

@@ -123,7 +123,7 @@ def _of_graph(graph: _Graph, several: bool) -> Iterator[View]:
 
 
 def _upwards(path: str) -> Iterator[str]:
-    """Yield the path of a module and of those round it, the outermost first, the whole model left out."""
+    """Yield the paths of a module and of its ancestors, outermost first, without that of the whole model."""
     parts = path.split(".") if path else []
     for end in range(1, len(parts) + 1):
         yield ".".join(parts[:end])
@@ -171,7 +171,7 @@ def _drawn(graph: _Graph, module: str, words: str, runs: Sequence[_Run]) -> View
 
 
 def _joined(graph: _Graph, runs: Sequence[_Run], boxes: dict[object, Box]) -> dict[tuple[object, object], str]:
-    """Return which box reads which, and the cast between, if any; boxes of what lies elsewhere are added."""
+    """Return which box reads which, and the cast between, if any; adds boxes for values from other modules."""
     boxed = {place: at for at, (_, places) in enumerate(runs) for place in places}
     readings = {(read.value, at) for place, at in boxed.items() for read in graph.nodes[place].reads}
     readers = Counter(value for value, _ in readings)

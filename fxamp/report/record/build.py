@@ -47,7 +47,7 @@ def record_of(given: Plan | ConvertedModule) -> Record:
 
 @dataclass(frozen=True)
 class _Part:
-    """One graph: the author's nodes by key, names and origins of values, and the costs of nodes, if known.
+    """One graph: the user's nodes by key, names and origins of values, and the costs of nodes, if known.
 
     There are three costs: of the graph as it is, without mixed precision, and under torch.autocast.
     """

@@ -21,7 +21,7 @@ def named(graph: Graph, inputs: Sequence[str]) -> dict[Node, str]:
 
     Args:
         graph: graph of a converted module.
-        inputs: what the author calls the inputs, in their order; empty if that is not known.
+        inputs: what the user calls the inputs, in their order; empty if that is not known.
     """
     placeholders = graph.find_nodes(op="placeholder")
     given = inputs if len(inputs) == len(placeholders) else [str(node.target) for node in placeholders]

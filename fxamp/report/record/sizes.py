@@ -61,7 +61,7 @@ def sizes_of(
 
     Args:
         module: a graph whose placeholders have the example's shapes and dtypes in `meta["val"]`.
-        casts: False leaves out inserted casts, so that the author's graph is measured.
+        casts: False leaves out inserted casts, so that the user's graph is measured.
         autocast: device and dtype of a `torch.autocast` to run under; None for none.
 
     Raises:

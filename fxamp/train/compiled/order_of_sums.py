@@ -21,7 +21,7 @@ from passes._torch import SET_GRAD
 
 
 def keep_order_of_sums(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
-    """Make one of Dynamo's graphs itself cast each weight that it reads more than once besides the kept cast."""
+    """Insert casts into a graph from Dynamo for each weight that it reads more than once besides the kept cast."""
     given = dict(zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=False))
     weights = {id(value): node for node, value in given.items() if isinstance(value, nn.Parameter)}
     differentiable = _with_gradients(gm.graph)

@@ -33,7 +33,7 @@ WRITTEN = "its storage is written in place, and FP32 values share it"
 
 
 def site_of(state: State, node: Node, name: str, floats: Iterable[ops.Operand]) -> Site:
-    """Return a call with what the table says of it, in the low dtype that holds there."""
+    """Return a call with its row of the op table, and with the low dtype that applies to it."""
     row, kind = rule_of(node, state.device, state.low)
     region = _region(state, node)
     return Site(node, name, row, kind, tuple(floats), (region and region[2]) or state.low)
@@ -97,7 +97,7 @@ def _pinned(state: State, site: Site) -> Colouring | None:
         why = Code.KEEP("your code reads its bits or element size, or writes numbers into it that depend on its dtype")
     elif may_alias(node):
         return natural(state, site, why)  # a cast before a view makes a copy, which writes would not reach
-    # Not FP32: a cast of a value that the author made low is a copy, which writes would not reach.
+    # Not FP32: a cast of a value that the user made low is a copy, which writes would not reach.
     return keep(state, site, why)
 
 
@@ -124,7 +124,7 @@ def _outside_autocast(state: State, site: Site) -> Colouring | None:
 
 
 def _beside_float64(state: State, site: Site) -> Colouring | None:
-    """Run nothing low beside a value of 64 bits; an op that autocast casts to FP32 is still cast if it reads low."""
+    """Run no op low that has a float64 operand; an op that autocast casts to FP32 is still cast if it reads low."""
     held = {state.dtypes[o.node] for o in site.floats}
     if torch.float64 not in held or (site.kind == FP32 and not held.isdisjoint(LOW_DTYPES)):
         return None
@@ -135,7 +135,7 @@ _DECIDERS = (_pinned, _overridden, _outside_autocast, _beside_float64)
 
 
 def _ruled(state: State, site: Site) -> Colouring:
-    """Return what the rule says, as the level reads it."""
+    """Return the decision of the rule, as the level interprets it."""
     if state.autocast:
         return by_kind(state, site)
     if site.node in state.islands:
@@ -159,7 +159,7 @@ def _at_level(state: State, site: Site) -> Site:
 
 
 def _region(state: State, node: Node) -> Region | None:
-    """Return the autocast region of the model's own that a node stands in, where it is of this device."""
+    """Return the autocast region in the model's own code that contains a node, if it is for this device."""
     region = note_of(node).region
     return region if region is not None and region[0] == state.device else None
 

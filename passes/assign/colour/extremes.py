@@ -89,7 +89,7 @@ class Extremes:
                 self.lowest.add(node)
 
     def visit(self, node: Node, name: str, row: Rule, dtypes: dict[Node, Any]) -> None:
-        """Learn what a call makes, from what it reads."""
+        """Record what is known about the result of a call, from its operands."""
         operands, found = [o.node for o in ops.operands(node)], list(numbers(node))
         passed_on = _passed_on(row, name, operands)
         if all(n in self.fixed or not (is_floating(dtypes[n]) or dtypes[n] is ANY) for n in operands):
@@ -146,7 +146,7 @@ def _passed_on(row: Rule, name: str, operands: list[Node]) -> list[Node]:
 
 
 def converts(node: Node, name: str, dtypes: dict[Node, Any]) -> bool:
-    """Say whether a float is made of integers; numbers beside an activation in low are no positions."""
+    """Say whether a float is computed from integers; numbers combined with a low activation are not positions."""
     operands = [o.node for o in ops.operands(node)]
     whole = any(_is_whole(dtypes[n]) and not _is_scalar(n) for n in operands)
     return whole and row_named(name).of_integers and not any(dtypes[n] in LOW for n in operands)

@@ -45,7 +45,7 @@ def _in_fp32(state: State, site: Site, colouring: Colouring) -> Colouring:
         state.pinned.add(state.aliases.find(mutated_operands(node)[0]))
         return colouring
     if state.original[node] in LOW_DTYPES and state.aliases.is_mutated(node):
-        return colouring  # a low value of the author's: writes would not reach an FP32 copy
+        return colouring  # a low value of the user's: writes would not reach an FP32 copy
     why = Code.LITERAL("a number does not fit the low dtype")
     colouring = all_to(state, site.of_kind(colouring.kind), torch.float32, why)
     if dtype_reference(node) is not None or note_of(node).read is not None:

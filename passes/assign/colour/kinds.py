@@ -37,20 +37,20 @@ def by_kind(state: State, site: Site) -> Colouring:
 
 
 def _meets_low(state: State, site: Site) -> bool:
-    """Say whether an op runs low by its rule, or for what it reads."""
+    """Say whether an op runs low because of its rule or its operands."""
     reads = site.kind in (PROMOTE, FOLLOW) and any(state.dtypes[o.node] in LOW_DTYPES for o in site.floats)
     return site.kind == LOW or reads
 
 
 def _lacks(state: State, site: Site) -> bool:
-    """Say whether there is no kernel for it."""
+    """Say whether the device has no low kernel for an op."""
     if lacks_low(site.node, site.row, state.device):
         return True
     return not runs_in(site.node, site.low, state.device, state.dtypes.get, state.tried)
 
 
 def _without_kernel(state: State, site: Site) -> Colouring:
-    """Run an op without a low kernel in FP32, unless the author wrote it on low values and nothing has changed."""
+    """Run an op without a low kernel in FP32, unless the user wrote it on low values and nothing has changed."""
     why = f"no kernel for {site.low} on this {state.device}"
     if all(state.dtypes[o.node] == state.original[o.node] for o in site.floats):
         return keep(state, site.of_kind(KEEP), Code.AS_WRITTEN(why))
@@ -191,7 +191,7 @@ def _targets(node: Node) -> list[Node]:
 
 
 def _takes_its_dtype_alone(site: Site) -> bool:
-    """Say whether what is written must have the dtype of what it is written to."""
+    """Say whether the written values must have exactly the dtype of the tensor that they are written to."""
     indexed = site.name == "setitem"  # index_put, where an index is a tensor
     return site.row.same_dtype or indexed or (bool(out_operands(site.node)) and not site.row.casts_out)
 

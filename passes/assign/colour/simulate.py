@@ -1,7 +1,7 @@
 """One forward run over a graph: the dtype of every node, the casts of its operands, and the dtypes of its results.
 
 `Simulation(..., autocast=True)` does what torch's dispatcher does under autocast. Without it, the policy's pins, the
-author's casts and the level decide first (`decide.py`).
+user's casts and the level decide first (`decide.py`).
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class Simulation(State):
         self.colours[node] = Colouring(dtype, "body", why)
 
     def _visit(self, node: Node, name: str, floats: list[ops.Operand]) -> None:
-        """Decide on one node, and on what comes out of it."""
+        """Decide on one node, and infer the dtypes of its results."""
         site = site_of(self, node, name, floats)
         colouring = decide(self, site)
         if colouring is None:
@@ -170,7 +170,7 @@ class Simulation(State):
         return any(colouring.casts.get((o.name, o.index), self.dtypes[o.node]) in LOW for o in floats)
 
     def _learn(self, node: Node, name: str) -> None:
-        """Carry over what the operands are known to be: upcast by the author, or out of the low dtype's range."""
+        """Pass on what is known about the operands: upcast by the user, or out of the low dtype's range."""
         row = lookup(name, self.device, self.low)[0]
         self.extremes.visit(node, name, row, self.dtypes)
         if not is_floating(self.dtypes[node]):

@@ -1,4 +1,4 @@
-"""The meaning of the author's own casts: literal (`.float()`, `.half()`) or relative (`.to(q.dtype)`, `type_as`).
+"""The meaning of the user's own casts: literal (`.float()`, `.half()`) or relative (`.to(q.dtype)`, `type_as`).
 
 Capture records both as `to(x, float32)`; comparing it with a capture under autocast tells them apart. A literal cast
 keeps its dtype. A relative cast follows its reference: if the input has become low, `.to(input.dtype)` gives a low
@@ -122,7 +122,7 @@ class Casts:
 
     def _is_literal(self, value: Node, baked: torch.dtype, kind: str) -> bool:
         """Say whether a cast must mean the dtype that was captured, and not the dtype of another value."""
-        if kind == "literal" or baked in LOW:  # capture was in FP32, so a low dtype is the author's
+        if kind == "literal" or baked in LOW:  # capture was in FP32, so a low dtype is the user's
             return True
         changes = self.original[value] != baked or baked != torch.float32
         return changes and kind != "relative"  # else it may restore what an earlier cast changed
@@ -143,7 +143,7 @@ class Casts:
         return None
 
     def _kind(self, node: Node) -> str:
-        """Return "literal", "relative" or "undecided"; a method in a graph of Python's says what the author wrote."""
+        """Return "literal", "relative" or "undecided"; a method in a graph of Python's says what the user wrote."""
         return note_of(node).cast or ("literal" if node.op == "call_method" else "undecided")
 
     def _restores(self, node: Node, dtypes: dict[Node, Any]) -> torch.dtype | None:

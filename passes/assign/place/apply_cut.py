@@ -57,9 +57,9 @@ def _stored(dtype: Any, side: torch.dtype) -> Any:
 def _casts(
     node: Node, colouring: Colouring, side: torch.dtype, simulation: Simulation, uses: Uses
 ) -> dict[Place, torch.dtype]:
-    """Return the casts of a node whose operands are stored as the cut has it."""
+    """Return the casts of a node, given how the cut stores its operands."""
     casts: dict[Place, torch.dtype] = {}
-    for o in [] if uses.upcasts(node) else ops.operands(node):  # the author's upcast needs no cast of ours
+    for o in [] if uses.upcasts(node) else ops.operands(node):  # the user's upcast needs no cast of ours
         where, held = (o.name, o.index), simulation.dtypes[o.node]
         if held not in ELIGIBLE:
             if where in colouring.casts:
