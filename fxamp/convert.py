@@ -307,10 +307,10 @@ def called_to_read(model: nn.Module, args: Any, kwargs: Any, policy: Policy) -> 
 def plan_of(module: nn.Module) -> Plan:
     """Return the plan of a converted module, or of a compiled one after its first call: one plan for all graphs.
 
-    For a model whose submodules were converted one by one, it is one plan, with their paths in the model.
+    If submodules were converted one by one, it is still one plan, in which nodes have their paths in the whole model.
 
     Raises:
-        CaptureError: Nothing was converted for the module, or nothing yet.
+        CaptureError: The module was not converted, or was compiled and not called yet.
         NotAModuleError: It is not a module.
 
     Example:
@@ -329,7 +329,7 @@ def graphs(module: nn.Module) -> list[torch.fx.GraphModule]:
     """Return the graphs of a converted module, or of a compiled one after its first call, in order.
 
     Raises:
-        CaptureError: Nothing was converted for the module, or nothing yet.
+        CaptureError: The module was not converted, or was compiled and not called yet.
         NotAModuleError: It is not a module.
 
     Example:

@@ -153,7 +153,7 @@ class Report:
         return to_dot(chosen(self.record or record_of(self.plan), **only), self.model)
 
     def to_model_explorer(self, **only: Sequence[str]) -> tuple[str, str]:
-        """Return a graph for Google's Model Explorer and data that colours its nodes, with the filters of `to_html`.
+        """Return a graph for Google's Model Explorer and data that colours its nodes. Takes the filters of `to_html`.
 
         Example:
             >>> graph, colours = fxamp.report(converted).to_model_explorer()

@@ -48,7 +48,7 @@ _FP32_SPELLINGS = ("float32", "torch.float32", "float")
 
 @dataclass(frozen=True, init=False)
 class Policy:
-    """Say how a model is converted: a level, a dtype, a device, and overrides. Its string form can be parsed back.
+    """How a model is converted: a level, a dtype, a device, and overrides. Its string form can be parsed back.
 
     A policy is frozen, hashable and equal by value. If two module overrides match, a path wins over a type, and of two
     paths the one with the longer literal prefix wins. An override of a module wins over one of an op.

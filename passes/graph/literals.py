@@ -68,7 +68,7 @@ def is_tiny(number: float, low: torch.dtype) -> bool:
 
 
 def has_tiny(name: str, found: Iterable[float], low: torch.dtype) -> bool:
-    """Say whether an op combines a value with a number that is too small for the low dtype.
+    """Say whether an op combines a value with a number that is too fine for the low dtype.
 
     These are numbers that it rounds to zero, and bounds that it rounds to one, after which logarithms are infinite.
     """

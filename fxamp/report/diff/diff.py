@@ -93,7 +93,7 @@ class GraphDiff:
         return listing.to_html((self.before, self.after), self.totals, self.renamed, self.changes, self.code)
 
     def to_json(self) -> str:
-        """Return the changes as JSON, the same text for the same changes.
+        """Return the changes as JSON; equal changes give equal text.
 
         Example:
             >>> import json

@@ -248,7 +248,7 @@ class LossScaler(torch.amp.GradScaler):
             state.update(optimizer=optimizer, found_inf_per_device={found.device: found})
 
     def found_infs(self, optimizers: Sequence[Optimizer]) -> list[torch.Tensor]:
-        """Return flags for each optimizer and device: not 0 if an unscaled gradient is not finite.
+        """Return flags for each optimizer and device: nonzero if an unscaled gradient is not finite.
 
         Returns:
             Tensors of one element, on the devices of the gradients. The list is empty if the scaler is disabled.

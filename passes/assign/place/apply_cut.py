@@ -50,7 +50,7 @@ def apply_cut(low_side: set[Variable], simulation: Simulation, uses: Uses, costs
 
 
 def _stored(dtype: Any, side: torch.dtype) -> Any:
-    """Return a value's dtype on a side; of a tuple only what autocast casts moves."""
+    """Return a value's dtype on a side of the cut; in a tuple only the dtypes that autocast casts change."""
     return tuple(side if d in ELIGIBLE else d for d in dtype) if isinstance(dtype, tuple) else side
 
 
