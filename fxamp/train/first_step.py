@@ -1,4 +1,4 @@
-"""Checks before the first micro-batch of a step, which several ranks may share, and after its first forward."""
+"""Checks of a TrainStep before its first micro-batch, across ranks, and after its first forward."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def warn_of_fp32(step: TrainStep) -> None:
     name = type(step.model).__name__
     logger.warning(
         "fxamp: TrainStep trains %s in FP32, since it is not converted: give it what fxamp.convert(model, ...) or "
-        "fxamp.compile(model) returned. The optimizer may stay, for the parameters are the same.", name,
+        "fxamp.compile(model) returned. Keep the optimizer: the parameters are the same.", name,
     )  # fmt: skip
 
 

@@ -1,9 +1,9 @@
-"""Gradients of a weight are summed in the order of casts at every use.
+"""Sum the gradients of a weight in the same order as if it were cast at every use.
 
-A kept cast is an input of the graph, so its gradient is added to those of the weight's other reads after the graph. A
-sum of two gradients is the same either way. With two other reads in the graph the sum would have another order, and be
-rounded differently. Then the graph casts the weight itself, and does not read the kept cast. An example is an embedding
-that is also the head, and that the loss reads once more.
+A kept cast is an input of the graph. So its gradient is added only after the backward of the graph has summed the
+gradients of all other reads of the weight. The order of two summands does not matter. With two other reads in the graph
+the order would differ, and so would the rounding. In that case the graph casts the weight itself, and does not read the
+kept cast. An example is an embedding that is tied to the head, and that the loss reads once more.
 
 Before: loss(head(x, low), w, embedding(ids, w))
 After:  loss(head(x, w.to(bfloat16)), w, embedding(ids, w))
@@ -21,7 +21,7 @@ from passes._torch import SET_GRAD
 
 
 def keep_order_of_sums(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
-    """Make one of Dynamo's graphs itself cast each weight that it reads more than once besides the kept cast."""
+    """Insert casts into a graph from Dynamo for each weight that it reads more than once besides the kept cast."""
     given = dict(zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=False))
     weights = {id(value): node for node, value in given.items() if isinstance(value, nn.Parameter)}
     differentiable = _with_gradients(gm.graph)

@@ -1,7 +1,7 @@
 """A cast of a weight that is kept: made when first read, and read again until its window ends.
 
-A kept cast is a cast as the graph makes it, with its place in autograd's graph. So gradients flow as usual: in FP32 to
-the master weight, through its hooks, and added up as in a plain loop.
+A kept cast is the tensor that the graph's own cast would produce, with its autograd node. So gradients flow as usual:
+in FP32 to the master weight, through its hooks, and accumulated as in a plain loop.
 
 Before: to = w.to(torch.bfloat16)
 After:  to = kept_to(w, torch.bfloat16)
@@ -21,7 +21,7 @@ from .together import Place, one_launch_pays
 
 
 class KeptCast:
-    """A cast of one weight, called in the place of all cast nodes that make it, of one graph or several.
+    """A cast of one weight, called instead of all equal casts of this weight in one graph or several.
 
     It casts again if the weight is another object than before, was written to, or moved. An edit through `.data`
     leaves no trace in a tensor, and is not seen before the cast is forgotten.
@@ -78,7 +78,7 @@ class KeptCast:
         return self._low
 
     def give(self, low: Tensor | None) -> None:
-        """Let the code that `torch.compile` traces next read an input of its graph: what `make_ready` returned.
+        """Set the graph input, which `make_ready` returned, that the code traced next by `torch.compile` reads.
 
         The input is an argument, and is not read from this object: AOTAutograd's cache knows inputs by their source,
         and globals of generated code have no name that another process would know.
@@ -97,7 +97,7 @@ class KeptCast:
         self._used = False
 
     def forget(self) -> None:
-        """Free the kept copy; keep its place if it can serve again. A cast that nothing has read has no place."""
+        """Free the kept copy; keep its `Place` if it can be reused. A cast that was never read has none."""
         if self.place is not None and self._low is self.place.low:
             self.place.empty()
         elif self.place is not None and self.place.filled:
