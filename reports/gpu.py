@@ -5,8 +5,8 @@
     python reports/gpu.py --small -o /tmp       # tiny models, on a CPU too: to see that it runs
 
 Needs `pip install ".[test]"`, and no network: the models of `transformers` have random weights. Each section runs in a
-process of its own, which is ended when its time is over, and both files are written after every row. What `gpu.json`
-has of this machine is not measured again unless it failed: what was left out for lack of time, a second call makes up.
+process of its own, which is ended when its time is over, and both files are written after every row. A second call
+measures what failed or was left out for lack of time; other results of this machine in `gpu.json` are kept.
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ def table(body: Sequence[tuple[str, ...]], style: str, width: int | None = None,
     Args:
         body: the rows.
         style: as tabulate names it.
-        width: of the terminal; columns on the right that do not fit are left out. None for any width.
+        width: width of the terminal; columns on the right that do not fit are left out. None for no limit.
         unknown: the last columns, if they are empty; they are left out.
     """
     known = len(HEADERS) - len(unknown)
@@ -122,9 +122,9 @@ def table(body: Sequence[tuple[str, ...]], style: str, width: int | None = None,
         if width is None or fits(text, width):
             break
     if left := "; ".join(HEADERS[columns:known]):
-        text += f"\n\nA wider terminal, or a file, shows also: {left}"
+        text += f"\n\nA wider terminal or a file also shows: {left}"
     if unknown:
-        said = f"Only a module that fxamp.convert returned with example inputs has also: {'; '.join(unknown)}"
+        said = f"These columns need a module that fxamp.convert returned with example inputs: {'; '.join(unknown)}"
         text += f"\n\n{said if width is None else textwrap.fill(said, width)}"
     return text
 

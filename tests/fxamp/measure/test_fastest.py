@@ -99,7 +99,7 @@ def test_where_o2_is_slower_than_o1_that_is_emitted_and_the_plan_says_so(race: d
     assert plan.policy == fxamp.Policy.parse("O1,dtype=bf16,device=cpu,cost=measured")
     assert plan.notes == (
         "not_worth_casts: with O2,dtype=bf16,device=cpu,cost=measured a forward and backward on the example inputs "
-        "took longer than with O1, which this is",
+        "took longer than with O1, so this is the conversion at that level",
     )
     race["O2"] = 0.9
     low = {d.key: d.colour for d in plan_fixed(model, (X,), policy=POLICY).decisions}

@@ -114,12 +114,12 @@ def test_what_is_known_of_no_line_is_said(report: Report, compiled: Report) -> N
 
 def test_columns_that_nothing_is_known_of_are_left_out_and_named(report: Report, compiled: Report) -> None:
     sizes = "MB out; low, % of bytes; low, % of FLOPs; MB saved"
-    said = "Only a module that fxamp.convert returned with example inputs has also:"
+    said = "These columns need a module that fxamp.convert returned with example inputs:"
     assert f"{said} casts; {sizes}" in compiled.to_tree()
     assert "FP32\n" in compiled.to_tree()
     assert f"{said} {sizes}" in fxamp.report(fxamp.convert(Net())).to_tree()
     assert said not in report.to_tree(modules=["nowhere"])
-    assert "A wider terminal, or a file, shows also: low, % of bytes; low, % of FLOPs; MB saved" in report.to_tree(
+    assert "A wider terminal or a file also shows: low, % of bytes; low, % of FLOPs; MB saved" in report.to_tree(
         width=70
     )
 
