@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch import library as operators
 
 from passes._torch import in_transform, run_as_soon_as_ready
 
@@ -66,7 +67,7 @@ class KeptCast:
         if self._used and low.requires_grad:
             if in_transform():
                 return self._cast(weight, dtype)
-            return _Again.apply(weight, low)  # type: ignore[no-untyped-call, no-any-return]
+            return _kept_cast(weight, low)
         self._used = True
         return low
 
@@ -75,7 +76,7 @@ class KeptCast:
         self._used = False
         self(weight, dtype)
         self._used = False
-        return self._low
+        return None if self._low is None else self._low.detach()
 
     def give(self, low: Tensor | None) -> None:
         """Set the graph input, which `make_ready` returned, that the code traced next by `torch.compile` reads.
@@ -86,11 +87,10 @@ class KeptCast:
         self._input, self._used = low, False
 
     def _given(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the input, as `torch.compile` traces it; a second use in a micro-batch casts in the graph."""
-        if self._input is None or self._used:
+        """Return the input, as `torch.compile` traces it."""
+        if self._input is None:
             return self._cast(weight, dtype)
-        self._used = torch.is_grad_enabled()
-        return self._input
+        return torch.ops.fxamp.kept_cast(weight, self._input)  # type: ignore[no-any-return]
 
     def next_micro_batch(self) -> None:
         """Note that a backward has run: the next use may read the kept copy as the first one did."""
@@ -118,8 +118,8 @@ class KeptCast:
         return low
 
 
-class _Again(torch.autograd.Function):
-    """A second use of a cast in a micro-batch, without another copy: the gradients of both are summed in FP32."""
+class _Kept(torch.autograd.Function):
+    """A kept cast, read without another copy: the gradients of all reads are summed in FP32, as those of casts are."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, low: Tensor) -> Tensor:
@@ -129,3 +129,14 @@ class _Again(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient.to(ctx.dtype), None
+
+
+def _kept_cast(weight: Tensor, low: Tensor) -> Tensor:
+    return _Kept.apply(weight, low)  # type: ignore[no-untyped-call, no-any-return]
+
+
+# This is an operator, because AOTAutograd caches no graph that calls an autograd.Function. It has no kernel of its own:
+# AOTAutograd traces the function. The cache knows an operator by its name, so another meaning needs another name.
+_OPERATORS = operators.Library("fxamp", "FRAGMENT")
+_OPERATORS.define("kept_cast(Tensor weight, Tensor low) -> Tensor")
+_OPERATORS.impl("kept_cast", _kept_cast, "CompositeImplicitAutograd")

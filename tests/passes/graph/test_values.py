@@ -337,7 +337,7 @@ def test_a_list_of_unknown_length_has_one_dtype() -> None:
     assert infer(graph.call_function(torch.cat, (parts,)), dtypes.__getitem__) is BF16
 
 
-@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("every", [8, pytest.param(1, marks=pytest.mark.matrix)])
 def test_what_is_said_of_every_op_of_torch_is_true(every: int) -> None:
     """In a process of its own, for torch's test suite changes global settings when it is imported."""
     wrong, count = in_another_process(sweep, every)

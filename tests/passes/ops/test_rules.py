@@ -6,8 +6,6 @@ import functools
 import itertools
 import json
 import logging
-import subprocess
-import sys
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -26,6 +24,7 @@ from passes.contract.errors import PolicyError
 from passes.ops import ops, rules
 from passes.ops.rules import BANNED, COMPOSITE, FOLLOW, FP32, KEEP, KIND_NAMES, LOW, PROMOTE, RULES, Rule
 from tests.support.helpers import OTHER_RELEASES, autocast_runs_lstms
+from tests.support.processes import in_another_process
 
 aten = torch.ops.aten
 ELIGIBLE = (torch.float32, torch.bfloat16, torch.float16)
@@ -424,14 +423,23 @@ def floats(made: Any) -> list[str]:
     return [str(x.dtype) for x in pytree.tree_leaves(made) if isinstance(x, Tensor) and x.is_floating_point()]
 
 
-def test_each_row_does_on_cuda_what_autocast_does_by_dtype() -> None:
+def write_cuda_dtypes(start: int, file: Path) -> None:
+    """Write each case at once, for the next may end the process."""
+    with file.open("w", encoding="utf-8", buffering=1) as lines:
+        for case in cuda_dtypes(start):
+            lines.write(json.dumps(case) + "\n")
+
+
+def test_each_row_does_on_cuda_what_autocast_does_by_dtype(tmp_path: Path) -> None:
     seen: list[Any] = []
     for _ in range(12):
-        start = len(seen)
-        command = [sys.executable, "-m", "tests.passes.ops.test_rules", str(start)]
-        run = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[3])
-        seen += [json.loads(line) for line in run.stdout.splitlines()]
-        if run.returncode == 0:
+        try:
+            in_another_process(write_cuda_dtypes, len(seen), tmp_path / "cases")
+            died = False
+        except AssertionError:
+            died = True
+        seen += map(json.loads, (tmp_path / "cases").read_text(encoding="utf-8").splitlines())
+        if not died:
             break
         seen.append(["aborted", [], []])
     assert not [case for case in seen if case[1] and case[1] != case[2]]
@@ -648,9 +656,3 @@ def test_the_table_is_a_list_that_prints() -> None:
 def test_every_kind_and_field_is_explained() -> None:
     assert set(KIND_NAMES) == {k for r in RULES.values() for k in (r.cpu, r.cuda)}
     assert not [f.name for f in fields(Rule) if f"{f.name}: " not in (Rule.__doc__ or "")]
-
-
-if __name__ == "__main__":
-    for case in cuda_dtypes(int(sys.argv[1])):
-        sys.stdout.write(json.dumps(case) + "\n")
-        sys.stdout.flush()

@@ -50,8 +50,13 @@ def mine(x: Tensor, accumulate_steps: int) -> Tensor:
 
 
 @pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize("compile", [False, "aot_eager"])
-@pytest.mark.parametrize("weights", ["per_use", "per_step"])
+@pytest.mark.parametrize(
+    ("weights", "compile"),
+    [
+        *(("per_use", False), ("per_step", False), ("per_step", "aot_eager")),
+        pytest.param("per_use", "aot_eager", marks=pytest.mark.matrix),
+    ],
+)
 def test_a_window_exchanges_gradients_once(weights: Any, compile: bool | str) -> None:
     model, alone = converted(BF16), converted(BF16)
     replica = DistributedDataParallel(model)
