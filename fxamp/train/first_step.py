@@ -1,4 +1,4 @@
-"""Checks of a TrainStep before its first micro-batch, across ranks, and after its first forward."""
+"""Checks of a TrainStep: across ranks before its first micro-batch, after its first forward, and before others."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ import torch
 import torch.distributed as dist
 
 from passes.contract.devices import DEVICES
+from passes.contract.errors import PolicyError
 
 from ..dynamo import compiled
 from .checkpoint import settings
 from .given import policies_of
 from .ranks.refused import refuse_unfit_ranks
 from .ranks.same import compare
+from .window.conditional import gradients
 
 if TYPE_CHECKING:
     from .step import TrainStep
@@ -35,6 +37,15 @@ def begin(step: TrainStep) -> None:
     if step.ranks.groups or (step.ranks.shared and dist.get_world_size() > 1):
         compare(_told(step), step.ranks.groups, step.model)
     step._begun = True
+
+
+def refuse_cleared(step: TrainStep) -> None:
+    """Raise PolicyError if gradients of earlier micro-batches of the window are gone: its mean would be wrong."""
+    if step._accumulated and not gradients(step.optimizers):
+        raise PolicyError(
+            f"the gradients of {step._position} of the window's {step.accumulate_steps} micro-batches were cleared "
+            "before the next one: leave out zero_grad(). A TrainStep clears gradients itself, after each window."
+        )
 
 
 def warn_of_fp32(step: TrainStep) -> None:

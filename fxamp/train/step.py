@@ -30,7 +30,7 @@ from .compiled.compile_settings import refuse_unfit, settings_of
 from .compiled.compiled_step import CompiledStep
 from .describe import reasons_to_wait
 from .ema import averages_of
-from .first_step import begin, warn_of_fp32
+from .first_step import begin, refuse_cleared, warn_of_fp32
 from .given import low_dtype_of, optimizers_of, scaler_of, schedulers_of
 from .ranks.ranks import Ranks
 from .ranks.refused import refuse_unfit_model
@@ -40,9 +40,9 @@ from .scale.settings import require_count, require_number, require_scale
 from .weights.weights import Mode, WeightCasts
 from .window.average import Mean, average
 from .window.closure import needs_closure, refuse_company, run_window, step_by_closure
-from .window.conditional import parameters
+from .window.conditional import gradients, parameters
 from .window.following import follow
-from .window.loss import LossFunction, loss_of
+from .window.loss import LossFunction, loss_of, refuse_constant
 from .window.microbatches import KeptMicroBatches
 from .window.result import StepResult
 from .window.update import Update, take_step
@@ -282,19 +282,11 @@ class TrainStep:
     def _micro_batch(self, inputs: Any, target: Any) -> None:
         """Run forward and backward; gradients are those of the window so far."""
         begin(self)
-        if self._accumulated and not self._has_gradients:
-            raise PolicyError(
-                f"the gradients of {self._position} of the window's {self.accumulate_steps} micro-batches were cleared "
-                "before the next one: leave out zero_grad(). A TrainStep clears gradients itself, after each window."
-            )
+        refuse_cleared(self)
         last = self._position + 1 == self.accumulate_steps and self._kept is None
         with self.weights.in_use(), exchanging(self.ranks.replicas, last):
             loss = self._loss_of(inputs, target)
-            if not loss.requires_grad and any(p.requires_grad for o in self.optimizers for p in parameters(o)):
-                raise PolicyError(
-                    "the loss does not depend on any trainable parameter: look for torch.no_grad(), .detach() or "
-                    ".item() in the model or in loss_fn"
-                )
+            refuse_constant(loss, self.optimizers)
             warn_of_fp32(self)
             if self._undecided:
                 self._decide()
@@ -305,7 +297,7 @@ class TrainStep:
             if self._kept is not None:
                 self._kept.after_backward()
         self._position += 1
-        self._accumulated = self._has_gradients
+        self._accumulated = bool(gradients(self.optimizers))
         self._loss = loss.detach()
         if self._in_place:
             self._loss = self._loss.clone()  # the next replay of the CUDA graph overwrites it
@@ -321,10 +313,6 @@ class TrainStep:
     def _in_place(self) -> bool:
         """Whether gradients stay where they are, for a CUDA graph that knows their addresses."""
         return self.compiled is not None and self.compiled.settings.captures
-
-    @property
-    def _has_gradients(self) -> bool:
-        return any(p.grad is not None for o in self.optimizers for p in parameters(o))
 
     def _open_window(self, scale: float | None) -> None:
         if scale is not None:
