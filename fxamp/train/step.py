@@ -40,7 +40,7 @@ from .scale.settings import require_count, require_number, require_scale
 from .weights.weights import Mode, WeightCasts
 from .window.average import Mean, average
 from .window.closure import needs_closure, refuse_company, run_window, step_by_closure
-from .window.conditional import gradients, parameters
+from .window.conditional import parameters
 from .window.following import follow
 from .window.loss import LossFunction, loss_of, refuse_constant
 from .window.microbatches import KeptMicroBatches
