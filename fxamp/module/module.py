@@ -146,7 +146,7 @@ class ConvertedModule(GraphModule):
         return self._kept.original
 
     def _be_indexed(self) -> None:
-        """Let only this instance be read as the container that the model is."""
+        """Give this instance, and no other, the indexing of the container that the model is."""
 
         def reading(name: str) -> Callable[..., Any]:
             def read(self: ConvertedModule, *args: Any) -> Any:

@@ -157,7 +157,7 @@ def _runs(graph: _Graph, module: str, depth: int) -> list[_Run]:
 
 
 def _drawn(graph: _Graph, module: str, words: str, runs: Sequence[_Run]) -> View:
-    """Draw some of a module's boxes, with what they read from elsewhere."""
+    """Draw some of a module's boxes, and the values that they read from other modules."""
     boxes: dict[object, Box] = {at: _box(graph, module, run) for at, run in enumerate(runs)}
     edges = _joined(graph, runs, boxes)
     order = sorted(boxes, key=lambda name: isinstance(name, int))  # values from outside come first

@@ -104,7 +104,7 @@ def _digest(model: nn.Module) -> str:
 
 
 def _listed(name: str, known: Mapping[int, Mapping[str, str]]) -> str:
-    """Say which ranks have which value of a setting."""
+    """List the values of a setting, each with the ranks that have it."""
     ranks: dict[str, list[int]] = defaultdict(list)
     for rank, settings in sorted(known.items()):
         ranks[settings.get(name, "nothing")].append(rank)
