@@ -26,11 +26,11 @@ from passes.contract.errors import NotAModuleError, PolicyError
 
 from ..dynamo import compiled
 from . import checkpoint
+from .checks import begin, has_gradients, refuse_cleared, warn_of_fp32
 from .compiled.compile_settings import refuse_unfit, settings_of
 from .compiled.compiled_step import CompiledStep
 from .describe import reasons_to_wait
 from .ema import averages_of
-from .first_step import begin, refuse_cleared, warn_of_fp32
 from .given import low_dtype_of, optimizers_of, scaler_of, schedulers_of
 from .ranks.ranks import Ranks
 from .ranks.refused import refuse_unfit_model
@@ -40,7 +40,7 @@ from .scale.settings import require_count, require_number, require_scale
 from .weights.weights import Mode, WeightCasts
 from .window.average import Mean, average
 from .window.closure import needs_closure, refuse_company, run_window, step_by_closure
-from .window.conditional import gradients, parameters
+from .window.conditional import parameters
 from .window.following import follow
 from .window.loss import LossFunction, loss_of, refuse_constant
 from .window.microbatches import KeptMicroBatches
@@ -81,10 +81,8 @@ class TrainStep:
             until the last backward. "per_use" casts at every call, and with `compile` in backward too. Gradients are
             the same, bit for bit. A weight that is written to, moved or replaced is cast again; an edit through `.data`
             takes effect in the next window. "auto" is "per_step" if a weight would be cast more than once a window, or
-            with `compile`; else "per_use". With `compile` under DistributedDataParallel it is "per_use", since torch
-            exchanges gradients during backward only for graphs that read the weights, not copies of them. Parts of the
-            model that are already compiled by `torch.compile` cast at every call; `step.weights.per_use` names them.
-            Under FSDP2 "per_step" is refused.
+            with `compile`; else "per_use". Parts of the model that are already compiled by `torch.compile` cast at
+            every call; `step.weights.per_use` names them. Under FSDP2 "per_step" is refused.
         on_overflow: "skip_window" skips a step if any micro-batch had gradients that were not finite. "skip_microbatch"
             leaves out those micro-batches, and the gradients are the mean of the others; the scale backs off in both
             cases. "skip_microbatch" needs memory for a second set of gradients, and under DistributedDataParallel an
@@ -159,8 +157,6 @@ class TrainStep:
         self.compiled = None if settings is None else CompiledStep(settings)
         self.ranks = Ranks(model, self.optimizers)
         refuse_unfit_model(model, weights)
-        if weights == "auto" and settings is not None and self.ranks.replicated > 1:
-            weights = "per_use"
         self.weights = WeightCasts(model, weights, accumulate_steps, settings is not None)
         self._low_dtype = low_dtype_of(model)
         self.scaler = scaler_of(scaler, self._low_dtype)
@@ -297,7 +293,7 @@ class TrainStep:
             if self._kept is not None:
                 self._kept.after_backward()
         self._position += 1
-        self._accumulated = bool(gradients(self.optimizers))
+        self._accumulated = has_gradients(self)
         self._loss = loss.detach()
         if self._in_place:
             self._loss = self._loss.clone()  # the next replay of the CUDA graph overwrites it

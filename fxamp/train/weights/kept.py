@@ -27,7 +27,7 @@ class KeptCast:
     It casts again if the weight is another object than before, was written to, or moved. An edit through `.data`
     leaves no trace in a tensor, and is not seen before the cast is forgotten.
 
-    Where `torch.compile` traces it, what it keeps is an input of the graph.
+    Where `torch.compile` traces it, the graph reads what it keeps, an input, and gives the gradient to the weight.
 
     Args:
         cast: What the graph calls: `cast(weight, dtype)`.

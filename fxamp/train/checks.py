@@ -1,4 +1,4 @@
-"""Checks of a TrainStep: across ranks before its first micro-batch, after its first forward, and before others."""
+"""Checks of a TrainStep before a micro-batch, the first of them across ranks, and after its first forward."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .checkpoint import settings
 from .given import policies_of
 from .ranks.refused import refuse_unfit_ranks
 from .ranks.same import compare
-from .window.conditional import gradients
+from .window.conditional import parameters
 
 if TYPE_CHECKING:
     from .step import TrainStep
@@ -39,15 +39,6 @@ def begin(step: TrainStep) -> None:
     step._begun = True
 
 
-def refuse_cleared(step: TrainStep) -> None:
-    """Raise PolicyError if gradients of earlier micro-batches of the window are gone: its mean would be wrong."""
-    if step._accumulated and not gradients(step.optimizers):
-        raise PolicyError(
-            f"the gradients of {step._position} of the window's {step.accumulate_steps} micro-batches were cleared "
-            "before the next one: leave out zero_grad(). A TrainStep clears gradients itself, after each window."
-        )
-
-
 def warn_of_fp32(step: TrainStep) -> None:
     """Say that a model is not converted, once, after its first forward: it trains in FP32, perhaps by mistake."""
     if step._seen:
@@ -60,6 +51,20 @@ def warn_of_fp32(step: TrainStep) -> None:
         "fxamp: TrainStep trains %s in FP32, since it is not converted: give it what fxamp.convert(model, ...) or "
         "fxamp.compile(model) returned. Keep the optimizer: the parameters are the same.", name,
     )  # fmt: skip
+
+
+def refuse_cleared(step: TrainStep) -> None:
+    """Raise PolicyError if there were gradients after the last micro-batch of the window, and there are none now."""
+    if step._accumulated and not has_gradients(step):
+        raise PolicyError(
+            f"the gradients of {step._position} of the window's {step.accumulate_steps} micro-batches were cleared "
+            "before the next one: leave out zero_grad(). A TrainStep clears gradients itself, after each window."
+        )
+
+
+def has_gradients(step: TrainStep) -> bool:
+    """Say whether any parameter of its optimizers has a gradient."""
+    return any(p.grad is not None for optimizer in step.optimizers for p in parameters(optimizer))
 
 
 def is_converted(step: TrainStep) -> bool:
