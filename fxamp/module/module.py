@@ -410,7 +410,7 @@ class ConvertedModule(GraphModule):
 
 
 def _with_signature(call: CallSpec) -> Callable[..., Any]:
-    """Return the forward of converted modules as a function that says what the original's forward takes."""
+    """Return the forward of converted modules as a function with the signature of the original's forward."""
     forward: Any = types.FunctionType(ConvertedModule._forward.__code__, globals(), "forward")
     own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
     taken = call.signature().parameters.values()

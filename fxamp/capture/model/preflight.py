@@ -91,7 +91,7 @@ def _loads_itself(model: nn.Module) -> bool:
     before = {name: tensor.detach().clone() for name, tensor in tensors.items()}
     try:
         with untouched(model), kept(tensors.values()):
-            state = model.state_dict()  # its metadata has the versions that loaders ask for
+            state = model.state_dict()  # its metadata holds the versions that loaders read
             for name, value in state.items():
                 state[name] = value.detach().clone()
             model.load_state_dict(state)

@@ -203,7 +203,7 @@ def _box(graph: _Graph, module: str, run: _Run) -> Box:
 
 
 def _module(module: str, path: str, nodes: Sequence[NodeRecord]) -> Box:
-    """Return the box of a folded module, which is called by its last name, and by one more where that is a number."""
+    """Return the box of a folded module. Its label is the last part of the path, or two if the last is a number."""
     low, fp32 = sum(n.colour in LOW for n in nodes), sum(n.colour == "float32" for n in nodes)
     parts = _below(path, module).split(".")
     named = 2 if parts[-1].isdecimal() and len(parts) > 1 else 1
