@@ -147,7 +147,7 @@ def _is_dtype(arg: Any) -> bool:
 
 
 def _replace(node: Node, change: Any) -> bool:
-    """Change the leaves of a node's arguments; say whether any was."""
+    """Change the leaves of a node's arguments; say whether any leaf changed."""
     args, kwargs = map_aggregate(node.args, change), map_aggregate(node.kwargs, change)
     changed = (args, kwargs) != (node.args, node.kwargs)
     node.args, node.kwargs = args, kwargs

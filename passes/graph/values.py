@@ -100,7 +100,7 @@ def source(node: Node) -> str:
 
 
 def keys(nodes: Iterable[Node]) -> dict[Node, str]:
-    """Return a key for every call, which no unrelated edit of the model changes: module path, op, ordinal there."""
+    """Return a key for every call: module path, op, and ordinal in the module. Unrelated edits do not change it."""
     count: dict[str, int] = {}
     out = {}
     for node in nodes:
@@ -233,7 +233,7 @@ class Inference:
 
 
 def _key(node: Node, dtype_of: Callable[[Node], Any]) -> Any:
-    """Return all that the output dtypes of a call can depend on; None when that cannot be told."""
+    """Return all that the output dtypes of a call can depend on; None if that is unknown."""
     if "::" in ops.name(node) or isinstance(node.meta.get("val"), (tuple, list)):
         return None
 

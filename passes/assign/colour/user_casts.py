@@ -68,7 +68,7 @@ class Casts:
         self.original = original
 
     def baked(self, node: Node) -> torch.dtype | None:
-        """Return the dtype that capture wrote into the node, None when it reads it at run time."""
+        """Return the dtype that capture wrote into the node, None if the node reads a dtype at run time."""
         return literal_dtype(node)
 
     def read(
@@ -80,7 +80,7 @@ class Casts:
             node: a cast.
             dtypes: dtypes of the values before it.
             observed: the dtype that capture under autocast saw it take, where there was one.
-            exact: autocast's values are wanted; else more values may be low here than under autocast.
+            exact: values must be those of autocast; else more of them may be low.
         """
         value: Any = node.args[0]
         held = dtypes.get(value)
