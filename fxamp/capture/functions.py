@@ -69,7 +69,7 @@ class _Operator:
         self.target: Any = getattr(getattr(torch.ops, _NAMESPACE), name).default
 
     def __call__(self) -> Any:
-        """Call the operator in the place of the function."""
+        """Call the operator instead of the function."""
         made = self.target(*(self.args[i] for i in self.given))
         return made[0] if self.single else tuple(made)
 

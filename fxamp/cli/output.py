@@ -69,7 +69,7 @@ def waiting(args: argparse.Namespace, what: str) -> contextlib.AbstractContextMa
 
 
 def width(args: argparse.Namespace) -> int | None:
-    """Return how wide the terminal is that is written to; None for a file or a pipe, which take any width."""
+    """Return the width of the terminal that is written to; None for a file or a pipe, which have no limit."""
     return shutil.get_terminal_size().columns if args.output is None and sys.stdout.isatty() else None
 
 

@@ -93,7 +93,7 @@ def announce(module: nn.Module, policy: Policy) -> None:
 
 
 def asked_of(module: nn.Module) -> Policy | None:
-    """Return the policy of a compiled module, None for any other module."""
+    """Return the policy that was requested for a compiled module, None for any other module."""
     return _ASKED.get(module)
 
 
@@ -236,10 +236,10 @@ def plan_of(module: nn.Module) -> Plan:
 
 
 def together(parts: Sequence[tuple[str, Plan]]) -> Plan:
-    """Return one plan for parts of a model, with numbers for their graphs.
+    """Return one plan for parts of a model, whose graphs are numbered in order.
 
     Args:
-        parts: where each lies, "encoder.", and its plan; the first one's policy stands for all.
+        parts: the prefix of each part's paths, such as "encoder.", and its plan. The policy is that of the first plan.
     """
     decisions: list[Decision] = []
     for prefix, plan in parts:

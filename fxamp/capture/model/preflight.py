@@ -53,7 +53,7 @@ def refuse_modules(model: nn.Module, front_end: str) -> None:
 
 
 def overridden(kind: type[nn.Module]) -> list[str]:
-    """Return the methods that training code calls on a module and that the user, not a library, has overridden."""
+    """Return the methods called by training code that the user, not a library, has overridden in a class."""
 
     def author(method: str) -> str:
         return next(base.__module__ for base in kind.__mro__ if method in vars(base))
@@ -68,7 +68,7 @@ def loads_otherwise(kind: type[nn.Module]) -> bool:
 
 
 def _sets_every_flag(model: nn.Module) -> bool:
-    """Say whether `train` and `eval` only set flags, as torch.nn.Module's do, and may be lost."""
+    """Say whether `train` and `eval` only set flags, so that the converted module need not call an override."""
     asked = {p: p.requires_grad for p in model.parameters()}
     flags = []
     try:
@@ -86,7 +86,7 @@ def _sets_every_flag(model: nn.Module) -> bool:
 
 
 def _loads_itself(model: nn.Module) -> bool:
-    """Say whether a state that the model saves loads without the override, which then only serves other files."""
+    """Say whether a state that the model saves loads without change: then the override is only for other files."""
     tensors = {**dict(model.named_parameters()), **held(model)}
     before = {name: tensor.detach().clone() for name, tensor in tensors.items()}
     try:
@@ -237,7 +237,7 @@ _ON_BEHALF = (
 
 
 def used_by_model() -> bool:
-    """Say whether the construct is used on behalf of a model, rather than by torch's own machinery."""
+    """Say whether a model uses the construct, and not torch's own machinery."""
     frame = frames.caller(("user", "nn", "torch"), 2)
     if frame is None:
         return False

@@ -45,7 +45,7 @@ class Reads:
         opaque: paths of modules that run as they are.
         gradients: parameters whose `requires_grad` was read, by name, and where; "" for a computed value, which depends
             on all of them.
-        hooks: what forward() itself installs as hooks at its first call, by their names.
+        hooks: names of the hooks that forward() itself installs at its first call.
         inputs: whether inputs required gradients, by their place among the tensors, and where that was read.
     """
 
