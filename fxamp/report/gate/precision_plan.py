@@ -110,7 +110,7 @@ def _changed(shown: str, make: Callable[[Plan | None], nn.Module], path: Path) -
 
 
 def file_name(name: str) -> str:
-    """Return a name that every file system takes: only word characters, no device of Windows, not too long."""
+    """Make a file name for every file system: of word characters, not too long, and no device name of Windows."""
     plain = re.sub(r"\W", "_", unicodedata.normalize("NFC", name)) or "_"
     if _DEVICES.fullmatch(plain):
         plain += "_"
