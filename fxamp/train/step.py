@@ -232,7 +232,7 @@ class TrainStep:
         begin(self)
         if not (total := self.ranks.seen(self._position)):
             return self._result(Update({}, None))
-        if self._position == 0:  # other ranks have seen micro-batches, this one none
+        if self._position == 0:  # other ranks have seen micro-batches, but this one has seen none
             self._window_scaler.scale(torch.zeros((), device=next(self.model.parameters()).device))
         return self._finish_window(total)
 
@@ -307,7 +307,7 @@ class TrainStep:
 
     @property
     def _in_place(self) -> bool:
-        """Whether gradients stay where they are, for a CUDA graph that knows their addresses."""
+        """Whether gradients keep their memory, since a CUDA graph has recorded their addresses."""
         return self.compiled is not None and self.compiled.settings.captures
 
     def _open_window(self, scale: float | None) -> None:
@@ -334,7 +334,7 @@ class TrainStep:
             )
 
     def _decide(self) -> None:
-        """Choose the scaler that "auto" means, now that the model was converted."""
+        """Choose the scaler that "auto" means, once the model is converted."""
         self._undecided = False
         self._low_dtype = low_dtype_of(self.model)
         self.scaler = scaler_of("auto", self._low_dtype)
@@ -414,7 +414,7 @@ class TrainStep:
         return self._window_scale
 
     def _result(self, update: Update | None, kept: int | torch.Tensor | None = None) -> StepResult:
-        """Return the update of the window, None if unfinished, and the number of micro-batches in its gradients."""
+        """Make the result of a call: `update` is None in an unfinished window, `kept` counts its micro-batches."""
         own = self._kept.kept if self._kept is not None else self._position
         return StepResult(
             loss=torch.tensor(math.nan) if self._loss is None else self._loss,

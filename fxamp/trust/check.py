@@ -102,7 +102,7 @@ def rejected(model: nn.Module, call: CallSpec, flat: Sequence[Any], error: Excep
 
 
 def check_faithful(captured: Captured, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
-    """Compare outputs, and what is left in inputs and in the model's tensors, bit for bit, and gradients within 1e-6.
+    """Compare outputs, inputs and the model's tensors after a call bit for bit, and gradients within 1e-6.
 
     The model and its graph, without rounding, each run once, in the present state of the model. Numbers that forward()
     assigns start as after a first call, so that a result that depends on a counter is found. Returns the capture, with
@@ -140,7 +140,7 @@ def check_faithful(captured: Captured, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _go_on(model: nn.Module, left: Mapping[str, Any]) -> None:
-    """Give a model the numbers that a call left in its attributes, since a graph cannot continue to count from them."""
+    """Set the numbers that a call left in a model's attributes: a graph cannot continue to count from them."""
     modules = dict(model.named_modules())
     for name, value in left.items():
         path, _, attribute = name.rpartition(".")
@@ -218,7 +218,7 @@ def check_runs(module: ConvertedModule, captured: Captured, args: tuple[Any, ...
 
 
 def _failed(graph: Graph, error: Exception) -> str:
-    """Describe the node that was running when an error came up."""
+    """Describe the node that was running when an error was raised."""
     lines = [f.line or "" for f in traceback.extract_tb(error.__traceback__) if f.filename.startswith("<eval_with_key")]
     name = lines[-1].partition(" = ")[0].strip() if lines else ""
     node = next((n for n in graph.nodes if n.name == name), None)
@@ -326,7 +326,7 @@ def _compare_gradients(way_out: str, model: nn.Module, expected: list[Any] | Non
 
 
 def _norm(gradients: list[torch.Tensor]) -> float:
-    """Return the norm of all gradients together; 0 where one is not finite."""
+    """Return the norm of all gradients together; 0 if one of them is not finite."""
     dense = [g.to_dense() if g.is_sparse else g for g in gradients]
     norm = sum(float(g.abs().double().norm()) ** 2 for g in dense)
     return norm**0.5 if math.isfinite(norm) else 0.0

@@ -54,7 +54,7 @@ class _Calls(TorchDispatchMode):
 
 @functools.cache
 def _scalars_of(func: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Return positions and names of the arguments of an op that take numbers other than sizes."""
+    """Return the positions and names of an op's arguments that are numbers, but not sizes."""
     kinds = [str(a.type).removeprefix("Optional[").removesuffix("]") for a in own_schema(func).arguments]
     found = [i for i, kind in enumerate(kinds) if kind in _SCALARS]
     return tuple(found), tuple(own_schema(func).arguments[i].name for i in found)

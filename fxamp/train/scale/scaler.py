@@ -353,7 +353,7 @@ class LossScaler(torch.amp.GradScaler):
             raise ScaleCollapseError(self._collapse_message(states))
 
     def _count_skips(self, states: Sequence[dict[str, Any]]) -> None:
-        """Count the update if anyone asks for the number of skips in a row."""
+        """Count the update if a setting needs the number of skips in a row, or if its flags were read already."""
         if self._extensions.hysteresis > 1 or all("overflowed" in state for state in states):
             self._in_a_row.add(any(_overflowed(state) for state in states))
         elif self._extensions.max_skips is not None:
@@ -473,7 +473,7 @@ class LossScaler(torch.amp.GradScaler):
         return None if _overflowed(optimizer_state) else optimizer.step(*args, **kwargs)
 
     def _forget_step(self) -> None:
-        """Forget what was unscaled and stepped since the last update, for a step that failed half way."""
+        """Forget what was unscaled and stepped since the last update, after a step that failed halfway."""
         if self._enabled:
             self._per_optimizer_states.clear()
 
