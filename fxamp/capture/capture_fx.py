@@ -239,7 +239,7 @@ class _Tracer(Tracer):
     ) -> Node:
         if kind == "call_method" and target in _LOST_METHODS:
             raise NotFaithfulError(
-                f"forward() calls Tensor.{target} at {frames.place()}: the graph would not. {INSTEAD}."
+                f"forward() calls Tensor.{target} at {frames.place()}: the graph would not do that. {INSTEAD}."
             )
         node = super().create_node(kind, target, args, kwargs, name, type_expr)
         node.meta.setdefault("stack_trace", self.stacks())

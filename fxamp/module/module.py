@@ -302,7 +302,7 @@ class ConvertedModule(GraphModule):
         return CaptureError(
             f"{self.original} computes different things in different states, and was captured for: {held}. This call "
             f"is in none of these: {here}, gradients {'on' if grad else 'off'}{self._fixed()}. Convert it again in the "
-            "state wanted; both conversions share the parameters."
+            "state that you want; both conversions share the parameters."
         )
 
     def _fixed(self) -> str:

@@ -42,7 +42,7 @@ def scaler_of(scaler: object, low_dtype: torch.dtype | None) -> LossScaler:
     """Return the LossScaler that the argument means; a disabled one means no loss scaling.
 
     Raises:
-        PolicyError: It is none of what a TrainStep takes.
+        PolicyError: A TrainStep does not take it as `scaler`.
     """
     if isinstance(scaler, LossScaler):
         return scaler

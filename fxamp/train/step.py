@@ -323,7 +323,7 @@ class TrainStep:
         elif scale is not None and scale != self._given_scale:
             raise PolicyError(
                 f"scale={scale!r} within a window that began with {self._given_scale or 'the scale of the scaler'}: "
-                "the gradients of a window add up, so they have one scale. Change it at the start of a window."
+                "the gradients of a window add up, so they need the same scale. Change it at the start of a window."
             )
         if self._low_dtype == torch.float16 and not self._window_scaler.is_enabled() and not self._warned:
             self._warned = True

@@ -94,7 +94,7 @@ def rejected(model: nn.Module, call: CallSpec, flat: Sequence[Any], error: Excep
         (leaf.name, v.dtype) for leaf, v in zip(call.leaves, flat, strict=True) if leaf.tensor and v.is_floating_point()
     ]
     odd = [f"'{name}' is {dtype}" for name, dtype in floats if kinds and dtype not in kinds]
-    hint = f" Among the inputs {', '.join(odd)}, a dtype that no parameter has: cast it first." if odd else ""
+    hint = f" No parameter has the dtype of these inputs: {', '.join(odd)}. Cast them first." if odd else ""
     return RejectedError(
         f"{type(model).__name__} rejects the example inputs: {type(error).__name__}: {error}.{hint} Pass inputs that "
         "model(*args, **kwargs) accepts."

@@ -130,8 +130,8 @@ def refuse_compiled(model: nn.Module) -> None:
             )
         if is_compiled_in_place(module):
             raise CaptureError(
-                f"{where} is compiled in place, by its compile(): it runs what was compiled, not its forward. Convert "
-                "the original model before that, or a copy of it (copy.deepcopy(model) is not compiled)."
+                f"{where} is compiled in place, by its compile(), so it runs compiled code and not its forward(). "
+                "Convert the original model before you compile it, or a copy (copy.deepcopy(model) is not compiled)."
             )
 
 

@@ -77,7 +77,7 @@ class PrecisionPlan:
             pytest.fail(f"{said}\nIf that is intended, write a new plan with pytest {OPTION}", pytrace=False)
         path.parent.mkdir(parents=True, exist_ok=True)
         with_totals(make(None))[0].save(path)
-        pytest.fail(f"wrote {shown}, to be read and committed; before that\n{said}", pytrace=False)
+        pytest.fail(f"wrote {shown}: read it and commit it. Before that:\n{said}", pytrace=False)
 
     def _claimed(self, name: str) -> Path:
         """Return the path of a file that belongs only to this test."""

@@ -491,7 +491,7 @@ class LossScaler(torch.amp.GradScaler):
     def _collapse_message(self, states: Sequence[dict[str, Any]]) -> str:
         optimizers = [state["optimizer"] for state in states if _found_infs([state])]
         bad = Culprits(self._gradients(optimizers)).all()
-        shown = ", ".join(f"{name} ({kind})" for name, kind in bad[:3]) or "unknown, their gradients are gone already"
+        shown = ", ".join(f"{name} ({kind})" for name, kind in bad[:3]) or "unknown: their gradients are gone already"
         more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
         if any("NaN" in kind for _, kind in bad):
             hint = "A NaN seldom comes from the loss scale: look for bad data, 0/0 or log(0) in the model and the loss."

@@ -76,7 +76,7 @@ class WeightCasts:
         wanted = mode == "per_step" or (mode == "auto" and (compiles or self.times > 1))
         self.mode = "per_step" if wanted and self.kept else "per_use"
         if mode == "per_step" and not self.kept:
-            raise PolicyError(f"weights='per_step' keeps casts of weights for a whole step, and {self._nothing()}")
+            raise PolicyError(f"weights='per_step' keeps casts of weights for a whole step, but {self._nothing()}")
         self._codes: dict[int, list[SecondCode]] = {}
         self._casts: dict[Hashable, KeptCast] = {}
 
