@@ -13,7 +13,7 @@ Every example below runs as printed, after these lines:
 *Low* is the 16-bit dtype of a conversion, FP16 or BF16. The *colour* of a node is the dtype that it runs in. A *state*
 of a model is its mode (train or eval) and whether it computes gradients; each state may have a graph of its own. A
 *deviation* is a node that may differ from `torch.autocast` for a reason other than the level or the policy. A *window*
-is the micro-batches whose gradients one optimizer step takes.
+is the group of micro-batches whose gradients one optimizer step uses.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Each name is loaded when it is first asked for, so that `import fxamp` imports neither torch nor the compiler.
-# The same names again, for those who run and do not read: module -> names.
+# Each name is loaded when it is first used, so that `import fxamp` imports neither torch nor the compiler. Type
+# checkers read the same names above.
 _FOUND_IN = {
     "passes.contract.errors": (
         "CaptureError", "FxampError", "NotAModuleError", "PlanError", "PolicyError", "ScaleCollapseError",

@@ -1,4 +1,4 @@
-"""`convert`: capture, compile, emit. The story of the product, readable in a minute."""
+"""`convert`, from end to end: capture a model, compile its graphs, emit the converted module."""
 
 from __future__ import annotations
 
@@ -77,29 +77,29 @@ def convert(
             `ExportedProgram`. The model is not changed. The converted module shares its parameters and buffers, so an
             optimizer that was built before keeps working.
         args: Example inputs, a tuple as `torch.export.export` takes them (a lone tensor is wrapped), with the shapes
-            and dtypes of real inputs. A batch of at least 2 keeps the batch size free.
+            and dtypes of real inputs. With a batch of at least 2 the batch dimension stays dynamic.
         kwargs: Example keyword inputs.
         policy: A level ("O0" to "O3"), a policy string ("O2,dtype=bf16,modules.fc3=fp32") or a Policy; "O1" by default.
         capture: "export" captures with `torch.export`, "fx" by symbolic tracing, and "jit" with `torch.compile` at the
             first call; its graphs then run eagerly. "auto" is "export" with example inputs, else "fx"; if that front
-            end would drop something of the model, "jit" is used instead, and a log line says why.
-        dynamic_shapes: "auto" keeps every dimension free. If that fails or exceeds a limit, it keeps only the first
-            dimension of each input free, and the plan says so. The limits are 4 s of processor time plus 0.25 ms for
-            each call of torch, and 128 operations in a formula by which a guard compares sizes. None fixes all sizes.
-            Any other value is given to `torch.export.export`.
+            end would lose a part of the model, "jit" is used instead, and a log line says why.
+        dynamic_shapes: "auto" makes every dimension dynamic. If that fails or exceeds a limit, only the first dimension
+            of each input is dynamic, and the plan says so. The limits are 4 s of processor time plus 0.25 ms for each
+            call of torch, and 128 operations in the expression of one guard on sizes. None makes all sizes static. Any
+            other value is passed to `torch.export.export`.
         plan: A Plan, or the path of one, to replay; its policy is used, so do not give `policy` too.
-        check: False leaves out the comparison, and the three runs that it needs.
+        check: False skips the comparison, and the three runs that it needs.
 
     Returns:
         A ConvertedModule, called like the model. If the model is captured at its first call, the result of
         `fxamp.compile`. Outputs have the shapes and dtypes of the model's outputs.
 
     Raises:
-        CaptureError: The model cannot be captured, or not faithfully while `capture` is not "auto".
-        NotAModuleError: The model is no module.
+        CaptureError: The model cannot be captured or, unless `capture` is "auto", cannot be captured faithfully.
+        NotAModuleError: `model` is not a module.
         PolicyError: The policy is wrong, or does not fit the model.
         PlanError: The plan cannot be read, or does not fit the model.
-        VerificationError: A rewritten graph does not do what its plan says, or an op of it has no kernel here.
+        VerificationError: A rewritten graph does not do what its plan says, or has an op without a kernel here.
 
     Example:
         >>> converted = fxamp.convert(model, (x,), policy="O1,dtype=bf16")
@@ -160,7 +160,7 @@ def _ahead_of_time(
 
 
 def checked(captures: Captures, autocast: Autocast | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captures:
-    """Compare the present graph with the model; leave that out for a model that runs only under autocast."""
+    """Compare the present graph with the model, unless the model runs only under autocast."""
     try:
         present = check_faithful(captures.graphs[0], args, kwargs)
     except RejectedError as e:
@@ -208,7 +208,7 @@ def _at_first_call(model: nn.Module, policy: Policy, replayed: Plan | None, dyna
 def emit(
     captures: Captures, policy: Policy, replayed: Plan | None = None, timer: Timer | None = None
 ) -> ConvertedModule:
-    """Compile captured graphs, in place, and put them over the model's own parameters."""
+    """Compile captured graphs, in place, and return a converted module over the model's own parameters."""
     found = with_own_constants([c if policy.level.rounds else c.unrounded for c in captures.graphs])
     states = [c.state for c in captures.graphs]
     if replayed is not None and len(found) != max(len(replayed.states), 1):
@@ -250,7 +250,9 @@ def plan(
     capture: str = "auto",
     dynamic_shapes: Any = "auto",
 ) -> Plan:
-    """Decide only: return the plan that `convert` would carry out. The model is only traced, unless costs are measured.
+    """Return the plan that `convert` would carry out, without converting.
+
+    The model is only traced, unless costs are measured.
 
     Args:
         model: As `convert` takes it.
@@ -278,12 +280,12 @@ def to_read(
     model: nn.Module, args: Any, kwargs: Any, policy: Policy, capture: str = "auto", dynamic_shapes: Any = "auto",
     replayed: Plan | None = None,
 ) -> ConvertedModule:  # fmt: skip
-    """Convert a model ahead of time to read what was decided: nothing is checked, and only measured costs run ops."""
+    """Convert a model ahead of time only to read the decisions: nothing is checked, and only measured costs run ops."""
     return _ahead_of_time(model, args, kwargs, policy, capture, dynamic_shapes, replayed, check=False)
 
 
 def called_to_read(model: nn.Module, args: Any, kwargs: Any, policy: Policy) -> nn.Module:
-    """Compile a model and call it once, to read what was decided at its first call; it is as it was afterwards.
+    """Compile a model and call it once, to read the decisions of its first call; the model is restored afterwards.
 
     Raises:
         CaptureError: there are no example inputs to call it with.
@@ -307,11 +309,11 @@ def called_to_read(model: nn.Module, args: Any, kwargs: Any, policy: Policy) -> 
 def plan_of(module: nn.Module) -> Plan:
     """Return the plan of a converted module, or of a compiled one after its first call: one plan for all graphs.
 
-    For a model whose submodules were converted one by one, it is one plan, with their paths in the model.
+    If submodules were converted one by one, it is still one plan, in which nodes have their paths in the whole model.
 
     Raises:
-        CaptureError: Nothing was converted for the module, or nothing yet.
-        NotAModuleError: It is no module.
+        CaptureError: The module was not converted, or was compiled and not called yet.
+        NotAModuleError: It is not a module.
 
     Example:
         >>> compiled = fxamp.compile(model, policy="O1,dtype=bf16", backend="eager")
@@ -329,8 +331,8 @@ def graphs(module: nn.Module) -> list[torch.fx.GraphModule]:
     """Return the graphs of a converted module, or of a compiled one after its first call, in order.
 
     Raises:
-        CaptureError: Nothing was converted for the module, or nothing yet.
-        NotAModuleError: It is no module.
+        CaptureError: The module was not converted, or was compiled and not called yet.
+        NotAModuleError: It is not a module.
 
     Example:
         >>> graph, = fxamp.graphs(converted)

@@ -1,7 +1,7 @@
 """The demo: two small models trained on real digits, in FP32, under `torch.autocast`, and by fxamp.
 
-Every variant starts from the same weights and sees the same windows of micro-batches. Their steps take turns, so that
-the times compare.
+Every variant starts from the same weights and sees the same windows of micro-batches. The variants take turns step by
+step, so that their times can be compared.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class Digits:
     test_y: Tensor
 
     def batches(self, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Give shuffled batches for ever, the same ones for the same seed."""
+        """Yield shuffled batches endlessly, the same ones for the same seed."""
         generator = torch.Generator().manual_seed(seed)
         while True:
             order = torch.randperm(len(self.train_x), generator=generator).to(self.train_x.device)
@@ -215,7 +215,7 @@ def _compare(task: Task, digits: Digits, seeds: int) -> list[Row]:
         model = task.build().to(digits.train_x.device)
         x, y = next(digits.batches(seed))
         trainees = {variant: _trainee(variant, copy.deepcopy(model), task, x) for variant in VARIANTS}
-        # The counts do not depend on the weights: one seed tells them.
+        # The counts do not depend on the weights, so one seed is enough.
         counts = counts or {variant: _count(trainee, x, y) for variant, trainee in trainees.items()}
         steps = {variant: _stepper(trainee, digits.batches(seed)) for variant, trainee in trainees.items()}
         progress = tqdm(range(task.steps), desc=f"{task.name}, seed {seed}", unit="step", mininterval=0.5)
@@ -353,7 +353,7 @@ def _to_markdown(rows: Sequence[Row], seeds: int, device: str) -> str:
         f"{torch.__version__}, {seeds} seed{'s' if seeds > 1 else ''}.\n\n"
         f"{tabulate(table, headers, 'pipe', disable_numparse=True, colalign=aligned)}\n\n"
         f"A step is {WINDOW} micro-batches of {BATCH} images; `per_step` casts weights once for all of them, as a "
-        "TrainStep does by default.\nTimes are medians of whole steps, the variants taking turns, and good as ratios "
-        "only. Casts and the bytes that they\nread and write are those of one step, the bytes saved for backward those "
-        "of one micro-batch.\n"
+        "TrainStep does by default.\nThe variants take turns. Times are medians of whole steps; compare them only as "
+        "ratios. Casts, and the bytes that\nthey read and write, are counted over one step; bytes saved for backward "
+        "over one micro-batch.\n"
     )

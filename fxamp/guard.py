@@ -1,4 +1,4 @@
-"""`passes` is a common word: say so at once when another package of that name stands in front of ours."""
+"""`passes` is a common name: raise an error at import if another package of that name hides ours."""
 
 from __future__ import annotations
 

@@ -3,8 +3,9 @@
     def test_net(precision_plan):
         precision_plan.check(Net(), (torch.randn(3, 16),))    # compared with test_module/test_net.plan.json
 
-pytest imports this file in every run of an environment that has fxamp, so it imports nothing before it is used, neither
-torch nor the compiler; where another package named `passes` hides ours, tests that do not ask go on.
+pytest imports this file in every run of an environment that has fxamp. So the file imports neither torch nor the
+compiler until a test uses the fixture; and if another package named `passes` hides ours, only tests with the fixture
+fail.
 """
 
 from __future__ import annotations

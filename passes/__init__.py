@@ -1,4 +1,4 @@
-"""The compiler: a captured graph in, a mixed-precision graph and its plan out. `compile_graph` is its one entrance.
+"""The compiler: a captured graph in, a mixed-precision graph and its plan out. `compile_graph` is the only entry point.
 
 `watched` lets a caller observe the passes, and `NAMES` are their names.
 Imports torch and networkx, never fxamp; `fxamp` re-exports its public names.

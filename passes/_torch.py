@@ -70,11 +70,11 @@ _GLOBAL_HOOKS = (
 
 
 def trace_artifact(name: str, text: Callable[[], str]) -> None:
-    """Put JSON into the structured trace of the compilation at hand, which `tlparse` shows; at no cost without one.
+    """Put JSON into the structured trace of the present compilation, which `tlparse` shows; free without a trace.
 
     Args:
-        name: of the artefact.
-        text: gives it, where somebody traces.
+        name: name of the artefact.
+        text: function that returns the JSON; called only if somebody traces.
     """
     trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "json"}, payload_fn=text)
 
@@ -191,7 +191,7 @@ def example_sizes(size: torch.SymInt | torch.SymFloat | torch.SymBool) -> dict[A
 
 
 def undecided_by_fakes(error: Exception) -> bool:
-    """Say whether fake tensors raised an error because only data decides; else the program itself raised it."""
+    """Say whether fake tensors raised an error because it depends on data how to go on; else the program raised it."""
     kinds = (
         fake_tensor.DataDependentOutputException,
         fake_tensor.DynamicOutputShapeException,
@@ -227,7 +227,7 @@ def inner_backend(backend: Any, mode: str | None, options: dict[str, Any]) -> An
 
 
 def without_transforms(value: Any) -> Any:
-    """Return a fake tensor of a torch.func transform, such as vmap's, as a plain one of the sizes that it shows."""
+    """Return a fake tensor of a torch.func transform, such as vmap, as a plain one of the sizes visible inside."""
     if not isinstance(value, torch.Tensor) or not torch._C._functorch.is_functorch_wrapped_tensor(value):
         return value
     inside = value

@@ -1,4 +1,4 @@
-"""The decision on one node, and the decisions on a whole graph, as the passes hand them on."""
+"""The data that passes hand on: the decision on one node, and the decisions on a whole graph."""
 
 from __future__ import annotations
 

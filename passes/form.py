@@ -1,7 +1,7 @@
 """The form of a pass: a frozen dataclass whose fields are its options, called with one graph at a time.
 
-It changes the graph, or adds to what is known of it, and returns how often each of its rules fired, 0 for a rule that
-found nothing. What holds afterwards is verified between the passes (`watch.py`).
+It changes the graph, or adds facts about it, and returns how often each of its rules fired (0 for a rule that found
+nothing). The properties that it ensures are verified after it (`watch.py`).
 
     @dataclass(frozen=True)
     class DropCasts:

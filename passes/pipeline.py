@@ -137,7 +137,7 @@ def _compiled(unit: Unit, steps: Sequence[Pass], numbers: Iterator[int]) -> list
 
 
 def _run(unit: Unit, steps: Sequence[Pass]) -> None:
-    """Run passes over one graph, and tell who watches."""
+    """Run passes over one graph, and call the watchers."""
     for step in steps:
         for watcher in watchers():
             watcher.before(step, unit)

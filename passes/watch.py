@@ -1,4 +1,4 @@
-"""Watchers of passes, which verify, time or print: each is called before and after every pass.
+"""Watchers that verify, time or print passes; each is called before and after every pass.
 
 Before: fxamp.convert(model, (x,))
 After:  with watched(timed := Timed()): fxamp.convert(model, (x,))        timed.seconds: {"legalize": 0.012, ...}
@@ -64,8 +64,8 @@ class Printed(Watcher):
     """Writes every graph as it is after one pass, a node a line with its dtype, and how often each rule fired.
 
     Attributes:
-        name: of the pass.
-        write: takes the text.
+        name: name of the pass.
+        write: function that takes the text.
     """
 
     name: str
@@ -96,13 +96,13 @@ _WATCHERS: ContextVar[tuple[Watcher, ...]] = ContextVar("watchers", default=(Ver
 
 
 def watchers() -> tuple[Watcher, ...]:
-    """Return who is told of passes now; verification is always among them, and first."""
+    """Return the present watchers; verification is always the first of them."""
     return _WATCHERS.get()
 
 
 @contextlib.contextmanager
 def watched(*more: Watcher) -> Iterator[None]:
-    """Let these watchers be told too of all passes that run inside, in this thread."""
+    """Add these watchers for all passes that run inside this context, in this thread."""
     token = _WATCHERS.set((*_WATCHERS.get(), *more))
     try:
         yield

@@ -99,10 +99,10 @@ def to_markdown(rows: Sequence[Row], torch_version: str) -> str:
         by_case.setdefault((row.model, row.low), {})[row.variant] = row
     parts = [
         "# Rounding error against float64\n\n"
-        f"Written by `reports/accuracy.py` on a CPU, torch {torch_version}: the models of the tests, small, and\n"
-        "those of `casts.py`, with random weights, in eval mode. Under `torch.autocast` is the relative distance from\n"
-        "the model in float64; under O1, O2 and O3 is the ratio of their distance to that one, so 1.00 is as near as\n"
-        "autocast and less is nearer. O3 rounds everything, and is here to show what that costs.\n"
+        f"Written by `reports/accuracy.py` on a CPU, torch {torch_version}: the small models of the tests, and those\n"
+        "of `casts.py`, with random weights, in eval mode. The column `torch.autocast` shows the relative distance\n"
+        "from the model in float64. The columns O1, O2 and O3 show their distances divided by that of autocast: below\n"
+        "1.00 means more accurate than autocast. O3 rounds everything, and shows what that costs.\n"
     ]
     headers = ("model", "low", AUTOCAST, *LEVELS)
     for title, field in (("Outputs", "outputs"), ("Gradients", "gradients")):

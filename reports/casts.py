@@ -1,4 +1,4 @@
-"""Count what a training step does about dtypes: FP32, `torch.autocast`, fxamp, and the whole model in low.
+"""Count casts, bytes and ops of a training step: FP32, `torch.autocast`, fxamp, and the whole model in low.
 
     python reports/casts.py                                      # every model
     python reports/casts.py bert_64 bert_128 bert_256 bert_256_1 # the four sizes
@@ -8,9 +8,9 @@
 Four `transformers` models, four layers deep where they are transformers, with random weights, and BERT in four smaller
 sizes. The loss is computed inside the model, and inside the autocast region. "per_step" is a model whose weights are
 cast once in a window of micro-batches, as TrainStep does. In the four sizes whole windows with AdamW are timed too:
-fxamp by a TrainStep, the others by the loop that one writes by hand. On CUDA, FP16 is added, and the same variants
-under `torch.compile`. After every model `casts.md` and `casts.json` are written beside this file; what they have of
-other models stays.
+fxamp by a TrainStep, the others by a hand-written loop. On CUDA, FP16 is added, and the same variants under
+`torch.compile`. After every model `casts.md` and `casts.json` are written beside this file; what they have of other
+models stays.
 """
 
 from __future__ import annotations
@@ -263,18 +263,18 @@ def to_markdown(rows: Sequence[Row], machine: str) -> str:
         colalign=("left", "left", "left", *["right"] * (columns - 3)),
     )  # fmt: skip
     times = (
-        f" Times are medians of windows of {WINDOW}, the variants taking turns, and good as\n"
-        "ratios only; the spread is half the distance between the quartiles."
+        f" Times are medians of windows of\n{WINDOW}; the variants take turns. "
+        "Compare times only as ratios. ± is half the interquartile range."
     )
     parts = [f"## {title}\n\n{sized}\n" for title, quantity in QUANTITIES.items() if (sized := by_size(rows, quantity))]
     return (
-        "# What a training step does about dtypes\n\n"
+        "# Costs of a training step: casts, bytes and ops\n\n"
         f"Written by `reports/casts.py` on {machine}, torch {torch.__version__}.\n\n"
         f"{shown}\n\n"
-        "One forward and backward, no optimizer. Casts are the dtype conversions that were executed, MB cast what\n"
-        "they read and wrote; MB saved for backward are distinct storages that autograd keeps, parameters apart; ops\n"
-        "are all that was dispatched. Where weights are cast once a window, `per_step`, figures are the mean over its\n"
-        f"{WINDOW} micro-batches, rounded down.{times if columns == 9 else ''}\n"
+        "One forward and backward, no optimizer. Casts counts the dtype conversions that were executed; MB cast is\n"
+        "what they read and write. MB saved for backward counts distinct storages that autograd keeps, without\n"
+        "parameters. Ops counts all ops that were dispatched. With `per_step` weights are cast once per window, and\n"
+        f"figures are the mean over its {WINDOW} micro-batches, rounded down.{times if columns == 9 else ''}\n"
         + "".join("\n" + part for part in parts)
     )
 

@@ -119,17 +119,17 @@ def to_markdown(found: dict[str, Any]) -> str:
         for name, row in found["compile"].items()
     ]
     headers = ("model, 12 layers", "torch.compile, s", "with fxamp, s", "ratio", "spread of the ratio")
-    columns = ("model", "processor, s", "clock, s", "least of the processor, s")
+    columns = ("model", "processor, s", "clock, s", "minimum of processor, s")
     return (
-        f"# What conversion takes\n\nOn a CPU, torch {torch.__version__}. Made by `python reports/compile_time.py`.\n\n"
+        f"# Time of a conversion\n\nOn a CPU, torch {torch.__version__}. Made by `python reports/compile_time.py`.\n\n"
         "## Ahead of time: fxamp.convert\n\n"
-        f"Medians of {rounds['convert']} rounds, each the first conversion of a new process, one thread. O1 with "
-        "example inputs; imports of torch that the first use makes, and all checks, are included. "
-        "The clock also counts what else ran on the machine.\n\n"
+        f"The table shows medians of {rounds['convert']} rounds at O1 with example inputs. Each round is the first "
+        "conversion of a new process, on one thread, and includes the imports of torch and all "
+        "checks. Clock time includes the load of other programs on the machine.\n\n"
         f"{tabulate(ahead, columns, 'pipe', disable_numparse=True)}\n\n"
-        "## Just in time: what it adds to torch.compile\n\n"
-        f"First forward and backward, `{INNER}` inside, medians of {rounds['compile']} rounds in turn, threads: "
-        f"{torch.get_num_threads()}.\n\n"
+        "## Just in time: fxamp.compile against torch.compile\n\n"
+        f"The table shows the time of the first forward and backward with the inner backend `{INNER}`: medians of "
+        f"{rounds['compile']} rounds, in which both variants take turns, with {torch.get_num_threads()} threads.\n\n"
         f"{tabulate(rows, headers, 'pipe', disable_numparse=True)}\n"
     )
 

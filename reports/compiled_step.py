@@ -5,11 +5,11 @@
     python reports/compiled_step.py --windows 4         # windows of four micro-batches alone
 
 Each step is a window of one micro-batch or of four (forward and backward each), and then a fused AdamW. Times are
-medians of rounds in which the variants take turns, as ratios to compiled autocast. Beside them stands what does not
-depend on the machine's mood, for one micro-batch: the bytes that Inductor's kernels load and store, the kernels that a
-forward and backward launch, the bytes that forward saves for backward, and the most that is allocated at a time in a
-window, beside weights and the optimizer's state. Casts outside the graphs are added: those of weights, made once a
-window, and those of their gradients; a low copy that is an input of the graph counts as saved.
+medians of rounds in which the variants take turns, as ratios to compiled autocast. The report also has counts, which
+are the same on every run. They are, for one micro-batch: the bytes that Inductor's kernels load and store, the kernels
+that a forward and backward launch, and the bytes that forward saves for backward; and for a window the peak memory,
+without weights and optimizer state. Casts outside the graphs are added: those of weights, made once a window, and those
+of their gradients; a low copy that is an input of the graph counts as saved.
 
 The cut counts a cast as reading and writing. Inductor fuses most casts into the kernels on either side, and what they
 cost is what is stored. The last variant is placed with casts that cost nothing, the other extreme: where it moves about
@@ -261,15 +261,15 @@ def to_markdown(found: dict[str, Any]) -> str:
     """Return the report."""
     width, layers, batch, tokens = found["size"]
     times = (
-        f"Times: of a window, medians of {found['rounds']} rounds in turn, with the spread of the middle half, as "
-        "ratios to compiled autocast. "
+        f"Times are those of a window: medians of {found['rounds']} rounds, in which the variants take turns, with the "
+        "interquartile range, as ratios to compiled autocast. "
     ) * bool(found["rounds"])
     return (
-        "# Training steps compiled by Inductor, over compiled autocast\n\n"
+        "# Training steps compiled by Inductor, as ratios to compiled autocast\n\n"
         f"BERT, width {width}, {layers} layers, batch {batch}, {tokens} tokens, BF16, fused AdamW, on a CPU with "
-        f"{found['threads']} threads, torch {found['torch']}. {times}Bytes and kernels: of one micro-batch, "
-        "as Inductor counts them, with its share of the casts of weights that are made outside. Peak: of a window, "
-        "beside weights and the optimizer's state. "
+        f"{found['threads']} threads, torch {found['torch']}. {times}Bytes and kernels are those of one micro-batch, "
+        "as Inductor counts them, plus its share of the casts of weights outside the graph. Peak is the peak memory "
+        "of a window, without weights and optimizer state. "
         "Made by `python reports/compiled_step.py`.\n"
         + "".join(f"\n## {_LENGTH[n]}\n\n{table(rows)}\n" for n, rows in found["windows"].items())
     )

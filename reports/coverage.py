@@ -506,8 +506,8 @@ def to_markdown(rows: Sequence[Row], versions: Mapping[str, str]) -> str:
         "# Coverage: `transformers` architectures\n\n"
         f"Written by `reports/coverage.py` on a CPU, torch {versions['torch']}, transformers\n"
         f"{versions['transformers']}: small random configs, policy `{POLICY}`, one step and one evaluation each.\n"
-        f"`export` is `fxamp.convert` ahead of time; `backend` is `fxamp.compile`, its graphs run\n"
-        f"as they are, for batches of {BATCHES[0]} and {BATCHES[1]}, in train and in eval mode.\n",
+        f"`export` is `fxamp.convert` ahead of time; `backend` is `fxamp.compile`, without an\n"
+        f"inner compiler. Batches of {BATCHES[0]} and {BATCHES[1]} run in train and in eval mode.\n",
         _totals(rows),
     ]
     for front_end in FRONT_ENDS:
@@ -515,14 +515,17 @@ def to_markdown(rows: Sequence[Row], versions: Mapping[str, str]) -> str:
         if mine:
             parts.append(f"## By `{front_end}`\n\n{_table(mine)}\n")
     parts.append(
-        "torch: whether torch captures it without fxamp. Equal: outputs in eval mode are those of `torch.autocast`\n"
-        "bit for bit, else the code of the first node that differs, or `outside` where that is in what Dynamo leaves\n"
-        "to Python. Under autocast: the same, dtypes too, for a model that is called under `torch.autocast`, as "
-        "trainers do.\n"
-        "Outputs (eval) and gradients (train, all parameters) are distances from float64, as ratios to autocast's:\n"
-        "less than 1 is nearer. Casts are those executed in a training step; of code between graphs, they are in\n"
-        "autocast's only. Graphs: by `export`, two where a model computes differently in eval mode; by `backend`,\n"
-        "those of a first call in eval mode.\n"
+        "The columns mean:\n\n"
+        "- torch: whether torch captures the model without fxamp.\n"
+        "- equal: `yes` if outputs in eval mode equal those of `torch.autocast` bit for bit; if not, the reason code\n"
+        "  of the first node that differs, or `outside` if the difference is in code that Dynamo leaves to Python.\n"
+        "- under autocast: the same for a model that is called under `torch.autocast`, as trainers do; dtypes must be\n"
+        "  equal too.\n"
+        "- outputs (in eval mode) and gradients (in train mode, of all parameters): the distance from float64,\n"
+        "  divided by that of autocast; below 1 means more accurate than autocast.\n"
+        "- casts: those executed in a training step. Casts in code between graphs count only for autocast.\n"
+        "- graphs: with `export` two if the model computes differently in eval mode; with `backend` those of a first\n"
+        "  call in eval mode.\n"
     )
     different = [(r.architecture, r.front_end, r.deviation or "none", f"`{r.where}`") for r in rows if r.equal is False]
     if different:

@@ -6,9 +6,9 @@
     python reports/exact_numerics.py --ways "fxamp O1, exact"         # this one alone
 
 By default Inductor leaves out roundings between two low ops that it fuses. With its exact-numerics options it keeps
-them. "traced" runs the same graph by the kernels of eager mode, without Inductor and torch's decompositions: what
-differs there is fxamp's doing, or AOTAutograd's. Each architecture runs in a process of its own, with a time limit.
-Low is BF16, the device a CPU, the model in training without dropout. `exact_numerics.md` and `exact_numerics.json` are
+them. "traced" runs the same graph by the kernels of eager mode, without Inductor and torch's decompositions:
+differences there come from fxamp or AOTAutograd. Each architecture runs in a process of its own, with a time limit. Low
+is BF16, the device a CPU, the model in training without dropout. `exact_numerics.md` and `exact_numerics.json` are
 written beside this file after each one; what they have of this torch stays, unless `--only` names it. What is not done
 in time is not in them, and the next run takes it up.
 """
@@ -150,13 +150,14 @@ def to_markdown(made: dict[str, Any]) -> str:
         f"Of {len(ARCHITECTURES)} architectures {len(found)} have been run. "
         "Made by `python reports/exact_numerics.py`.\n\n"
         f"{tabulate(rows, headers, 'pipe')}\n\n"
-        f"What differs by less than {FP32_ROUNDING:.0e} keeps every rounding to BF16, and adds up FP32 numbers in "
-        "another order. Two causes of gradients that differ by more are known. O1 casts a value that several ops read "
-        "once, so that its gradients are summed in BF16; autocast sums them in FP32, and so does "
-        '`share_casts="weights"`. The other is the layer norm of BF16 values: torch decomposes its backward for '
-        "Inductor, and the eager kernel, which rounds in between, gives other gradients. "
-        '"traced" is without Inductor and its decompositions.\n\n'
-        "By architecture: outputs, and gradients; how far they are from eager autocast's, as a share of their norm.\n\n"
+        f"A difference below {FP32_ROUNDING:.0e} means that every rounding to BF16 is the same, and that FP32 numbers "
+        "are summed in another order. Two causes of larger differences of gradients are known. First, O1 casts a value "
+        "once for all ops that read it, so that its gradients are summed in BF16; autocast sums them in FP32, and so "
+        'does `share_casts="weights"`. Second, torch decomposes the backward of a layer norm of BF16 values for '
+        "Inductor; the eager kernel rounds in between, so its gradients differ. "
+        'The variant "traced" runs without Inductor and its decompositions.\n\n'
+        "For each architecture the next table shows the distances of outputs and of gradients from those of eager "
+        "autocast, relative to their norm.\n\n"
         f"{tabulate(marks, ('architecture', *WAYS), 'pipe')}\n"
     )
 

@@ -4,9 +4,9 @@
     fxamp check                           # what `.ci/run` does: a change of any decision, cast or total fails
     fxamp check bert                      # one of them
 
-The targets stand in pyproject.toml under [tool.fxamp.targets]. They are decided for CUDA, which needs none: what is
-decided for a CPU goes by what was measured on CPUs of its kind. Plans are kept without source lines, which no gate
-compares: they would change whenever a line of somebody's model moves.
+The targets are in pyproject.toml under [tool.fxamp.targets]. The plans are for CUDA, and are made without a GPU; plans
+for a CPU would depend on facts measured on that kind of CPU. Plans are kept without source lines, since the gate does
+not compare them and they change whenever a line of a model moves.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ and this script defines the operators that its import asks for:
     python reports/libraries.py                       # every model; goes on where the record ends
     python reports/libraries.py --case timm:levit_128s
 
-Each model runs in a process that may die. Sizes are those of the example. Writes `libraries.md` and `libraries.json`
-beside this file.
+Each model runs in a process of its own, which may crash. Sizes are those of the example. Writes `libraries.md` and
+`libraries.json` beside this file.
 """
 
 from __future__ import annotations
@@ -483,8 +483,9 @@ def to_markdown(data: dict[str, Any]) -> str:
     ]  # fmt: skip
     return "\n".join([
         "# Models of other libraries\n\n"
-        f"Written by `reports/libraries.py` on a CPU, torch {data['torch']}, {versions}:\nrandom configs and weights, "
-        "sizes fixed, low BF16, in eval mode. An error is the distance from FP32, as a part of its norm.\n\n"
+        f"Written by `reports/libraries.py` on a CPU, torch {data['torch']}, {versions}.\n\nModels have "
+        "random configs and weights, and run in eval mode with fixed sizes; low is BF16. An error is the distance from "
+        "the\noutput in FP32, relative to the norm of that output.\n\n"
         f"{tabulate(totals, (), 'pipe')}\n",
         tabulate(table, headers, "pipe") + "\n",
         "## Not built, captured at the first call, or failed\n\n" + ("\n".join(problems) or "None.") + "\n",

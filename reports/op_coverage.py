@@ -5,8 +5,8 @@
     python reports/op_coverage.py --case "export fp32 product op:softmax."
 
 A case is a front end (`export`, `jit`, or `cuda`: planned for CUDA, its dtypes against the autocast kernels on fake
-tensors), the dtype of the inputs, `plain` or behind a `product`, and what is called. Each runs in a process that may
-die. Writes `op_coverage.md` and `op_coverage.json` beside this file.
+tensors), the dtype of the inputs, `plain` or behind a `product`, and what is called. Each case runs in a process of its
+own, which may crash. Writes `op_coverage.md` and `op_coverage.json` beside this file.
 """
 
 from __future__ import annotations
@@ -174,13 +174,16 @@ def to_markdown(data: dict[str, Any]) -> str:
         "# torch's own samples of ops and modules\n\n"
         "Written by `reports/op_coverage.py` on a CPU, "
         f"torch {data['torch']}: {data['cases']:,} of {data['of']:,} cases,\n"
-        f"of which {data['current']:,} by the present code, in {data['hours']:.1f} hours of processor time. A case\n"
-        "is one sample of an op of `op_db` or a module of `module_db`, by a front end, from FP32 or FP16\n"
-        "inputs, as they are or behind a product. O0 is compared with eager PyTorch to the bit, gradients\n"
-        "within 1e-6; O1 with\n"
-        "`torch.autocast` to the bit; its gradients, and all of O2 and O3, with FP32 within four times (at O3 eight)\n"
-        "what autocast, or one rounding an op, changes; at O3 also with what torch's own kernels give for low inputs.\n"
-        f"`cuda` compares the dtypes planned with those of the autocast kernels on fake tensors.\n\n{table}\n"
+        f"of which {data['current']:,} with the present version of the code, in {data['hours']:.1f} hours of\n"
+        "processor time.\n\n"
+        "A case is one sample of an op of `op_db` or a module of `module_db`, captured by one front end. Inputs are\n"
+        "FP32 or FP16; they are given to the op directly, or after a matrix product.\n\n"
+        "- O0 must equal eager PyTorch bit for bit, its gradients within 1e-6.\n"
+        "- O1 must equal `torch.autocast` bit for bit, except at deviations that its plan names.\n"
+        "- Gradients of O1, and all results of O2 and O3, are compared with FP32. The error may be at most four times\n"
+        "  (at O3 eight times) that of autocast, or that of one rounding per op.\n"
+        "- O3 is also compared with torch's own kernels on low inputs.\n"
+        f"- `cuda` compares the planned dtypes with those of the autocast kernels on fake tensors.\n\n{table}\n"
     ]
     for title, headers, of in (
         ("Deviations at O1, by code", ("code", "cases"), data["deviations"]),

@@ -92,14 +92,17 @@ def to_markdown(data: dict[str, Any]) -> str:
     parts = [
         "# Random programs\n\n"
         f"Written by `reports/programs.py` on a CPU, torch {data['torch']}: {data['programs']} programs from\n"
-        f"the seeds 0 to {data['last']}, of which {data['current']} by the present code, in {data['hours']:.1f} hours\n"
-        "of processor time. Each is a model of 3 to 14 random lines: products, casts of every spelling, reads of\n"
-        "dtypes, views, writes in place, buffers, regions, checkpoints, branches on shapes and dtypes, shared and\n"
-        "frozen weights. `fx` is without inputs, `export` with them, `jit` is `fxamp.compile`, `ambient` is the\n"
-        "backend called under autocast. O0 is compared with eager PyTorch to the bit, gradients within 1e-6; O1 with\n"
-        "`torch.autocast` to the bit; its gradients, and all of O2 and O3, with FP32 within four times (at O3 eight)\n"
-        "what autocast, or one rounding an op, changes. Where `torch.compile` alone differs from eager, that is what\n"
-        f"is compared with.\n\n{table}\n"
+        f"the seeds 0 to {data['last']}, of which {data['current']} with the present version of the code, in\n"
+        f"{data['hours']:.1f} hours of processor time. Each program is a model of 3 to 14 random lines: products,\n"
+        "casts of every spelling, reads of dtypes, views, in-place writes, buffers, autocast regions, checkpoints,\n"
+        "branches on shapes and dtypes, shared and frozen weights. `fx` captures without inputs, `export` with\n"
+        "inputs; `jit` is `fxamp.compile`; `ambient` is the backend called under autocast.\n\n"
+        "- O0 must equal eager PyTorch bit for bit, its gradients within 1e-6.\n"
+        "- O1 must equal `torch.autocast` bit for bit, except at deviations that its plan names.\n"
+        "- Gradients of O1, and all results of O2 and O3, are compared with FP32. The error may be at most four times\n"
+        "  (at O3 eight times) that of autocast, or that of one rounding per op.\n"
+        "- If `torch.compile` alone differs from eager PyTorch, its results are the reference.\n"
+        f"\n{table}\n"
     ]
     if len(data["codes"]) > 1:
         table = tabulate(data["codes"], ("code of fxamp", "programs"), "pipe")

@@ -3,10 +3,10 @@
     python reports/scaling.py                    # 1,000 to 64,000 nodes at O1 and O2
     python reports/scaling.py --sizes 1000 4000
 
-A cut falls apart at nodes whose dtype is fixed, which at O1 stand everywhere. At O2 it is as deep as the model, and
-falls apart where one value is all that two layers share: here the residual stream. As a yardstick, `torch.export`
-captures the same model at 10,000 nodes. Times are those of the processor, so that other programs do not count.
-Writes `scaling.md` beside this file.
+Nodes with a fixed dtype split the cut into parts; at O1 there are many such nodes. At O2 the cut spans the whole model,
+and is split only where a single value connects two layers: here the residual stream. As a yardstick, `torch.export`
+captures the same model at 10,000 nodes. Times are those of the processor, so that other programs do not count. Writes
+`scaling.md` beside this file.
 """
 
 from __future__ import annotations
@@ -163,10 +163,11 @@ def to_markdown(rows: Sequence[tuple[str, int, dict[str, float]]], exported: flo
     return (
         "# Time of the passes against the size of the graph\n\n"
         f"Written by `reports/scaling.py`: a chain of residual MLP blocks, BF16, torch {torch.__version__}, one\n"
-        "thread. Processor milliseconds per 1,000 nodes: where rows repeat, time grows linearly. `verify` is what is\n"
-        "checked after passes; `write-decisions` makes the plan, `annotate` writes dtypes into the graph. At O2 the\n"
-        "cut is solved in blocks that share one value, here the residual stream; what shares more is one block,\n"
-        "whose time grows faster than its size.\n\n"
+        "thread. The table shows processor milliseconds per 1,000 nodes; if these do not grow from row to row, time\n"
+        "is linear. `verify` is the time of the checks after passes; `write-decisions` makes the plan, and `annotate`\n"
+        "writes dtypes into the graph. At O2 the cut is solved in blocks that are connected by a single value, here\n"
+        "the residual stream. Parts that share more than one value form one block, whose time grows faster than its\n"
+        "size.\n\n"
         f"{shown}\n{beside}"
     )
 

@@ -1,4 +1,4 @@
-"""Make what the README shows of a report: a printed one, and a picture of the page.
+"""Make the two examples of a report in the README: the printed report, and a picture of the page.
 
     python reports/shown.py             # both
     python reports/shown.py --printed   # without the picture, which needs chromium and playwright

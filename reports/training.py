@@ -317,7 +317,7 @@ def _deviation(values: Sequence[float]) -> float:
 
 def to_markdown(runs: Sequence[Run], machine: str) -> str:
     """Return the report."""
-    headers = ("variant", "loss", "less FP32's", "within noise", "steps skipped", "last scale")
+    headers = ("variant", "loss", "minus FP32", "within noise", "steps skipped", "last scale")
     parts = []
     for task in dict.fromkeys(run.task for run in runs):
         found = [run for run in runs if run.task == task]
@@ -334,9 +334,9 @@ def to_markdown(runs: Sequence[Run], machine: str) -> str:
     return (
         "# Training to the end\n\n"
         f"Written by `reports/training.py` on {machine}, torch {torch.__version__}.\n\n"
-        "The loss is that of examples kept back, mean and standard deviation over seeds. A difference from FP32,\n"
-        "paired by seed, is noise where its mean is within twice its standard error or within FP32's own deviation\n"
-        "over seeds.\n\n" + "\n".join(parts)
+        "The loss is measured on held-out examples; the table shows its mean and standard deviation over seeds.\n"
+        "The difference from FP32 is paired by seed. It counts as noise if its mean is within twice its standard\n"
+        "error, or within the standard deviation of FP32 over seeds.\n\n" + "\n".join(parts)
     )
 
 

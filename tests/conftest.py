@@ -1,11 +1,13 @@
 """One thread, unless OMP_NUM_THREADS says how many: the models are tiny, and threads that wait are slower than none.
 
-The tests of a file, and those of the models of the zoo, run in one process, which captures a model once. What a file
-left behind is not looked at again: collecting garbage, and looking for a loss scaler, go through all live objects.
+The tests of a file run in one process; so do those of the models of the zoo, for it captures a model once, and those
+that start processes. What a file left behind is not looked at again: collecting garbage, and looking for a loss scaler,
+go through all live objects.
 """
 
 from __future__ import annotations
 
+import functools
 import gc
 import getpass
 import os
@@ -28,16 +30,23 @@ if "OMP_NUM_THREADS" not in os.environ:  # torch has read it, as the processes t
 if "ATEN_CPU_CAPABILITY" in os.environ:  # Inductor's cache does not know it: kernels for another one crash
     cache = Path(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}_{os.environ['ATEN_CPU_CAPABILITY']}")
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
+ROOT = Path(__file__).parents[1]
 SETTING = re.compile(r"fx|export|jit|bf16|fp16|torch\.bfloat16|torch\.float16|O[1-3](,(dtype|device)=\w+)*")
 OF_ZOO = re.compile(rf"/report/(page/|test_graphs|test_record)|::.*[\[-]({'|'.join(BY_NAME)})[\]-]")
 
 
 class Shares(LoadFileScheduling):  # type: ignore[misc]  # has no types
-    """Gives a process whole files, all those of ranks, or all tests of models of the zoo."""
+    """Gives a process whole files, all those that start processes, or all tests of models of the zoo."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
-        return "zoo" if OF_ZOO.search(nodeid) else "ranks" if "ranks" in file else file
+        return "zoo" if OF_ZOO.search(nodeid) else "processes" if _starts_processes(file) else file
+
+
+@functools.cache
+def _starts_processes(file: str) -> bool:
+    """Say whether a file needs what starts warm processes, which takes five seconds to get warm itself."""
+    return "ranks" in file or "tests.support.processes" in Path(ROOT, file).read_text(encoding="utf-8")
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Shares:

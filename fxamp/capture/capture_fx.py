@@ -1,7 +1,7 @@
 """The `fx` front end: symbolic tracing, without inputs, of models that trace faithfully.
 
-Modules of torch.nn are traced through, so that a cast can stand before a weight; what cannot be traced through stays an
-opaque leaf at its original dtypes.
+Modules of torch.nn are traced through, so that a cast can be inserted before a weight. A module that cannot be traced
+through stays an opaque leaf in its original dtypes.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _LOST_METHODS = frozenset(
 
 
 class _Value(Proxy):
-    """A traced value that also records `x[i] = y` and `x += y`, and refuses what a Proxy loses without a word."""
+    """A traced value that also records `x[i] = y` and `x += y`, and refuses operations that a Proxy silently loses."""
 
     def __setitem__(self, key: Any, value: Any) -> None:
         self.tracer.create_proxy("call_function", operator.setitem, (self, key, value), {})
@@ -76,7 +76,7 @@ class _Value(Proxy):
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        """Refuse isinstance() and torch.is_tensor() of a traced value in the model's code: it cannot answer them."""
+        """Refuse isinstance() and torch.is_tensor() of a traced value in the model's code: the answer is not known."""
         frame: Any = sys._getframe(1)
         by_torch = frame.f_code is torch.is_tensor.__code__
         frame = frame.f_back if by_torch else frame
@@ -92,7 +92,7 @@ class _Value(Proxy):
 
 
 class _Attribute(Attribute, _Value):
-    """An attribute of a traced value, such as `x.T`, or a method of it that is about to be called."""
+    """An attribute of a traced value, such as `x.T`; or a method, if it is called next."""
 
     __getattr__ = _Value.__getattr__
 
@@ -104,7 +104,7 @@ def _recording(function: Callable[[Any, Any], Any]) -> Callable[[_Value, Any], A
     return record
 
 
-for _function in ops.IN_PLACE:  # without them Python runs `x = x + y`, and other names of x keep the old value
+for _function in ops.IN_PLACE:  # without these Python runs `x = x + y`, and other references to x keep the old value
     setattr(_Value, f"__{_function.__name__}__", _recording(_function))
 
 
@@ -127,7 +127,7 @@ class _Constants(TorchFunctionMode):
 
     @contextlib.contextmanager
     def of_traced_sizes(self) -> Iterator[None]:
-        """Let torch.zeros(x.shape[0], 3) through: its parser rejects a traced number before any mode sees it."""
+        """Make torch.zeros(x.shape[0], 3) traceable: its parser rejects a traced number before any mode is called."""
 
         def recording(factory: Any) -> Any:
             def call(*args: Any, **kwargs: Any) -> Any:
@@ -146,7 +146,7 @@ class _Constants(TorchFunctionMode):
 
 
 def _of_a_dtype(info: Any) -> Any:
-    """Return a `torch.finfo` or `torch.iinfo` that refuses a traced dtype, for which torch 2.15 invents numbers."""
+    """Return a `torch.finfo` or `torch.iinfo` that refuses a traced dtype: torch 2.15 makes up numbers for it."""
 
     def limits(*args: Any, **kwargs: Any) -> Any:
         if any(isinstance(a, Proxy) for a in (*args, *kwargs.values())):
@@ -160,7 +160,7 @@ def _of_a_dtype(info: Any) -> Any:
 
 
 class _Writes(TorchDispatchMode):
-    """Refuse a write to a tensor that tracing did not make: it would happen once, now, and never in the graph."""
+    """Refuse a write to a tensor from outside of the trace: it would happen once, now, and never in the graph."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

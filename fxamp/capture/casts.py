@@ -1,9 +1,9 @@
 """Let the exporter record the casts and copies that do nothing, as calls of their own.
 
-`x.float()` of an FP32 tensor returns that very tensor, and the exporter would take every later use of `x` for a use of
-the cast. `x.contiguous()` of a contiguous one is not recorded at all. Whether they do nothing depends on autocast and
-on the kernels that ran before, so two captures of one model could not be compared. So each is given an alias of its
-operand, which `drop_aliases` takes out of the graph again:
+If `x` is FP32, `x.float()` returns `x` itself, and the exporter would record every later use of `x` as a use of the
+cast. If `x` is contiguous, `x.contiguous()` is not recorded at all. Whether such a call does nothing depends on
+autocast and on the kernels that ran before, so two captures of one model would not line up. Therefore each call is
+given an alias of its operand, which `drop_aliases` removes from the graph afterwards:
 
     h.float()       ->  to(alias(h), float32)           a method that names its dtype: the cast is literal
     h.to(dtype)     ->  to(alias(alias(h)), dtype)      `dtype` may be written out, or have been read off a tensor
@@ -65,10 +65,10 @@ def _memory_format(args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def drop_aliases(graph: Graph) -> None:
-    """Remove the aliases, and note on each cast what their number means.
+    """Remove the aliases, and note on each cast the meaning of their number.
 
     After one alias a cast is literal, after more it is undecided. After three, before a recurrent layer, it is removed:
-    the author wrote none.
+    the user wrote none.
     """
     behind: dict[Node, int] = {}
     for node in list(graph.nodes):

@@ -1,7 +1,7 @@
 """Walk two captures of one model side by side, and say where they differ.
 
-Captures are compared op by op, in order, and argument by argument. Arithmetic on sizes, and the
-exporter's assertions, may be written differently in the two: sizes are compared by the expression they stand for.
+Captures are compared op by op, in order, and argument by argument. Arithmetic on sizes and the exporter's assertions
+may be written differently in the two captures; sizes are compared by their symbolic expressions.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 class Differ(Exception):  # noqa: N818 - a signal inside this package, not an error
-    """Two captures do not line up, at a node of the first and one of the second; None where one has ended."""
+    """Two captures do not line up. Holds the node of each where they part; None if one of them has ended."""
 
     def __init__(self, left: Node | None, right: Node | None) -> None:
         super().__init__()

@@ -37,7 +37,7 @@ _PREFIX = "model."
 
 
 class _Box:
-    """Holds what the last trace returned: on the model the exporter would undo the assignment."""
+    """Holds what the last trace returned, since the exporter would undo an assignment to the model."""
 
     constants: tuple[tuple[int, Any], ...] = ()
     spec: Any = None
@@ -45,7 +45,7 @@ class _Box:
 
 
 class _Flat(nn.Module):
-    """The model behind flat tensor inputs and outputs, so that every container is ours to bind and to pack."""
+    """The model with flat tensor inputs and outputs, so that fxamp handles all containers itself."""
 
     def __init__(self, model: nn.Module, call: CallSpec, flat: list[Any], recorder: Recorder) -> None:
         super().__init__()
@@ -84,9 +84,9 @@ class _Stderr:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence the logs and warnings of the exporter: what it specialised is noted, and its errors are raised.
+    """Silence the logs and warnings of the exporter, since fxamp notes what was specialised, and raises its errors.
 
-    Warnings of the model itself are for the user, and pass.
+    Warnings of the model itself are still shown.
     """
     names = ("torch.fx.experimental.symbolic_shapes", "torch._export", "torch.export")
     levels = {n: logging.getLogger(n).level for n in names}
@@ -205,7 +205,7 @@ def without_fused_layers() -> Iterator[None]:
 
 
 def _distinct(tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Return the example tensors with no object twice: the exporter would take two such inputs for one."""
+    """Return the example tensors, copying repeated objects: the exporter would treat such inputs as one."""
     seen: set[int] = set()
     out = []
     for t in tensors:

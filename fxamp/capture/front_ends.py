@@ -1,8 +1,8 @@
 """One capture of a model in the state that it is in, by `torch.export` or by `torch.fx`.
 
-By `torch.export` a model is captured twice: as it is, and under `torch.autocast`. Where the two line up, the first is
-annotated with what the second says (`relate.py`); where a low dtype makes the model's code take another branch, the
-graph under autocast is the one to compile.
+By `torch.export` a model is captured twice: without `torch.autocast` and under it. If the two captures line up, the
+first is annotated with what differs in the second (`relate.py`). If a low dtype makes the model's code take another
+branch, the capture under autocast is compiled instead.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Keep a model's own `torch.autograd.Function`s whole while it is exported.
 
-The exporter would inline `forward` and lose `backward`. So while a model is exported, each call of `apply` is a call of
-an operator that is made for it; afterwards the operators become calls again:
+The exporter would inline `forward` and lose `backward`. Therefore, while a model is exported, each call of `apply` is
+replaced by a call of a temporary operator; afterwards the operators are replaced by calls of the functions again:
 
     TimesHundred.apply(x, 2)  ->  ops.fxamp_export.TimesHundred_0(x)  ->  call(TimesHundred, x, 2)
 """
@@ -51,7 +51,7 @@ def as_under_autocast(graph: Graph, device: str, dtype: torch.dtype) -> None:
 
 
 class _Lost(Exception):  # noqa: N818 - a signal inside this file, not an error
-    """The call cannot be an operator."""
+    """Raised if a call of an autograd function cannot be written as an operator."""
 
 
 class _Operator:
@@ -101,7 +101,7 @@ class Functions:
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
-        """Let operators stand for the functions that the model calls."""
+        """Inside this context, operators replace the autograd functions that the model calls."""
 
         def make(otherwise: Callable[..., Any]) -> Callable[..., Any]:
             def apply(cls: Any, *args: Any) -> Any:

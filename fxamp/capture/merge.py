@@ -48,7 +48,7 @@ def merge(train: Graph, evaluation: Graph, constants: Mapping[str, Any], others:
 
 
 def same_graphs(left: Graph, right: Graph, constants: Mapping[str, Any], others: Mapping[str, Any]) -> bool:
-    """Say whether two captures of a model compute the same, size arithmetic apart; arguments as for `merge`."""
+    """Say whether two captures compute the same values, ignoring arithmetic on sizes; arguments as for `merge`."""
     try:
         return _Merge(left, right, _lifted(constants), _lifted(others)).is_same()
     except Differ:
@@ -119,7 +119,7 @@ class _Merge(Walk):
             note(node, autocast=None)
 
     def _count_in_training(self, node: Node) -> None:
-        """Put `count_` in the place of batch norm's own `add_`."""
+        """Replace the `add_` by which batch norm counts batches with `count_`."""
         with self.left.inserting_before(node):
             values = self._values_per_channel(module_path(node))
             counted = self.left.call_function(count_, (node.args[0], self._flag(module_path(node)), *values))

@@ -1,4 +1,4 @@
-"""The exporter's grad-mode and autocast regions, inlined: switches before and after take their place.
+"""Inline the exporter's grad-mode and autocast regions; mode switches before and after the body replace the region.
 
 Before: wrap_with_set_grad_enabled(False, body, x)
 After:  a = is_grad_enabled(); set_grad(False); ...; set_grad(a)

@@ -5,8 +5,8 @@
     torch.ones(8, dtype=h.dtype)  ones(8, float32)        ones(8, bfloat16)           relative
     h + torch.finfo(h.dtype).tiny add(h, 1.18e-38)        add(h, 1.0e-31)             a number that was read
 
-No source code is read: exactly what differs between the two captures depends on autocast.
-It is noted on the nodes of the graph without autocast, which `passes.legalize.reads` and the colours carry out:
+No source code is analysed: whatever differs between the two captures depends on autocast, and nothing else does. The
+differences are noted on the nodes of the graph without autocast. `passes.legalize.reads` and the colouring apply them:
 
     cast           of a cast: "relative" or "literal"; "undecided" where it does nothing in either capture
     read           of a cast: the dtype that it has under autocast
@@ -213,7 +213,7 @@ def _graphs(graph: Graph, constants: Constants) -> Iterator[Graph]:
 
 
 def _restore_outputs(graph: Graph, dtypes: Mapping[Node, Any]) -> None:
-    """Cast what a graph returns to the dtypes that the model returns, as its author would have."""
+    """Cast the results of a graph to the dtypes that the model returns, as user casts."""
     output: Any = graph.output_node()
     made: dict[Node, Node] = {}
     for value, dtype in dtypes.items():

@@ -1,7 +1,7 @@
 """The graph of an ExportedProgram under `torch.autocast`: the same graph, run once more on fake tensors.
 
-An ExportedProgram has no Python code that could read a dtype. So another export under autocast would give the same ops
-with other dtypes.
+An ExportedProgram has no Python code that could read a dtype. So a second export, under autocast, would only give the
+same ops with other dtypes, and running the graph gives these too.
 
 Before: linear: f32[4, 6] = linear(x, w)        After: linear: bf16[4, 6] = linear(x, w)
 """
@@ -21,7 +21,7 @@ from .model.captured import Autocast, Captured
 
 
 def rerun(plain: Captured, autocast: Autocast) -> Captured | str | None:
-    """Return a capture as it is under autocast, or why it fails there; None if there are graphs inside it.
+    """Return the capture that results under autocast, or why it fails there; None if it has graphs inside.
 
     Args:
         plain: the capture of an ExportedProgram, which is not changed.

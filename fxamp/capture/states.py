@@ -1,10 +1,10 @@
 """One capture for every state that a model has: in training and in evaluation, with and without gradients.
 
 Captures that compute the same are merged into one graph, whose literals follow the training flags; the others stay
-graphs of their own, and the converted module chooses at the call. The two grad modes are captured apart only where the
-program was seen to ask which one it is in.
+graphs of their own, and the converted module chooses at the call. The two grad modes are captured separately only if
+the program was seen to query the grad mode.
 
-The user's module is as it was when this returns, or raises.
+The user's module is left unchanged, also after an error.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def capture(
     call, flat = _call_of(module, inputs)
     reads = Reads()
     with capturing(), no_autocast(), same_random_state(), uncollected():
-        random.seed(random.getrandbits(64))  # a number drawn in capture must differ from the check's, to be noticed
+        random.seed(random.getrandbits(64))  # or the check would not notice a random number in the graph
         if front_end == "export":
             if isinstance(model, ExportedProgram) and dynamic_shapes == "auto":
                 dynamic_shapes = program_dims(model)  # the exported program has fixed its dimensions
@@ -106,7 +106,7 @@ def module_of(model: Any) -> nn.Module:
 
 
 def refuse_non_models(model: Any) -> None:
-    """Raise NotAModuleError or CaptureError for what is no model, or is converted already."""
+    """Raise NotAModuleError or CaptureError for anything that is not a model, or is converted already."""
     if not isinstance(model, nn.Module):
         kind = f"the class {model.__name__}: make an instance" if isinstance(model, type) else type(model).__name__
         raise NotAModuleError(f"fxamp converts a torch.nn.Module, a GraphModule or an ExportedProgram, not {kind}.")
@@ -165,7 +165,7 @@ def _all_states(model: nn.Module, run: Run) -> Captures:
 
 
 def _in_state(model: nn.Module, run: Run, training: bool | None, gradients: bool) -> Captured:
-    """Capture with all training flags set to one value, None for those that there are, and in a grad mode."""
+    """Capture with all training flags set to one value (None leaves them as they are), and in a grad mode."""
     flags = {m: m.training for m in model.modules()}
     for m in flags:
         m.training = m.training if training is None else training
@@ -218,14 +218,14 @@ def _one(train: Captured, evaluation: Captured) -> Captured:
 
 
 def _joined(train: CallSpec, evaluation: CallSpec) -> CallSpec:
-    """Return a call specification that asks of the inputs what both captures ask."""
+    """Return a call specification with the requirements of both captures on the inputs."""
     if train.out_spec != evaluation.out_spec or train.out_constants != evaluation.out_constants:
         raise CaptureError("the model returns one thing in train mode and another in eval mode")
     return both(train, evaluation)
 
 
 def _apart(ours: list[Captured], others: list[Captured], grad: bool) -> list[Captured]:
-    """Return the captures of both grad modes, those that compute the same once."""
+    """Return the captures of both grad modes; one capture for both if they compute the same."""
     out = []
     left = list(others)
     for captured in ours:

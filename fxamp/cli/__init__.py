@@ -1,5 +1,4 @@
 """The command `fxamp`.
 
-Imports all of fxamp, each part when it is asked for.
-`python -m fxamp` and the console script run it.
+Imports all of fxamp, each part only when it is needed. `python -m fxamp` and the console script run it.
 """

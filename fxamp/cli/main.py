@@ -1,6 +1,6 @@
 """The command: `fxamp report | diff | check | rules | demo`.
 
-Exit status of every verb: 0 done and nothing found, 1 found, 2 could not tell.
+Exit status of every subcommand: 0 success and no difference, 1 a difference was found, 2 an error.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def _diff(args: argparse.Namespace) -> int:
 def _sides(args: argparse.Namespace) -> list[Path | nn.Module]:
     """Return the two things to compare: saved plans, or targets converted, one of them by two policies."""
     if len(args.policy) > 2:
-        raise PolicyError("diff: two --policy are enough, one for each side")
+        raise PolicyError("diff: give --policy at most twice, once for each side")
     names = [args.before, args.after] if args.after is not None else [args.before]
     targets = {name for name in names if not name.endswith(".json") and name.rpartition(":")[0]}
     if len(names) == 1 and (len(args.policy) != 2 or not targets):

@@ -1,4 +1,4 @@
-"""Output of the verbs: results go to standard output or to files, messages to standard error."""
+"""Output of the subcommands: results go to standard output or to files, messages to standard error."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _has_colours() -> bool:
 
 
 def waiting(args: argparse.Namespace, what: str) -> contextlib.AbstractContextManager[None]:
-    """Say on standard error what takes long, unless it was asked to be quiet."""
+    """Show on standard error what a long step is doing, unless --quiet was given."""
     return contextlib.nullcontext() if args.quiet else shown_while(what, sys.stderr)
 
 

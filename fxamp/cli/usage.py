@@ -1,4 +1,4 @@
-"""The arguments of each verb on the command line."""
+"""The command-line arguments of each subcommand."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def parser_of(runs: Mapping[str, Run]) -> argparse.ArgumentParser:
-    """Return the parser; what it makes of a command line has `run`, the function of its verb.
+    """Return the parser; the namespace that it parses has `run`, the function of the subcommand.
 
     Args:
         runs: the function of each verb.
@@ -52,7 +52,7 @@ def parser_of(runs: Mapping[str, Run]) -> argparse.ArgumentParser:
         made.set_defaults(run=runs[name])
         made.add_argument("--output-format", choices=formats, default="text")
         made.add_argument("-o", "--output", metavar="FILE", type=Path, help="write to FILE instead of printing")
-        made.add_argument("-q", "--quiet", action="store_true", help="print nothing; read the exit status")
+        made.add_argument("-q", "--quiet", action="store_true", help="print nothing; only set the exit status")
         made.add_argument("--exit-zero", action="store_true", help="exit with status 0 instead of 1")
         return made
 
@@ -65,10 +65,10 @@ def parser_of(runs: Mapping[str, Run]) -> argparse.ArgumentParser:
     _add_capture(report)
     report.add_argument("--nodes", action="store_true", help="list every node, with its reason and your line")
     report.add_argument("--lines", action="store_true", help="list the ten lines of your code that cost most")
-    report.add_argument("--edits", action="store_true", help="say how often each rule of the passes fired")
+    report.add_argument("--edits", action="store_true", help="show how often each rule of the passes fired")
     report.add_argument("--depth", type=int, metavar="N", help="show N levels of modules")
     for name, what in (("module", "PATH"), ("op", "NAME"), ("colour", "DTYPE"), ("reason", "CODE")):
-        report.add_argument(f"--{name}", metavar=what, action="append", default=[], help=f"only this {name}")
+        report.add_argument(f"--{name}", metavar=what, action="append", default=[], help=f"only nodes of this {name}")
     report.add_argument(
         "--print-after", metavar="PASS", action="append", default=[], choices=NAMES,
         help=f"write every graph after a pass to standard error; PASS is one of {', '.join(NAMES)}",

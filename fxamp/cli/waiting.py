@@ -1,4 +1,4 @@
-"""Say on a terminal what takes long, while it does; a file or a pipe gets none of it."""
+"""Show on a terminal what a long step is doing; nothing is written to a file or a pipe."""
 
 from __future__ import annotations
 

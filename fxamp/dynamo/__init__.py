@@ -1,6 +1,6 @@
 """The same compiler behind `torch.compile`, at the first call.
 
-Imports the compiler, the author's model, and the checks; for torch's structured trace the record of a report.
+Imports the compiler, the user's model, and the checks; and, for torch's structured trace, the record of a report.
 `convert` and the training step use it.
 """
 

@@ -4,8 +4,8 @@
     torch.compile(model, backend="fxamp", options={"policy": "O1"})          # the same, by entry point
     model.compile(backend="fxamp", options={"policy": "O1"})                 # in place
 
-Guards, graph breaks, recompiles, dynamic shapes and modes are Dynamo's. What the inner backend gets is an ordinary
-graph with casts in it: no context managers, so its caches go on working.
+Dynamo handles guards, graph breaks, recompiles, dynamic shapes and modes. The inner backend receives an ordinary graph
+with casts and without autocast regions, so its caches keep working.
 """
 
 from __future__ import annotations
@@ -181,10 +181,10 @@ def compile(
     options: Mapping[str, Any] | None = None,
     disable: bool = False,
 ) -> Any:
-    """Compile a model with `torch.compile`, converted to mixed precision on the way.
+    """Compile a model with `torch.compile`, which first converts each captured graph to mixed precision.
 
-    The model is captured at its first call, and again at a call that fits no graph. Control flow that depends on
-    values, hooks and checkpointing work as they do under `torch.compile`.
+    The model is captured at its first call, and again at each call for which no graph fits. Data-dependent control
+    flow, hooks and checkpointing work as they do under `torch.compile`.
 
     Args:
         model: Any module that `torch.compile` takes, with FP32 parameters (frozen ones may be FP16 or BF16); it is not
@@ -195,7 +195,7 @@ def compile(
         dynamic: As `torch.compile` takes it.
         mode: For the inner backend.
         options: For the inner backend.
-        disable: Compile and convert nothing.
+        disable: True compiles and converts nothing.
 
     Returns:
         torch's `OptimizedModule`, whose state_dict keys have the prefix `_orig_mod.`; `model.compile(backend="fxamp",
@@ -204,7 +204,7 @@ def compile(
         lists the few outputs that have another dtype.
 
     Raises:
-        NotAModuleError: The model is no module.
+        NotAModuleError: `model` is not a module.
         CaptureError: The model is wrapped in DataParallel, sharded, compiled or converted already.
         PolicyError: The policy is wrong, there is no such inner backend, or `options` holds a name that is an argument
             of this function.
@@ -232,7 +232,7 @@ def compile(
 def rewrite(
     gm: GraphModule, example_inputs: list[Any], policy: Policy, notes: tuple[str, ...] = ()
 ) -> tuple[compiled.Converted, dict[int, torch.dtype]]:
-    """Convert one of Dynamo's graphs, in place; return what was decided, and dtypes of outputs in the model itself."""
+    """Convert a graph from Dynamo, in place; return the decisions, and the outputs' dtypes in the model itself."""
     named = ((parameter_path(n), v) for n, v in zip(gm.graph.nodes, example_inputs, strict=False))
     refuse_low_parameters(named, is_gathered)
     device = policy.device or _device(example_inputs)

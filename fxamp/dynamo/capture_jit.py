@@ -1,8 +1,8 @@
-"""From a graph that TorchDynamo captured to the form the compiler takes: what each value is, and where it was made.
+"""Annotate a graph that TorchDynamo captured with what the compiler needs: what each value is, and where it was made.
 
 Dynamo's graphs hold torch functions over flat placeholders, parameters among them, and every dtype that Python read is
-a constant in them. Under `torch.autocast` those constants, and the example values, are autocast's: the graph is the
-program that autocast runs, casts left out. The compiler wants the dtypes that its values have without autocast's casts,
+a constant in them. If Dynamo traced under `torch.autocast`, those constants and the example values have autocast's
+dtypes: the graph is the program that autocast runs, without the casts. The compiler needs the dtypes without autocast,
 so they are inferred again.
 """
 
@@ -61,9 +61,9 @@ def describe(
     gm: GraphModule, *, ambient: bool, policy: Policy, scope: Scope | None = None, own: Sequence[bool] = (),
     given: Sequence[bool] = (),
 ) -> dict[int, torch.dtype]:  # fmt: skip
-    """Leave on every node what the passes read: `val`, the module path, the autocast region, what a cast means.
+    """Annotate every node with what passes read: `val`, the module path, the autocast region, the meaning of a cast.
 
-    A cast is noted as "literal" where the author called `.float()` and its like; else "autocast" for a dtype that
+    A cast is noted as "literal" where the user called `.float()` and its like; else "autocast" for a dtype that
     autocast's program has there, and "baked" where nothing is known but the dtype, which is then that of FP32. Where
     autocast's program has a low dtype, the graph is given FP32, and the note has the low one.
 
@@ -72,8 +72,8 @@ def describe(
         ambient: autocast was on while Dynamo traced, so the example values and what Python read have its dtypes.
         policy: says where nothing is low, whatever autocast's program has: at O0, and in modules overridden to FP32.
         scope: where the graph lies in the compiled module, if that is known.
-        own: of each input, whether the model itself holds it, or has made it low.
-        given: of each input, whether the compiled module was called with it.
+        own: for each input, whether the model itself holds it, or has made it low.
+        given: for each input, whether the compiled module was called with it.
 
     Returns:
         The dtypes in the model itself, by number, of outputs that are low there, and not by autocast. Beside such
@@ -100,10 +100,10 @@ class _Description:
         placeholders = [n for n in graph.nodes if n.op == "placeholder"]
         self.holds = {n for n, is_own in zip(placeholders, own, strict=False) if is_own}
         self.given = {n for n, is_given in zip(placeholders, given, strict=False) if is_given} - self.holds
-        # Where a model holds or is given low tensors, a low dtype was read off these, not off what autocast made low.
+        # If a model holds or receives low tensors, a low dtype comes from these, not from results of autocast.
         own_tensors = self.holds | self.given
         self.authors = {d for n in own_tensors if (d := dtypes_of(n.meta.get("example_value"))) in LOW}
-        # Low dtypes that may have been read off autocast's results; the author wrote all others.
+        # Low dtypes that may come from results of autocast; the user's code names all others.
         self.by_autocast = {policy.dtype}
         given_low = any(dtypes_of(n.meta.get("example_value")) in LOW for n in self.given)
         named_low = any(_is_method(n) and literal_dtype(n) in LOW for n in graph.nodes)
@@ -138,7 +138,7 @@ class _Description:
             self.own = own_dtypes(gm.graph, self.infer, self.holds, self.given, self.doubtful)
 
     def _described(self, node: Node, value: Any, held: dict[Node, Any], inside: bool) -> Any:
-        """Return a value as the model would give it without autocast; what a cast means is said on it."""
+        """Return a value as the model would compute it without autocast; the meaning of a cast is noted on it."""
         call = node.op.startswith("call")
         if call and is_floating(dtypes_of(value)):
             self._describe_cast(node, value, held)
@@ -200,7 +200,7 @@ def _as_cast(node: Node) -> None:
 
 
 def _is_method(node: Node) -> bool:
-    """Say whether the author called a cast by its name: `.float()`, `.half()`."""
+    """Say whether the user called a cast by its name: `.float()`, `.half()`."""
     return node.op == "call_method" and str(node.target) in ops.CAST_METHODS
 
 

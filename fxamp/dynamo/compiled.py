@@ -1,7 +1,7 @@
 """The registry of converted graphs of Dynamo, looked up by compiled module or by identity of parameters.
 
-Dynamo hands a backend flat graphs without the model. The parameters among their inputs are the model's own. If a graph
-also serves another model of the same code, that shows at the first call of that model.
+Dynamo hands a backend flat graphs without the model. The parameters among their inputs identify the model. If a graph
+also serves another model with the same code, the first call of that model reveals it.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Converted:
 
     @property
     def signature(self) -> Any:
-        """Return what graphs have in common that were captured for other sizes, or once more."""
+        """Return a key that is equal for graphs of the same code that were captured for different sizes, or twice."""
         nodes = self.graph.graph.nodes
         given = tuple(str(dtypes_of(n.meta.get("val"))) for n in nodes if n.op == "placeholder" and _is_made(n))
         calls = [n for n in nodes if n.op.startswith("call") and not is_inserted(n)]
@@ -193,7 +193,7 @@ def _root(module: nn.Module) -> nn.Module:
 
 
 def _carries_out(policy: Policy, asked: Policy) -> bool:
-    """Say whether a policy is the one asked for: one model can be compiled for two."""
+    """Say whether a policy is the one that was requested: one model can be compiled under two policies."""
     return policy == replace(asked, device=asked.device or policy.device, dtype=asked.dtype or policy.dtype)
 
 
@@ -250,7 +250,7 @@ def together(parts: Sequence[tuple[str, Plan]]) -> Plan:
 
 
 def _coverage(module: nn.Module, found: list[Converted]) -> list[str]:
-    """Say how much of a model is in its graphs, where it is not all in one."""
+    """Describe how much of a model its graphs cover, unless one graph covers all of it."""
     inside = {i for entry in found for i in entry.paths}
     named = [(name.removeprefix("_orig_mod."), p) for name, p in module.named_parameters()]
     outside = [name for name, p in named if id(p) not in inside]
@@ -277,7 +277,7 @@ def _between(found: list[Converted]) -> str:
 
 
 def _prefix(captured: dict[int, str], paths: dict[int, str]) -> str:
-    """Return where in a model the module lies whose forward was captured: "encoder." where its "fc" is "encoder.fc"."""
+    """Return the path of the module whose forward was captured, as a prefix: "encoder." if its "fc" is "encoder.fc"."""
     found = [
         paths[i].removesuffix(path)
         for i, path in captured.items()
@@ -287,7 +287,7 @@ def _prefix(captured: dict[int, str], paths: dict[int, str]) -> str:
 
 
 def _moved(decision: Decision, prefix: str, first: int, before: str = "") -> Decision:
-    """Return a decision on a graph that lies elsewhere: at a path that begins otherwise, with a greater number."""
+    """Return a decision with a prefix on its module path, and with an offset on its graph number."""
     key, *causes = (_at(key, prefix, before) for key in (decision.key, *decision.causes))
     path = f"{prefix}{decision.module_path.removeprefix(before)}".removesuffix(".")
     return replace(decision, graph=decision.graph + first, key=key, module_path=path, causes=tuple(causes))

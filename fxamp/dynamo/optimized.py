@@ -60,7 +60,7 @@ class CompiledModule(OptimizedModule):
 
 
 def adopted(made: Any, policy: Policy) -> CompiledModule:
-    """Return what `torch.compile` has made of a model, with every call of it under autocast, as a policy has it."""
+    """Return a module that `torch.compile` returned, with every call under the autocast of a policy."""
     module: CompiledModule = made
     made.__class__ = CompiledModule
     module._fxamp_policy = policy
@@ -87,7 +87,7 @@ def is_low_of_its_own(value: object, made_of_low: bool) -> bool:
 
 
 def is_low_throughout(model: nn.Module, inputs: Any) -> bool:
-    """Say whether a model holds and is given low values only: then values that no graph makes are low in the model."""
+    """Say whether all values that a model holds and receives are low: then those made outside of graphs are, too."""
     held = itertools.chain(model.parameters(), model.buffers(), pytree.tree_leaves(inputs))
     floats = (t.dtype in LOW for t in held if isinstance(t, Tensor) and t.is_floating_point())
     return next(floats, False) and all(floats)
@@ -171,7 +171,7 @@ def _method(method: types.MethodType, model: nn.Module, policy: Policy) -> Calla
 
 @contextlib.contextmanager
 def under_autocast(policy: Policy, model: nn.Module, args: Any, kwargs: Any) -> Iterator[torch.dtype | None]:
-    """Run with autocast as a policy has it: on, and at O0 off. Yields the low dtype, None where nothing is low.
+    """Run with the autocast of a policy: on, except at O0. Yields the low dtype, or None if nothing is low.
 
     Ambient autocast gives the dtype that the policy leaves open.
     """

@@ -1,12 +1,12 @@
-"""Which dtypes the values of a graph that was captured under autocast have in the model itself.
+"""Infer the dtypes that values of a graph captured under autocast have in the model itself, without autocast.
 
 A model that holds low tensors may cast to their dtype. In Dynamo's graph such a cast looks like one whose dtype was
-read off a result of autocast. They are told apart by what the model would do without autocast. A doubtful cast is first
-taken for a cast to FP32. It is the author's, and low, if an op then rejects its operands, or if the cast restores
-values that were low before the author cast them up. Any other is FP32, which loses nothing.
+read off a result of autocast. What the model would do without autocast tells the two apart. A doubtful cast is first
+assumed to go to FP32. If an op then rejects its operands, or if the cast restores values that were low before the
+user's code cast them up, the user wrote the low dtype. Every other doubtful cast goes to FP32, which loses nothing.
 
 Before: linear(to(x, bfloat16), base), base: bfloat16      to(linear, bfloat16)
-After:  the first is bfloat16, for the layer takes nothing else, and the second float32
+After:  the first is bfloat16, since the layer accepts nothing else; the second is float32
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def own_dtypes(
         holds: the inputs that the model itself holds, or has made low.
         given: those that the model was called with; others are not low of their own. An op that rejects one of these
             runs under autocast alone, and what it gives is not low of its own either.
-        doubtful: nodes that name a low dtype, which may be the author's or read off a result of autocast.
+        doubtful: nodes that name a low dtype, which may be the user's or read off a result of autocast.
     """
     nodes = [n for n in graph.nodes if n.meta.get("val") is not None]
     place = {n: i for i, n in enumerate(nodes)}
@@ -83,9 +83,10 @@ def _made(node: Node, infer: Callable[..., Any], own: dict[Node, Any], holds: Se
 
 
 def _shown(node: Node, infer: Callable[..., Any], own: dict[Node, Any], doubtful: Set[Node]) -> set[Node]:
-    """Return the casts that are shown to be the author's by an op that rejects FP32 beside a low operand.
+    """Return the doubtful casts that must be the user's, since an op rejects FP32 together with a low operand.
 
-    They are the nearest ones that its FP32 operands are made of, if the op takes those operands low.
+    They are the nearest doubtful casts among the ancestors of its FP32 operands, if the op accepts these operands in
+    low.
     """
     low = next((own[n] for n in node.all_input_nodes if own.get(n) in LOW), None)
     if low is None:
@@ -113,7 +114,7 @@ def _nearest(value: Node, own: dict[Node, Any], doubtful: Set[Node]) -> set[Node
 
 
 def _restores_low(cast: Node, own: dict[Node, Any], holds: Set[Node]) -> bool:
-    """Say whether all that a value is made of was low before the author cast it up, weights and numbers apart.
+    """Say whether a value is computed only from values that user casts brought up from low, weights and numbers aside.
 
     Before: h = x.float(); h * rsqrt(h.square().mean(-1)); to(mul, bfloat16)        x: bfloat16
     """

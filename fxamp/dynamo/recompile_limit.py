@@ -1,4 +1,4 @@
-"""Say which code has reached Dynamo's recompile limit: calls that need another graph run unconverted from then on.
+"""Report code that has reached Dynamo's recompile limit: further calls that need a new graph run unconverted.
 
 Dynamo leaves such code uncompiled for the rest of the process, for other models of the same code too, and only logs
 it. With `fxamp.compile` those calls run under autocast; without autocast they run in FP32, and fxamp warns.

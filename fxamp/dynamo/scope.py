@@ -1,8 +1,8 @@
-"""Which module a graph of Dynamo's belongs to, and where that lies in the module that was compiled.
+"""Find the module that a graph from Dynamo belongs to, and its path in the module that was compiled.
 
-Dynamo names what a graph reads after local variables, and captures a model that breaks into several graphs in pieces:
-`L['self'].fc` may be `encoder.layers.3.fc`, and after a break the same layer is `L['___stack0']`. The calls under way
-while Dynamo captures, and the identity of modules and parameters, say where they are.
+Dynamo names the inputs of a graph after local variables, and captures a model with graph breaks in pieces:
+`L['self'].fc` may be `encoder.layers.3.fc`, and after a break the same layer is `L['___stack0']`. Their paths are found
+from the call stack while Dynamo captures, and from the identity of modules and parameters.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Scope:
 
 
 def scope() -> Scope | None:
-    """Return the scope of the graph being captured; None where what was compiled is no module."""
+    """Return the scope of the graph being captured; None if something other than a module was compiled."""
     running, given = _running()
     if not running:
         return None

@@ -26,7 +26,7 @@ PATIENCE = 30.0  # seconds to wait for others who write
 
 
 def machine(device: str) -> str:
-    """Return all that a time depends on beside the call: the device, its threads, torch and how exact FP32 is."""
+    """Return everything but the call that a time depends on: device, threads, torch and the precision of FP32."""
     if device != "cpu":
         where = str(getattr(torch, device).get_device_name())
     else:
@@ -78,7 +78,7 @@ def _nanoseconds(value: object) -> int:
 
 
 def save(device: str, nanoseconds: dict[str, int]) -> None:
-    """Add costs to the file, all of them or none; what another thread or process writes meanwhile is kept."""
+    """Add costs to the file atomically; what another thread or process writes meanwhile is kept."""
     file = path(device)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

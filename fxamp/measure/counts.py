@@ -1,6 +1,6 @@
-"""Count what a training step does about dtypes, and time steps side by side.
+"""Count the casts, bytes and ops of a training step, and time steps side by side.
 
-The counts are exact and the same on every run; the times are only good as ratios within one call of `interleaved`.
+The counts are exact and the same on every run; compare times only as ratios, within one call of `interleaved`.
 """
 
 from __future__ import annotations

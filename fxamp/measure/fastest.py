@@ -1,4 +1,4 @@
-"""The last check of `cost="measured"`: it times whole forward and backward passes of the chosen graph and its rivals.
+"""The last check of `cost="measured"`: time whole forward and backward passes of the chosen graph and its alternatives.
 
 The costs of single ops add up only roughly to the time of a step. So the graphs of O2, O1 and FP32 take turns on the
 example inputs. O1 is chosen if it is faster than O2 beyond noise. FP32 is chosen if neither is faster by more than the
@@ -40,7 +40,7 @@ logger = logging.getLogger("fxamp")
 CODE = Code.NOT_WORTH_CASTS.value
 SECONDS = 3.0  # for all variants together
 ROUNDS = (5, 100)  # at least and at most
-NOISE = 1.01  # a step that takes so much longer than another is as fast
+NOISE = 1.01  # steps whose times differ by less than this factor count as equally fast
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -54,8 +54,8 @@ def _runnable(policy: Policy, model: nn.Module, inputs: Inputs | None) -> Inputs
         )
     if not DEVICES[policy.device or "cpu"].is_here():
         raise PolicyError(
-            f"cost='measured' runs ops on {policy.device!r}, which this machine does not have: convert where it is, "
-            f"{instead}."
+            f"cost='measured' runs ops on {policy.device!r}, which this machine does not have: convert on a "
+            f"machine that has it, {instead}."
         )
     leaves = pytree.tree_leaves((list(model.parameters()), list(model.buffers()), inputs))
     homes = sorted({t.device.type for t in leaves if isinstance(t, Tensor)})
@@ -105,7 +105,7 @@ def emit_measured(
 
 
 def fastest(seconds: Mapping[str, Sequence[float]]) -> str:
-    """Return the variant to take, of O2 and what it must beat, by the seconds of each in every round.
+    """Return the variant to use, O2 or one of its alternatives, from the seconds of each in every round.
 
     The least time of each counts. Rounding must pay: FP32 is taken unless another wins by more than the spread, which
     is how far the lower quartile lies from the least.
@@ -134,12 +134,12 @@ def _race(modules: Mapping[str, ConvertedModule], captured: Captured, inputs: In
 
 
 def kept_notes(replayed: Plan | None) -> list[str]:
-    """Return the notes of a replayed plan that still hold: why it is not the O2 that was asked for."""
+    """Return the notes of a replayed plan that still hold: those that say why another level than O2 was chosen."""
     return [note for note in replayed.notes if note.startswith(CODE)] if replayed is not None else []
 
 
 def _explained(plan: Plan, instead_of: Plan, name: str, slower: bool) -> Plan:
-    """Return a plan that says why it is not the one asked for: in a note, and at every decision that differs."""
+    """Return a plan that says why another level than O2 was chosen, in a note and at every decision that differs."""
     colours = {(d.graph, d.key): d.colour for d in instead_of.decisions}
     takes = ("takes longer", "took longer") if slower else ("is not clearly faster", "was not clearly faster")
     reason = f"{CODE}: a step at O2, casts included, {takes[0]} than one at {name}"
@@ -148,7 +148,7 @@ def _explained(plan: Plan, instead_of: Plan, name: str, slower: bool) -> Plan:
     )
     note = (
         f"{CODE}: with {instead_of.policy} a forward and backward on the example inputs {takes[1]} than with {name}, "
-        f"which this is"
+        "so this is the conversion at that level"
     )
     return replace(plan, decisions=decisions, notes=(*plan.notes, note))
 

@@ -1,9 +1,9 @@
 """Time single ops on the device at hand, forward and backward, for `cost="measured"`.
 
-Other load on the machine only adds to a time, so the least time counts. Several sweeps over all calls look for it; a
-sweep times a call until its least time has come up several times, soon on a quiet machine, later on a busy one. A time
-that did not settle, or was taken while the thread had to wait for a processor, is used once and not kept. Any other is
-read from `cost_cache` the next time.
+Other load on the machine can only make a call slower, so the minimum counts. All calls are timed in several sweeps. A
+sweep repeats a call until times near its minimum have occurred several times, which takes longer on a busy machine. If
+the minimum did not settle, or if the thread had to wait for a processor, the time is used once and not cached. All
+other times are read from `cost_cache` from then on.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SWEEPS = 3
 PATIENCE = 0.06  # seconds that a call is timed for in one sweep, if its least time does not come up again
 SETTLED = 5  # samples near the least one end a sweep
 ENOUGH = 3  # samples near the least one, over all sweeps, make a time that is kept
-ALONE = 0.9  # least share of wall time that the thread runs for when it has a CPU to itself
+ALONE = 0.9  # a thread with a CPU to itself runs for at least this share of the wall time
 
 
 class OpTimer:

@@ -1,7 +1,6 @@
 """The converted module: how its code is written and called, what it compares at each call, how it is copied and saved.
 
-Imports the author's model as capture found it, and the contract.
-Everything that has a converted module in hand uses it.
+Imports capture's description of the user's model, and the contract. Everything that handles a converted module uses it.
 """
 
 from __future__ import annotations

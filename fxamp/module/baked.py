@@ -1,14 +1,16 @@
 """The constants of a graph, compared at every call with the values that the model and the converted module have now.
 
 The converted module shares the model's parameters, and has training flags of its own; but a dropout's `p`, a number
-that forward() read, a layer that it called, are in the graph as they were. A change of one of them, on the model or on
-the converted module, is refused at the next call, by name. Training flags of single layers of the model are followed.
+that forward() read, or a layer that it called is a constant of the graph. If one of them changes, on the model or on
+the converted module, the next call raises an error that names it. The converted module follows the training flags of
+single layers of the model.
 """
 
 from __future__ import annotations
 
 import itertools
 import operator
+import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Sequence, Set
@@ -56,7 +58,7 @@ class _Tree:
         self._defaults: dict[tuple[type, str], Any] = {}  # plain values of classes
 
     def add(self, path: str, module: nn.Module, name: str) -> None:
-        """Compare an attribute from now on, wherever `nn.Module` keeps it; what graphs follow is left out."""
+        """Compare an attribute from now on, in any table of `nn.Module`, unless graphs follow its changes."""
         attributes = vars(module)
         if name in _OWN or (name != "forward" and hasattr(nn.Module, name)):
             return
@@ -80,7 +82,7 @@ class _Tree:
             self._compare(path, vars(held), name)
 
     def add_children(self, path: str, module: nn.Module) -> None:
-        """Compare the children that a module has now, each by itself: others may come."""
+        """Compare each child that a module has now; children may be added later."""
         for name in module._modules:
             self._compare(path, module._modules, name)
 
@@ -90,7 +92,7 @@ class _Tree:
         self._owners += [(path, vars(module), name) for name in HOOKS]
 
     def add_class(self, module: nn.Module) -> None:
-        """Refuse another class of a module, which a parametrization gives it."""
+        """Refuse a change of a module's class, as by a parametrization."""
         self._modules.append(module)
         self._classes.append(type(module))
 
@@ -109,7 +111,7 @@ class _Tree:
         return (kind, name) in self._defaults
 
     def holds(self) -> bool:
-        """Say whether nothing has changed. Every call waits for this, so it has no Python loops."""
+        """Say whether nothing has changed. This runs at every call, so it has no Python loops."""
         try:
             if list(map(dict.get, self._tables, self._keys, _ANY)) != self._values:
                 return False
@@ -223,7 +225,7 @@ class Baked:
         self._flags = list(map(_FLAG, self._layers))
 
     def check(self) -> None:
-        """Follow training flags of the model's layers; raise CaptureError for what is not as it was captured."""
+        """Follow training flags of the model's layers; raise CaptureError if anything else changed since capture."""
         if not self._converted.holds():
             self._converted.refuse()
         if self._alive is not None:
@@ -259,12 +261,19 @@ class Baked:
                 raise _asked(f"input '{name}'", required, place)
 
     def _follow(self, flags: list[bool]) -> None:
-        """Give the flags of single layers of the model to those of the converted module; not one for all of them."""
+        """Copy changed training flags of single layers to the converted module, but not a change of all flags."""
         before, self._flags = self._flags, flags
         for i, twin in enumerate(self._twins):
             odd, was_odd = flags[i] is not flags[0], before[i] is not before[0]
             if (odd and (not was_odd or flags[i] is not before[i])) or (was_odd and not odd and flags[0] is before[0]):
                 twin.training = flags[i]
+        if flags[0] is not before[0] and self._twins[0].training is not flags[0]:
+            now, other = ("train()", "eval") if flags[0] else ("eval()", "train")
+            warnings.warn(
+                f"{now} was called on the original model, and the converted module is still in {other} mode: call "
+                f"{now} on the converted module too, if you want its mode to change.",
+                stacklevel=6,
+            )
 
 
 def _asked(name: str, required: bool, place: str) -> CaptureError:
@@ -300,7 +309,7 @@ def _holds_parameters(value: Any) -> bool:
 
 
 def _copy(value: Any) -> Any:
-    """Return a value that stays as it is when this one changes, containers apart from what is in them."""
+    """Return a copy that does not change with this value: containers are copied, but not their items."""
     if type(value) not in _CONTAINERS:
         return value
     if isinstance(value, dict):

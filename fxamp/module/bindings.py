@@ -1,8 +1,8 @@
 """Generated code with less Python overhead, which in a small model is a fifth of the forward pass.
 
 `torch.ops.aten.linear.default(x, w)` finds its kernel by a schema and boxes every argument; `torch._C._nn.linear(x, w)`
-is compiled for these arguments, and is what eager calls. And `self.blocks.0.fc.weight` asks `nn.Module.__getattr__`
-once for each name. Only the generated code is concerned: the graph keeps its overloads and its attributes.
+is compiled for these arguments, and is what eager calls. `self.blocks.0.fc.weight` calls `nn.Module.__getattr__` once
+for each name. Only the generated code changes: the graph keeps its overloads and its attributes.
 
 Before: weight = getattr(self.blocks, "0").fc.weight
         linear = torch.ops.aten.linear.default(x, weight)

@@ -1,7 +1,7 @@
 """`frozen`: weights cast once, for inference. Nothing else in fxamp ever keeps a cast weight.
 
-An edit of a weight leaves no trace that could be checked (`weight.data.copy_(new)` does not), so the region is the
-user's promise that there is none.
+fxamp cannot detect every edit of a weight (`weight.data.copy_(new)` leaves no trace), so by entering the region the
+user promises that there is none.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ def frozen(converted: ConvertedModule) -> Iterator[ConvertedModule]:
     the region the module casts weights at every call, as before.
 
     Args:
-        converted: A module that `fxamp.convert` returned. Every weight that a graph reads in 16 bits, whatever its
-            shape, is copied in that dtype until the region ends.
+        converted: A module that `fxamp.convert` returned. For every weight that a graph reads in 16 bits, whatever its
+            shape, a 16-bit copy is kept until the region ends.
 
     Raises:
-        NotAModuleError: `converted` is no converted module.
+        NotAModuleError: `converted` is not a converted module.
         CaptureError: The module is frozen already.
 
     Example:

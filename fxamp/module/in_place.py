@@ -1,4 +1,4 @@
-"""The operators of Python that write: `x += y` and its like, as functions in a graph.
+"""Python's in-place operators, such as `x += y`, as functions that a graph calls.
 
 `operator.iadd` writes to a tensor, but returns a new number if a traced value turns out to be a number. The code that
 fx generates then assigns the new number to the old name too, which other nodes still read.

@@ -24,12 +24,12 @@ class Kept:
 
     Attributes:
         plan: what was decided, node by node, for all graphs.
-        device_type: whose autocast is disabled round the graphs.
+        device_type: device type whose autocast is disabled while the graphs run.
         original: the name of the model's class.
         missing: states that could not be captured, and why.
         reads: what forward() read of the model, which the graphs have as constants.
         container: the container of torch.nn that the model is, and whose indices the module has; None for another.
-        loads_otherwise: the model's author has overridden how it is loaded.
+        loads_otherwise: the user has overridden how it is loaded.
     """
 
     plan: Plan

@@ -1,7 +1,7 @@
 """`ConvertedModule`: the rewritten graph over the user's own parameters and buffers.
 
-The converted module has the module tree of the original, with the very same parameter and buffer dictionaries in it
-and nothing else: training it trains the original, `state_dict` keys are the same, moving it moves the original.
+The converted module has the module tree of the original, and its modules share the original's parameter and buffer
+dictionaries. Training it trains the original, `state_dict` keys are the same, and moving it moves the original.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _OURS = frozenset(
 
 
 class Containers(CodeGen):
-    """Lets what interprets the graph, as `torch.export` does, give and get the original's containers."""
+    """Converts containers for interpreters of the graph, such as `torch.export`, which pass the original's inputs."""
 
     def __init__(self, call_spec: CallSpec) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class ConvertedModule(GraphModule):
     """A model in mixed precision: a `torch.fx.GraphModule` that is called like the original.
 
     A model that computes different things in train and eval mode, or with gradients and without, has a graph for each
-    state. A call uses the graph of the present state, and so do `.graph` and `.code`.
+    state. A call runs the graph of the present state; `.graph` and `.code` show that graph.
 
     Attributes:
         variants: The graphs.
@@ -188,7 +188,7 @@ class ConvertedModule(GraphModule):
         self._guards[at] = spec.guard_function()
 
     def put(self, at: int, graph: Graph) -> None:
-        """Replace one of the graphs by another, whatever state the module is in.
+        """Replace one of the graphs; it need not be the graph of the present state.
 
         Example:
             >>> converted.put(0, converted.graph)
@@ -215,7 +215,7 @@ class ConvertedModule(GraphModule):
         return code
 
     def graph_forward(self, *flat: Any) -> Any:
-        """Run the graph of the present state on flat tensors without checking shapes, and return flat outputs.
+        """Run the graph of the present state on flat tensors, without checks of shapes; return flat outputs.
 
         Example:
             >>> output, = converted.graph_forward(x)
@@ -340,10 +340,10 @@ class ConvertedModule(GraphModule):
             ) from None
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
-        """Load a state of this model; refuse one that only the author's own loading code may understand.
+        """Load a state of this model; refuse one that only the user's own loading code may understand.
 
         Raises:
-            CaptureError: the state has other names, which the author may know how to read.
+            CaptureError: the state has other names, which the user may know how to read.
         """
         if self._kept.loads_otherwise:
             strange = {k.removeprefix(prefix) for k in state_dict if k.startswith(prefix)} ^ self.state_dict().keys()
@@ -356,7 +356,7 @@ class ConvertedModule(GraphModule):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Move the parameters, as every `nn.Module` does; warn when that takes FP32 from them."""
+        """Move the parameters, as every `nn.Module` does; warn if they are no longer FP32 afterwards."""
         before = {name: p.dtype for name, p in self.named_parameters()}
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, p in self.named_parameters():

@@ -1,8 +1,8 @@
-"""The new places of names in saved modules: pickle looks a name up in the file that it was in when it was saved.
+"""Where names that saved modules refer to are now: pickle looks for a name in the file where it was when it was saved.
 
-What emitted graphs call is in `passes.runtime`, and never moves again. A name that a saved
-module, policy, plan, scaler or backend may hold gets a line here when it leaves its file, and so does the entry point
-of an older installation; `tests/fxamp/module/test_moved.py` loads by the old paths.
+Functions that emitted graphs call are in `passes.runtime`, and never move again. If a class or function that a saved
+module, policy, plan, scaler or backend may refer to moves to another file, it gets a line here; so does the entry point
+of an older installation. `tests/fxamp/module/test_moved.py` loads by the old paths.
 """
 
 from __future__ import annotations

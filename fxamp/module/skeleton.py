@@ -27,8 +27,8 @@ _COUNTS = ("_size", "_keys")  # attributes of ParameterList and ParameterDict th
 def skeleton(model: nn.Module, opaque: Mapping[str, nn.Module], constants: Mapping[str, Any]) -> nn.Module:
     """Return a tree of empty modules that shares the model's parameter and buffer dictionaries.
 
-    Opaque leaves keep their class, to run, and layers and containers of torch.nn theirs, to be found by isinstance()
-    and by index; so do modules whose author says how they are saved or switched (`train`, `state_dict`). Each has a
+    Opaque leaves keep their class, since they run. Layers and containers of torch.nn keep theirs, so that isinstance()
+    and indices work, and so do modules that override how they are saved or switched (`train`, `state_dict`). Each has a
     training flag, hooks and children of its own. Constants go under a child that is never saved in a state_dict.
     """
     new: dict[int, nn.Module] = {}
@@ -84,7 +84,7 @@ def container_of(module: nn.Module) -> type[nn.Module] | None:
 
 
 def _as_container(empty: nn.Module, module: nn.Module) -> None:
-    """Make a container of torch.nn of an empty module; an author's own forward is not the container's."""
+    """Make a container of torch.nn of an empty module; a user's own forward is not the container's."""
     kind: Any = container_of(module)
     empty.__class__ = kind
     own = {k: v for k, v in module.__dict__.items() if k not in empty.__dict__}

@@ -1,4 +1,4 @@
-"""Warn when FP16 gradients come out of an unscaled loss: small ones are zero then, and no error says so."""
+"""Warn when FP16 gradients are computed from an unscaled loss: small ones silently underflow to zero."""
 
 from __future__ import annotations
 

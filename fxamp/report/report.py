@@ -1,4 +1,4 @@
-"""A plan as a reader wants it: totals first, then every node with its colour and the reason for it."""
+"""Print a plan: totals first, then every node with its colour and the reason for it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .forms.harmless import markdown, visible
 from .forms.lines import HEADERS as COSTS
 from .forms.lines import costliest, source
 from .forms.model_explorer import to_model_explorer
-from .forms.tree import chosen, elsewhere, fits, grown, rows, table
+from .forms.tree import CASTS, SIZES, chosen, elsewhere, fits, grown, rows, table
 from .record.build import record_of
 from .record.record import NodeRecord, Record, Totals
 
@@ -85,7 +85,8 @@ class Report:
         body = [(cell(name), *rest) for name, *rest in rows(grown(found, self.model), record.has_casts, depth)]
         if len(found) == len(record.nodes):
             body += [(name, "", "", "", str(count), *("",) * 4) for name, count in elsewhere(record)]
-        parts += [f"{heading}Modules", table(body, style, width)]
+        unknown = () if record.totals.bytes is not None else SIZES if record.has_casts else (CASTS, *SIZES)
+        parts += [f"{heading}Modules", table(body, style, width, unknown)]
         if lines:
             parts += [f"{heading}Lines", self._lines(record, found, style, cell, width)]
         if nodes:
@@ -107,7 +108,7 @@ class Report:
         return self._written("pipe", "## ", markdown)
 
     def to_json(self) -> str:
-        """Return the totals and the whole plan as JSON, the same text for the same plan.
+        """Return the totals and the whole plan as JSON; equal plans give equal text.
 
         Example:
             >>> import json
@@ -143,7 +144,7 @@ class Report:
         return page(record, self.model, self.training, chosen(record, **only))
 
     def to_dot(self, **only: Sequence[str]) -> str:
-        """Return the nodes and their operands in the language of Graphviz, with the filters of `to_html`.
+        """Return the nodes and their operands in DOT, the language of Graphviz; takes the filters of `to_html`.
 
         Example:
             >>> fxamp.report(converted).to_dot().splitlines()[0]
@@ -152,7 +153,7 @@ class Report:
         return to_dot(chosen(self.record or record_of(self.plan), **only), self.model)
 
     def to_model_explorer(self, **only: Sequence[str]) -> tuple[str, str]:
-        """Return a graph for Google's Model Explorer and data that colours its nodes, with the filters of `to_html`.
+        """Return a graph for Google's Model Explorer and data that colours its nodes. Takes the filters of `to_html`.
 
         Example:
             >>> graph, colours = fxamp.report(converted).to_model_explorer()
@@ -247,7 +248,7 @@ def report(converted_or_plan: Diffable | TrainStep) -> Report:
             the shapes of the example inputs.
 
     Raises:
-        FxampError: There is no plan in what was given.
+        FxampError: What was given has no plan.
         CaptureError: A compiled module was not called yet.
         PlanError: The file cannot be read, or holds no plan.
 
@@ -294,7 +295,7 @@ def _line(node: NodeRecord, several: bool) -> tuple[str, ...]:
 
 
 def _instead(totals: Totals) -> str:
-    """Say what FP32 and autocast would save for backward, if that is known."""
+    """Describe how many bytes FP32 and autocast would save for backward, if that is known."""
     others = (("FP32", totals.saved_bytes_fp32), ("autocast", totals.saved_bytes_autocast))
     said = ", ".join(f"{name} {saved / 1e6:.3g}" for name, saved in others if saved is not None)
     return f" ({said})" if said else ""

@@ -1,4 +1,4 @@
-"""The training step: loss scaling, gradient accumulation and the order of things round a model.
+"""The training step: loss scaling, gradient accumulation, and the calls around the model in the right order.
 
 Imports its own rooms, and what converted and compiled modules are.
 Users call it; reports describe it.

@@ -1,4 +1,4 @@
-"""The state of a TrainStep: all that a run needs to continue bit for bit, also within a window."""
+"""The state of a TrainStep: everything that a run needs to continue bit for bit, even within a window."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def beside(step: TrainStep) -> dict[str, Tensor]:
 
 
 def course_of(step: TrainStep) -> dict[str, Any]:
-    """Return the state that steers a step between two windows; it is the same on all ranks."""
+    """Return the part of the state that is the same on all ranks between two windows: scaler, schedulers, counters."""
     return {
         "settings": settings(step),
         "schedulers": [scheduler.state_dict() for scheduler in step.schedulers],
@@ -75,7 +75,7 @@ def load_course(step: TrainStep, state: Mapping[str, Any]) -> None:
 
 
 def load(step: TrainStep, state: Mapping[str, Any]) -> None:
-    """Bring a step into a state.
+    """Load a state into a step.
 
     Raises:
         PolicyError: It does not fit; nothing was changed.
@@ -136,8 +136,8 @@ def refuse_other_settings(step: TrainStep, saved: Mapping[str, Any], free: Seque
         theirs = saved.get(name)
         if theirs != ours and "undecided" not in (theirs, ours):
             raise PolicyError(
-                f"the state was saved with {name} {theirs!r}, and here it is {ours!r}: make the TrainStep as it was, "
-                "or load the parts that fit by themselves (state['model'], state['optimizers'], ...)"
+                f"the state was saved with {name} {theirs!r}, and here it is {ours!r}: make the TrainStep as it was "
+                "when saved, or load only the parts that fit (state['model'], state['optimizers'], ...)"
             )
 
 

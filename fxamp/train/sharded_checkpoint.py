@@ -1,7 +1,7 @@
-"""Checkpoints that every rank writes its part of, and that any number of ranks reads: `torch.distributed.checkpoint`.
+"""Checkpoints of which each rank writes a part, by `torch.distributed.checkpoint`; any number of ranks can read them.
 
-Tensors are kept by the names of the parameters as the author of the model knows them, so that a model may be sharded,
-replicated or neither where it is loaded. The rest is small and the same on all ranks, and is written once.
+Tensors are stored under the names of parameters in the original model, so that the model that is loaded may be sharded,
+replicated or neither. The rest of the state is small, equal on all ranks, and written once.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def save_checkpoint(step: TrainStep, folder: str | os.PathLike[str], *, group: Any = None) -> None:
-    """Save all that a run needs to continue, on any number of ranks; every rank calls this, between two windows.
+    """Save everything that a run needs to continue on any number of ranks. All ranks call this, between two windows.
 
     The file that marks a checkpoint as complete is written last. Use a new folder for each checkpoint: the folder then
     holds a complete one or none.
@@ -62,7 +62,7 @@ def save_checkpoint(step: TrainStep, folder: str | os.PathLike[str], *, group: A
 
 
 def load_checkpoint(step: TrainStep, folder: str | os.PathLike[str], *, group: Any = None) -> None:
-    """Load a checkpoint of `save_checkpoint` into a TrainStep that was made in the same way; every rank calls this.
+    """Load a checkpoint that `save_checkpoint` wrote into a TrainStep made in the same way. All ranks call this.
 
     The number of ranks and `accumulate_steps` may differ from those that were saved. With the same number of ranks the
     random number generators are restored; otherwise they stay as they are.
@@ -156,7 +156,7 @@ def _names(step: TrainStep, optimizer: Optimizer) -> list[str]:
 
 
 def _plain(model: nn.Module, name: str) -> str:
-    """Return a name as the author of the model knows it, without what wrappers put into it."""
+    """Return a name as the user knows it, without what wrappers put into it."""
     module: nn.Module | None = model
     plain = []
     for part in name.split("."):

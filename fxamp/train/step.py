@@ -26,11 +26,11 @@ from passes.contract.errors import NotAModuleError, PolicyError
 
 from ..dynamo import compiled
 from . import checkpoint
+from .checks import begin, has_gradients, refuse_cleared, warn_of_fp32
 from .compiled.compile_settings import refuse_unfit, settings_of
 from .compiled.compiled_step import CompiledStep
 from .describe import reasons_to_wait
 from .ema import averages_of
-from .first_step import begin, warn_of_fp32
 from .given import low_dtype_of, optimizers_of, scaler_of, schedulers_of
 from .ranks.ranks import Ranks
 from .ranks.refused import refuse_unfit_model
@@ -65,8 +65,8 @@ class TrainStep:
     Args:
         model: A module that `fxamp.convert` or `fxamp.compile` returned, or a wrapper of one. An unconverted model
             trains in FP32, except with `compile="fxamp"`. TrainStep never calls train() or eval().
-        loss_fn: It is called as `loss_fn(output, target)`, or without a target as `loss_fn(output)`. None takes the
-            loss from the model's output, `output.loss` or `output["loss"]`.
+        loss_fn: It is called as `loss_fn(output, target)`, or without a target as `loss_fn(output)`. With None the loss
+            is an entry of the model's output: `output.loss` or `output["loss"]`.
         optimizer: One optimizer, or several over distinct parameters. One that evaluates the loss itself (LBFGS) has to
             be the only one; it runs the micro-batches of the window again whenever it evaluates the loss.
         scaler: A LossScaler that nothing else uses; a number for a static loss scale; None for no loss scaling. "auto"
@@ -81,19 +81,17 @@ class TrainStep:
             until the last backward. "per_use" casts at every call, and with `compile` in backward too. Gradients are
             the same, bit for bit. A weight that is written to, moved or replaced is cast again; an edit through `.data`
             takes effect in the next window. "auto" is "per_step" if a weight would be cast more than once a window, or
-            with `compile`; else "per_use". With `compile` under DistributedDataParallel it is "per_use", since torch
-            exchanges gradients during backward only for graphs that read the weights, not copies of them. The attribute
-            `step.weights.per_use` names parts that `torch.compile` compiled before, which cast at every call. Under
-            FSDP2 "per_step" is refused.
+            with `compile`; else "per_use". Parts of the model that are already compiled by `torch.compile` cast at
+            every call; `step.weights.per_use` names them. Under FSDP2 "per_step" is refused.
         on_overflow: "skip_window" skips a step if any micro-batch had gradients that were not finite. "skip_microbatch"
             leaves out those micro-batches, and the gradients are the mean of the others; the scale backs off in both
             cases. "skip_microbatch" needs memory for a second set of gradients, and under DistributedDataParallel an
             exchange of gradients after the window instead of during its last backward.
-        compile: With True, Inductor compiles model and loss as one graph, and from the second window on the work after
-            backward as another; fused optimizers are not compiled. It may also be the name of another backend, or a
-            mapping of `torch.compile`'s backend, mode, options, dynamic and fullgraph. Backend "fxamp" converts the
-            model, which must not be converted yet. `compiled` counts graphs, breaks, recompiles and uncompiled
-            functions.
+        compile: With True, Inductor compiles model and loss as one graph and, from the second window on, everything
+            after backward as a second graph; fused optimizers are not compiled. It may also be the name of another
+            backend, or a mapping of `torch.compile`'s backend, mode, options, dynamic and fullgraph. Backend "fxamp"
+            converts the model, which must not be converted yet. `compiled` counts graphs, breaks, recompiles and
+            uncompiled functions.
         cuda_graph: True lets Inductor capture CUDA graphs. Gradients are then zeroed in place after a window, and a
             gradient that a window does not compute is zero, not None. Without CUDA it does nothing.
 
@@ -101,12 +99,12 @@ class TrainStep:
         scaler: The LossScaler in use; a disabled one without loss scaling.
         weights: Which casts of weights are kept for a window.
         compiled: Counts of the compiled graphs; None if nothing is compiled.
-        ranks: The ranks that share the step; on a single process a `Ranks` without others.
+        ranks: The ranks that share the step; with a single process it holds no groups of ranks.
         windows: How many windows were finished.
 
     Raises:
-        PolicyError: An argument cannot be used, or does not fit another; the message says which values can be used.
-        NotAModuleError: `model` is no module.
+        PolicyError: An argument is invalid, or does not fit another one; the message says what is valid.
+        NotAModuleError: `model` is not a module.
 
     Example:
         >>> step = fxamp.TrainStep(
@@ -159,8 +157,6 @@ class TrainStep:
         self.compiled = None if settings is None else CompiledStep(settings)
         self.ranks = Ranks(model, self.optimizers)
         refuse_unfit_model(model, weights)
-        if weights == "auto" and settings is not None and self.ranks.replicated > 1:
-            weights = "per_use"
         self.weights = WeightCasts(model, weights, accumulate_steps, settings is not None)
         self._low_dtype = low_dtype_of(model)
         self.scaler = scaler_of(scaler, self._low_dtype)
@@ -174,6 +170,7 @@ class TrainStep:
 
         self.windows = 0
         self._position = 0  # micro-batches of the open window seen so far
+        self._accumulated = False  # whether they left gradients
         self._given_scale: float | None = None  # scale given for the open window
         self._window_scaler = self.scaler
         self._window_scale: float | torch.Tensor | None = None
@@ -194,7 +191,7 @@ class TrainStep:
         return inside[0] if len(inside) == 1 else self.model
 
     def __call__(self, inputs: Any, target: Any = None, *, scale: float | None = None) -> StepResult:
-        """Take one micro-batch; at the window's end, step the optimizers.
+        """Run one micro-batch forward and backward; at the end of a window, step the optimizers.
 
         Args:
             inputs: A tensor or a tuple for `model(*inputs)`, or a mapping for `model(**inputs)`, with the shapes that
@@ -222,10 +219,10 @@ class TrainStep:
         return self._finish_window()
 
     def flush(self) -> StepResult:
-        """Step with the micro-batches of an unfinished window, at the end of an epoch. If there are none, do nothing.
+        """End an unfinished window now, for example at the end of an epoch, and step. If no window is open, do nothing.
 
         Gradients are multiplied by `accumulate_steps / seen`, so that they are the mean over the micro-batches seen.
-        Under DistributedDataParallel all ranks have to call this, and the mean is over the micro-batches of all.
+        Under DistributedDataParallel all ranks have to call this, and the mean is over the micro-batches of all ranks.
 
         Example:
             >>> step = fxamp.TrainStep(converted, nn.functional.cross_entropy, optimizer, accumulate_steps=4)
@@ -240,7 +237,7 @@ class TrainStep:
         return self._finish_window(total)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that a run needs to continue bit for bit, as plain values and tensors.
+        """Return everything that a run needs to continue bit for bit, as plain values and tensors.
 
         It holds the states of the model, of a loss that is a module, of the optimizers, schedulers, averages and
         scaler, and of the random number generators. It also holds parameters that the optimizers train outside the
@@ -255,7 +252,7 @@ class TrainStep:
         """Load a state that `state_dict` returned into a TrainStep that was made in the same way.
 
         Raises:
-            PolicyError: The state is of no TrainStep, or of other settings or another model; nothing was changed.
+            PolicyError: It is not the state of a TrainStep, or has other settings or another model. Nothing changed.
 
         Example:
             >>> torch.save(step.state_dict(), "step.pt")
@@ -281,6 +278,7 @@ class TrainStep:
     def _micro_batch(self, inputs: Any, target: Any) -> None:
         """Run forward and backward; gradients are those of the window so far."""
         begin(self)
+        refuse_cleared(self)
         last = self._position + 1 == self.accumulate_steps and self._kept is None
         with self.weights.in_use(), exchanging(self.ranks.replicas, last):
             loss = self._loss_of(inputs, target)
@@ -299,6 +297,7 @@ class TrainStep:
             if self._kept is not None:
                 self._kept.after_backward()
         self._position += 1
+        self._accumulated = has_gradients(self)
         self._loss = loss.detach()
         if self._in_place:
             self._loss = self._loss.clone()  # the next replay of the CUDA graph overwrites it
@@ -407,6 +406,7 @@ class TrainStep:
         if self._again is not None:
             self._again.clear()
         self._position = 0
+        self._accumulated = False
         self._use_scale(None)
         self._loss = None
 

@@ -1,4 +1,4 @@
-"""The last check: the captured graph, with nothing rounded, is compared with the model on the example inputs."""
+"""The last check: compare the captured graph, before any rounding, with the model on the example inputs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 GRADIENT_TOLERANCE = 1e-6  # the exporter may reorder a sum of gradients
 # A fraction of the norm of all gradients together. A gradient that is zero up to rounding, such as that of the bias of
-# attention keys, has no digit that a reordered sum would keep.
+# attention keys, keeps no digit when its sum is reordered.
 GRADIENT_NOISE = torch.finfo(torch.float32).eps
 
 
@@ -103,9 +103,9 @@ def rejected(model: nn.Module, call: CallSpec, flat: Sequence[Any], error: Excep
 def check_faithful(captured: Captured, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
     """Compare outputs, and what is left in inputs and in the model's tensors, bit for bit, and gradients within 1e-6.
 
-    The model runs once, and its graph once, nothing rounded, in the state that the model is in; numbers that forward()
-    assigns are those of a second call, so that a counter on which a result depends is found. Returns the capture, with
-    a note where there was less to compare.
+    The model and its graph, without rounding, each run once, in the present state of the model. Numbers that forward()
+    assigns start as after a first call, so that a result that depends on a counter is found. Returns the capture, with
+    a note if less could be compared.
 
     Raises:
         CaptureError: the model rejects the inputs, or the captured graph computes something else.
@@ -139,7 +139,7 @@ def check_faithful(captured: Captured, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _go_on(model: nn.Module, left: Mapping[str, Any]) -> None:
-    """Give a model the numbers that a call left in its attributes, for a graph cannot count on from them."""
+    """Give a model the numbers that a call left in its attributes, since a graph cannot continue to count from them."""
     modules = dict(model.named_modules())
     for name, value in left.items():
         path, _, attribute = name.rpartition(".")

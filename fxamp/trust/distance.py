@@ -1,4 +1,4 @@
-"""How far two runs of a model are apart, and the run that mixed precision is compared with: under `torch.autocast`."""
+"""Measure how far two runs of a model are apart, and run a model under `torch.autocast` as the baseline."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""Guard the sizes 1 and 0 where a model computes something else for them.
+"""Add guards against the sizes 1 and 0 if a model computes something different at these sizes.
 
-The exporter assumes that every dynamic size is at least 2, and leaves no trace of a branch that this decides, such as
-`if x.shape[1] > 1`. So the model and its graph are run on fake tensors, which have sizes and no values. The calls of
-the two may differ at small sizes only as they do at the example's sizes, which is mostly not at all. No kernel runs on
-inputs that nobody gave. A model that fake tensors cannot run, because its data decides, is guarded without being tried.
+The exporter assumes that every dynamic size is at least 2. If that decides a branch, such as `if x.shape[1] > 1`, the
+graph shows no trace of it. So the model and its graph are both run at small sizes, on fake tensors, which have sizes
+but no values, so that no kernel runs. If the ops that they call differ more than at the example's sizes, where they are
+mostly the same, a guard is added. A model that cannot run on fake tensors, because its control flow depends on data,
+gets the guards without this test.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ Run = Callable[[list[Any]], Any]  # takes flat tensors
 
 
 class _Calls(TorchDispatchMode):
-    """Count the kernels that are called, with the numbers they are given; views, which move nothing, are left out."""
+    """Count the kernels that are called, with their numeric arguments; views are ignored, since they move no data."""
 
     def __init__(self, mode: FakeTensorMode) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -57,7 +58,7 @@ class _Calls(TorchDispatchMode):
 
 @functools.cache
 def _scalars_of(func: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Return the places and the names of the arguments of an op that take numbers which are no sizes."""
+    """Return positions and names of the arguments of an op that take numbers other than sizes."""
     kinds = [str(a.type).removeprefix("Optional[").removesuffix("]") for a in own_schema(func).arguments]
     found = [i for i, kind in enumerate(kinds) if kind in _SCALARS]
     return tuple(found), tuple(own_schema(func).arguments[i].name for i in found)
@@ -74,8 +75,8 @@ def guards_of_small_sizes(call: CallSpec, tensors: Sequence[torch.Tensor], model
     """Return the guards that a graph needs, beside those it has.
 
     Args:
-        call: of the graph.
-        tensors: the example's.
+        call: how the graph is called.
+        tensors: example inputs.
         model: calls the model.
         graph: calls the graph.
     """

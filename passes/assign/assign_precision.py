@@ -1,8 +1,8 @@
 """Pass 2: decide in which dtype every node runs, and say why. The graph is not changed.
 
 Two simulations run forwards over the graph (`simulate.py`). The first does what `torch.autocast` would do on this
-device: every node gets its `autocast` dtype. The second obeys the policy: its pins, what the author's own casts say,
-and the level's reading of each rule.
+device: every node gets its `autocast` dtype. The second follows the policy: its overrides, the casts in the user's
+code, and each rule as the level interprets it.
 
 Before: linear(x, w); softmax(linear)          no dtype decided
 After:  linear: bfloat16, "low: matrix product"; softmax: bfloat16, "follow: its operand's dtype"
@@ -47,7 +47,7 @@ class AssignPrecision:
     timer: Timer | None = None
 
     def __call__(self, unit: Unit) -> dict[str, int]:
-        """Decide; no edit is made, and why each node is coloured as it is stands in the plan."""
+        """Decide, without an edit; the plan gives the reason for each node."""
         original = original_dtypes(unit.graph, unit.attribute)
         plan = None if self.plan is None else self.plan.of_graph(unit.index)
         unit.assignment = assign_precision(unit.graph, self.policy, original, plan, unit.border, self.timer)
@@ -124,7 +124,7 @@ def _disagreements(graph: Graph, reference: Simulation) -> list[str]:
 
 
 def _as_it_is(node: Node, original: dict[Node, Any]) -> Colouring | None:
-    """Return the decision at O0 with measured costs, where FP32 may have been chosen because O2 does not pay."""
+    """Return the decision at O0 of a plan with measured costs, which may have chosen FP32 because O2 saves no time."""
     dtypes = original[node] if isinstance(original[node], tuple) else (original[node],)
     dtype = next((d for d in dtypes if is_floating(d) and not isinstance(d, tuple)), None)
     if not node.op.startswith("call") or dtype is None:
@@ -133,7 +133,7 @@ def _as_it_is(node: Node, original: dict[Node, Any]) -> Colouring | None:
 
 
 def _keep_reasons(graph: Graph, simulation: Simulation, plan: Plan) -> None:
-    """Give every node the reason that a replayed plan has for it: what was measured then is not known here."""
+    """Give every node the reason from the replayed plan, since the measurements behind it are not repeated."""
     reasons = {d.key: d.because for d in plan.decisions}
     for node, key in keys(graph.nodes).items():
         if node in simulation.colours and key in reasons:

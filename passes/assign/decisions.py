@@ -1,4 +1,4 @@
-"""Write the decisions on a graph as its part of the plan, while it has only the author's nodes."""
+"""Write the decisions on a graph as its part of the plan, before any cast is inserted."""
 
 from __future__ import annotations
 

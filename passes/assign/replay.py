@@ -22,8 +22,8 @@ class Replay:
     """Check that a plan fits every graph that it decides on.
 
     Attributes:
-        plan: that is carried out.
-        own: which of its decisions, by graph and key, the graphs must have; None for all.
+        plan: the plan to carry out.
+        own: the decisions, by graph and key, that the graphs must have; None for all.
     """
 
     name: ClassVar = "replay"
@@ -41,13 +41,13 @@ class Replay:
 def replay(graph: Graph, assignment: Assignment, plan: Plan, own: Container[str] | None = None) -> None:
     """Check that a plan fits a graph, node by node, and that the colours are those it holds.
 
-    Colours follow from one another, so a plan is replayed whole: where its policy gives another colour here, because
-    torch or a rule has changed, that is said and nothing is converted.
+    Colours follow from one another, so a plan is replayed as a whole. If its policy gives another colour here, because
+    torch or a rule has changed, an error says so and nothing is converted.
 
     Args:
         graph: not changed.
         assignment: what the plan's policy decides here.
-        plan: of this graph.
+        plan: plan of this graph.
         own: the keys that the graph must have, None for all. The others may be missing here.
 
     Raises:

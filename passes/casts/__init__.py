@@ -1,7 +1,7 @@
-"""Passes 3 and 4, and the proof: insert casts, drop and share them, verify what must hold after every pass.
+"""Passes 3 and 4, and verification: insert casts, drop and share them, check invariants after every pass.
 
-Nothing is decided here: that is `assign`.
+Nothing is decided here; `assign` decides.
 
-Imports analyses, and what operands a kernel refuses.
+Imports analyses, and the knowledge of which operands a kernel rejects.
 The pipeline runs it.
 """

@@ -34,7 +34,7 @@ class Annotate:
 def annotate(graph: Graph, assignment: Assignment) -> None:
     """Give every value the dtype that it was assigned.
 
-    A cast of a fake tensor takes a hundred times as long as to look up one of the same sizes that was made before.
+    Casting a fake tensor takes a hundred times as long as looking up an earlier one of the same sizes.
     """
     made: dict[Any, Any] = {}
     for node in graph.nodes:

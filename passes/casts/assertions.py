@@ -10,7 +10,7 @@ from ..ops import ops
 
 
 def loosen_assertions(graph: Graph, recoloured: Callable[[Node], bool]) -> int:
-    """Drop the device from the exporter's assertions, for a module can be moved, and the dtype where it has changed.
+    """Drop the device from the exporter's assertions, since a module can be moved, and the dtype if it has changed.
 
     Before: _assert_tensor_metadata(x, None, None, float32, device=cpu)
     After:  _assert_tensor_metadata(x, None, None)

@@ -1,6 +1,6 @@
 """Pass 4: drop or share inserted casts that change no value.
 
-Five rules, each exact, and all but `share` in backward too; user casts are never touched:
+There are five rules. All are exact in forward, and all but `share` in backward too. User casts are never touched:
 
     no_op           to(x: bf16, bf16)                  ->  x
     round_trip      to(to(x: bf16, f32), bf16)         ->  x          (widening and back; never narrowing and back)
@@ -100,7 +100,7 @@ def _round_trip(graph: Graph, assignment: Assignment) -> int:
 
 
 def _share(graph: Graph, assignment: Assignment, mode: str) -> int:
-    """Before: a = to(x, bf16); b = to(x, bf16). After: a twice. The author's own cast serves as well as one of ours."""
+    """Before: a = to(x, bf16); b = to(x, bf16). After: a twice. `a` may also be a user cast."""
     if mode == "never":
         return 0
     edits, aliases, modes = 0, Aliases(graph), grad_modes(graph)
@@ -148,7 +148,7 @@ def _promote(graph: Graph, assignment: Assignment) -> int:
 
 
 def _dtype_argument(graph: Graph, assignment: Assignment) -> int:
-    """Before: sum(to(x: bf16, f32)). After: sum(x, dtype=f32). An explicit dtype of the author's stays."""
+    """Before: sum(to(x: bf16, f32)). After: sum(x, dtype=f32). An explicit dtype of the user's stays."""
     edits = 0
     for cast, reader in _upcasts_read_once(graph, assignment, lambda n: row_of(n).absorbs_cast):
         schema = ops.schema_of(reader)
@@ -163,7 +163,7 @@ def _dtype_argument(graph: Graph, assignment: Assignment) -> int:
 def _upcasts_read_once(
     graph: Graph, assignment: Assignment, takes: Callable[[Node], object]
 ) -> list[tuple[Node, Node]]:
-    """Return (cast, reader) where only one such call reads a widening cast, and could read its operand instead.
+    """Return (cast, reader) for each widening cast whose only reader could read the operand of the cast instead.
 
     The reader saves its operand for backward, so nothing may ever write to that. With several readers the sum of their
     gradients would be rounded in another place.

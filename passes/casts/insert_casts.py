@@ -1,4 +1,4 @@
-"""Pass 3: make every operand agree with what its reader was assigned.
+"""Pass 3: insert a cast wherever an operand does not have the dtype that its reader was assigned.
 
 Before: linear(x, w)                                   x, w: float32; linear was coloured bfloat16
 After:  linear(to(x, bfloat16), to(w, bfloat16))
@@ -155,7 +155,7 @@ def _replace(node: Node, change: Any) -> bool:
 
 
 def _restore_outputs(graph: Graph, assignment: Assignment) -> int:
-    """Before: return y: bfloat16. After: return to(y, float32), which the model gave; one value, one cast."""
+    """Before: return y: bfloat16. After: return to(y, float32), as the model does; one cast for each value."""
     output = graph.output_node()
     made: dict[Node, Node] = {}
     for value in output.all_input_nodes:

@@ -40,7 +40,7 @@ def verify(graph: Graph, assignment: Assignment | None = None) -> None:
 
 
 def _agree(held: Any, expected: Any) -> bool:
-    """Say whether two dtypes are one, as far as they are known."""
+    """Say whether two dtypes agree, as far as they are known."""
     if COMPLEX in (held, expected) and is_complex(held) and is_complex(expected):
         return True
     return ANY in (held, expected) or held == expected
@@ -93,7 +93,7 @@ def _dtypes(node: Node, held: dict[Node, Any], assignment: Assignment) -> Any:
 
 
 def _runs_as_captured(node: Node, assignment: Assignment) -> bool:
-    """Say whether a fake kernel takes the original dtypes: some take none, for example with an empty batch."""
+    """Say whether a fake kernel accepts the original dtypes; some accept none, for example with an empty batch."""
     try:
         assignment.infer(node, lambda n: assignment.original.get(n, assignment.dtypes.get(n)))
     except Exception:  # whatever a fake kernel raises
@@ -111,7 +111,7 @@ def _is_touched(node: Node, assignment: Assignment) -> bool:
     colouring = assignment.colours.get(node)
     read = note_of(node).read is not None and not row_of(node).cast
     told = note_of(node).told_dtype  # set by eliminate_casts
-    # Casts of operands may have become the author's own cast, so that operands have their captured dtypes again.
+    # Casts of operands may have become the user's own cast, so that operands have their captured dtypes again.
     changed = colouring is not None and (colouring.set_dtype is not None or bool(colouring.casts))
     return read or is_inserted(node) or told or changed
 

@@ -1,4 +1,4 @@
-"""The question to the compiler (a policy), its answer (a plan, with reasons), and its errors.
+"""The interface of the compiler: its input (a policy), its output (a plan, with reasons), and its errors.
 
 The levels and the devices are rows here: a new device is one row in `devices.py`.
 

@@ -1,4 +1,4 @@
-"""The devices that fxamp knows, one row a device: whose lists of ops hold there, and what a placement costs."""
+"""The devices that fxamp knows, one row for each: whose op lists it uses, and what moving bytes costs on it."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class FxampError(Exception):
-    """The base of every error that fxamp raises on purpose. Catch this one to catch them all.
+    """The base class of every error that fxamp raises on purpose.
 
     Example:
         >>> try:
@@ -18,7 +18,7 @@ class FxampError(Exception):
 class CaptureError(FxampError, RuntimeError):
     """The model cannot be captured faithfully, or is called in a way that its capture does not cover.
 
-    It is a RuntimeError too.
+    The error is also a RuntimeError.
 
     Example:
         >>> fxamp.plan_of(nn.Linear(8, 4))
@@ -37,7 +37,7 @@ class RejectedError(CaptureError):
 
 
 class NotAModuleError(CaptureError, TypeError):
-    """Something other than a module was given where a module is needed. It is a CaptureError and a TypeError too.
+    """An argument that must be a module is something else. The error is also a CaptureError and a TypeError.
 
     Example:
         >>> fxamp.compile("model")
@@ -48,7 +48,7 @@ class NotAModuleError(CaptureError, TypeError):
 
 
 class PolicyError(FxampError, ValueError):
-    """The policy asks for something unknown, contradictory, or missing on this device. It is a ValueError too.
+    """The policy asks for something unknown, contradictory, or missing on this device. The error is also a ValueError.
 
     Example:
         >>> fxamp.Policy("O1", dtype="fp8")
@@ -59,7 +59,7 @@ class PolicyError(FxampError, ValueError):
 
 
 class PlanError(FxampError, ValueError):
-    """A plan does not fit the graph, or cannot be read. It is a ValueError too.
+    """A plan does not fit the graph, or cannot be read. The error is also a ValueError.
 
     Example:
         >>> fxamp.Plan.from_json("{}")
@@ -70,7 +70,7 @@ class PlanError(FxampError, ValueError):
 
 
 class VerificationError(FxampError):
-    """A rewritten graph does not do what its plan says, or an op of it has no kernel on this device.
+    """A rewritten graph does not do what its plan says, or has an op without a kernel on this device.
 
     Example:
         >>> sloped = nn.Sequential(nn.Linear(8, 4), nn.RReLU(inplace=True))  # has no FP16 kernel on a CPU
@@ -84,7 +84,7 @@ class VerificationError(FxampError):
 class ScaleCollapseError(FxampError, FloatingPointError):
     """Too many optimizer steps in a row were skipped because gradients were not finite.
 
-    It is a FloatingPointError too. The loss scaler is in a consistent state when it is raised.
+    The error is also a FloatingPointError. The loss scaler is in a consistent state when the error is raised.
 
     Example:
         >>> weight = nn.Parameter(torch.ones(1))

@@ -6,10 +6,10 @@ import enum
 
 
 class Level(str, enum.Enum):
-    """How far a conversion goes; a level is equal to its name, and prints as it.
+    """A level of conversion; it compares equal to its name, and prints as its name.
 
     Attributes:
-        rounds: anything runs in the low dtype; else the graph is the author's, bit for bit.
+        rounds: some ops may run in the low dtype; otherwise results are the model's own, bit for bit.
         is_autocasts: values are those of `torch.autocast`, bit for bit where the plan names no deviation.
         stores_low: values that autocast would keep in FP32 may be stored low.
         rounds_sensitive: sensitive ops run low too, wherever they have a kernel.

@@ -117,13 +117,13 @@ class Plan:
         inserted_casts: How many casts were inserted.
         casts: How many inserted casts are left after elimination.
         torch_version: The torch it was made with.
-        states: One entry per state, as "NUMBER: NAME", NUMBER being its first graph; empty with one graph for all.
-            Decisions that a state shares with the first state are listed only there.
+        states: One entry per state, as "NUMBER: NAME", where NUMBER is that of its first graph; empty if one graph
+            serves all states. Decisions that a state shares with the first state are listed only there.
         edits: How often each rule of the passes fired, as "pass/rule"; empty in plans of an older format.
         totals: The costs of the graphs at the example's sizes, as `fxamp check` compares them; empty if not computed.
         fxamp_version: The fxamp it was made with; "" in plans of an older format.
-        machine: The machine whose measured facts it was made with, as "cpu AVX512, torch 2.13"; "" in plans of an
-            older format.
+        machine: The machine on which the kernel facts behind the plan were measured, as "cpu AVX512, torch 2.13"; "" in
+            plans of an older format.
         version: Version of the file format.
 
     Example:
@@ -158,7 +158,7 @@ class Plan:
             seen.add((decision.graph, decision.key))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Read a pickled plan; what an older fxamp did not write down is as for a plan without it."""
+        """Read a pickled plan; fields that an older fxamp did not write get their defaults."""
         self.__init__(**state)  # type: ignore[misc]
 
     @property
@@ -194,7 +194,7 @@ class Plan:
         return replace(self, decisions=tuple(d for d in self.decisions if d.graph == index))
 
     def part(self, at: int) -> Plan:
-        """Return the plan of one state: the state's own decisions, and those that it shares with the first state.
+        """Return the plan of one state: its own decisions, and the decisions that it shares with the first state.
 
         Args:
             at: Number of the state among `states`.
@@ -230,7 +230,7 @@ class Plan:
         return [int(state.partition(":")[0]) for state in self.states]
 
     def to_json(self) -> str:
-        """Return the plan as text, the same text for the same plan.
+        """Return the plan as JSON; equal plans give equal text.
 
         Example:
             >>> fxamp.Plan.from_json(converted.plan.to_json()) == converted.plan
@@ -250,7 +250,7 @@ class Plan:
             newer: Accept a newer format too. Fields that this fxamp does not know are left out, and a note says so.
 
         Raises:
-            PlanError: The text is no plan; the message says where.
+            PlanError: The text is not a plan; the message says where it is wrong.
 
         Example:
             >>> fxamp.Plan.from_json(converted.plan.to_json()).capture
@@ -282,7 +282,7 @@ class Plan:
             raise PlanError(f"{name}: {error}") from error
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan to a file, all of it or nothing.
+        """Write the plan to a file, atomically.
 
         Raises:
             PlanError: The file cannot be written.
@@ -328,8 +328,8 @@ def joined(plans: Sequence[Plan], states: Sequence[str]) -> Plan:
     """Return one plan for all graphs of a model; a decision that is the same in the first state is listed only there.
 
     Args:
-        plans: of each graph.
-        states: what each holds for.
+        plans: plans of the graphs.
+        states: what state each of them is for.
     """
     if len(plans) == 1:
         return plans[0]
@@ -346,7 +346,7 @@ def joined(plans: Sequence[Plan], states: Sequence[str]) -> Plan:
 
 
 def sums(plans: Sequence[Plan]) -> dict[str, Any]:
-    """Return the fields of a plan for several graphs that are those of its parts together."""
+    """Return the fields of a plan for several graphs that are sums over its parts."""
     rules = sorted({rule for plan in plans for rule in plan.edits})
     return {
         "notes": tuple(dict.fromkeys(note for plan in plans for note in plan.notes)),

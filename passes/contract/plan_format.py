@@ -1,4 +1,4 @@
-"""Plans as text: read strictly, in every format that fxamp has written, and written whole or not at all."""
+"""Plans as text: read strictly, in every format that fxamp has ever written; written atomically."""
 
 from __future__ import annotations
 
@@ -80,16 +80,16 @@ def known_part(data: dict[str, Any], plan_kind: type, decision_kind: type) -> di
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Write a text file whole: a reader sees the old file or the new one, never half of it, whoever else writes.
+    """Write a text file atomically: a reader sees the old file or the new one, never a part, even with several writers.
 
     Raises:
         OSError: the file cannot be written.
         ValueError: the path is invalid, or the text has characters that UTF-8 cannot encode.
     """
-    # A link keeps pointing where it points.
+    # If the path is a symbolic link, the link stays and its target is replaced.
     target = Path(os.path.realpath(path))
     if target.exists() and not target.is_file():
-        # A directory says so here; a device or a pipe cannot be replaced, only written to.
+        # For a directory this raises an error; a device or a pipe cannot be replaced, only written to.
         target.write_text(text, encoding="utf-8")
         return
     temporary = target.with_name(f".fxamp-{uuid.uuid4().hex}.tmp")  # short, for the target's own name may be long

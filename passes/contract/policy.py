@@ -40,7 +40,7 @@ CHOICES = {
 }
 
 _DTYPE_SPELLINGS = DTYPES | {"float16": torch.float16, "half": torch.float16, "bfloat16": torch.bfloat16}
-# What people write for something that has another name here.
+# Words that people use for something that has another name here.
 _MEANT = {"gpu": "cuda"} | dict.fromkeys(_DTYPE_SPELLINGS, "low")
 _LIKE = 0.55  # least likeness of a suggested name: "fp8" is like "fp16", and "fp16" is not like "fp32"
 _FP32_SPELLINGS = ("float32", "torch.float32", "float")
@@ -48,15 +48,15 @@ _FP32_SPELLINGS = ("float32", "torch.float32", "float")
 
 @dataclass(frozen=True, init=False)
 class Policy:
-    """Say how a model is converted: a level, a dtype, a device, and overrides. Its string form can be parsed back.
+    """How a model is converted: a level, a dtype, a device, and overrides. Its string form can be parsed back.
 
     A policy is frozen, hashable and equal by value. If two module overrides match, a path wins over a type, and of two
     paths the one with the longer literal prefix wins. An override of a module wins over one of an op.
 
     Args:
         level: "O0" computes everything in FP32. "O1" runs the ops of `torch.autocast` in 16 bits. "O2" adds ops that
-            are not numerically sensitive, where running in 16 bits, casts included, moves fewer bytes. "O3" runs all
-            ops that have a 16-bit kernel.
+            are not numerically sensitive, if fewer bytes are then moved, counting the casts. "O3" runs all ops that
+            have a 16-bit kernel.
         dtype: The low dtype: `torch.float16`, `torch.bfloat16`, "fp16" or "bf16". None takes the dtype of the
             surrounding `torch.autocast`, or its default for the device: BF16 on a CPU, FP16 on CUDA.
         device: "cpu", "cuda" or "xpu": the device whose list of ops is used. None takes the device of the model. A plan
@@ -84,7 +84,7 @@ class Policy:
         True
     """
 
-    # What is given has other types than what is held, so `__init__` is written out. It stays a dataclass, and not one
+    # The arguments have other types than the fields, so `__init__` is written out. It stays a dataclass, and not one
     # of attrs, since users call `dataclasses.replace` on it.
     level: Level
     _: KW_ONLY
@@ -127,7 +127,7 @@ class Policy:
             object.__setattr__(self, name, value)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Read a pickled policy as it is made, for one of an older fxamp may hold other types."""
+        """Read a pickled policy through `__init__`, since one of an older fxamp may hold other types."""
         self.__init__(**state)  # type: ignore[misc]
 
     @classmethod
@@ -138,7 +138,7 @@ class Policy:
             text: Keys are the arguments of `Policy`; overrides are `modules.NAME` and `ops.NAME`.
 
         Raises:
-            PolicyError: The text is no policy; the message says how it is written.
+            PolicyError: The text is not a policy; the message shows the correct form.
 
         Example:
             >>> fxamp.Policy.parse("O1,dtype=fp16,modules.head=fp32").modules
@@ -172,7 +172,7 @@ class Policy:
         """Return a policy from what the public functions take: None is O1, a string is parsed.
 
         Raises:
-            PolicyError: `value` is none of these, or the string is no policy.
+            PolicyError: `value` is none of these, or the string cannot be parsed.
 
         Example:
             >>> fxamp.Policy.of(None) == fxamp.Policy.of("O1") == fxamp.Policy("O1")
@@ -201,7 +201,7 @@ class Policy:
 
 @dataclass(frozen=True)
 class Override:
-    """Name one override of a policy: where it stands, its key, its colour."""
+    """One override of a policy: by module or by op, its key, and its colour."""
 
     kind: Literal["path", "type", "op"]
     key: str
@@ -213,13 +213,13 @@ class Override:
 
 
 def module_override(policy: Policy, stack: Stack) -> Override | None:
-    """Find the module override that rules a node, or None.
+    """Find the module override that applies to a node, or None.
 
     A path beats a type. Of two globs the one with the longer literal prefix wins, of two types the one of the
     inner module, then the more derived one.
 
     Args:
-        policy: Whose overrides.
+        policy: The policy.
         stack: The modules the node lies in, from the root to the innermost, each with its `type_names`.
 
     Raises:
@@ -248,7 +248,7 @@ def check_used(policy: Policy, stacks: Iterable[Stack], ops: Iterable[str]) -> N
     """Refuse a policy with an override that matches nothing, naming the nearest name there is.
 
     Args:
-        policy: Whose overrides.
+        policy: The policy.
         stacks: The module stack of every node (or of every module) of the model.
         ops: Canonical names of the ops of the model.
     """
@@ -291,7 +291,7 @@ def nearest(name: str, candidates: Iterable[str]) -> str:
 
 
 def _instead_of_level(text: str, level: str) -> str:
-    """Write the end of an error message on a policy that does not begin with a level: how it is written instead."""
+    """Write the end of an error message on a policy that does not begin with a level: the correct form."""
     words = level.split()
     if len(words) > 1 and words[0] in LEVELS:
         return f"; settings are separated by commas: {','.join((*words, *text.split(',')[1:]))!r}"

@@ -1,6 +1,6 @@
 """Which values of a graph share storage, what is written to, and where grad mode changes.
 
-Analyses only; nothing here changes a graph. All are conservative: values that may share storage are said to.
+Analyses only; nothing here changes a graph. All are conservative: values that may share storage count as sharing it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .notes import is_inserted, note_of
 
 
 def is_opaque(node: Node) -> bool:
-    """Say whether nothing is known of what a call does inside: a module, a higher-order op, a function not of torch."""
+    """Say whether nothing is known about what a call does: a module, a higher-order op, a function outside torch."""
     name = ops.name(node)
     if not name.startswith(("module:", "higher_order::")) and ("." not in name or "::" in name):
         return False
@@ -35,7 +35,7 @@ def may_alias(node: Node) -> bool:
 
 
 def out_operands(node: Node) -> list[Node]:
-    """Return the operands that a call is given to write its results to: `out=`, or what a schema has in its place."""
+    """Return the operands that receive the results of a call: `out=`, or the arguments that its schema marks so."""
     overload = isinstance(node.target, OpOverload)
     names = {"out", *(a.name for s in _schemas(node.target) if overload for a in s.arguments if a.is_out)}
     return [o.node for o in ops.operands(node) if o.name in names]
@@ -86,7 +86,7 @@ class Aliases:
     A view made after the last write to its storage is left out of the set: no later write can show that it is a view.
 
     The sets are kept by hand: with `networkx.utils.UnionFind` they take a third longer to make, and four times as long
-    to be asked for.
+    to query.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -123,7 +123,7 @@ class Aliases:
         return node
 
     def epoch(self, node: Node, at: Node) -> int:
-        """Return how many calls before the node `at` write, or may write, to the value's storage."""
+        """Return how many calls before the node `at` write, or may write, to the storage of the value."""
         return bisect_left(self._writes.get(self.find(node), []), self._order[at])
 
     def is_mutated(self, node: Node) -> bool:

@@ -1,9 +1,10 @@
 """Higher-order ops: the graphs inside them, and which dtypes hold at their border.
 
-A body that is called in one place, like that of `checkpoint`, is entered: its inputs have the dtypes that its operands
-have there, and its outputs those that come out. The bodies of `cond`, `while_loop`, `scan` and `map`, and one that is
-called in several places, are rewritten between the dtypes of the original on both sides, so that branches agree and
-what a loop carries stays what it was. Anything else (`autograd_function_apply`, `flex_attention`) is kept whole.
+A body that is called in one place, like that of `checkpoint`, is *entered*: its inputs have the dtypes of the operands
+of the call, and its outputs whatever dtypes result. The bodies of `cond`, `while_loop`, `scan` and `map`, and one that
+is called in several places, are rewritten inside, but their inputs and outputs keep the original dtypes, so that
+branches agree and loop-carried values do not change dtype. Anything else (`autograd_function_apply`, `flex_attention`)
+is kept whole.
 
 Before: y = tag_activation_checkpoint(body, x, w)       body: linear(x, w)
 After:  the same call                                   body: linear(to(x, bfloat16), to(w, bfloat16))
@@ -109,7 +110,7 @@ def _is_body(arg: Any, attribute: Callable[[str], Any]) -> bool:
 
 
 def _is_entered(node: Node, row: Rule, held: list[Node], modules: list[GraphModule]) -> bool:
-    """Say whether there is one body, called only here, with one operand for each of its placeholders."""
+    """Say whether a body is entered: it is the only one, called only here, with one operand for each placeholder."""
     if row.bodies != "entered" or len(held) != 1 or node.args[0] is not held[0]:
         return False
     readers = sum(len(n.users) for n in node.graph.nodes if n.op == "get_attr" and n.target == held[0].target)

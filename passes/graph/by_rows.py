@@ -87,7 +87,7 @@ def _item(held: Any, index: Any) -> Any:
 
 
 def _by_row(node: Node, given: list[tuple[str, Any]]) -> Any:
-    """Return the dtypes of a call of these operands, as far as it has a row and the row says."""
+    """Return the dtypes of a call with these operands, as far as the row of the op gives them."""
     row = rule(ops.name(node))
     if node.op == "call_module" or row is None or isinstance(ops.argument(node, "dtype"), Node):
         return ANY

@@ -1,8 +1,8 @@
-"""From O2 on: norms and softmaxes written by hand, each as one FP32 island with low ends.
+"""From O2 on: find norms and softmaxes written by hand, each an FP32 island with low inputs and outputs.
 
 An island is a value divided by a statistic of itself. It begins after the last value that both sides of the division
-share, it ends with the quotient, and all between is FP32: a sum of squares leaves FP16's range, and a rounded mean
-does not centre.
+share, and ends with the quotient. Everything between is FP32, since a sum of squares may overflow FP16, and subtracting
+a rounded mean does not centre the value.
 
 Before: y = x * rsqrt(mean(pow(x, 2)) + eps); mul(weight, y)
 After:  the same over to(x, f32), in FP32; mul(to(weight, bf16), to(y, bf16))
@@ -18,7 +18,7 @@ from torch.fx import Graph, Node
 from ..ops import ops
 from ..ops.rules import row_of, rule
 
-_LONGEST = 64  # most nodes to search: no norm has as many
+_LONGEST = 64  # maximum number of nodes to search; no norm has as many
 
 
 def islands(graph: Graph) -> frozenset[Node]:

@@ -68,7 +68,7 @@ def is_tiny(number: float, low: torch.dtype) -> bool:
 
 
 def has_tiny(name: str, found: Iterable[float], low: torch.dtype) -> bool:
-    """Say whether an op meets a value with a number that the low dtype has no counterpart of.
+    """Say whether an op combines a value with a number that is too fine for the low dtype.
 
     These are numbers that it rounds to zero, and bounds that it rounds to one, after which logarithms are infinite.
     """
@@ -80,7 +80,7 @@ def has_tiny(name: str, found: Iterable[float], low: torch.dtype) -> bool:
 
 
 def _becomes_one(number: float, low: torch.dtype) -> bool:
-    """Say whether a number beside one, or minus one, is rounded to it."""
+    """Say whether a number near one, or minus one, is rounded to exactly that."""
     return abs(number) != 1 and abs(torch.tensor(number, dtype=low).item()) == 1
 
 

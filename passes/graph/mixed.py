@@ -1,4 +1,4 @@
-"""Which mixes of float dtypes a kernel rejects: not every fake kernel rejects them."""
+"""Reject the mixes of float dtypes that a real kernel rejects, since not every fake kernel does."""
 
 from __future__ import annotations
 

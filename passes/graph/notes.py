@@ -1,7 +1,7 @@
 """Notes of fxamp on a node: one typed record under one key of `node.meta`.
 
-A note is frozen, since a copied node shares the objects in its meta with the first: `note` makes a new one.
-`val`, `nn_module_stack` and `stack_trace` beside it are torch's own.
+A note is frozen, since a copied node shares the objects in its meta with the original; `note` makes a new one. `val`,
+`nn_module_stack` and `stack_trace` beside it are torch's own.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..ops.ops import NOTE
 
 Region = tuple[str, bool, torch.dtype | None]  # device type, enabled, dtype
 
-# The rules that make nodes, as "pass/rule". The first two make casts, which are then not the author's.
+# The rules that make nodes, as "pass/rule". The first two make casts, which are then not the user's.
 CAST_OPERAND, RESTORE_OUTPUT = "insert-casts/operand", "insert-casts/output"
 CLAMP_OPERAND = "insert-casts/clamp"
 SPLIT_LOSS, DECOMPOSE, APPLY_READS = "legalize/loss", "legalize/composite", "legalize/read"
@@ -30,22 +30,22 @@ class Note:
     """The notes on one node; a field without a note is empty, or None.
 
     Attributes:
-        made_by: The rule of fxamp's that made it; "" for what was captured.
-        leaf: Of an opaque module: the name of its type, which is part of the op's name.
-        region: The autocast region of the model's own that it stands in: device type, enabled, dtype.
-        role: "parameter" or "buffer": what holds the value; "buffer" for any other tensor that the model holds too.
+        made_by: The rule of fxamp that made the node; "" for a captured node.
+        leaf: For an opaque module: the name of its type, which is part of the op's name.
+        region: The autocast region in the model's own code that contains it: device type, enabled, dtype.
+        role: "parameter" or "buffer", if the model holds the value; "buffer" also for any other tensor that it holds.
         constant: The number that it holds, if that is known.
-        cast: Of a cast: "literal", "relative", "undecided"; just in time "autocast", where autocast's program has this
-            dtype, or "baked", where nothing is known but the dtype.
-        read: The dtype that the program reads there under autocast.
-        replaced: Literals that it has under autocast, each with its path in the arguments.
-        constant_read: The constant that stands there under autocast.
+        cast: For a cast: "literal", "relative" or "undecided". Just in time also "autocast", if the program has this
+            dtype under autocast, or "baked", if nothing is known but the dtype.
+        read: The dtype that the program reads at this place under autocast.
+        replaced: The literals that the call has under autocast, each with its path in the arguments.
+        constant_read: The constant that the program uses at this place under autocast.
         autocast: The dtypes of its value under autocast, if they were seen.
-        under_autocast: It runs under autocast, whatever is inside.
-        low_of_its_own: Of an output: the dtype that the model itself makes, low not by autocast.
-        pure: Of a higher-order op: its body neither writes to what it is given nor returns it.
-        told_dtype: It was given a dtype argument in the place of a cast.
-        told: The low dtype that the author gave as an argument, for which there is a cast instead.
+        under_autocast: The call runs under autocast as a whole.
+        low_of_its_own: For an output: its low dtype, if the model itself makes it low without autocast.
+        pure: For a higher-order op: its body neither writes to its operands nor returns them.
+        told_dtype: The node was given a dtype argument that replaces a cast.
+        told: The low dtype that the user's code passed as an argument, for which there is now a cast.
     """
 
     made_by: str = ""
@@ -100,7 +100,7 @@ def origin(node: Node) -> dict[str, Any]:
 
 
 def move_to(node: Node, other: Node) -> None:
-    """Let a node come from where another does; all else of its meta stays."""
+    """Copy the origin of another node to a node; the rest of its meta stays."""
     for key in ("nn_module_stack", "stack_trace", NOTE):
         node.meta.pop(key, None)
     node.meta |= origin(other)

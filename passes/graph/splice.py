@@ -9,7 +9,7 @@ from torch.fx import Graph, Node
 
 
 def copy_body(graph: Graph, body: Graph, operands: list[Any]) -> tuple[list[Node], Any]:
-    """Copy a body to where the graph inserts, over these operands; return the new nodes and what it returns."""
+    """Copy a body to the insertion point of a graph, with these operands; return the new nodes and the results."""
     copied: dict[Node, Any] = dict(zip((n for n in body.nodes if n.op == "placeholder"), operands, strict=True))
     new = []
     for inner in body.nodes:
@@ -20,7 +20,7 @@ def copy_body(graph: Graph, body: Graph, operands: list[Any]) -> tuple[list[Node
 
 
 def put_in_place(graph: Graph, node: Node, result: Any) -> None:
-    """Let the readers of a node read what it is replaced by, item by item if there are several."""
+    """Replace a node by new values for all its readers, item by item if there are several."""
     if isinstance(result, Node):
         node.replace_all_uses_with(result)
     else:

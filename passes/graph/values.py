@@ -34,7 +34,7 @@ _TORCH = os.path.dirname(torch.__file__).replace("\\", "/") + "/"
 
 
 class Unknown:
-    """A dtype of which not all is known."""
+    """A dtype that is not, or only partly, known."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -88,13 +88,13 @@ def frames(node: Node) -> list[tuple[str, int, str]]:
 
 
 def own_frame(node: Node) -> tuple[str, int, str] | None:
-    """Return the innermost frame outside torch, that of the model's author; else the innermost."""
+    """Return the innermost frame outside torch, that of the user; else the innermost."""
     found = frames(node)
     return next((f for f in reversed(found) if not f[0].startswith(_TORCH)), found[-1] if found else None)
 
 
 def source(node: Node) -> str:
-    """Return "file.py:12: code" of the author's line that made a node, "" when capture did not keep it."""
+    """Return "file.py:12: code" of the user's line that made a node, "" when capture did not keep it."""
     frame = own_frame(node)
     return f"{frame[0].rsplit('/', 1)[-1]}:{frame[1]}: {frame[2]}" if frame else ""
 
@@ -189,7 +189,7 @@ def no_autocast(devices: Iterable[str] = tuple(DEVICES)) -> Iterator[None]:
 class Inference:
     """Output dtypes of a node from operand dtypes, by running the op on fake tensors of concrete sizes.
 
-    What was run once is remembered: an op's dtypes depend on the dtypes and ranks of its operands and on what its
+    Results are cached: an op's dtypes depend on the dtypes and ranks of its operands and on what its
     literal arguments are, not on sizes. Two exceptions are not remembered: custom ops, which may do anything, and those
     with several outputs, whose number sizes decide.
     """

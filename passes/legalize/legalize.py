@@ -57,7 +57,7 @@ class Legalize:
 
 
 def drop_autocast_switches(graph: Graph) -> int:
-    """Erase the switches of inlined autocast regions, whose place the colours take; return how many."""
+    """Erase the mode switches of inlined autocast regions, which colours replace; return how many."""
     switches = [n for n in graph.nodes if n.op == "call_function" and n.target in (enter_autocast, exit_autocast)]
     for node in reversed(switches):
         graph.erase_node(node)

@@ -30,7 +30,7 @@ def apply_reads(graph: Graph, *, exact: bool) -> int:
 
     Args:
         graph: captured without autocast; its nodes say what autocast has instead.
-        exact: take a dtype argument as it is; else what the op converts first is cast, and its rule decides.
+        exact: keep `dtype=` arguments; otherwise a cast of the operand replaces them, and the op's rule decides.
     """
     edits = 0
     for node in list(graph.nodes):
@@ -69,9 +69,9 @@ def _cast_constant(node: Node) -> None:
 
 
 def cast_before_norms(graph: Graph) -> int:
-    """Cast what a norm reads to the low dtype that the author told the norm, in place; return how many edits.
+    """Cast the operand of a norm to the low `dtype=` that user code passes to it, in place; return how many edits.
 
-    A norm takes nothing wider than its `dtype=`, so in the author's program the cast does nothing; here its operand may
+    A norm takes nothing wider than its `dtype=`, so in the user's program the cast does nothing; here its operand may
     be FP32. The same holds for a dtype that is read when the graph runs.
 
     Before: linalg_vector_norm(x, dtype=bfloat16)        After: linalg_vector_norm(to(x, bfloat16))
@@ -87,7 +87,7 @@ def cast_before_norms(graph: Graph) -> int:
 
 
 def _cast_first(node: Node, **means: Any) -> None:
-    """Before: softmax(x, 1, dtype=float32). After: softmax(to(x, float32), 1), a cast that means what it is told."""
+    """Before: softmax(x, 1, dtype=float32). After: softmax(to(x, float32), 1), with a literal or relative cast."""
     value: Any = node.args[0] if node.args else next(ops.operands(node)).node
     told: Any = ops.argument(node, "dtype")
     gives = dtypes_of(node.meta.get("val"))  # its dtypes without autocast

@@ -70,7 +70,7 @@ _instead: ContextVar[Machine | None] = ContextVar("machine", default=None)
 
 @contextlib.contextmanager
 def as_on(machine: Machine | None) -> Iterator[None]:
-    """Decide as on another machine, for its device; None for this one."""
+    """Inside this context, use the facts of another machine for its device; None for this machine."""
     token = _instead.set(machine)
     try:
         yield
@@ -164,7 +164,7 @@ def static_key(static: dict[str, Any]) -> str:
 
 
 def dim_class(dims: Any, rank: int) -> str:
-    """Return which dimensions a reduction runs over, as kernels tell them apart: "all", "last" or "other"."""
+    """Return which dimensions a reduction runs over, in the classes of its kernels: "all", "last" or "other"."""
     if dims is None or dims in ([], ()):
         return "all"
     given = {d % rank for d in (dims if isinstance(dims, (list, tuple)) else [dims])} if rank else set()

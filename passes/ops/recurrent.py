@@ -1,8 +1,8 @@
 """The dtypes that recurrent layers give under autocast, passed to a capture.
 
-A device runs them under autocast by a fused kernel, with every operand low. Fake tensors have no such kernel, and run
-them step by step, which gives FP32. So where they are captured under autocast their operands are cast, by casts that
-the front end takes out of the graph again.
+Under autocast a device runs them by a fused kernel, with every operand low. Fake tensors have no such kernel, and run
+the layers step by step, which gives FP32. So when they are captured under autocast, their operands are cast explicitly;
+the front end removes these casts from the graph afterwards.
 """
 
 from __future__ import annotations

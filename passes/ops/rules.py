@@ -4,7 +4,7 @@ The rows are in `table`, a file a kind of op; `table/row.py` says what each colu
 operators without their overload ("softmax" for aten.softmax.int). An in-place form shares the row of its base.
 
 `torch.autocast` is the source of the kinds: its lists are in the dispatcher, and a test compares. An op that calls a
-listed op inside counts as what it does in effect; where that depends on shapes or arguments it is a `composite`.
+listed op internally gets the kind of its overall effect; if that depends on shapes or arguments, it is a `composite`.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ _custom: dict[str, Rule] = {}
 
 
 def row_named(name: str) -> Rule:
-    """Return the row of an op of exactly this name; of one that has none, or writes in place, one that says nothing."""
+    """Return the row of an op of exactly this name; an empty row if it has none, or writes in place."""
     return _ALL.get(name) or _custom.get(name) or UNKNOWN
 
 
 def row_of(node: Node) -> Rule:
-    """Return the row of a call's op; of one that has none, or writes in place, one that says nothing."""
+    """Return the row of a call's op; an empty row if it has none, or writes in place."""
     return row_named(ops.name(node))
 
 
@@ -88,7 +88,7 @@ def _kind(row: Rule, device: str) -> str:
 
 @functools.cache
 def _unlisted(device: str) -> frozenset[str]:
-    """Return the ops of ATen that the autocast whose lists a device shares has, and that of the device has not."""
+    """Return the ATen ops on the autocast lists that a device shares but not registered for the device itself."""
     lists = DEVICES[device].lists
     own, shared = (
         {n.removeprefix("aten::").partition(".")[0] for n in autocast_registrations(d) if n.startswith("aten::")}
@@ -122,7 +122,7 @@ def rules() -> Table:
 def register_rule(op: Any, kind: str, **facts: Any) -> Rule:
     """Register the rule of a custom op, for all devices and for this process.
 
-    You need not register an op that PyTorch's `register_autocast` knows.
+    An op that is registered with PyTorch's `register_autocast` needs no rule here.
 
     Args:
         op: The op or its name: `torch.ops.my_lib.my_op`, an overload of it, or "my_lib::my_op".

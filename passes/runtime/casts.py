@@ -1,4 +1,4 @@
-"""Casts of what is known only when the graph runs, and of weights whose `requires_grad` chooses a kernel."""
+"""Casts of values whose dtype is known only at run time, and of weights whose `requires_grad` chooses a kernel."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def test_the_model_stays_as_it_was_and_its_outputs_keep_their_dtype(front_end: s
     assert (got["y"].dtype, got["half"].dtype) == (F32, FP16)
 
 
-def test_another_dtype_of_an_input_is_planned_anew() -> None:
+def test_an_input_of_another_dtype_makes_a_new_plan() -> None:
     model = Two(lambda self, x: self.m(self.l(x.to(self.l.weight.dtype)) + x))
     module = convert(model, None, "jit")
     assert module(example()).dtype == F32

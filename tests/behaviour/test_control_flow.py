@@ -62,7 +62,7 @@ INSIDE = {"while_loop": loop, "scan": running, "cond": branches}
         ),
     ],
 )
-def test_what_is_carried_round_a_loop_keeps_its_dtype(kind: str, front_end: str) -> None:
+def test_a_loop_carried_value_keeps_its_dtype(kind: str, front_end: str) -> None:
     torch.manual_seed(0)
     model = Two(INSIDE[kind]).requires_grad_(False)
     module = convert(model, one(), front_end)

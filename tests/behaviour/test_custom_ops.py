@@ -37,7 +37,7 @@ def test_an_unknown_kernel_gets_fp32_until_it_has_a_rule(front_end: str, kernels
 
 
 @each_front_end
-def test_a_kernel_with_a_rule_is_fed_without_a_cast(front_end: str, kernels: dict[str, Any]) -> None:
+def test_a_kernel_with_a_rule_gets_low_values_without_a_cast(front_end: str, kernels: dict[str, Any]) -> None:
     model = Two(lambda self, x: self.m(kernels["attention"](*(self.l(x),) * 3))).requires_grad_(False)
     module = convert(model, one(), front_end, "O1,output_dtype=low", check=False)
     assert module(*one()).dtype == BF16

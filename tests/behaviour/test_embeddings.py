@@ -132,7 +132,7 @@ def test_a_sparse_gradient_is_sparse_and_trains(front_end: str) -> None:
 
 
 @each_low(*FRONT_ENDS)
-def test_bags_whose_weights_are_computed(front_end: str, name: str, low: torch.dtype) -> None:
+def test_an_embedding_bag_takes_computed_weights(front_end: str, name: str, low: torch.dtype) -> None:
     def bags(self: Any, x: Tensor) -> Any:
         return self.e(torch.arange(24).view(4, 6) % 10, per_sample_weights=self.l(x))
 

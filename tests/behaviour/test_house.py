@@ -130,7 +130,7 @@ def test_rooms_import_what_the_table_says() -> None:
     assert arrows() == table(ARROWS)
 
 
-def test_no_arrow_leads_back() -> None:
+def test_imports_between_rooms_have_no_cycle() -> None:
     assert list(graphlib.TopologicalSorter(arrows()).static_order())  # raises CycleError, which names the rooms
 
 
@@ -141,7 +141,7 @@ def test_the_product_reaches_into_no_pass() -> None:
 
 
 @pytest.mark.parametrize("floor", FLOORS, ids=lambda p: str(p.relative_to(ROOT)))
-def test_a_floor_can_be_taken_in_at_a_glance(floor: Path) -> None:
+def test_no_folder_has_too_many_files(floor: Path) -> None:
     files = [p for p in FILES.values() if p.parent == floor and not p.stem.startswith("__")]
     folders = [p for p in FLOORS if p.parent == floor]
     assert len(files) + len(folders) <= MOST_ENTRIES, [p.name for p in (*folders, *files)]
@@ -183,7 +183,7 @@ def decisions(function: Function) -> int:
     return count
 
 
-def test_no_function_decides_more_than_can_be_held_in_mind() -> None:
+def test_no_function_has_too_many_branches() -> None:
     found = {}
     for path in FILES.values():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Collection
+import sys
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 import pytest
@@ -38,35 +39,36 @@ def test_there_is_something_to_check() -> None:
     assert len(REPORTS) > 5
 
 
-@pytest.mark.parametrize("path", PASSES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_the_compiler_imports_nothing_of_the_product(path: Path) -> None:
-    assert not packages(path) & OURS
-    depth = len(path.relative_to(ROOT).parts) - 1  # folders from here up to the package itself
-    assert all(level <= depth for level, _ in imports(path))
+def importers(paths: Iterable[Path], names: Collection[str]) -> dict[str, set[str]]:
+    """Return the files that import some of these packages, and which."""
+    found = {path.relative_to(ROOT).as_posix(): packages(path) & set(names) for path in paths}
+    return {path: names for path, names in found.items() if names}
 
 
-@pytest.mark.parametrize("path", FXAMP, ids=lambda p: str(p.relative_to(ROOT)))
-def test_the_product_imports_no_tests_and_itself_relatively(path: Path) -> None:
-    assert not packages(path) & (OURS - {"passes"})
+def test_the_compiler_imports_nothing_of_the_product() -> None:
+    assert importers(PASSES, OURS) == {}
+    for path in PASSES:
+        depth = len(path.relative_to(ROOT).parts) - 1  # folders from here up to the package itself
+        assert all(level <= depth for level, _ in imports(path)), path
 
 
-@pytest.mark.parametrize("path", REPORTS, ids=lambda p: str(p.relative_to(ROOT)))
-def test_reports_import_no_tests(path: Path) -> None:
-    assert "tests" not in packages(path)
+def test_the_product_imports_no_tests_and_itself_relatively() -> None:
+    assert importers(FXAMP, OURS - {"passes"}) == {}
 
 
-@pytest.mark.parametrize("path", PASSES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_the_compiler_needs_torch_and_networkx_only(path: Path) -> None:
-    known = {"torch", "networkx", "sympy", ""}
-    standard = {"__future__", *__import__("sys").stdlib_module_names}
-    assert packages(path) <= known | standard
+def test_reports_import_no_tests() -> None:
+    assert importers(REPORTS, {"tests"}) == {}
+
+
+def test_the_compiler_needs_torch_and_networkx_only() -> None:
+    known = {"torch", "networkx", "sympy", "", *sys.stdlib_module_names}
+    assert importers(PASSES, set().union(*map(packages, PASSES)) - known) == {}
 
 
 def is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
 
 
-@functools.cache
 def ours() -> frozenset[str]:
     """Return every name that our own code defines or assigns: what is private there is ours."""
     found: set[str] = set()
@@ -116,10 +118,10 @@ NOT_TORCHS = {"self", "cls", "sys", "super()"}  # `sys._getframe` is Python's
 NAMED_TUPLES = {"_asdict", "_fields", "_replace"}
 
 
-@pytest.mark.parametrize("path", [*PASSES, *FXAMP], ids=lambda p: str(p.relative_to(ROOT)))
-def test_private_names_of_torch_stand_in_one_file(path: Path) -> None:
-    if path != ROOT / "passes" / "_torch.py":
-        assert not private_names(path.read_text(encoding="utf-8"), ours() | NAMED_TUPLES)
+def test_private_names_of_torch_stand_in_one_file() -> None:
+    others, own = {*PASSES, *FXAMP} - {ROOT / "passes" / "_torch.py"}, ours() | NAMED_TUPLES
+    found = {path.relative_to(ROOT).as_posix(): private_names(path.read_text(encoding="utf-8"), own) for path in others}
+    assert {path: names for path, names in found.items() if names} == {}
 
 
 @pytest.mark.parametrize(

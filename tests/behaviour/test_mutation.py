@@ -124,7 +124,7 @@ CASES = {
 
 
 @pytest.mark.parametrize(("case", "front_end"), legs(CASES))
-def test_what_is_written_is_what_the_model_writes(case: str, front_end: str) -> None:
+def test_in_place_writes_are_those_of_the_model(case: str, front_end: str) -> None:
     check(CASES[case], front_end)
 
 
@@ -185,7 +185,7 @@ REPLACED: dict[str, tuple[Callable[..., Any], dict[str, str]]] = {
 
 @pytest.mark.parametrize("way", FRONT_ENDS)  # all of them, for each says something else
 @pytest.mark.parametrize("kind", REPLACED)
-def test_storage_that_is_replaced_is_right_or_refused(kind: str, way: str) -> None:
+def test_replaced_storage_gives_right_values_or_is_refused(kind: str, way: str) -> None:
     forward, refused = REPLACED[kind]
     model = Two(forward)
     if way in refused:
@@ -269,7 +269,7 @@ def out_of_what_is_cast(self: Any, x: Tensor) -> Any:
 
 @each_low(*FRONT_ENDS)
 @pytest.mark.parametrize("writes", [out_of_a_selection, out_of_a_move, out_of_what_is_cast], ids=lambda f: f.__name__)
-def test_out_of_another_dtype_than_the_operand(writes: Any, front_end: str, name: str, low: torch.dtype) -> None:
+def test_out_may_have_another_dtype_than_the_operand(writes: Any, front_end: str, name: str, low: torch.dtype) -> None:
     torch.manual_seed(0)
     model, args = Two(writes), one()
     levels = [f"{level},dtype={name}" for level in ("O0", "O1", "O2", "O3")]
@@ -283,7 +283,7 @@ def test_out_of_another_dtype_than_the_operand(writes: Any, front_end: str, name
 
 
 @each_low(*FRONT_ENDS)
-def test_lists_that_are_written(front_end: str, name: str, low: torch.dtype) -> None:
+def test_tensors_in_a_list_are_written_to(front_end: str, name: str, low: torch.dtype) -> None:
     def forward(self: Any, x: Tensor) -> Any:
         y, z = self.l(x).detach(), x.clone()
         torch._foreach_add_([y, z], 1.0)

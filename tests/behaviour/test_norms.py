@@ -48,7 +48,7 @@ CASES = {
 
 
 @pytest.mark.parametrize(("case", "front_end"), legs(CASES))
-def test_a_batch_norm_is_what_autocast_makes_of_it(case: str, front_end: str) -> None:
+def test_a_batch_norm_has_the_values_of_autocast(case: str, front_end: str) -> None:
     check(CASES[case], front_end)
 
 
@@ -86,7 +86,7 @@ NORMS = (layer_norm_of_fp32, group_norm_of_fp32, batch_norm_of_fp32, instance_no
 
 @each_low(*FRONT_ENDS)
 @pytest.mark.parametrize("norm", NORMS, ids=lambda f: f.__name__)
-def test_a_norm_whose_weights_are_computed(norm: Any, front_end: str, name: str, low: torch.dtype) -> None:
+def test_a_norm_takes_computed_weights(norm: Any, front_end: str, name: str, low: torch.dtype) -> None:
     torch.manual_seed(0)
     model, (x,) = Two(norm), one()
     levels = ("O0", *(f"{level},dtype={name}" for level in ("O1", "O2", "O3")))
@@ -134,7 +134,7 @@ class LlamaNorm(nn.Module):
 
 
 @pytest.mark.parametrize("front_end", ["export", "jit"])  # without shapes, mixed operands are FP32: unknown_rank
-def test_a_norm_that_upcasts_and_restores_lets_nothing_fp32_out_at_o2(front_end: str) -> None:
+def test_the_output_of_a_norm_that_upcasts_and_restores_is_low_at_o2(front_end: str) -> None:
     model = Two(lambda self, x: self.b(self.m(self.a(self.l(x)))), a=LlamaNorm(), b=LlamaNorm())
     module = convert(model, one(), front_end, "O2,output_dtype=low")
     got = module(*one())

@@ -68,7 +68,7 @@ def test_numbers_are_those_of_the_model(case: str, front_end: str) -> None:
 
 
 @each_front_end
-def test_numbers_count_as_they_are_written(front_end: str) -> None:
+def test_a_number_out_of_range_stays_and_its_op_runs_in_fp32(front_end: str) -> None:
     model = Two(numbers_out_of_range)
     module, got = o1(model, one(), front_end, "O1,dtype=fp16")
     assert all(t.isfinite().all() for t in got)

@@ -15,8 +15,8 @@ from reports.zoo import BY_NAME, SOME, ZOO
 
 # The models in which torch.export itself reorders a gradient sum.
 REORDERED = frozenset({"hf_llama"})
-# Those that are captured with sizes that change; the others are in the matrix.
-RESIZED = ("lenet5", "gpt")
+# What is captured with sizes that change; the others are in the matrix.
+RESIZED = ("lenet5",)
 # Those that symbolic tracing captures.
 FX = tuple(entry.name for entry in ZOO if entry.family == "own")
 

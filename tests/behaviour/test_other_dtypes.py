@@ -145,7 +145,7 @@ def test_indices_are_not_cast(front_end: str) -> None:
 
 
 @each_front_end
-def test_a_product_in_double_precision_is_left_alone_and_said(front_end: str) -> None:
+def test_a_product_in_double_precision_is_left_alone_and_the_plan_says_so(front_end: str) -> None:
     model, module = converted(lambda self, x: (self.l(x), x.double() @ self.m.weight.double()), front_end)
     assert torch.equal(module(*one())[1], model(*one())[1])
     decision = next(d for d in fxamp.plan_of(module).decisions if d.op == "matmul")
@@ -154,7 +154,7 @@ def test_a_product_in_double_precision_is_left_alone_and_said(front_end: str) ->
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support")  # autocast makes such
 @each_low(*FRONT_ENDS)
-def test_complex_numbers_made_of_low_ones(front_end: str, name: str, low: torch.dtype) -> None:
+def test_complex_numbers_are_made_from_low_values(front_end: str, name: str, low: torch.dtype) -> None:
     def forward(self: Any, x: Tensor) -> Any:
         return (1j * self.l(x)).imag, (1j * self.m(x) + 2).abs()
 
@@ -174,7 +174,7 @@ class Quantized(nn.Module):
 
 
 @each_front_end
-def test_integers_that_stand_for_weights_stay_as_they_are(front_end: str) -> None:
+def test_quantized_weights_stay_integers(front_end: str) -> None:
     torch.manual_seed(0)
     model = Two(lambda self, x: self.m(self.q(self.l(x))), q=Quantized())
     module = convert(model, one(), front_end)

@@ -154,7 +154,7 @@ def test_the_gate_says_what_the_readme_prints(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     net = next(block for block in blocks(text_of(GUIDES / "checking.md"), "python") if block.startswith("# net.py\n"))
-    gate = text_of(README).partition("## Hold it in CI")[2]
+    gate = text_of(README).partition("## Check decisions in CI")[2]
     # As the table of pyproject.toml says it, but in this process: a configured target has one of its own.
     told = dict(re.findall(r'^(\w+) = "(.*)"$', blocks(gate, "toml")[0], re.MULTILINE))
     check = ["check", told["target"], "--policy", told["policy"], "--plan", told["plan"]]

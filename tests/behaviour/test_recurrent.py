@@ -57,7 +57,7 @@ RECURRENT: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str]] = {
 
 # fx cannot tell a state that is given from one that is not.
 @pytest.mark.parametrize(
-    "kind", [pytest.param(k, marks=pytest.mark.matrix) if k == "GRUCell" else k for k in RECURRENT]
+    "kind", [pytest.param(k, marks=pytest.mark.matrix) if k in ("GRU", "GRUCell") else k for k in RECURRENT]
 )
 def test_a_carried_state_keeps_its_dtype(kind: str) -> None:
     build, size, front_end = RECURRENT[kind]

@@ -90,7 +90,7 @@ def test_every_property_stands_in_an_example_of_its_class() -> None:
         assert re.search(rf"\.{attribute}\b", shown), name
 
 
-def test_what_takes_or_gives_tensors_says_their_shapes() -> None:
+def test_docstrings_of_functions_on_tensors_give_shapes() -> None:
     for name, function in FUNCTIONS.items():
         signature = inspect.signature(function)
         annotated = [str(p.annotation) for p in signature.parameters.values()] + [str(signature.return_annotation)]
@@ -98,7 +98,7 @@ def test_what_takes_or_gives_tensors_says_their_shapes() -> None:
             assert re.search(r"\bshapes?\b|\bone element\b", doc(name)), name
 
 
-def test_what_raises_an_error_names_it() -> None:
+def test_docstrings_name_the_errors_that_are_raised() -> None:
     for name, function in FUNCTIONS.items():
         tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
         raised = {ast.unparse(n.exc).partition("(")[0] for n in ast.walk(tree) if isinstance(n, ast.Raise) and n.exc}

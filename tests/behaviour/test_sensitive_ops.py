@@ -26,7 +26,7 @@ __all__ = ["fresh"]
 
 
 @each_front_end
-def test_a_scatter_gets_one_dtype(front_end: str) -> None:
+def test_the_operands_of_a_scatter_get_one_dtype(front_end: str) -> None:
     index = torch.tensor([0, 2])
     everywhere = torch.zeros(4, 6, dtype=torch.long)
 
@@ -114,7 +114,7 @@ def test_a_grid_is_sampled_at_fp32_coordinates(front_end: str) -> None:
 
 
 @each_front_end
-def test_a_binary_cross_entropy_of_probabilities_is_that_of_fp32(front_end: str) -> None:
+def test_a_binary_cross_entropy_of_probabilities_runs_in_fp32(front_end: str) -> None:
     model = Two(lambda self, x, y: F.binary_cross_entropy(torch.sigmoid(self.l(x) * 40), y))
     args = (example(), torch.ones(4, 6))
     for made in at_levels(model, args, front_end, "O1", "O2"):

@@ -59,7 +59,7 @@ CASES = {
 
 
 @pytest.mark.parametrize(("case", "front_end"), legs(CASES))
-def test_structure_makes_no_difference(case: str, front_end: str) -> None:
+def test_every_structure_of_a_model_is_converted(case: str, front_end: str) -> None:
     check(CASES[case], front_end)
 
 

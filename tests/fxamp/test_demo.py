@@ -5,14 +5,19 @@ from pathlib import Path
 import pytest
 
 from fxamp import FxampError, demo
+from tests.support.helpers import convert_fixed
 
 
 def _short(task: demo.Task, steps: int) -> demo.Task:
     return demo.Task(task.name, task.build, steps, task.learning_rate, task.weight_decay)
 
 
-def test_prints_and_writes_one_row_per_model_and_variant(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prints_and_writes_one_row_per_model_and_variant(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "demo.md"
+    monkeypatch.setattr(demo, "convert", convert_fixed)
+    monkeypatch.setattr(demo, "TEST_IMAGES", demo.BATCH)  # for which it has been converted
 
     rows = demo.run(output=path, tasks=[_short(demo.TASKS[0], 6)])
 

@@ -124,10 +124,11 @@ def _replaced(new: dict[ops.Operand, Node], operand: ops.Operand) -> Node:
     return new.get(operand, operand.node)
 
 
-def test_eliminating_casts_changes_no_output_gradient_write_or_alias() -> None:
+@pytest.mark.parametrize("seeds", [SEEDS[2::4], pytest.param(SEEDS[::2], marks=pytest.mark.matrix)], ids=len)
+def test_eliminating_casts_changes_no_output_gradient_write_or_alias(seeds: range) -> None:
     """All rules but that which shares, for it rounds the sum of its readers' gradients."""
     fired: Counter[str] = Counter()
-    for seed, level in zip(SEEDS[::2], itertools.cycle(("O1", "O2", "O3")), strict=False):
+    for seed, level in zip(seeds, itertools.cycle(("O1", "O2", "O3")), strict=False):
         before, assignment = inserted(drawn(seed), Policy(level, dtype=torch.bfloat16, device="cpu"), seed)
         after = copy.deepcopy(before)
         twin = dict(zip(before.graph.nodes, after.graph.nodes, strict=True))
@@ -144,7 +145,7 @@ def test_eliminating_casts_changes_no_output_gradient_write_or_alias() -> None:
         for a, b in zip(expected[2], got[2], strict=True):
             assert a is None or b is None or (a.dtype == b.dtype and torch.equal(a, b)), where
         fired.update(edits)
-    assert min(fired["no_op"], fired["round_trip"], 100 * fired["promote"]) > 50, fired
+    assert min(fired["no_op"], fired["round_trip"], 100 * fired["promote"]) > 50 * len(seeds) / 30, fired
 
 
 @pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])

@@ -142,8 +142,9 @@ def test_accuracy_compares_every_level_with_autocast(tmp_path: Path) -> None:
 
 def test_training_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = functools.partial(training.CharacterGPT, 8, 1, 2, 8)
-    tiny = training.Task(torch.float16, model, **training._characters(8, 2), steps=2, learning_rate=1e-3)
+    tiny = training.Task(torch.float16, model, **training._characters(8, 32), steps=2, learning_rate=1e-3)
     monkeypatch.setattr(training, "TASKS", {"tiny": tiny})
+    monkeypatch.setattr(fxamp, "convert", convert_fixed)  # for batches of the 32 that are kept back
     with monkeypatch.context() as stopped:
         stopped.setattr(training, "VARIANTS", training.VARIANTS[:4])
         training.main(["--seeds", "1", "-o", str(tmp_path)])

@@ -16,12 +16,12 @@ from .call import CallSpec
 from .limit import Limit, TooMuch
 
 Result = TypeVar("Result")
-# A machine without memory, or a file that is not there, says nothing about a model.
+# Errors that have nothing to do with the model: no memory, or a missing file.
 NOT_ABOUT_THE_MODEL = (MemoryError, torch.OutOfMemoryError, OSError, ImportError)
 
 
 class Dims:
-    """Which dimensions are dynamic: what was asked for, or for "auto" what the exporter can do in a stated time.
+    """Which dimensions are dynamic: as requested, or for "auto" as many as the exporter can handle within a limit.
 
     Attributes:
         notes: what was given up, and why.

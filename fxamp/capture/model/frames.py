@@ -1,4 +1,4 @@
-"""The line of the user's code that something happens at: frames of torch, Python's importing and fxamp are skipped."""
+"""Find the line of the user's code on the call stack; skip frames of torch, fxamp and Python's import system."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def place_of(error: BaseException) -> str:
 
 
 class Stacks:
-    """The frames that are a model's own, inside the present call of `start`, as a traceback prints them.
+    """Finds the frames of the model's own code inside the present call of `start`, in the form of a traceback.
 
     Methods and functions that forward() calls are among them, and the forward() of layers of torch.nn. One object is
     for one capture: it looks up each line once.

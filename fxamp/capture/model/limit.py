@@ -1,7 +1,8 @@
-"""The limits of a capture, beyond which it is given up: processor time, and formulas of sizes.
+"""The limits of a capture with dynamic shapes, in processor time and in the length of expressions of sizes.
 
-With every dimension dynamic, a model that pads images to whole windows compares sizes by formulas that fill pages, and
-its capture takes minutes. The first such formula comes up early, on every machine at the same place.
+A capture that exceeds a limit is aborted. A model that pads images to a multiple of a window size compares sizes by
+very long expressions if every dimension is dynamic, and its capture takes minutes. The first such expression appears
+early, and at the same place on every machine.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One lock for captures, and one way to patch torch during a capture; every change of the process is undone.
+"""One lock for captures, and one way to patch torch during a capture; every patch is undone afterwards.
 
 `torch.export` and `torch.fx` keep state that all threads share, and preflight replaces functions of torch by its own.
 So captures take turns, and a replaced function works only for the thread that captures: every other thread gets torch's
@@ -22,12 +22,12 @@ from torch import nn
 _lock = threading.RLock()
 _owner: int | None = None  # the thread that captures
 _own: dict[str, Any] = {}  # torch.nn.Module's own functions, as they are while no capture runs
-_aside: list[tuple[Any, str, Any]] = []  # what is replaced now: of which owner, by which name, and what it was
+_aside: list[tuple[Any, str, Any]] = []  # what is replaced now: its owner, its name, and the original
 _TRACED = ("__call__", "__getattr__")  # of torch.nn.Module, which torch's tracers replace for all threads
 
 
 def _renew() -> None:
-    """Free the lock in a forked child: the thread that held it does not exist there."""
+    """Free the lock in a forked child process, in which the thread that held it does not exist."""
     global _lock, _owner
     _lock, _owner = threading.RLock(), None
 
@@ -89,7 +89,7 @@ def replaced(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callabl
 
     Args:
         owner: a module or a class.
-        name: of a function, a method or a class method.
+        name: name of a function, a method or a class method.
         make: takes the original function and returns the new one; that of a class method gets the class first.
     """
     original = inspect.getattr_static(owner, name)
@@ -115,11 +115,11 @@ def replaced(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callabl
 
 @contextlib.contextmanager
 def as_torch_is() -> Iterator[None]:
-    """Put back, for a while, what `replaced` has put aside.
+    """Restore torch's own functions inside this context, while `replaced` patches them.
 
     Dynamo needs this: when it is first used it lists the functions of torch, and knows only these from then on.
     """
     with contextlib.ExitStack() as stack:
-        for owner, name, original in reversed(_aside):  # the first one put aside is torch's own
+        for owner, name, original in reversed(_aside):  # the first original is torch's own
             stack.enter_context(mock.patch.object(owner, name, original))
         yield

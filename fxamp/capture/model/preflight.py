@@ -1,4 +1,4 @@
-"""Refuse what a front end would drop without an error; the message names module, construct, line and way out."""
+"""Refuse models of which a front end would silently lose a part. Errors name module, construct, line and way out."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .reads import HOOKS, label
 from .tensors import held, kept, same
 
 # Methods that training code calls on a module. A converted module has torch.nn.Module's versions of these, while its
-# layers have their author's.
+# layers have the user's.
 _METHODS = {
     "train": "set the training flags of its submodules in your own code",
     "eval": "set the training flags of its submodules in your own code",
@@ -53,7 +53,7 @@ def refuse_modules(model: nn.Module, front_end: str) -> None:
 
 
 def overridden(kind: type[nn.Module]) -> list[str]:
-    """Return the methods that training code calls on a module and that its author, and no library, has overridden."""
+    """Return the methods that training code calls on a module and that the user, not a library, has overridden."""
 
     def author(method: str) -> str:
         return next(base.__module__ for base in kind.__mro__ if method in vars(base))
@@ -63,12 +63,12 @@ def overridden(kind: type[nn.Module]) -> list[str]:
 
 
 def loads_otherwise(kind: type[nn.Module]) -> bool:
-    """Say whether a model's author has overridden how it is loaded, for example from files with other names."""
+    """Say whether the user has overridden how it is loaded, for example from files with other names."""
     return any(method in _LOADERS for method in overridden(kind))
 
 
 def _sets_every_flag(model: nn.Module) -> bool:
-    """Say whether `train` and `eval` only set flags, as torch.nn.Module's do: then their overrides may be lost."""
+    """Say whether `train` and `eval` only set flags, as torch.nn.Module's do, and may be lost."""
     asked = {p: p.requires_grad for p in model.parameters()}
     flags = []
     try:
@@ -86,7 +86,7 @@ def _sets_every_flag(model: nn.Module) -> bool:
 
 
 def _loads_itself(model: nn.Module) -> bool:
-    """Say whether a state that the model saves also loads unchanged: then the override serves other files only."""
+    """Say whether a state that the model saves loads without the override, which then only serves other files."""
     tensors = {**dict(model.named_parameters()), **held(model)}
     before = {name: tensor.detach().clone() for name, tensor in tensors.items()}
     try:

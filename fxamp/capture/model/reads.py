@@ -43,10 +43,10 @@ class Reads:
         objects: module path, attribute that holds an object of the user's, such as a configuration, and name in it.
         assigned: "path.name" of what forward() itself assigns, which is not compared.
         opaque: paths of modules that run as they are.
-        gradients: parameters that were asked whether they require gradients, by name, and where; "" for a computed
-            value, which depends on all of them.
+        gradients: parameters whose `requires_grad` was read, by name, and where; "" for a computed value, which depends
+            on all of them.
         hooks: what forward() itself installs as hooks at its first call, by their names.
-        inputs: whether inputs required gradients, by their place among the tensors, and where it was asked.
+        inputs: whether inputs required gradients, by their place among the tensors, and where that was read.
     """
 
     attributes: set[tuple[str, str]] = field(default_factory=set)
@@ -68,10 +68,10 @@ class Recorder:
     """Notes the reads of this thread while it is entered.
 
     Args:
-        model: whose forward is called inside.
+        model: model whose forward is called inside.
         reads: takes what is read.
-        asked: takes the lines where a computed value is asked whether it requires gradients, which depends on the grad
-            mode too.
+        asked: called with the lines where `requires_grad` of a computed value is read, which depends on the grad mode
+            too.
     """
 
     def __init__(self, model: nn.Module, reads: Reads, asked: list[str]) -> None:
@@ -83,7 +83,7 @@ class Recorder:
         modules = dict(self._model.named_modules())
         held = {(path, name): v for path, m in modules.items() for name, v in vars(m).items() if _looked_into(v)}
         kinds = {nn.Module, *map(type, held.values())}
-        # Modules are told by their tables: the proxies that torch.export makes of shared modules have the module's own.
+        # Their tables identify modules: the proxies that torch.export makes of shared modules have the module's own.
         note = self._noting({id(vars(m)): p for p, m in modules.items()}, {id(vars(v)): at for at, v in held.items()})
         note_gradient = self._noting_gradients(inputs)
         patches = contextlib.ExitStack()

@@ -1,4 +1,4 @@
-"""The changes of matched nodes, in their fields and their places. Changes with one cause share one line.
+"""List what changed in matched nodes, in fields and in position. Changes with one cause share one line.
 
 `embed` gone, a new `adapter`, and `rms_norm` run in FP32 by a newer torch:
 
@@ -24,12 +24,12 @@ PLAN_KEY, MODULES, RULE = "(plan)", "(modules)", "(rule"
 
 @dataclass(frozen=True)
 class Change:
-    """Say what became of one field of one node; a node added or removed has its colour or target as the field.
+    """The change of one field of one node; for an added or removed node, the field is its colour or target.
 
     Attributes:
-        kind: what became of it.
-        key: of the node; in parentheses for anything else, such as a total.
-        field: that differs; "position" where the node stands elsewhere in the model.
+        kind: whether it was added, removed or changed.
+        key: key of the node; in parentheses for anything else, such as a total.
+        field: name of the field that differs; "position" if the node moved in the model.
         before: the old value of the field; None for a new node.
         after: the new value of the field; None for a removed node.
         nodes: keys of all nodes that this one line stands for, where they are several.
@@ -127,7 +127,7 @@ def _place(items: Sequence[Item], at: int) -> str:
 
 
 def another_model(before: Sequence[object], after: Sequence[object], found: Matching) -> Change:
-    """Return the one line that stands for all changes, where the two have too little in common."""
+    """Return the one line that replaces all changes if the two have too little in common."""
     same = f"{len(found.pairs)} of them as before"
     return Change("changed", PLAN_KEY, "model", f"{len(before)} nodes", f"another model: {len(after)} nodes, {same}")
 
@@ -138,7 +138,7 @@ def by_rule(before: Plan, after: Plan, changes: Iterable[Change], ops: Mapping[s
     Args:
         before: made by one version.
         after: made by another, by the same policy.
-        changes: between the two.
+        changes: changes between the two.
         ops: op of every node after, by key.
     """
     versions = _versions(before, after)

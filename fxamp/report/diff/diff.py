@@ -37,15 +37,15 @@ PLAN_FIELDS = ("capture", "inserted_casts", "casts")  # the policy is not among 
 
 @dataclass(frozen=True)
 class GraphDiff:
-    """The changes between two sides, in graph order. It is true when the two differ.
+    """The changes between two sides, in graph order. Its truth value is True if the two differ.
 
     Attributes:
         before: A line that describes the first side.
         after: A line that describes the second side.
         changes: The changes of nodes and of totals.
         renamed: Modules whose path has changed; their nodes do not count as changes.
-        code: For a graph and its converted module: the code of the graph, with marks at the lines that conversion
-            changed.
+        code: When a graph was compared with its converted module, the code of the graph, with marks at the lines that
+            conversion changed.
 
     Example:
         >>> found = fxamp.diff(converted.plan, fxamp.plan(model, (x,), policy="O1,dtype=bf16,modules.2=fp32"))
@@ -93,7 +93,7 @@ class GraphDiff:
         return listing.to_html((self.before, self.after), self.totals, self.renamed, self.changes, self.code)
 
     def to_json(self) -> str:
-        """Return the changes as JSON, the same text for the same changes.
+        """Return the changes as JSON; equal changes give equal text.
 
         Example:
             >>> import json
@@ -106,7 +106,10 @@ class GraphDiff:
 
     @property
     def totals(self) -> str:
-        """The numbers of nodes added, removed and changed, in a line. A node counts once, whatever has changed."""
+        """How many nodes were added, removed and changed, as one line.
+
+        A node counts once, however many of its fields changed.
+        """
         if not self:
             return "no difference"
         nodes = {(c.kind, key) for c in self.changes for key in c.counted}
@@ -121,9 +124,9 @@ def diff(before: Diffable, after: Diffable) -> GraphDiff:
         after: Likewise.
 
     Returns:
-        The changes from `before` to `after`; true when there are any. Casts are compared if both are converted modules.
-        If `before` is a graph without a plan and `after` was converted, the listing is the code of the graph with casts
-        marked.
+        The changes from `before` to `after`; the truth value is True if there are any. Casts are compared only between
+        two converted modules. If `before` is a graph without a plan and `after` was converted, the listing is the code
+        of the graph with casts marked.
 
     Raises:
         PlanError: A file cannot be read, or holds no plan.

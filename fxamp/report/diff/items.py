@@ -24,8 +24,8 @@ def of_plan(plan: Plan, module: ConvertedModule | None = None) -> list[Item]:
     """Return the decisions in order, each as if it read the one before it: a plan has no edges.
 
     Args:
-        plan: whose decisions.
-        module: that carries it out, which knows what is cast in front of each node too.
+        plan: plan whose decisions are returned.
+        module: module that carries the plan out; it also tells which casts are in front of each node.
     """
     nodes = _by_key(plan, module) if module is not None else {}
     last: dict[int, int] = {}
@@ -42,7 +42,7 @@ def of_plan(plan: Plan, module: ConvertedModule | None = None) -> list[Item]:
 
 
 def _by_key(plan: Plan, module: ConvertedModule) -> dict[int, dict[str, Node]]:
-    """Return the author's nodes by the keys that they had before anything was inserted, for every graph of a module."""
+    """Return the user's nodes by the keys that they had before anything was inserted, for every graph of a module."""
     firsts = [int(state.partition(":")[0]) for state in plan.states] or [0]
     return {
         first: {key: n for n, key in keys(n for n in variant.graph.nodes if not is_inserted(n)).items()}

@@ -1,4 +1,4 @@
-"""A difference in every form that it is read in: a listing for terminals, Markdown, and a page."""
+"""Write a difference as a listing for terminals, as Markdown, and as an HTML page."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def marked(original: GraphModule, converted: GraphModule) -> Marked:
 
 
 def _units(graph: Graph, called: Sequence[str]) -> list[_Unit]:
-    """Return the author's nodes of a converted graph, those of one call of a module as one."""
+    """Return the user's nodes of a converted graph, those of one call of a module as one."""
     paths, inside = set(called), dict[str, list[_Unit]]()
     out = []
     for node in graph.nodes:
@@ -124,7 +124,7 @@ def _source(node: Node) -> Node:
 
 
 class _Writer:
-    """Writes the original's code, and beside each node what became of it."""
+    """Writes the original's code, and next to each node what conversion did to it."""
 
     def __init__(self, graph: Graph, before: Sequence[_Unit], after: Sequence[_Unit], pairs: dict[int, int]) -> None:
         self.before, self.after = before, after

@@ -1,13 +1,13 @@
-"""Match the nodes of two graphs by structure, so that an edit shows alone, and not as a change of all nodes after it.
+"""Match the nodes of two graphs by structure, so that an edit does not appear as a change of all nodes after it.
 
     before   embed  ln.0  fc.0  ln.1  fc.1  head
     after    embed  ln.0  fc.0  adapter  ln.1  fc.1  head        "adapter" is new, and nothing else
 
-label -> fingerprint -> anchor -> propagate along edges -> assign the rest -> verify each pair. A label is hashed with
-everything that a node is computed from, and with everything that is computed from it; where only one node on each side
-has a hash, these two are matched. From these pairs operands are matched with operands, and the nodes between are
-aligned by the fewest insertions and removals. A pair that has only its label in common must lie in modules that
-correspond.
+label -> fingerprint -> anchor -> propagate along edges -> assign the rest -> verify each pair. Each node gets two
+hashes: of its label with everything that it is computed from, and with everything that is computed from it. Nodes whose
+hash is unique on both sides are matched. Starting from these pairs, operands are matched with operands, and the
+remaining nodes are aligned with the fewest insertions and removals. Two nodes that share nothing but their label match
+only if their modules correspond.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ class _Matcher:
 
 
 def _unique(found: Iterable[tuple[Hashable, int]]) -> Iterable[tuple[Hashable, int]]:
-    """Yield what has a token of its own."""
+    """Yield the items whose token no other item has."""
     once: dict[Hashable, int | None] = {}
     for token, at in found:
         once[token] = None if token in once else at

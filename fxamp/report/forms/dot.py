@@ -28,7 +28,7 @@ def to_dot(nodes: Sequence[NodeRecord], model: str) -> str:
 
 
 def _cluster(branch: Branch, names: dict[tuple[int, str], str], itself: str, depth: int) -> Iterator[str]:
-    """Yield the lines of one module: itself numbered by its place among those round it."""
+    """Yield the lines of one module, which is numbered by its position among its siblings."""
     indent = "  " * depth
     yield f"{indent}subgraph cluster{itself} {{"
     yield f"{indent}  label={_quoted(branch.name)}"

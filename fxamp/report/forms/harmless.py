@@ -1,7 +1,7 @@
 """Text that comes from models, files and errors, made harmless where it is shown.
 
-Anyone may choose the name of a module, or of a node in a plan. In a terminal, in Markdown and in the log of a workflow
-such a name is text, and never a command.
+Names of modules, and of nodes in a plan, are untrusted input. In a terminal, in Markdown and in the log of a workflow
+such a name must be shown as text, and never act as a command.
 
 Before: <script>, ::error::, and what clears a terminal         After: &lt;script>, : :error::, and its escape
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 
-# What the logs of workflows take for a command: at the beginning of a line, or anywhere.
+# What GitHub interprets as a workflow command: at the beginning of a line, or anywhere.
 _COMMANDS = ((re.compile(r"^(\s*):(?=:)"), r"\1: "), (re.compile(r"#(?=#(?:\[|vso\[))"), "# "))
 _MARKDOWN = re.compile(r"[\\`|\[\]]")
 

@@ -1,4 +1,4 @@
-"""The author's lines that cost most, by the casts before their ops and by the bytes that these keep for backward."""
+"""The user's lines that cost most, by the casts before their ops and by the bytes that these keep for backward."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def costliest(record: Record, nodes: Sequence[NodeRecord], most: int = MOST) -> 
     """Return a row for each of the lines that cost most: first by the bytes of casts, then by those kept for backward.
 
     Args:
-        record: of the whole model; its outputs have a row of their own if all nodes are given.
+        record: record of the whole model; its outputs have a row of their own if all nodes are given.
         nodes: the nodes whose lines are wanted.
         most: how many rows there are at most.
 
@@ -53,5 +53,5 @@ def _row(nodes: Sequence[NodeRecord]) -> tuple[str, ...]:
 
 
 def source(node: NodeRecord) -> str:
-    """Return the author's line of a node, with its code; "" where it is not known."""
+    """Return the user's line of a node, with its code; "" where it is not known."""
     return f"{node.file}:{node.line}: {node.code}" if node.file else ""

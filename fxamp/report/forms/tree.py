@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -9,7 +10,8 @@ from tabulate import tabulate
 
 from ..record.record import NodeRecord, Record
 
-HEADERS = ("module", "nodes", "low", "FP32", "casts", "MB out", "low, % of bytes", "low, % of FLOPs", "MB saved")
+CASTS, SIZES = "casts", ("MB out", "low, % of bytes", "low, % of FLOPs", "MB saved")
+HEADERS = ("module", "nodes", "low", "FP32", CASTS, *SIZES)
 LOW = ("bfloat16", "float16")
 
 
@@ -103,22 +105,28 @@ def chosen(
     ]  # fmt: skip
 
 
-def table(body: Sequence[tuple[str, ...]], style: str, width: int | None = None) -> str:
+def table(body: Sequence[tuple[str, ...]], style: str, width: int | None = None, unknown: Sequence[str] = ()) -> str:
     """Write rows of the tree as a table.
 
     Args:
         body: the rows.
         style: as tabulate names it.
-        width: of the terminal; columns on the right that do not fit are left out. None for any width.
+        width: width of the terminal; columns on the right that do not fit are left out. None for no limit.
+        unknown: the last columns, if they are empty; they are left out.
     """
-    for columns in range(len(HEADERS), 0, -1):
+    known = len(HEADERS) - len(unknown)
+    for columns in range(known, 0, -1):
         align = ("left", *("right",) * (columns - 1))
         shown = [row[:columns] for row in body]
         text = tabulate(shown, HEADERS[:columns], style, disable_numparse=True, colalign=align)
         if width is None or fits(text, width):
             break
-    left = ", ".join(HEADERS[columns:])
-    return f"{text}\n\nA wider terminal, or a file, shows also: {left}" if left else text
+    if left := "; ".join(HEADERS[columns:known]):
+        text += f"\n\nA wider terminal or a file also shows: {left}"
+    if unknown:
+        said = f"These columns need a module that fxamp.convert returned with example inputs: {'; '.join(unknown)}"
+        text += f"\n\n{said if width is None else textwrap.fill(said, width)}"
+    return text
 
 
 def fits(text: str, width: int) -> bool:

@@ -1,4 +1,4 @@
-"""Budgets of the gate: the furthest value of a total, or how far it may get worse than in the committed plan.
+"""Budgets of the gate: limits on the value of a total, or on how much worse it may be than in the committed plan.
 
 casts=500          at most 500
 casts=+0           no more than in the plan
@@ -27,7 +27,7 @@ class Budget:
     """One limit.
 
     Attributes:
-        key: of the total.
+        key: key of the total.
         sign: "" for a value; "+" or "-" for a change against the plan.
         limit: the number.
         percent: it was written with "%".

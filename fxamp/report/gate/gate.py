@@ -32,7 +32,7 @@ _SAME_MODEL = 0.2  # with a smaller share of known nodes the plan is that of ano
 
 @dataclass(frozen=True)
 class Place:
-    """Where the author made a node."""
+    """Where the user made a node."""
 
     file: str
     line: int
@@ -43,13 +43,13 @@ class Outcome:
     """The gate's result for one target.
 
     Attributes:
-        target: its name.
-        status: 0 kept, 1 changed or over a budget, 2 could not tell.
-        message: one line.
-        changes: against the plan.
-        places: of the nodes that changed, by key, where they are known.
-        broken: budgets that are not kept, a sentence each.
-        totals: now.
+        target: name of the target.
+        status: 0 if the plan is kept, 1 if something changed or is over a budget, 2 after an error.
+        message: summary in one line.
+        changes: changes relative to the plan.
+        places: source lines of the changed nodes, by key, if known.
+        broken: a sentence for each budget that is exceeded.
+        totals: present totals.
         plan: path of the committed plan; "" for none.
     """
 
@@ -128,7 +128,7 @@ class _NoLonger(Exception):  # noqa: N818 - a signal inside this file, not an er
 
 
 def _made(make: Callable[[Plan | None], nn.Module], before: Plan | None, name: str) -> tuple[Plan, Record]:
-    """Return what is decided now, by the facts of the plan that it will be compared with."""
+    """Return the present decisions, using the measured facts of the plan that they will be compared with."""
     replayed = before if before is not None and before.policy.cost == "measured" else None
     with as_on(None if before is None else _machine(before, name)):
         try:
@@ -140,7 +140,7 @@ def _made(make: Callable[[Plan | None], nn.Module], before: Plan | None, name: s
 
 
 def _places(record: Record, changes: Iterable[Change]) -> dict[str, Place]:
-    """Return where the author made the nodes that changed."""
+    """Return where the user made the nodes that changed."""
     places = {n.key: Place(n.file, n.line) for n in record.nodes if n.line}
     return {c.key: places[c.key] for c in changes if c.key in places}
 
@@ -158,7 +158,7 @@ def _machine(plan: Plan, name: str) -> Machine | None:
     found = Machine.parse(plan.machine) if plan.machine else None
     if plan.machine and found is None:
         raise PlanError(
-            f"{name}: 'machine' is {plan.machine!r:.80}, which is no machine; write a new plan with --update"
+            f"{name}: 'machine' is {plan.machine!r:.80}, which describes no machine; write a new plan with --update"
         )
     return found
 

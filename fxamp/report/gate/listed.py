@@ -1,4 +1,4 @@
-"""Changes in the words of a report: one line for each node and each total, so that counts match the lines.
+"""Write changes as lines, in the words of a report: one line for each node and each total that changed.
 
 ! bytes saved for backward: 272 -> 296
 ! /softmax#0  runs in: bfloat16 -> float32; rule: follow -> fp32
@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from ..diff.changes import PLAN_KEY, Change
 from ..forms.harmless import visible
 
-WAY_OUT = "If that is meant: fxamp check --update, with the same arguments, and commit what it writes."
+WAY_OUT = "If this is intended, run fxamp check --update with the same arguments, and commit what it writes."
 _LABELS = {
     "colour": "runs in", "autocast_dtype": "under autocast", "kind": "rule",
     "inserted_casts": "casts inserted", "casts": "casts after elimination", "cast_bytes": "bytes cast",
@@ -31,7 +31,7 @@ def _label(change: Change) -> str:
 
 
 def lines(changes: Iterable[Change]) -> list[tuple[str, str]]:
-    """Return (key, line) for every changed node, whatever has changed of it, and for every changed total."""
+    """Return (key, line) for every changed node, with all its changes in one line, and for every changed total."""
     return [(group[0].key, _line(group)) for group in _groups(changes)]
 
 

@@ -21,7 +21,7 @@ def to_text(outcomes: Sequence[Outcome], way_out: str = WAY_OUT) -> str:
     """Write a line for each target, and under it what changed and which budgets are broken.
 
     Args:
-        outcomes: of the targets.
+        outcomes: the results for all targets.
         way_out: a last line that says how to accept the changes; "" for none.
     """
     lines = []
@@ -67,7 +67,7 @@ def to_json(outcomes: Sequence[Outcome]) -> str:
 
 
 def to_github(outcomes: Sequence[Outcome]) -> str:
-    """Write workflow commands that annotate the author's lines."""
+    """Write workflow commands that annotate the user's lines."""
     lines = []
     for outcome in outcomes:
         if outcome.status != KEPT:

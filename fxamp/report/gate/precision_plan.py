@@ -55,7 +55,7 @@ class PrecisionPlan:
             args: example inputs, as `fxamp.convert` takes them.
             kwargs: example keyword inputs.
             policy: a level, a policy string or a Policy.
-            basename: of the file, instead of the test's name.
+            basename: base name of the plan file, instead of the name of the test.
 
         Raises:
             FxampError: the model cannot be converted under the policy.

@@ -176,7 +176,7 @@ def _decisions(outcomes: Sequence[Outcome]) -> Iterator[Result]:
 
 
 def _locations(outcome: Outcome, key: str) -> tuple[Location, ...]:
-    """Return the author's line of a node, else the plan file: code scanning shows no result without a place."""
+    """Return the user's line of a node, else the plan file: code scanning shows no result without a place."""
     place = outcome.places.get(key)
     file, line = (place.file, place.line) if place is not None else (outcome.plan, 1)
     if not file:

@@ -44,7 +44,7 @@ class Target:
         plan: path of the committed plan; None for none.
         budgets: as text.
         capture: front end.
-        device: that is decided for; None for that of the model.
+        device: device to decide for; None for the device of the model.
     """
 
     name: str

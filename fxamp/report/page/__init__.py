@@ -1,6 +1,6 @@
 """The page: one HTML file that needs no other file; Python draws it, and a small script handles the keys.
 
-`render` and the templates know nothing of what they show, so that other pages can be made of them too.
+`render` and the templates are independent of the content, so that other pages can use them too.
 
 Imports the record and its forms; a report uses it.
 """

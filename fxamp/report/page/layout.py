@@ -1,4 +1,4 @@
-"""Where the nodes of a drawing stand: layers from top to bottom, few crossings, straight edges.
+"""Lay out the nodes of a drawing: layers from top to bottom, few crossings, straight edges.
 
 These are the usual four steps of a layered layout: assign each node to a layer; put a dummy node into every layer that
 an edge passes; order each layer by the mean place of the neighbours; and place nodes in that order, as near to their
@@ -28,10 +28,10 @@ class Layout:
     """Places of a drawing, in whole pixels.
 
     Attributes:
-        width: of the whole.
-        height: of the whole, from the middle of the first layer to that of the last.
-        places: the middle of each node.
-        routes: for each edge the points that it passes, its ends included.
+        width: width of the drawing.
+        height: height from the middle of the first layer to that of the last.
+        places: middle of each node.
+        routes: points that each edge passes, its ends included.
     """
 
     width: int
@@ -44,8 +44,8 @@ def layered(widths: Mapping[Name, float], edges: Iterable[tuple[Name, Name]]) ->
     """Lay out a graph, the same way for the same graph.
 
     Args:
-        widths: of the nodes in pixels, in the order in which they run.
-        edges: between them; an edge to a node that ran earlier is drawn upwards.
+        widths: widths of the nodes in pixels, in the order in which the nodes run.
+        edges: pairs of nodes; an edge to a node that ran earlier is drawn upwards.
     """
     rank = {name: i for i, name in enumerate(widths)}
     given = list(dict.fromkeys((a, b) for a, b in edges if a != b))
@@ -137,10 +137,10 @@ def _weight(name: Name, graph: Neighbours, width: Mapping[Name, float]) -> float
 
 
 def _apart(nodes: Sequence[tuple[float, float, float]]) -> list[float]:
-    """Return the places nearest to those wanted, by least squares, at which nothing overlaps and the order stays.
+    """Return the positions nearest to the wanted ones, by least squares, that keep the order without overlap.
 
     Args:
-        nodes: of a layer from left to right: the place that each wants, its weight, and its width.
+        nodes: the wanted position, the weight and the width of each node of a layer, from left to right.
     """
     offsets, at = [], 0.0
     for i, (_, _, width) in enumerate(nodes):

@@ -18,7 +18,7 @@ from markupsafe import Markup
 
 from ..forms.harmless import visible
 
-# What HTML, and the script that reads it, could take for the end of the data. JSON takes the escape for the same text.
+# Characters that could end the data early in HTML or in the script. In JSON their escapes mean the same text.
 _ENDS = {ord(c): f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"}
 
 
@@ -27,7 +27,7 @@ def render(template: str, *, title: str, data: Any, scripts: Sequence[str], **va
 
     Args:
         template: name of a template that extends `base.html`.
-        title: of the page.
+        title: title of the page.
         data: for the scripts, which find it as JSON in the element "data".
         scripts: names of the scripts, in the order in which they run.
         values: for the template.

@@ -1,4 +1,4 @@
-"""The page of a report: totals, the tree of modules, and of a chosen one its drawing, its nodes and a comparison."""
+"""The page of a report: totals and the tree of modules; for a chosen module its drawing, its nodes and a comparison."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ class Row:
     """One module of the tree.
 
     Attributes:
-        path: of the module; "" for the whole model.
-        name: its last part.
-        level: 1 for the whole model.
-        place: among its siblings, from 1.
-        siblings: how many there are, itself counted.
-        children: whether there are modules inside.
-        nodes: in it and below.
-        low: of these.
-        fp32: of these.
-        casts: in front of them; None if that is not known.
-        bytes: shares of what they give; None if that is not known, or nothing.
-        flops: likewise.
-        saved: bytes for backward; None if that is not known.
+        path: path of the module; "" for the whole model.
+        name: last part of the path.
+        level: depth in the tree; 1 for the whole model.
+        place: position among its siblings, from 1.
+        siblings: number of siblings, itself included.
+        children: whether it contains modules.
+        nodes: number of nodes in it and below.
+        low: how many of them run low.
+        fp32: how many of them run in FP32.
+        casts: number of casts in front of them; None if that is not known.
+        bytes: shares of the bytes of their results; None if that is not known, or there are none.
+        flops: shares of their FLOPs; None likewise.
+        saved: bytes kept for backward; None if that is not known.
     """
 
     path: str
@@ -78,7 +78,7 @@ def page(
     """Return the page of a record.
 
     Args:
-        record: of the whole model.
+        record: record of the whole model.
         model: the name of its class.
         training: facts about the training step, as (name, text) pairs.
         nodes: those to show; all of them where it is None.
@@ -88,7 +88,7 @@ def page(
     rows = list(_rows(grown(shown, model), record.has_casts))
     said = []
     if not whole:
-        said.append(f"{len(shown)} of {len(record.nodes)} nodes were chosen for this page; the totals are of all.")
+        said.append(f"{len(shown)} of {len(record.nodes)} nodes were chosen for this page; the totals count all nodes.")
     if len(shown) > MOST_NODES:
         said.append(
             f"{len(shown)} nodes are more than the {MOST_NODES} that a page can hold: it shows modules only. "

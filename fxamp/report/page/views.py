@@ -31,11 +31,11 @@ class Box:
         label: the first line.
         below: the second line.
         style: "low", "fp32", "other", "module" or "outside".
-        low: of the nodes of a module, how many run low, in percent.
-        fp32: likewise, FP32.
-        casts: of weights, in front of it.
-        x: of its middle.
-        y: of its middle.
+        low: percentage of the nodes of a folded module that run low.
+        fp32: percentage of them that run in FP32.
+        casts: casts of weights in front of it.
+        x: horizontal middle.
+        y: vertical middle.
         width: in pixels.
     """
 
@@ -54,7 +54,7 @@ class Box:
 
 @dataclass(frozen=True)
 class Edge:
-    """A value on its way: from which box to which, the dtype that it is cast to ("" for none), the points it passes."""
+    """An edge of a drawing: its boxes, the dtype that the value is cast to ("" for none), and the points on its way."""
 
     start: int
     end: int
@@ -64,7 +64,7 @@ class Edge:
 
 @dataclass(frozen=True)
 class View:
-    """One drawing of a module: of one graph, and of many nodes one part after the other."""
+    """One drawing of a module in one graph; a drawing of many nodes is split into several parts."""
 
     module: str
     title: str
@@ -92,8 +92,8 @@ def views(nodes: Sequence[NodeRecord], states: Sequence[str] = ()) -> list[View]
     """Return the drawings of every module with several nodes; none if the operands of nodes are not known.
 
     Args:
-        nodes: of a record.
-        states: of the model that its graphs hold for, each after the number of its graph, as "12: evaluation".
+        nodes: the nodes of a record.
+        states: the states that the graphs are for, each after the number of its graph: "12: evaluation".
     """
     graphs: dict[int, _Graph] = {}
     called = dict(state.split(": ", 1) for state in states)
@@ -123,7 +123,7 @@ def _of_graph(graph: _Graph, several: bool) -> Iterator[View]:
 
 
 def _upwards(path: str) -> Iterator[str]:
-    """Yield the path of a module and of those round it, the outermost first, the whole model left out."""
+    """Yield the paths of a module and of its ancestors, outermost first, without that of the whole model."""
     parts = path.split(".") if path else []
     for end in range(1, len(parts) + 1):
         yield ".".join(parts[:end])
@@ -171,7 +171,7 @@ def _drawn(graph: _Graph, module: str, words: str, runs: Sequence[_Run]) -> View
 
 
 def _joined(graph: _Graph, runs: Sequence[_Run], boxes: dict[object, Box]) -> dict[tuple[object, object], str]:
-    """Return which box reads which, and the cast between, if any; boxes of what lies elsewhere are added."""
+    """Return which box reads which, and the cast between, if any; adds boxes for values from other modules."""
     boxed = {place: at for at, (_, places) in enumerate(runs) for place in places}
     readings = {(read.value, at) for place, at in boxed.items() for read in graph.nodes[place].reads}
     readers = Counter(value for value, _ in readings)

@@ -27,7 +27,7 @@ _NONE = Size()
 
 
 def record_of(given: Plan | ConvertedModule) -> Record:
-    """Return the record of a converted module, or of a plan, which says nothing of sizes and casts."""
+    """Return the record of a converted module; or of a plan, from which sizes and the places of casts are not known."""
     plan = given if isinstance(given, Plan) else given.plan
     parts = _parts(given) if isinstance(given, ConvertedModule) else {}
     sized = bool(parts) and all(part.sizes is not None for part in parts.values())
@@ -47,7 +47,7 @@ def record_of(given: Plan | ConvertedModule) -> Record:
 
 @dataclass(frozen=True)
 class _Part:
-    """One graph: the author's nodes by key, names and origins of values, and the costs of nodes, if known.
+    """One graph: the user's nodes by key, names and origins of values, and the costs of nodes, if known.
 
     There are three costs: of the graph as it is, without mixed precision, and under torch.autocast.
     """

@@ -1,4 +1,4 @@
-"""Which values a node reads, as the author's graph had them: casts that were inserted are looked through.
+"""Which values a node reads in the graph before conversion: inserted casts are skipped.
 
 Before: linear(to_dtype(x), to_dtype(weight))        After: linear reads x and weight, each by way of a cast
 """
@@ -20,8 +20,8 @@ def named(graph: Graph, inputs: Sequence[str]) -> dict[Node, str]:
     """Return what every input, parameter, buffer and call of a graph is called.
 
     Args:
-        graph: of a converted module.
-        inputs: what the author calls the inputs, in their order; empty if that is not known.
+        graph: graph of a converted module.
+        inputs: what the user calls the inputs, in their order; empty if that is not known.
     """
     placeholders = graph.find_nodes(op="placeholder")
     given = inputs if len(inputs) == len(placeholders) else [str(node.target) for node in placeholders]
@@ -36,7 +36,7 @@ def origins(graph: Graph, names: Mapping[Node, str], decided: Collection[str]) -
     A node without a decision, mostly on integers, has the origins of its operands.
 
     Args:
-        graph: of a converted module.
+        graph: graph of a converted module.
         names: as `named` gives them.
         decided: keys of the nodes that a plan decides on.
     """

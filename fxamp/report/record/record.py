@@ -26,8 +26,8 @@ class Cast(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         operand: key of the node whose value is cast, or the name of an input, a parameter or a buffer.
         before: dtype of the value.
         after: dtype that the node reads.
-        bytes: read and written by the cast; None where sizes are not known.
-        shared: how many nodes read what the cast gives.
+        bytes: bytes read and written by the cast; None if sizes are not known.
+        shared: how many nodes read the result of the cast.
     """
 
     operand: str
@@ -41,9 +41,9 @@ class Read(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A value that a node reads.
 
     Attributes:
-        value: key of the node that gives it, or the name of an input, a parameter or a buffer.
-        kind: which of these.
-        cast: dtype that an inserted cast gives it on the way; "" where there is none.
+        value: key of the node that computes it, or the name of an input, a parameter or a buffer.
+        kind: which of these it is.
+        cast: dtype that an inserted cast converts it to for this reader; "" for none.
     """
 
     value: str
@@ -59,24 +59,24 @@ class NodeRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         graph: number of the graph that it is in.
         op: canonical name.
         module: path of the innermost module.
-        file: of the author's line, relative to the working directory where it is below it.
-        line: number of the author's line, 0 where it is not known.
-        code: the author's line.
-        torch_source: the line inside torch, where the author's called into it.
+        file: file of your line that made the node, relative to the working directory if it is below it.
+        line: number of your line; 0 if it is not known.
+        code: text of your line.
+        torch_source: line inside torch that your line led to.
         colour: dtype that it runs in.
         autocast: dtype that torch.autocast gives it.
-        original: dtype of what it gives without mixed precision; "" where that is not known.
-        kind: of the rule that was applied.
+        original: dtype of its result without mixed precision; "" if that is not known.
+        kind: kind of the rule that was applied.
         reason_code: one of `passes.contract.reasons.Code`.
         reason: a sentence.
         causes: keys of the decisions that it follows from.
-        dtypes: of the tensors that it gives.
-        shapes: of the tensors that it gives; symbolic sizes by name.
-        bytes: of the tensors that it gives.
-        flops: of its forward, by torch's formulas.
-        saved_bytes: of the storages that it is the first to keep for backward.
-        casts: inserted in front of it.
-        reads: the values that it is given.
+        dtypes: dtypes of its results.
+        shapes: shapes of its results; symbolic sizes by name.
+        bytes: size of its results.
+        flops: FLOPs of its forward, by torch's formulas.
+        saved_bytes: size of the storages that it is the first to keep for backward.
+        casts: casts inserted in front of it.
+        reads: values that it reads.
     """
 
     key: str
@@ -107,21 +107,21 @@ class Totals(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Sums over the nodes of all graphs, None where sizes are not known.
 
     Attributes:
-        nodes: decided on.
-        low_ops: of these, run in a low dtype.
-        fp32_ops: of these, run in FP32.
-        unknown_ops: of these, without a rule.
-        user_casts: of these, casts of the author's.
-        casts: inserted and left after elimination.
-        cast_bytes: read and written by them.
-        bytes: of floating values that nodes give.
-        low_bytes: of these, of nodes that run low, in percent.
-        flops: of the forward.
-        low_flops: of these, of nodes that run low, in percent.
-        saved_bytes: kept for backward.
-        saved_bytes_fp32: likewise, without mixed precision.
-        saved_bytes_autocast: likewise, under torch.autocast; None where its device is absent.
-        deviations: nodes that may differ from torch.autocast on purpose.
+        nodes: number of nodes with a decision.
+        low_ops: how many of these nodes run in a low dtype.
+        fp32_ops: how many of them run in FP32.
+        unknown_ops: how many of them have no rule.
+        user_casts: how many of them are casts in the user's code.
+        casts: number of inserted casts that are left after elimination.
+        cast_bytes: bytes that these casts read and write.
+        bytes: bytes of the floating results of all nodes.
+        low_bytes: percentage of these bytes that low nodes produce.
+        flops: FLOPs of the forward.
+        low_flops: percentage of these FLOPs that low nodes compute.
+        saved_bytes: bytes kept for backward.
+        saved_bytes_fp32: the same without mixed precision.
+        saved_bytes_autocast: the same under torch.autocast; None if its device is absent.
+        deviations: number of nodes that may differ from torch.autocast for a reason other than the level or the policy.
     """
 
     nodes: int
@@ -145,18 +145,18 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """All that is known of a conversion.
 
     Attributes:
-        version: of this format.
-        policy: as text.
-        device: that it was decided for.
+        version: version of this format.
+        policy: the policy, as text.
+        device: device that the decisions are for.
         capture: front end.
         verified: "fake" or "symbolic".
-        torch: version that it was made with.
-        fxamp: version that it was made with.
-        states: of the model that the graphs hold for.
-        parameters: how many numbers the model has.
-        totals: over all nodes.
-        nodes: in the order of the graphs.
-        notes: what was not done as usual.
+        torch: version of torch that made it.
+        fxamp: version of fxamp that made it.
+        states: states of the model that the graphs are for.
+        parameters: number of parameter elements of the model.
+        totals: sums over all nodes.
+        nodes: nodes in the order of the graphs.
+        notes: sentences on what was done differently from usual.
         output_casts: casts of the outputs, inserted after all nodes.
     """
 

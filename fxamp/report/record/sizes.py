@@ -33,13 +33,13 @@ class Size:
     """The costs of one node.
 
     Attributes:
-        dtypes: of the floating tensors that it gives, without "torch.".
-        shapes: of the tensors that it gives, at the example's sizes.
-        read_bytes: of the tensors that it is given.
-        bytes: of the tensors that it gives.
-        flops: floating point operations of its forward, by torch's own formulas; 0 where there is none.
-        saved_bytes: of the storages that it is the first to keep for backward, parameters apart; what a fused kernel,
-            such as that of an LSTM, keeps inside is not seen.
+        dtypes: dtypes of its floating results, without "torch.".
+        shapes: shapes of its results, at the example's sizes.
+        read_bytes: bytes of the tensors that it reads.
+        bytes: bytes of its results.
+        flops: floating-point operations of its forward, by torch's formulas; 0 if torch has none for it.
+        saved_bytes: bytes of the storages that it is the first to keep for backward, parameters excluded. What a fused
+            kernel, such as that of an LSTM, keeps internally is not seen.
     """
 
     dtypes: tuple[str, ...] = ()
@@ -61,7 +61,7 @@ def sizes_of(
 
     Args:
         module: a graph whose placeholders have the example's shapes and dtypes in `meta["val"]`.
-        casts: False leaves out inserted casts, so that the author's graph is measured.
+        casts: False leaves out inserted casts, so that the user's graph is measured.
         autocast: device and dtype of a `torch.autocast` to run under; None for none.
 
     Raises:

@@ -30,7 +30,7 @@ class CompileSettings:
     Attributes:
         backend: A name or a callable, as `torch.compile` takes it; or fxamp's own, which converts the graphs too.
         mode: As `torch.compile` takes it.
-        options: Of the backend.
+        options: Options of the backend.
         dynamic: As `torch.compile` takes it.
         fullgraph: As `torch.compile` takes it; the loss function is in the graph.
         cuda_graph: Whether Inductor is asked to capture CUDA graphs of what it compiles.

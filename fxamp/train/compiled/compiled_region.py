@@ -13,7 +13,6 @@ from passes._torch import compile_records
 
 from ...dynamo.compiled import break_of
 from .compile_settings import CompileSettings
-from .order_of_sums import keep_order_of_sums
 from .recompute import recompute_weight_casts
 
 
@@ -56,7 +55,7 @@ class Region:
         def backend(gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
             return self._compile(gm, example_inputs)
 
-        backend.__name__ = settings.name  # torch names the backend so in errors
+        backend.__name__ = settings.name  # the name by which torch calls the backend in errors
         self._run = torch.compile(own, backend=backend, **how)
 
     def __call__(self, *args: Any) -> Any:
@@ -79,7 +78,6 @@ class Region:
     def _compile(self, gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         if reason := break_of(gm):
             self.breaks.append(reason)
-        keep_order_of_sums(gm, example_inputs)
         recompute_weight_casts(gm, example_inputs)
         try:
             run: Callable[..., Any] = self._backend(gm, example_inputs)
@@ -95,7 +93,7 @@ class Region:
         return f"The backend '{self.settings.name}' failed on the graph '{self.name}' of this TrainStep. {way_out}"
 
     def _look_back(self, before: list[Any]) -> None:
-        """Read from Dynamo's records what it has compiled since then, and what it has given up."""
+        """Read from Dynamo's records what it has compiled, or failed to compile, during the last call."""
         after = compile_records()
         if not after or (before and after[-1] is before[-1]):
             return

@@ -27,7 +27,7 @@ from .rates import Constants, rates_as_tensors
 
 
 class CompiledUpdate:
-    """Lets optimizers step by compiled code, if that saves time.
+    """Steps optimizers with compiled code, where that saves time.
 
     Attributes:
         region: What is compiled.
@@ -99,7 +99,7 @@ class CompiledUpdate:
             norm = None if norm is None else norm.clone()
         held_back: dict[Optimizer, HeldBack] = {}
         for optimizer, found in zip(optimizers, founds, strict=True):
-            # On a CPU the flag is read at once, so that the scaler can name a culprit.
+            # On a CPU the flag is read at once, so that the scaler can name the parameter.
             held = False if found is None else bool(found) if found.device.type == "cpu" else found
             held_back[optimizer] = held
             scaler.note(optimizer, held)
@@ -158,13 +158,13 @@ class _NotCompiled(Exception):  # noqa: N818 - no error: nobody but CompiledUpda
 
 
 def step_of(kind: type[Optimizer]) -> Callable[[Optimizer], Any]:
-    """Return the step of an optimizer without what torch wraps it in: hooks, a profiler's mark, and a graph break."""
+    """Return the step function of an optimizer without torch's wrappers: hooks, a profiler mark, and a graph break."""
     step: Callable[[Optimizer], Any] = inspect.unwrap(kind.step)
     return step
 
 
 def _hidden(optimizer: Optimizer) -> str:
-    """Return what a graph of a step would leave out, "" if nothing."""
+    """Return why a graph of a step would leave something out, for example hooks; "" if it would not."""
     if not type(optimizer).step.__module__.startswith("torch.optim."):
         return "is no optimizer of torch.optim"
     own = vars(optimizer).get("step")

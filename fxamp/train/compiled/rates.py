@@ -1,4 +1,4 @@
-"""Learning rates as tensors for the length of a compiled step, so that a scheduler's new rate causes no recompilation.
+"""Make learning rates tensors during a compiled step, so that a new rate from a scheduler causes no recompilation.
 
 Other numbers of an optimizer are constants of the graph.
 """
@@ -16,12 +16,12 @@ from torch.optim import Optimizer
 
 @contextlib.contextmanager
 def rates_as_tensors(optimizers: Sequence[Optimizer], made: MutableMapping[int, Tensor]) -> Iterator[None]:
-    """Put a tensor in the place of each group's learning rate; outside, schedulers and checkpoints see the number.
+    """Inside this context, each group's learning rate is a tensor; outside, schedulers and checkpoints see the number.
 
     Together with `foreach`, which compiles to few kernels, only `capturable` optimizers accept a tensor.
 
     Args:
-        optimizers: Whose groups.
+        optimizers: Optimizers whose learning rates become tensors.
         made: The tensors of earlier calls, by group; those that are new are added.
     """
     groups = [group for optimizer in optimizers for group in optimizer.param_groups if group["params"]]

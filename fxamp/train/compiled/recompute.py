@@ -1,8 +1,8 @@
 """Casts of weights that backward makes again: their copies are not kept from forward to backward.
 
-AOTAutograd saves for backward what moves the fewest bytes, and the low copy of a weight has half the bytes of the
-weight. But the weight is in memory anyway, while copies of all weights need memory of their own. Casting again moves
-more bytes: where there is memory for the copies, `weights="per_step"` casts once.
+AOTAutograd chooses the tensors to save for backward so that the fewest bytes move, and a low copy of a weight has half
+the bytes of the weight. But the weight is in memory anyway, while copies of all weights take additional memory.
+Recomputing the casts moves more bytes; if there is memory for the copies, use `weights="per_step"`, which casts once.
 """
 
 from __future__ import annotations

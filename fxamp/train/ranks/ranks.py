@@ -59,7 +59,7 @@ class Ranks:
         return max((dist.get_world_size(replica.process_group) for replica in self.replicas), default=1)
 
     def seen(self, count: int) -> int:
-        """Return how many micro-batches all replicas have seen; every rank has to call this."""
+        """Return how many micro-batches all replicas together have processed; every rank has to call this."""
         counts = [torch.tensor(float(count), device=next(r.parameters()).device) for r in self.replicas[:1]]
         for replica, total in zip(self.replicas, counts, strict=False):
             dist.all_reduce(total, group=replica.process_group)
@@ -73,7 +73,7 @@ class Ranks:
         return numbers
 
     def agree(self, flags: Sequence[Tensor]) -> None:
-        """Make each flag, in place, not 0 if it is not 0 on any rank; if ranks agree anyway, do nothing."""
+        """Make each flag nonzero, in place, if it is nonzero on any rank; do nothing if ranks agree anyway."""
         if not flags or not self.decide_apart:
             return
         together = agree(torch.stack([flag.view(()).to(flags[0].device) for flag in flags]), self.groups)

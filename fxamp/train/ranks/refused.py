@@ -80,7 +80,7 @@ def refuse_unfit_ranks(ranks: Ranks, *, accumulate_steps: int, on_overflow: str,
     """Raise PolicyError for settings of DistributedDataParallel that go wrong in a training step.
 
     Args:
-        ranks: Of the step.
+        ranks: Ranks that share the step.
         accumulate_steps: Micro-batches in a window.
         on_overflow: As a TrainStep takes it.
         scaled: Whether the loss is scaled.

@@ -47,9 +47,9 @@ def exchange(replica: DistributedDataParallel, counts: Tensor, share: float | Te
     A gradient that no rank has stays None. Communication hooks are not run: they belong to backward.
 
     Args:
-        replica: Whose gradients.
+        replica: Replica whose gradients are exchanged.
         counts: Begins with the number of micro-batches of this rank; more numbers may follow.
-        share: What the gradients of each micro-batch are divided by already.
+        share: Number by which the gradients of each micro-batch are divided already.
 
     Returns:
         `counts`, summed over the ranks.

@@ -1,7 +1,7 @@
-"""Settings that ranks must share, compared before the first step: a mismatch later on makes a rank wait for ever.
+"""Compare the settings that ranks must share before the first step: later a mismatch would make a rank hang.
 
-Ranks exchange them through the store in which they met. A collective would wait for ranks that do not call it; through
-the store, ranks that disagree on who trains together get an error too.
+Ranks exchange them through the store of the process group. A collective would hang if a rank does not call it; with the
+store, ranks that disagree on which ranks train together get an error too.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _wait_for(store: Any, rank: int, place: str, step: str, ranks: list[int], un
         if time.monotonic() > until:
             raise PolicyError(
                 f"rank {dist.get_rank()} waited for rank {rank}, one of {ranks}, at its first step, and that rank did "
-                f"not arrive within {store.timeout}: it takes no step, or failed before its first."
+                f"not arrive within {store.timeout}: it takes no steps, or failed before its first step."
             )
         time.sleep(_POLL)
 

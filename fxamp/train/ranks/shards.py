@@ -49,7 +49,7 @@ def agree(flags: Tensor, groups: Iterable[Any]) -> Tensor:
 
 
 def total_norm(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the norm of all numbers of some tensors, which every rank is told."""
+    """Return the norm of some tensors together; every rank gets the same result."""
     alike: dict[Any, list[Tensor]] = defaultdict(list)
     for tensor in tensors:
         alike[_layout(tensor)].append(tensor)

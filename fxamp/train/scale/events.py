@@ -90,7 +90,7 @@ class SkipsInARow:
             self._unread.append(list(found_infs))
 
     def reaches(self, count: int) -> bool:
-        """Say whether the number is reached; wait for the device only if it can be."""
+        """Say whether that many updates in a row were skipped; wait for the device only if that is possible at all."""
         return self._known + len(self._unread) >= count and self.read() >= count
 
     def read(self) -> int:

@@ -1,4 +1,4 @@
-"""LossScaler: `torch.amp.GradScaler` with floor, ceiling, hysteresis, an abort that names its culprit, and a history.
+"""LossScaler: `torch.amp.GradScaler` with floor, ceiling, hysteresis, an error after many skipped steps, and a history.
 
 With every extension off, which is the default, it is GradScaler bit for bit: the same scales, the same skipped steps
 and the same number of host synchronisations. Only two checks are stricter: those of the settings, and that of
@@ -34,7 +34,7 @@ HISTORY_LENGTH = 128
 
 
 class LossScaler(torch.amp.GradScaler):
-    """Scale losses as `torch.amp.GradScaler` does, with guards that it lacks.
+    """Scale losses as `torch.amp.GradScaler` does, with safeguards that GradScaler lacks.
 
     Args:
         device: Device type of the losses. None takes that of the first loss scaled.
@@ -53,14 +53,14 @@ class LossScaler(torch.amp.GradScaler):
             `consecutive_hysteresis: true`. By DeepSpeed's default and in Megatron the count restarts only when the
             scale grows.
         max_skips: The number of updates in a row with a skipped step at which `ScaleCollapseError` is raised; it is
-            also raised at every further such update while the run lasts. The scaler is in a consistent state then.
+            also raised at every further such update while the run lasts. It leaves the scaler in a consistent state.
 
     With `hysteresis` the host has to know whether a step was skipped. For ordinary optimizers GradScaler reads that
     anyway. Fused optimizers decide on the device, so with them each update costs one synchronisation. `max_skips=n`
     costs one synchronisation in every n updates.
 
     Raises:
-        PolicyError: A setting cannot be used; the message says what can.
+        PolicyError: A setting has an invalid value; the message says which values are valid.
 
     Example:
         >>> scaler = fxamp.LossScaler(init_scale=1024.0, min_scale=1.0, max_skips=20)
@@ -110,7 +110,7 @@ class LossScaler(torch.amp.GradScaler):
 
     @property
     def kind(self) -> str:
-        """How the scale moves: "none" (there is none), "static" or "dynamic". States load only into the same kind."""
+        """How the scale moves: "none" (no loss scaling), "static" or "dynamic"."""
         return "none" if not self._enabled else "dynamic" if self._extensions.dynamic else "static"
 
     @property
@@ -119,9 +119,9 @@ class LossScaler(torch.amp.GradScaler):
         return tuple(event.read() for event in self._events)
 
     def name_parameters(self, named_parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Name parameters for errors, by pairs (name, parameter of any shape) as `model.named_parameters()` gives.
+        """Set the names that errors give to parameters, as pairs such as those of `model.named_parameters()`.
 
-        An optimizer that was built from named parameters needs no call of this.
+        Parameters have any shape. You need not call this for an optimizer that was built from named parameters.
 
         Example:
             >>> fxamp.LossScaler().name_parameters(model.named_parameters())
@@ -173,7 +173,7 @@ class LossScaler(torch.amp.GradScaler):
         return state is not None and _overflowed(state)
 
     def held_back(self, optimizer: Optimizer) -> bool | torch.Tensor:
-        """Do as `found_inf` does, but never wait: if only the device knows the answer, return a tensor of shape ().
+        """Return the same as `found_inf` without waiting: if only the device knows it, a tensor of shape ().
 
         Example:
             >>> fxamp.LossScaler().held_back(optimizer)
@@ -227,7 +227,7 @@ class LossScaler(torch.amp.GradScaler):
         return self._scale.double().reciprocal().float()
 
     def note(self, optimizer: Optimizer, held_back: bool | torch.Tensor) -> None:
-        """Record whether an optimizer that you stepped yourself, without `scaler.step`, was held back.
+        """Record whether the step of an optimizer was skipped, if you step it yourself instead of by `scaler.step`.
 
         `held_back` is a bool, or a tensor of one element.
 
@@ -248,7 +248,7 @@ class LossScaler(torch.amp.GradScaler):
             state.update(optimizer=optimizer, found_inf_per_device={found.device: found})
 
     def found_infs(self, optimizers: Sequence[Optimizer]) -> list[torch.Tensor]:
-        """Return flags for each optimizer and device: not 0 if an unscaled gradient is not finite.
+        """Return flags for each optimizer and device: nonzero if an unscaled gradient is not finite.
 
         Returns:
             Tensors of one element, on the devices of the gradients. The list is empty if the scaler is disabled.
@@ -264,7 +264,7 @@ class LossScaler(torch.amp.GradScaler):
         return _found_infs([self._per_optimizer_states[id(o)] for o in optimizers]) if self._enabled else []
 
     def join_found_inf(self, optimizers: Sequence[Optimizer]) -> None:
-        """Hold back all of these optimizers if one of them is, without waiting for the device. Call `unscale_` first.
+        """Make all of these optimizers skip their step if one has to, without waiting. Call `unscale_` first.
 
         Example:
             >>> scaler = fxamp.LossScaler()

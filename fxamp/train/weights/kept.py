@@ -1,7 +1,7 @@
 """A cast of a weight that is kept: made when first read, and read again until its window ends.
 
-A kept cast is a cast as the graph makes it, with its place in autograd's graph. So gradients flow as usual: in FP32 to
-the master weight, through its hooks, and added up as in a plain loop.
+A kept cast is the tensor that the graph's own cast would produce, with its autograd node. So gradients flow as usual:
+in FP32 to the master weight, through its hooks, and accumulated as in a plain loop.
 
 Before: to = w.to(torch.bfloat16)
 After:  to = kept_to(w, torch.bfloat16)
@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch import library as operators
 
 from passes._torch import in_transform, run_as_soon_as_ready
 
@@ -21,12 +22,12 @@ from .together import Place, one_launch_pays
 
 
 class KeptCast:
-    """A cast of one weight, called in the place of all cast nodes that make it, of one graph or several.
+    """A cast of one weight, called instead of all equal casts of this weight in one graph or several.
 
     It casts again if the weight is another object than before, was written to, or moved. An edit through `.data`
     leaves no trace in a tensor, and is not seen before the cast is forgotten.
 
-    Where `torch.compile` traces it, what it keeps is an input of the graph.
+    Where `torch.compile` traces it, the graph reads what it keeps, an input, and gives the gradient to the weight.
 
     Args:
         cast: What the graph calls: `cast(weight, dtype)`.
@@ -66,7 +67,7 @@ class KeptCast:
         if self._used and low.requires_grad:
             if in_transform():
                 return self._cast(weight, dtype)
-            return _Again.apply(weight, low)  # type: ignore[no-untyped-call, no-any-return]
+            return _kept_cast(weight, low)
         self._used = True
         return low
 
@@ -75,10 +76,10 @@ class KeptCast:
         self._used = False
         self(weight, dtype)
         self._used = False
-        return self._low
+        return None if self._low is None else self._low.detach()
 
     def give(self, low: Tensor | None) -> None:
-        """Let the code that `torch.compile` traces next read an input of its graph: what `make_ready` returned.
+        """Set the graph input, which `make_ready` returned, that the code traced next by `torch.compile` reads.
 
         The input is an argument, and is not read from this object: AOTAutograd's cache knows inputs by their source,
         and globals of generated code have no name that another process would know.
@@ -86,18 +87,17 @@ class KeptCast:
         self._input, self._used = low, False
 
     def _given(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the input, as `torch.compile` traces it; a second use in a micro-batch casts in the graph."""
-        if self._input is None or self._used:
+        """Return the input, as `torch.compile` traces it."""
+        if self._input is None:
             return self._cast(weight, dtype)
-        self._used = torch.is_grad_enabled()
-        return self._input
+        return torch.ops.fxamp.kept_cast(weight, self._input)  # type: ignore[no-any-return]
 
     def next_micro_batch(self) -> None:
         """Note that a backward has run: the next use may read the kept copy as the first one did."""
         self._used = False
 
     def forget(self) -> None:
-        """Free the kept copy; keep its place if it can serve again. A cast that nothing has read has no place."""
+        """Free the kept copy; keep its `Place` if it can be reused. A cast that was never read has none."""
         if self.place is not None and self._low is self.place.low:
             self.place.empty()
         elif self.place is not None and self.place.filled:
@@ -118,8 +118,8 @@ class KeptCast:
         return low
 
 
-class _Again(torch.autograd.Function):
-    """A second use of a cast in a micro-batch, without another copy: the gradients of both are summed in FP32."""
+class _Kept(torch.autograd.Function):
+    """A kept cast, read without another copy: the gradients of all reads are summed in FP32, as those of casts are."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, low: Tensor) -> Tensor:
@@ -129,3 +129,14 @@ class _Again(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient.to(ctx.dtype), None
+
+
+def _kept_cast(weight: Tensor, low: Tensor) -> Tensor:
+    return _Kept.apply(weight, low)  # type: ignore[no-untyped-call, no-any-return]
+
+
+# This is an operator, because AOTAutograd caches no graph that calls an autograd.Function. It has no kernel of its own:
+# AOTAutograd traces the function. The cache knows an operator by its name, so another meaning needs another name.
+_OPERATORS = operators.Library("fxamp", "FRAGMENT")
+_OPERATORS.define("kept_cast(Tensor weight, Tensor low) -> Tensor")
+_OPERATORS.impl("kept_cast", _kept_cast, "CompositeImplicitAutograd")

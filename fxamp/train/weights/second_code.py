@@ -1,7 +1,7 @@
-"""A second generated code of a converted module's graph, in which casts of weights are kept ones.
+"""Generate a second version of a converted module's code, in which casts of weights are kept for a window.
 
-What the training step has to know of a converted module is here: its graphs, and where their code is run from. The
-module, its graphs and its parameters stay as they are.
+All that the training step knows about the inside of a converted module is here: its graphs, and how their code is
+called. The module, its graphs and its parameters stay as they are.
 
 Before: to = w.to(torch.bfloat16)
 After:  to = kept_to(w, torch.bfloat16)
@@ -48,7 +48,7 @@ class SecondCode:
     """The code of one graph with casts that are kept.
 
     Args:
-        module: Whose graph it is.
+        module: Converted module that the graph belongs to.
         graph: The graph as the module has it.
         known: The casts that are kept already, by `same_cast`; those that are new are added.
 
@@ -71,7 +71,7 @@ class SecondCode:
             self.run: Callable[..., Any] = _code(copied)
 
     def make_ready(self, module: ConvertedModule) -> Iterator[tuple[KeptCast, Tensor | None]]:
-        """Make the casts for a compiled graph, and yield them with what they are."""
+        """Make the casts for a compiled graph, and yield each with its value."""
         for cast, path, dtype in self._casts:
             weight = _parameter(module, path)
             if weight is not None:

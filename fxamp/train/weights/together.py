@@ -1,8 +1,7 @@
-"""Copies of many weights by one launch, on devices where launches cost.
+"""Copy many weights with one kernel launch, on devices where a launch is expensive.
 
-A cast makes two things: a low copy, and its place in autograd's graph. At its end a window
-frees the copies and keeps their places. At the start of the next window one batched copy, an op without a derivative,
-fills them.
+A cast makes two things: a low copy and its autograd node. At the end of a window the memory of the copies is freed, and
+the nodes are kept. At the start of the next window one batched copy, which autograd does not record, fills them again.
 
 Before: to = w.to(torch.bfloat16); to_1 = v.to(torch.bfloat16)
 After:  _foreach_copy_([to, to_1], [w, v])
@@ -20,13 +19,13 @@ from passes.contract.devices import DEVICES
 
 
 def one_launch_pays(weight: Tensor) -> bool:
-    """Say whether a weight is where many copies take less time by one launch than one by one."""
+    """Say whether a weight is on a device where one launch for many copies saves time."""
     row = DEVICES.get(weight.device.type)
     return row is not None and row.batches
 
 
 class Place:
-    """The place of a kept cast in autograd's graph, which stays while copies come and go.
+    """A kept cast's tensor and autograd node, which stay while the memory of the copy is freed and filled again.
 
     A backward that comes after the copy was freed, or made again, raises an error of torch.
 

@@ -98,7 +98,7 @@ class WeightCasts:
             yield
 
     def make_ready(self) -> tuple[list[KeptCast], list[Tensor | None]]:
-        """Make the casts that are in use, for a compiled graph that takes them; return them and what they made."""
+        """Make the casts that are in use, as inputs of a compiled graph; return them and their results."""
         modules = self._modules if self.mode == "per_step" else []
         codes = [(code, module) for _, module in modules for code in self._codes_of(module)]
         made = dict(pair for code, module in codes for pair in code.make_ready(module))

@@ -1,4 +1,4 @@
-"""Count what a whole window of micro-batches does about dtypes, with weights cast once in it or at every use."""
+"""Count the casts, bytes and ops of a whole window of micro-batches, with weights cast once or at every use."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """One window of micro-batches: from the loss of each to the update, or the skipped step, at the end.
 
 Imports the loss scale.
-The training step uses it, as Python or in compiled parts.
+The training step uses it, uncompiled or compiled.
 """

@@ -41,7 +41,8 @@ def average(
     """Make gradients the mean over micro-batches, before they are unscaled, so that the check for inf sees the outcome.
 
     Args:
-        optimizers: Whose gradients, each micro-batch's divided by `accumulate_steps`.
+        optimizers: Optimizers whose gradients are averaged; the gradients of each micro-batch are divided by
+            `accumulate_steps`.
         ranks: Who exchanges them.
         seen: Micro-batches of this rank.
         kept: Those of them that were not left out; None where none is.

@@ -1,4 +1,4 @@
-"""Optimizers that evaluate the loss several times in a step, such as LBFGS: they are given the window to run again."""
+"""Optimizers that evaluate the loss several times in a step, such as LBFGS: their closure runs the window again."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .loss import LossFunction, loss_of
 
 
 def needs_closure(optimizer: Optimizer) -> bool:
-    """Say whether an optimizer cannot step without being told how to evaluate the loss."""
+    """Say whether the step() of an optimizer requires a closure."""
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
 
@@ -51,7 +51,7 @@ def step_by_closure(optimizer: Optimizer, scaler: LossScaler, run: Callable[[], 
 
     Args:
         optimizer: What steps.
-        scaler: Of the window.
+        scaler: Loss scaler of the window.
         run: Runs the window's micro-batches forward and backward, from gradients of None, with the loss scale in
             them; returns their loss, without it.
         ranks: Who has to agree that gradients are finite.
@@ -96,14 +96,14 @@ def run_window(
 ) -> Tensor:
     """Run the micro-batches of a window forward and backward, and return the mean of their losses.
 
-    Gradients and loss are those of all ranks: by the loss an optimizer decides how to go on, and all have to decide the
-    same.
+    Gradients and loss are averaged over all ranks: an optimizer uses the loss to decide how to continue, and all ranks
+    have to decide the same.
 
     Args:
         model: What is trained.
         loss_fn: As `fxamp.train.window.loss.loss_of` takes it.
         micro_batches: Inputs and target of each.
-        scaler: Of the window.
+        scaler: Loss scaler of the window.
         ranks: Who exchanges gradients.
         share: Micro-batches of a rank, in the mean of all that exchange gradients.
         in_backward: Whether they do so in the last backward, or after it, since not all may have seen as many.
@@ -126,4 +126,4 @@ def run_window(
 
 
 class _NotFinite(Exception):  # noqa: N818 - no error: nobody but `step_by_closure` sees it
-    """Ends a step half way."""
+    """Raised to abort a step when a gradient is not finite."""

@@ -1,8 +1,8 @@
 """Step an optimizer if its gradients are finite, where possible without waiting for the device to say so.
 
-A fused optimizer reads the flag on the device. Any other optimizer whose step the device can take back, a capturable
-one or SGD, steps first; then its old values are put back if gradients were not finite. That costs a copy of its
-parameters and state, and is done only where reading the flag would wait: on an accelerator.
+A fused optimizer reads the flag on the device. An optimizer whose step can be undone on the device (a capturable one,
+or SGD) steps first; then the old values are restored on the device if gradients were not finite. That costs a copy of
+its parameters and state, and is done only on an accelerator, where reading the flag would make the host wait.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ def has_state(optimizer: Optimizer) -> bool:
 
 
 def can_be_taken_back(optimizer: Optimizer) -> bool:
-    """Say whether all that a step changes is on an accelerator, and was there before."""
+    """Say whether a step can be undone: everything that it changes exists before and is on an accelerator."""
     if not _changes_the_device_alone(optimizer) or not has_state(optimizer):
         return False
     return not any(gradient.is_sparse for gradient in gradients([optimizer]))
 
 
 def waits(optimizer: Optimizer) -> bool:
-    """Say whether the host must know if gradients are finite before each step of this optimizer but the first."""
+    """Say whether, from its second step on, this optimizer needs the host to know whether gradients are finite."""
     return not is_fused(optimizer) and not _changes_the_device_alone(optimizer)
 
 

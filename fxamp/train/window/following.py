@@ -22,9 +22,9 @@ def follow(
 
     Args:
         held_back: Whether each optimizer was held back; waited for, if anything follows it.
-        model: Whose weights are averaged.
-        schedulers: Each of one of the optimizers, which may have had no gradients.
-        averages: Of the model.
+        model: Model whose weights are averaged.
+        schedulers: Schedulers, each of one of the optimizers, which may have had no gradients.
+        averages: Averages of the model.
 
     Returns:
         `held_back`, of plain bools where it was waited for.

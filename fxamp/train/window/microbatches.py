@@ -1,7 +1,7 @@
 """`on_overflow="skip_microbatch"`: a micro-batch whose gradients are not finite is left out, not its whole window.
 
-Each micro-batch's gradients are made on their own, looked at, and added to those before by a select on the device. So
-there is one more set of gradients than without.
+The gradients of each micro-batch are computed separately, checked, and added to the sum of the earlier ones by a select
+on the device. This needs memory for a second set of gradients.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class KeptMicroBatches:
 
     @torch.no_grad()
     def after_backward(self) -> None:
-        """Add the new gradients to the sum if all are finite; in `.grad` is the sum again.
+        """Add the new gradients to the sum if all are finite; afterwards `.grad` holds the sum again.
 
         Raises:
             PolicyError: A gradient is sparse.

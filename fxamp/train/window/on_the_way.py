@@ -1,6 +1,6 @@
-"""Values on the device that the host will ask for: their copy to the host begins as soon as they are known.
+"""Copy values that the host will need from the device asynchronously, as soon as they are known.
 
-A read waits for all that was launched before it. A copy that began before the optimizer's step waits for nothing of
+A read waits for all kernels launched before it. A copy that is launched before the optimizer's step does not wait for
 that step.
 """
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class OnTheWay:
-    """A flag of one element whose copy to the host has begun; as a bool it is waited for.
+    """A flag of one element whose copy to the host has begun; `bool()` waits for it.
 
     Args:
         flag: On an accelerator; what is written to it later is not seen.

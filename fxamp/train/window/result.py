@@ -25,9 +25,10 @@ class StepResult:
         loss: The loss of this micro-batch as `loss_fn` gave it, of shape (): undivided, unscaled, detached. `flush`
             gives the loss of the last micro-batch, or NaN if there was none.
         grad_norm: The norm of the unscaled gradients before clipping, of shape (); None without `max_grad_norm`, and
-            where no window ends.
+            for a call that does not end a window.
         accumulating: Whether the window is not finished yet.
-        held_back: For each optimizer, in order, whether it was held back; None for one that had no gradients.
+        held_back: For each optimizer, in order, whether its step was skipped because gradients were not finite; None
+            for one that had no gradients.
         given_scale: See `scale`.
         given_kept: See `kept`.
 
@@ -52,7 +53,7 @@ class StepResult:
 
     @cached_property
     def skipped(self) -> bool:
-        """Whether gradients that were not finite held an optimizer back."""
+        """Whether an optimizer did not step because gradients were not finite."""
         return any(self._held_back)
 
     @cached_property

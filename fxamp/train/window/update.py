@@ -1,4 +1,4 @@
-"""The end of a window, in the order that is right: unscale, clip the unscaled, step or hold back, update the scale."""
+"""The end of a window, in the right order: unscale, clip, step or skip, update the scale."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def take_step(
     With `max_grad_norm`, one gradient that is not finite holds every optimizer back: there is no norm to clip to.
 
     Args:
-        scaler: Of the window; its scale is in the gradients.
+        scaler: Loss scaler of the window; its scale is in the gradients.
         optimizers: Those that have gradients.
         max_grad_norm: The norm to which all gradients together are clipped; None neither clips nor measures.
         ranks: Who has to agree on it.

@@ -1,7 +1,8 @@
-"""The deciders on a node, in order: the author, the policy, an autocast region, the level, and last the rule.
+"""What decides on a node, in this order: the user's code, the policy, an autocast region, the level, and last the rule.
 
-The author's casts, in-place writes and reads of bits come first, then the policy's overrides. In the simulation of
-`torch.autocast` only casts and in-place writes come before the rule, since torch knows of nothing else.
+Casts, in-place writes and reads of bits in the user's code come first, then the overrides of the policy. In the
+simulation of `torch.autocast` only casts and in-place writes come before the rule, since autocast has neither policy
+nor level.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ from .operand_casts import all_to, keep, natural
 from .state import Site, State, first_float
 
 Decider = Callable[[State, Site], "Colouring | None"]
-WRITTEN = "its storage is written, and shared with FP32 values"
+WRITTEN = "its storage is written in place, and FP32 values share it"
 
 
 def site_of(state: State, node: Node, name: str, floats: Iterable[ops.Operand]) -> Site:
-    """Return a call with what the table says of it, in the low dtype that holds there."""
+    """Return a call with its row of the op table, and with the low dtype that applies to it."""
     row, kind = rule_of(node, state.device, state.low)
     region = _region(state, node)
     return Site(node, name, row, kind, tuple(floats), (region and region[2]) or state.low)
@@ -72,16 +73,16 @@ def _under_it(state: State, value: Node) -> Any:
 
 
 def _as_read(state: State, site: Site) -> Colouring | None:
-    """Obey a dtype argument that the program read off a value."""
+    """Follow a dtype argument that the user's code took from the dtype of a value."""
     read = note_of(site.node).read
     if read is None:
         return None
-    why = Code.DTYPE_ARGUMENT(f"{read}, as read under autocast")
+    why = Code.DTYPE_ARGUMENT(f"under autocast your code reads {read} here")
     return natural(state, site.of_kind(FOLLOW), why)
 
 
 def _writes(site: Site) -> bool:
-    """Say whether a call serves to write to one of its arguments."""
+    """Say whether the purpose of a call is to write to one of its arguments."""
     to_write = site.name.endswith("_") or site.name == "setitem" or bool(out_operands(site.node))
     return to_write and bool(mutated_operands(site.node))
 
@@ -93,10 +94,10 @@ def _pinned(state: State, site: Site) -> Colouring | None:
         return None
     why = Code.MUTATED(WRITTEN)
     if not state.aliases.is_mutated(node):
-        why = Code.KEEP("the program reads its bits or its element size, or writes in place what depends on its dtype")
+        why = Code.KEEP("your code reads its bits or element size, or writes numbers into it that depend on its dtype")
     elif may_alias(node):
         return natural(state, site, why)  # a cast before a view makes a copy, which writes would not reach
-    # Not FP32: a cast of a value that the author made low is a copy, which writes would not reach.
+    # Not FP32: a cast of a value that the user made low is a copy, which writes would not reach.
     return keep(state, site, why)
 
 
@@ -123,7 +124,7 @@ def _outside_autocast(state: State, site: Site) -> Colouring | None:
 
 
 def _beside_float64(state: State, site: Site) -> Colouring | None:
-    """Run nothing low beside a value of 64 bits; an op that autocast casts to FP32 is still cast if it reads low."""
+    """Run no op low that has a float64 operand; an op that autocast casts to FP32 is still cast if it reads low."""
     held = {state.dtypes[o.node] for o in site.floats}
     if torch.float64 not in held or (site.kind == FP32 and not held.isdisjoint(LOW_DTYPES)):
         return None
@@ -134,7 +135,7 @@ _DECIDERS = (_pinned, _overridden, _outside_autocast, _beside_float64)
 
 
 def _ruled(state: State, site: Site) -> Colouring:
-    """Return what the rule says, as the level reads it."""
+    """Return the decision of the rule, as the level interprets it."""
     if state.autocast:
         return by_kind(state, site)
     if site.node in state.islands:
@@ -143,7 +144,7 @@ def _ruled(state: State, site: Site) -> Colouring:
         site = _at_level(state, site)
     if site.kind in (PROMOTE, FOLLOW) and not _moves_written(state, site) and _lowers(state, site):
         code = Code.O3_LOW if state.policy.level.rounds_sensitive else Code.O2_LOW
-        return all_to(state, site, site.low, code("not sensitive, beside low operands"))
+        return all_to(state, site, site.low, code("not sensitive, and an operand is low"))
     return by_kind(state, site)
 
 
@@ -158,7 +159,7 @@ def _at_level(state: State, site: Site) -> Site:
 
 
 def _region(state: State, node: Node) -> Region | None:
-    """Return the autocast region of the model's own that a node stands in, where it is of this device."""
+    """Return the autocast region in the model's own code that contains a node, if it is for this device."""
     region = note_of(node).region
     return region if region is not None and region[0] == state.device else None
 
@@ -169,7 +170,7 @@ def _moves_written(state: State, site: Site) -> bool:
 
 
 def _lowers(state: State, site: Site) -> bool:
-    """Say whether an op with mixed operands runs low at O2: one is low, none is a number that low cannot hold."""
+    """Say whether an op with mixed operands runs low at O2: one operand is low, and all of them fit the low dtype."""
     if not state.aggressive or site.row.gives not in ("float", "first"):
         return False
     held = {state.dtypes[o.node] for o in site.floats}

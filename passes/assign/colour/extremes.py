@@ -1,8 +1,9 @@
 """Which values the low dtype cannot hold: out of its range, too small for it, or positions.
 
-A position is a float made of integers: BF16 has 256 of them before two are equal, FP16 has 2048. What is made of one
-stays FP32 until an op bounds it: a sine, a softmax, a norm, a division that brings it into [-1, 1]. A matrix product
-with a learned weight rounds it, as under autocast.
+A position is a float computed from integers. BF16 represents integers exactly up to 256, FP16 up to 2048; beyond that
+two positions may be equal. Whatever is computed from a position stays FP32 until an op bounds its range: a sine, a
+softmax, a norm, or a division that brings it into [-1, 1]. A matrix product with a learned weight rounds it, as under
+autocast.
 
 Before: angles = arange(n).float()[:, None] * inv_freq; angles.cos()
 After:  the same, angles FP32; cos is free
@@ -88,14 +89,14 @@ class Extremes:
                 self.lowest.add(node)
 
     def visit(self, node: Node, name: str, row: Rule, dtypes: dict[Node, Any]) -> None:
-        """Learn what a call makes, from what it reads."""
+        """Record what is known about the result of a call, from its operands."""
         operands, found = [o.node for o in ops.operands(node)], list(numbers(node))
         passed_on = _passed_on(row, name, operands)
         if all(n in self.fixed or not (is_floating(dtypes[n]) or dtypes[n] is ANY) for n in operands):
             self.fixed.add(node)
         self._count(node, name, operands, found, passed_on)
         if not is_floating(dtypes[node]) or dtypes[node] in LOW:
-            return  # the value is low, so that FP32 has nothing left to keep
+            return  # the value is low already, so FP32 would preserve nothing
         number = self._number(node, passed_on, found)
         if number is not None:
             self._is_constant(node, number)
@@ -122,7 +123,7 @@ class Extremes:
         return found[0] if filled else None
 
     def _range(self, node: Node, found: list[float], passed: list[Node]) -> None:
-        """Learn what numbers out of range make, and what is made of such values in turn, where it is passed on."""
+        """Find values made from numbers out of range, and the values to which other ops pass these numbers on."""
         extreme = [x for x in found if is_extreme(x, self.low)]
         read = [n for n in passed if n in self.values and n not in self._tiny]
         if extreme or read:
@@ -145,7 +146,7 @@ def _passed_on(row: Rule, name: str, operands: list[Node]) -> list[Node]:
 
 
 def converts(node: Node, name: str, dtypes: dict[Node, Any]) -> bool:
-    """Say whether a float is made of integers; numbers beside an activation in low are no positions."""
+    """Say whether a float is computed from integers; numbers combined with a low activation are not positions."""
     operands = [o.node for o in ops.operands(node)]
     whole = any(_is_whole(dtypes[n]) and not _is_scalar(n) for n in operands)
     return whole and row_named(name).of_integers and not any(dtypes[n] in LOW for n in operands)

@@ -1,4 +1,4 @@
-"""Make the Python numbers of a low node representable: FP32's own bounds become the low dtype's, others keep it FP32.
+"""Make the Python numbers of a low node fit: FP32's bounds become those of the low dtype; others keep the node FP32.
 
 Before: masked_fill(scores: bf16, mask, -3.4028e+38)
 After:  masked_fill(scores: bf16, mask, -3.3895e+38)
@@ -34,7 +34,7 @@ def fit_numbers(state: State, site: Site, colouring: Colouring) -> Colouring:
     if mended or clamped:
         colouring.literals = tuple(pair for pair in mended if pair[0] in numbers)
         colouring.clamped = tuple((o.name, o.index) for o in clamped)
-        colouring.reason = Code.LITERAL("finfo(float32).min becomes the low dtype's own")
+        colouring.reason = Code.LITERAL("finfo(float32).min becomes the minimum of the low dtype")
     return colouring
 
 
@@ -45,7 +45,7 @@ def _in_fp32(state: State, site: Site, colouring: Colouring) -> Colouring:
         state.pinned.add(state.aliases.find(mutated_operands(node)[0]))
         return colouring
     if state.original[node] in LOW_DTYPES and state.aliases.is_mutated(node):
-        return colouring  # a low value of the author's: writes would not reach an FP32 copy
+        return colouring  # a low value of the user's: writes would not reach an FP32 copy
     why = Code.LITERAL("a number does not fit the low dtype")
     colouring = all_to(state, site.of_kind(colouring.kind), torch.float32, why)
     if dtype_reference(node) is not None or note_of(node).read is not None:

@@ -1,7 +1,7 @@
-"""Whether a device has a kernel for an op in low, if that is not known beforehand: it is tried, once.
+"""Find out whether a device has a low kernel for an op, if that is not known beforehand: try it once.
 
-Recurrent layers in FP16 need a CPU that has FP16 arithmetic, a kernel may lack one of the two low dtypes for some of
-an op's arguments, and what a user's own op takes only its author knows.
+Recurrent layers in FP16 need a CPU with FP16 arithmetic; a kernel may lack one of the two low dtypes for some
+arguments; and nothing says which dtypes a custom op accepts.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def runs_in(
 ) -> bool:
     """Say whether an op runs with its floating operands in this dtype; True if that cannot be tried.
 
-    The op runs on zeros of the sizes in the graph, and the random state is restored. An op that fails in the original
-    dtypes too says nothing about the low one.
+    The op runs on zeros of the sizes in the graph, and the random state is restored. If the op fails in the original
+    dtypes too, nothing is known about the low one.
 
     Args:
         node: a call.

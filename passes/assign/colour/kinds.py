@@ -26,7 +26,7 @@ from .user_casts import Intent
 
 
 def by_kind(state: State, site: Site) -> Colouring:
-    """Colour a node as the kind of its rule has it.
+    """Colour a node by the kind of its rule.
 
     Raises:
         PolicyError: autocast bans the op on this device; or the op has no rule, and the policy refuses such ops.
@@ -37,20 +37,20 @@ def by_kind(state: State, site: Site) -> Colouring:
 
 
 def _meets_low(state: State, site: Site) -> bool:
-    """Say whether an op runs low by its rule, or for what it reads."""
+    """Say whether an op runs low because of its rule or its operands."""
     reads = site.kind in (PROMOTE, FOLLOW) and any(state.dtypes[o.node] in LOW_DTYPES for o in site.floats)
     return site.kind == LOW or reads
 
 
 def _lacks(state: State, site: Site) -> bool:
-    """Say whether there is no kernel for it."""
+    """Say whether the device has no low kernel for an op."""
     if lacks_low(site.node, site.row, state.device):
         return True
     return not runs_in(site.node, site.low, state.device, state.dtypes.get, state.tried)
 
 
 def _without_kernel(state: State, site: Site) -> Colouring:
-    """Run an op without a low kernel in FP32, unless the author wrote it on low values and nothing has changed."""
+    """Run an op without a low kernel in FP32, unless the user wrote it on low values and nothing has changed."""
     why = f"no kernel for {site.low} on this {state.device}"
     if all(state.dtypes[o.node] == state.original[o.node] for o in site.floats):
         return keep(state, site.of_kind(KEEP), Code.AS_WRITTEN(why))
@@ -58,7 +58,7 @@ def _without_kernel(state: State, site: Site) -> Colouring:
 
 
 def _low(state: State, site: Site) -> Colouring:
-    """Colour a `low` op low, except where the author upcast every operand, or all hold numbers out of low range."""
+    """Colour a `low` op low, unless user casts brought all operands up, or all hold numbers that do not fit low."""
     floats, low = site.floats, site.low
     cast = [o for o in floats if castable(state, o, site.row, low)]
     if not cast:
@@ -67,9 +67,9 @@ def _low(state: State, site: Site) -> Colouring:
     if not asked and any(state.dtypes[o.node] in LOW_DTYPES and state.dtypes[o.node] != low for o in cast):
         return all_to(state, site, torch.float32, Code.USER_CAST("an operand is in the other low dtype"))
     if not state.autocast and all(o.node in state.upcast for o in floats):
-        return natural(state, site, Code.USER_CAST("every operand was upcast by the author"))
+        return natural(state, site, Code.USER_CAST("your code casts every operand up"))
     if state.aggressive and _is_position(state, site):
-        return natural(state, site, Code.POSITION("made of integers and buffers alone"))
+        return natural(state, site, Code.POSITION("computed from nothing but integers and buffers"))
     return all_to(state, site, low, Code.LOW(site.row.reason))
 
 
@@ -106,7 +106,7 @@ def _banned(state: State, site: Site) -> Colouring:
 
 
 def _kept(state: State, site: Site) -> Colouring:
-    """Colour what keeps the dtypes that it had: by its rule, or since it has none."""
+    """Colour an op that keeps its dtypes, because its rule says so or because it has no rule."""
     if state.autocast:
         return _follow(state, site)
     if not site.row.known:
@@ -121,13 +121,13 @@ def _kept(state: State, site: Site) -> Colouring:
 
 
 def _like(state: State, reference: Node) -> Colouring:
-    """Colour what is made with the dtype of another value."""
+    """Colour an op that makes a value with the dtype of another value."""
     dtype = first_float(state.dtypes[reference]) or torch.float32
     return Colouring(dtype, FOLLOW, Code.FOLLOW("made with the dtype of its reference"))
 
 
 def _unknown(state: State, site: Site) -> Colouring:
-    """Colour what has no rule, as the policy says."""
+    """Colour an op without a rule, as the policy says."""
     if state.policy.unknown_ops == "error":
         raise PolicyError(
             f"{_where(site)} has no rule: register one with fxamp.register_rule, or choose Policy(unknown_ops='keep')."
@@ -139,7 +139,7 @@ def _unknown(state: State, site: Site) -> Colouring:
 
 
 def _composite(state: State, site: Site) -> Colouring:
-    """Colour what could not be decomposed, and is kept whole."""
+    """Colour a composite op that could not be decomposed, and is kept whole."""
     if state.autocast:
         return _follow(state, site)
     why = Code.COMPOSITE("kept whole")
@@ -166,7 +166,7 @@ def _where(site: Site) -> str:
 
 
 def in_place(state: State, site: Site) -> Colouring | None:
-    """Colour what writes to a tensor: its target's dtype decides."""
+    """Colour an op that writes to a tensor: the dtype of that tensor decides."""
     targets = _targets(site.node)
     dtype = next((d for t in targets if is_floating(d := state.dtypes[t]) or d is ANY), None)
     sources = [o for o in site.floats if o.node not in targets]
@@ -191,13 +191,13 @@ def _targets(node: Node) -> list[Node]:
 
 
 def _takes_its_dtype_alone(site: Site) -> bool:
-    """Say whether what is written must have the dtype of what it is written to."""
+    """Say whether the written values must have exactly the dtype of the tensor that they are written to."""
     indexed = site.name == "setitem"  # index_put, where an index is a tensor
     return site.row.same_dtype or indexed or (bool(out_operands(site.node)) and not site.row.casts_out)
 
 
 def user_cast(state: State, site: Site) -> Colouring | None:
-    """Colour a cast that the author wrote; one to another dtype than a floating one has no colour."""
+    """Colour a user cast; a cast to a dtype that is not floating has no colour."""
     node = site.node
     intent = _intent(state, node)
     if intent.dtype is None and not intent.literal and state.dtypes[node] is ANY and not state.autocast:
@@ -216,7 +216,7 @@ def user_cast(state: State, site: Site) -> Colouring | None:
     if abs(number) != literals.FP32_MAX:
         why = Code.LITERAL("a number does not fit the low dtype")
         return Colouring(torch.float32, "cast", why, set_dtype=torch.float32)
-    why = Code.LITERAL("finfo(float32).min becomes the low dtype's own")
+    why = Code.LITERAL("finfo(float32).min becomes the minimum of the low dtype")
     return Colouring(intent.dtype, "cast", why, set_dtype=changed, clamped=((value.name, value.index),))
 
 

@@ -1,4 +1,4 @@
-"""How the levels beyond autocast read a rule: O2 runs low what is not sensitive, O3 what has a low kernel."""
+"""How levels beyond autocast change a rule: O2 runs ops low that are not sensitive, O3 all that have a low kernel."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def by_level(policy: Policy, site: Site, extreme: bool) -> str:
 
 
 def _is_relieved(node: Node, row: Rule, device: str, low: Any) -> bool:
-    """Say whether a sensitive op is harmless in low here: it rounds once, and low has the range it needs."""
+    """Say whether low does no harm to a sensitive op: it rounds once, and low has the range that it needs."""
     if row.sensitive == "range" and low is not torch.bfloat16:
         return False
     return rounds_once(node, row.name, device, low)

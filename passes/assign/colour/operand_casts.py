@@ -1,6 +1,7 @@
 """Three ways to cast the operands of a node.
 
-`all_to` casts all to one dtype, `natural` only those that the kernel rejects mixed, `keep` back to the captured dtypes.
+`all_to` casts all operands to one dtype, `natural` casts only if the kernel rejects mixed dtypes, and `keep` casts back
+to the captured dtypes.
 
 Before: add(a: bf16, b: f32)
 After:  all_to(bf16): b is cast; natural: none; keep, where a was f32: a is cast
@@ -24,7 +25,7 @@ from .state import Site, State, first_float
 def all_to(state: State, site: Site, dtype: Any, reason: Reason) -> Colouring:
     """Cast every castable operand that has another dtype."""
     casts = {}
-    # An unknown dtype counts as FP32, unless the kernel takes one dtype only and the author gave it a low operand.
+    # An unknown dtype counts as FP32, unless the kernel takes one dtype only and user code passes a low operand.
     beside_low = site.row.same_dtype and any(state.dtypes[o.node] in LOW for o in site.floats)
     unknown = dtype in LOW or beside_low
     for o in site.floats:
@@ -45,7 +46,7 @@ def castable(state: State, operand: ops.Operand, row: Rule, dtype: Any) -> bool:
 
 
 def natural(state: State, site: Site, reason: Reason) -> Colouring:
-    """Leave the operands as they are, unless the kernel rejects mixed ones: then all go to the widest."""
+    """Leave the operands as they are; if the kernel rejects mixed dtypes, cast all to the widest."""
     values = [state.dtypes[o.node] for o in site.floats]
     held = [d for d in values if isinstance(d, torch.dtype)]
     widest = functools.reduce(torch.promote_types, held) if held else torch.float32

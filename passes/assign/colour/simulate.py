@@ -1,7 +1,7 @@
-"""One run forwards over a graph: what every node would run in, operand by operand, and what comes out.
+"""One forward run over a graph: the dtype of every node, the casts of its operands, and the dtypes of its results.
 
 `Simulation(..., autocast=True)` does what torch's dispatcher does under autocast. Without it, the policy's pins, the
-author's casts and the level decide first (`decide.py`).
+user's casts and the level decide first (`decide.py`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .state import State, first_float
 
 
 class Simulation(State):
-    """A run over one graph, node by node, and what it came to."""
+    """A run over one graph, node by node, and its results."""
 
     def run(self) -> None:
         """Colour all nodes, in order."""
@@ -69,7 +69,7 @@ class Simulation(State):
         return torch.promote_types(held, autocast) if both else held
 
     def pin_conflicts(self) -> bool:
-        """Pin every mutated alias set whose members came out in different dtypes; say whether there was a new one."""
+        """Pin every mutated alias set whose members got different dtypes; say whether one was not pinned before."""
         for root, members in self.aliases.sets().items():
             if self._parted(members):
                 self.pinned.add(root)
@@ -82,7 +82,7 @@ class Simulation(State):
         return len(self.pinned) > self._pinned_before
 
     def _parted(self, members: Sequence[Node]) -> bool:
-        """Say whether casts would part values that share a written storage, or join values that do not."""
+        """Say whether casts would separate values that share a written storage, or join values that do not."""
         held = {self.dtypes.get(m) for m in members}
         # Without shapes the dtype of `y.to(x.dtype)` is unknown; at run time the cast may be no copy, but y itself.
         unknown = any(self.dtypes.get(m) is ANY and not is_opaque(m) for m in members)
@@ -92,13 +92,13 @@ class Simulation(State):
         return any(self._no_copy_any_more(m) or self._saved_and_written(m) for m in members)
 
     def _would_copy(self, members: Sequence[Node]) -> list[Node]:
-        """Return values, low only beyond O1, whose dtype makes a copy of a cast that was none (`x.type_as(y)`)."""
+        """Return values, low only beyond O1, whose dtype turns a cast that did nothing (`x.type_as(y)`) into a copy."""
         references = [self.casts.reference(m) for m in members if self.aggressive and row_of(m).cast]
         known = [r for r in references if r is not None and self.original[r] == self.reference.get(r)]
         return [_indexed(r) for r in known if self.dtypes[r] != self.original[r]]
 
     def _no_copy_any_more(self, node: Node) -> bool:
-        """Say whether the author's cast copied its operand and does so no more, since that is low beyond O1."""
+        """Say whether a user cast that made a copy no longer does, because its operand is low beyond O1."""
         value = node.args[0] if self.aggressive and row_of(node).cast else None
         if not isinstance(value, Node) or not isinstance(self.dtypes[node], torch.dtype):
             return False
@@ -106,7 +106,7 @@ class Simulation(State):
         return copied and bool(self.dtypes[value] == self.dtypes[node])
 
     def _saved_and_written(self, value: Node) -> bool:
-        """Say whether a value, low beyond O1, is read and then written, where the reader under autocast has a copy."""
+        """Say whether a value that is low beyond O1 is written after a read that would make a copy under autocast."""
         if not self.aggressive or self.autocast or self.dtypes[value] not in LOW:
             return False
         if self.reference.get(value) != torch.float32:
@@ -116,7 +116,7 @@ class Simulation(State):
         return any(self.aliases.epoch(value, r) < self.aliases.epoch(value, last) for r in seeds)
 
     def _sums_low(self, node: Node, written: Sequence[Node]) -> bool:
-        """Say whether many values are summed in place into a low one, which the author had in FP32."""
+        """Say whether many values are summed in place into a low value that is FP32 in the user's code."""
         row = lookup(ops.name(node), self.device, self.low)[0]
         low = any(self.dtypes[w] in LOW and self.original[w] == torch.float32 for w in written)
         return low and accumulates(node, row)
@@ -142,7 +142,7 @@ class Simulation(State):
         self.colours[node] = Colouring(dtype, "body", why)
 
     def _visit(self, node: Node, name: str, floats: list[ops.Operand]) -> None:
-        """Decide on one node, and on what comes out of it."""
+        """Decide on one node, and infer the dtypes of its results."""
         site = site_of(self, node, name, floats)
         colouring = decide(self, site)
         if colouring is None:
@@ -170,7 +170,7 @@ class Simulation(State):
         return any(colouring.casts.get((o.name, o.index), self.dtypes[o.node]) in LOW for o in floats)
 
     def _learn(self, node: Node, name: str) -> None:
-        """Carry over what the operands are known to be: upcast by the author, or out of the low dtype's range."""
+        """Pass on what is known about the operands: upcast by the user, or out of the low dtype's range."""
         row = lookup(name, self.device, self.low)[0]
         self.extremes.visit(node, name, row, self.dtypes)
         if not is_floating(self.dtypes[node]):
@@ -181,7 +181,7 @@ class Simulation(State):
 
 
 def _indexed(value: Node) -> Node:
-    """Return what an item was taken of, or the value itself: an item has no colour of its own."""
+    """Return the container that an item was taken from, or the value itself: an item has no colour of its own."""
     while row_named(ops.name(value)).asks == "item" and isinstance(value.args[0], Node):
         value = value.args[0]
     return value

@@ -21,7 +21,7 @@ from .user_casts import Casts, observed
 
 @dataclass(frozen=True)
 class Site:
-    """A call that is to be decided on, and what the table says of it.
+    """A call to decide on, and its row of the op table.
 
     Attributes:
         node: the call.
@@ -56,7 +56,7 @@ class State:
         colours: the decisions so far.
         dtypes: the dtype of every value; that of the original where the run has not come yet.
         reference: the dtypes that autocast gives the values, where another run has found them.
-        upcast: values the author has upcast, and moves of them.
+        upcast: values the user has upcast, and moves of them.
         extremes: values that the low dtype cannot hold.
         tried: which calls were found to have a low kernel; only of this graph, so that no plan depends on another.
     """

@@ -1,8 +1,8 @@
-"""The meaning of the author's own casts: literal (`.float()`, `.half()`) or relative (`.to(q.dtype)`, `type_as`).
+"""The meaning of the user's own casts: literal (`.float()`, `.half()`) or relative (`.to(q.dtype)`, `type_as`).
 
-Capture bakes both into `to(x, float32)`, and comparison with a capture under autocast tells them apart. A literal cast
-is kept, and its value has that dtype. A relative one follows its reference: what `.to(input.dtype)` restores is low
-where the input has become low.
+Capture records both as `to(x, float32)`; comparing it with a capture under autocast tells them apart. A literal cast
+keeps its dtype. A relative cast follows its reference: if the input has become low, `.to(input.dtype)` gives a low
+value.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Casts:
 
         Args:
             node: a cast.
-            dtypes: of the values before it.
+            dtypes: dtypes of the values before it.
             observed: the dtype that capture under autocast saw it take, where there was one.
             exact: autocast's values are wanted; else more values may be low here than under autocast.
         """
@@ -102,17 +102,17 @@ class Casts:
             return Intent(observed, False, Code.CAST("takes the dtype that was read under autocast"))
         floats = baked.is_floating_point and is_floating(self.original.get(value))
         if not floats or not isinstance(held, torch.dtype):
-            return Intent(baked, True, Code.CAST("the author wrote this dtype"))
+            return Intent(baked, True, Code.CAST("your code names this dtype"))
         if kind == "baked" and held in LOW and baked == torch.float32:
-            return Intent(baked, True, Code.USER_CAST("intent unknown: taken for an upcast"))
+            return Intent(baked, True, Code.USER_CAST("intent unknown: assumed to be an upcast"))
         if self._is_literal(value, baked, kind):
-            return Intent(baked, True, Code.CAST("the author wrote this dtype"))
+            return Intent(baked, True, Code.CAST("your code names this dtype"))
         return self._by_use(node, dtypes, held, observed, exact)
 
     def _by_use(
         self, node: Node, dtypes: dict[Node, Any], held: torch.dtype, observed: torch.dtype | None, exact: bool
     ) -> Intent:
-        """Return what a cast means that gives the dtype seen under autocast, or else one from before an upcast."""
+        """Return the meaning of a cast to the dtype seen under autocast, or to the dtype before an earlier upcast."""
         if observed is None:
             told = self._kind(node) == "relative"
             why = "takes the dtype of another tensor" if told else "intent unknown: it keeps its operand's dtype"
@@ -121,8 +121,8 @@ class Casts:
         return Intent(restored or observed, False, Code.CAST(_NOTHING))
 
     def _is_literal(self, value: Node, baked: torch.dtype, kind: str) -> bool:
-        """Say whether the author of a cast must have meant the dtype that was captured, not that of another value."""
-        if kind == "literal" or baked in LOW:  # capture was in FP32, so a low dtype is the author's
+        """Say whether a cast must mean the dtype that was captured, and not the dtype of another value."""
+        if kind == "literal" or baked in LOW:  # capture was in FP32, so a low dtype is the user's
             return True
         changes = self.original[value] != baked or baked != torch.float32
         return changes and kind != "relative"  # else it may restore what an earlier cast changed
@@ -143,7 +143,7 @@ class Casts:
         return None
 
     def _kind(self, node: Node) -> str:
-        """Return "literal", "relative" or "undecided"; a method in a graph of Python's says what the author wrote."""
+        """Return "literal", "relative" or "undecided"; a method in a graph of Python's says what the user wrote."""
         return note_of(node).cast or ("literal" if node.op == "call_method" else "undecided")
 
     def _restores(self, node: Node, dtypes: dict[Node, Any]) -> torch.dtype | None:

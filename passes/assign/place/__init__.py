@@ -1,4 +1,4 @@
-"""Where casts go: which values that may have either dtype are stored low, so that the fewest bytes move.
+"""Place casts: of the values that may have either dtype, choose which to store low, so that the fewest bytes move.
 
 That is a minimum cut.
 

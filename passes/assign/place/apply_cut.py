@@ -1,4 +1,4 @@
-"""Give every free value the side of the cut that it is on, and every operand the cast that it now needs.
+"""Give every free value the dtype that the cut chose for it, and every operand the cast that it then needs.
 
 Before: t = view(logits: bf16), t: f32, casts logits; loss(t)
 After:  t: bf16, casts nothing; loss(t) casts t
@@ -50,16 +50,16 @@ def apply_cut(low_side: set[Variable], simulation: Simulation, uses: Uses, costs
 
 
 def _stored(dtype: Any, side: torch.dtype) -> Any:
-    """Return a value's dtype on a side; of a tuple only what autocast casts moves."""
+    """Return a value's dtype on a side of the cut; in a tuple only the dtypes that autocast casts change."""
     return tuple(side if d in ELIGIBLE else d for d in dtype) if isinstance(dtype, tuple) else side
 
 
 def _casts(
     node: Node, colouring: Colouring, side: torch.dtype, simulation: Simulation, uses: Uses
 ) -> dict[Place, torch.dtype]:
-    """Return the casts of a node whose operands are stored as the cut has it."""
+    """Return the casts of a node, given how the cut stores its operands."""
     casts: dict[Place, torch.dtype] = {}
-    for o in [] if uses.upcasts(node) else ops.operands(node):  # the author's upcast needs no cast of ours
+    for o in [] if uses.upcasts(node) else ops.operands(node):  # the user's upcast needs no cast of ours
         where, held = (o.name, o.index), simulation.dtypes[o.node]
         if held not in ELIGIBLE:
             if where in colouring.casts:

@@ -22,7 +22,7 @@ from ...ops.rules import row_of
 
 
 class Run(NamedTuple):
-    """One op in one dtype: the node, the dtype, and what each of its operands (argument, index) then has."""
+    """One op in one dtype: the node, the dtype, and the dtype of each operand (argument, index)."""
 
     node: Node
     dtype: torch.dtype
@@ -30,7 +30,7 @@ class Run(NamedTuple):
 
 
 class Costs(Protocol):
-    """Prices of one graph; all are asked for at once, so that what must be measured is known before.
+    """Costs for one graph; all are requested at once, so that everything to be measured is known beforehand.
 
     Attributes:
         least: the phrase by which reasons of decisions describe the optimum, such as "moves the fewest bytes".

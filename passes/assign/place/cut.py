@@ -1,22 +1,23 @@
-"""Which values are stored low, so that the fewest bytes move: a minimum cut, solved block by block.
+"""Choose which values to store low so that the fewest bytes move: a minimum cut, solved block by block.
 
-The source is the low side, the sink FP32; the cost is that of the edges from the low to the FP32 side. A node's
-terminal edges cost what running it in the other dtype costs; a tensor's net costs one cast, whoever and however many
-read it in the other dtype:
+The source is the low side, the sink FP32; the cost is that of the edges from the low to the FP32 side. A node has edges
+to both terminals, whose costs are those of running it in either dtype. A tensor's net costs one cast, however many
+readers need the other dtype:
 
     u low, some reader FP32:   u -> a (cost of the upcast), a -> reader (inf)
     u FP32, some reader low:   reader -> b (inf), b -> u (cost of the downcast)
     "v low implies w low":     v -> w (inf)
 
-A deep network would be one deep cut, and the time of a cut grows faster than its size. But between two of its layers
-there is often one variable that all paths go through, such as the residual stream: there the problem falls into blocks
-(the biconnected components of the variables). A block is solved for each side of the variable that it hangs from, the
-two costs are added to that variable's own, and once its side is known so is the block's answer. That is exact, and
-linear in the number of blocks. If every layer reads one variable, such as an attention mask, all are one block.
+The time of a cut grows faster than its size, so one cut for a deep network would be slow. But between two layers there
+is often one variable that all paths go through, such as the residual stream. There the problem splits into blocks (the
+biconnected components of the graph of variables). Each block shares one variable with its parent block. It is solved
+twice, for either side of that variable, and the two costs are added to the variable's own; once the parent has fixed
+the side, the solution of the block is known. This is exact, and linear in the number of blocks. If every layer reads
+one variable, such as an attention mask, there is only one block.
 
 This file knows nothing of ops: it takes variables, terminals, nets and implications, and returns the low side. Of
-several minimum cuts it takes the one with the smallest FP32 side, so that plans are reproducible: minimum cuts are
-closed under intersection, so there is one such, and its part in a block is the smallest there.
+several minimum cuts it takes the one with the smallest FP32 side, so that plans are reproducible. Minimum cuts are
+closed under intersection, so this cut is unique, and within each block its FP32 side is the smallest too.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ INFINITY = float("inf")
 
 @dataclass(frozen=True)
 class Net:
-    """One tensor and those who read it: casting it costs `cost`, once per direction.
+    """One tensor and its readers: casting it costs `cost`, once per direction.
 
     Attributes:
-        tensor: the variable that makes it, or LOW or FP32 when that is fixed.
+        tensor: the variable that produces it, or LOW or FP32 if its dtype is fixed.
         readers: variables, LOW or FP32.
-        cost: of one cast.
+        cost: cost of one cast.
     """
 
     tensor: Variable

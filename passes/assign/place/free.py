@@ -1,8 +1,9 @@
 """Which values may be stored in either dtype.
 
-At O1 a node is free when rounding may move across it in forward, and in backward where gradients flow, or when it is
-FP32 only because autocast casts a low operand up for a kernel that computes in FP32 anyway. At O2 every node is free
-that is not sensitive, and with measured costs a matrix product too: one that does not pay for its casts stays FP32.
+At O1 a node is free in two cases: if it commutes with rounding in forward (and in backward, if gradients flow), or if
+it is FP32 only because autocast casts a low operand up for a kernel that computes in FP32 anyway. At O2 every node that
+is not sensitive is free. With measured costs matrix products are free too: one whose casts take more time than it saves
+stays FP32.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ def _has_an_open_kind(c: _Candidate) -> bool:
 
 
 def _makes_a_value(c: _Candidate) -> bool:
-    """It does not write in place, and lies in no autocast region of the author's."""
+    """It does not write in place, and lies in no autocast region of the user's."""
     return not ops.name(c.node).endswith("_") and note_of(c.node).region is None
 
 
@@ -143,7 +144,7 @@ def _gives_what_it_reads(c: _Candidate) -> bool:
 
 
 def _fits_low(c: _Candidate) -> bool:
-    """The low dtype can hold it and its operands, and the author has cast none of them up."""
+    """The low dtype can hold it and its operands, and the user has cast none of them up."""
     extreme, upcast = c.simulation.extremes.values, c.simulation.upcast
     return c.node not in extreme and not any(o.node in extreme or o.node in upcast for o in c.floats)
 
@@ -195,7 +196,7 @@ def _value(node: Node) -> torch.Tensor | None:
 
 
 def _lets_a_number_pass(c: _Candidate) -> bool:
-    """Say whether it is low beside an FP32 scalar, which promotion lets pass."""
+    """Say whether it is low and combined with an FP32 scalar, which does not promote it."""
     return c.simulation.dtypes[c.node] == c.simulation.low and torch.float32 in c.held
 
 

@@ -1,4 +1,4 @@
-"""The cost of a placement in nanoseconds: the calls that the cut has to compare, timed on the device.
+"""The cost of a placement in nanoseconds: the calls among which the cut chooses are timed on the device.
 
 The timer belongs to the caller: it is given every distinct call at once, and returns the nanoseconds of each. A call
 is an op with its literal arguments, and shapes, strides and dtypes of its tensors, so that equal layers are timed once.
@@ -22,7 +22,7 @@ from ...contract.timing import Call, Filler, Timer
 from ...ops import ops
 from .costs import ByteCosts, Run, makes_view, number
 
-ACCURACY = 0.05  # of a measured time; low must win by more, or what runs FP32 stays FP32
+ACCURACY = 0.05  # share of a measured time; an FP32 op stays FP32 unless low saves more than this
 ROUND_TRIPS = 4  # of a cast; a single one would be lost in the time that a backward takes to start
 
 

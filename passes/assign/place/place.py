@@ -1,4 +1,4 @@
-"""Where the free values of a graph are stored, so that the fewest bytes move. What is rounded does not change at O1.
+"""Choose the dtype of every free value so that the fewest bytes move. At O1 this changes no rounding.
 
     free               which values may be stored in either dtype
     uses               who reads each value, and what each reader needs
@@ -92,7 +92,7 @@ def _costs(device: str, low: torch.dtype, grad: frozenset[Node], symbolic: bool,
 
 
 def _planned(problem: Problem, plan: Plan, graph: Graph, free: Iterable[Node], low: torch.dtype) -> set[Variable]:
-    """Return the low side as a plan has it; what is tied to a value goes with it."""
+    """Return the low side that a plan gives; values that are tied to a low value are low too."""
     colours, names = {d.key: d.colour for d in plan.decisions}, keys(graph.nodes)
     low_side: set[Variable] = set()
     for node in free:

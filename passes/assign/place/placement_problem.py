@@ -1,7 +1,7 @@
 """The placement of free values as a problem for the cut: what must go together, and what each net costs.
 
-A net is a tensor and its readers: it takes one cast, whoever and however many read it in the other dtype. At O1 an FP32
-value may be stored low only where every use rounds it to this dtype; from O2 on only the costs decide.
+A net is a tensor and its readers: it costs one cast, however many readers need the other dtype. At O1 an FP32 value may
+be stored low only where every use rounds it to this dtype; from O2 on only the costs decide.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .uses import Uses
 
 
 def unpriced_problem(simulation: Simulation, uses: Uses) -> Problem:
-    """Return a problem with the free nodes as its variables, and all that binds them."""
+    """Return a problem with the free nodes as its variables, and with all constraints on them."""
     problem = Problem()
     for node in uses.free:
         problem.add(node, 0, 0)
@@ -58,7 +58,7 @@ def price(problem: Problem, simulation: Simulation, uses: Uses, costs: Costs, gr
     sides = [_run(node, dtype, uses) for node in uses.free for dtype in (simulation.low, torch.float32)]
     nets = {n: ends for n in simulation.graph.nodes if (ends := _net(n, simulation, uses)) is not None}
     runs, casts = costs.price(sides, list(nets))
-    finer = len(uses.free) + 1  # a unit of cost outweighs the roundings of all nodes together
+    finer = len(uses.free) + 1  # one unit of cost weighs more than the roundings of all nodes together
     returned = set() if costs.measured else _returned(uses)
     for node, low, fp32 in zip(uses.free, runs[::2], runs[1::2], strict=True):
         problem.add(node, (max(low, fp32) if node in returned else low) * finer + _rounds(node), fp32 * finer)
@@ -91,7 +91,7 @@ def _run(node: Node, dtype: torch.dtype, uses: Uses) -> Run:
 
 
 def _net(node: Node, simulation: Simulation, uses: Uses) -> tuple[Variable, ...] | None:
-    """Return who makes a tensor and who reads it, where that is not all fixed."""
+    """Return the variable that makes a tensor and its readers; None if all of them are fixed."""
     held = simulation.dtypes.get(node)
     if held not in (simulation.low, torch.float32):
         return None
@@ -112,9 +112,9 @@ def _side(reader: Node, where: Place, simulation: Simulation, uses: Uses) -> Var
 
 
 def _is_promoted(node: Node, simulation: Simulation, uses: Uses) -> bool:
-    """Say whether the one reader of a value casts it up by itself, so that at most its gradient takes a cast.
+    """Say whether the only reader of a value promotes it by itself, so that at most the gradient needs a cast.
 
-    It does beside a tensor that is FP32, and not beside a number.
+    It does if another operand is an FP32 tensor, but not if it is a number.
     """
     read = uses.readers[node]
     if len(read) != 1 or not row_of(read[0][0]).promotes_inside:

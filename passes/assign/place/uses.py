@@ -20,7 +20,7 @@ class Uses:
 
     Attributes:
         free: the nodes whose dtype is open.
-        readers: of each value, who reads it, and at which operand.
+        readers: for each value, who reads it, and at which operand.
         needs: the dtype that each operand of a node must have for the node as it is now.
     """
 
@@ -40,7 +40,7 @@ class Uses:
         return where[0] not in row.uncast and (not row.casts or where[0] in row.casts)
 
     def upcasts(self, node: Node) -> bool:
-        """Say whether the author casts a value up here."""
+        """Say whether the user casts a value up here."""
         colouring = self.simulation.colours.get(node)
         if colouring is None or colouring.kind != "cast" or colouring.dtype != torch.float32:
             return False
@@ -50,7 +50,7 @@ class Uses:
     def _needs(self, node: Node) -> dict[Place, torch.dtype]:
         simulation, places = self.simulation, {(o.name, o.index): o.node for o in ops.operands(node)}
         if simulation.policy.level.stores_low and self.upcasts(node):
-            return dict.fromkeys(places, torch.float32)  # the author's upcast needs an FP32 operand to do nothing
+            return dict.fromkeys(places, torch.float32)  # the user's upcast needs an FP32 operand to do nothing
         if node.op == "output":
             returned = simulation.returned()
             return {p: returned[n] for p, n in places.items()}

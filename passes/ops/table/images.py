@@ -1,4 +1,4 @@
-"""Interpolation, pooling, padding and patches, and what Python writes in terms of them."""
+"""Interpolation, pooling, padding and patches, and functions that torch writes in Python in terms of these."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ ROWS = (
             writes=("max_norm", None, None, "weight"),
         ),
     ),
-    *group(FOLLOW, FOLLOW, "looks rows up: the table keeps its dtype, its rows are cast after",
+    *group(FOLLOW, FOLLOW, "looks up rows: the table keeps its dtype; the rows are cast afterwards",
         "embedding",
         uncast="weight", out="first", out_of="weight", writes=("max_norm", None, None, "weight"),
         direct="default",

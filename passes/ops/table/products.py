@@ -1,4 +1,4 @@
-"""Matrix products, convolutions, attention and recurrence: the reason for mixed precision."""
+"""Matrix products, convolutions, attention and recurrent layers: the ops that gain most from 16 bits."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ROWS = (
         "conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d",
         same_dtype=True,
     ),
-    *group(LOW, LOW, "attention: two matrix products round an FP32 softmax",
+    *group(LOW, LOW, "attention: a matrix product before and after an FP32 softmax",
         "scaled_dot_product_attention",
         same_dtype=True, direct="default",
     ),
@@ -53,7 +53,7 @@ ROWS = (
         of("addr", casts_out=True),
     ),
     *group(
-        PROMOTE, LOW, "conv1d to conv3d call it and are on the CPU's list; of it only a deprecated overload is",
+        PROMOTE, LOW, "conv1d to conv3d, which call it, are on the CPU's list; it is not, but for an old overload",
         of("convolution _convolution", same_dtype=True),
         "cudnn_convolution cudnn_convolution_transpose",
     ),

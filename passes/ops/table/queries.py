@@ -6,7 +6,7 @@ from .row import KEEP, group, of
 
 # fmt: off
 ROWS = (
-    *group(KEEP, KEEP, "a cast: the author's own",
+    *group(KEEP, KEEP, "a cast in your code",
         of("to", dtype_arg=True, cast=True, may_alias="first", of_integers=True, in_norm="arithmetic", direct="dtype"),
         of("type_as", cast=True, may_alias="first", of_integers=True, direct="default"),
         "chalf",

@@ -1,4 +1,4 @@
-"""Sums, norms and distances, statistics, and what selects or tests values."""
+"""Sums, norms, distances, statistics, and ops that select or test values."""
 
 from __future__ import annotations
 

@@ -29,50 +29,51 @@ class Rule:
         name: Canonical op name.
         cpu: Kind on a CPU, one of `KIND_NAMES`.
         cuda: Kind on CUDA.
-        reason: Why this kind, in one line.
-        sensitive: Why low may hurt, on any device: "" (it does not), "range" or "rounding".
-        loss: It is a loss: a sum of small terms.
+        reason: Why the op has this kind, in one line.
+        sensitive: Why a low dtype may hurt, on any device: "" (it does not), "range" or "rounding".
+        loss: The op is a loss: a sum of small terms.
         casts: Arguments that are cast; () for every floating one.
         uncast: Arguments that are never cast to low: statistics, affine parameters, tables.
-        same_dtype: The kernel rejects operands of different float dtypes, so all of them go to one.
-        widest: Devices by whose lists "promote" means the widest dtype of all operands, a 0-dim one among them.
-        promotes_inside: The kernel takes operands of several floating dtypes, and casts the narrower ones up as it
+        same_dtype: The kernel rejects operands of different float dtypes, so all of them are cast to one.
+        widest: Devices on which "promote" means the widest dtype of all operands, including 0-dim ones.
+        promotes_inside: The kernel accepts operands of several floating dtypes, and casts the narrower ones up as it
             reads them.
-        absorbs_cast: With `dtype=float32` it does to a low operand what it does to that operand cast up, in backward
-            too.
-        casts_out: The kernel casts what it computes to the dtype of an `out=`; others reject one of another dtype.
-        dtype_arg: The op has a `dtype=` argument; an explicit one wins over the rule.
-        converts_first: It converts its first operand to the `dtype=` that it is given before it computes.
-        never_narrows: It converts too, but raises if that `dtype=` is narrower.
-        exact: Another `dtype=` gives other numbers, and not the same ones rounded: it draws, sums or divides in it.
-        out: What each output is when the operands are floats: "float" (the dtype the op ran in), "first" (that of
-            the first floating operand, whatever the others have), "bool", "int" (of 64 bits), "integer" (of a width
-            that arguments decide), "complex". An op with overloads of one and of several outputs has the longer
-            tuple; () is what returns no tensor.
-        out_of: The operand whose dtype an output "first" has, where that is not the first: a table.
-        depends: Its outputs depend on flags, or on the number of its operands.
-        real: What it makes of complex operands is real.
-        asks: It reads the "shape", the "dtype" or an "item" of a value: no arithmetic, and no colour of its own.
-        cast: It is the author's own cast.
-        shards: It works on a tensor in shards, and fake tensors do not run it: its operand's dtype comes out.
-        recurrent: It runs step by step in time; its outputs, however nested, all have the dtype that it ran in.
-        commutes: Rounding may move across the op bit for bit: "" (no), "forward", or "both" (in backward too).
-        may_alias: It may return an operand or a view of it, though no schema says so: "first" for its first argument,
-            "all" for any.
-        view: It only makes a new view, or most often does: nothing moves.
-        free_backward: The gradient of each operand is the gradient itself, or a view of it.
-        writes: Arguments that it writes to though no schema says so, except for one value of another argument:
-            (argument, its default, the value for which nothing is written, names of what is written).
-        redraws: In place it draws other numbers for another dtype, and not the same ones rounded: "" (no), "always", or
-            the torch version up to which it did.
-        fills: It makes a tensor of one number.
-        factory: It makes a tensor of no tensor, so symbolic tracing has to be told of it.
-        counts: It makes positions, whatever its operands are.
-        of_integers: Of integers it makes a float, which may be a position.
-        bounded: It brings a value of any size back into range.
-        limits: It keeps a value within numbers that it is given: "" (no), "bounds", or "from_one" where the number is
+        absorbs_cast: With `dtype=float32` the op gives the same result for a low operand as for that operand cast to
+            FP32, in backward too.
+        casts_out: The kernel casts its result to the dtype of `out=`; other kernels reject an `out=` of another dtype.
+        dtype_arg: The op has a `dtype=` argument; if it is given, it wins over the rule.
+        converts_first: The op converts its first operand to `dtype=`, if given, before it computes.
+        never_narrows: The same, but the op raises an error if `dtype=` is narrower.
+        exact: Changing `dtype=` changes the numbers by more than rounding, since the op draws, sums or divides in that
+            dtype.
+        out: The dtype of each output for floating operands: "float" (the dtype the op ran in), "first" (that of the
+            first floating operand), "bool", "int" (64 bits), "integer" (a width that arguments decide), "complex". If
+            overloads differ in the number of outputs, the longer tuple; () if no tensor is returned.
+        out_of: The operand that gives an output "first" its dtype, if it is not the first one: a table.
+        depends: The dtypes of its outputs depend on flags, or on the number of its operands.
+        real: For complex operands its result is real.
+        asks: The op reads the "shape", the "dtype" or an "item" of a value; it does no arithmetic, and has no colour.
+        cast: The op is a cast in the user's code.
+        shards: The op works on a sharded tensor, and fake tensors cannot run it; the result has the operand's dtype.
+        recurrent: The op runs step by step in time; all its outputs, however nested, have the dtype that it ran in.
+        commutes: Whether rounding before the op and after it give the same bits: "" (no), "forward", or "both" (in
+            backward too).
+        may_alias: The op may return an operand or a view of it, though no schema says so: "first" for its first
+            argument, "all" for any.
+        view: The op only makes a new view, or most often does; no data moves.
+        free_backward: The gradient of each operand is the incoming gradient itself, or a view of it.
+        writes: Arguments that the op writes to though no schema says so, unless another argument has a certain value:
+            (that argument, its default, the value for which nothing is written, names of what is written).
+        redraws: Whether the in-place op draws different numbers for another dtype, instead of rounding the same ones:
+            "" (no), "always", or the last torch version that did.
+        fills: The op makes a tensor filled with one number.
+        factory: The op makes a tensor without reading one, so symbolic tracing has to intercept it.
+        counts: The op makes positions, whatever its operands are.
+        of_integers: The op makes a float from integers, which may be a position.
+        bounded: The op brings values of any size back into range.
+        limits: The op clamps a value to numbers among its arguments: "" (no), "bounds", or "from_one" if the number is
             the distance from zero and from one.
-        holds_eps: The kernel holds its eps in FP32, whatever its operands have.
+        holds_eps: The kernel holds its eps in FP32, whatever the dtypes of its operands.
         in_norm: What it may be in a norm or a softmax that is written by hand: "arithmetic", "statistic", "quotient"
             (it may divide by one), "reciprocal", "logarithm", "exponential".
         no_low: Devices without a low kernel for the op; devices that share their lists lack it too.

@@ -303,6 +303,7 @@ def test_capture_in_eval_mode_gives_the_same_as_in_train_mode() -> None:
     model = Regularised()
     train = o0(model)
     evaluation = o0(model.eval())
+    model.train()
     torch.manual_seed(0)
     expected = train(example())
     torch.manual_seed(0)

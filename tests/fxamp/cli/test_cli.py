@@ -406,7 +406,7 @@ def test_one_target_is_compared_under_two_policies(here: Path, capsys: Capture) 
         (["a.json", "--policy", "O1", "--policy", "O2"], "or give one TARGET and two --policy"),
         (["a.json", "b.json", "--policy", "O1"], "'a.json' is a saved plan and has its own policy"),
         (["net.py:make", "b.json", "--policy", "O1", "--policy", "O2"], "'b.json' is a saved plan and has its own"),
-        (["net.py:make", *["--policy", "O1"] * 3], "two --policy are enough"),
+        (["net.py:make", *["--policy", "O1"] * 3], "give --policy at most twice"),
         (["net.py:make", "--policy", "O1", "--policy", "O9"], "unknown level 'O9'"),
     ],
 )

@@ -204,7 +204,9 @@ def test_flags_of_single_layers_of_the_original_are_followed(both: tuple[Net, An
     model.train()
     assert_is_eager(converted, model)
     model.eval()
-    converted(example())
+    with pytest.warns(UserWarning, match=r"^eval\(\) was called on the original .* still in train mode") as said:
+        converted(example())
+    assert said[0].filename == __file__
     assert all(m.training for m in converted.modules())  # the mode of the whole is its own
     model.train()
     model.drop.eval()

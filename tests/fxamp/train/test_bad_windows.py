@@ -40,6 +40,21 @@ def test_of_four_micro_batches_the_bad_third_skips_the_window_or_itself(weights:
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.parametrize("on_overflow", ["skip_window", "skip_microbatch"])
+def test_gradients_that_the_caller_clears_within_a_window_are_missed_by_name(on_overflow: Any) -> None:
+    model = converted()
+    optimizer = sgd(model)
+    step = TrainStep(model, loss_times, optimizer, accumulate_steps=4, on_overflow=on_overflow)
+    before = state(model)
+    step(X[0], 1.0)
+    step(X[1], 1.0)
+    optimizer.zero_grad()
+    with pytest.raises(PolicyError, match=r"gradients of 2 of the window's 4 micro-batches were cleared .*zero_grad"):
+        step(X[2], 1.0)
+    assert equal(before, state(model))
+    assert [step(x, 1.0).reason for x in X] == ["accumulating"] * 3 + ["stepped"]
+
+
 def test_a_scheduler_of_another_optimizer_is_refused() -> None:
     model = converted()
     scheduler = torch.optim.lr_scheduler.StepLR(sgd(model), 1)

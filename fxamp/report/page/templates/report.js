@@ -176,7 +176,7 @@ function draw(view) {
   canvas.show(view || null);
   byId("drawn").textContent = view
     ? `${view.boxes.length} boxes and ${view.edges.length} edges${view.title ? `, ${view.title}` : ""}.`
-    : nodes.length ? "There is no drawing of it: the report was made from a plan, which does not say which node reads which." : "";
+    : nodes.length ? "No drawing: this report was made from a plan alone, and a plan does not record which node reads which." : "";
 }
 
 function search() {

@@ -90,7 +90,7 @@ def test_counts_are_counts_of_lines_and_every_figure_has_its_unit() -> None:
         "  (src/my net.py:12)",
         "  + /softmax#0  runs in: float32  (src/my net.py:15)",
         "  - /exp#0  runs in: float32",
-        "If that is meant: fxamp check --update, with the same arguments, and commit what it writes.",
+        "If this is intended, run fxamp check --update with the same arguments, and commit what it writes.",
     ]
     assert counted(changes) == "1 added, 1 removed, 4 changed"
     table = [line for line in to_markdown([dataclasses.replace(CHANGED, changes=changes)]).splitlines() if "| " in line]

@@ -92,7 +92,7 @@ def test_what_is_as_planned_passes_and_what_changed_names_the_authors_line(folde
     head, *lines, last = out.splitlines()
     counts = [sum(line.startswith(f"  {sign}") for line in lines) for sign in "+-!"]
     assert head == "net.py:make: {} added, {} removed, {} changed against net.json".format(*counts)
-    assert last.startswith("If that is meant: fxamp check --update")
+    assert last.startswith("If this is intended, run fxamp check --update")
     assert check_fx("net.py:make", "--plan=net.json", LOW, "--update")[0] == 0
     assert check_fx("net.py:make", "--plan=net.json", LOW)[0] == 0
 

@@ -62,8 +62,8 @@ def train(model: dict[str, Any], x: Tensor, settings: dict[str, Any]) -> list[An
 @pytest.mark.parametrize(
     ("how", "compile"),
     [
-        ("converted", False), ("whole", False), ("whole", "aot_eager"), ("compiled", False),
-        pytest.param("converted", "aot_eager", marks=pytest.mark.matrix),
+        ("converted", False), ("whole", "aot_eager"), ("compiled", False),
+        *(pytest.param(*way, marks=pytest.mark.matrix) for way in (("whole", False), ("converted", "aot_eager"))),
     ],
 )  # fmt: skip
 def test_shards_train_as_one_process_that_takes_their_batches_as_micro_batches(

@@ -98,7 +98,10 @@ def test_as_many_ranks_go_on(two: Workers, saved: dict[str, str], unbroken: list
         assert_same(rank, unbroken)
 
 
-@pytest.mark.parametrize(("how", "then"), [("replicas", "sharded"), ("sharded", "sharded"), ("sharded", "replicas")])
+@pytest.mark.parametrize(
+    ("how", "then"),
+    [("replicas", "sharded"), ("sharded", "replicas"), pytest.param("sharded", "sharded", marks=pytest.mark.matrix)],
+)
 def test_more_ranks_go_on(four: Workers, saved: dict[str, str], unbroken: list[Any], how: str, then: str) -> None:
     for rank in four(resume, then, saved[how]):
         assert_same(rank, unbroken)

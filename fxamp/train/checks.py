@@ -1,4 +1,4 @@
-"""Checks before the first micro-batch of a step, which several ranks may share, and after its first forward."""
+"""Checks of a TrainStep before a micro-batch, the first of them across ranks, and after its first forward."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ import torch
 import torch.distributed as dist
 
 from passes.contract.devices import DEVICES
+from passes.contract.errors import PolicyError
 
 from ..dynamo import compiled
 from .checkpoint import settings
 from .given import policies_of
 from .ranks.refused import refuse_unfit_ranks
 from .ranks.same import compare
+from .window.conditional import parameters
 
 if TYPE_CHECKING:
     from .step import TrainStep
@@ -47,8 +49,22 @@ def warn_of_fp32(step: TrainStep) -> None:
     name = type(step.model).__name__
     logger.warning(
         "fxamp: TrainStep trains %s in FP32, since it is not converted: give it what fxamp.convert(model, ...) or "
-        "fxamp.compile(model) returned. The optimizer may stay, for the parameters are the same.", name,
+        "fxamp.compile(model) returned. Keep the optimizer: the parameters are the same.", name,
     )  # fmt: skip
+
+
+def refuse_cleared(step: TrainStep) -> None:
+    """Raise PolicyError if there were gradients after the last micro-batch of the window, and there are none now."""
+    if step._accumulated and not has_gradients(step):
+        raise PolicyError(
+            f"the gradients of {step._position} of the window's {step.accumulate_steps} micro-batches were cleared "
+            "before the next one: leave out zero_grad(). A TrainStep clears gradients itself, after each window."
+        )
+
+
+def has_gradients(step: TrainStep) -> bool:
+    """Say whether any parameter of its optimizers has a gradient."""
+    return any(p.grad is not None for optimizer in step.optimizers for p in parameters(optimizer))
 
 
 def is_converted(step: TrainStep) -> bool:

@@ -1,0 +1,165 @@
+"""Bodies of higher-order ops, and transforms of torch.func, are rewritten inside by the backend."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import fxamp
+from tests.support.front_ends import WARNINGS, fresh, tensors
+from tests.support.helpers import Two, example
+
+pytestmark = [*WARNINGS, pytest.mark.usefixtures("fresh")]
+__all__ = ["fresh"]
+BF16, F32 = torch.bfloat16, torch.float32
+
+
+def equal(a: Any, b: Any) -> bool:
+    return all(torch.equal(x.float(), y.float()) for x, y in zip(tensors(a), tensors(b), strict=True))
+
+
+def compiled(model: nn.Module, policy: str = "O1", inner: Any = "eager", **options: Any) -> Any:
+    return fxamp.compile(model, policy=policy, backend=inner, **options)
+
+
+def count(module: nn.Module) -> int:
+    return len(fxamp.graphs(module))
+
+
+def test_a_checkpointed_block_is_rewritten_inside() -> None:
+    def block(self: Two, x: Tensor) -> Any:
+        return self.m(F.gelu(self.l(x))) + x
+
+    def f(self: Two, x: Tensor) -> Any:
+        return checkpoint(lambda t: block(self, t), self.m(x), use_reentrant=False)
+
+    model = Two(f)
+    x = example()
+    with torch.autocast("cpu"):
+        expected = model(x)
+    expected.float().sum().backward()
+    gradients = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    module = compiled(model)
+    got = module(x)
+    got.sum().backward()
+    assert equal(got, expected)
+    for ours, theirs in zip([p.grad for p in model.parameters()], gradients, strict=True):
+        assert torch.allclose(ours, theirs, rtol=2e-2, atol=1e-3)  # type: ignore[arg-type]
+    plan = fxamp.plan_of(module)
+    assert "higher_order::tag_activation_checkpoint" in {d.op for d in plan.decisions}
+    inside = {(d.op, d.colour) for d in plan.decisions if d.graph == 1}
+    assert inside == {("linear", "bfloat16"), ("gelu", "bfloat16"), ("add", "bfloat16")}
+
+
+def test_what_a_checkpoint_saves_is_not_more_than_without_fxamp() -> None:
+    def f(self: Two, x: Tensor) -> Any:
+        return checkpoint(lambda t: self.m(F.gelu(self.l(t))), x, use_reentrant=False)
+
+    def saved(module: Any) -> int:
+        held: list[Tensor] = []
+
+        def keep(t: Tensor) -> Tensor:
+            held.append(t)
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+            out = module(x)
+        assert out.requires_grad
+        return sum(t.nbytes for t in held if not isinstance(t, nn.Parameter))
+
+    model, x = Two(f), example(64)
+    assert saved(compiled(model)) <= saved(model)
+
+
+def test_both_sides_of_cond_agree() -> None:
+    def f(self: Two, x: Tensor) -> Any:
+        h = self.l(x)
+        return torch.cond(h.sum() > 0, lambda t: self.m(t), lambda t: t * 2, (h,))
+
+    model = Two(f)
+    module = compiled(model)
+    for x in (example(), -example()):
+        with torch.autocast("cpu"):
+            h = model.l(x)
+            expected = model.m(h) if h.float().sum() > 0 else h * 2
+        assert torch.allclose(module(x), expected.float(), atol=1e-2)
+        assert module(x).dtype == F32
+    assert {(d.op, d.colour) for d in fxamp.plan_of(module).decisions if d.graph} >= {("linear", "bfloat16")}
+
+
+def test_loops_carry_what_they_carried() -> None:
+    from torch._higher_order_ops import scan, while_loop
+
+    def looped(self: Two, x: Tensor) -> Any:
+        return while_loop(lambda i, t: i < 3, lambda i, t: (i + 1, self.l(t)), (torch.tensor(0), x))[1]
+
+    def scanned(self: Two, x: Tensor) -> Any:
+        return scan(lambda carry, row: (self.l(carry) + row, self.m(row)), x[0], x)[1]
+
+    for f in (looped, scanned):
+        model, x = Two(f), example()
+        with torch.no_grad():
+            module = compiled(model)
+            got = module(x)
+            expected = model(x)
+        assert got.dtype == expected.dtype == F32
+        assert torch.allclose(got, expected, atol=0.05)
+        inside = {(d.op, d.colour) for d in fxamp.plan_of(module).decisions if d.graph}
+        assert ("linear", "bfloat16") in inside
+
+
+def test_a_body_called_twice_keeps_its_border() -> None:
+    @torch.compiler.nested_compile_region
+    def block(layer: nn.Module, x: Tensor) -> Any:
+        return torch.sin(layer(x))
+
+    def f(self: Two, x: Tensor) -> Any:
+        return block(self.l, block(self.l, x))
+
+    model, x = Two(f), example()
+    module = compiled(model)
+    with torch.autocast("cpu"):
+        expected = model(x)
+    assert torch.allclose(module(x), expected.float(), atol=0.02)
+    assert module(x).dtype == F32
+
+
+def test_transforms_of_torch_func() -> None:
+    def mapped(self: Two, x: Tensor) -> Any:
+        return torch.vmap(lambda row: self.m(self.l(row)))(x) + self.m(x)
+
+    def differentiated(self: Two, x: Tensor) -> Any:
+        return torch.func.grad(lambda t: self.m(torch.tanh(self.l(t))).sum())(x) * self.m(x)
+
+    for f in (mapped, differentiated):
+        model, x = Two(f), example()
+        module = compiled(model)
+        got, expected = module(x), model(x)
+        assert torch.allclose(got, expected, atol=0.05)
+        assert not torch.equal(got, expected)
+        assert {d.colour for d in fxamp.plan_of(module).decisions if d.op == "linear"} == {"bfloat16"}
+        got.sum().backward()
+        assert model.m.weight.grad is not None
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+def test_flex_attention_is_kept_whole() -> None:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    def f(self: Two, x: Tensor) -> Any:
+        q, k = self.l(x).view(1, 1, 4, 6), self.m(x).view(1, 1, 4, 6)
+        return flex_attention(q, k, k, score_mod=lambda score, b, h, i, j: score + (i - j)).view(4, 6)
+
+    model, x = Two(f), example()
+    with torch.no_grad():
+        module = compiled(model)
+        assert torch.allclose(module(x), model(x), atol=0.05)
+    kept = {d.op: (d.colour, d.code) for d in fxamp.plan_of(module).decisions}
+    assert kept["higher_order::flex_attention"] == ("float32", "keep")
+    assert kept["linear"][0] == "bfloat16"
