@@ -142,7 +142,7 @@ def _explained(plan: Plan, instead_of: Plan, name: str, slower: bool) -> Plan:
     """Return a plan that says why another level than O2 was chosen, in a note and at every decision that differs."""
     colours = {(d.graph, d.key): d.colour for d in instead_of.decisions}
     takes = ("takes longer", "took longer") if slower else ("is not clearly faster", "was not clearly faster")
-    reason = f"{CODE}: a step at O2, casts included, {takes[0]} than one at {name}"
+    reason = f"{CODE}: counting its casts, a step at O2 {takes[0]} than one at {name}"
     decisions = tuple(
         d if colours.get((d.graph, d.key)) == d.colour else replace(d, code=CODE, reason=reason) for d in plan.decisions
     )

@@ -83,7 +83,7 @@ def load_checkpoint(step: TrainStep, folder: str | os.PathLike[str], *, group: A
     """
     known: dict[str, Any] = FileSystemReader(folder).read_metadata().state_dict_metadata
     if "course" not in known:
-        raise PolicyError(f"'{os.fspath(folder)}' is no checkpoint of a TrainStep, as fxamp.save_checkpoint writes it")
+        raise PolicyError(f"'{os.fspath(folder)}' does not hold a checkpoint that fxamp.save_checkpoint wrote")
     given: dict[str, Any] = {"course": ()}
     with _quiet():
         load(given, checkpoint_id=folder, process_group=group)

@@ -42,7 +42,7 @@ from .window.average import Mean, average
 from .window.closure import needs_closure, refuse_company, run_window, step_by_closure
 from .window.conditional import parameters
 from .window.following import follow
-from .window.loss import LossFunction, loss_of
+from .window.loss import LossFunction, loss_of, refuse_constant
 from .window.microbatches import KeptMicroBatches
 from .window.result import StepResult
 from .window.update import Update, take_step
@@ -282,11 +282,7 @@ class TrainStep:
         last = self._position + 1 == self.accumulate_steps and self._kept is None
         with self.weights.in_use(), exchanging(self.ranks.replicas, last):
             loss = self._loss_of(inputs, target)
-            if not loss.requires_grad and any(p.requires_grad for o in self.optimizers for p in parameters(o)):
-                raise PolicyError(
-                    "the loss does not depend on any trainable parameter: look for torch.no_grad(), .detach() or "
-                    ".item() in the model or in loss_fn"
-                )
+            refuse_constant(loss, self.optimizers)
             warn_of_fp32(self)
             if self._undecided:
                 self._decide()

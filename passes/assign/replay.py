@@ -60,7 +60,7 @@ def replay(graph: Graph, assignment: Assignment, plan: Plan, own: Container[str]
         node = ours[key]
         colour = getattr(torch, decision.colour, None)
         if not isinstance(colour, torch.dtype):
-            raise PlanError(f"the plan gives {key} the colour {decision.colour!r}, which is no dtype; {REMEDY}")
+            raise PlanError(f"the plan gives {key} the colour {decision.colour!r}, which is not a dtype; {REMEDY}")
         if assignment.colours[node].dtype != colour:
             raise PlanError(
                 f"the plan runs {key} ({source(node)}) in {decision.colour}; its policy gives "

@@ -166,7 +166,7 @@ def step_of(kind: type[Optimizer]) -> Callable[[Optimizer], Any]:
 def _hidden(optimizer: Optimizer) -> str:
     """Return why a graph of a step would leave something out, for example hooks; "" if it would not."""
     if not type(optimizer).step.__module__.startswith("torch.optim."):
-        return "is no optimizer of torch.optim"
+        return "is not an optimizer of torch.optim"
     own = vars(optimizer).get("step")
     if own is not None and not hasattr(own, "_wrapped_by_lr_sched"):
         return "has a step() of its own"

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
+from torch.optim import Optimizer
 
 from passes.contract.errors import PolicyError
+
+from .conditional import parameters
 
 LossFunction = Callable[..., torch.Tensor]
 
@@ -32,6 +35,15 @@ def loss_of(model: nn.Module, loss_fn: LossFunction | None, inputs: Any, target:
         what = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
         raise PolicyError(f"the loss must be a tensor of one element, got {what}")
     return loss
+
+
+def refuse_constant(loss: torch.Tensor, optimizers: Iterable[Optimizer]) -> None:
+    """Raise PolicyError if parameters are trainable and a loss depends on none of them."""
+    if not loss.requires_grad and any(p.requires_grad for o in optimizers for p in parameters(o)):
+        raise PolicyError(
+            "the loss does not depend on any trainable parameter: look for torch.no_grad(), .detach() or "
+            ".item() in the model or in loss_fn"
+        )
 
 
 def _output(model: nn.Module, inputs: Any) -> Any:

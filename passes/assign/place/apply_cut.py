@@ -73,5 +73,5 @@ def _casts(
 
 def _reason(colouring: Colouring, word: str, costs: Costs) -> Reason:
     if colouring.kind == LOW:
-        return Code.NOT_WORTH_CASTS("on this device it takes longer in low, its casts included")
+        return Code.NOT_WORTH_CASTS("on this device it takes longer in low, counting its casts")
     return Code.CUT(f"stored {word}, which {costs.least} ({colouring.reason.code})")

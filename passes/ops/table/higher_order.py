@@ -17,7 +17,7 @@ HIGHER_ORDER = (
         of(_named("invoke_subgraph"), operands_at=2),
         bodies="entered",
     ),
-    *group(KEEP, KEEP, "calls bodies that must agree, or whose outputs they are given again",
+    *group(KEEP, KEEP, "calls bodies that must agree, or that get their own outputs as inputs again",
         _named("cond while_loop scan associative_scan map_impl map"),
         bodies="fixed",
     ),

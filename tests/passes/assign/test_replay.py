@@ -82,5 +82,5 @@ def test_a_colour_that_this_torch_does_not_give_is_named() -> None:
 def test_a_colour_that_is_no_dtype_is_named() -> None:
     plan = plan_for(TEXT)
     changed = replace(plan, decisions=(replace(plan.decisions[0], colour="nn"), *plan.decisions[1:]))
-    with pytest.raises(PlanError, match="'nn', which is no dtype"):
+    with pytest.raises(PlanError, match="'nn', which is not a dtype"):
         plan_for(TEXT, changed)

@@ -182,7 +182,7 @@ class Halved(SGD):
     [
         (lambda m: AdamW(m.parameters(), lr=0.01, fused=True), "AdamW is fused"),
         (_hooked, "AdamW has hooks on its step"),
-        (lambda m: Halved(m.parameters(), lr=0.1), "Halved is no optimizer of torch.optim"),
+        (lambda m: Halved(m.parameters(), lr=0.1), "Halved is not an optimizer of torch.optim"),
     ],
 )
 def test_what_a_graph_would_not_show_or_do_better_is_left_alone(kind: Any, reason: str) -> None:
