@@ -85,7 +85,7 @@ def own_schema(op: OpOverload) -> torch.FunctionSchema:
 
 
 def overload_name(op: OpOverload) -> str:
-    """Return what an overload is called beside its op: "Tensor", "default"."""
+    """Return the name of an overload within its op: "Tensor", "default"."""
     return op._overloadname
 
 
@@ -101,7 +101,7 @@ def is_composite(op: OpOverload) -> bool:
 
 
 def storage_id(storage: torch.UntypedStorage) -> int:
-    """Return what two Python objects for one storage have in common, a fake tensor's too."""
+    """Return an id that is equal for two Python objects of one storage, also that of a fake tensor."""
     found: int = storage._cdata
     return found
 
@@ -300,7 +300,7 @@ def compile_records() -> list[Any]:
 
 
 def communication_hook(replica: DistributedDataParallel) -> str:
-    """Return what exchanges the gradients of a DistributedDataParallel in place of an all-reduce, "" if nothing does.
+    """Return the name of the hook that replaces the all-reduce of a DistributedDataParallel; "" if there is none.
 
     Only torch's logger knows a hook that is built into torch.
     """

@@ -180,7 +180,7 @@ def _check_overrides(policy: Policy, graphs: Iterable[Graph]) -> None:
 def _plan_of(
     policy: Policy, capture: str, notes: tuple[str, ...], prepared: Sequence[Unit], units: Sequence[Unit]
 ) -> Plan:
-    """Put together what was decided for all graphs."""
+    """Build the plan from the decisions on all graphs."""
     symbolic = any(unit.decided.symbolic for unit in units)
     edits: Counter[str] = Counter()
     for unit in (*prepared, *units):

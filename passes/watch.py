@@ -55,13 +55,13 @@ class Timed(Watcher):
         self.started = self.clock()
 
     def after(self, step: Pass, unit: Unit, edits: Mapping[str, int]) -> None:
-        """Stop it."""
+        """Stop the clock, and add the time of the pass."""
         self.seconds[step.name] = self.seconds.get(step.name, 0.0) + self.clock() - self.started
 
 
 @dataclass
 class Printed(Watcher):
-    """Writes every graph as it is after one pass, a node a line with its dtype, and how often each rule fired.
+    """Writes every graph after one pass, with one line for each node and its dtype, and how often each rule fired.
 
     Attributes:
         name: name of the pass.

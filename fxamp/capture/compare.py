@@ -35,7 +35,7 @@ class Differ(Exception):  # noqa: N818 - a signal inside this package, not an er
 
 
 def show(node: Node | None) -> str:
-    """Return what a node does, and where, for an error."""
+    """Describe a node and its place in the user's code, for an error."""
     if node is None:
         return "nothing"
     return f"{node.target} in module '{module_path(node)}' ({source(node) or 'no source line'})"
@@ -113,7 +113,7 @@ class Walk:
 
 
 def _items(value: Any) -> tuple[type, dict[Any, Any]] | None:
-    """Return the kind of a container and what it holds, by key; None for anything else."""
+    """Return the kind of a container and its items by key; None for anything else."""
     if isinstance(value, (list, tuple)):
         return tuple, dict(enumerate(value))
     if isinstance(value, dict):
@@ -128,7 +128,7 @@ class _Unlike(Exception):  # noqa: N818 - a signal inside this file
 
 
 def counts(node: Node) -> bool:
-    """Say whether a node is one that the other capture must have too."""
+    """Say whether the other capture must have a counterpart of a node."""
     return node.op != "get_attr" and not is_size(node) and ops.name(node) != "_assert_tensor_metadata"
 
 
@@ -160,7 +160,7 @@ def same_literal(a: Any, b: Any) -> bool:
 
 
 def same_constant(a: Any, b: Any) -> bool:
-    """Say whether two lifted constants are the same: tensors and inner graphs by what they hold."""
+    """Say whether two lifted constants are the same; tensors and inner graphs are compared by content."""
     if isinstance(a, GraphModule) and isinstance(b, GraphModule):
         mine, theirs = _tensors(a), _tensors(b)
         same = a.code == b.code and mine.keys() == theirs.keys()

@@ -76,7 +76,7 @@ def _inline(graph: Graph, node: Node, constants: dict[str, Any]) -> list[Node]:
 
 
 def _lift(name: str, value: Any, constants: dict[str, Any]) -> str:
-    """Keep what a body held under a name of its own; return the get_attr target."""
+    """Keep an attribute of a body as a constant with a new name; return the get_attr target."""
     name = name.replace(".", "_")
     while constants.setdefault(name, value) is not value:
         name += "_"

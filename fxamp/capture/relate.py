@@ -36,7 +36,7 @@ Constants = Mapping[str, Any]
 
 
 def relate(plain: Graph, constants: dict[str, Any], low: Graph, others: Constants, *, oracle: bool) -> str:
-    """Note on the nodes of a graph what the capture under autocast shows of them.
+    """Note on the nodes of a graph how they differ in the capture under autocast.
 
     Args:
         plain: captured without autocast; only the meta of its nodes is changed, and only where the two line up.
@@ -102,7 +102,7 @@ class _Related(Walk):
         return False
 
     def carry_out(self, constants: dict[str, Any], oracle: bool) -> None:
-        """Note on the nodes what was found."""
+        """Write the differences that were found into the notes of the nodes."""
         for b, a in self.twin.items():
             made = dtypes_of(b.meta.get("val"))
             if oracle and made is not None:
@@ -136,7 +136,7 @@ def _attributes(gm: GraphModule) -> Callable[[str], Any]:
 
 
 def _describe_cast(node: Node, twin: Node, oracle: bool) -> None:
-    """Say what is known of a cast that has the same argument in both captures."""
+    """Note the meaning of a cast that has the same argument in both captures."""
     before: Any = twin.args[0]
     named = literal_dtype(twin)
     if named is not None and dtypes_of(before.meta.get("val")) != named:

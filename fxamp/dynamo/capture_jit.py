@@ -162,7 +162,7 @@ class _Description:
             return dtypes_of(value) if low else without_low(dtypes_of(value))
 
     def _describe_cast(self, node: Node, value: Any, held: dict[Node, Any]) -> None:
-        """Say what the dtype of a cast means, and take out of the graph what is low by autocast."""
+        """Note the meaning of a cast, and replace a dtype that is low because of autocast."""
         given, fp32 = literal_dtype(node), self._is_fp32(node)
         low = self.ambient and given in self.by_autocast and not _is_method(node)
         if low and given in self.authors:
@@ -180,7 +180,7 @@ class _Description:
             note(node, cast="baked" if fp32 else "autocast", read=None if fp32 else given)
 
     def _is_fp32(self, node: Node) -> bool:
-        """Say whether nothing may be low where a node stands."""
+        """Say whether a node is in a place where nothing may be low."""
         if not self.policy.level.rounds:
             return True
         stack = node.meta.get("nn_module_stack", {}).values() if self.policy.modules else ()

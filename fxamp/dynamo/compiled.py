@@ -169,7 +169,7 @@ def break_of(gm: GraphModule) -> str:
 
 
 def entries(module: nn.Module) -> list[Converted]:
-    """Return what was converted for a compiled module, in order, a graph once however often it was captured.
+    """Return the converted graphs of a compiled module, in order; one that was captured repeatedly is returned once.
 
     Raises:
         CaptureError: nothing was.
@@ -268,7 +268,7 @@ def _coverage(module: nn.Module, found: list[Converted]) -> list[str]:
 
 
 def _between(found: list[Converted]) -> str:
-    """Say how code that is in no graph runs."""
+    """Describe how code outside of all graphs runs."""
     policy = found[0].plan.policy
     if not all(entry.autocast for entry in found):
         return "code between graphs runs unconverted, in the model's own dtypes"

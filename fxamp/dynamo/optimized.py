@@ -158,7 +158,7 @@ def _without_autocast(error: Exception, run: Callable[..., Any], args: Any, kwar
 
 
 def _method(method: types.MethodType, model: nn.Module, policy: Policy) -> Callable[..., Any]:
-    """Return a method of the model under autocast; what it calls of the model is not compiled."""
+    """Return a method of the model under autocast; the parts of the model that it calls are not compiled."""
 
     @functools.wraps(method, updated=())
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -202,7 +202,7 @@ def _device(model: nn.Module, args: Any, kwargs: Any) -> str:
 
 
 def _given_back(outputs: Any, low: torch.dtype | None, policy: Policy, model: nn.Module, inputs: Any) -> Any:
-    """Return outputs in the model's own dtypes, unless nothing was low, or the policy wants them as they are."""
+    """Return outputs in the model's own dtypes, unless nothing was low, or the policy asks for low outputs."""
     if low is None or policy.output_dtype == "low":
         return outputs
     return restored(outputs, low, functools.partial(_is_given, model, inputs))

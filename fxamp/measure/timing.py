@@ -69,7 +69,7 @@ class OpTimer:
         return samples, quiet
 
     def _time(self, run: Callable[[], object]) -> list[int]:
-        """Return the nanoseconds of one call, forward and backward, several times."""
+        """Time one call, forward and backward, several times; return the nanoseconds of each."""
         run()
         taken: list[int] = []
         end = time.perf_counter() + PATIENCE

@@ -254,7 +254,7 @@ class Baked:
                 )
 
     def check_inputs(self, flat: Sequence[Any], call: CallSpec) -> None:
-        """Raise CaptureError when a tensor requires gradients, or does not, and forward() asked for that."""
+        """Raise CaptureError if forward() read the `requires_grad` of an input, and that has changed."""
         for i, required, place in self._inputs:
             if i < len(flat) and flat[i].requires_grad is not required:
                 name = [leaf.name for leaf in call.leaves if leaf.tensor][i]

@@ -92,7 +92,7 @@ def read_directly(graph: Graph) -> contextlib.AbstractContextManager[None]:
 
 
 def _asked(path: list[str]) -> str:
-    """Return how fx asks for a child."""
+    """Return the code by which fx reads a child module."""
     out = "self"
     for part in path:
         out = f"{out}.{part}" if part.isidentifier() else f'getattr({out}, "{part}")'

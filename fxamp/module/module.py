@@ -146,7 +146,7 @@ class ConvertedModule(GraphModule):
         return self._kept.original
 
     def _be_indexed(self) -> None:
-        """Let only this instance be read as the container that the model is."""
+        """Give this instance, and no other, the indexing of the container that the model is."""
 
         def reading(name: str) -> Callable[..., Any]:
             def read(self: ConvertedModule, *args: Any) -> Any:
@@ -410,7 +410,7 @@ class ConvertedModule(GraphModule):
 
 
 def _with_signature(call: CallSpec) -> Callable[..., Any]:
-    """Return the forward of converted modules as a function that says what the original's forward takes."""
+    """Return the forward of converted modules as a function with the signature of the original's forward."""
     forward: Any = types.FunctionType(ConvertedModule._forward.__code__, globals(), "forward")
     own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
     taken = call.signature().parameters.values()

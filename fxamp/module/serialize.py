@@ -68,7 +68,7 @@ def graph_from_data(data: list[Any]) -> Graph:
 
 
 def _dump(value: Any) -> Any:
-    """Return an argument with nodes as references and fx's immutable containers as plain ones."""
+    """Return an argument with nodes replaced by references, and fx's immutable containers by plain ones."""
     if isinstance(value, Node):
         return Ref(value.name)
     if isinstance(value, slice):

@@ -1,4 +1,4 @@
-"""Checks of a TrainStep before a micro-batch, the first of them across ranks, and after its first forward."""
+"""Checks of a TrainStep before each micro-batch, across ranks before the first one, and after its first forward."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ def schedulers_of(scheduler: object, optimizers: Sequence[Optimizer]) -> tuple[L
 
 
 def _several(name: str, value: object, kind: type[Any]) -> tuple[Any, ...]:
-    """Make a tuple of one or a list, and check what is in it."""
+    """Make a tuple from one object or a list, and check the type of each."""
     several = tuple(value) if isinstance(value, (list, tuple)) else (value,)
     for one in several:
         if not isinstance(one, kind):

@@ -24,7 +24,7 @@ class UnderAutocast(nn.Module):
         self.model, self.dtype = model, dtype
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the model gives under autocast, in autocast's dtypes."""
+        """Return the outputs of the model under autocast, in autocast's dtypes."""
         with torch.autocast("cpu", dtype=self.dtype):
             return self.model(*args, **kwargs)
 

@@ -22,7 +22,7 @@ class WriteDecisions:
     ensures: ClassVar = Ensures.NOTHING_NEW
 
     def __call__(self, unit: Unit) -> dict[str, int]:
-        """Write them down; no edit is made."""
+        """Write the decisions into the plan; no edit is made."""
         unit.decisions = tuple(_decisions(unit.graph, unit.decided, unit.index))
         return {}
 

@@ -125,7 +125,7 @@ def make_cast(
 
 
 def recast(held: Any, dtype: torch.dtype) -> Any:
-    """Return the dtypes that a cast makes of these."""
+    """Return the given dtypes after a cast."""
     if isinstance(held, tuple):
         return tuple(recast(h, dtype) for h in held)
     return dtype if held in ELIGIBLE or held is ANY else held

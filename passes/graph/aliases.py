@@ -68,7 +68,7 @@ def _written(node: Node) -> set[str]:
 
 
 def _schemas(target: Any) -> list[Any]:
-    """Return the schemas that a call of an operator may mean: one for an overload, all for a packet of a user's."""
+    """Return the schemas that a call of an operator may use: that of an overload, or all of a custom packet."""
     if isinstance(target, OpOverload):
         return [own_schema(target)]
     if isinstance(target, OpOverloadPacket) and not qualified_name(target).startswith("aten::"):

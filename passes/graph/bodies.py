@@ -119,6 +119,6 @@ def _is_entered(node: Node, row: Rule, held: list[Node], modules: list[GraphModu
 
 
 def _writes(graph: Graph) -> bool:
-    """Say whether a body writes to anything, or returns what it was given."""
+    """Say whether a body writes to a value, or returns one of its inputs."""
     outputs: Any = graph.output_node().all_input_nodes
     return any(mutated_operands(n) for n in graph.nodes) or any(n.op == "placeholder" for n in outputs)

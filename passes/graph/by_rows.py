@@ -99,7 +99,7 @@ def _by_row(node: Node, given: list[tuple[str, Any]]) -> Any:
 
 
 def _made(node: Node, row: Rule, given: list[tuple[str, Any]]) -> Any:
-    """Return the dtypes that the row of an op says come out."""
+    """Return the dtypes of an op's outputs according to its row."""
     name, schema = ops.name(node), ops.schema_of(node)
     if row.cpu == COMPOSITE or row.depends:
         return ANY

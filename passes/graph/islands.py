@@ -52,7 +52,7 @@ def _is(node: Node, *parts: str) -> bool:
 
 
 def _inverts(node: Node, name: str) -> bool:
-    """Say whether a value is one over something; for a difference, whether it is a logarithm."""
+    """Say whether a value is a reciprocal; for a difference, whether it is a logarithm."""
     while _is_move(node) or ops.name(node) == "to" or (ops.name(node) == "mul" and len(node.all_input_nodes) == 1):
         node = node.all_input_nodes[0]  # its one tensor, which may follow a number
     if name == "sub":
@@ -101,7 +101,7 @@ def _island(order: dict[Node, int], end: Node, value: Node, divisor: Node) -> se
 
 
 def _before(order: dict[Node, int], node: Node) -> set[Node]:
-    """Return what belongs to an island before the value that it divides: an exponential, and what centres."""
+    """Return the nodes of an island before the value that is divided: an exponential, and ops that centre the value."""
     inside: set[Node] = set()
     if _is(node, "exponential") and isinstance(node.args[0], Node):
         inside, node = {node}, node.args[0]

@@ -24,7 +24,7 @@ FP32_MAX = torch.finfo(torch.float32).max
 
 
 def numbers(node: Node) -> Iterator[float]:
-    """Yield the finite numbers among a call's arguments that meet a value: floats, and integers given as a Scalar."""
+    """Yield the finite numbers that a call combines with values: floats, and integers given as a Scalar."""
     scalars = _scalar_arguments(node.target)
     names = ops.arg_names(node.target) if node.op == "call_function" else ()
     placed = [(names[i] if i < len(names) else "", a) for i, a in enumerate(node.args)]

@@ -65,7 +65,7 @@ def drop_autocast_switches(graph: Graph) -> int:
 
 
 def index_fields(graph: Graph) -> int:
-    """Read the fields of what an op returns by index, as unpacking does, in place; return how many were named.
+    """Replace reads of named fields of an op's result by reads by index, in place; return how many were replaced.
 
     Before: getattr(max(x, 1), "values")    After: getitem(max(x, 1), 0)
     """

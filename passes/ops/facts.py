@@ -60,7 +60,7 @@ class Machine:
 
     @classmethod
     def parse(cls, text: str) -> Machine | None:
-        """Read what `str` wrote; None for any other text."""
+        """Parse the string form of a machine; return None for any other text."""
         found = re.fullmatch(r"(\w+) ([^,]+), torch (\S+)", text)
         return cls(found[1], found[2].replace("(absent)", ""), found[3]) if found else None
 
@@ -79,7 +79,7 @@ def as_on(machine: Machine | None) -> Iterator[None]:
 
 
 def this_machine(device: str) -> Machine:
-    """Return what this machine is for a device; capability "" when it has no such device."""
+    """Return the description of this machine for a device; capability "" if it has no such device."""
     instead = _instead.get()
     if instead is not None and instead.device == device:
         return instead

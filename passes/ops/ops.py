@@ -315,7 +315,7 @@ def _names(node: Node) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def _python_names(target: Any) -> tuple[str, ...] | None:
-    """Return the names of the positional arguments of what is written in Python, or an operator; None for a builtin."""
+    """Return the names of the positional arguments of a Python function or an operator; None for a builtin."""
     if isinstance(target, OpOverload):
         return tuple(a.name for a in own_schema(target).arguments)
     if isinstance(target, str):

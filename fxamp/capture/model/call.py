@@ -34,7 +34,7 @@ class Leaf:
     static: tuple[tuple[int, int], ...] = ()
 
     def check(self, value: Any) -> None:
-        """Raise CaptureError when a later call's value is not what the capture covers."""
+        """Raise CaptureError if the value of a later call is not covered by the capture."""
         if not self.tensor:
             if not same_constant(value, self.constant):
                 raise CaptureError(
@@ -69,7 +69,7 @@ class Leaf:
 
 
 def _for_other_sizes(dim: int, size: int) -> str:
-    """Return the way out where a dimension has another size than the one that capture has specialised."""
+    """Return advice for a call with another size in a dimension that capture has specialised."""
     if size != 1:
         return "Convert again with that size."
     if dim == 0:
@@ -82,7 +82,7 @@ def _for_other_sizes(dim: int, size: int) -> str:
 
 @dataclass(frozen=True)
 class CallSpec:
-    """The signature of the original forward, what the example gave, and the containers of inputs and outputs.
+    """The signature of the original forward, the leaves of the example, and the containers of inputs and outputs.
 
     Without example inputs (`in_spec` None) every given argument is one placeholder.
     """
@@ -145,7 +145,7 @@ class CallSpec:
         return [value for leaf, value in zip(self.leaves, flat, strict=True) if leaf.tensor]
 
     def _left_out(self, name: str) -> Any:
-        """Return the value of an argument that the example gave and a call leaves out: its default, if baked."""
+        """Return the value of an argument that a call leaves out, and the example gave: its default, if baked."""
         if name in (self.var_positional, self.var_keyword):
             return () if name == self.var_positional else {}
         if name not in self.defaults:

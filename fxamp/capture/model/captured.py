@@ -42,7 +42,7 @@ class Autocast:
 
 @dataclass(frozen=True)
 class State:
-    """Which states of a model a graph holds for.
+    """The states of a model that a graph is valid for.
 
     Attributes:
         flags: the training flag that each module has, by path; None for a graph that follows every flag.

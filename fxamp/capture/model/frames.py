@@ -48,7 +48,7 @@ def caller(kinds: tuple[str, ...], depth: int = 1) -> FrameType | None:
 
 
 def place() -> str:
-    """Return "file:line (code)" of the innermost line of the user's."""
+    """Return "file:line (code)" of the innermost line of user code."""
     frame = caller(("user",))
     return "an unknown place" if frame is None else _show(frame.f_code.co_filename, frame.f_lineno)
 
@@ -81,7 +81,7 @@ class Stacks:
         self._printed: dict[tuple[str, int, str], str] = {}
 
     def __call__(self) -> str:
-        """Return those of the present stack, outermost first."""
+        """Return the model's frames on the present stack, outermost first."""
         frame: FrameType | None = sys._getframe(1)
         own = []
         while frame is not None and frame.f_code is not self._start:

@@ -63,7 +63,7 @@ def overridden(kind: type[nn.Module]) -> list[str]:
 
 
 def loads_otherwise(kind: type[nn.Module]) -> bool:
-    """Say whether the user has overridden how it is loaded, for example from files with other names."""
+    """Say whether the user has overridden how a model is loaded, for example from files with other names."""
     return any(method in _LOADERS for method in overridden(kind))
 
 
@@ -91,7 +91,7 @@ def _loads_itself(model: nn.Module) -> bool:
     before = {name: tensor.detach().clone() for name, tensor in tensors.items()}
     try:
         with untouched(model), kept(tensors.values()):
-            state = model.state_dict()  # its metadata has the versions that loaders ask for
+            state = model.state_dict()  # its metadata holds the versions that loaders read
             for name, value in state.items():
                 state[name] = value.detach().clone()
             model.load_state_dict(state)
@@ -167,7 +167,7 @@ def _refuse_hook(where: str, kind: str, label: str, front_end: str) -> None:
 
 @contextlib.contextmanager
 def refuse_constructs(front_end: str) -> Iterator[None]:
-    """Raise CaptureError when the model, while being captured, uses what this front end drops or inlines."""
+    """Raise CaptureError if the model, while it is captured, uses a construct that this front end drops or inlines."""
 
     def refusing(owner: Any, attribute: str, construct: str | Callable[[Any], str], loss: str) -> Any:
         def make(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -247,7 +247,7 @@ def used_by_model() -> bool:
 
 @contextlib.contextmanager
 def grad_mode_reads() -> Iterator[list[str]]:
-    """Yield a list of the lines where the program asks for the grad mode of its caller, whose answer capture bakes.
+    """Yield a list of the lines where the program reads the grad mode of its caller, which capture makes a constant.
 
     A read inside a `no_grad` region of the program always gets the same answer, so it is not listed.
     """

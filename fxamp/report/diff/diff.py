@@ -148,7 +148,7 @@ def diff(before: Diffable, after: Diffable) -> GraphDiff:
 
 
 def plan_in(value: object) -> Plan | None:
-    """Find the plan in what a user may give: the plan itself, a path, or a module that has one; else None.
+    """Find the plan in an argument: the plan itself, the path of one, or a module that has one; else None.
 
     Raises:
         CaptureError: nothing was converted yet for a module that is compiled.

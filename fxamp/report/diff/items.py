@@ -21,7 +21,7 @@ DECISION_FIELDS = ("colour", "autocast_dtype", "kind", "reason")
 
 
 def of_plan(plan: Plan, module: ConvertedModule | None = None) -> list[Item]:
-    """Return the decisions in order, each as if it read the one before it: a plan has no edges.
+    """Return the decisions as items, in order. Each has the one before it as its operand, since a plan has no edges.
 
     Args:
         plan: plan whose decisions are returned.
@@ -61,12 +61,12 @@ def casts_of(node: Node) -> str:
 
 
 def arrow(cast: Node) -> str:
-    """Say what an inserted cast does."""
+    """Describe an inserted cast: its two dtypes."""
     return f"{dtype_of(cast.all_input_nodes[0])} to {dtype_of(cast)}"
 
 
 def of_graph(graph: Graph) -> list[Item]:
-    """Return the nodes of a graph, with the keys of `node_keys`; operands of matched nodes are compared later."""
+    """Return the nodes of a graph as items, with the keys of `node_keys`; operands are compared after matching."""
     named, places = node_keys(graph), {node: at for at, node in enumerate(graph.nodes)}
     return [
         Item(
@@ -130,7 +130,7 @@ def _dtype(value: object) -> str:
 
 
 def arguments(node: Node, names: Mapping[Node, str]) -> str:
-    """Write the arguments with names of one's own, since an edit elsewhere may renumber those of the graph."""
+    """Write the arguments with the given names, since an edit elsewhere may renumber those of the graph."""
     args, kwargs = map_arg((node.args, dict(node.kwargs)), lambda operand: _Bare(names[operand]))
     written: Sequence[str] = [*(_shown(a) for a in args), *(f"{k}={_shown(v)}" for k, v in kwargs.items())]
     return ", ".join(written)

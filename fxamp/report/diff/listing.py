@@ -21,7 +21,7 @@ _STYLE = (
 
 
 def by_module(changes: Iterable[Change]) -> dict[str, list[Change]]:
-    """Return the changes of each module, those of no node first, then in the order in which the modules come."""
+    """Return the changes of each module, in the order of modules; changes that concern no node come first."""
     found: dict[str, list[Change]] = {"(all)": []}
     for change in changes:
         found.setdefault("(all)" if change.key.startswith("(") else change.module, []).append(change)

@@ -102,7 +102,7 @@ def _label(node: Node) -> str:
 
 
 def _items(units: Sequence[_Unit]) -> list[Item]:
-    """Return the units as they are matched: a module's own parameters are no operands of a call of it."""
+    """Return the units as items to match; the parameters of a module do not count as operands of its call."""
     places = {node: at for at, unit in enumerate(units) for node in unit.nodes}
     counts: dict[str, int] = {}
     out = []
@@ -117,7 +117,7 @@ def _items(units: Sequence[_Unit]) -> list[Item]:
 
 
 def _source(node: Node) -> Node:
-    """Return the value that an inserted cast is of; any other node as it is."""
+    """Return the operand of an inserted cast; return any other node itself."""
     while is_inserted(node):
         node = node.all_input_nodes[0]
     return node

@@ -106,7 +106,7 @@ class _Matcher:
         self.taken.add(old)
 
     def cones(self, edges: object) -> tuple[list[int], list[int]]:
-        """Return a hash for every item of both sides: of its label, and of all that the edges lead to."""
+        """Return a hash for every item of both sides, of its label and of all items that its edges lead to."""
         numbers: dict[Hashable, int] = {}  # equal structures have equal numbers
         out: tuple[list[int], list[int]] = ([], [])
         for items, made in zip((self.before, self.after), out, strict=True):
@@ -153,7 +153,7 @@ class _Matcher:
         return _NUMBER.sub("*", self.before[old].module) == _NUMBER.sub("*", self.after[new].module)
 
     def assign(self, before: Sequence[Hashable], after: Sequence[Hashable]) -> None:
-        """Align what is left between pairs in order, by the fewest insertions and removals."""
+        """Align the items that are left between pairs, in order, with the fewest insertions and removals."""
         order = in_order(sorted((old, new) for new, old in self.pairs.items()))
         fences = [(-1, -1), *sorted(order), (len(before), len(after))]
         for (old, new), (old_end, new_end) in itertools.pairwise(fences):

@@ -25,7 +25,7 @@ def visible(text: str) -> str:
 
 
 def markdown(text: str) -> str:
-    """Return text for a cell of a Markdown table, where it ends nothing and is neither HTML nor a link."""
+    """Return text for a cell of a Markdown table, escaped so that it ends no cell and is neither HTML nor a link."""
     shown = visible(text).replace("&", "&amp;").replace("<", "&lt;")
     return _MARKDOWN.sub(r"\\\g<0>", shown)
 

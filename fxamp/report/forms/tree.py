@@ -80,7 +80,7 @@ def mb(values: Iterable[int | None]) -> str:
 
 
 def share(part: Sequence[NodeRecord], whole: Sequence[NodeRecord], name: str) -> str:
-    """Return how much of a size some of the nodes have, in percent; "" where there is none."""
+    """Return the share of some nodes in a total size, in percent; "" if the total is zero."""
     total = sum(getattr(n, name) or 0 for n in whole)
     return f"{100 * sum(getattr(n, name) or 0 for n in part) / total:.0f}" if total else ""
 

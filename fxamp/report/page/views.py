@@ -157,7 +157,7 @@ def _runs(graph: _Graph, module: str, depth: int) -> list[_Run]:
 
 
 def _drawn(graph: _Graph, module: str, words: str, runs: Sequence[_Run]) -> View:
-    """Draw some of a module's boxes, with what they read from elsewhere."""
+    """Draw some of a module's boxes, and the values that they read from other modules."""
     boxes: dict[object, Box] = {at: _box(graph, module, run) for at, run in enumerate(runs)}
     edges = _joined(graph, runs, boxes)
     order = sorted(boxes, key=lambda name: isinstance(name, int))  # values from outside come first
@@ -203,7 +203,7 @@ def _box(graph: _Graph, module: str, run: _Run) -> Box:
 
 
 def _module(module: str, path: str, nodes: Sequence[NodeRecord]) -> Box:
-    """Return the box of a folded module, which is called by its last name, and by one more where that is a number."""
+    """Return the box of a folded module. Its label is the last part of the path, or two if the last is a number."""
     low, fp32 = sum(n.colour in LOW for n in nodes), sum(n.colour == "float32" for n in nodes)
     parts = _below(path, module).split(".")
     named = 2 if parts[-1].isdecimal() and len(parts) > 1 else 1

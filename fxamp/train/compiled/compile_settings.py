@@ -76,7 +76,7 @@ class CompileSettings:
 
 
 def settings_of(compile: object, cuda_graph: object) -> CompileSettings | None:
-    """Return what `compile` asks for, None where nothing is to be compiled.
+    """Return the settings that the argument `compile` stands for; None to compile nothing.
 
     Args:
         compile: False, True for Inductor, the name of a backend, or a mapping of `torch.compile`'s options.

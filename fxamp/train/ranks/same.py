@@ -39,7 +39,7 @@ def compare(ours: Mapping[str, object], groups: Sequence[Any], model: nn.Module)
     store, us = store_of_ranks(), dist.get_rank()
     told = {name: repr(value) for name, value in ours.items()}
     step = f"fxamp/{_digest(model)}"
-    # Steps of different ranks belong together if they are the n-th of such a model, or the n-th with a group.
+    # Steps of different ranks belong together if each is its rank's n-th of an equal model, or n-th with the group.
     step += f"/{store.add(f'{step}/{us}', 1)}"
     shared = [(ranks, store.add(f"fxamp/{ranks}/{us}", 1)) for ranks in map(dist.get_process_group_ranks, groups)]
     for ranks, count in shared:
@@ -104,7 +104,7 @@ def _digest(model: nn.Module) -> str:
 
 
 def _listed(name: str, known: Mapping[int, Mapping[str, str]]) -> str:
-    """Say which ranks have which value of a setting."""
+    """List the values of a setting, each with the ranks that have it."""
     ranks: dict[str, list[int]] = defaultdict(list)
     for rank, settings in sorted(known.items()):
         ranks[settings.get(name, "nothing")].append(rank)

@@ -114,7 +114,7 @@ def why_not(module: ConvertedModule, cast: Node) -> str:
 
 
 def _weight(module: ConvertedModule, cast: Node) -> nn.Parameter | None:
-    """Return the parameter that is cast, None if it is not a parameter any more."""
+    """Return the parameter that is cast; None if it is no longer a parameter."""
     source: Any = cast.args[0]
     return _parameter(module, str(source.target))
 

@@ -48,23 +48,23 @@ class Place:
         self.low.data, self.filled = self.low.new_empty(0), False
 
     def fits(self) -> bool:
-        """Say whether the weight still has the form that the place was made for."""
+        """Say whether the weight still has the shape, dtype and device that the place was made for."""
         return _like(self.weight) == self._like
 
     def make_room(self) -> Tensor:
-        """Return the copy with memory of its own, to be filled with the weight as it is now."""
+        """Allocate memory for the copy and return it, to be filled with the present values of the weight."""
         self.low.data = torch.empty_like(self.weight, dtype=self.low.dtype)
         self._note()
         return self.low
 
     def holds(self, weight: Tensor) -> bool:
-        """Say whether the copy is that of a weight as it is now."""
+        """Say whether the copy holds the present values of a weight."""
         current = weight._version == self._version and weight.data_ptr() == self._pointer
         return self.filled and weight is self.weight and current and self.fits()
 
 
 def fill(places: Iterable[Place]) -> None:
-    """Fill all places that are empty, by one launch."""
+    """Fill the copies of all empty places with one launch."""
     empty = [place for place in places if not place.filled and place.fits()]
     if not empty or torch.is_inference_mode_enabled() or in_transform():
         return

@@ -115,7 +115,7 @@ class WeightCasts:
             cast.forget()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copy nothing that is kept: it belongs to the window of the original."""
+        """Copy no kept casts, which belong to the window of the original."""
         return {**self.__dict__, "_codes": {}, "_casts": {}}
 
     def _count(self, path: str, module: ConvertedModule, graph: Graph, kept: dict[str, None]) -> Counter[Hashable]:

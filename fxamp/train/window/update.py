@@ -91,7 +91,7 @@ def _step_scaled(scaler: LossScaler, optimizer: Optimizer, followed: bool) -> He
 
 
 def clip(params: Sequence[Tensor], max_norm: float) -> Tensor:
-    """Clip the gradients to `max_norm` and give the norm that they had."""
+    """Clip the gradients to `max_norm`, and return their norm before clipping."""
     found = [p.grad for p in params if p.grad is not None]
     if not math.isinf(max_norm) and not any(map(is_spread, found)):
         return nn.utils.clip_grad_norm_(params, max_norm)

@@ -67,7 +67,7 @@ def _under_autocast(state: State, site: Site) -> Colouring | None:
 
 
 def _under_it(state: State, value: Node) -> Any:
-    """Return the dtypes that a value has under autocast, as far as they were seen."""
+    """Return the dtypes that a value has under autocast, if capture observed them."""
     seen = note_of(value).autocast
     return state.original[value] if seen is None else seen
 

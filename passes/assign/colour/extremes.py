@@ -31,7 +31,7 @@ _ONE: tuple[tuple[str, ...], ...] = (("float",), ("first",))  # the output is on
 
 
 def note_buffers(graph: Graph, attribute: Callable[[str], Any]) -> None:
-    """Note which values are buffers or constants, and the number that one of no dimension holds.
+    """Note which values are buffers or constants, and the number in a 0-dim one.
 
     A fill value is mostly a literal, and sometimes such a tensor. `attribute` resolves the target of a get_attr.
     """

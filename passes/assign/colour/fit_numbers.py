@@ -21,7 +21,7 @@ from .state import Site, State
 
 
 def fit_numbers(state: State, site: Site, colouring: Colouring) -> Colouring:
-    """Mend a number that the low dtype cannot hold, or keep the node FP32."""
+    """Replace a number that the low dtype cannot hold, or keep the node in FP32."""
     if colouring.dtype not in LOW_DTYPES or colouring.kind in (KEEP, "cast"):
         return colouring
     low, numbers, constants = colouring.dtype, list(literals.numbers(site.node)), state.extremes.constants

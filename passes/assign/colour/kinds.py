@@ -50,7 +50,7 @@ def _lacks(state: State, site: Site) -> bool:
 
 
 def _without_kernel(state: State, site: Site) -> Colouring:
-    """Run an op without a low kernel in FP32, unless the user wrote it on low values and nothing has changed."""
+    """Run an op without a low kernel in FP32, unless its operands have their dtypes from before conversion."""
     why = f"no kernel for {site.low} on this {state.device}"
     if all(state.dtypes[o.node] == state.original[o.node] for o in site.floats):
         return keep(state, site.of_kind(KEEP), Code.AS_WRITTEN(why))

@@ -78,7 +78,7 @@ class State:
         self.restart()
 
     def restart(self) -> None:
-        """Forget all but what is pinned."""
+        """Reset everything except the pinned alias sets."""
         self.colours: dict[Node, Colouring] = {}
         self.dtypes: dict[Node, Any] = {**self.original, **self.border.inputs}
         self.upcast: set[Node] = set()

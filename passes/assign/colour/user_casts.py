@@ -52,12 +52,12 @@ def observed(graph: Graph) -> Iterator[Node]:
 
 
 def _draws_anew(row: Rule) -> bool:
-    """Say whether a fill at random draws other numbers for another dtype, and not the same ones rounded."""
+    """Say whether a random fill draws different numbers for another dtype, instead of rounding the same ones."""
     return row.redraws == "always" or (row.redraws != "" and torch.__version__ < row.redraws)
 
 
 def _uses_dtype(node: Node) -> bool:
-    """Say whether a call does anything with a dtype but make a value of it."""
+    """Say whether a call uses a dtype for anything but making a value of that dtype."""
     return node.op != "output" and ops.name(node) != "to" and not isinstance(ops.argument(node, "dtype"), Node)
 
 
@@ -143,7 +143,7 @@ class Casts:
         return None
 
     def _kind(self, node: Node) -> str:
-        """Return "literal", "relative" or "undecided"; a method in a graph of Python's says what the user wrote."""
+        """Return "literal", "relative" or "undecided"; in a traced Python graph the name of the method tells."""
         return note_of(node).cast or ("literal" if node.op == "call_method" else "undecided")
 
     def _restores(self, node: Node, dtypes: dict[Node, Any]) -> torch.dtype | None:

@@ -105,12 +105,12 @@ def numel(value: Any) -> int:
 
 
 def is_view(node: Node) -> bool:
-    """Say whether an op only makes a new view of its operand, or most often does."""
+    """Say whether an op only makes a new view of its operand, always or in most cases."""
     return row_of(node).view or makes_view(node)
 
 
 def makes_view(node: Node) -> bool:
-    """Say whether an op makes a view whatever it is given."""
+    """Say whether an op makes a view for all operands."""
     schema = ops.schema_of(node)
     return ops.name(node) == "getitem" or (schema is not None and any(r.alias_info is not None for r in schema.returns))
 

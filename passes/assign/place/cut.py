@@ -154,7 +154,7 @@ def _free(problem: Problem, tie: Net | tuple[Variable, Variable]) -> list[Variab
 
 
 def _with_top(part: Problem, top: Variable, side: Variable) -> Problem:
-    """Return a part with its top on a side."""
+    """Return a part in which the side of its top is fixed."""
 
     def end(v: Variable) -> Variable:
         return side if v == top else v

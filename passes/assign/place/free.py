@@ -30,7 +30,7 @@ _SETTLED = (Code.OVERRIDE, Code.LITERAL, Code.MUTATED, Code.KEEP, Code.FLOAT64, 
 
 
 def free_nodes(simulation: Simulation, grad: frozenset[Node]) -> dict[Node, None]:
-    """Return the free nodes of a graph in order, items of what is free among them.
+    """Return the free nodes of a graph in order, including the items of free containers.
 
     Args:
         simulation: what was decided so far.

@@ -33,7 +33,7 @@ class Uses:
                 self.readers[o.node].append((node, (o.name, o.index)))
 
     def follows(self, reader: Node, where: Place) -> bool:
-        """Say whether an operand must have the dtype of its reader, whichever that will be."""
+        """Say whether an operand must have the dtype of its reader, whichever dtype is chosen for that."""
         if reader not in self.free:
             return False
         row = lookup(ops.name(reader), self.simulation.device, self.simulation.low)[0]
