@@ -33,7 +33,7 @@ from .capture.compare import attribute_of
 from .capture.front_ends import ALONE
 from .capture.functions import as_under_autocast
 from .capture.model.captured import Autocast, Captured, Captures, as_inputs
-from .capture.model.patches import capturing
+from .capture.model.patches import capturing, uncollected
 from .capture.model.preflight import loads_otherwise, untouched
 from .capture.states import capture as capture_model
 from .capture.states import in_state_of, module_of, refuse_non_models, with_own_constants
@@ -131,24 +131,26 @@ def _ahead_of_time(
     replayed: Plan | None, check: bool,
 ) -> ConvertedModule:  # fmt: skip
     with capturing():  # conversions take turns
-        module, inputs = module_of(model), as_inputs(args, kwargs)
-        settled = resolve(policy, module, inputs)
-        if not any(
-            isinstance(m, torch.fx.GraphModule) for m in module.modules()
-        ):  # nodes of a GraphModule have module paths of their own
-            refuse_unmatched(settled, module)  # early, since capture may take long
-        autocast = autocast_for(settled, module, inputs)
-        captures = capture_model(
-            model, args, kwargs, front_end=front_end, dynamic_shapes=dynamic_shapes, autocast=autocast
-        )
-        present = captures.graphs[0]
-        refuse_low_parameters(present.model.named_parameters())
-        if not settled.level.rounds:
-            _refuse_without_plain(captures)
-        if check and inputs is not None:
-            with untouched(present.model):
-                captures = checked(captures, autocast, *inputs)
-                captures = replace(captures, graphs=tuple(_guarded(c, *inputs) for c in captures.graphs))
+        with uncollected():  # captures leave a million objects behind, which are walked once, when all is checked
+            module, inputs = module_of(model), as_inputs(args, kwargs)
+            settled = resolve(policy, module, inputs)
+            traced = any(isinstance(m, torch.fx.GraphModule) for m in module.modules())
+            if not traced:  # nodes of a GraphModule have module paths of their own
+                refuse_unmatched(settled, module)  # early, since capture may take long
+            autocast = autocast_for(settled, module, inputs)
+            captures = capture_model(
+                model, args, kwargs, module=module,
+                front_end=front_end, dynamic_shapes=dynamic_shapes, autocast=autocast,
+            )  # fmt: skip
+            present = captures.graphs[0]
+            refuse_low_parameters(present.model.named_parameters())
+            if not settled.level.rounds:
+                _refuse_without_plain(captures)
+            if check and inputs is not None:
+                with untouched(present.model):
+                    captures = checked(captures, autocast, *inputs)
+                    if not isinstance(model, ExportedProgram):  # it has no Python code, which could branch on a size
+                        captures = replace(captures, graphs=tuple(_guarded(c, *inputs) for c in captures.graphs))
         if settled.cost == "measured" and replayed is None:
             return emit_measured(captures, settled, inputs, emit)
         converted = emit(captures, settled, replayed)

@@ -127,13 +127,15 @@ class Functions:
         close(self._library)
 
     def restore(self, gm: GraphModule) -> None:
-        """Replace the operators by calls of the functions, in every graph of a module, and free the operators."""
+        """Replace the operators by calls of the functions, in every graph of a module, and free the operators.
+
+        The code of the graphs is not generated again.
+        """
         for module in gm.modules():
             if isinstance(module, GraphModule):
                 for node in list(module.graph.nodes):
                     if node.target in self._called:
                         _restore(module, node, *self._called[node.target])
-                module.recompile()
         self.free()
 
 

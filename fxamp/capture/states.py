@@ -51,6 +51,7 @@ def capture(
     front_end: str = "auto",
     dynamic_shapes: Any = "auto",
     autocast: Autocast | None = None,
+    module: nn.Module | None = None,
 ) -> Captures:
     """Capture a model in every state that it has.
 
@@ -61,6 +62,7 @@ def capture(
         front_end: "fx", "export" or "auto".
         dynamic_shapes: "auto", None, or as `torch.export.export` takes it.
         autocast: captures by `export` are compared with ones under this autocast; None compares nothing, as at O0.
+        module: what `module_of` returned for the model, if it was called.
 
     Raises:
         NotAModuleError: `model` is not a module.
@@ -68,7 +70,7 @@ def capture(
     """
     if front_end not in FRONT_ENDS:
         raise CaptureError(f"capture={front_end!r} is not one of {', '.join(FRONT_ENDS)}.")
-    module = module_of(model)
+    module = module_of(model) if module is None else module
     inputs = as_inputs(args, kwargs)
     if front_end == "auto":
         front_end = "fx" if inputs is None else "export"

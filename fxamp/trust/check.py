@@ -21,7 +21,6 @@ from passes.graph.values import LOW, Aliases, module_path, no_autocast, source
 from passes.ops import ops
 
 from ..capture.model.call import CONSTANTS, CallSpec, same_constant
-from ..capture.model.patches import uncollected
 from ..capture.model.preflight import untouched
 from ..capture.model.tensors import held, kept, same
 from ..module.bindings import read_directly
@@ -158,7 +157,6 @@ def runs_under(autocast: Autocast, model: nn.Module, args: tuple[Any, ...], kwar
     return True
 
 
-@uncollected()
 def guard_small_sizes(captured: Captured, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
     """Return the capture with the sizes 1 and 0 guarded where the model branches on them.
 

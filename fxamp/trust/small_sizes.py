@@ -26,6 +26,8 @@ from ..capture.model.call import CallSpec
 _EQUAL = re.compile(r"args\[(\d+)\]\.size\(\)\[(\d+)\] == args\[(\d+)\]\.size\(\)\[(\d+)\]")
 _PLAIN = (bool, int, float, complex, torch.dtype)
 _SCALARS = ("number", "float", "bool", "Scalar", "ScalarType", "Tensor")  # arguments whose plain values are no sizes
+# Not kernels: a question that fake tensors answer, and a check that only an exported graph has.
+_NO_KERNELS = (torch.ops.prim.device.default, torch.ops.aten._assert_tensor_metadata.default)
 _NONE: Any = (Counter(), Counter(), True)  # the result of `_difference` where nothing differs
 Dimension = tuple[int, int]  # which tensor, which of its dimensions
 Run = Callable[[list[Any]], Any]  # takes flat tensors
@@ -44,6 +46,8 @@ class _Calls(TorchDispatchMode):
         return self._mode.from_tensor(value, static_shapes=True) if type(value) is nn.Parameter else value
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _NO_KERNELS:
+            return func(*args, **(kwargs or {}))
         args, kwargs = tuple(map(self._faked, args)), kwargs or {}
         if not _is_view(func):
             positional, named = _scalars_of(func)

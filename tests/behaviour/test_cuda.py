@@ -13,7 +13,7 @@ from tests.support.cuda_oracle import compare
 from tests.support.processes import in_another_process
 
 SECONDS = 600.0  # for all models of the zoo
-SOME = ("lenet5", "graph_conv", "hf_bert")
+SOME = ("lenet5", "graph_conv", "gpt")
 # What fake CUDA tensors cannot run without a device (the latter in a build for CUDA), and what the rule table says.
 UNRUN = {"batch_norm": FOLLOW, "lstm": LOW}
 

@@ -17,7 +17,7 @@ class Windows(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.mix = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.mix = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
         for mix in self.mix:

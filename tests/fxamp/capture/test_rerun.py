@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -64,3 +65,16 @@ def test_a_program_is_exported_anew_once_but_for_one_with_other_graphs_in_it(
         assert not any("autocast" in note for note in converted.plan.notes)  # so the rules were compared with it
     if forward is casts:
         assert any("without torch.autocast, under which the model fails" in note for note in converted.plan.notes)
+
+
+def test_a_program_is_not_tried_at_small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model, x = Two(writes).eval(), example()
+    program: Any = export(model, (x,), dynamic_shapes=({0: torch.export.Dim.AUTO},), strict=False)
+    monkeypatch.setattr(sys.modules["fxamp.convert"], "guard_small_sizes", pytest.fail)
+    converted = fxamp.convert(program, (x,), policy="O1,dtype=bf16")
+    with torch.no_grad():
+        one = converted(x[:1])
+    assert one.shape[0] == 1
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(one, model(x[:1]).float())

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import SGD, Adam, Optimizer
@@ -26,6 +25,8 @@ Target = tuple[Tensor, float, float]
 
 @functools.cache
 def digits() -> tuple[Tensor, Tensor]:
+    from sklearn.datasets import load_digits  # with all of scipy: only here
+
     images, labels = load_digits(return_X_y=True)
     return torch.tensor(images, dtype=torch.float32) / 16, torch.tensor(labels)
 

@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxamp
+from fxamp.trust.small_sizes import _Calls
+from passes._torch import FakeTensorMode
 
 
 class Attention(nn.Module):
@@ -62,3 +64,15 @@ def test_a_model_without_such_a_branch_has_no_such_guard() -> None:
     module = converted(model, (5, 4)).eval()
     assert not any(">=" in guard for guard in module.call_spec.guards)
     assert torch.equal(module(torch.ones(1, 4)), model.eval()(torch.ones(1, 4)))
+
+
+def test_what_fake_tensors_ask_is_no_kernel() -> None:
+    """How often they ask for a device depends on what torch has cached, and so would a guard."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    calls, q = _Calls(mode), mode.from_tensor(torch.randn(2, 4, 6, 8))
+    with mode, calls:
+        torch.ops.aten._assert_tensor_metadata.default(q, None, None, torch.float32)
+        F.scaled_dot_product_attention(q, q, q)
+    called = {str(func) for func, *_ in calls.count}
+    assert any("attention" in name for name in called)
+    assert not called & {"prim.device.default", "aten._assert_tensor_metadata.default"}

@@ -19,7 +19,6 @@ from fxamp.train.step import TrainStep
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # of a module that Dynamo imports
 
-_TRACES: Any = torch._dynamo.lookup_backend("aot_eager")
 GRAPHS: list[GraphModule] = []
 
 
@@ -32,7 +31,13 @@ def _anew() -> None:
 def makes_kernels(gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
     """Stand for a backend that generates code, of which nothing is known but that it is worth its while."""
     GRAPHS.append(copy.deepcopy(gm))
-    return _TRACES(gm, inputs)
+    return gm.forward
+
+
+def traces(gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    """Stand for one that traces forward and backward to kernels, as Inductor does."""
+    made: Callable[..., Any] = torch._dynamo.lookup_backend("aot_eager")(gm, inputs)  # type: ignore[arg-type]
+    return made
 
 
 def net() -> nn.Module:
@@ -75,6 +80,7 @@ def assert_near(ours: TrainStep, theirs: TrainStep, tolerance: float = 2e-6) -> 
 
 
 COMPILED: dict[str, Any] = {"compile": {"backend": makes_kernels}}
+TRACED: dict[str, Any] = {"compile": {"backend": traces}}
 KINDS: dict[str, Callable[[nn.Module], Any]] = {
     "SGD": lambda m: SGD(m.parameters(), lr=0.1),
     "momentum": lambda m: SGD(m.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01, nesterov=True),
@@ -106,7 +112,7 @@ def test_a_compiled_update_takes_the_same_steps_in_one_graph_that_a_schedule_doe
         "factors": {4: float("inf"), 7: float("nan")}, "max_grad_norm": clip,
         "scheduler": lambda o: LambdaLR(o, lambda i: 0.9**i),
     }  # fmt: skip
-    ours, shown = train(KINDS[kind], scaler=fxamp.LossScaler(growth_interval=3), **settings, **COMPILED)
+    ours, shown = train(KINDS[kind], scaler=fxamp.LossScaler(growth_interval=3), **settings, **TRACED)
     theirs, expected = train(KINDS[kind], scaler=fxamp.LossScaler(growth_interval=3), **settings)
     assert shown == expected
     assert [skipped for _, skipped, *_ in shown].count(True) == 2
