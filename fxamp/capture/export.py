@@ -178,9 +178,9 @@ def _with_own_lines(before: Callable[..., Node]) -> Callable[..., Node]:
 
 
 def _at_first_call(recompile: Callable[[GraphModule], object]) -> Callable[[GraphModule], None]:
-    """Generate the code of a graph module when it is called.
+    """Generate the code of a graph module at its first call.
 
-    The exporter would generate that of the whole model nine times, which takes a tenth of its time, and call none.
+    The exporter would spend a tenth of its time on generating the code of the whole model nine times, but run none.
     """
 
     def later(gm: GraphModule) -> None:

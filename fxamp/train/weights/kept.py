@@ -79,7 +79,7 @@ class KeptCast:
         return None if self._low is None else self._low.detach()
 
     def give(self, low: Tensor | None) -> None:
-        """Set the graph input that code reads which `torch.compile` traces next; `make_ready` returned it.
+        """Set the graph input, which `make_ready` returned, for the code that `torch.compile` traces next.
 
         It is passed as an argument, since AOTAutograd's cache identifies inputs by their source: this object, as a
         global of generated code, would have another name in each process.

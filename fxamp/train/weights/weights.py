@@ -43,9 +43,9 @@ class WeightCasts:
         Args:
             model: The model as a TrainStep calls it: converted, or with converted modules inside.
             mode: What was asked for. "auto" is "per_step" where a weight would be cast more than once a window. Where
-                each is cast once, casts, bytes and ops are the same both ways, and there is nothing to measure: for
-                BERT in four sizes the ratio of times on a CPU was 1.04 to 1.08, with interquartile ranges of 0.07 to
-                0.16.
+                each is cast once, both modes have the same casts, bytes and ops, so nothing is measured: for BERT in
+                four sizes on a CPU their times differed by a factor of 1.04 to 1.08, with interquartile ranges of 0.07
+                to 0.16.
             accumulate_steps: Micro-batches in a window.
             compiles: Whether the graphs that read them are compiled by the step, which then takes the casts as inputs.
 

@@ -55,7 +55,7 @@ def _first(deciders: Iterable[Decider], state: State, site: Site) -> Colouring |
 
 
 def _under_autocast(state: State, site: Site) -> Colouring | None:
-    """Give an autograd function the operand dtypes that it has under autocast; so do its outputs."""
+    """Give the operands and outputs of an autograd function the dtypes that they have under autocast."""
     if not note_of(site.node).under_autocast:
         return None
     seen = {(o.name, o.index): _under_it(state, o.node) for o in site.floats}
@@ -124,7 +124,7 @@ def _outside_autocast(state: State, site: Site) -> Colouring | None:
 
 
 def _beside_float64(state: State, site: Site) -> Colouring | None:
-    """Never run an op with a float64 operand low; an FP32 op that also reads low values follows its rule."""
+    """Leave an op with a float64 operand as it is, unless it is an FP32 op that also reads low values."""
     held = {state.dtypes[o.node] for o in site.floats}
     if torch.float64 not in held or (site.kind == FP32 and not held.isdisjoint(LOW_DTYPES)):
         return None
