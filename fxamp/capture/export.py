@@ -219,7 +219,7 @@ def _val(node: Any) -> Any:
 
 
 def _refusal_in(error: BaseException | None) -> FxampError | None:
-    """Return the refusal that the exporter wrapped in an error of its own."""
+    """Return fxamp's refusal, which the exporter has wrapped in another error."""
     while error is not None:
         if isinstance(error, FxampError):
             return error

@@ -37,7 +37,7 @@ class Converted:
     """One converted graph, what was decided, and the parameters that it reads.
 
     Attributes:
-        graph: a copy: inner backends change what they are given.
+        graph: a copy, since inner backends change their graphs.
         plan: what was decided, with module paths from the root if that is known.
         parameters: what it reads, not kept alive, and their paths: from the root, else from the module captured.
         places: which inputs of the graph they are.

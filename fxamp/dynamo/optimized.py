@@ -80,7 +80,7 @@ def note_own(value: Tensor, dtype: torch.dtype) -> None:
 
 
 def is_low_of_its_own(value: object, made_of_low: bool) -> bool:
-    """Say whether a value is low in the model itself: as noted when it left a graph, else as `made_of_low` says."""
+    """Say whether a value is low in the model itself. A note from its graph decides, or else `made_of_low`."""
     if not isinstance(value, Tensor):
         return False
     return _OWN.get(value, value.dtype if made_of_low else None) in LOW

@@ -74,7 +74,7 @@ def is_gathered() -> bool:
 def _running() -> tuple[list[nn.Module], tuple[Any, ...]]:
     """Return the modules being called, innermost first, up to the compiled one, and the inputs of that one.
 
-    There are none where no compiled module is being called.
+    There are none if no compiled module is being called.
     """
     found: list[nn.Module] = []
     parts: list[nn.Module] = []  # GraphModules: mostly made by torch.compile, rarely compiled by a user

@@ -139,7 +139,7 @@ def kept_notes(replayed: Plan | None) -> list[str]:
 
 
 def _explained(plan: Plan, instead_of: Plan, name: str, slower: bool) -> Plan:
-    """Return a plan that says why another level than O2 was chosen, in a note and at every decision that differs."""
+    """Return a plan that gives the reason for another level than O2, in a note and in each decision that differs."""
     colours = {(d.graph, d.key): d.colour for d in instead_of.decisions}
     takes = ("takes longer", "took longer") if slower else ("is not clearly faster", "was not clearly faster")
     reason = f"{CODE}: counting its casts, a step at O2 {takes[0]} than one at {name}"

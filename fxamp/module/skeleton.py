@@ -79,7 +79,7 @@ def _holder(constants: Mapping[str, Any]) -> nn.Module:
 
 
 def container_of(module: nn.Module) -> type[nn.Module] | None:
-    """Return the container of torch.nn that a module is, None where it is another."""
+    """Return the container class of torch.nn that a module is an instance of, None if there is none."""
     return next((kind for kind in _CONTAINERS if isinstance(module, kind)), None)
 
 
@@ -101,7 +101,7 @@ def _not_callable(*args: Any, **kwargs: Any) -> Any:
 
 
 def _is_library_leaf(module: nn.Module) -> bool:
-    """Say whether this is a layer of torch.nn, whose class says how it loads old checkpoints and what it is."""
+    """Say whether this is a layer of torch.nn, whose class is needed for isinstance() and to load old checkpoints."""
     return type(module).__module__.startswith("torch.nn.modules.") and not module._modules
 
 

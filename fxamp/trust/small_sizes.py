@@ -72,7 +72,7 @@ def _is_view(func: Any) -> bool:
 
 
 def guards_of_small_sizes(call: CallSpec, tensors: Sequence[torch.Tensor], model: Run, graph: Run) -> list[str]:
-    """Return the guards that a graph needs, beside those it has.
+    """Return the guards that a graph needs in addition to those that it has.
 
     Args:
         call: how the graph is called.

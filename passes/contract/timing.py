@@ -11,7 +11,7 @@ import torch
 
 @dataclass(frozen=True)
 class Filler:
-    """A tensor to run an op on; strides are part of what its time depends on."""
+    """A tensor to run an op on; it has strides, since the time of an op depends on them."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]

@@ -189,9 +189,9 @@ def no_autocast(devices: Iterable[str] = tuple(DEVICES)) -> Iterator[None]:
 class Inference:
     """Output dtypes of a node from operand dtypes, by running the op on fake tensors of concrete sizes.
 
-    Results are cached: an op's dtypes depend on the dtypes and ranks of its operands and on what its
-    literal arguments are, not on sizes. Two exceptions are not remembered: custom ops, which may do anything, and those
-    with several outputs, whose number sizes decide.
+    Results are cached: an op's dtypes depend on the dtypes and ranks of its operands and on its literal arguments, not
+    on sizes. Two exceptions are not remembered: custom ops, which may do anything, and those with several outputs,
+    whose number sizes decide.
     """
 
     def __init__(self) -> None:

@@ -141,7 +141,7 @@ def lacks_low(node: Node, row: Rule, device: str) -> bool:
 
 
 def accumulates(node: Node, row: Rule) -> bool:
-    """Say whether a write sums or multiplies many values into one; it then counts as a sum, whatever its name."""
+    """Say whether a write sums or multiplies many values into one; it then counts as a sum."""
     return row.accumulates == ("",) or _has(node, row.accumulates)
 
 

@@ -252,7 +252,7 @@ def first_schema(op: str) -> Any:
 
 
 def schema_of(node: Node) -> Any:
-    """Return the schema that says what a node aliases and mutates, of the overload that fits the call; or None."""
+    """Return the schema of the overload that a call fits, which marks aliases and writes; None if there is none."""
     if isinstance(node.target, OpOverload):
         return own_schema(node.target)
     op = name(node)

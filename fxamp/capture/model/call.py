@@ -211,7 +211,7 @@ class CallSpec:
         return values
 
     def guard_function(self) -> Callable[..., list[bool]] | None:
-        """Return a function of the flat tensors that says which guards hold; None when there are none."""
+        """Return a function of the flat tensors that returns which guards hold; None if there are no guards."""
         if not self.guards:
             return None
         namespace: dict[str, Any] = dict(GUARD_NAMES)

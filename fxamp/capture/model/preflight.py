@@ -272,8 +272,8 @@ def grad_mode_reads() -> Iterator[list[str]]:
 def untouched(model: nn.Module) -> Iterator[dict[str, Any]]:
     """Restore every module's attributes, parameters, buffers, children and plain containers, whatever happens inside.
 
-    Yields a dict that holds afterwards, by "path.name", the other values that attributes got, but not those of torch's
-    classes; a buffer is "path._buffers.name", without its value.
+    Yields a dict. Afterwards it holds the attributes that had changed, by "path.name", with the new values, but not
+    those of torch's classes; a buffer is "path._buffers.name", without its value.
     """
     saved = []
     for path, module in model.named_modules():

@@ -78,7 +78,7 @@ def of_graph(graph: Graph) -> list[Item]:
 
 
 def label(node: Node) -> str:
-    """Return the op of a node by its canonical name, in whatever dialect it is spelled."""
+    """Return the canonical name of a node's op, which is the same for all front ends."""
     if node.op.startswith("call") and node.op != "call_module":
         return ops.name(node)
     return f"{node.op} {node.target}" if node.op != "call_module" else f"call_module {_kind(node)}"

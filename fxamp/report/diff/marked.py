@@ -52,7 +52,7 @@ class _Unit:
 
 
 def marked(original: GraphModule, converted: GraphModule) -> Marked:
-    """Write the code of a graph with marks of what it was converted to.
+    """Write the code of a graph, with marks that show how it was converted.
 
     Args:
         original: as it was traced or exported.

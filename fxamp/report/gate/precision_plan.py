@@ -48,7 +48,7 @@ class PrecisionPlan:
         self, model: nn.Module, args: Any = None, kwargs: Any = None, *, policy: Policy | str = "O1",
         basename: str | None = None,
     ) -> None:  # fmt: skip
-        """Fail the test where decisions, casts or totals of a model are not as in the committed plan.
+        """Fail the test if decisions, casts or totals of a model differ from the committed plan.
 
         Args:
             model: to be converted and read, not run; or a module that `fxamp.convert` returned, read as it is.

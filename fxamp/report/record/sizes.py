@@ -102,7 +102,7 @@ def _hint(size: Any) -> Any:
 
 
 class _Walk(Interpreter):
-    """Runs every node, and notes what it cost."""
+    """Runs every node, and records its costs."""
 
     def __init__(self, module: GraphModule, mode: FakeTensorMode, casts: bool) -> None:
         super().__init__(module)

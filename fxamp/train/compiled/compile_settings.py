@@ -57,7 +57,7 @@ class CompileSettings:
 
     @property
     def fuses(self) -> bool:
-        """Whether the inner backend makes kernels of its own, and does not only trace, as torch's "eager" ones do."""
+        """Whether the inner backend generates kernels, while torch's "eager" backends only trace."""
         backend = self.inner.backend
         return not (isinstance(backend, str) and "eager" in backend)
 

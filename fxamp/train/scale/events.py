@@ -64,13 +64,13 @@ class Culprits:
             self._flags = agree(torch.stack([flag.to(flags[0].device) for flag in flags]), groups_of(found))
 
     def all(self) -> list[tuple[str, str]]:
-        """Return those that are not finite, each with what is in it: "inf", "NaN", or both."""
+        """Return (name, kind) for each gradient that is not finite; the kind is "inf", "NaN", or both."""
         flags: list[tuple[float, float]] = [] if self._flags is None else self._flags.tolist()
         kinds = {(1.0, 0.0): "inf", (0.0, 1.0): "NaN", (1.0, 1.0): "inf and NaN"}
         return [(name, kinds[inf, nan]) for name, (inf, nan) in zip(self._names, flags, strict=True) if inf or nan]
 
     def first(self) -> str:
-        """Return the first one with what is wrong with it, "" where all are finite."""
+        """Return the first such gradient with its kind as text, "" if all are finite."""
         return next((f"{name} ({kind})" for name, kind in self.all()), "")
 
 
@@ -94,7 +94,7 @@ class SkipsInARow:
         return self._known + len(self._unread) >= count and self.read() >= count
 
     def read(self) -> int:
-        """Return the number; what is on the device is read at once."""
+        """Return the number; flags that are still on the device are read in one transfer."""
         unread, self._unread = self._unread, []
         if unread:
             device = unread[0][0].device if unread[0] else torch.device("cpu")

@@ -96,7 +96,7 @@ def weight_casts(module: ConvertedModule, graph: Graph) -> Iterator[Node]:
 def same_cast(module: ConvertedModule, cast: Node) -> Hashable:
     """Return a key that is equal for casts that make the same tensor of the same weight.
 
-    It holds for the module as it is now. If a shared weight becomes two later, the cast is made for each in turn.
+    It is for the module's present weights. If a shared weight becomes two later, the cast is made for each in turn.
     """
     return id(_weight(module, cast)), cast.args[1], CAST if cast.target is cast_weight else cast.target
 

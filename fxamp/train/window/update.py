@@ -20,7 +20,7 @@ from .result import HeldBack
 
 
 class Update(NamedTuple):
-    """Which optimizers stepped, of those that had gradients, and the norm of the gradients if it was asked for."""
+    """Which optimizers stepped, of those that had gradients, and the norm of the gradients if it was requested."""
 
     held_back: Mapping[Optimizer, HeldBack]
     grad_norm: Tensor | None

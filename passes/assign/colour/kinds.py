@@ -127,7 +127,7 @@ def _like(state: State, reference: Node) -> Colouring:
 
 
 def _unknown(state: State, site: Site) -> Colouring:
-    """Colour an op without a rule, as the policy says."""
+    """Colour an op without a rule, according to the policy's `unknown_ops`."""
     if state.policy.unknown_ops == "error":
         raise PolicyError(
             f"{_where(site)} has no rule: register one with fxamp.register_rule, or choose Policy(unknown_ops='keep')."

@@ -62,7 +62,7 @@ class Simulation(State):
         return {n: held[n] for n in values}
 
     def _beside_autocast(self, value: Node) -> Any:
-        """Return the dtype of an output that is read under autocast: the wider of its own and autocast's."""
+        """Return the dtype of an output that is read under autocast: its dtype here or autocast's, if that is wider."""
         held: Any = note_of(value).low_of_its_own or self.dtypes[value]
         autocast: Any = self.reference.get(value)
         both = held in ELIGIBLE and autocast in ELIGIBLE
@@ -181,7 +181,7 @@ class Simulation(State):
 
 
 def _indexed(value: Node) -> Node:
-    """Return the container that an item was taken from, or the value itself: an item has no colour of its own."""
+    """Return the container that an item was taken from, or the value itself, since only the container has a colour."""
     while row_named(ops.name(value)).asks == "item" and isinstance(value.args[0], Node):
         value = value.args[0]
     return value

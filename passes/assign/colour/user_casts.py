@@ -78,8 +78,8 @@ class Casts:
 
         Args:
             node: a cast.
-            dtypes: dtypes of the values before it.
-            observed: the dtype that capture under autocast saw it take, where there was one.
+            dtypes: the dtypes of the values that come before the cast.
+            observed: the dtype that the cast took in a capture under autocast, if there was one.
             exact: values must be those of autocast; else more of them may be low.
         """
         value: Any = node.args[0]

@@ -47,7 +47,7 @@ def free_nodes(simulation: Simulation, grad: frozenset[Node]) -> dict[Node, None
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A node that has a colour, and what is known of it.
+    """A node that has a colour, and its properties.
 
     Attributes:
         read: all its operands.
@@ -121,7 +121,7 @@ def _reads_a_float(c: _Candidate) -> bool:
 
 
 def _has_no_low_weights(c: _Candidate) -> bool:
-    """It reads no low weights, which a norm takes only beside a low input."""
+    """It reads no low weights; a norm takes those only if its input is low too."""
     return not any(o.name in c.row.uncast and d == c.simulation.low for o, d in zip(c.floats, c.held, strict=True))
 
 

@@ -69,7 +69,7 @@ def price(problem: Problem, simulation: Simulation, uses: Uses, costs: Costs, gr
 
 
 def _rounds(node: Node) -> bool:
-    """Say whether an op rounds what it computes: one that only moves values does not."""
+    """Say whether an op rounds its result; an op that only moves values does not."""
     row = rule(ops.name(node))
     return ops.name(node) != "getitem" and (row is None or row.commutes == "")
 
