@@ -148,7 +148,7 @@ def is_size(node: Node) -> bool:
 
 
 def _symbols(value: Any) -> list[Any]:
-    """Return the sizes of a value, where it has some."""
+    """Return the sizes of a value, if it has any."""
     if isinstance(value, torch.Tensor):
         return list(value.shape)
     return [value] if isinstance(value, SYMBOLS) else []

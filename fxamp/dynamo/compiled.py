@@ -172,7 +172,7 @@ def entries(module: nn.Module) -> list[Converted]:
     """Return the converted graphs of a compiled module, in order; one that was captured repeatedly is returned once.
 
     Raises:
-        CaptureError: nothing was.
+        CaptureError: nothing was captured.
     """
     found = {id(entry): entry for entry in _BY_ROOT.get(_root(module), ())}
     for parameter in () if found else module.parameters():  # it is part of the compiled one

@@ -26,7 +26,7 @@ PATIENCE = 30.0  # seconds to wait for other writers
 
 
 def machine(device: str) -> str:
-    """Return everything but the call that a time depends on: device, threads, torch and the precision of FP32."""
+    """Return all that a time depends on besides the call: device, threads, torch and the precision of FP32."""
     if device != "cpu":
         where = str(getattr(torch, device).get_device_name())
     else:

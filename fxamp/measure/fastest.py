@@ -90,7 +90,7 @@ def emit_measured(
     rivals: dict[str, ConvertedModule] = {}
     with contextlib.suppress(PolicyError):  # an override may name an op that only the graph of O2 has
         rivals["O1"] = emit(copied(captures), replace(policy, level=Level.O1), timer=timer)
-    forced_low = any(colour == "low" for _, colour in (*policy.modules, *policy.ops))  # which O0 ignores
+    forced_low = any(colour == "low" for _, colour in (*policy.modules, *policy.ops))  # O0 ignores these
     if not forced_low and all(c.plain for c in captures.graphs):
         rivals["FP32"] = emit(copied(captures), replace(policy, level=Level.O0, modules=(), ops=()))
     if not rivals:

@@ -45,7 +45,7 @@ def beside(step: TrainStep) -> dict[str, Tensor]:
         held = step.loss_fn.state_dict(prefix="loss_fn.", keep_vars=True)
     for index, optimizer in enumerate(step.optimizers):
         held.update((f"parameter {at} of optimizer {index}", p) for at, p in enumerate(parameters(optimizer)))
-    named = {id(t): name for name, t in reversed(held.items()) if isinstance(t, Tensor)}  # each by its first name
+    named = {id(t): name for name, t in reversed(held.items()) if isinstance(t, Tensor)}  # of several names the first
     for t in (*step.model.parameters(), *step.model.buffers()):
         named.pop(id(t), None)
     return {name: held[name].detach() for name in named.values()}
@@ -71,7 +71,7 @@ def load_course(step: TrainStep, state: Mapping[str, Any]) -> None:
     for scheduler, saved in zip(step.schedulers, state["schedulers"], strict=True):
         scheduler.load_state_dict(saved)
     step.windows = state["windows"]
-    step._begun = False  # other ranks may have loaded another
+    step._begun = False  # compare again: other ranks may have loaded another state
 
 
 def load(step: TrainStep, state: Mapping[str, Any]) -> None:

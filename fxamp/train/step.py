@@ -170,7 +170,7 @@ class TrainStep:
 
         self.windows = 0
         self._position = 0  # micro-batches of the open window seen so far
-        self._accumulated = False  # whether they left gradients
+        self._accumulated = False  # whether these micro-batches left gradients
         self._given_scale: float | None = None  # scale given for the open window
         self._window_scaler = self.scaler
         self._window_scale: float | torch.Tensor | None = None

@@ -34,7 +34,7 @@ class Limit:
     operations: int = 128
 
     def watch(self) -> Callable[[Any], None]:
-        """Return a function to call with the arguments of each call; it raises TooMuch. Time runs from now on."""
+        """Return a function to call with the arguments of each call; it raises TooMuch. The time counts from now on."""
         end, seen, env = time.thread_time() + self.seconds, 0, None
 
         def check(args: Any) -> None:

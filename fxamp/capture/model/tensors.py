@@ -14,7 +14,7 @@ _OWN = frozenset(nn.Module().__dict__)  # torch's tables of parameters, buffers,
 
 
 def held(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return by name the buffers, and the tensors in plain attributes and in lists, tuples and dicts there."""
+    """Return, by name, buffers and the tensors in plain attributes, also in lists, tuples and dicts there."""
     out = dict(model.named_buffers())
     parameters = {id(p) for p in model.parameters()}
     seen = parameters | {id(t) for t in out.values()}

@@ -90,7 +90,7 @@ def check(
 ) -> Outcome:  # fmt: skip
     """Compare a converted model with its plan, and its totals with budgets.
 
-    Decisions use the measured facts that the plan was made with, whichever machine this is.
+    On every machine, decisions use the measured facts that the plan was made with.
 
     Args:
         target: what the outcome calls it.

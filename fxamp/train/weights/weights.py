@@ -68,7 +68,7 @@ class WeightCasts:
         a_micro_batch: Counter[Hashable] = Counter()
         for path, module in self._modules:
             a_call: Counter[Hashable] = Counter()
-            for graph in graphs_of(module):  # a call runs one of these
+            for graph in graphs_of(module):  # a call runs one of these graphs
                 a_call |= self._count(path, module, graph, kept)
             a_micro_batch += a_call
         self.kept = tuple(kept)

@@ -30,7 +30,7 @@ def window_counts(loss: Callable[[], Tensor], micro_batches: int, weights: Weigh
 
 
 def last_loss(loss: Callable[[], Tensor], micro_batches: int, weights: WeightCasts | None = None) -> Tensor:
-    """Run a window up to its last backward, and return what that starts from; arguments as for `window_counts`."""
+    """Run a window up to its last backward, and return the loss for that; arguments as for `window_counts`."""
     with _in_use(weights):
         for _ in range(micro_batches - 1):
             loss().backward()

@@ -43,9 +43,9 @@ def average(
     Args:
         optimizers: Optimizers whose gradients are averaged; the gradients of each micro-batch are divided by
             `accumulate_steps`.
-        ranks: Who exchanges them.
+        ranks: The ranks that exchange them.
         seen: Micro-batches of this rank.
-        kept: Those of them that were not left out; None where none is.
+        kept: Those of them that were not left out; None if none can be left out.
         accumulate_steps: Micro-batches in a window of one rank.
         in_backward: Whether the last backward has exchanged gradients.
     """

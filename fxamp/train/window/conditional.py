@@ -59,7 +59,7 @@ def waits(optimizer: Optimizer) -> bool:
 
 
 def _changes_the_device_alone(optimizer: Optimizer) -> bool:
-    """Say whether neither parameters nor state are on the host, where a counter of steps is by default."""
+    """Say whether neither parameters nor state are on the host, where optimizers count their steps by default."""
     if type(optimizer) is not SGD and not all(group.get("capturable") for group in optimizer.param_groups):
         return False
     return all(p.device.type != "cpu" for p in parameters(optimizer))
