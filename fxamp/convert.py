@@ -272,7 +272,9 @@ def plan(
         'override: modules.2=fp32'
     """
     if capture == "jit":
-        raise CaptureError("fxamp.plan decides ahead of time: with capture='jit', read fxamp.plan_of after a call.")
+        raise CaptureError(
+            "fxamp.plan decides ahead of time. With capture='jit', call the converted model, then read fxamp.plan_of."
+        )
     return to_read(model, args, kwargs, Policy.of(policy), capture, dynamic_shapes).plan
 
 

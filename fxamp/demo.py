@@ -196,7 +196,7 @@ def run(seeds: int = 1, output: str | Path | None = None, tasks: Sequence[Task] 
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Keep torch to one CPU thread: the models are too small to share out, and their times would jump."""
+    """Limit torch to one CPU thread: the models are too small for more, and times would vary."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -254,7 +254,7 @@ def _by_hand(
     *,
     autocast: bool,
 ) -> Trainee:
-    """Train as PyTorch's recipe for mixed precision does; FP32 is the same with everything disabled."""
+    """Train as PyTorch's recipe for mixed precision does; for FP32 autocast and the scaler are disabled."""
     low = torch.get_autocast_dtype(device)
     scaler = torch.amp.GradScaler(device, enabled=autocast and low is torch.float16)
 

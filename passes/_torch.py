@@ -38,7 +38,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode as TorchFunctionMode
-from torch.utils import _contextlib as decorators  # the file of `no_grad` as a decorator
+from torch.utils import _contextlib as decorators  # the file in which `no_grad` becomes a decorator
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> Any:
-        """Load Dynamo when the class of what `torch.compile` returns is first asked for: that takes a second."""
+        """Load Dynamo only when `OptimizedModule` is first used, since that takes a second."""
         if name == "OptimizedModule":
             return torch._dynamo.OptimizedModule
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -70,17 +70,17 @@ _GLOBAL_HOOKS = (
 
 
 def trace_artifact(name: str, text: Callable[[], str]) -> None:
-    """Put JSON into the structured trace of the present compilation, which `tlparse` shows; free without a trace.
+    """Put JSON into the structured trace of the present compilation, which `tlparse` shows; cheap without one.
 
     Args:
         name: name of the artefact.
-        text: function that returns the JSON; called only if somebody traces.
+        text: function that returns the JSON; called only if there is a trace.
     """
     trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "json"}, payload_fn=text)
 
 
 def own_schema(op: OpOverload) -> torch.FunctionSchema:
-    """Return the schema of an overload, or of what is called like one under a dispatch mode."""
+    """Return the schema of an overload, or of another operator that a dispatch mode gets in its place."""
     return op._schema
 
 
@@ -95,7 +95,7 @@ def qualified_name(packet: OpOverloadPacket) -> str:
 
 
 def is_composite(op: OpOverload) -> bool:
-    """Say whether torch has a decomposition of an op that holds above autograd."""
+    """Say whether torch decomposes an op before autograd sees it (CompositeImplicitAutograd)."""
     key = torch._C.DispatchKey.CompositeImplicitAutograd
     return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key)
 
@@ -107,12 +107,12 @@ def storage_id(storage: torch.UntypedStorage) -> int:
 
 
 def dynamo_errors() -> Any:
-    """Return the module of Dynamo's errors; it is loaded when it is asked for."""
+    """Return the module of Dynamo's errors; Dynamo is loaded only now."""
     return torch._dynamo.exc
 
 
 def original_of(module: object) -> torch.nn.Module | None:
-    """Return the module that `torch.compile` was given, for what it returned; None for anything else."""
+    """Return the module that `torch.compile` has wrapped in this one; None for anything else."""
     return module._orig_mod if isinstance(module, torch._dynamo.OptimizedModule) else None
 
 
@@ -122,20 +122,20 @@ def is_compiled_in_place(module: torch.nn.Module) -> bool:
 
 
 def drop_hooks(module: torch.nn.Module) -> None:
-    """Take every forward hook off a module, with and without a handle."""
+    """Remove every forward hook of a module, even if nothing holds the handle of the hook."""
     module._forward_pre_hooks.clear()
     module._forward_hooks.clear()
 
 
 def close(library: operators.Library) -> None:
-    """Take the operators of a library out of the registry."""
+    """Remove the operators of a library from torch's registry."""
     library._destroy()
 
 
 def autocast_registrations(device: str) -> frozenset[str]:
-    """Names (`namespace::op` or `namespace::op.overload`) with an autocast kernel for a device of `DEVICES`.
+    """Return the names of ops (`namespace::op` or `namespace::op.overload`) with an autocast kernel for a device.
 
-    The fallthrough for everything else is not in the list. Rules that `register_autocast` of PyTorch added are.
+    The names include the rules that PyTorch's `register_autocast` added, but not the fallthrough for all other ops.
     """
     return frozenset(torch._C._dispatch_get_registrations_for_dispatch_key(DEVICES[device].autocast))
 
@@ -151,7 +151,7 @@ def registered_autocast_dtype(name: str, device: str) -> torch.dtype | None:
         return inspect.getclosurevars(kernel).nonlocals.get("cast_inputs") if kernel else None
     if hasattr(definition, "_autocast_dtype"):
         return definition._autocast_dtype.get(device)  # type: ignore[no-any-return]
-    return getattr(definition, f"_autocast_{device}_dtype", None)  # so before torch 2.13
+    return getattr(definition, f"_autocast_{device}_dtype", None)  # before torch 2.13
 
 
 def global_module_hooks() -> list[Any]:
@@ -160,10 +160,10 @@ def global_module_hooks() -> list[Any]:
 
 
 def guards_of(program: ExportedProgram) -> list[str]:
-    """Return what the exporter assumed of the sizes, as Python over `L['argument'][i].size()[j]`.
+    """Return the exporter's assumptions on sizes, as Python expressions over `L['argument'][i].size()[j]`.
 
     Raises:
-        CaptureError: this torch keeps it elsewhere; without it, calls of other sizes would go unchecked.
+        CaptureError: this torch keeps them elsewhere; without them, calls of other sizes would go unchecked.
     """
     found = getattr(program, "_guards_code", None)
     if found is None:
@@ -174,24 +174,24 @@ def guards_of(program: ExportedProgram) -> list[str]:
 
 
 def longest_guard(env: Any, first: int) -> int:
-    """Return how many operations the longest comparison of sizes has that a trace has made.
+    """Return the number of operations in the longest comparison of sizes that a trace has made.
 
     Args:
         env: the ShapeEnv of its fake tensors.
-        first: the number of comparisons to pass over, in the order in which they were made.
+        first: the number of comparisons to skip, in the order in which they were made.
     """
     return max((int(guard.expr.count_ops()) for guard in env.guards[first:]), default=0)
 
 
 def example_sizes(size: torch.SymInt | torch.SymFloat | torch.SymBool) -> dict[Any, Any]:
-    """Return the example's values of the symbols that stand for input sizes."""
+    """Return the value that each symbol for an input size has in the example."""
     env = size.node.shape_env
     known = getattr(env, "backed_var_to_val", None)
     return dict(env.var_to_val if known is None else known)  # the older name
 
 
 def undecided_by_fakes(error: Exception) -> bool:
-    """Say whether fake tensors raised an error because it depends on data how to go on; else the program raised it."""
+    """Say whether an error means that fake tensors lack the data to continue; else the program itself raised it."""
     kinds = (
         fake_tensor.DataDependentOutputException,
         fake_tensor.DynamicOutputShapeException,
@@ -204,7 +204,7 @@ def undecided_by_fakes(error: Exception) -> bool:
 
 @contextlib.contextmanager
 def quiet_fakes() -> Iterator[None]:
-    """Silence what fake tensors log and warn when an op rejects its operands: that is an answer here, not an error."""
+    """Silence the logs and warnings of fake tensors when an op rejects its operands, since callers test for that."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     level = log.level
     log.setLevel(logging.CRITICAL)
@@ -217,9 +217,9 @@ def quiet_fakes() -> Iterator[None]:
 
 
 def inner_backend(backend: Any, mode: str | None, options: dict[str, Any]) -> Any:
-    """Return a torch.compile backend, given by name or as a callable, with its mode and options in it.
+    """Return a torch.compile backend, given by name or as a callable, with its mode and options bound to it.
 
-    `torch.compile` makes the same two wrappers of what it is given.
+    `torch.compile` wraps its own `backend` argument in the same two classes.
     """
     if backend == "inductor":
         return torch._TorchCompileInductorWrapper(mode, options, None)
@@ -227,7 +227,7 @@ def inner_backend(backend: Any, mode: str | None, options: dict[str, Any]) -> An
 
 
 def without_transforms(value: Any) -> Any:
-    """Return a fake tensor of a torch.func transform, such as vmap, as a plain one of the sizes visible inside."""
+    """Replace a fake tensor wrapped by torch.func, as by vmap, by a plain one of the sizes visible inside it."""
     if not isinstance(value, torch.Tensor) or not torch._C._functorch.is_functorch_wrapped_tensor(value):
         return value
     inside = value
@@ -252,8 +252,8 @@ def copy_together(to: list[torch.Tensor], source: list[torch.Tensor]) -> None:
 def run_as_soon_as_ready(value: torch.Tensor) -> None:
     """Let backward pass through the node that made a value as soon as its gradient is complete.
 
-    The engine takes the youngest node first. A node that is used again later is the oldest, and would wait until the
-    gradient has left the cache, and until every other gradient is there.
+    Of the nodes that are ready, autograd's engine runs the one made last. A node that several forwards use is older
+    than all others, so it would run after them, when its gradient is no longer in the cache.
     """
     set_number = getattr(value.grad_fn, "_set_sequence_nr", None)
     if set_number is not None:
@@ -268,7 +268,7 @@ def source_name(placeholder: Node) -> str:
 
 
 class _RecompileLimit(logging.Filter):
-    """Reads which function has reached Dynamo's recompile limit off the line that Dynamo logs."""
+    """Reads from Dynamo's log line which function has reached the recompile limit."""
 
     def __init__(self, call: Callable[[str], None]) -> None:
         super().__init__()
@@ -284,7 +284,7 @@ class _RecompileLimit(logging.Filter):
 def on_recompile_limit(call: Callable[[str], None]) -> None:
     """Call a function whenever code reaches Dynamo's recompile limit, with the code's name and place.
 
-    Dynamo has no hook for it but its log, at the level of warnings.
+    Dynamo reports this only in its log, as a warning.
     """
     log = logging.getLogger("torch._dynamo.convert_frame")
     if not any(isinstance(f, _RecompileLimit) and f.call is call for f in log.filters):
@@ -292,9 +292,9 @@ def on_recompile_limit(call: Callable[[str], None]) -> None:
 
 
 def compile_records() -> list[Any]:
-    """Return what Dynamo has noted of the last frames that it compiled, or gave up, in this process; oldest first.
+    """Return Dynamo's records of the last frames that it compiled, or failed to, in this process; oldest first.
 
-    Each has `compile_id`, `co_name`, `recompile_reason`, `fail_reason` and more. It is what `tlparse` shows.
+    Each has `compile_id`, `co_name`, `recompile_reason`, `fail_reason` and more. `tlparse` shows them.
     """
     return list(torch._dynamo.utils.get_compilation_metrics())
 
@@ -302,7 +302,7 @@ def compile_records() -> list[Any]:
 def communication_hook(replica: DistributedDataParallel) -> str:
     """Return the name of the hook that replaces the all-reduce of a DistributedDataParallel; "" if there is none.
 
-    Only torch's logger knows a hook that is built into torch.
+    A hook that is built into torch appears only in torch's logging data.
     """
     return str(replica._get_ddp_logging_data().get("comm_hook", ""))
 
@@ -321,9 +321,9 @@ def store_of_ranks() -> Any:
 
 
 def gathering(module: nn.Module) -> tuple[torch.dtype | None, bool]:
-    """Return in which dtype FSDP2 gathers the parameters of a module that it has sharded, and whether it casts inputs.
+    """Return the dtype in which FSDP2 gathers a sharded module's parameters, and whether it casts the inputs.
 
-    None stands for the dtype that they have. FSDP2 does not publish its MixedPrecisionPolicy.
+    None means the parameters' own dtype. FSDP2 does not publish its MixedPrecisionPolicy.
     """
     sharded: Any = module
     policy = sharded._get_fsdp_state()._mp_policy

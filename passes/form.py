@@ -42,10 +42,10 @@ class Unit:
     Attributes:
         graph: as captured at first; changed in place.
         attribute: resolves the target of a get_attr.
-        border: what holds at its edges, and the graphs inside it.
+        border: the dtypes at its edges, and the graphs inside it.
         index: its number in the plan.
         assignment: what was decided; None before that.
-        decisions: the same, as the plan has it.
+        decisions: the assignment in the form of the plan.
         kept: composites that could not be decomposed.
         edits: how often each rule fired, as "pass/rule".
     """
@@ -61,7 +61,7 @@ class Unit:
 
     @property
     def decided(self) -> Assignment:
-        """The decisions; they are there once dtypes are assigned."""
+        """The assignment, which exists once AssignPrecision has run."""
         assert self.assignment is not None, "dtypes are not assigned yet: AssignPrecision runs later"
         return self.assignment
 
@@ -70,8 +70,8 @@ class Pass(Protocol):
     """The interface of a pass.
 
     Attributes:
-        name: what reports, plans and `fxamp report --print-after` call it.
-        ensures: what holds after it.
+        name: its name in reports, in plans and in `fxamp report --print-after`.
+        ensures: what has to be verified after it.
     """
 
     name: ClassVar[str]

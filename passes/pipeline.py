@@ -113,7 +113,7 @@ def compile_graph(
 
 
 def _prepared(graph: Graph, attribute: Resolve, steps: Sequence[Pass], numbers: Iterator[int]) -> Iterator[Unit]:
-    """Run the first passes over a graph and over those inside it; nothing where there are none."""
+    """Run the first passes over a graph and over those inside it."""
     if steps:
         unit = Unit(graph, attribute, index=next(numbers))
         _run(unit, steps)
@@ -148,7 +148,7 @@ def _run(unit: Unit, steps: Sequence[Pass]) -> None:
 
 
 def _border_of(policy: Policy, under_autocast: bool, bodies: dict[Node, list[Body]]) -> Border:
-    """Return what holds at the edges of the outermost graph."""
+    """Return the dtypes at the edges of the outermost graph."""
     original = policy.output_dtype == "original"
     return Border({}, original, original and under_autocast and policy.level.rounds, bodies)
 
@@ -184,7 +184,7 @@ def _plan_of(
     symbolic = any(unit.decided.symbolic for unit in units)
     edits: Counter[str] = Counter()
     for unit in (*prepared, *units):
-        edits.update(unit.edits)  # and not +, which drops what is 0
+        edits.update(unit.edits)  # not +, which would drop rules that fired 0 times
     kept = sorted(frozenset[str]().union(*(unit.kept for unit in prepared)))
     wrong = dict.fromkeys(text for unit in units for text in unit.decided.disagreements)
     unsized = symbolic and policy.level.rounds

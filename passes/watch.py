@@ -18,7 +18,7 @@ from .ops import ops
 
 
 class Watcher:
-    """Is called before and after every pass over every graph; it may not change its arguments."""
+    """An object that is called before and after every pass over every graph; it may not change its arguments."""
 
     def before(self, step: Pass, unit: Unit) -> None:
         """Take note that a pass is about to run."""
@@ -28,10 +28,10 @@ class Watcher:
 
 
 class Verified(Watcher):
-    """Verifies after each pass what it ensures."""
+    """Verifies after each pass the properties that the pass ensures."""
 
     def after(self, step: Pass, unit: Unit, edits: Mapping[str, int]) -> None:
-        """Raise VerificationError where it does not hold."""
+        """Raise VerificationError if a property does not hold."""
         if step.ensures is not Ensures.NOTHING_NEW:
             verify(unit.graph, unit.decided if step.ensures is Ensures.DTYPES else None)
 
@@ -72,7 +72,7 @@ class Printed(Watcher):
     write: Callable[[str], object]
 
     def after(self, step: Pass, unit: Unit, edits: Mapping[str, int]) -> None:
-        """Write the graph, where it is this pass."""
+        """Write the graph if this is the pass to print."""
         if step.name == self.name:
             fired = ", ".join(f"{rule} {n}" for rule, n in edits.items())
             self.write(f"graph {unit.index} after {step.name}{': ' * bool(fired)}{fired}\n{listing(unit)}\n")

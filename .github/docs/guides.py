@@ -5,4 +5,5 @@
 .. include:: ranks.md
 .. include:: checking.md
 .. include:: capture.md
+.. include:: glossary.md
 """

@@ -59,7 +59,7 @@ _LOST_METHODS = frozenset(
 
 
 class _Value(Proxy):
-    """A traced value that also records `x[i] = y` and `x += y`, and refuses operations that a Proxy silently loses."""
+    """A traced value that also records `x[i] = y` and `x += y`, and refuses what a Proxy would silently lose."""
 
     def __setitem__(self, key: Any, value: Any) -> None:
         self.tracer.create_proxy("call_function", operator.setitem, (self, key, value), {})
@@ -112,7 +112,7 @@ _INPUTS = "Give example inputs and capture='export' (fxamp.convert(model, args))
 
 
 class _Constants(TorchFunctionMode):
-    """Record factories (zeros, arange, rand, ...) as nodes instead of baking what they made while tracing."""
+    """Record factories (zeros, arange, rand, ...) as nodes instead of baking in what they return during the trace."""
 
     def __init__(self, tracer: Tracer) -> None:
         super().__init__()
@@ -195,7 +195,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 class _Tracer(Tracer):
-    """Trace through torch.nn, keep what cannot be traced through as leaves, refuse what would be lost."""
+    """Traces into torch.nn, keeps modules that cannot be traced as leaves, and refuses what would be lost."""
 
     proxy_buffer_attributes = True
 
@@ -239,7 +239,7 @@ class _Tracer(Tracer):
     ) -> Node:
         if kind == "call_method" and target in _LOST_METHODS:
             raise NotFaithfulError(
-                f"forward() calls Tensor.{target} at {frames.place()}: the graph would not. {INSTEAD}."
+                f"forward() calls Tensor.{target} at {frames.place()}: the graph would not do that. {INSTEAD}."
             )
         node = super().create_node(kind, target, args, kwargs, name, type_expr)
         node.meta.setdefault("stack_trace", self.stacks())
@@ -271,7 +271,7 @@ def _recurrent(m: Any, x: Any, hx: Any = None) -> Any:
 
 
 def given_by_default(call: CallSpec) -> CallSpec:
-    """Return the call without example inputs: it passes every argument that has no default."""
+    """Return the call that is traced without example inputs: it passes all arguments that have no default."""
     if call.var_positional or call.var_keyword:
         taken = ", ".join(s + n for s, n in (("*", call.var_positional), ("**", call.var_keyword)) if n)
         raise CaptureError(
@@ -328,7 +328,7 @@ def trace(
 
 
 def _slots(model: nn.Module) -> dict[str, tuple[dict[str, Any], str, Any]]:
-    """Return by path the table, the name in it and the value of every buffer, and of tensors in plain attributes."""
+    """Map the path of every buffer, or tensor in a plain attribute, to its table, its name there and its value."""
     out: dict[str, tuple[dict[str, Any], str, Any]] = {}
     for path, module in model.named_modules():
         for table in (module.__dict__, module._buffers):
@@ -366,7 +366,7 @@ def _is_written(node: Node, tensor: Any, slots: dict[str, Any]) -> bool:
 
 
 def _lift_constants(graph: Graph, model: nn.Module, tracer: Tracer) -> dict[str, Any]:
-    """Return the tensors that are neither parameter nor buffer, by names of their own; point the graph at those."""
+    """Give all other tensors than parameters and buffers new names in the graph; return them by name."""
     own = {n for n, _ in model.named_parameters(remove_duplicate=False)}
     own |= {n for n, _ in model.named_buffers(remove_duplicate=False)}
     tensors = {path: tensor for tensor, path in tracer.tensor_attrs.items()}  # also those that forward() has reassigned

@@ -67,8 +67,8 @@ def _memory_format(args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
 def drop_aliases(graph: Graph) -> None:
     """Remove the aliases, and note on each cast the meaning of their number.
 
-    After one alias a cast is literal, after more it is undecided. After three, before a recurrent layer, it is removed:
-    the user wrote none.
+    After one alias a cast is literal, after more it is undecided. After three, before a recurrent layer, it is removed,
+    since the user did not write it.
     """
     behind: dict[Node, int] = {}
     for node in list(graph.nodes):

@@ -24,7 +24,7 @@ SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 class Differ(Exception):  # noqa: N818 - a signal inside this package, not an error
-    """Two captures do not line up. Holds the node of each where they part; None if one of them has ended."""
+    """Two captures do not line up. It holds the first node of each that differs; None if that capture has ended."""
 
     def __init__(self, left: Node | None, right: Node | None) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ class _Unlike(Exception):  # noqa: N818 - a signal inside this file
 
 
 def counts(node: Node) -> bool:
-    """Say whether the other capture must have a counterpart of a node."""
+    """Say whether a node must have a counterpart in the other capture."""
     return node.op != "get_attr" and not is_size(node) and ops.name(node) != "_assert_tensor_metadata"
 
 

@@ -56,7 +56,7 @@ class _Flat(nn.Module):
         self.box = _Box()
 
     def forward(self, *tensors: torch.Tensor) -> tuple[Any, ...]:
-        """Call the model as the example inputs do."""
+        """Call the model with the containers of the example call."""
         given = iter(tensors)
         flat = [next(given) if leaf.tensor else v for leaf, v in zip(self.call_spec.leaves, self.flat, strict=True)]
         args, kwargs = self.call_spec.arguments(self.call_spec.unflatten(flat))
@@ -74,7 +74,7 @@ class _Stderr:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """Write any text but that graph."""
+        """Write a text, unless it is that graph."""
         by_exporter = sys._getframe(1).f_code.co_filename.endswith(os.path.join("export", "_trace.py"))
         return len(text) if by_exporter else int(self._stream.write(text))
 
@@ -178,9 +178,9 @@ def _with_own_lines(before: Callable[..., Node]) -> Callable[..., Node]:
 
 
 def _at_first_call(recompile: Callable[[GraphModule], object]) -> Callable[[GraphModule], None]:
-    """Generate the code of a graph module when it is called.
+    """Generate the code of a graph module at its first call.
 
-    The exporter would generate that of the whole model nine times, which takes a tenth of its time, and call none.
+    The exporter would spend a tenth of its time on generating the code of the whole model nine times, but run none.
     """
 
     def later(gm: GraphModule) -> None:
@@ -219,7 +219,7 @@ def _val(node: Any) -> Any:
 
 
 def _refusal_in(error: BaseException | None) -> FxampError | None:
-    """Return the refusal that the exporter wrapped in an error of its own."""
+    """Return fxamp's refusal, which the exporter has wrapped in another error."""
     while error is not None:
         if isinstance(error, FxampError):
             return error
@@ -251,7 +251,7 @@ def _leaves(call: CallSpec, vals: list[Any]) -> tuple[Leaf, ...]:
 
 
 def _guards(program: ExportedProgram, vals: list[Any]) -> tuple[str, ...]:
-    """Return what capture assumed of the sizes: branches it took, dimensions it found equal, the user's own bounds."""
+    """Return capture's assumptions on sizes: branches taken, dimensions found equal, and the user's own bounds."""
     found = dict.fromkeys(re.sub(r"L\['tensors'\]\[(\d+)\]", r"args[\1]", guard) for guard in guards_of(program))
     first: dict[Any, str] = {}
     for i, val in enumerate(vals):

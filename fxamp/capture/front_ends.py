@@ -44,8 +44,8 @@ def by_export(
         flat: the flat example inputs.
         dynamic_shapes: "auto", None, or as `torch.export.export` takes it.
         autocast: the autocast to capture under too; None to capture only without it.
-        reads: takes what forward() reads.
-        again: export it under autocast too; else run the exported graph under autocast, as no code in it reads a dtype.
+        reads: records what forward() reads.
+        again: export it under autocast too. False runs the exported graph under autocast, for code that reads no dtype.
     """
     dims = Dims(dynamic_shapes, call, flat)
 
@@ -71,7 +71,7 @@ def by_export(
 
 
 def _related(plain: Captured, low: Captured, autocast: Autocast) -> Captured:
-    """Return the capture to compile: the plain one, annotated, or the one under autocast where they do not line up."""
+    """Return the capture to compile: the plain one with notes, or, if the two differ, the one under autocast."""
     constants = dict(plain.constants)
     where = relate(plain.graph, constants, low.graph, low.constants, oracle=autocast.oracle)
     plain = replace(plain, constants=constants)

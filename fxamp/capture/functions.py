@@ -34,7 +34,7 @@ def call(function: type[torch.autograd.Function], *args: Any) -> Any:
 
 
 def call_under_autocast(function: type[torch.autograd.Function], device: str, dtype: torch.dtype, *args: Any) -> Any:
-    """Call an autograd function under `torch.autocast`: its author decides what it computes inside."""
+    """Call an autograd function under `torch.autocast`, so that it computes as its code decides."""
     with torch.autocast(device, dtype):
         return function.apply(*args)
 
@@ -69,7 +69,7 @@ class _Operator:
         self.target: Any = getattr(getattr(torch.ops, _NAMESPACE), name).default
 
     def __call__(self) -> Any:
-        """Call the operator in the place of the function."""
+        """Call the operator instead of the function."""
         made = self.target(*(self.args[i] for i in self.given))
         return made[0] if self.single else tuple(made)
 

@@ -76,7 +76,7 @@ class _Merge(Walk):
         self.only_train: set[Node] = set()  # dropout nodes that only the graph of train mode has
 
     def run(self) -> Graph:
-        """Let the train graph follow the flags."""
+        """Make the literals of the train graph follow the training flags."""
         for node, other in self._align():
             changes = list(self.literals(node, other))
             if note_of(node).reads != note_of(other).reads:
@@ -129,7 +129,7 @@ class _Merge(Walk):
         self.left.erase_node(node)
 
     def _values_per_channel(self, norm: str) -> list[Node]:
-        """Return the number of values that a batch norm averages, where only the size of the batch can tell."""
+        """Return the number of values per channel of a batch norm, if it depends only on the batch size."""
         norms = self.left.find_nodes(op="call_function", target=torch.ops.aten.batch_norm.default)
         x = next((n.args[0] for n in norms if module_path(n) == norm), None)
         if not isinstance(x, Node) or any(size != 1 for size in x.meta["val"].shape[2:]):

@@ -87,7 +87,7 @@ class _Related(Walk):
             raise Differ(next(iter(left[len(right) :]), None), next(iter(right[len(left) :]), None))
 
     def same_attribute(self, a: Node, b: Node) -> bool:
-        """Compare inner graphs like this one; note constants that the code made in a dtype that it had read."""
+        """Compare inner graphs as well; note constants that the code made in a dtype that it had read."""
         mine, theirs = self.held(str(a.target)), self.other(str(b.target))
         if isinstance(mine, GraphModule) and isinstance(theirs, GraphModule):
             body = _Related(mine.graph, theirs.graph, *(_attributes(gm) for gm in (mine, theirs)))
@@ -157,7 +157,7 @@ def _place(plain: Graph, low: Graph) -> str:
 
 
 def settle(low: Graph, constants: Constants, returned: list[Any]) -> None:
-    """Prepare a graph captured under autocast for the compiler: its values get the dtypes that they have without.
+    """Prepare a graph captured under autocast for the compiler: give its values their dtypes without autocast.
 
     This is for a model whose code takes another branch where a dtype is low. All its casts count as literal.
 
@@ -189,7 +189,7 @@ def settle(low: Graph, constants: Constants, returned: list[Any]) -> None:
 
 
 def _widen(node: Node) -> None:
-    """Note low dtypes as read under autocast: without it they are FP32."""
+    """Note low dtypes as read under autocast, since they are FP32 without it."""
     low = literal_dtype(node)
     if ops.name(node) == "to":
         note(node, cast="relative" if low in LOW else "literal")

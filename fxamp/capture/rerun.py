@@ -21,7 +21,7 @@ from .model.captured import Autocast, Captured
 
 
 def rerun(plain: Captured, autocast: Autocast) -> Captured | str | None:
-    """Return the capture that results under autocast, or why it fails there; None if it has graphs inside.
+    """Return the capture of a graph that runs under autocast, or why it fails there; None if it has graphs inside.
 
     Args:
         plain: the capture of an ExportedProgram, which is not changed.

@@ -137,7 +137,7 @@ def _as_it_is(model: nn.Module, run: Run) -> Captures:
 
 
 def _all_states(model: nn.Module, run: Run) -> Captures:
-    """Capture in train and in eval mode, and with and without gradients where the program asks for that."""
+    """Capture in train and in eval mode, and with and without gradients if the program reads the grad mode."""
     now, grad = model.training, torch.is_grad_enabled()
     missing: list[tuple[State, str]] = []
 

@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args = parser_of(VERBS).parse_args(argv)
     except SystemExit as stop:
-        # --help and --version leave this way.
+        # --help and --version end with SystemExit.
         return int(stop.code or 0)
     except FxampError as error:
         return failed(str(error))
@@ -254,7 +254,7 @@ def _cell(value: object) -> str:
 
 
 def _plain(value: object) -> list[str] | str:
-    """Return a form for JSON of what JSON does not have: a set as a sorted list, anything else as text."""
+    """Convert an object that JSON lacks: a set to a sorted list, anything else to text."""
     return sorted(map(str, value)) if isinstance(value, set | frozenset) else str(value)
 
 

@@ -39,7 +39,7 @@ def aside() -> Iterator[None]:
 
 
 def write(args: argparse.Namespace, paint: Callable[[str], str] = str, **formats: Callable[[], str]) -> None:
-    """Write one of the formats to the file asked for, or to standard output, where a terminal may have colours."""
+    """Write one of the formats to the requested file, or to standard output, with colours on a terminal."""
     # Formats that escape their own text are left as they are. In "github" the lines are workflow commands, which other
     # formats must not contain.
     own: dict[str, Callable[[str], str]] = {"json": harmless.as_json, "sarif": harmless.as_json}
@@ -69,12 +69,12 @@ def waiting(args: argparse.Namespace, what: str) -> contextlib.AbstractContextMa
 
 
 def width(args: argparse.Namespace) -> int | None:
-    """Return how wide the terminal is that is written to; None for a file or a pipe, which take any width."""
+    """Return the width of the terminal that is written to; None for a file or a pipe, which have no limit."""
     return shutil.get_terminal_size().columns if args.output is None and sys.stdout.isatty() else None
 
 
 def write_pair(args: argparse.Namespace, graph: str, data: str) -> None:
-    """Write a graph to the file asked for, and the data of its nodes beside it."""
+    """Write a graph to the requested file, and the data of its nodes to another file in that folder."""
     if args.output is None:
         raise FxampError("model-explorer writes two files, a graph and the data of its nodes; give -o FILE.json")
     beside = args.output.with_name(f"{args.output.stem}.node_data.json")

@@ -266,7 +266,7 @@ def rewrite(
 
 
 def _own_and_given(gm: GraphModule, example_inputs: list[Any], found: Scope | None) -> tuple[list[bool], list[bool]]:
-    """Say of each input whether the model holds it or has made it low, and whether the model was called with it."""
+    """Return two flags for each input: the model holds it or has made it low; the model was called with it."""
     leaves = () if found is None else found.given
     given = [any(v is leaf for leaf in leaves) for v in example_inputs]
     low = found is not None and is_low_throughout(found.root, leaves)
@@ -367,9 +367,10 @@ def _noted(outputs: Sequence[Any], own: Mapping[int, torch.dtype]) -> list[Any]:
 
 
 def _told(example_inputs: Sequence[Any]) -> dict[int, torch.dtype]:
-    """Return the dtypes that the inputs had in compilation, for a part of a graph that torch splits for DDP.
+    """Return the dtypes of the inputs at compile time, for a part of a graph that torch splits for DDP.
 
-    They are autocast's dtypes. Where the policy keeps a value of the part before in FP32, that part gives it in FP32.
+    They are autocast's dtypes. A value that the policy keeps in FP32 nevertheless arrives in FP32 from the previous
+    part.
     """
     if not any(isinstance(value, FakeTensor) for value in example_inputs):
         return {}

@@ -31,7 +31,7 @@ _ATOM = re.compile(r"\['([^']*)'\]|\[(\d+)\]|\.([A-Za-z]\w*)")  # skips `_module
 
 
 def ambient_dtype(graph: Graph, device: str, named: torch.dtype | None = None) -> torch.dtype | None:
-    """Return the low dtype of the ambient autocast: a region round the whole graph, which is erased, or a state.
+    """Return the ambient autocast's low dtype: of a region round the whole graph, now erased, or of torch's state.
 
     If the policy names the dtype of the state, a region in another dtype is the model's own.
     """
@@ -63,14 +63,14 @@ def describe(
 ) -> dict[int, torch.dtype]:  # fmt: skip
     """Annotate every node with what passes read: `val`, the module path, the autocast region, the meaning of a cast.
 
-    A cast is noted as "literal" where the user called `.float()` and its like; else "autocast" for a dtype that
-    autocast's program has there, and "baked" where nothing is known but the dtype, which is then that of FP32. Where
-    autocast's program has a low dtype, the graph is given FP32, and the note has the low one.
+    A cast is noted as "literal" if the user called `.float()` or a similar method, as "autocast" if its dtype was seen
+    in a trace under autocast, and as "baked" if only its dtype without autocast is known. If a dtype was low in a trace
+    under autocast, the graph gets FP32, and the note keeps the low dtype.
 
     Args:
         gm: changed in place: dtypes that are low by autocast become FP32.
         ambient: autocast was on while Dynamo traced, so the example values and what Python read have its dtypes.
-        policy: says where nothing is low, whatever autocast's program has: at O0, and in modules overridden to FP32.
+        policy: says where nothing is low, even if it was low in the trace: at O0, and in modules overridden to FP32.
         scope: where the graph lies in the compiled module, if that is known.
         own: for each input, whether the model itself holds it, or has made it low.
         given: for each input, whether the compiled module was called with it.
@@ -205,7 +205,7 @@ def _is_method(node: Node) -> bool:
 
 
 def _describe_origin(node: Node, scope: Scope | None) -> None:
-    """Bring module paths into the form `blocks.0.attn`, the root being ""."""
+    """Write module paths in the form `blocks.0.attn`, and that of the root as ""."""
     if scope is not None:
         node.meta["nn_module_stack"] = scope.stack(node)
     elif stack := node.meta.get("nn_module_stack"):
@@ -233,7 +233,7 @@ def _settle(node: Node, dtype: torch.dtype | None) -> None:
 
 
 def _without_read(node: Node) -> Node:
-    """Take a dtype that autocast made low from an op, and return the cast that does the same in FP32.
+    """Remove from an op a `dtype=` that is low because of autocast; return an FP32 cast that replaces it.
 
     Before: softmax(x, 1, dtype=bfloat16)        After: softmax(to(x, float32), 1)
     Before: zeros(2, dtype=bfloat16)             After: to(zeros(2, dtype=float32), float32)
@@ -263,7 +263,7 @@ def is_attribute(placeholder: Node) -> bool:
 
 
 def parameter_path(placeholder: Node) -> str:
-    """Return the path of a parameter in the module whose forward Dynamo captured, "" when it cannot be told."""
+    """Return the path of a parameter in the module whose forward Dynamo captured, "" if it is unknown."""
     name = source_name(placeholder)
     atoms = ["".join(found) for found in _ATOM.findall(name)]
     return ".".join(atoms[1:])  # the first is the local variable that the module is in

@@ -37,7 +37,7 @@ class Converted:
     """One converted graph, what was decided, and the parameters that it reads.
 
     Attributes:
-        graph: a copy: inner backends change what they are given.
+        graph: a copy, since inner backends change their graphs.
         plan: what was decided, with module paths from the root if that is known.
         parameters: what it reads, not kept alive, and their paths: from the root, else from the module captured.
         places: which inputs of the graph they are.
@@ -93,7 +93,7 @@ def announce(module: nn.Module, policy: Policy) -> None:
 
 
 def asked_of(module: nn.Module) -> Policy | None:
-    """Return the policy of a compiled module, None for any other module."""
+    """Return the policy that was requested for a compiled module, None for any other module."""
     return _ASKED.get(module)
 
 
@@ -236,10 +236,10 @@ def plan_of(module: nn.Module) -> Plan:
 
 
 def together(parts: Sequence[tuple[str, Plan]]) -> Plan:
-    """Return one plan for parts of a model, with numbers for their graphs.
+    """Return one plan for parts of a model, whose graphs are numbered in order.
 
     Args:
-        parts: where each lies, "encoder.", and its plan; the first one's policy stands for all.
+        parts: the prefix of each part's paths, such as "encoder.", and its plan. The policy is that of the first plan.
     """
     decisions: list[Decision] = []
     for prefix, plan in parts:

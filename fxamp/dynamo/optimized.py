@@ -80,14 +80,14 @@ def note_own(value: Tensor, dtype: torch.dtype) -> None:
 
 
 def is_low_of_its_own(value: object, made_of_low: bool) -> bool:
-    """Say whether a value is low in the model itself: as noted when it left a graph, else as `made_of_low` says."""
+    """Say whether a value is low in the model itself. A note from its graph decides, or else `made_of_low`."""
     if not isinstance(value, Tensor):
         return False
     return _OWN.get(value, value.dtype if made_of_low else None) in LOW
 
 
 def is_low_throughout(model: nn.Module, inputs: Any) -> bool:
-    """Say whether all values that a model holds and receives are low: then those made outside of graphs are, too."""
+    """Say whether all parameters, buffers and inputs are low; values made outside of graphs then are, too."""
     held = itertools.chain(model.parameters(), model.buffers(), pytree.tree_leaves(inputs))
     floats = (t.dtype in LOW for t in held if isinstance(t, Tensor) and t.is_floating_point())
     return next(floats, False) and all(floats)
@@ -211,9 +211,9 @@ def _given_back(outputs: Any, low: torch.dtype | None, policy: Policy, model: nn
 def restored(
     outputs: Any, low: torch.dtype, is_given: Callable[[Tensor], bool], made: dict[int, Any] | None = None
 ) -> Any:
-    """Return outputs with low values cast to FP32, but not those that the model itself makes low or was given.
+    """Return outputs with low values cast to FP32, unless the model itself makes them low or was given them.
 
-    Dataclasses apart, containers that pytree does not know are left as they are, so a cache keeps autocast's values.
+    Containers that pytree does not know, except dataclasses, are left unchanged, so a cache keeps low values.
     An output that is returned twice stays one tensor: `made` maps the identity of each output to what was made of it.
     """
     made = {} if made is None else made
@@ -233,7 +233,7 @@ def restored(
 
 
 def _is_given(model: nn.Module, inputs: Any, value: Tensor) -> bool:
-    """Say whether a value is a parameter or an input, or the model holds and is given low values only."""
+    """Say whether a value is a parameter or an input, or whether all parameters, buffers and inputs are low."""
     if isinstance(value, nn.Parameter) or any(value is given for given in pytree.tree_leaves(inputs)):
         return True
     return is_low_throughout(model, inputs)

@@ -34,7 +34,7 @@ def own_dtypes(
         infer: gives a node's output dtypes from those of its operands; raises where it rejects them.
         holds: the inputs that the model itself holds, or has made low.
         given: those that the model was called with; others are not low of their own. An op that rejects one of these
-            runs under autocast alone, and what it gives is not low of its own either.
+            can only run under autocast, so its result is not low of its own either.
         doubtful: nodes that name a low dtype, which may be the user's or read off a result of autocast.
     """
     nodes = [n for n in graph.nodes if n.meta.get("val") is not None]
@@ -64,7 +64,7 @@ def own_dtypes(
 
 
 def without_low(dtypes: Any) -> Any:
-    """Return dtypes with FP32 for low ones."""
+    """Return dtypes with FP32 in the place of low ones."""
     if isinstance(dtypes, tuple):
         return tuple(without_low(d) for d in dtypes)
     return torch.float32 if dtypes in LOW else dtypes
@@ -103,7 +103,7 @@ def _shown(node: Node, infer: Callable[..., Any], own: dict[Node, Any], doubtful
 
 
 def _nearest(value: Node, own: dict[Node, Any], doubtful: Set[Node]) -> set[Node]:
-    """Return the doubtful casts that a value is made of by the fewest ops; none where there is none."""
+    """Return the nearest doubtful casts before a value, counted in ops; an empty set if there are none."""
     seen, front = {value}, [value]
     while front:
         if found := doubtful & {*front}:

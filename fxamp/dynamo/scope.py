@@ -60,7 +60,7 @@ def scope() -> Scope | None:
 
 
 def is_gathered() -> bool:
-    """Say whether a call of a module that FSDP2 has sharded is under way, whose parameters are gathered for it."""
+    """Say whether a module that FSDP2 has sharded is being called, so that its parameters are gathered."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         module = frame.f_locals["self"] if frame.f_code in MODULE_CALLS else None
@@ -72,9 +72,9 @@ def is_gathered() -> bool:
 
 
 def _running() -> tuple[list[nn.Module], tuple[Any, ...]]:
-    """Return the modules whose call is under way, innermost first, up to the one that was compiled, and its inputs.
+    """Return the modules being called, innermost first, up to the compiled one, and the inputs of that one.
 
-    There are none where no compiled module is being called.
+    There are none if no compiled module is being called.
     """
     found: list[nn.Module] = []
     parts: list[nn.Module] = []  # GraphModules: mostly made by torch.compile, rarely compiled by a user

@@ -22,7 +22,7 @@ from passes.contract.plan_format import write_text
 
 FORMAT_VERSION = 1
 LONGEST = 10**12  # nanoseconds; no op takes a quarter of an hour
-PATIENCE = 30.0  # seconds to wait for others who write
+PATIENCE = 30.0  # seconds to wait for other writers
 
 
 def machine(device: str) -> str:

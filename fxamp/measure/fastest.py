@@ -107,8 +107,8 @@ def emit_measured(
 def fastest(seconds: Mapping[str, Sequence[float]]) -> str:
     """Return the variant to use, O2 or one of its alternatives, from the seconds of each in every round.
 
-    The least time of each counts. Rounding must pay: FP32 is taken unless another wins by more than the spread, which
-    is how far the lower quartile lies from the least.
+    The least time of each counts. FP32 is returned unless another variant is faster by more than the spread, the
+    distance of the lower quartile from the least time.
     """
     least = {name: min(taken) for name, taken in seconds.items()}
     rounded = [name for name in least if name != "FP32"]
@@ -124,7 +124,7 @@ def _lower_quartile(taken: Sequence[float]) -> float:
 
 
 def _race(modules: Mapping[str, ConvertedModule], captured: Captured, inputs: Inputs) -> dict[str, list[float]]:
-    """Return the seconds of a step of each module, which take turns; the model is as it was afterwards."""
+    """Time a step of each module, in turns; return the seconds. Afterwards the model is unchanged."""
     model = captured.model
     with untouched(model), preserved(model, written_parameters(captured)), no_autocast(), training_alone():
         steps = {name: _step(module, inputs) for name, module in modules.items()}
@@ -139,7 +139,7 @@ def kept_notes(replayed: Plan | None) -> list[str]:
 
 
 def _explained(plan: Plan, instead_of: Plan, name: str, slower: bool) -> Plan:
-    """Return a plan that says why another level than O2 was chosen, in a note and at every decision that differs."""
+    """Return a plan that gives the reason for another level than O2, in a note and in each decision that differs."""
     colours = {(d.graph, d.key): d.colour for d in instead_of.decisions}
     takes = ("takes longer", "took longer") if slower else ("is not clearly faster", "was not clearly faster")
     reason = f"{CODE}: counting its casts, a step at O2 {takes[0]} than one at {name}"

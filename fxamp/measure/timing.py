@@ -38,7 +38,7 @@ class OpTimer:
         self.device = device
 
     def __call__(self, calls: Sequence[Call]) -> dict[Call, int]:
-        """Return the nanoseconds of each call that can run; shows its progress."""
+        """Return the nanoseconds of each call that can run, and show a progress bar."""
         known = cost_cache.load(self.device)
         missing = [call for call in calls if call.key not in known]
         if missing:
@@ -48,7 +48,7 @@ class OpTimer:
         return {call: known[call.key] for call in calls if call.key in known}
 
     def _measure(self, calls: Sequence[Call]) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
-        """Return the nanoseconds of each call, as often as it was timed, and those of sweeps that nothing disturbed."""
+        """Return all samples of each call, in nanoseconds, and those of them from sweeps that nothing disturbed."""
         samples: dict[str, list[int]] = {call.key: [] for call in calls}
         quiet: dict[str, list[int]] = {call.key: [] for call in calls}
         with training_alone(), tqdm(total=SWEEPS * len(calls), desc="measuring ops", unit="op") as progress:

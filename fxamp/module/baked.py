@@ -82,12 +82,12 @@ class _Tree:
             self._compare(path, vars(held), name)
 
     def add_children(self, path: str, module: nn.Module) -> None:
-        """Compare each child that a module has now; children may be added later."""
+        """Compare each child that a module has now; a child added later is no change."""
         for name in module._modules:
             self._compare(path, module._modules, name)
 
     def add_hooks(self, path: str, module: nn.Module) -> None:
-        """Refuse hooks of a module from now on."""
+        """From now on refuse new hooks of a module."""
         self._hooks += [module.__dict__[name] for name in HOOKS]
         self._owners += [(path, vars(module), name) for name in HOOKS]
 
@@ -104,7 +104,7 @@ class _Tree:
             self._values.append(_copy(table.get(key, _MISSING)))
 
     def _compare_default(self, kind: type, name: str) -> bool:
-        """Compare what instances without such an attribute get from their class, if it is plain; say whether it is."""
+        """Compare the class's value of an attribute that instances lack, if it is a plain value; say whether it is."""
         value = getattr(kind, name, _MISSING)
         if type(value) in (bool, int, float, str):
             self._defaults[kind, name] = value
@@ -242,10 +242,10 @@ class Baked:
                 raise _asked(f"'{name}'", required, place)
 
     def guard(self) -> None:
-        """Compare the numbers of the converted module's layers where `torch.compile` traces it, which then guards them.
+        """Compare the numeric attributes of layers while `torch.compile` traces the module, so that it guards them.
 
         Raises:
-            CaptureError: one has changed; `check` says more, where the call then runs as it is.
+            CaptureError: one has changed. The call then runs uncompiled, and `check` raises a more precise error.
         """
         for module, name, value in self._numbers:
             if getattr(module, name) != value:
@@ -302,14 +302,14 @@ def _gradients(reads: Reads, converted: nn.Module) -> Any:
 
 
 def _holds_parameters(value: Any) -> bool:
-    """Say whether a container is another place for parameters, which graphs follow, as recurrent layers have one."""
+    """Say whether a container only lists the layer's parameters, as in recurrent layers; graphs follow these anyway."""
     if type(value) not in _CONTAINERS:
         return isinstance(value, (nn.Parameter, weakref.ref))
     return any(map(_holds_parameters, value.values() if isinstance(value, dict) else value))
 
 
 def _copy(value: Any) -> Any:
-    """Return a copy that does not change with this value: containers are copied, but not their items."""
+    """Copy a container, also nested ones, so that later changes can be found; return other values as they are."""
     if type(value) not in _CONTAINERS:
         return value
     if isinstance(value, dict):

@@ -32,7 +32,7 @@ _BY_POSITION: dict[Any, int] = {torch.ops.aten.to.dtype: 4}
 
 @functools.cache
 def bindings() -> dict[Any, Callable[..., Any]]:
-    """Return the function for each overload; what this torch does not have is left out."""
+    """Return the function for each overload; functions that this torch lacks are left out."""
     out: dict[Any, Callable[..., Any]] = {}
     for row in RULES.values():
         for overload in row.direct:
@@ -60,7 +60,7 @@ def called_directly(graph: Graph) -> Iterator[None]:
 
 
 def _takes(node: Node) -> bool:
-    """Say whether the function of an overload takes the arguments as they are passed here."""
+    """Say whether the function of an overload accepts a call's arguments in the way in which they are passed."""
     return "self" not in node.kwargs and len(node.args) <= _BY_POSITION.get(node.target, len(node.args))
 
 
@@ -92,7 +92,7 @@ def read_directly(graph: Graph) -> contextlib.AbstractContextManager[None]:
 
 
 def _asked(path: list[str]) -> str:
-    """Return the code by which fx reads a child module."""
+    """Return the code that fx generates to read a child module."""
     out = "self"
     for part in path:
         out = f"{out}.{part}" if part.isidentifier() else f'getattr({out}, "{part}")'

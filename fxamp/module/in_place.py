@@ -19,7 +19,7 @@ from passes.ops import ops
 
 
 def _called(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """Return a function that does the same and whose calls fx writes as calls."""
+    """Return a function that does the same, but that generated code calls by name."""
 
     def call(a: Any, b: Any) -> Any:
         return function(a, b)
@@ -33,7 +33,7 @@ _CALLED = {function: _called(function) for function in ops.IN_PLACE}
 
 @contextlib.contextmanager
 def called_by_name(graph: Graph) -> Iterator[None]:
-    """Inside this context, generated code leaves the operands their names; afterwards the graph is as it was."""
+    """Inside this context, generated code writes in-place operators as calls; afterwards the graph is as before."""
     found: list[tuple[Node, Any]] = [(n, n.target) for n in graph.nodes if n.target in _CALLED]
     for node, function in found:
         node.target = _CALLED[function]

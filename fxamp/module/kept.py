@@ -49,7 +49,7 @@ class Kept:
         """Read what a saved module holds, by an older fxamp too.
 
         Raises:
-            PlanError: the plan cannot be read, or a newer fxamp has saved what this one does not know.
+            PlanError: the plan cannot be read, or a newer fxamp has saved fields that this one does not know.
         """
         named = dict(zip(_UNNAMED, data, strict=False)) if isinstance(data, tuple) else dict(data)
         unknown = sorted(named.keys() - {f.name for f in fields(cls)})

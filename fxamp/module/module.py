@@ -146,7 +146,7 @@ class ConvertedModule(GraphModule):
         return self._kept.original
 
     def _be_indexed(self) -> None:
-        """Give this instance, and no other, the indexing of the container that the model is."""
+        """Let this instance, and no other, be indexed like the container of torch.nn that the model is."""
 
         def reading(name: str) -> Callable[..., Any]:
             def read(self: ConvertedModule, *args: Any) -> Any:
@@ -166,7 +166,7 @@ class ConvertedModule(GraphModule):
 
     @property
     def _graph(self) -> Graph:
-        """The graph of the present state, which is what `torch.fx.GraphModule` knows of."""
+        """The graph of the present state, which `torch.fx.GraphModule` takes for the only one."""
         graph: Graph = self.variants[self._current()].graph
         return graph
 
@@ -242,7 +242,7 @@ class ConvertedModule(GraphModule):
         return alone
 
     def _current(self) -> int:
-        """Return which graph holds for the present state; the first where none does."""
+        """Return the number of the graph for the present state, and the first if there is none."""
         found = self._holding() if self._chosen is None else self._chosen
         return 0 if found is None else found
 
@@ -302,7 +302,7 @@ class ConvertedModule(GraphModule):
         return CaptureError(
             f"{self.original} computes different things in different states, and was captured for: {held}. This call "
             f"is in none of these: {here}, gradients {'on' if grad else 'off'}{self._fixed()}. Convert it again in the "
-            "state wanted; both conversions share the parameters."
+            "state that you want; both conversions share the parameters."
         )
 
     def _fixed(self) -> str:
@@ -340,10 +340,10 @@ class ConvertedModule(GraphModule):
             ) from None
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
-        """Load a state of this model; refuse one that only the user's own loading code may understand.
+        """Load a state of this model; refuse a state that only the user's own loading code may understand.
 
         Raises:
-            CaptureError: the state has other names, which the user may know how to read.
+            CaptureError: the state has other names, which the user's code may know how to read.
         """
         if self._kept.loads_otherwise:
             strange = {k.removeprefix(prefix) for k in state_dict if k.startswith(prefix)} ^ self.state_dict().keys()

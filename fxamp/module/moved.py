@@ -36,7 +36,7 @@ MOVED: dict[str, tuple[str, tuple[str, ...]]] = {
 
 
 def found(old: str, name: str) -> Any:
-    """Return what an old file had under a name; raise AttributeError if that name is not listed."""
+    """Return the object that an old file had under a name; raise AttributeError if that name is not listed."""
     new, names = MOVED[old]
     if name not in names:
         raise AttributeError(f"module {old!r} has no attribute {name!r}")
@@ -60,7 +60,7 @@ class _OldFiles:
         return ModuleSpec(fullname, self)  # type: ignore[arg-type]  # an object with both methods will do
 
     def create_module(self, spec: ModuleSpec) -> None:
-        """Leave it to Python."""
+        """Let Python create the module."""
 
     def exec_module(self, module: ModuleType) -> None:
         module.__getattr__ = partial(found, module.__name__)  # type: ignore[method-assign]

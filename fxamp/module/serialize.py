@@ -45,7 +45,7 @@ def graph_to_data(graph: Graph) -> list[Any]:
 
 
 def graph_from_data(data: list[Any]) -> Graph:
-    """Rebuild the graph, or raise PlanError when an operator it uses does not exist in this process."""
+    """Rebuild the graph, or raise PlanError if one of its operators does not exist in this process."""
     graph = Graph()
     nodes: dict[str, Node] = {}
 

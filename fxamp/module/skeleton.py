@@ -54,7 +54,7 @@ def skeleton(model: nn.Module, opaque: Mapping[str, nn.Module], constants: Mappi
 
 
 def _empty(module: nn.Module, keep: bool) -> nn.Module:
-    """Return a module without children over the parameters and buffers of another, of its class if it is kept."""
+    """Return a module without children that shares another's parameters and buffers, and its class if that is kept."""
     empty = nn.Module()
     if keep or overridden(type(module)):
         empty.__class__ = type(module)
@@ -79,12 +79,12 @@ def _holder(constants: Mapping[str, Any]) -> nn.Module:
 
 
 def container_of(module: nn.Module) -> type[nn.Module] | None:
-    """Return the container of torch.nn that a module is, None where it is another."""
+    """Return the container class of torch.nn that a module is an instance of, None if there is none."""
     return next((kind for kind in _CONTAINERS if isinstance(module, kind)), None)
 
 
 def _as_container(empty: nn.Module, module: nn.Module) -> None:
-    """Make a container of torch.nn of an empty module; a user's own forward is not the container's."""
+    """Turn an empty module into a container of torch.nn; if the user's class has a forward, calls raise an error."""
     kind: Any = container_of(module)
     empty.__class__ = kind
     own = {k: v for k, v in module.__dict__.items() if k not in empty.__dict__}
@@ -101,7 +101,7 @@ def _not_callable(*args: Any, **kwargs: Any) -> Any:
 
 
 def _is_library_leaf(module: nn.Module) -> bool:
-    """Say whether this is a layer of torch.nn, whose class says how it loads old checkpoints and what it is."""
+    """Say whether this is a layer of torch.nn, whose class is needed for isinstance() and to load old checkpoints."""
     return type(module).__module__.startswith("torch.nn.modules.") and not module._modules
 
 

@@ -34,6 +34,6 @@ class UnderflowWatch:
         if all(getattr(scaler, "_scale", None) is None for scaler in scalers):  # a disabled one has none
             warnings.warn(
                 "FP16 gradients without a loss scale underflow silently: scale the loss with fxamp.LossScaler or "
-                "torch.amp.GradScaler, or train with fxamp.TrainStep, which does.",
+                "torch.amp.GradScaler, or train with fxamp.TrainStep, which scales it.",
                 stacklevel=2,
             )

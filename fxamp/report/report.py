@@ -217,7 +217,7 @@ class Report:
         return [(op, colour, count) for (op, colour), count in sorted(counts.items())]
 
     def _edits(self, style: str, heading: str, cell: Callable[[str], str]) -> list[str]:
-        """Write how often each rule of the passes fired, and which never did; nothing for a plan without counts."""
+        """Write how often each rule of the passes fired, and which never did; nothing if the plan has no counts."""
         if not self.plan.edits:
             return []
         fired = [(cell(rule), count) for rule, count in self.plan.edits.items() if count]

@@ -39,7 +39,7 @@ def state_of(step: TrainStep) -> dict[str, Any]:
 
 
 def beside(step: TrainStep) -> dict[str, Tensor]:
-    """Return the tensors, not copies, that are trained or kept outside the model: by the loss, and by optimizers."""
+    """Return the tensors themselves that the loss and the optimizers train or keep outside the model."""
     held: dict[str, Any] = {}
     if isinstance(step.loss_fn, nn.Module):
         held = step.loss_fn.state_dict(prefix="loss_fn.", keep_vars=True)

@@ -25,7 +25,7 @@ logger = logging.getLogger("fxamp")
 
 
 def begin(step: TrainStep) -> None:
-    """Refuse settings that ranks cannot share, or that differ between ranks. Checked once; a single rank passes.
+    """Refuse settings that ranks cannot share, or that differ between ranks. Only the first call checks.
 
     Raises:
         PolicyError: There is such a setting; all ranks raise it.
@@ -81,7 +81,7 @@ def has_gradients(step: TrainStep) -> bool:
 
 
 def is_converted(step: TrainStep) -> bool:
-    """Say whether the model of a step, or a part of it, is converted, or is to be by the step itself."""
+    """Say whether a step's model, or a part of it, is converted, or will be by the step."""
     return bool(step.compiled is not None and step.compiled.settings.converts) or bool(policies_of(step.model))
 
 
@@ -98,7 +98,7 @@ def _told(step: TrainStep) -> dict[str, Any]:
 
 
 def _policies(step: TrainStep) -> list[str]:
-    """Return the policies that parts of the model were converted by, or are to be."""
+    """Return the policies by which parts of the model were, or will be, converted."""
     plans = [getattr(module, "plan", None) for module in step.model.modules()]
     found = [getattr(plan, "policy", None) for plan in plans]
     found += [compiled.asked_of(module) for module in step.model.modules()]

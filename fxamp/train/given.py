@@ -21,14 +21,14 @@ from .window.conditional import parameters
 
 
 def low_dtype_of(model: nn.Module) -> torch.dtype | None:
-    """Find the low dtype that `model`, or a part of it, was converted to; FP16 where there are both."""
+    """Find the low dtype that `model`, or a part of it, was converted to; FP16 if both occur."""
     policies = policies_of(model)
     found = {policy.dtype for policy in policies if policy.level.rounds}
     return torch.float16 if torch.float16 in found else next((d for d in found if isinstance(d, torch.dtype)), None)
 
 
 def policies_of(model: nn.Module) -> list[Policy]:
-    """Return the policies by which parts of a model were converted; parts that are not, or not yet, have none."""
+    """Return the policies by which parts of a model were converted; parts that are not converted (yet) have none."""
     plans = [getattr(module, "plan", None) for module in model.modules()]
     for module in model.modules():
         if module is model or compiled.is_compiled(module):
@@ -39,10 +39,10 @@ def policies_of(model: nn.Module) -> list[Policy]:
 
 
 def scaler_of(scaler: object, low_dtype: torch.dtype | None) -> LossScaler:
-    """Return the LossScaler that the argument stands for, a disabled one for no loss scaling.
+    """Return the LossScaler that the argument means; a disabled one means no loss scaling.
 
     Raises:
-        PolicyError: It is none of what a TrainStep takes.
+        PolicyError: A TrainStep does not take it as `scaler`.
     """
     if isinstance(scaler, LossScaler):
         return scaler
@@ -67,7 +67,7 @@ def optimizers_of(optimizer: object, model: nn.Module) -> tuple[Optimizer, ...]:
     """Return one optimizer or several as a tuple.
 
     Raises:
-        PolicyError: They share a parameter, hold a trainable low one, or none of the model's.
+        PolicyError: They share a parameter, hold a trainable low parameter, or hold none of the model's parameters.
     """
     optimizers = _several("optimizer", optimizer, Optimizer)
     if not optimizers:

@@ -150,7 +150,7 @@ def _like_saved(step: TrainStep, known: Mapping[str, Any]) -> list[tuple[int, in
 
 
 def _names(step: TrainStep, optimizer: Optimizer) -> list[str]:
-    """Return the names of an optimizer's parameters, in order; one that the model does not have goes by its place."""
+    """Return the names of an optimizer's parameters, in order; for one outside the model its place."""
     known = {p: _plain(step.model, name) for name, p in step.model.named_parameters()}
     return [known.get(p, f"parameter {place}") for place, p in enumerate(parameters(optimizer))]  # type: ignore[call-overload]
 
@@ -167,7 +167,7 @@ def _plain(model: nn.Module, name: str) -> str:
 
 
 def _groups(step: TrainStep) -> list[list[dict[str, Any]]]:
-    """Return what the groups of parameters of each optimizer are set to."""
+    """Return the settings of each optimizer's groups of parameters."""
     return [
         [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
         for optimizer in step.optimizers
@@ -191,7 +191,7 @@ def _count(group: Any) -> int:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence what torch warns of where there is one process and no group."""
+    """Silence torch's warnings about a single process without a process group."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield

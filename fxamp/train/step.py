@@ -233,7 +233,7 @@ class TrainStep:
         begin(self)
         if not (total := self.ranks.seen(self._position)):
             return self._result(Update({}, None))
-        if self._position == 0:  # other ranks have seen micro-batches, this one none
+        if self._position == 0:  # other ranks have seen micro-batches, but this one has seen none
             self._window_scaler.scale(torch.zeros((), device=next(self.model.parameters()).device))
         return self._finish_window(total)
 
@@ -309,7 +309,7 @@ class TrainStep:
 
     @property
     def _in_place(self) -> bool:
-        """Whether gradients stay where they are, for a CUDA graph that knows their addresses."""
+        """Whether gradients keep their memory, since a CUDA graph has recorded their addresses."""
         return self.compiled is not None and self.compiled.settings.captures
 
     def _open_window(self, scale: float | None) -> None:
@@ -325,7 +325,7 @@ class TrainStep:
         elif scale is not None and scale != self._given_scale:
             raise PolicyError(
                 f"scale={scale!r} within a window that began with {self._given_scale or 'the scale of the scaler'}: "
-                "the gradients of a window add up, so they have one scale. Change it at the start of a window."
+                "the gradients of a window add up, so they need the same scale. Change it at the start of a window."
             )
         if self._low_dtype == torch.float16 and not self._window_scaler.is_enabled() and not self._warned:
             self._warned = True
@@ -336,7 +336,7 @@ class TrainStep:
             )
 
     def _decide(self) -> None:
-        """Choose the scaler that "auto" means, now that the model was converted."""
+        """Choose the scaler that "auto" means, once the model is converted."""
         self._undecided = False
         self._low_dtype = low_dtype_of(self.model)
         self.scaler = scaler_of("auto", self._low_dtype)
@@ -416,7 +416,7 @@ class TrainStep:
         return self._window_scale
 
     def _result(self, update: Update | None, kept: int | torch.Tensor | None = None) -> StepResult:
-        """Return the update of the window, None if unfinished, and the number of micro-batches in its gradients."""
+        """Make the result of a call: `update` is None in an unfinished window, `kept` counts its micro-batches."""
         own = self._kept.kept if self._kept is not None else self._position
         return StepResult(
             loss=torch.tensor(math.nan) if self._loss is None else self._loss,

@@ -93,7 +93,7 @@ def rejected(model: nn.Module, call: CallSpec, flat: Sequence[Any], error: Excep
         (leaf.name, v.dtype) for leaf, v in zip(call.leaves, flat, strict=True) if leaf.tensor and v.is_floating_point()
     ]
     odd = [f"'{name}' is {dtype}" for name, dtype in floats if kinds and dtype not in kinds]
-    hint = f" Among the inputs {', '.join(odd)}, a dtype that no parameter has: cast it first." if odd else ""
+    hint = f" No parameter has the dtype of these inputs: {', '.join(odd)}. Cast them first." if odd else ""
     return RejectedError(
         f"{type(model).__name__} rejects the example inputs: {type(error).__name__}: {error}.{hint} Pass inputs that "
         "model(*args, **kwargs) accepts."
@@ -101,7 +101,7 @@ def rejected(model: nn.Module, call: CallSpec, flat: Sequence[Any], error: Excep
 
 
 def check_faithful(captured: Captured, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
-    """Compare outputs, and what is left in inputs and in the model's tensors, bit for bit, and gradients within 1e-6.
+    """Compare outputs, inputs and the model's tensors after a call bit for bit, and gradients within 1e-6.
 
     The model and its graph, without rounding, each run once, in the present state of the model. Numbers that forward()
     assigns start as after a first call, so that a result that depends on a counter is found. Returns the capture, with
@@ -139,7 +139,7 @@ def check_faithful(captured: Captured, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _go_on(model: nn.Module, left: Mapping[str, Any]) -> None:
-    """Give a model the numbers that a call left in its attributes, since a graph cannot continue to count from them."""
+    """Set the numbers that a call left in a model's attributes: a graph cannot continue to count from them."""
     modules = dict(model.named_modules())
     for name, value in left.items():
         path, _, attribute = name.rpartition(".")
@@ -216,7 +216,7 @@ def check_runs(module: ConvertedModule, captured: Captured, args: tuple[Any, ...
 
 
 def _failed(graph: Graph, error: Exception) -> str:
-    """Describe the node that was running when an error came up."""
+    """Describe the node that was running when an error was raised."""
     lines = [f.line or "" for f in traceback.extract_tb(error.__traceback__) if f.filename.startswith("<eval_with_key")]
     name = lines[-1].partition(" = ")[0].strip() if lines else ""
     node = next((n for n in graph.nodes if n.name == name), None)
@@ -324,7 +324,7 @@ def _compare_gradients(way_out: str, model: nn.Module, expected: list[Any] | Non
 
 
 def _norm(gradients: list[torch.Tensor]) -> float:
-    """Return the norm of all gradients together; 0 where one is not finite."""
+    """Return the norm of all gradients together; 0 if one of them is not finite."""
     dense = [g.to_dense() if g.is_sparse else g for g in gradients]
     norm = sum(float(g.abs().double().norm()) ** 2 for g in dense)
     return norm**0.5 if math.isfinite(norm) else 0.0

@@ -58,7 +58,7 @@ class _Calls(TorchDispatchMode):
 
 @functools.cache
 def _scalars_of(func: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Return positions and names of the arguments of an op that take numbers other than sizes."""
+    """Return the positions and names of an op's arguments that are numbers, but not sizes."""
     kinds = [str(a.type).removeprefix("Optional[").removesuffix("]") for a in own_schema(func).arguments]
     found = [i for i, kind in enumerate(kinds) if kind in _SCALARS]
     return tuple(found), tuple(own_schema(func).arguments[i].name for i in found)
@@ -72,7 +72,7 @@ def _is_view(func: Any) -> bool:
 
 
 def guards_of_small_sizes(call: CallSpec, tensors: Sequence[torch.Tensor], model: Run, graph: Run) -> list[str]:
-    """Return the guards that a graph needs, beside those it has.
+    """Return the guards that a graph needs in addition to those that it has.
 
     Args:
         call: how the graph is called.

@@ -69,13 +69,13 @@ def assign_precision(
         policy: with dtype and device filled in.
         original: the dtype of every value as captured.
         plan: colours of free values to take instead of choosing them.
-        border: what the graph is given, and the graphs in it.
+        border: the dtypes at the edges of the graph, and the graphs inside it.
         timer: measures calls; for a policy with cost="measured", unless its plan is replayed.
 
     Raises:
         PlanError: the plan stores a value low that a reader needs in FP32.
         PolicyError: two overrides contradict each other; an op is banned or, with unknown_ops="error", unknown; costs
-            are to be measured where nothing can be run.
+            are to be measured, but nothing can be run.
     """
     symbolic = any(n.op == "placeholder" and original[n] is ANY for n in graph.nodes)
     measured = policy.cost == "measured"
@@ -107,7 +107,7 @@ def assign_precision(
 
 
 def _disagreements(graph: Graph, reference: Simulation) -> list[str]:
-    """Compare what the rules say of autocast with what a capture under it gave, value by value.
+    """Compare the dtypes that the rules derive for autocast with those seen in a capture under it, value by value.
 
     A node counts only if the rules are right about its operands, so that one wrong rule is reported once.
     """
@@ -124,7 +124,7 @@ def _disagreements(graph: Graph, reference: Simulation) -> list[str]:
 
 
 def _as_it_is(node: Node, original: dict[Node, Any]) -> Colouring | None:
-    """Return the decision at O0 of a plan with measured costs, which may have chosen FP32 because O2 saves no time."""
+    """Return the decision of a plan at O0 with measured costs: that a node runs as written."""
     dtypes = original[node] if isinstance(original[node], tuple) else (original[node],)
     dtype = next((d for d in dtypes if is_floating(d) and not isinstance(d, tuple)), None)
     if not node.op.startswith("call") or dtype is None:

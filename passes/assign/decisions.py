@@ -16,7 +16,7 @@ from ..ops import ops
 
 @dataclass(frozen=True)
 class WriteDecisions:
-    """Put the decisions on a graph into the form that a plan has."""
+    """Write the decisions on a graph in the form of a plan."""
 
     name: ClassVar = "write-decisions"
     ensures: ClassVar = Ensures.NOTHING_NEW

@@ -39,7 +39,7 @@ class Replay:
 
 
 def replay(graph: Graph, assignment: Assignment, plan: Plan, own: Container[str] | None = None) -> None:
-    """Check that a plan fits a graph, node by node, and that the colours are those it holds.
+    """Check that a plan fits a graph, node by node, and that its colours are those decided here.
 
     Colours follow from one another, so a plan is replayed as a whole. If its policy gives another colour here, because
     torch or a rule has changed, an error says so and nothing is converted.
@@ -72,7 +72,7 @@ def replay(graph: Graph, assignment: Assignment, plan: Plan, own: Container[str]
 def _fitting(
     ours: Mapping[str, Node], theirs: Mapping[str, Decision], own: Container[str] | None
 ) -> dict[str, Decision]:
-    """Return the decisions of a plan that are of this graph; raise PlanError where one is missing on either side."""
+    """Return a plan's decisions on this graph; raise PlanError if graph or plan lacks one that the other has."""
     missing = [k for k in theirs if k not in ours and (own is None or k in own)]
     extra = [k for k in ours if k not in theirs]
     if missing or extra:

@@ -48,7 +48,7 @@ def annotate(graph: Graph, assignment: Assignment) -> None:
 
 
 def _layout(value: torch.Tensor) -> list[Any]:
-    """Return all of a tensor but its numbers and its dtype; symbolic sizes as expressions, which can be compared."""
+    """Return all properties of a tensor but its dtype; symbolic sizes become expressions, which can be compared."""
     if value.layout is not torch.strided:
         return [id(value)]
     sizes = (*value.shape, *value.stride())

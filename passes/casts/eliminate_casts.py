@@ -114,7 +114,7 @@ def _share(graph: Graph, assignment: Assignment, mode: str) -> int:
         keep = first.setdefault((*_what_is_cast(cast, assignment), modes[cast], aliases.epoch(value, cast)), cast)
         if keep is cast or not is_inserted(cast) or (cast.target is cast_weight and not is_inserted(keep)):
             continue
-        if cast.target is cast_weight:  # it suits all readers, if one needs it
+        if cast.target is cast_weight:  # if one reader needs this variant, it suits all of them
             keep.target = cast_weight
         edits += _replace(graph, cast, keep)
     return edits

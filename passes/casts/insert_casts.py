@@ -27,7 +27,7 @@ from .assertions import loosen_assertions
 
 @dataclass(frozen=True)
 class InsertCasts:
-    """Make every operand of a graph agree with what its reader was assigned."""
+    """Make every operand in a graph have the dtype that was assigned for its reader."""
 
     name: ClassVar = "insert-casts"
     ensures: ClassVar = Ensures.DTYPES
@@ -147,7 +147,7 @@ def _is_dtype(arg: Any) -> bool:
 
 
 def _replace(node: Node, change: Any) -> bool:
-    """Change the leaves of a node's arguments; say whether any was."""
+    """Change the leaves of a node's arguments; say whether any leaf changed."""
     args, kwargs = map_aggregate(node.args, change), map_aggregate(node.kwargs, change)
     changed = (args, kwargs) != (node.args, node.kwargs)
     node.args, node.kwargs = args, kwargs
@@ -172,7 +172,7 @@ def _restore_outputs(graph: Graph, assignment: Assignment) -> int:
 
 
 def _floating(original: Any) -> torch.dtype | None:
-    """Return the floating dtype that a value had, FP32 where nothing is known; None where it had none, or several."""
+    """Return the floating dtype that a value had; FP32 if it is unknown, None if there was none or several."""
     leaves = pytree.tree_leaves(original, is_leaf=lambda d: d is None)
     kinds = {torch.float32 if d is ANY else d for d in leaves if d is ANY or is_floating(d)}
     return kinds.pop() if len(kinds) == 1 else None

@@ -23,7 +23,7 @@ class Level(str, enum.Enum):
     weighs: bool
 
     def __new__(cls, name: str, facts: str = "") -> Level:
-        """Make a level of its name and the names of what holds for it."""
+        """Make a level from its name and the names of the attributes that are True."""
         made = str.__new__(cls, name)
         made._value_ = name
         for fact in ("rounds", "is_autocasts", "stores_low", "rounds_sensitive", "weighs"):
@@ -46,7 +46,7 @@ LEVELS = tuple(level.value for level in Level)
 
 
 def zero_for_o(text: str) -> str:
-    """Write the end of an error message on a level with a zero in place of its letter; empty for any other text."""
+    """Return an addition to an error message on a level written with a zero ("02"); empty for any other text."""
     meant = f"O{text[1:]}"
     is_meant = text[:1] == "0" and meant in LEVELS
     return f"; {text!r} begins with the digit 0, and a level with the letter O: {meant!r}" if is_meant else ""

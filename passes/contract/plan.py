@@ -319,7 +319,7 @@ class Plan:
 
 
 def _between(decisions: Sequence[Decision], first: int | None, end: int | None) -> list[Decision]:
-    """Return the decisions on some graphs, counted from the first of these."""
+    """Return the decisions on some graphs; the first of these graphs gets the number 0."""
     start = first or 0
     return [replace(d, graph=d.graph - start) for d in decisions if start <= d.graph and (end is None or d.graph < end)]
 

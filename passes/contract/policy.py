@@ -291,7 +291,7 @@ def nearest(name: str, candidates: Iterable[str]) -> str:
 
 
 def _instead_of_level(text: str, level: str) -> str:
-    """Write the end of an error message on a policy that does not begin with a level: the correct form."""
+    """Return an addition to an error message on a policy that does not begin with a level: its correct form."""
     words = level.split()
     if len(words) > 1 and words[0] in LEVELS:
         return f"; settings are separated by commas: {','.join((*words, *text.split(',')[1:]))!r}"

@@ -11,7 +11,7 @@ import torch
 
 @dataclass(frozen=True)
 class Filler:
-    """A tensor to run an op on; strides are part of what its time depends on."""
+    """A tensor to run an op on; it has strides, since the time of an op depends on them."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -29,7 +29,7 @@ class Call:
     """One call to be timed, forward and backward.
 
     Attributes:
-        key: all that its time depends on, apart from the machine, as text; equal keys are equal calls.
+        key: all that its time depends on, apart from the machine, as text; calls with equal keys take equally long.
         function: what is called.
         args: its arguments, with a Filler for every tensor.
         kwargs: those by name.

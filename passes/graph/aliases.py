@@ -105,7 +105,7 @@ class Aliases:
             self._writes.setdefault(self.find(node), []).append(when)
 
     def _unite(self, graph: Graph, last: dict[Node, int]) -> None:
-        """Make the sets, of the views made up to the last write to each value's storage; of all where none is given."""
+        """Unite each view with its base, unless it was made after the last write to their storage (in `last`)."""
         self._parent: dict[Node, Node] = {n: n for n in graph.nodes}
         attributes: dict[Any, Node] = {}
         for node, when in self._order.items():
@@ -144,7 +144,7 @@ class Aliases:
 
 
 def _shared(node: Node) -> list[Node]:
-    """Return the operands whose storage an aliasing op may share: its first argument's, unless the schema says."""
+    """Return the operands whose storage an aliasing op may share: the first, unless the schema names others."""
     operands = list(ops.operands(node))
     if is_opaque(node) or ops.name(node) == "set_":  # set_ takes over the storage of its source
         return node.all_input_nodes
@@ -166,7 +166,7 @@ def _is_call(node: Node) -> bool:
 def grad_modes(graph: Graph) -> dict[Node, tuple[bool | None, int]]:
     """Return, for each node, the grad mode and the number of switches of `torch.func` transforms before it.
 
-    Two casts may be merged only where both agree. The grad mode is True, False, or None for the caller's own.
+    Two casts may be merged only where both agree. The grad mode is True, False, or None if it is that of the caller.
     """
     mode: bool | None = None
     transforms = 0

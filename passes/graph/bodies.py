@@ -100,7 +100,7 @@ def bodies_of(graph: Graph, attribute: Callable[[str], Any]) -> dict[Node, list[
 
 
 def all_graphs(graph: Graph, bodies: dict[Node, list[Body]]) -> list[Graph]:
-    """Return a graph and those inside it, however deep."""
+    """Return a graph and all graphs inside it, at any depth."""
     inside = [b for held in bodies.values() for b in held]
     return [graph, *(g for b in inside for g in all_graphs(b.graph, b.bodies()))]
 
@@ -110,7 +110,7 @@ def _is_body(arg: Any, attribute: Callable[[str], Any]) -> bool:
 
 
 def _is_entered(node: Node, row: Rule, held: list[Node], modules: list[GraphModule]) -> bool:
-    """Say whether a body is entered: it is the only one, called only here, with one operand for each placeholder."""
+    """Say whether a body can be entered: it is the call's only body, used only here, and gets every input."""
     if row.bodies != "entered" or len(held) != 1 or node.args[0] is not held[0]:
         return False
     readers = sum(len(n.users) for n in node.graph.nodes if n.op == "get_attr" and n.target == held[0].target)

@@ -48,7 +48,7 @@ def original_dtypes(graph: Graph, attribute: Callable[[str], Any]) -> dict[Node,
 class SymbolicInference:
     """Output dtypes without shapes, only from the rules. An answer is always right; ANY means that there is none.
 
-    A list of unknown length whose elements have one dtype is a tuple of one.
+    A list of unknown length whose elements have one dtype is written as a tuple of one item.
     """
 
     def __call__(self, node: Node, dtype_of: Callable[[Node], Any]) -> Any:
@@ -125,7 +125,7 @@ def _made(node: Node, row: Rule, given: list[tuple[str, Any]]) -> Any:
 
 
 def _kinds(node: Node, row: Rule, given: list[tuple[str, Any]], ran: Any) -> dict[str, Any]:
-    """Return what each word for an output means here, for an op that ran in a dtype."""
+    """Return the dtype that each word of the column `out` means for a call that ran in the dtype `ran`."""
     small = ops.argument(node, "out_int32", False) is not False
     not_floating = row.cpu == KEEP and isinstance(ran, torch.dtype) and not is_floating(ran)
     return {
@@ -152,7 +152,7 @@ def _ran(row: Rule, given: list[tuple[str, Any]]) -> Any:
 
 
 def _first(row: Rule, given: list[tuple[str, Any]]) -> Any:
-    """Return the dtype of the only operand that decides: a table, else the first."""
+    """Return the dtype of the operand that the column `out_of` names, or else of the first operand."""
     held = dict(given).get(row.out_of) if row.out_of else given[0][1]
     return held if isinstance(held, (torch.dtype, Unknown)) else ANY
 

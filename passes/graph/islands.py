@@ -22,7 +22,7 @@ _LONGEST = 64  # maximum number of nodes to search; no norm has as many
 
 
 def islands(graph: Graph) -> frozenset[Node]:
-    """Return the nodes that an island keeps in FP32."""
+    """Return the nodes of all islands: norms written by hand, which run in FP32 as a whole."""
     order = {n: i for i, n in enumerate(graph.nodes)}
     found: set[Node] = set()
     for node in graph.nodes:
@@ -70,7 +70,7 @@ def _is_move(node: Node) -> bool:
 
 
 def _island(order: dict[Node, int], end: Node, value: Node, divisor: Node) -> set[Node]:
-    """Return the nodes from what value and divisor have in common to the quotient; none when it is no norm."""
+    """Return the nodes from the common inputs of value and divisor to their quotient; none if it is not a norm."""
     sides: dict[Node, set[Node]] = {value: {value}}
     sides.setdefault(divisor, set()).add(divisor)
     latest = [(-order[n], n) for n in sides]

@@ -41,7 +41,7 @@ def numbers(node: Node) -> Iterator[float]:
 
 @functools.lru_cache(maxsize=4096)
 def _defaults(target: Any) -> tuple[tuple[str, float], ...]:
-    """Return the numbers that a function of Python takes where none are given, such as an eps, with their names."""
+    """Return the default values of a Python function that are floats, such as an eps, with their names."""
     if not inspect.isfunction(target):
         return ()
     parameters = inspect.signature(target).parameters.values()
@@ -57,12 +57,12 @@ def _scalar_arguments(target: Any) -> frozenset[str]:
 
 
 def is_extreme(number: float, low: torch.dtype) -> bool:
-    """Say whether a number is out of the low dtype's range; infinity is in it."""
+    """Say whether a number is out of the low dtype's range; infinity counts as in range."""
     return math.isfinite(number) and abs(number) > torch.finfo(low).max
 
 
 def is_tiny(number: float, low: torch.dtype) -> bool:
-    """Say whether a number is nearer to zero than anything else that the low dtype can hold."""
+    """Say whether a number is nearer to zero than the smallest nonzero number of the low dtype."""
     info = torch.finfo(low)
     return 0 < abs(number) < info.smallest_normal * info.eps
 
@@ -80,12 +80,12 @@ def has_tiny(name: str, found: Iterable[float], low: torch.dtype) -> bool:
 
 
 def _becomes_one(number: float, low: torch.dtype) -> bool:
-    """Say whether a number near one, or minus one, is rounded to exactly that."""
+    """Say whether a number that is not one or minus one is rounded to one of these."""
     return abs(number) != 1 and abs(torch.tensor(number, dtype=low).item()) == 1
 
 
 def mend(found: Iterable[float], low: torch.dtype) -> tuple[tuple[float, float], ...] | None:
-    """Return (old, new) for the numbers to replace so that all fit; None when one has no counterpart that does."""
+    """Return (old, new) for each number that has to be replaced; None if one has no counterpart in the low dtype."""
     out = []
     for x in found:
         if not is_extreme(x, low):

@@ -16,7 +16,7 @@ from .values import ELIGIBLE, LOW
 def refuse_mixed(node: Node, dtype_of: Callable[[Node], Any]) -> None:
     """Raise TypeError where a kernel rejects the float dtypes of its operands.
 
-    The kernel of a norm takes weights of its input's dtype, or, beside a low input, all of them in FP32.
+    The kernel of a norm takes weights of its input's dtype; if the input is low, it also takes FP32 weights.
     """
     row = rule(ops.name(node))
     if row is None:

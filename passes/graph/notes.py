@@ -74,7 +74,7 @@ _NOTHING = Note()
 
 
 def note_of(node: Node) -> Note:
-    """Return what is noted on a node."""
+    """Return the notes on a node."""
     found: Note = node.meta.get(NOTE, _NOTHING)
     return found
 

@@ -100,7 +100,7 @@ def source(node: Node) -> str:
 
 
 def keys(nodes: Iterable[Node]) -> dict[Node, str]:
-    """Return a key for every call, which no unrelated edit of the model changes: module path, op, ordinal there."""
+    """Return a key for every call: module path, op, and ordinal in the module. Unrelated edits do not change it."""
     count: dict[str, int] = {}
     out = {}
     for node in nodes:
@@ -189,9 +189,9 @@ def no_autocast(devices: Iterable[str] = tuple(DEVICES)) -> Iterator[None]:
 class Inference:
     """Output dtypes of a node from operand dtypes, by running the op on fake tensors of concrete sizes.
 
-    Results are cached: an op's dtypes depend on the dtypes and ranks of its operands and on what its
-    literal arguments are, not on sizes. Two exceptions are not remembered: custom ops, which may do anything, and those
-    with several outputs, whose number sizes decide.
+    Results are cached: an op's dtypes depend on the dtypes and ranks of its operands and on its literal arguments, not
+    on sizes. Two exceptions are not remembered: custom ops, which may do anything, and those with several outputs,
+    whose number sizes decide.
     """
 
     def __init__(self) -> None:
@@ -233,7 +233,7 @@ class Inference:
 
 
 def _key(node: Node, dtype_of: Callable[[Node], Any]) -> Any:
-    """Return all that the output dtypes of a call can depend on; None when that cannot be told."""
+    """Return all that the output dtypes of a call can depend on; None if that is unknown."""
     if "::" in ops.name(node) or isinstance(node.meta.get("val"), (tuple, list)):
         return None
 

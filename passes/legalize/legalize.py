@@ -41,7 +41,7 @@ class Legalize:
     policy: Policy
 
     def __call__(self, unit: Unit) -> dict[str, int]:
-        """Apply what was read, drop switches, index fields, cast before norms, split losses, decompose composites."""
+        """Run the steps: apply reads, drop switches, index fields, cast before norms, split losses, decompose."""
         level, graph = self.policy.level, unit.graph
         splits = level.weighs and "cross_entropy_loss" not in dict(self.policy.ops)
         edits = {

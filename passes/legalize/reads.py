@@ -25,8 +25,8 @@ Path = tuple[Any, ...]
 def apply_reads(graph: Graph, *, exact: bool) -> int:
     """Replace, in place, what was read without autocast by what was read under it; return the number of edits.
 
-    What a value's dtype was without autocast stays in its `val`; the dtype that was read is left in its note, and
-    decides on the node.
+    The `val` of a value keeps its dtype without autocast. The dtype that was read stays in the node's note, and decides
+    the node's colour.
 
     Args:
         graph: captured without autocast; its nodes say what autocast has instead.
@@ -54,7 +54,7 @@ def apply_reads(graph: Graph, *, exact: bool) -> int:
 
 
 def _cast_constant(node: Node) -> None:
-    """Before: a: float32. After: to(b, float32), a cast relative to what was read; b is what autocast has for a."""
+    """Before: a: float32. After: to(b, float32), a relative cast; b is the constant that is used under autocast."""
     found = note_of(node)
     note(node, read=None, constant_read="")
     node.target = found.constant_read

@@ -95,8 +95,8 @@ def facts(name: str, device: str, low: torch.dtype, **static: Any) -> Facts:
         name: Canonical op name; an in-place name gives the facts of its base.
         device: One of `DEVICES`.
         low: `torch.float16` or `torch.bfloat16`.
-        **static: The arguments that matter, such as `dim="last"` or `approximate="tanh"`. Where they are not given, or
-            were not measured, what holds of every measured variant is assumed.
+        **static: The arguments that matter, such as `dim="last"` or `approximate="tanh"`. If they are not given, or
+            were not measured, only facts that hold for all measured variants are returned.
     """
     row = rule(name)
     base = row.name if row else name
@@ -124,12 +124,12 @@ def facts_of(node: Node, device: str, low: torch.dtype) -> Facts:
 
 
 def rounds_once(node: Node, name: str, device: str, low: torch.dtype) -> bool:
-    """Say whether a node's op, of the given canonical name, is as good as correctly rounded in low."""
+    """Say whether a node's op, whose canonical name is given, has the fact `rounds_once` in low."""
     return facts(name, device, low, **_static_arguments(node, statics(name, device))).rounds_once
 
 
 def rule_of(node: Node, device: str, low: torch.dtype | None = None) -> tuple[Rule, str]:
-    """Return the row of a call's op and its kind on a device, as its arguments have it."""
+    """Return the row of a call's op and its kind on a device, which may depend on the call's arguments."""
     row, kind = lookup(ops.name(node), device, low)
     composite = row.name == "lstm" and device == "cpu" and ops.is_projected(node)  # oneDNN has no projections
     return row, COMPOSITE if composite else kind
@@ -141,12 +141,12 @@ def lacks_low(node: Node, row: Rule, device: str) -> bool:
 
 
 def accumulates(node: Node, row: Rule) -> bool:
-    """Say whether a write sums or multiplies many values into one; it then counts as a sum, whatever its name."""
+    """Say whether a write sums or multiplies many values into one; it then counts as a sum."""
     return row.accumulates == ("",) or _has(node, row.accumulates)
 
 
 def _has(node: Node, column: tuple[Any, ...]) -> bool:
-    """Say whether a call has an argument that a column holds "for some arguments": a name, then the values."""
+    """Say whether an argument has a value that a column lists: (name of the argument, value, value, ...)."""
     given = ops.argument(node, column[0]) if column else None
     return isinstance(given, (bool, int, float, str)) and given in column[1:]
 
@@ -164,7 +164,7 @@ def static_key(static: dict[str, Any]) -> str:
 
 
 def dim_class(dims: Any, rank: int) -> str:
-    """Return which dimensions a reduction runs over, in the classes of its kernels: "all", "last" or "other"."""
+    """Classify the dimensions that a reduction runs over, as its kernels do: "all", "last" or "other"."""
     if dims is None or dims in ([], ()):
         return "all"
     given = {d % rank for d in (dims if isinstance(dims, (list, tuple)) else [dims])} if rank else set()
@@ -177,7 +177,7 @@ _REDUCTIONS = {0: "none", 1: "mean", 2: "sum"}
 
 
 def _static_arguments(node: Node, names: tuple[str, ...]) -> dict[str, Any]:
-    """Read the named static arguments off a call; those that are not numbers or words are left out."""
+    """Return a call's static arguments of these names; those that are neither numbers nor strings are left out."""
     found: dict[str, Any] = {}
     for key in names:
         value = ops.argument(node, key, _default(node, key))

@@ -90,7 +90,7 @@ _FUNCTIONS: dict[Any, str] = {
 # Methods of sharded tensors, as Dynamo writes them.
 _SHARDS = {"from_local": "from_local", "prim_from_local": "from_local"}
 
-# Arguments that make another op of a Python function.
+# Arguments that turn a Python function into another op.
 _SUFFIXES: dict[str, dict[Any, str]] = {
     "inplace": {True: "_"},
     "return_indices": {True: "_with_indices"},
@@ -154,7 +154,7 @@ def name(node: Node) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def _named(target: Any) -> tuple[str, bool]:
-    """Return the name of a call_function target, and whether it is a function of Python, whose arguments count too."""
+    """Return a call_function target's name, and whether it is a Python function, whose literals add to the name."""
     return of_target(target), inspect.isfunction(target)
 
 
@@ -252,7 +252,7 @@ def first_schema(op: str) -> Any:
 
 
 def schema_of(node: Node) -> Any:
-    """Return the schema that says what a node aliases and mutates, of the overload that fits the call; or None."""
+    """Return the schema of the overload that a call fits, which marks aliases and writes; None if there is none."""
     if isinstance(node.target, OpOverload):
         return own_schema(node.target)
     op = name(node)
@@ -263,7 +263,7 @@ def schema_of(node: Node) -> Any:
 
 
 def operands(node: Node) -> Iterator[Operand]:
-    """Yield every Node operand of a call, with the argument it stands in."""
+    """Yield every Node operand of a call, with the argument that it is part of."""
     found: list[Operand] = []
 
     def keep(operand: Operand) -> Node:
@@ -288,7 +288,7 @@ def argument(node: Node, key: str, default: Any = None) -> Any:
 
 
 def _map(node: Node, replace: Callable[[Operand], Node]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a node with each operand replaced, however deep it stands."""
+    """Return the arguments of a node with each operand replaced, at any depth."""
 
     def inside(where: str, arg: Any) -> Any:
         places = itertools.count()

@@ -21,7 +21,7 @@ from .facts import rule_of
 from .rules import LOW, ROWS, lookup
 
 ALIASES = 3  # `alias` nodes before the cast of an operand
-_GATES = {"lstm": 4, "gru": 3}  # a layer has weights for so many gates; other layers have one
+_GATES = {"lstm": 4, "gru": 3}  # the number of gates of a layer; other layers have one
 
 
 def with_low_operands(func: Callable[..., Any], args: Any, device: str, low: torch.dtype) -> Any:
@@ -44,7 +44,7 @@ def with_low_operands(func: Callable[..., Any], args: Any, device: str, low: tor
 
 @functools.cache
 def run_low(device: str, low: torch.dtype) -> frozenset[Callable[..., Any]]:
-    """Return torch's recurrent layers that return low values under autocast; assume so for a device that is not here.
+    """Return torch's recurrent layers that return low values under autocast; all, if the device is absent.
 
     Layers of size 1 are run: the first call in a process must come before a capture, which would record them.
     """

@@ -81,7 +81,7 @@ def lookup(name: str, device: str, low: torch.dtype | None = None) -> tuple[Rule
 
 
 def _kind(row: Rule, device: str) -> str:
-    """Return the kind of a row on a device; what torch has not registered there gets its operands as they are."""
+    """Return the kind of a row on a device; an op that torch has not registered for it is not cast."""
     kind = row.kind(DEVICES[device].lists)
     return PROMOTE if kind in (LOW, FP32) and row.name in _unlisted(device) else kind
 

@@ -14,7 +14,7 @@ CAST = torch.ops.aten.to.dtype
 
 
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:
-    """Cast a value known only when the graph runs, or the members of a container: only floats below 64 bits."""
+    """Cast a value, or the items of a container, if it turns out at run time to be FP32, FP16 or BF16."""
 
     def cast(leaf: Any) -> Any:
         return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.dtype in ELIGIBLE else leaf
@@ -25,8 +25,8 @@ def cast_floating(value: Any, dtype: torch.dtype) -> Any:
 def cast_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """Cast a weight that keeps `requires_grad` under no_grad, as autocast's cached casts do.
 
-    A matrix product over a non-contiguous input of three dimensions or more is folded into one by `requires_grad` of
-    the weight, and the folded product rounds differently.
+    For a non-contiguous input of three dimensions or more, `requires_grad` of the weight decides whether torch folds a
+    matrix product into one of two dimensions, which rounds differently.
     """
     cast = weight.to(dtype)
     if weight.requires_grad and not cast.requires_grad and not torch.is_inference_mode_enabled():

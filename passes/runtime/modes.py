@@ -11,7 +11,7 @@ import torch
 
 
 def by_mode(training: bool, train: Any, evaluation: Any) -> Any:
-    """Return the literal of the mode the owner is in."""
+    """Return one of two literals: the first if its owner is in train mode, the second in eval mode."""
     return train if training else evaluation
 
 
@@ -24,8 +24,8 @@ def count_(counter: torch.Tensor, training: bool, values: int = 2) -> torch.Tens
         values: how many values each channel has in it.
 
     Raises:
-        ValueError: one value has no variance, and would leave NaN among the running statistics; from
-            `torch.nn.functional.batch_norm`, which the exporter looks into without keeping what it checks.
+        ValueError: a channel has a single value, so its running variance would become NaN.
+            `torch.nn.functional.batch_norm` raises the same error, but the exporter does not keep that check.
     """
     if training and values == 1:
         raise ValueError("Expected more than 1 value per channel when training: this batch is of size 1")

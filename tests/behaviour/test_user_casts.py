@@ -1,4 +1,4 @@
-"""Dtypes that the author of a model wrote are kept: casts, literal and relative, and dtype arguments."""
+"""Dtypes that the user's code names are kept: casts, literal and relative, and dtype arguments."""
 
 from __future__ import annotations
 

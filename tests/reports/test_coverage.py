@@ -29,7 +29,7 @@ class Small(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.first(x).float()
-        return y @ y.t()  # in float32, as the author says; autocast rounds
+        return y @ y.t()  # in float32, as your code says; autocast rounds
 
 
 class Branching(Small):

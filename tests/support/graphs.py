@@ -8,7 +8,7 @@ The text has one line a node, with the type of its value; an op is one of ATen's
     cast: bf16[2, 3] = cast(linear, bf16)
     return cast
 
-`cast` is a cast that fxamp made, `to.dtype` one that the model's author wrote. Reading takes the types of inputs only;
+`cast` is a cast that fxamp made, `to.dtype` one in the user's code. Reading takes the types of inputs only;
 the others are computed, and writing computes them anew.
 """
 

@@ -74,7 +74,7 @@ def _for_other_sizes(dim: int, size: int) -> str:
         return "Convert again with that size."
     if dim == 0:
         return "Give an example batch of at least 2."
-    # Mostly a dimension of channels, of which the model takes one number only.
+    # This is usually a channel dimension, for which the model accepts only one size.
     return (
         "Pass a size of 1, or, if the model takes larger ones, convert with an example of at least 2 in that dimension."
     )
@@ -82,7 +82,7 @@ def _for_other_sizes(dim: int, size: int) -> str:
 
 @dataclass(frozen=True)
 class CallSpec:
-    """The signature of the original forward, the leaves of the example, and the containers of inputs and outputs.
+    """The signature of the original forward, the example's leaves, and the containers of inputs and outputs.
 
     Without example inputs (`in_spec` None) every given argument is one placeholder.
     """
@@ -145,7 +145,7 @@ class CallSpec:
         return [value for leaf, value in zip(self.leaves, flat, strict=True) if leaf.tensor]
 
     def _left_out(self, name: str) -> Any:
-        """Return the value of an argument that a call leaves out, and the example gave: its default, if baked."""
+        """Return the value of an argument that only the example gave: its default, if capture baked that."""
         if name in (self.var_positional, self.var_keyword):
             return () if name == self.var_positional else {}
         if name not in self.defaults:
@@ -211,7 +211,7 @@ class CallSpec:
         return values
 
     def guard_function(self) -> Callable[..., list[bool]] | None:
-        """Return a function of the flat tensors that says which guards hold; None when there are none."""
+        """Return a function of the flat tensors that returns which guards hold; None if there are no guards."""
         if not self.guards:
             return None
         namespace: dict[str, Any] = dict(GUARD_NAMES)
@@ -302,7 +302,7 @@ def refuse_unknown_container(value: Any, what: str) -> None:
 
 
 def flatten_outputs(output: Any) -> tuple[list[Any], tuple[tuple[int, Any], ...], Any]:
-    """Return the traced leaves of an output, its constant leaves with their positions, and its container."""
+    """Return an output's traced leaves, its constant leaves with their positions, and its container."""
     flat, spec = pytree.tree_flatten(output)
     traced = (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool, torch.fx.Proxy)
     for value in flat:

@@ -78,9 +78,9 @@ class Captured:
         constants: tensors and inner graphs that were lifted, by name.
         notes: sentences for the plan.
         state: the states of the model that it holds for.
-        without: the capture without autocast, if its ops differ from those of `graph`, which was captured under it.
+        without: the capture without autocast, if `graph` was captured under autocast because the ops differ.
         plain: whether the model runs without autocast too; if not, results cannot be compared, and O0 is refused.
-        grad_reads: lines where the program asked for the grad mode.
+        grad_reads: lines where the program read the grad mode.
         model: what was captured.
         left: the values that forward() left in other attributes, by "path.name".
     """

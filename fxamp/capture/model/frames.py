@@ -40,7 +40,7 @@ def kind(file: str) -> str:
 
 
 def caller(kinds: tuple[str, ...], depth: int = 1) -> FrameType | None:
-    """Return the innermost frame of these kinds, from `depth` frames above the function that asks."""
+    """Return the innermost frame of these kinds, starting `depth` frames above the calling function."""
     frame: FrameType | None = sys._getframe(depth + 1)
     while frame is not None and kind(frame.f_code.co_filename) not in kinds:
         frame = frame.f_back

@@ -16,7 +16,7 @@ from passes._torch import FakeTensor, longest_guard
 
 
 class TooMuch(Exception):  # noqa: N818 - a signal inside this package, not an error
-    """A capture exceeds its limit; the text says which one."""
+    """A capture exceeds one of its limits; the text names it."""
 
 
 @dataclass(frozen=True)

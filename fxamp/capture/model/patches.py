@@ -37,7 +37,7 @@ os.register_at_fork(after_in_child=_renew)
 
 @contextlib.contextmanager
 def capturing() -> Iterator[None]:
-    """Wait for a capture in another thread to end; none begins until this one has. Nests in one thread."""
+    """Inside this context only this thread captures; others wait for it to end. It can be nested."""
     global _owner
     lock = _lock
     with lock:

@@ -54,7 +54,7 @@ def refuse_modules(model: nn.Module, front_end: str) -> None:
 
 
 def overridden(kind: type[nn.Module]) -> list[str]:
-    """Return the methods that training code calls on a module and that the user, not a library, has overridden."""
+    """Return the methods called by training code that the user, not a library, has overridden in a class."""
 
     def author(method: str) -> str:
         return next(base.__module__ for base in kind.__mro__ if method in vars(base))
@@ -69,7 +69,7 @@ def loads_otherwise(kind: type[nn.Module]) -> bool:
 
 
 def _sets_every_flag(model: nn.Module) -> bool:
-    """Say whether `train` and `eval` only set flags, as torch.nn.Module's do, and may be lost."""
+    """Say whether `train` and `eval` only set flags, so that the converted module need not call an override."""
     asked = {p: p.requires_grad for p in model.parameters()}
     flags = []
     try:
@@ -87,7 +87,7 @@ def _sets_every_flag(model: nn.Module) -> bool:
 
 
 def _loads_itself(model: nn.Module) -> bool:
-    """Say whether a state that the model saves loads without the override, which then only serves other files."""
+    """Say whether a state that the model saves loads without change: then the override is only for other files."""
     tensors = {**dict(model.named_parameters()), **held(model)}
     before = {name: tensor.detach().clone() for name, tensor in tensors.items()}
     try:
@@ -131,8 +131,8 @@ def refuse_compiled(model: nn.Module) -> None:
             )
         if is_compiled_in_place(module):
             raise CaptureError(
-                f"{where} is compiled in place, by its compile(): it runs what was compiled, not its forward. Convert "
-                "the original model before that, or a copy of it (copy.deepcopy(model) is not compiled)."
+                f"{where} is compiled in place, by its compile(), so it runs compiled code and not its forward(). "
+                "Convert the original model before you compile it, or a copy (copy.deepcopy(model) is not compiled)."
             )
 
 
@@ -238,7 +238,7 @@ _ON_BEHALF = (
 
 
 def used_by_model() -> bool:
-    """Say whether the construct is used on behalf of a model, rather than by torch's own machinery."""
+    """Say whether a model uses the construct, and not torch's own machinery."""
     frame = frames.caller(("user", "nn", "torch"), 2)
     if frame is None:
         return False
@@ -273,8 +273,8 @@ def grad_mode_reads() -> Iterator[list[str]]:
 def untouched(model: nn.Module) -> Iterator[dict[str, Any]]:
     """Restore every module's attributes, parameters, buffers, children and plain containers, whatever happens inside.
 
-    Yields a dict that holds afterwards, by "path.name", the other values that attributes got, but not those of torch's
-    classes; a buffer is "path._buffers.name", without its value.
+    Yields a dict. Afterwards it holds the attributes that had changed, by "path.name", with the new values, but not
+    those of torch's classes; a buffer is "path._buffers.name", without its value.
     """
     saved = []
     for path, module in model.named_modules():

@@ -45,7 +45,7 @@ class Reads:
         opaque: paths of modules that run as they are.
         gradients: parameters whose `requires_grad` was read, by name, and where; "" for a computed value, which depends
             on all of them.
-        hooks: what forward() itself installs as hooks at its first call, by their names.
+        hooks: names of the hooks that forward() itself installs at its first call.
         inputs: whether inputs required gradients, by their place among the tensors, and where that was read.
     """
 
@@ -65,11 +65,11 @@ class Reads:
 
 
 class Recorder:
-    """Notes the reads of this thread while it is entered.
+    """Context manager that records what this thread reads.
 
     Args:
         model: model whose forward is called inside.
-        reads: takes what is read.
+        reads: where the reads are recorded.
         asked: called with the lines where `requires_grad` of a computed value is read, which depends on the grad mode
             too.
     """
@@ -79,7 +79,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def __call__(self, inputs: Sequence[torch.Tensor] = ()) -> Iterator[None]:
-        """Note what is read inside, where forward() is called with these tensors."""
+        """Record reads inside this context, in which forward() is called with these tensors."""
         modules = dict(self._model.named_modules())
         held = {(path, name): v for path, m in modules.items() for name, v in vars(m).items() if _looked_into(v)}
         kinds = {nn.Module, *map(type, held.values())}

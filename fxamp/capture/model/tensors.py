@@ -30,9 +30,9 @@ def held(model: nn.Module) -> dict[str, torch.Tensor]:
 
 @contextlib.contextmanager
 def kept(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Restore tensors, whatever happens inside: their contents, and their storage where `set_` gave another.
+    """Restore tensors, whatever happens inside: their contents, and their storage if `set_` replaced it.
 
-    A tensor that nothing wrote is not written here either.
+    A tensor that was not written inside is not written here.
     """
     saved = [(t, t.detach(), t.detach().clone()) for t in tensors if not t.is_meta]
     try:

@@ -32,7 +32,7 @@ class Change:
         field: name of the field that differs; "position" if the node moved in the model.
         before: the old value of the field; None for a new node.
         after: the new value of the field; None for a removed node.
-        nodes: keys of all nodes that this one line stands for, where they are several.
+        nodes: keys of all nodes that this line stands for, if there are several.
     """
 
     kind: Literal["added", "removed", "changed"]
@@ -110,7 +110,7 @@ def _merged(old: int, new: int, twin: Mapping[int, int]) -> Iterator[tuple[int |
 
 
 def _moved(before: Sequence[Item], after: Sequence[Item], pairs: Mapping[int, int]) -> dict[int, tuple[str, str]]:
-    """Return the old and new places of nodes that have moved to another module, or within the order."""
+    """Return the old and new places of nodes that have moved to another module, or in the order."""
     instead = corresponding(before, after, pairs)
     kept = in_order(sorted((old, new) for new, old in pairs.items()))
     out = {}
@@ -161,7 +161,7 @@ def by_rule(before: Plan, after: Plan, changes: Iterable[Change], ops: Mapping[s
 
 
 def _versions(before: Plan, after: Plan) -> str | None:
-    """Say between which versions of torch, or else of fxamp, two plans were made; None where these are the same."""
+    """Name the two versions of torch, or else of fxamp, that made two plans; None if they are the same."""
     old, new = (".".join(p.torch_version.split(".")[:2]) for p in (before, after))
     if old != new:
         return f"torch {old} to {new}"

@@ -224,7 +224,7 @@ def _plan_changes(before: Plan, after: Plan) -> Iterable[Change]:
 
 
 def _data(change: Change) -> dict[str, object]:
-    """Return a change as data; the keys of nodes where it stands for several."""
+    """Return a change as data, with the keys of its nodes if it stands for several."""
     data = asdict(change)
     if not change.nodes:
         del data["nodes"]

@@ -78,7 +78,7 @@ def of_graph(graph: Graph) -> list[Item]:
 
 
 def label(node: Node) -> str:
-    """Return the op of a node by its canonical name, in whatever dialect it is spelled."""
+    """Return the canonical name of a node's op, which is the same for all front ends."""
     if node.op.startswith("call") and node.op != "call_module":
         return ops.name(node)
     return f"{node.op} {node.target}" if node.op != "call_module" else f"call_module {_kind(node)}"
@@ -112,14 +112,14 @@ def _short_name(node: Node) -> str:
 
 
 def target_of(node: Node) -> str:
-    """Write the target without the addresses that a function's repr holds."""
+    """Return a call's target as text, without the address in the repr of a function."""
     if isinstance(node.target, str | OpOverload):
         return str(node.target)
     return f"{getattr(node.target, '__module__', '')}.{_short_name(node)}"
 
 
 def dtype_of(node: Node) -> str:
-    """Write the dtype of what a node gives, "None" if that is not known or no tensor."""
+    """Return the dtype of a node's result as text, "None" if it is unknown or the result is no tensor."""
     return _dtype(node.meta.get("val"))
 
 

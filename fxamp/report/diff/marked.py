@@ -45,14 +45,14 @@ class Marked:
 
 @dataclass
 class _Unit:
-    """One node of the original, or the nodes that it may have become."""
+    """One node of the original, or the nodes that conversion may have made of it."""
 
     label: str
     nodes: list[Node] = field(default_factory=list)
 
 
 def marked(original: GraphModule, converted: GraphModule) -> Marked:
-    """Write the code of a graph with marks of what it was converted to.
+    """Write the code of a graph, with marks that show how it was converted.
 
     Args:
         original: as it was traced or exported.
@@ -69,7 +69,7 @@ def marked(original: GraphModule, converted: GraphModule) -> Marked:
 
 
 def _units(graph: Graph, called: Sequence[str]) -> list[_Unit]:
-    """Return the user's nodes of a converted graph, those of one call of a module as one."""
+    """Return the units of the user's nodes in a converted graph; all nodes of one call of a module form one unit."""
     paths, inside = set(called), dict[str, list[_Unit]]()
     out = []
     for node in graph.nodes:
@@ -166,7 +166,7 @@ class _Writer:
         return out
 
     def _is_silent(self, node: Node, label: str) -> bool:
-        """Say whether a node without a counterpart needs none: a size, a module that does nothing, a part of one."""
+        """Say whether to leave out a missing node: a size, a module that does nothing, an item of a module's result."""
         part = label == "getitem" and node.all_input_nodes[0].op == "call_module"
         return part or _is_silent(label) or node.op in _NO_CALLS or node in self.sizes or _does_nothing(node)
 
@@ -204,7 +204,7 @@ class _Writer:
 
 
 def _computes(unit: _Unit) -> bool:
-    """Say whether a unit gives numbers that may be rounded, and is neither an input nor a parameter."""
+    """Say whether a unit computes floating values: whether it is a call, and not one that capture may leave out."""
     node = unit.nodes[0]
     value = node.meta.get("val")
     floating = isinstance(value, torch.Tensor) and value.is_floating_point()
@@ -232,7 +232,7 @@ def _sizes(graph: Graph) -> set[Node]:
 
 
 def _dtype(node: Node) -> str:
-    """Return the dtype of what a node gives; of several tensors, the one that they have."""
+    """Return the dtype of a node's result; of several tensors, the dtype that they share."""
     value = node.meta.get("val")
     if isinstance(value, (tuple, list)):
         found = {str(dtype).removeprefix("torch.") for dtype in map(dtypes_of, value)}
@@ -241,14 +241,14 @@ def _dtype(node: Node) -> str:
 
 
 class _Names(dict[Node, str]):
-    """The names that nodes have in the original; their own where they have none."""
+    """The names that nodes have in the original; a node that is not in it has its own name."""
 
     def __missing__(self, node: Node) -> str:
         return self.get(_source(node), node.name)
 
 
 def _written(node: Node) -> str:
-    """Write a node as a line of Python, near enough."""
+    """Write a node as a line of Python, approximately."""
     names = _Names()
     if node.op == "placeholder":
         return f"{node.name} = input"

@@ -46,7 +46,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Matching:
-    """The matched items, place before by place after, and whether the graphs are of one model at all."""
+    """The matched items (new place -> old place), and whether the two graphs are of one model at all."""
 
     pairs: dict[int, int]
     alike: bool
@@ -74,7 +74,7 @@ def match(before: Sequence[Item], after: Sequence[Item]) -> Matching:
 
 
 def corresponding(before: Sequence[Item], after: Sequence[Item], pairs: Mapping[int, int]) -> dict[str, str]:
-    """Return for each module before the one after that has most of its nodes; the one of its name, if that does too."""
+    """Map each old module to the new module with most of its nodes; on a tie, to the one of the same name."""
     votes: dict[str, Counter[str]] = {}
     for new, old in pairs.items():
         votes.setdefault(before[old].module, Counter())[after[new].module] += 1
@@ -94,7 +94,7 @@ def _readers(items: Sequence[Item]) -> list[tuple[int, ...]]:
 
 
 class _Matcher:
-    """The pairs found so far, place after -> place before."""
+    """The pairs found so far (new place -> old place)."""
 
     def __init__(self, before: Sequence[Item], after: Sequence[Item]) -> None:
         self.before, self.after = before, after
@@ -125,7 +125,7 @@ class _Matcher:
                 self.pair(old[token], new)
 
     def propagate(self) -> None:
-        """Follow the edges from every pair: operand by operand, and reader by reader where each has one such."""
+        """Follow the edges from every pair: operand by operand, and reader by reader if only one of its kind exists."""
         readers = _readers(self.before), _readers(self.after)
         work = list(self.pairs.items())
         while work:

@@ -14,7 +14,7 @@ _QUOTED = re.compile(r'[\\"]')
 
 
 def to_dot(nodes: Sequence[NodeRecord], model: str) -> str:
-    """Write nodes, and what they read of each other, in the DOT language."""
+    """Write a graph in the DOT language: the nodes, and which node reads which."""
     names = {(node.graph, node.key): f"n{place}" for place, node in enumerate(nodes)}
     lines = ["digraph fxamp {", '  node [shape=box, style="rounded,filled", fontname="sans-serif"]', "  newrank=true"]
     lines += _cluster(grown(nodes, model), names, itself="", depth=1)

@@ -17,7 +17,7 @@ _MARKDOWN = re.compile(r"[\\`|\[\]]")
 
 
 def visible(text: str) -> str:
-    """Return one line of text that a terminal shows as it is: what cannot be printed is written as its escape."""
+    """Return one line of text that is safe on a terminal: characters that cannot be printed are written as escapes."""
     shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
     for command, instead in _COMMANDS:
         shown = command.sub(instead, shown)
@@ -36,6 +36,6 @@ def lines(text: str) -> str:
 
 
 def as_json(text: str) -> str:
-    """Return JSON that means the same, where what cannot be printed is written as its escape."""
+    """Return equivalent JSON in which characters that cannot be printed are written as escapes."""
     shown = "".join(c if c.isprintable() or c == "\n" else json.dumps(c)[1:-1] for c in text)
     return re.sub(r"#(?=#(?:\[|vso\[))", r"\\u0023", shown)

@@ -12,7 +12,7 @@ MOST = 10
 
 
 def costliest(record: Record, nodes: Sequence[NodeRecord], most: int = MOST) -> list[tuple[str, ...]]:
-    """Return a row for each of the lines that cost most: first by the bytes of casts, then by those kept for backward.
+    """Return a row for each of the costliest lines, by the bytes of their casts, then by the bytes kept for backward.
 
     Args:
         record: record of the whole model; its outputs have a row of their own if all nodes are given.

@@ -59,7 +59,7 @@ def rows(branch: Branch, casts: bool, depth: int | None = None, prefix: str = ""
 
 
 def elsewhere(record: Record) -> list[tuple[str, int]]:
-    """Return the label and the number of casts that are in front of no node."""
+    """Return (label, number) for the casts that are in front of no node."""
     found = [("(outputs)", len(record.output_casts)), ("(other graphs)", record.casts_elsewhere)]
     return [(name, count) for name, count in found if count > 0]
 
@@ -93,7 +93,7 @@ def chosen(
     colours: Sequence[str] = (),
     reasons: Sequence[str] = (),
 ) -> list[NodeRecord]:
-    """Return the nodes that filters let pass: in one of the modules or below it, of an op, a colour, a reason code."""
+    """Return the nodes that pass all filters: by module (or one below it), op, colour and reason code."""
 
     def within(node: NodeRecord) -> bool:
         return any(node.module == m or node.module.startswith(f"{m}.") for m in modules)
@@ -112,7 +112,7 @@ def table(body: Sequence[tuple[str, ...]], style: str, width: int | None = None,
         body: the rows.
         style: as tabulate names it.
         width: width of the terminal; columns on the right that do not fit are left out. None for no limit.
-        unknown: the last columns, if they are empty; they are left out.
+        unknown: headers of the last columns if these are empty; they are left out.
     """
     known = len(HEADERS) - len(unknown)
     for columns in range(known, 0, -1):
@@ -130,5 +130,5 @@ def table(body: Sequence[tuple[str, ...]], style: str, width: int | None = None,
 
 
 def fits(text: str, width: int) -> bool:
-    """Say whether no line is wider than that."""
+    """Say whether no line of a text is wider than `width`."""
     return all(len(line) <= width for line in text.splitlines())

@@ -43,7 +43,7 @@ class Budget:
         """Read KEY=LIMIT.
 
         Raises:
-            PolicyError: it does not parse, or allows what would be no limit.
+            PolicyError: it cannot be parsed, or would limit nothing.
         """
         key, equals, limit = (part.strip() for part in text.partition("="))
         if key not in KEYS:
@@ -66,7 +66,7 @@ class Budget:
         return f"{self.key}={self.sign}{self.limit:g}{'%' * self.percent}"
 
     def broken(self, now: Mapping[str, float], before: Mapping[str, float] | None) -> str | None:
-        """Say how the totals break the budget, None where they keep it.
+        """Describe how the totals exceed the budget; return None if they do not.
 
         Args:
             now: the totals.

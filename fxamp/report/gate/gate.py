@@ -124,7 +124,7 @@ def check(
 
 
 class _NoLonger(Exception):  # noqa: N818 - a signal inside this file, not an error
-    """A plan with measured costs cannot be replayed any more."""
+    """A plan with measured costs can no longer be replayed."""
 
 
 def _made(make: Callable[[Plan | None], nn.Module], before: Plan | None, name: str) -> tuple[Plan, Record]:
@@ -140,7 +140,7 @@ def _made(make: Callable[[Plan | None], nn.Module], before: Plan | None, name: s
 
 
 def _places(record: Record, changes: Iterable[Change]) -> dict[str, Place]:
-    """Return where the user made the nodes that changed."""
+    """Return the user's lines that made the changed nodes."""
     places = {n.key: Place(n.file, n.line) for n in record.nodes if n.line}
     return {c.key: places[c.key] for c in changes if c.key in places}
 
@@ -154,7 +154,7 @@ def _committed(plan: str, update: bool) -> Plan | None:
 
 
 def _machine(plan: Plan, name: str) -> Machine | None:
-    """Return the machine by whose facts a plan was made; None for this one, as in plans that do not say."""
+    """Return the machine whose facts a plan uses; None for this machine, or if the plan names none."""
     found = Machine.parse(plan.machine) if plan.machine else None
     if plan.machine and found is None:
         raise PlanError(
@@ -164,10 +164,10 @@ def _machine(plan: Plan, name: str) -> Machine | None:
 
 
 def _difference(before: Plan, now: Plan, name: str, update: bool) -> GraphDiff:
-    """Return what changed, totals too.
+    """Return the changes, also of totals.
 
     Raises:
-        PlanError: nearly every node did, so the plan is of another model.
+        PlanError: nearly every node has changed, so the plan is of another model.
     """
     found = diff(before, now)
     old, new = len(before.decisions), len(now.decisions)

@@ -18,7 +18,7 @@ _SHOWN = 200  # changes of a target
 
 
 def to_junit(outcomes: Sequence[Outcome]) -> str:
-    """Write a suite for each target, with a test of its plan and one for every budget that is not kept.
+    """Write a suite for each target: a test for its plan, and one for every budget that is exceeded.
 
     Raises:
         FxampError: the library that writes the format is not installed.

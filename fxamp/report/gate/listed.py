@@ -24,7 +24,7 @@ _SIGNS = {"added": "+", "removed": "-", "changed": "!"}
 
 
 def _label(change: Change) -> str:
-    """Return the name that a report has for the changed field."""
+    """Return the name of the changed field in reports."""
     if change.field == "casts" and change.key != PLAN_KEY:
         return "casts"
     return _LABELS.get(change.field, change.field)
@@ -70,6 +70,6 @@ def _said(change: Change) -> str:
 
 
 def _telling(changes: Sequence[Change]) -> list[Change]:
-    """Leave out a change of the dtype under autocast that equals the change of the dtype the node runs in."""
+    """Leave out a change of autocast's dtype if the dtype that the node runs in has changed likewise."""
     own = {(c.before, c.after) for c in changes if c.field == "colour"}
     return [c for c in changes if c.field != "autocast_dtype" or (c.before, c.after) not in own]

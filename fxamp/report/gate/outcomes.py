@@ -88,7 +88,7 @@ def _annotations(outcome: Outcome) -> Iterable[str]:
 
 
 def _command(name: str, message: str, **properties: str) -> str:
-    """Write one workflow command, so that nothing in a name can end it or begin another."""
+    """Write one workflow command, escaped so that no name in it can end it or begin another."""
     given = ",".join(f"{key}={_escaped(value, property=True)}" for key, value in properties.items())
     return f"::{name}{' ' * bool(given)}{given}::{_escaped(message)}"
 

@@ -48,7 +48,7 @@ class PrecisionPlan:
         self, model: nn.Module, args: Any = None, kwargs: Any = None, *, policy: Policy | str = "O1",
         basename: str | None = None,
     ) -> None:  # fmt: skip
-        """Fail the test where decisions, casts or totals of a model are not as in the committed plan.
+        """Fail the test if decisions, casts or totals of a model differ from the committed plan.
 
         Args:
             model: to be converted and read, not run; or a module that `fxamp.convert` returned, read as it is.
@@ -77,7 +77,7 @@ class PrecisionPlan:
             pytest.fail(f"{said}\nIf that is intended, write a new plan with pytest {OPTION}", pytrace=False)
         path.parent.mkdir(parents=True, exist_ok=True)
         with_totals(make(None))[0].save(path)
-        pytest.fail(f"wrote {shown}, to be read and committed; before that\n{said}", pytrace=False)
+        pytest.fail(f"wrote {shown}: read it and commit it. Before that:\n{said}", pytrace=False)
 
     def _claimed(self, name: str) -> Path:
         """Return the path of a file that belongs only to this test."""
@@ -110,7 +110,7 @@ def _changed(shown: str, make: Callable[[Plan | None], nn.Module], path: Path) -
 
 
 def file_name(name: str) -> str:
-    """Return a name that every file system takes: only word characters, no device of Windows, not too long."""
+    """Make a file name for every file system: of word characters, not too long, and no device name of Windows."""
     plain = re.sub(r"\W", "_", unicodedata.normalize("NFC", name)) or "_"
     if _DEVICES.fullmatch(plain):
         plain += "_"

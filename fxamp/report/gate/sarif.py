@@ -78,7 +78,7 @@ class Location(_Shape, frozen=True):
 
 
 class Result(_Shape, frozen=True):
-    """One changed decision, or one budget that is not kept."""
+    """One changed decision, or one budget that is exceeded."""
 
     rule_id: str
     level: Level

@@ -30,7 +30,7 @@ class Share:
 
     @property
     def said(self) -> str:
-        """Return the shares as words."""
+        """Return the shares as text."""
         return f"{self.low:.0f} % low, {self.fp32:.0f} % FP32"
 
 

@@ -171,7 +171,7 @@ def _drawn(graph: _Graph, module: str, words: str, runs: Sequence[_Run]) -> View
 
 
 def _joined(graph: _Graph, runs: Sequence[_Run], boxes: dict[object, Box]) -> dict[tuple[object, object], str]:
-    """Return which box reads which, and the cast between, if any; adds boxes for values from other modules."""
+    """Return the edges between boxes, with the casts on them; add boxes for values from other modules."""
     boxed = {place: at for at, (_, places) in enumerate(runs) for place in places}
     readings = {(read.value, at) for place, at in boxed.items() for read in graph.nodes[place].reads}
     readers = Counter(value for value, _ in readings)

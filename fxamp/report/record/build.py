@@ -27,7 +27,7 @@ _NONE = Size()
 
 
 def record_of(given: Plan | ConvertedModule) -> Record:
-    """Return the record of a converted module; or of a plan, from which sizes and the places of casts are not known."""
+    """Return the record of a converted module; or of a plan, without sizes and the places of casts."""
     plan = given if isinstance(given, Plan) else given.plan
     parts = _parts(given) if isinstance(given, ConvertedModule) else {}
     sized = bool(parts) and all(part.sizes is not None for part in parts.values())
@@ -62,7 +62,7 @@ class _Part:
 
 
 def _parts(module: ConvertedModule) -> dict[int, _Part]:
-    """Return every graph of the plan that is no body of another, by its number."""
+    """Return every graph of the plan, by its number, except bodies of other graphs."""
     firsts = [int(state.partition(":")[0]) for state in module.plan.states] or [0]
     decided = {d.key for d in module.plan.decisions}
     parts: dict[int, _Part] = {}
@@ -87,7 +87,7 @@ def _sizes(module: GraphModule, **how: Any) -> dict[Node, Size] | None:
 
 
 def _autocast(module: ConvertedModule) -> tuple[str, torch.dtype] | None:
-    """Return the autocast to compare a module with; None if the model is elsewhere or nothing is rounded."""
+    """Return the autocast to compare a module with; None if the model is on another device or nothing is rounded."""
     policy = module.plan.policy
     if policy.dtype is None or policy.device is None or not policy.level.rounds:
         return None
@@ -118,7 +118,7 @@ def _node(d: Decision, part: _Part, seen: set[Node]) -> NodeRecord:
 
 
 def _original(node: Node | None, part: _Part) -> str:
-    """Return the dtype that a node gives without mixed precision, "" where it is not known or there is none."""
+    """Return the dtype of a node's result without mixed precision, "" if it is unknown or there is none."""
     size = (part.fp32 or {}).get(node, _NONE) if node is not None else _NONE
     return size.dtypes[0] if size.dtypes else ""
 
@@ -143,7 +143,7 @@ def _cast(cast: Node, part: _Part) -> Cast:
 
 
 def _bytes(sizes: dict[Node, Size], node: Node) -> int:
-    """Return what an inserted cast reads and writes; 0 for any other node, and for one that changes no dtype."""
+    """Return the bytes that an inserted cast reads and writes; 0 for other nodes and for casts to the same dtype."""
     if not is_inserted(node) or dtype(node) == dtype(node.all_input_nodes[0]):
         return 0
     return sizes[node].read_bytes + sizes[node].bytes
@@ -162,7 +162,7 @@ def _relative(file: str) -> str:
 
 
 def _saved(decided: Iterable[tuple[Decision, _Part]], variant: str) -> int | None:
-    """Return what the nodes keep for backward without mixed precision, or under autocast."""
+    """Return the bytes that nodes keep for backward without mixed precision, or under autocast."""
     total = 0
     for decision, part in decided:
         sizes: dict[Node, Size] | None = getattr(part, variant)

@@ -17,11 +17,11 @@ from .record import Read
 
 
 def named(graph: Graph, inputs: Sequence[str]) -> dict[Node, str]:
-    """Return what every input, parameter, buffer and call of a graph is called.
+    """Return the name of every input, parameter, buffer and call of a graph.
 
     Args:
         graph: graph of a converted module.
-        inputs: what the user calls the inputs, in their order; empty if that is not known.
+        inputs: the user's names of the inputs, in order; empty if they are unknown.
     """
     placeholders = graph.find_nodes(op="placeholder")
     given = inputs if len(inputs) == len(placeholders) else [str(node.target) for node in placeholders]

@@ -186,7 +186,7 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.totals.casts - listed if self.has_casts else 0
 
     def to_json(self) -> str:
-        """Write the record, the same text for the same record."""
+        """Write the record as JSON; equal records give equal texts."""
         return json.dumps(msgspec.to_builtins(self), indent=1, ensure_ascii=False) + "\n"
 
     @classmethod
@@ -194,7 +194,7 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Read a record strictly.
 
         Raises:
-            PlanError: it is not one; says where.
+            PlanError: it is not a record; the message says where.
         """
         try:
             made: Record = msgspec.convert(strictly(text, name, "record"), cls)

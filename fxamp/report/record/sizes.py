@@ -57,7 +57,7 @@ class SizeError(FxampError):
 def sizes_of(
     module: GraphModule, casts: bool = True, autocast: tuple[str, torch.dtype] | None = None
 ) -> dict[Node, Size]:
-    """Return what every node costs.
+    """Return the costs of every node.
 
     Args:
         module: a graph whose placeholders have the example's shapes and dtypes in `meta["val"]`.
@@ -102,7 +102,7 @@ def _hint(size: Any) -> Any:
 
 
 class _Walk(Interpreter):
-    """Runs every node, and notes what it cost."""
+    """Runs every node, and records its costs."""
 
     def __init__(self, module: GraphModule, mode: FakeTensorMode, casts: bool) -> None:
         super().__init__(module)

@@ -34,7 +34,7 @@ class CompileSettings:
         dynamic: As `torch.compile` takes it.
         fullgraph: As `torch.compile` takes it; the loss function is in the graph.
         cuda_graph: Whether Inductor is asked to capture CUDA graphs of what it compiles.
-        captures: Whether it can: there is CUDA.
+        captures: Whether Inductor can do that: whether there is CUDA.
     """
 
     backend: dynamo.Inner | dynamo.Backend = "inductor"
@@ -57,7 +57,7 @@ class CompileSettings:
 
     @property
     def fuses(self) -> bool:
-        """Whether the inner backend makes kernels of its own, and does not only trace, as torch's "eager" ones do."""
+        """Whether the inner backend generates kernels, while torch's "eager" backends only trace."""
         backend = self.inner.backend
         return not (isinstance(backend, str) and "eager" in backend)
 

@@ -37,7 +37,7 @@ class Region:
             name: What the function computes.
             function: A plain function, without a closure.
             settings: What compiles it.
-            given: Options of `torch.compile`, in the place of those in the settings.
+            given: Options of `torch.compile`, which replace those in the settings.
         """
         self.name = name
         self.settings = settings
@@ -59,7 +59,7 @@ class Region:
         self._run = torch.compile(own, backend=backend, **how)
 
     def __call__(self, *args: Any) -> Any:
-        """Run the function, compiled where it is not yet.
+        """Run the function; compile it first if it is not compiled yet.
 
         Raises:
             Exception: An error of the function, or of compiling it; the latter gets a note with the way out.

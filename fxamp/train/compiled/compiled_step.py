@@ -42,7 +42,7 @@ class CompiledStep:
 
     @property
     def cuda_graph(self) -> str:
-        """The outcome of the CUDA graph that was asked for; "" if none was."""
+        """What became of the requested CUDA graph; "" if none was requested."""
         if not self.settings.cuda_graph:
             return ""
         skipped = [reason for region in self.regions for reason in region.uncaptured]

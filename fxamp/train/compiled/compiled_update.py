@@ -122,7 +122,7 @@ def update_region(
         optimizers: Those that have gradients.
         live: The parameters of each that have gradients.
         states: The tensors of each one's state.
-        inverse: 1 / the loss scale, None without loss scaling.
+        inverse: 1 / loss scale, None without loss scaling.
         nothing_kept: Not 0 if every micro-batch was left out.
         max_grad_norm: The norm to which all gradients together are clipped.
 

@@ -47,7 +47,7 @@ def _replaced(
 
 
 class Constants:
-    """The numbers of optimizers that a graph has as constants. If a scheduler changed one, that would recompile."""
+    """The numbers of optimizers that a graph has as constants. A change recompiles the graph."""
 
     def __init__(self) -> None:
         self._known: list[dict[str, Any]] = []

@@ -18,7 +18,8 @@ from passes.ops import ops
 
 
 def recompute_weight_casts(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
-    """Mark the casts of parameters in one of Dynamo's graphs, as torch's checkpointing marks what is recomputed."""
+    """Mark casts of parameters in a graph of Dynamo's as torch's checkpointing does, so that backward recomputes
+    them."""
     for node, value in zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=False):
         if isinstance(value, nn.Parameter):
             for user in node.users:

@@ -18,13 +18,13 @@ from .shards import agree, groups_of, is_spread
 
 
 class Ranks:
-    """The ranks that share one model and its optimizers, and what they do together; a single rank does nothing.
+    """The ranks that train one model together, and what they exchange; a single rank exchanges nothing.
 
     Attributes:
         replicas: The parts of the model that exchange gradients in backward.
         groups: The groups of ranks that the model's parameters are spread over, or their gradients exchanged in.
         spread: Whether parameters are spread over ranks.
-        apart: Names of the other trained parameters that no replica exchanges gradients of.
+        apart: Names of the other trained parameters, whose gradients no replica exchanges.
     """
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
@@ -43,7 +43,7 @@ class Ranks:
 
     @property
     def decide_apart(self) -> bool:
-        """Whether ranks may have different gradients, and have to ask each other whether all are finite."""
+        """Whether gradients may differ between ranks, which then have to agree whether all are finite."""
         if not self.groups:
             return False
         return bool(self.apart) or any(map(communication_hook, self.replicas))
@@ -59,7 +59,7 @@ class Ranks:
         return max((dist.get_world_size(replica.process_group) for replica in self.replicas), default=1)
 
     def seen(self, count: int) -> int:
-        """Return how many micro-batches all replicas together have processed; every rank has to call this."""
+        """Return the number of micro-batches that all replicas together have processed; every rank has to call this."""
         counts = [torch.tensor(float(count), device=next(r.parameters()).device) for r in self.replicas[:1]]
         for replica, total in zip(self.replicas, counts, strict=False):
             dist.all_reduce(total, group=replica.process_group)
@@ -67,7 +67,7 @@ class Ranks:
         return count
 
     def sum(self, numbers: Tensor) -> Tensor:
-        """Sum up numbers, in place, over the ranks of each group, and return them."""
+        """Sum numbers over the ranks of each group, in place, and return them."""
         for group in self.groups:
             dist.all_reduce(numbers, group=group)
         return numbers

@@ -62,7 +62,7 @@ def _refuse_gathered(module: nn.Module, where: str, weights: str) -> None:
 
 
 def _read_otherwise(module: ConvertedModule, dtype: torch.dtype) -> str:
-    """Return the first trained parameter that a graph uses other than by a cast to this dtype, "" if none."""
+    """Return the first trained parameter that a graph uses without a cast to this dtype, "" if there is none."""
     for variant in module.variants:
         for node in variant.graph.find_nodes(op="get_attr"):
             owner, _, name = str(node.target).rpartition(".")

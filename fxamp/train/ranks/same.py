@@ -24,7 +24,7 @@ _POLL = 0.01  # seconds
 
 
 def compare(ours: Mapping[str, object], groups: Sequence[Any], model: nn.Module) -> None:
-    """Exchange settings with the ranks of some groups, and of their groups; refuse to continue if they differ.
+    """Exchange settings with the ranks of some groups, and of those ranks' groups; raise an error if they differ.
 
     Args:
         ours: Settings by name; what is compared is their `repr`.
@@ -85,7 +85,7 @@ def _wait_for(store: Any, rank: int, place: str, step: str, ranks: list[int], un
 
 
 def _partners(store: Any, step: str) -> list[list[int]] | None:
-    """Return the groups with which a rank takes a step, None if the rank has not come to that step."""
+    """Return the groups with which a rank takes a step, None if the rank has not reached that step."""
     return json.loads(store.get(step)) if store.check([step]) else None
 
 
@@ -98,7 +98,7 @@ def _refuse_others(groups: Mapping[int, Sequence[list[int]]]) -> None:
 
 
 def _digest(model: nn.Module) -> str:
-    """Return what replicas and shards of one model have in common: the names and the whole shapes of parameters."""
+    """Return a hash of what all replicas and shards of a model share: the parameters' names and unsharded shapes."""
     shapes = [(name, tuple(p.shape)) for name, p in model.named_parameters()]
     return hashlib.sha256(repr(shapes).encode()).hexdigest()[:16]
 

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 
 def is_spread(tensor: Tensor) -> bool:
-    """Say whether a tensor is a DTensor, without importing what not every build of torch has."""
+    """Say whether a tensor is a DTensor, without an import that some builds of torch lack."""
     return hasattr(tensor, "device_mesh")
 
 
 @torch.no_grad()
 def local(tensor: Tensor) -> Tensor:
-    """Return the part of a tensor that this rank has, in the same memory; a plain tensor as it is."""
+    """Return the part of a tensor that this rank has, without a copy; return a plain tensor itself."""
     spread: Any = tensor
     return spread.to_local() if is_spread(tensor) else tensor
 
@@ -42,7 +42,7 @@ def groups_of(tensors: Iterable[Tensor]) -> list[Any]:
 
 
 def agree(flags: Tensor, groups: Iterable[Any]) -> Tensor:
-    """Make each number, in place, the largest that a rank of the groups has, and return them."""
+    """Set each number, in place, to its maximum over the ranks of the groups, and return them."""
     for group in groups:
         dist.all_reduce(flags, dist.ReduceOp.MAX, group=group)
     return flags

@@ -39,7 +39,7 @@ class Event(NamedTuple):
     culprit: str | Culprits = ""
 
     def read(self) -> ScaleEvent:
-        """Return the event with its numbers, and wait for them where need be."""
+        """Return the event with its numbers, and wait for the device if they are still there."""
         found = self.found_infs
         skipped = found if isinstance(found, bool) else any(t.item() for t in found)
         culprit = self.culprit if isinstance(self.culprit, str) else self.culprit.first()
@@ -47,10 +47,10 @@ class Event(NamedTuple):
 
 
 class Culprits:
-    """Which of several gradients hold an inf or a NaN, on any rank that has a part of them, as flags on the device."""
+    """Flags on the device that say which gradients hold an inf or a NaN, on any rank that has a part of them."""
 
     def __init__(self, gradients: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Look at gradients, each with the name of its parameter; nothing is read from the device."""
+        """Check gradients, each given with the name of its parameter; nothing is read from the device."""
         self._names: list[str] = []
         self._flags: torch.Tensor | None = None
         flags: list[torch.Tensor] = []
@@ -64,25 +64,25 @@ class Culprits:
             self._flags = agree(torch.stack([flag.to(flags[0].device) for flag in flags]), groups_of(found))
 
     def all(self) -> list[tuple[str, str]]:
-        """Return those that are not finite, each with what is in it: "inf", "NaN", or both."""
+        """Return (name, kind) for each gradient that is not finite; the kind is "inf", "NaN", or both."""
         flags: list[tuple[float, float]] = [] if self._flags is None else self._flags.tolist()
         kinds = {(1.0, 0.0): "inf", (0.0, 1.0): "NaN", (1.0, 1.0): "inf and NaN"}
         return [(name, kinds[inf, nan]) for name, (inf, nan) in zip(self._names, flags, strict=True) if inf or nan]
 
     def first(self) -> str:
-        """Return the first one with what is wrong with it, "" where all are finite."""
+        """Return the first such gradient with its kind as text, "" if all are finite."""
         return next((f"{name} ({kind})" for name, kind in self.all()), "")
 
 
 class SkipsInARow:
-    """How many updates in a row were skipped, counted when it is asked for."""
+    """The number of updates in a row that were skipped, computed only when it is read."""
 
     def __init__(self, known: int = 0) -> None:
         self._known = known
         self._unread: list[list[torch.Tensor]] = []
 
     def add(self, found_infs: bool | Sequence[torch.Tensor]) -> None:
-        """Count one more update: whether it was skipped, or what says so on the device."""
+        """Count one more update, given whether it was skipped, as a bool or as a flag on the device."""
         if isinstance(found_infs, bool):
             self._known = self.read() + 1 if found_infs else 0
             self._unread.clear()
@@ -90,11 +90,11 @@ class SkipsInARow:
             self._unread.append(list(found_infs))
 
     def reaches(self, count: int) -> bool:
-        """Say whether that many updates in a row were skipped; wait for the device only if that is possible at all."""
+        """Say whether so many updates in a row were skipped; wait for the device only if there were so many updates."""
         return self._known + len(self._unread) >= count and self.read() >= count
 
     def read(self) -> int:
-        """Return the number; what is on the device is read at once."""
+        """Return the number; flags that are still on the device are read in one transfer."""
         unread, self._unread = self._unread, []
         if unread:
             device = unread[0][0].device if unread[0] else torch.device("cpu")

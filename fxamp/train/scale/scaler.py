@@ -353,7 +353,7 @@ class LossScaler(torch.amp.GradScaler):
             raise ScaleCollapseError(self._collapse_message(states))
 
     def _count_skips(self, states: Sequence[dict[str, Any]]) -> None:
-        """Count the update if anyone asks for the number of skips in a row."""
+        """Count the update if a setting needs the number of skips in a row, or if its flags were read already."""
         if self._extensions.hysteresis > 1 or all("overflowed" in state for state in states):
             self._in_a_row.add(any(_overflowed(state) for state in states))
         elif self._extensions.max_skips is not None:
@@ -473,7 +473,7 @@ class LossScaler(torch.amp.GradScaler):
         return None if _overflowed(optimizer_state) else optimizer.step(*args, **kwargs)
 
     def _forget_step(self) -> None:
-        """Forget what was unscaled and stepped since the last update, for a step that failed half way."""
+        """Forget what was unscaled and stepped since the last update, after a step that failed halfway."""
         if self._enabled:
             self._per_optimizer_states.clear()
 
@@ -491,7 +491,7 @@ class LossScaler(torch.amp.GradScaler):
     def _collapse_message(self, states: Sequence[dict[str, Any]]) -> str:
         optimizers = [state["optimizer"] for state in states if _found_infs([state])]
         bad = Culprits(self._gradients(optimizers)).all()
-        shown = ", ".join(f"{name} ({kind})" for name, kind in bad[:3]) or "unknown, their gradients are gone already"
+        shown = ", ".join(f"{name} ({kind})" for name, kind in bad[:3]) or "unknown: their gradients are gone already"
         more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
         if any("NaN" in kind for _, kind in bad):
             hint = "A NaN seldom comes from the loss scale: look for bad data, 0/0 or log(0) in the model and the loss."

@@ -27,7 +27,7 @@ class Extensions(NamedTuple):
     max_skips: int | None
 
     def check(self) -> Extensions:
-        """Return self, or raise a PolicyError that names a setting that cannot be used."""
+        """Return self, or raise a PolicyError that names an invalid setting."""
         if not isinstance(self.dynamic, bool):
             raise PolicyError(f"dynamic must be True or False, got {self.dynamic!r}")
         if self.min_scale is not None:

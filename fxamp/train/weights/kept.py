@@ -27,14 +27,14 @@ class KeptCast:
     It casts again if the weight is another object than before, was written to, or moved. An edit through `.data`
     leaves no trace in a tensor, and is not seen before the cast is forgotten.
 
-    Where `torch.compile` traces it, the graph reads what it keeps, an input, and gives the gradient to the weight.
+    In code that `torch.compile` traces, the kept copy is an input of the graph, and its gradient goes to the weight.
 
     Args:
         cast: What the graph calls: `cast(weight, dtype)`.
         name: Its name in generated code.
 
     Attributes:
-        place: Where the next window's copy goes, if many are made by one launch.
+        place: Memory for the next window's copy, if many copies are made by one launch.
     """
 
     def __init__(self, cast: Callable[[Tensor, torch.dtype], Tensor], name: str) -> None:
@@ -79,15 +79,15 @@ class KeptCast:
         return None if self._low is None else self._low.detach()
 
     def give(self, low: Tensor | None) -> None:
-        """Set the graph input, which `make_ready` returned, that the code traced next by `torch.compile` reads.
+        """Set the graph input, which `make_ready` returned, for the code that `torch.compile` traces next.
 
-        The input is an argument, and is not read from this object: AOTAutograd's cache knows inputs by their source,
-        and globals of generated code have no name that another process would know.
+        It is passed as an argument, since AOTAutograd's cache identifies inputs by their source: this object, as a
+        global of generated code, would have another name in each process.
         """
         self._input, self._used = low, False
 
     def _given(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the input, as `torch.compile` traces it."""
+        """Return the graph input while `torch.compile` traces."""
         if self._input is None:
             return self._cast(weight, dtype)
         return torch.ops.fxamp.kept_cast(weight, self._input)  # type: ignore[no-any-return]
@@ -119,7 +119,7 @@ class KeptCast:
 
 
 class _Kept(torch.autograd.Function):
-    """A kept cast, read without another copy: the gradients of all reads are summed in FP32, as those of casts are."""
+    """Reads a kept cast without a copy; gradients of several reads are summed in FP32, like those of several casts."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, low: Tensor) -> Tensor:

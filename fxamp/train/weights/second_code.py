@@ -35,7 +35,7 @@ def graphs_of(module: ConvertedModule) -> list[Graph]:
 
 @contextlib.contextmanager
 def running(module: ConvertedModule, codes: Sequence[SecondCode]) -> Iterator[None]:
-    """Inside this context, a converted module runs another code for each of its graphs."""
+    """Inside this context, a converted module runs other code for each of its graphs."""
     own: dict[int, Callable[..., Any]] = module.functions
     module.functions = {at: code.run for at, code in enumerate(codes)}
     try:
@@ -85,7 +85,7 @@ def _code(graph: Graph) -> Callable[..., Any]:
 
 
 def weight_casts(module: ConvertedModule, graph: Graph) -> Iterator[Node]:
-    """Yield the casts that fxamp made of what is, or was, a parameter."""
+    """Yield the casts that fxamp inserted for parameters, also for values that are no longer parameters."""
     for node in graph.nodes:
         if is_inserted(node) and node.op == "call_function" and node.args[0].op == "get_attr":
             owner, _, name = str(node.args[0].target).rpartition(".")
@@ -96,7 +96,7 @@ def weight_casts(module: ConvertedModule, graph: Graph) -> Iterator[Node]:
 def same_cast(module: ConvertedModule, cast: Node) -> Hashable:
     """Return a key that is equal for casts that make the same tensor of the same weight.
 
-    It holds for the module as it is now. If a shared weight becomes two later, the cast is made for each in turn.
+    It is for the module's present weights. If a shared weight becomes two later, the cast is made for each in turn.
     """
     return id(_weight(module, cast)), cast.args[1], CAST if cast.target is cast_weight else cast.target
 

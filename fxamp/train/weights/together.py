@@ -30,8 +30,8 @@ class Place:
     A backward that comes after the copy was freed, or made again, raises an error of torch.
 
     Attributes:
-        weight: What was cast.
-        low: What was made of it.
+        weight: The weight that was cast.
+        low: Its copy in the low dtype.
         filled: Whether it holds the weight, as it was when it was filled.
     """
 
@@ -48,7 +48,7 @@ class Place:
         self.low.data, self.filled = self.low.new_empty(0), False
 
     def fits(self) -> bool:
-        """Say whether the weight still has the shape, dtype and device that the place was made for."""
+        """Say whether the weight still has the shape, dtype and device for which the place was made."""
         return _like(self.weight) == self._like
 
     def make_room(self) -> Tensor:

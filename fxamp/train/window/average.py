@@ -16,10 +16,10 @@ from .microbatches import KeptMicroBatches
 
 
 class Mean(NamedTuple):
-    """The micro-batches whose mean the gradients of a window are.
+    """The number of micro-batches over which the gradients of a window are averaged.
 
     Attributes:
-        kept: How many micro-batches, of all ranks that have a replica of the model.
+        kept: That number, over all ranks that have a replica of the model.
         nothing: Not 0, on the device, if `kept` is 0; None if it cannot be 0.
         overflow: Not 0, on the device, where a micro-batch was left out; None where none can be.
     """
@@ -38,7 +38,7 @@ def average(
     *,
     in_backward: bool,
 ) -> Mean:
-    """Make gradients the mean over micro-batches, before they are unscaled, so that the check for inf sees the outcome.
+    """Make gradients the mean over micro-batches, before they are unscaled, so that the check for inf sees the means.
 
     Args:
         optimizers: Optimizers whose gradients are averaged; the gradients of each micro-batch are divided by

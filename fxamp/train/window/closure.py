@@ -54,7 +54,7 @@ def step_by_closure(optimizer: Optimizer, scaler: LossScaler, run: Callable[[], 
         scaler: Loss scaler of the window.
         run: Runs the window's micro-batches forward and backward, from gradients of None, with the loss scale in
             them; returns their loss, without it.
-        ranks: Who has to agree that gradients are finite.
+        ranks: The ranks that have to agree whether gradients are finite.
     """
     before = [p.detach().clone() for p in parameters(optimizer)]
     state = copy.deepcopy(optimizer.state_dict())
@@ -104,7 +104,7 @@ def run_window(
         loss_fn: As `fxamp.train.window.loss.loss_of` takes it.
         micro_batches: Inputs and target of each.
         scaler: Loss scaler of the window.
-        ranks: Who exchanges gradients.
+        ranks: The ranks that exchange gradients.
         share: Micro-batches of a rank, in the mean of all that exchange gradients.
         in_backward: Whether they do so in the last backward, or after it, since not all may have seen as many.
     """

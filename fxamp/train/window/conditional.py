@@ -94,7 +94,7 @@ def step_where_finite(optimizer: Optimizer, found_inf: Tensor) -> bool | Tensor:
 
 @torch.no_grad()
 def step_and_take_back(optimizer: Optimizer, found_inf: Tensor) -> None:
-    """Step, and put back what the step changed where `found_inf` is not 0. Every state has to be there already."""
+    """Step, and undo the step if `found_inf` is not 0. The optimizer's whole state must exist already."""
     live = [p for p in parameters(optimizer) if p.grad is not None]
     before = {p: p.clone() for p in live}
     states = {p: {k: v.clone() for k, v in optimizer.state[p].items() if isinstance(v, Tensor)} for p in live}

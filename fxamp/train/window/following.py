@@ -21,13 +21,14 @@ def follow(
     """Let each scheduler step if its optimizer did, and each average take in the weights if any did.
 
     Args:
-        held_back: Whether each optimizer was held back; waited for, if anything follows it.
+        held_back: Whether each optimizer was held back. The host waits for these flags only if something depends on
+            them.
         model: Model whose weights are averaged.
         schedulers: Schedulers, each of one of the optimizers, which may have had no gradients.
         averages: Averages of the model.
 
     Returns:
-        `held_back`, of plain bools where it was waited for.
+        `held_back`, as plain bools if the host has waited.
     """
     if not schedulers and not averages:
         return held_back

@@ -18,7 +18,7 @@ LossFunction = Callable[..., torch.Tensor]
 
 
 def loss_of(model: nn.Module, loss_fn: LossFunction | None, inputs: Any, target: Any) -> torch.Tensor:
-    """Call the model, and the loss function on what it returns.
+    """Call the model, and then the loss function on the model's output.
 
     Args:
         model: Called as `model(inputs)`, `model(*inputs)` for a tuple, `model(**inputs)` for a mapping.

@@ -28,5 +28,5 @@ class OnTheWay:
 
 
 def begin(flag: bool | Tensor) -> bool | Tensor | OnTheWay:
-    """Begin to copy a flag to the host, where it is on an accelerator; one on the host is returned as it is."""
+    """Begin to copy a flag from an accelerator to the host; a flag on the host is returned itself."""
     return OnTheWay(flag) if isinstance(flag, Tensor) and flag.device.type != "cpu" else flag

@@ -20,7 +20,7 @@ from .result import HeldBack
 
 
 class Update(NamedTuple):
-    """Which optimizers stepped, of those that had gradients, and the norm of the gradients if it was asked for."""
+    """Which optimizers stepped, of those that had gradients, and the norm of the gradients if it was requested."""
 
     held_back: Mapping[Optimizer, HeldBack]
     grad_norm: Tensor | None
@@ -44,7 +44,7 @@ def take_step(
         scaler: Loss scaler of the window; its scale is in the gradients.
         optimizers: Those that have gradients.
         max_grad_norm: The norm to which all gradients together are clipped; None neither clips nor measures.
-        ranks: Who has to agree on it.
+        ranks: The ranks that have to agree on the flags.
         nothing_kept: Not 0, on the device, if every micro-batch was left out.
         overflow: Not 0, on the device, where the scale backs off though the optimizers may step.
         followed: Whether the host will ask which optimizers stepped. The answers are then sent there before the steps.
@@ -79,7 +79,7 @@ def take_step(
 def _step_scaled(scaler: LossScaler, optimizer: Optimizer, followed: bool) -> HeldBack:
     begun: list[HeldBack] = []
     with contextlib.ExitStack() as stack:
-        if followed:  # when the hook runs, the flag is computed and no kernel of the step launched
+        if followed:  # when the hook runs, the flag has been computed, and no kernel of the step launched
             hook = optimizer.register_step_pre_hook(lambda *_: begun.append(begin(scaler.held_back(optimizer))))
             stack.callback(hook.remove)
         if not is_fused(optimizer) and can_be_taken_back(optimizer):

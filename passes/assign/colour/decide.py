@@ -40,7 +40,7 @@ def site_of(state: State, node: Node, name: str, floats: Iterable[ops.Operand]) 
 
 
 def decide(state: State, site: Site) -> Colouring | None:
-    """Return the dtype that a node runs in, and why; None for a node on which nothing is decided."""
+    """Return the dtype that a node runs in, and why; None if there is nothing to decide."""
     if site.row.cast:
         return user_cast(state, site)
     told = _first((_under_autocast, _as_read), state, site)
@@ -55,7 +55,7 @@ def _first(deciders: Iterable[Decider], state: State, site: Site) -> Colouring |
 
 
 def _under_autocast(state: State, site: Site) -> Colouring | None:
-    """Give an autograd function the operand dtypes that it has under autocast; its outputs then are autocast's too."""
+    """Give the operands and outputs of an autograd function the dtypes that they have under autocast."""
     if not note_of(site.node).under_autocast:
         return None
     seen = {(o.name, o.index): _under_it(state, o.node) for o in site.floats}
@@ -124,7 +124,7 @@ def _outside_autocast(state: State, site: Site) -> Colouring | None:
 
 
 def _beside_float64(state: State, site: Site) -> Colouring | None:
-    """Run no op low that has a float64 operand; an op that autocast casts to FP32 is still cast if it reads low."""
+    """Leave an op with a float64 operand as it is, unless it is an FP32 op that also reads low values."""
     held = {state.dtypes[o.node] for o in site.floats}
     if torch.float64 not in held or (site.kind == FP32 and not held.isdisjoint(LOW_DTYPES)):
         return None
@@ -165,7 +165,7 @@ def _region(state: State, node: Node) -> Region | None:
 
 
 def _moves_written(state: State, site: Site) -> bool:
-    """Say whether a node passes on storage that is written somewhere."""
+    """Say whether the result of a node shares storage that some node writes."""
     return may_alias(site.node) and state.aliases.is_mutated(site.node)
 
 

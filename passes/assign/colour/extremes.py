@@ -33,7 +33,7 @@ _ONE: tuple[tuple[str, ...], ...] = (("float",), ("first",))  # the output is on
 def note_buffers(graph: Graph, attribute: Callable[[str], Any]) -> None:
     """Note which values are buffers or constants, and the number in a 0-dim one.
 
-    A fill value is mostly a literal, and sometimes such a tensor. `attribute` resolves the target of a get_attr.
+    A fill value is usually a literal, but it may be such a tensor. `attribute` resolves the target of a get_attr.
     """
     for node in graph.nodes:
         value = attribute(str(node.target)) if node.op == "get_attr" else None
@@ -123,7 +123,7 @@ class Extremes:
         return found[0] if filled else None
 
     def _range(self, node: Node, found: list[float], passed: list[Node]) -> None:
-        """Find values made from numbers out of range, and the values to which other ops pass these numbers on."""
+        """Find values made from literals out of range, or from other values that have such numbers."""
         extreme = [x for x in found if is_extreme(x, self.low)]
         read = [n for n in passed if n in self.values and n not in self._tiny]
         if extreme or read:
@@ -132,7 +132,7 @@ class Extremes:
                 self.lowest.add(node)
 
     def _is_scaled(self, name: str, operands: list[Node], found: list[float]) -> bool:
-        """Say whether a range of numbers is brought into [-1, 1]."""
+        """Say whether an op scales a range of numbers into [-1, 1]."""
         largest = self._largest.get(operands[0]) if len(operands) == len(found) == 1 else None
         if largest is None:
             return False
@@ -140,7 +140,7 @@ class Extremes:
 
 
 def _passed_on(row: Rule, name: str, operands: list[Node]) -> list[Node]:
-    """Return the operand whose numbers a call passes on as they are."""
+    """Return the operand whose numbers a call returns unchanged."""
     moves = row.commutes != "" or row_named(name).cast or name == "getitem"
     return operands[:1] if moves else []
 

@@ -58,7 +58,7 @@ def _without_kernel(state: State, site: Site) -> Colouring:
 
 
 def _low(state: State, site: Site) -> Colouring:
-    """Colour a `low` op low, unless user casts brought all operands up, or all hold numbers that do not fit low."""
+    """Colour a `low` op low, unless the user upcast all operands, or all hold numbers out of the low range."""
     floats, low = site.floats, site.low
     cast = [o for o in floats if castable(state, o, site.row, low)]
     if not cast:
@@ -74,7 +74,7 @@ def _low(state: State, site: Site) -> Colouring:
 
 
 def _is_position(state: State, site: Site) -> bool:
-    """Say whether a product has only buffers and integers as operands, among them numbers out of low range."""
+    """Say whether a product reads only buffers and integers, some of them out of the low range."""
     extremes, values = state.extremes, [o.node for o in site.floats]
     return all(n in extremes.fixed for n in values) and any(n in extremes.values for n in values)
 
@@ -127,7 +127,7 @@ def _like(state: State, reference: Node) -> Colouring:
 
 
 def _unknown(state: State, site: Site) -> Colouring:
-    """Colour an op without a rule, as the policy says."""
+    """Colour an op without a rule, according to the policy's `unknown_ops`."""
     if state.policy.unknown_ops == "error":
         raise PolicyError(
             f"{_where(site)} has no rule: register one with fxamp.register_rule, or choose Policy(unknown_ops='keep')."

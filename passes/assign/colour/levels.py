@@ -40,7 +40,7 @@ def by_level(policy: Policy, site: Site, extreme: bool) -> str:
 
 
 def _is_relieved(node: Node, row: Rule, device: str, low: Any) -> bool:
-    """Say whether low does no harm to a sensitive op: it rounds once, and low has the range that it needs."""
+    """Say whether a sensitive op is safe in low: it rounds only once, and low has the range that it needs."""
     if row.sensitive == "range" and low is not torch.bfloat16:
         return False
     return rounds_once(node, row.name, device, low)

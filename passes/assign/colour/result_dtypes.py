@@ -20,7 +20,7 @@ from .state import State, first_float
 
 
 def result_dtypes(state: State, node: Node, colouring: Colouring) -> Any:
-    """Return the output's dtypes; where nothing was cast, the node runs in the dtype torch's promotion gives."""
+    """Return the output's dtypes. If nothing was cast, torch's promotion decides what the node runs in."""
     name = ops.name(node)
     if colouring.kind == "cast":
         return colouring.dtype
@@ -43,7 +43,7 @@ def result_dtypes(state: State, node: Node, colouring: Colouring) -> Any:
 
 
 def _unified(state: State, node: Node, colouring: Colouring) -> Any:
-    """Cast all floats to the widest when the op rejects the dtypes it would get, else to FP32, else as captured."""
+    """Cast all floats to the widest dtype; if the op rejects it, to FP32; else to the captured dtypes."""
     floats = [o for o in ops.operands(node) if state.dtypes[o.node] in ELIGIBLE]
     if not floats:
         return state.original[node]

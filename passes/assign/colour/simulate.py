@@ -62,7 +62,7 @@ class Simulation(State):
         return {n: held[n] for n in values}
 
     def _beside_autocast(self, value: Node) -> Any:
-        """Return the dtype of an output that is read under autocast: the wider of its own and autocast's."""
+        """Return the dtype of an output that is read under autocast: its dtype here or autocast's, if that is wider."""
         held: Any = note_of(value).low_of_its_own or self.dtypes[value]
         autocast: Any = self.reference.get(value)
         both = held in ELIGIBLE and autocast in ELIGIBLE
@@ -82,9 +82,9 @@ class Simulation(State):
         return len(self.pinned) > self._pinned_before
 
     def _parted(self, members: Sequence[Node]) -> bool:
-        """Say whether casts would separate values that share a written storage, or join values that do not."""
+        """Say whether casts would end, or begin, the sharing of a storage that is written."""
         held = {self.dtypes.get(m) for m in members}
-        # Without shapes the dtype of `y.to(x.dtype)` is unknown; at run time the cast may be no copy, but y itself.
+        # Without shapes the dtype of `y.to(x.dtype)` is unknown; at run time the cast may return y itself.
         unknown = any(self.dtypes.get(m) is ANY and not is_opaque(m) for m in members)
         changed = any(self.dtypes.get(m) != self.original.get(m) for m in members)
         if len(held & {*ELIGIBLE}) > 1 or (unknown and changed):  # a cast to or from 64 bits is a copy at every level
@@ -92,7 +92,7 @@ class Simulation(State):
         return any(self._no_copy_any_more(m) or self._saved_and_written(m) for m in members)
 
     def _would_copy(self, members: Sequence[Node]) -> list[Node]:
-        """Return values, low only beyond O1, whose dtype turns a cast that did nothing (`x.type_as(y)`) into a copy."""
+        """Return the values that are low only beyond O1, and so turn a cast that did nothing into a copy."""
         references = [self.casts.reference(m) for m in members if self.aggressive and row_of(m).cast]
         known = [r for r in references if r is not None and self.original[r] == self.reference.get(r)]
         return [_indexed(r) for r in known if self.dtypes[r] != self.original[r]]
@@ -106,7 +106,7 @@ class Simulation(State):
         return copied and bool(self.dtypes[value] == self.dtypes[node])
 
     def _saved_and_written(self, value: Node) -> bool:
-        """Say whether a value that is low beyond O1 is written after a read that would make a copy under autocast."""
+        """Say whether a value that is low beyond O1 is written after a read that makes a copy under autocast."""
         if not self.aggressive or self.autocast or self.dtypes[value] not in LOW:
             return False
         if self.reference.get(value) != torch.float32:
@@ -170,7 +170,7 @@ class Simulation(State):
         return any(colouring.casts.get((o.name, o.index), self.dtypes[o.node]) in LOW for o in floats)
 
     def _learn(self, node: Node, name: str) -> None:
-        """Pass on what is known about the operands: upcast by the user, or out of the low dtype's range."""
+        """Derive from the operands whether the result was upcast by the user, or is out of the low range."""
         row = lookup(name, self.device, self.low)[0]
         self.extremes.visit(node, name, row, self.dtypes)
         if not is_floating(self.dtypes[node]):
@@ -181,7 +181,7 @@ class Simulation(State):
 
 
 def _indexed(value: Node) -> Node:
-    """Return the container that an item was taken from, or the value itself: an item has no colour of its own."""
+    """Return the container that an item was taken from, or the value itself, since only the container has a colour."""
     while row_named(ops.name(value)).asks == "item" and isinstance(value.args[0], Node):
         value = value.args[0]
     return value

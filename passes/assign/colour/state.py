@@ -26,10 +26,10 @@ class Site:
     Attributes:
         node: the call.
         name: its op.
-        row: the row of that.
-        kind: the kind by which it is coloured: that of the row on the device, until something else decides.
-        floats: its floating operands, and those of which nothing is known.
-        low: the low dtype here, which an autocast region of the model's own may choose.
+        row: the row of that op.
+        kind: the kind by which it is coloured: at first that of the row on the device.
+        floats: its floating operands, and those of unknown dtype.
+        low: the low dtype here; an autocast region in the model's code may choose another one.
     """
 
     node: Node
@@ -50,15 +50,15 @@ class State:
     Attributes:
         autocast: decide as torch's dispatcher does under autocast, and nothing else.
         stacks: the modules that each node was made in.
-        border: what holds at the edges of the graph.
+        border: the dtypes at the edges of the graph.
         aggressive: the level goes beyond autocast.
         pinned: representatives of alias sets that must stay FP32; they are kept from one run to the next.
         colours: the decisions so far.
-        dtypes: the dtype of every value; that of the original where the run has not come yet.
-        reference: the dtypes that autocast gives the values, where another run has found them.
-        upcast: values the user has upcast, and moves of them.
+        dtypes: the dtype of every value; the original one for values that the run has not reached.
+        reference: the dtypes that autocast gives the values, if an earlier run has found them.
+        upcast: values that the user has upcast, and results of ops that only move them.
         extremes: values that the low dtype cannot hold.
-        tried: which calls were found to have a low kernel; only of this graph, so that no plan depends on another.
+        tried: whether calls of this graph have a low kernel; not shared, so that no plan depends on another.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class State:
 
 
 def first_float(dtypes: Any) -> torch.dtype | None:
-    """Return a value's dtype where that is floating; of a container, that of the first such item."""
+    """Return the dtype if it is floating, or the first floating one of a container; else None."""
     if isinstance(dtypes, tuple):
         return next((d for d in map(first_float, dtypes) if d is not None), None)
     return dtypes if isinstance(dtypes, torch.dtype) and dtypes.is_floating_point else None

@@ -68,7 +68,7 @@ class Casts:
         self.original = original
 
     def baked(self, node: Node) -> torch.dtype | None:
-        """Return the dtype that capture wrote into the node, None when it reads it at run time."""
+        """Return the dtype that capture wrote into the node, None if the node reads a dtype at run time."""
         return literal_dtype(node)
 
     def read(
@@ -78,9 +78,9 @@ class Casts:
 
         Args:
             node: a cast.
-            dtypes: dtypes of the values before it.
-            observed: the dtype that capture under autocast saw it take, where there was one.
-            exact: autocast's values are wanted; else more values may be low here than under autocast.
+            dtypes: the dtypes of the values that come before the cast.
+            observed: the dtype that the cast took in a capture under autocast, if there was one.
+            exact: values must be those of autocast; else more of them may be low.
         """
         value: Any = node.args[0]
         held = dtypes.get(value)

@@ -30,7 +30,7 @@ def apply_cut(low_side: set[Variable], simulation: Simulation, uses: Uses, costs
         low_side: the free nodes that are stored low.
         simulation: what was decided so far, changed in place.
         uses: what each reader needs.
-        costs: what the cut was chosen by, for the reasons.
+        costs: the costs that the cut minimised; reasons name them.
     """
     before, low = dict(simulation.dtypes), simulation.low
     for node in uses.free:

@@ -37,7 +37,7 @@ INFINITY = float("inf")
 
 @dataclass(frozen=True)
 class Net:
-    """One tensor and its readers: casting it costs `cost`, once per direction.
+    """One tensor and its readers, which share a cast of it; casts up and casts down are counted separately.
 
     Attributes:
         tensor: the variable that produces it, or LOW or FP32 if its dtype is fixed.
@@ -202,7 +202,7 @@ def _add_net(graph: nx.DiGraph[Hashable], net: Net, i: int) -> None:
 
 
 def _reaching(sink: Hashable, residual: nx.DiGraph[Hashable]) -> set[Hashable]:
-    """Return what can still reach the sink: of all minimum cuts the FP32 side with the fewest values."""
+    """Return the vertices that can still reach the sink: the smallest FP32 side of all minimum cuts."""
     found, front = {sink}, [sink]
     while front:
         w = front.pop()
@@ -214,13 +214,13 @@ def _reaching(sink: Hashable, residual: nx.DiGraph[Hashable]) -> set[Hashable]:
 
 
 def _infinite(graph: nx.DiGraph[Hashable], tail: Hashable, head: Hashable) -> None:
-    """Make an edge that no cut may sever, whatever capacity it had."""
+    """Make an edge that no cut may sever, or remove the capacity of an existing one."""
     graph.add_edge(tail, head)
     graph.edges[tail, head].pop("capacity", None)
 
 
 def _edge(graph: nx.DiGraph[Hashable], tail: Hashable, head: Hashable, capacity: Cost) -> None:
-    """Add a capacity; parallel edges add up. No capacity at all is infinity to networkx."""
+    """Add a capacity; parallel edges add up. To networkx an edge without a capacity is infinite."""
     if capacity == INFINITY:
         _infinite(graph, tail, head)
         return

@@ -47,7 +47,7 @@ def free_nodes(simulation: Simulation, grad: frozenset[Node]) -> dict[Node, None
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A node that has a colour, and what is known of it.
+    """A node that has a colour, and its properties.
 
     Attributes:
         read: all its operands.
@@ -83,7 +83,7 @@ def _passes(checks: tuple[Check, ...], simulation: Simulation, node: Node, grad:
 
 
 def _has_an_open_kind(c: _Candidate) -> bool:
-    """Its kind leaves the dtype open; for a matrix product that is so only at O2, with measured costs."""
+    """Its kind leaves the dtype open; the kind of a matrix product does so only at O2 with measured costs."""
     policy = c.simulation.policy
     measured = policy.level.weighs and policy.cost == "measured"
     product = measured and c.colouring.kind == LOW and c.colouring.reason.code == Code.LOW
@@ -121,7 +121,7 @@ def _reads_a_float(c: _Candidate) -> bool:
 
 
 def _has_no_low_weights(c: _Candidate) -> bool:
-    """It reads no low weights, which a norm takes only beside a low input."""
+    """It reads no low weights; a norm takes those only if its input is low too."""
     return not any(o.name in c.row.uncast and d == c.simulation.low for o, d in zip(c.floats, c.held, strict=True))
 
 
@@ -156,7 +156,7 @@ _BEYOND_AUTOCAST: tuple[Check, ...] = (_is_not_sensitive, _gives_what_it_reads, 
 
 
 def _rounds_nothing(c: _Candidate) -> bool:
-    """It is FP32 only by autocast's list, over low values, in a kernel that computes in FP32; or it moves values."""
+    """It only moves values; or it is FP32 by autocast's list, reads low, and its low kernel computes in FP32."""
     if c.colouring.kind != FP32:
         return _only_moves(c)
     known = facts_of(c.node, c.simulation.device, c.simulation.low)
@@ -164,12 +164,12 @@ def _rounds_nothing(c: _Candidate) -> bool:
 
 
 def _sums_gradients_as_asked(c: _Candidate) -> bool:
-    """If it is stored low, several readers share the cast, and their gradients are summed in low."""
+    """Storing it low lets readers share a cast and sum gradients in low, which the policy must allow."""
     return c.simulation.policy.share_casts == "always" or not c.grad or len(c.node.users) <= 1
 
 
 def _only_moves(c: _Candidate) -> bool:
-    """It only moves values, and each of its numbers is the same in low: rounding before it and after it is the same."""
+    """It only moves values, and low holds its literals exactly: rounding before and after it is the same."""
     moves = c.row.commutes == "both" or (c.row.commutes == "forward" and not c.grad)
     if not moves or c.colouring.casts or _lets_a_number_pass(c) or (c.grad and _broadcasts(c)):
         return False

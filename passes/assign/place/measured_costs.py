@@ -27,7 +27,7 @@ ROUND_TRIPS = 4  # of a cast; a single one would be lost in the time that a back
 
 
 class MeasuredCosts:
-    """Nanoseconds on the device at hand. What cannot be measured is estimated from its bytes."""
+    """Costs in nanoseconds on the present device. Ops that cannot be measured are estimated by their bytes."""
 
     least, measured = "takes the least time", True
 
@@ -78,7 +78,7 @@ class MeasuredCosts:
         return _call(round_trips, (self._filler(value, torch.float32, node in self.grad), self.low), {})
 
     def _filler(self, value: Any, dtype: Any, grad: bool) -> Any:
-        """Return a Filler for a tensor, also inside a container, and the number that a symbolic one was."""
+        """Return a Filler for a tensor, also inside a container, and for a symbolic number its example value."""
         if isinstance(value, (list, tuple)):
             return [self._filler(v, None, grad) for v in value]
         if isinstance(value, Tensor):

@@ -85,7 +85,7 @@ def place(
 
 
 def _costs(device: str, low: torch.dtype, grad: frozenset[Node], symbolic: bool, timer: Timer | None) -> Costs:
-    """Return what placements are compared by."""
+    """Return the costs by which placements are compared."""
     if symbolic:
         return UnitCosts()
     return ByteCosts(device, grad) if timer is None else MeasuredCosts(device, low, grad, timer)

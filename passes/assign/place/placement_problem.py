@@ -51,9 +51,9 @@ def _imply(problem: Problem, node: Node, simulation: Simulation, uses: Uses) -> 
 def price(problem: Problem, simulation: Simulation, uses: Uses, costs: Costs, grad: frozenset[Node]) -> None:
     """Fill in what everything costs: each free node on both sides, and a net for each value that may need a cast.
 
-    Of placements that cost the same, the one that rounds the fewest results is the cheapest. With bytes or unit costs,
-    an op whose result leaves the graph in FP32 costs the same on both sides: only a cast before it and a cast after it
-    are compared, and a cast after it would have rounded a result for nothing.
+    Of placements that cost the same, the one that rounds the fewest results is the cheapest. Without measured costs, an
+    op whose result leaves the graph in FP32 costs the same on both sides. Running it low would move fewer bytes, but it
+    would only round a result that is then cast back to FP32.
     """
     sides = [_run(node, dtype, uses) for node in uses.free for dtype in (simulation.low, torch.float32)]
     nets = {n: ends for n in simulation.graph.nodes if (ends := _net(n, simulation, uses)) is not None}
@@ -69,7 +69,7 @@ def price(problem: Problem, simulation: Simulation, uses: Uses, costs: Costs, gr
 
 
 def _rounds(node: Node) -> bool:
-    """Say whether an op rounds what it computes: one that only moves values does not."""
+    """Say whether an op rounds its result; an op that only moves values does not."""
     row = rule(ops.name(node))
     return ops.name(node) != "getitem" and (row is None or row.commutes == "")
 
@@ -102,7 +102,7 @@ def _net(node: Node, simulation: Simulation, uses: Uses) -> tuple[Variable, ...]
 
 
 def _side(reader: Node, where: Place, simulation: Simulation, uses: Uses) -> Variable | None:
-    """Return the variable, or the fixed side, that a reader needs its operand on; None when it does not matter."""
+    """Return the variable, or the fixed side, that sets the dtype a reader needs; None if any dtype will do."""
     if uses.follows(reader, where):
         return reader
     if reader not in simulation.colours and reader.op != "output":
@@ -114,7 +114,7 @@ def _side(reader: Node, where: Place, simulation: Simulation, uses: Uses) -> Var
 def _is_promoted(node: Node, simulation: Simulation, uses: Uses) -> bool:
     """Say whether the only reader of a value promotes it by itself, so that at most the gradient needs a cast.
 
-    It does if another operand is an FP32 tensor, but not if it is a number.
+    The reader does so if another operand is an FP32 tensor with at least one dimension.
     """
     read = uses.readers[node]
     if len(read) != 1 or not row_of(read[0][0]).promotes_inside:

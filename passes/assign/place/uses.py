@@ -21,7 +21,7 @@ class Uses:
     Attributes:
         free: the nodes whose dtype is open.
         readers: for each value, who reads it, and at which operand.
-        needs: the dtype that each operand of a node must have for the node as it is now.
+        needs: the dtype that each operand of a node must have, given the node's present dtype.
     """
 
     def __init__(self, simulation: Simulation, free: Mapping[Node, None]) -> None:

@@ -43,9 +43,8 @@ class Rule:
         casts_out: The kernel casts its result to the dtype of `out=`; other kernels reject an `out=` of another dtype.
         dtype_arg: The op has a `dtype=` argument; if it is given, it wins over the rule.
         converts_first: The op converts its first operand to `dtype=`, if given, before it computes.
-        never_narrows: The same, but the op raises an error if `dtype=` is narrower.
-        exact: Changing `dtype=` changes the numbers by more than rounding, since the op draws, sums or divides in that
-            dtype.
+        never_narrows: Like `converts_first`, but the op raises an error if `dtype=` is narrower.
+        exact: Another `dtype=` changes the numbers by more than rounding, since the op draws, sums or divides in it.
         out: The dtype of each output for floating operands: "float" (the dtype the op ran in), "first" (that of the
             first floating operand), "bool", "int" (64 bits), "integer" (a width that arguments decide), "complex". If
             overloads differ in the number of outputs, the longer tuple; () if no tensor is returned.
@@ -75,9 +74,9 @@ class Rule:
             the distance from zero and from one.
         holds_eps: The kernel holds its eps in FP32, whatever the dtypes of its operands.
         in_norm: What it may be in a norm or a softmax that is written by hand: "arithmetic", "statistic", "quotient"
-            (it may divide by one), "reciprocal", "logarithm", "exponential".
+            (it may divide by a statistic), "reciprocal", "logarithm", "exponential".
         no_low: Devices without a low kernel for the op; devices that share their lists lack it too.
-        no_low_for: The same on every device, for some arguments.
+        no_low_for: Arguments for which it lacks a low kernel on every device.
         no_low_backward: Its low kernel is for the forward only, as torch's own tests say.
         tries_low: Whether it has a low kernel depends on the machine or on arguments, so it is tried.
         accumulates: For some arguments it sums or multiplies many values into one; ("",) for all.
@@ -87,7 +86,7 @@ class Rule:
             original), or "entered" (with the dtypes that its operands have here, if it is called only here).
         operands_at: Where in its arguments the operands of a body that is entered begin.
         recomputed: Its body runs once more in backward.
-        switches: The mode that its body runs in is another one: "grad" or "autocast".
+        switches: The mode that it switches for its body: "grad" or "autocast".
         known: False for an op that neither the table nor torch nor a user knows.
         since: The torch version that brought the op or put it on a list, where versions differ.
         until: The torch version that took it away.
@@ -171,7 +170,7 @@ _SEVERAL = frozenset(f.name for f in fields(Rule) if f.default == () or f.name =
 
 
 def of(names: str, **columns: Any) -> Entry:
-    """Return an entry of a group: ops that have the same columns beside those of the whole group."""
+    """Return an entry of a group: names of ops, and columns that they have in addition to those of the group."""
     return names, columns
 
 
@@ -182,7 +181,7 @@ def group(cpu: str, cuda: str, reason: str, *entries: str | Entry, **shared: Any
         cpu: Kind on a CPU.
         cuda: Kind on CUDA.
         reason: Why.
-        *entries: Names of ops, by themselves or `of` them.
+        *entries: Names of ops, or what `of` returns.
         **shared: Columns that all of them have. Words of a column that holds several are separated by spaces.
     """
     split = [(e, {}) if isinstance(e, str) else e for e in entries]

@@ -47,7 +47,7 @@ class Recurrent(nn.Module):
 
 
 class Net(Recurrent):
-    """A region and a write too, and a function of the author's."""
+    """It also has a region, a write, and a function of the user's."""
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():

@@ -123,9 +123,9 @@ def test_the_wide_value_stays_for_its_other_readers() -> None:
 @pytest.mark.parametrize(
     ("middle", "last", "kinds"),
     [
-        ("cast(x, f32)", "to.dtype(wide, bf16)", "the second is the author's"),
-        ("to.dtype(x, f32)", "cast(wide, bf16)", "the first is the author's"),
-        ("to.dtype(x, f32)", "to.dtype(wide, bf16)", "both are the author's"),
+        ("cast(x, f32)", "to.dtype(wide, bf16)", "the second is the user's"),
+        ("to.dtype(x, f32)", "cast(wide, bf16)", "the first is the user's"),
+        ("to.dtype(x, f32)", "to.dtype(wide, bf16)", "both are the user's"),
     ],
 )
 def test_a_round_trip_with_a_users_cast_stays(middle: str, last: str, kinds: str) -> None:
@@ -430,7 +430,7 @@ def _loss(gm: GraphModule) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (("cast(x, f32)", "to.dtype(x, f32)"), "the author's cast"),
+        (("cast(x, f32)", "to.dtype(x, f32)"), "the user's cast"),
         (("y: f32[2, 3]", "y: f32[]"), "a scalar does not promote"),
         (("y: f32[2, 3]", "y: bf16[2, 3]"), "nothing promotes"),
         (("add.Tensor(wide, y)", "add.Tensor(wide, wide)"), "read twice"),
@@ -477,7 +477,7 @@ def test_a_reduction_takes_the_dtype_instead_of_a_cast(call: str, narrow: str, l
 @pytest.mark.parametrize(
     ("call", "type_"),
     [
-        ("sum(wide, dtype=f64)", "f64[]"),  # the author's own
+        ("sum(wide, dtype=f64)", "f64[]"),  # the user's own
         ("softmax.int(wide, 1)", "f32[2, 3]"),  # casts inside
         ("cumsum(wide, 1)", "f32[2, 3]"),  # its gradient would be summed in low
         ("prod(wide)", "f32[]"),  # casts in backward instead

@@ -124,7 +124,7 @@ def colours(module: fxamp.ConvertedModule, start: int = 1, stop: int = -3) -> di
 
 
 def activation_casts(module: fxamp.ConvertedModule) -> list[torch.dtype]:
-    """Return the dtypes that values other than parameters are cast to, by us or the author, in order."""
+    """Return the dtypes that values other than parameters are cast to, by fxamp or the user, in order."""
     to = [n for n in module.graph.nodes if n.op == "call_function" and ops.name(n) in ("to", "type_as")]
     return [n.meta["val"].dtype for n in to if n.args[0].op != "get_attr"]
 
@@ -184,7 +184,7 @@ class _Call(nn.Module):
 
 
 class LlamaNorm(nn.Module):
-    """The norm of Llama: upcast by the author, restored before the weight."""
+    """The norm of Llama: upcast by the user, restored before the weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -199,7 +199,7 @@ class LlamaNorm(nn.Module):
 
 
 class T5Norm(LlamaNorm):
-    """The norm of T5: the variance alone is upcast by the author."""
+    """The norm of T5: the variance alone is upcast by the user."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         variance = hidden.to(torch.float32).pow(2).mean(-1, keepdim=True)

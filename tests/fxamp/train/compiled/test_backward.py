@@ -55,7 +55,7 @@ class LargeGradients(nn.Module):
 
 
 class ExactWithin(nn.Module):
-    """A matrix product that its author keeps in FP32, of values that BF16 would round."""
+    """A matrix product that the user keeps in FP32, of values that BF16 would round."""
 
     low = torch.bfloat16
 
