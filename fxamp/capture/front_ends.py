@@ -21,7 +21,8 @@ from . import capture_fx, export
 from .model.call import CallSpec, both
 from .model.captured import Autocast, Captured
 from .model.dims import NOT_ABOUT_THE_MODEL, Dims
-from .model.preflight import grad_mode_reads, refuse_assigned, refuse_constructs, untouched
+from .model.drawn import refuse_drawn_numbers
+from .model.preflight import grad_mode_reads, refuse_assigned, refuse_constructs, refuse_kept_results, untouched
 from .model.reads import Reads, Recorder
 from .model.tensors import held, kept
 from .relate import relate, settle
@@ -104,7 +105,10 @@ def _export(
     model: nn.Module, call: CallSpec, flat: list[Any], dims: Dims, autocast: Autocast | None, reads: Reads
 ) -> Captured:
     try:
-        with kept(held(model).values()), refuse_constructs("export"), untouched(model), grad_mode_reads() as asked:
+        with (
+            kept(held(model).values()), refuse_constructs("export"), refuse_drawn_numbers("export"), untouched(model),
+            grad_mode_reads() as asked,
+        ):  # fmt: skip
             gm, spec, changed = dims.try_each(
                 lambda d, limit: export.export(model, call, flat, d, autocast, limit, Recorder(model, reads, asked))
             )
@@ -114,6 +118,7 @@ def _export(
         if autocast is None:
             _refuse_inputs(model, call, flat)
         raise NotFaithfulError(export.explain(model, e)) from e
+    refuse_kept_results(changed, "export")
     reads.assigned |= set(changed)
     graph, constants = export.normalise(gm, model)
     lifted = {id(c) for c in constants.values()}
@@ -129,9 +134,11 @@ def by_fx(model: nn.Module, call: CallSpec, flat: list[Any], reads: Reads) -> Ru
 
     def run() -> Captured:
         with (
-            kept(held(model).values()), refuse_constructs("fx"), untouched(model) as changed, grad_mode_reads() as asked
+            kept(held(model).values()), refuse_constructs("fx"), refuse_drawn_numbers("fx"),
+            untouched(model) as changed, grad_mode_reads() as asked,
         ):  # fmt: skip
             graph, spec, leaves, constants = capture_fx.trace(model, call, flat, Recorder(model, reads, asked))
+        refuse_kept_results(changed, "fx")
         reads.assigned |= set(changed)
         for path, leaf in leaves.items():
             reads.add_opaque(path, leaf)

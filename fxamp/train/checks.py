@@ -53,6 +53,19 @@ def warn_of_fp32(step: TrainStep) -> None:
     )  # fmt: skip
 
 
+def warn_of_eval(step: TrainStep) -> None:
+    """Say that a model trains in eval mode, whenever it was switched to that: it may have been left so by mistake."""
+    if step._training is step.model.training:
+        return
+    step._training = step.model.training
+    if not step.model.training:
+        logger.warning(
+            "fxamp: TrainStep trains %s in eval mode: dropout is off and statistics of batch norms stay. Call train() "
+            "on the module that the step was given; that of its original does not switch a converted module.",
+            type(step.model).__name__,
+        )
+
+
 def refuse_cleared(step: TrainStep) -> None:
     """Raise PolicyError if there were gradients after the last micro-batch of the window, and there are none now."""
     if step._accumulated and not has_gradients(step):

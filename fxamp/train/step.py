@@ -26,7 +26,7 @@ from passes.contract.errors import NotAModuleError, PolicyError
 
 from ..dynamo import compiled
 from . import checkpoint
-from .checks import begin, has_gradients, refuse_cleared, warn_of_fp32
+from .checks import begin, has_gradients, refuse_cleared, warn_of_eval, warn_of_fp32
 from .compiled.compile_settings import refuse_unfit, settings_of
 from .compiled.compiled_step import CompiledStep
 from .describe import reasons_to_wait
@@ -171,6 +171,7 @@ class TrainStep:
         self.windows = 0
         self._position = 0  # micro-batches of the open window seen so far
         self._accumulated = False  # whether these micro-batches left gradients
+        self._training = True  # the model's mode at the last micro-batch
         self._given_scale: float | None = None  # scale given for the open window
         self._window_scaler = self.scaler
         self._window_scale: float | torch.Tensor | None = None
@@ -279,6 +280,7 @@ class TrainStep:
         """Run forward and backward; gradients are those of the window so far."""
         begin(self)
         refuse_cleared(self)
+        warn_of_eval(self)
         last = self._position + 1 == self.accumulate_steps and self._kept is None
         with self.weights.in_use(), exchanging(self.ranks.replicas, last):
             loss = self._loss_of(inputs, target)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.utils.checkpoint
 from torch import nn
+from torch.fx import Proxy
 
 from passes._torch import global_module_hooks, is_compiled_in_place, pytree
 from passes.contract.errors import INSTEAD, CaptureError, NotFaithfulError
@@ -286,7 +287,8 @@ def untouched(model: nn.Module) -> Iterator[dict[str, Any]]:
         for path, module, attributes, tables in saved:
             if not type(module).__module__.startswith("torch."):
                 for name in _changes(module.__dict__, attributes, tables):
-                    changed[f"{path}.{name}".lstrip(".")] = module.__dict__.get(name)
+                    value = module.__dict__.get(name)
+                    changed[f"{path}.{name}".lstrip(".")] = _copy(value) if type(value) in _CONTAINERS else value
             module.__dict__.clear()
             module.__dict__.update(attributes)
             for container, content in tables.values():
@@ -327,6 +329,23 @@ def refuse_assigned(changed: Iterable[str], read: Collection[str], front_end: st
                 f"forward() assigns '{plain}'; the graph captured with '{front_end}' would not do that. {INSTEAD}, or "
                 "write to it in place ('copy_')."
             )
+
+
+def refuse_kept_results(changed: Mapping[str, Any], front_end: str) -> None:
+    """Raise NotFaithfulError when forward() leaves in an attribute what a loss may read: a tensor with a gradient."""
+    for name, value in changed.items():
+        if any(map(_may_have_gradient, pytree.tree_leaves(value))):
+            raise NotFaithfulError(
+                f"forward() keeps a tensor with a gradient in '{name}'; the graph captured with '{front_end}' would "
+                f"not, and a loss that reads it there would not train. {INSTEAD}, or return the tensor, or detach it."
+            )
+
+
+def _may_have_gradient(leaf: Any) -> bool:
+    kind = type(leaf)  # a traced value refuses isinstance()
+    if issubclass(kind, Proxy):
+        return bool(leaf.node.target != "detach")
+    return issubclass(kind, torch.Tensor) and bool(leaf.requires_grad)
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -29,6 +32,8 @@ class Stateful(Two):
         self.listed = [torch.ones(6)]
         self.nested = {"a": (torch.ones(6),)}
         self.buffers_too = [self.count]
+        self.last: Tensor | None = None
+        self.losses: list[Tensor] = []
 
     def tensors(self) -> list[Tensor]:
         return [self.count, self.plain, self.listed[0], self.nested["a"][0]]
@@ -88,8 +93,8 @@ def assigned(self: Any, x: Tensor) -> Tensor:
 
 
 def cached(self: Any, x: Tensor) -> Tensor:
-    self.last = self.l(x)
-    return self.m(self.last)
+    self.last = self.l(x).detach()
+    return self.m(self.l(x))
 
 
 def scratch(self: Any, x: Tensor) -> Tensor:
@@ -169,6 +174,68 @@ def test_an_attribute_that_is_read_and_assigned_is_refused(front_end: str) -> No
 def test_an_attribute_that_is_assigned_alone_is_noted(front_end: str) -> None:
     converted = o0(Stateful(cached), front_end=front_end)
     assert converted.plan.notes == ("forward() sets 'last', which the converted module does not",)
+
+
+def kept_loss(self: Any, x: Tensor) -> Tensor:
+    y: Tensor = self.l(x)
+    self.last = y.square().mean()
+    return y
+
+
+def listed_loss(self: Any, x: Tensor) -> Tensor:
+    y: Tensor = self.l(x)
+    self.losses.append(y.square().mean())
+    return y
+
+
+@pytest.mark.parametrize("front_end", FRONT_ENDS)
+@pytest.mark.parametrize(("forward", "name"), [(kept_loss, "last"), (listed_loss, "losses")])
+def test_a_loss_that_is_kept_in_an_attribute_is_not_lost(
+    forward: Callable[..., Any], name: str, front_end: str
+) -> None:
+    model = Stateful(forward)
+    with pytest.raises(NotFaithfulError, match=f"keeps a tensor with a gradient in '{name}'"):
+        o0(model, front_end=front_end)
+    assert not model.losses
+    assert model.last is None
+
+
+def test_a_loss_that_is_kept_trains_as_under_autocast() -> None:
+    model = Stateful(kept_loss)
+    expected = copy.deepcopy(model)
+    converted = fxamp.convert(model, (example(),), policy="O1,dtype=bf16")
+    converted(example())
+    with torch.autocast("cpu", torch.bfloat16):
+        expected(example())
+    assert model.last is not None
+    assert expected.last is not None
+    model.last.backward()
+    expected.last.backward()
+    assert torch.equal(model.last, expected.last)
+    assert_same(model.l.weight.grad, expected.l.weight.grad)
+
+
+def seldom(self: Any, x: Tensor) -> Tensor:
+    y: Tensor = self.l(x)
+    return -y if random.random() < 1e-9 else y
+
+
+def seldom_by_numpy(self: Any, x: Tensor) -> Tensor:
+    y: Tensor = self.l(x)
+    return -y if numpy.random.rand() < 1e-9 else y
+
+
+@pytest.mark.parametrize("front_end", FRONT_ENDS)
+@pytest.mark.parametrize(("forward", "said"), [(seldom, "random"), (seldom_by_numpy, "numpy.random")])
+def test_numbers_that_python_draws_are_not_frozen_though_the_check_would_agree(
+    forward: Callable[..., Any], said: str, front_end: str
+) -> None:
+    random.seed(0)
+    numpy.random.seed(0)
+    expected = random.Random(0).random(), numpy.random.RandomState(0).rand()
+    with pytest.raises(NotFaithfulError, match=rf"draws numbers from {said}; capture='{front_end}'"):
+        o0(Stateful(forward), front_end=front_end)
+    assert (random.random(), numpy.random.rand()) == expected  # the user's numbers are not used up
 
 
 @pytest.mark.parametrize("front_end", FRONT_ENDS)

@@ -55,6 +55,15 @@ def test_gradients_that_the_caller_clears_within_a_window_are_missed_by_name(on_
     assert [step(x, 1.0).reason for x in X] == ["accumulating"] * 3 + ["stepped"]
 
 
+def test_a_model_that_was_left_in_eval_mode_is_named_each_time(caplog: pytest.LogCaptureFixture) -> None:
+    model = converted()
+    step = TrainStep(model, loss_times, sgd(model))
+    for mode, said in ((True, 0), (False, 1), (False, 1), (True, 1), (False, 2)):
+        model.train(mode)
+        step(X[0], 1.0)
+        assert caplog.text.count("in eval mode: dropout is off") == said
+
+
 def test_a_scheduler_of_another_optimizer_is_refused() -> None:
     model = converted()
     scheduler = torch.optim.lr_scheduler.StepLR(sgd(model), 1)

@@ -160,8 +160,11 @@ def test_a_step_that_converts_finds_its_loss_scale_at_the_first_call_and_reports
 # ------------------------------------------------------------------------------------- what is saved for backward
 
 
+_VIEWS = [getattr(torch.ops.aten, name).default for name in ("t", "permute", "view", "detach")]
+
+
 def _without_views(node: torch.fx.Node) -> torch.fx.Node:
-    while node.target in (torch.ops.aten.t.default, torch.ops.aten.permute.default, torch.ops.aten.view.default):
+    while node.target in _VIEWS:
         node = node.all_input_nodes[0]
     return node
 
