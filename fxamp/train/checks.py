@@ -54,7 +54,7 @@ def warn_of_fp32(step: TrainStep) -> None:
 
 
 def warn_of_eval(step: TrainStep) -> None:
-    """Say that a model trains in eval mode, whenever it was switched to that: it may have been left so by mistake."""
+    """Warn each time that a model was switched to eval mode and then trains: that may be a mistake."""
     if step._training is step.model.training:
         return
     step._training = step.model.training

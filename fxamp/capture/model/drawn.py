@@ -16,7 +16,7 @@ from passes.contract.errors import INSTEAD, NotFaithfulError
 
 @contextlib.contextmanager
 def refuse_drawn_numbers(front_end: str) -> Iterator[None]:
-    """Raise NotFaithfulError if Python's or NumPy's global generator was used inside; both are as before afterwards."""
+    """Raise NotFaithfulError if Python's or NumPy's global generator was used inside; restore their states."""
     before, numpy = random.getstate(), sys.modules.get("numpy")
     arrays = None if numpy is None else numpy.random.get_state()
     drawn = []
@@ -37,5 +37,5 @@ def refuse_drawn_numbers(front_end: str) -> Iterator[None]:
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Say whether two states of NumPy's generator are one: tuples of a name, an array and numbers."""
+    """Say whether two states of NumPy's generator are equal: tuples of a name, an array and numbers."""
     return all(bool((x == y).all()) if hasattr(x, "all") else x == y for x, y in zip(a, b, strict=True))

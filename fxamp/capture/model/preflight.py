@@ -332,7 +332,7 @@ def refuse_assigned(changed: Iterable[str], read: Collection[str], front_end: st
 
 
 def refuse_kept_results(changed: Mapping[str, Any], front_end: str) -> None:
-    """Raise NotFaithfulError when forward() leaves in an attribute what a loss may read: a tensor with a gradient."""
+    """Raise NotFaithfulError if forward() leaves a tensor with a gradient in an attribute, where a loss may read it."""
     for name, value in changed.items():
         if any(map(_may_have_gradient, pytree.tree_leaves(value))):
             raise NotFaithfulError(
