@@ -55,6 +55,7 @@ def test_the_operands_of_a_scatter_get_one_dtype(front_end: str) -> None:
             "dot": torch.dot(y[0], wide[0]),
         }
 
+    torch.manual_seed(0)  # a dot product of values that cancel has any error
     model = Two(mixed)
     for made in at_levels(model, one(), front_end, "O1,dtype=bf16", "O1,dtype=fp16"):
         module = made()
