@@ -1,6 +1,6 @@
 """The compiled parts of a training step: model and loss in one graph, and what comes after backward in another.
 
-    graph 1:  weights, their low copies, inputs, target -> loss   its backward is compiled with it
+    graph 1:  low copies of weights, inputs, target -> loss       its backward is compiled with it
     Python:   scale the loss, backward, count micro-batches
     graph 2:  gradients -> unscaled, checked, clipped; parameters and optimizer state -> stepped, or as they were
 

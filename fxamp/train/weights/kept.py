@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch import library as operators
 
 from passes._torch import in_transform, run_as_soon_as_ready
 
@@ -27,7 +26,7 @@ class KeptCast:
     It casts again if the weight is another object than before, was written to, or moved. An edit through `.data`
     leaves no trace in a tensor, and is not seen before the cast is forgotten.
 
-    In code that `torch.compile` traces, the kept copy is an input of the graph, and its gradient goes to the weight.
+    In code that `torch.compile` traces, the kept copy is an input of the graph.
 
     Args:
         cast: What the graph calls: `cast(weight, dtype)`.
@@ -67,7 +66,7 @@ class KeptCast:
         if self._used and low.requires_grad:
             if in_transform():
                 return self._cast(weight, dtype)
-            return _kept_cast(weight, low)
+            return _Again.apply(weight, low)  # type: ignore[no-untyped-call, no-any-return]
         self._used = True
         return low
 
@@ -76,7 +75,7 @@ class KeptCast:
         self._used = False
         self(weight, dtype)
         self._used = False
-        return None if self._low is None else self._low.detach()
+        return self._low
 
     def give(self, low: Tensor | None) -> None:
         """Set the graph input, which `make_ready` returned, for the code that `torch.compile` traces next.
@@ -87,10 +86,11 @@ class KeptCast:
         self._input, self._used = low, False
 
     def _given(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the graph input while `torch.compile` traces."""
-        if self._input is None:
+        """Return the graph input while `torch.compile` traces; a second use in a micro-batch casts in the graph."""
+        if self._input is None or self._used:
             return self._cast(weight, dtype)
-        return torch.ops.fxamp.kept_cast(weight, self._input)  # type: ignore[no-any-return]
+        self._used = torch.is_grad_enabled()
+        return self._input
 
     def next_micro_batch(self) -> None:
         """Note that a backward has run: the next use may read the kept copy as the first one did."""
@@ -118,8 +118,8 @@ class KeptCast:
         return low
 
 
-class _Kept(torch.autograd.Function):
-    """Reads a kept cast without a copy; gradients of several reads are summed in FP32, like those of several casts."""
+class _Again(torch.autograd.Function):
+    """A second use of a cast in a micro-batch, without another copy: the gradients of both are summed in FP32."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, low: Tensor) -> Tensor:
@@ -129,14 +129,3 @@ class _Kept(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient.to(ctx.dtype), None
-
-
-def _kept_cast(weight: Tensor, low: Tensor) -> Tensor:
-    return _Kept.apply(weight, low)  # type: ignore[no-untyped-call, no-any-return]
-
-
-# This is an operator, because AOTAutograd caches no graph that calls an autograd.Function. It has no kernel of its own:
-# AOTAutograd traces the function. The cache knows an operator by its name, so another meaning needs another name.
-_OPERATORS = operators.Library("fxamp", "FRAGMENT")
-_OPERATORS.define("kept_cast(Tensor weight, Tensor low) -> Tensor")
-_OPERATORS.impl("kept_cast", _kept_cast, "CompositeImplicitAutograd")
