@@ -39,6 +39,17 @@ def begin(step: TrainStep) -> None:
     step._begun = True
 
 
+def before_micro_batch(step: TrainStep) -> None:
+    """Make the checks of each micro-batch, and of the first one `begin`'s.
+
+    Raises:
+        PolicyError: Ranks cannot share the settings, or gradients were cleared within a window.
+    """
+    begin(step)
+    _refuse_cleared(step)
+    _warn_of_eval(step)
+
+
 def warn_of_fp32(step: TrainStep) -> None:
     """Say that a model is not converted, once, after its first forward: it trains in FP32, perhaps by mistake."""
     if step._seen:
@@ -53,7 +64,7 @@ def warn_of_fp32(step: TrainStep) -> None:
     )  # fmt: skip
 
 
-def warn_of_eval(step: TrainStep) -> None:
+def _warn_of_eval(step: TrainStep) -> None:
     """Warn each time that a model was switched to eval mode and then trains: that may be a mistake."""
     if step._training is step.model.training:
         return
@@ -66,7 +77,7 @@ def warn_of_eval(step: TrainStep) -> None:
         )
 
 
-def refuse_cleared(step: TrainStep) -> None:
+def _refuse_cleared(step: TrainStep) -> None:
     """Raise PolicyError if there were gradients after the last micro-batch of the window, and there are none now."""
     if step._accumulated and not has_gradients(step):
         raise PolicyError(

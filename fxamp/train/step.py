@@ -26,7 +26,7 @@ from passes.contract.errors import NotAModuleError, PolicyError
 
 from ..dynamo import compiled
 from . import checkpoint
-from .checks import begin, has_gradients, refuse_cleared, warn_of_eval, warn_of_fp32
+from .checks import before_micro_batch, begin, has_gradients, warn_of_fp32
 from .compiled.compile_settings import refuse_unfit, settings_of
 from .compiled.compiled_step import CompiledStep
 from .describe import reasons_to_wait
@@ -282,9 +282,7 @@ class TrainStep:
 
     def _micro_batch(self, inputs: Any, target: Any) -> None:
         """Run forward and backward; gradients are those of the window so far."""
-        begin(self)
-        refuse_cleared(self)
-        warn_of_eval(self)
+        before_micro_batch(self)
         last = self._position + 1 == self.accumulate_steps and self._kept is None
         with self.weights.in_use(), exchanging(self.ranks.replicas, last):
             loss = self._loss_of(inputs, target)
