@@ -100,9 +100,11 @@ def is_composite(op: OpOverload) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key)
 
 
-def storage_id(storage: torch.UntypedStorage) -> int:
-    """Return an id that is equal for two Python objects of one storage, also that of a fake tensor."""
-    found: int = storage._cdata
+def storage_id(tensor: torch.Tensor) -> int:
+    """Return an id that is equal for tensors in one storage, also fake ones; a tensor without a storage has its own."""
+    if tensor.layout is not torch.strided:
+        return id(tensor)
+    found: int = tensor.untyped_storage()._cdata
     return found
 
 
@@ -127,9 +129,9 @@ def drop_hooks(module: torch.nn.Module) -> None:
     module._forward_hooks.clear()
 
 
-def close(library: operators.Library) -> None:
-    """Remove the operators of a library from torch's registry."""
-    library._destroy()
+def temporary_operators(namespace: str) -> contextlib.AbstractContextManager[Any]:
+    """Return a context that gives a library of operators; at its end torch forgets those that were defined in it."""
+    return operators._scoped_library(namespace, "FRAGMENT")
 
 
 def autocast_registrations(device: str) -> frozenset[str]:
@@ -348,7 +350,6 @@ __all__ = [
     "TorchFunctionMode",
     "autocast_registrations",
     "boolean_dispatched",
-    "close",
     "communication_hook",
     "communication_states",
     "compile_records",
@@ -379,6 +380,7 @@ __all__ = [
     "source_name",
     "storage_id",
     "store_of_ranks",
+    "temporary_operators",
     "undecided_by_fakes",
     "without_transforms",
 ]

@@ -165,7 +165,7 @@ class _Writes(TorchDispatchMode):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         tensors = {**dict(model.named_parameters()), **held(model)}
-        self.names = {_storage(t): name for name, t in tensors.items()}
+        self.names = {storage_id(t): name for name, t in tensors.items()}
         self.made: dict[int, torch.Tensor] = {}  # kept alive, so that no new storage gets the address of an old one
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -173,25 +173,21 @@ class _Writes(TorchDispatchMode):
         given = dict(zip((a.name for a in own_schema(func).arguments), args, strict=False)) | kwargs
         written = [given.get(a.name) for a in own_schema(func).arguments if a.alias_info and a.alias_info.is_write]
         for tensor in _tensors(written):
-            if _storage(tensor) not in self.made:
-                name = self.names.get(_storage(tensor))
+            if storage_id(tensor) not in self.made:
+                name = self.names.get(storage_id(tensor))
                 what = f"'{name}'" if name else "a tensor made outside forward()"
                 raise NotFaithfulError(
                     f"forward() writes to {what} at {frames.place()}: symbolic tracing records only reads of "
                     f"parameters and buffers, so the graph would not write to it. {INSTEAD}."
                 )
-        before = {_storage(t) for t in _tensors((args, kwargs))}
+        before = {storage_id(t) for t in _tensors((args, kwargs))}
         output = func(*args, **kwargs)
-        self.made |= {_storage(t): t for t in _tensors(output) if _storage(t) not in before}
+        self.made |= {storage_id(t): t for t in _tensors(output) if storage_id(t) not in before}
         return output
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
     return [t for t in pytree.tree_leaves(tree) if isinstance(t, torch.Tensor) and t.layout is torch.strided]
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return storage_id(tensor.untyped_storage()) if tensor.layout is torch.strided else id(tensor)
 
 
 class _Tracer(Tracer):

@@ -17,7 +17,7 @@ import torch.utils.checkpoint
 from torch import library as operators
 from torch.fx import Graph, GraphModule, Node
 
-from passes._torch import close, pytree
+from passes._torch import pytree, temporary_operators
 from passes.graph.notes import note, note_of
 
 from .model.patches import replaced
@@ -96,7 +96,8 @@ class Functions:
     """The autograd functions that are called while one model is exported."""
 
     def __init__(self) -> None:
-        self._library = operators.Library(_NAMESPACE, "FRAGMENT")
+        self._scope = contextlib.ExitStack()
+        self._library = self._scope.enter_context(temporary_operators(_NAMESPACE))
         self._called: dict[Any, tuple[type, _Operator]] = {}
 
     @contextlib.contextmanager
@@ -124,7 +125,7 @@ class Functions:
 
     def free(self) -> None:
         """Take the operators out of torch's registry."""
-        close(self._library)
+        self._scope.close()
 
     def restore(self, gm: GraphModule) -> None:
         """Replace the operators by calls of the functions, in every graph of a module, and free the operators.

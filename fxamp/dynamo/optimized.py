@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from passes._torch import OptimizedModule, dynamo_errors, pytree
+from passes._torch import OptimizedModule, dynamo_errors, pytree, storage_id
 from passes.contract.devices import DEVICES
 from passes.contract.errors import FxampError
 from passes.contract.policy import Policy
@@ -233,8 +233,9 @@ def restored(
 
 
 def _is_given(model: nn.Module, inputs: Any, value: Tensor) -> bool:
-    """Say whether a value is a parameter or an input, or whether all parameters, buffers and inputs are low."""
-    if isinstance(value, nn.Parameter) or any(value is given for given in pytree.tree_leaves(inputs)):
+    """Say whether a value is a parameter, shares memory with an input, or is of a model given low values alone."""
+    given = (storage_id(leaf) for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor))
+    if isinstance(value, nn.Parameter) or storage_id(value) in given:
         return True
     return is_low_throughout(model, inputs)
 

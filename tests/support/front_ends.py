@@ -201,6 +201,16 @@ def converted(forward: Callable[..., Any], front_end: str, policy: str = "O1", *
     return model, module
 
 
+def compiled(model: nn.Module, policy: Any = "O1", inner: Any = "eager", **options: Any) -> Any:
+    """Return what `fxamp.compile` makes; the inner backend runs graphs as they are unless the test is about another."""
+    return fxamp.compile(model, policy=policy, backend=inner, **options)
+
+
+def equal(a: Any, b: Any) -> bool:
+    """Say whether two outputs hold the same numbers, in whatever dtypes."""
+    return all(torch.equal(x.float(), y.float()) for x, y in zip(tensors(a), tensors(b), strict=True))
+
+
 def o1(model: nn.Module, args: tuple[Any, ...], front_end: str, policy: str = "O1") -> tuple[Any, Any]:
     """Return the converted model and what it gives, from seed 0."""
     module = convert(model, args, front_end, policy)
@@ -218,11 +228,11 @@ def at_levels(model: nn.Module, args: Any, front_end: str, *policies: str) -> li
     """Return for each policy what converts the model, which ahead of time is captured once for each low dtype."""
     if front_end == "jit":
 
-        def compiled(policy: str) -> Any:
+        def anew(policy: str) -> Any:
             torch._dynamo.reset()
             return convert(model, args, front_end, policy)
 
-        return [partial(compiled, policy) for policy in policies]
+        return [partial(anew, policy) for policy in policies]
     made: dict[Any, Captures] = {}
     inputs = as_inputs(args, None)
     settled_all = {policy: resolve(fxamp.Policy.parse(policy), model, inputs) for policy in policies}

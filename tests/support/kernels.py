@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch import library as operators
 
 import fxamp
 
@@ -30,15 +31,15 @@ def kernels() -> Iterator[dict[str, Any]]:
         into += x.sum()
         return x.clone()
 
-    with torch.library._scoped_library("fxamp_kernels", "FRAGMENT") as library:
+    with operators._scoped_library("fxamp_kernels", "FRAGMENT") as library:
         library.define("attention(Tensor q, Tensor k, Tensor v) -> Tensor")
         library.define("double(Tensor x) -> Tensor")
         library.define("count(Tensor(a!) into, Tensor x) -> Tensor")
         library.impl("attention", attention, "CompositeExplicitAutograd")
         library.impl("double", double, "CompositeExplicitAutograd")
         library.impl("count", count, "CompositeExplicitAutograd")
-        torch.library.register_fake("fxamp_kernels::attention", lambda q, k, v: torch.empty_like(q), lib=library)
-        torch.library.register_fake("fxamp_kernels::double", lambda x: torch.empty_like(x), lib=library)
-        torch.library.register_fake("fxamp_kernels::count", lambda into, x: torch.empty_like(x), lib=library)
+        operators.register_fake("fxamp_kernels::attention", lambda q, k, v: torch.empty_like(q), lib=library)
+        operators.register_fake("fxamp_kernels::double", lambda x: torch.empty_like(x), lib=library)
+        operators.register_fake("fxamp_kernels::count", lambda into, x: torch.empty_like(x), lib=library)
         fxamp.register_rule("fxamp_kernels::attention", "low")
         yield {"attention": torch.ops.fxamp_kernels.attention, "double": torch.ops.fxamp_kernels.double}

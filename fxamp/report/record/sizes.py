@@ -141,8 +141,8 @@ class _Walk(Interpreter):
 
         def pack(tensor: Tensor) -> Tensor:
             storage = tensor.untyped_storage()
-            if not isinstance(tensor, nn.Parameter) and storage_id(storage) not in self._kept:
-                self._kept.add(storage_id(storage))
+            if not isinstance(tensor, nn.Parameter) and storage_id(tensor) not in self._kept:
+                self._kept.add(storage_id(tensor))
                 self._alive.append(storage)
                 saved.append(storage.nbytes())
             return tensor

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fxamp
 from reports.zoo import ZOO, Zoo
-from tests.support.front_ends import WARNINGS, fresh, tensors
+from tests.support.front_ends import WARNINGS, compiled, equal, fresh, tensors
 from tests.support.helpers import Two, example
 
 pytestmark = [*WARNINGS, pytest.mark.usefixtures("fresh")]
@@ -29,18 +29,6 @@ CAPTURED = [
     for z in ZOO if z.name != "lstm_tagger"
 ]  # fmt: skip
 UNCHANGED = [p if p.id == "lenet5" else pytest.param(*p.values, id=p.id, marks=pytest.mark.matrix) for p in CAPTURED]
-
-
-def equal(a: Any, b: Any) -> bool:
-    return all(torch.equal(x.float(), y.float()) for x, y in zip(tensors(a), tensors(b), strict=True))
-
-
-def compiled(model: nn.Module, policy: str = "O1", inner: Any = "eager", **options: Any) -> Any:
-    return fxamp.compile(model, policy=policy, backend=inner, **options)
-
-
-def count(module: nn.Module) -> int:
-    return len(fxamp.graphs(module))
 
 
 @pytest.mark.parametrize("zoo", CAPTURED)
@@ -156,7 +144,7 @@ def test_in_place_on_a_class_of_torch_nn_is_captured_or_it_is_said() -> None:
             ask(model)
     module = fxamp.compile(nn.Sequential(nn.Linear(6, 6), nn.ReLU()), backend="eager")
     module(example())
-    assert count(module) == 1
+    assert len(fxamp.graphs(module)) == 1
 
 
 def test_wrong_backends_are_named() -> None:
@@ -223,7 +211,7 @@ def test_a_branch_on_data_between_two_halves() -> None:
     plan = fxamp.plan_of(module)
     linears = {(d.module_path, d.colour) for d in plan.decisions if d.op == "linear"}
     assert linears == {("l", "bfloat16"), ("m", "bfloat16")}
-    assert count(module) == 3
+    assert len(fxamp.graphs(module)) == 3
     report = str(fxamp.report(module))
     assert "hold 4 of 4 parameters (100% of their elements)" in report
     assert "graph break at test_dynamo.py:" in report
@@ -257,7 +245,7 @@ def test_sizes_modes_and_fullgraph() -> None:
         assert equal(module(example(rows)), expected)
         model.train()
         assert not equal(module(example(rows)), expected)
-    assert count(module) == 2
+    assert len(fxamp.graphs(module)) == 2
 
 
 def test_hooks_fire() -> None:

@@ -11,24 +11,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fxamp
-from tests.support.front_ends import WARNINGS, fresh, tensors
+from tests.support.front_ends import WARNINGS, compiled, equal, fresh
 from tests.support.helpers import Two, example
 
 pytestmark = [*WARNINGS, pytest.mark.usefixtures("fresh")]
 __all__ = ["fresh"]
 BF16, F32 = torch.bfloat16, torch.float32
-
-
-def equal(a: Any, b: Any) -> bool:
-    return all(torch.equal(x.float(), y.float()) for x, y in zip(tensors(a), tensors(b), strict=True))
-
-
-def compiled(model: nn.Module, policy: str = "O1", inner: Any = "eager", **options: Any) -> Any:
-    return fxamp.compile(model, policy=policy, backend=inner, **options)
-
-
-def count(module: nn.Module) -> int:
-    return len(fxamp.graphs(module))
 
 
 def test_a_checkpointed_block_is_rewritten_inside() -> None:

@@ -14,16 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxamp
-from tests.support.front_ends import WARNINGS, fresh
+from tests.support.front_ends import WARNINGS, compiled, fresh
 from tests.support.helpers import Two, autocast_runs_lstms, example
 
 pytestmark = [*WARNINGS, pytest.mark.usefixtures("fresh")]
 __all__ = ["fresh"]
 BF16, FP16, F32 = torch.bfloat16, torch.float16, torch.float32
-
-
-def compiled(model: nn.Module, policy: Any = "O1", inner: Any = "eager", **options: Any) -> Any:
-    return fxamp.compile(model, policy=policy, backend=inner, **options)
 
 
 def autocast(model: nn.Module, *args: Any, dtype: torch.dtype = BF16) -> Any:

@@ -127,6 +127,12 @@ def passed_on(self: Given, x: Tensor, low: Tensor) -> Any:
     return self.l(x), low.unfold(-1, 2, 1), low
 
 
+def aliased(self: Given, x: Tensor, low: Tensor) -> Any:
+    alias = low.data
+    alias[low > 0] = 0.0
+    return self.l(x), alias.detach(), alias  # the last is made by no graph
+
+
 def computed_with(self: Given, x: Tensor, low: Tensor) -> Any:
     return (low.abs() + 1).log(), self.l(x) * low, torch.nn.functional.mse_loss(low, low.sin())
 
@@ -138,14 +144,14 @@ def computed_with_after_a_break(self: Given, x: Tensor, low: Tensor) -> Any:
 
 
 @pytest.mark.parametrize("policy", ["O1", "O2"])
-@pytest.mark.parametrize("forward", [passed_on, computed_with, computed_with_after_a_break])
+@pytest.mark.parametrize("forward", [passed_on, aliased, computed_with, computed_with_after_a_break])
 def test_what_is_computed_with_a_low_input_has_the_dtype_that_the_model_gives(
     forward: Callable[..., Any], policy: str
 ) -> None:
     model, x, low = Given(forward), example(), example().to(BF16)
-    expected = model(x, low)
+    expected = model(x, low.clone())
     with torch.autocast("cpu"):
-        autocast = model(x, low)
+        autocast = model(x, low.clone())
     got = fxamp.compile(model, policy=policy, backend="eager")(x, low)
     for a, b, c in zip(got, expected, autocast, strict=True):
         assert a.dtype == b.dtype

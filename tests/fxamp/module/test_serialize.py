@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch import library as operators
 
 import fxamp
 from fxamp.module.serialize import graph_from_data, graph_to_data
+from passes._torch import temporary_operators
 from tests.fxamp.module.test_module import Net
 from tests.support.helpers import FRONT_ENDS, Two, assert_same, example, o0
 from tests.support.processes import in_another_process
@@ -168,13 +168,13 @@ def test_graph_data_is_plain_and_round_trips(converted: Any) -> None:
 
 
 def test_a_missing_operator_is_named() -> None:
-    library = operators.Library("fxamp_test_serialize", "DEF")
-    library.define("twice(Tensor x) -> Tensor")
-    library.impl("twice", lambda x: x * 2, "CompositeExplicitAutograd")
-    graph = torch.fx.Graph()
-    graph.output((graph.call_function(torch.ops.fxamp_test_serialize.twice.default, (graph.placeholder("x"),)),))
-    data = graph_to_data(graph)
-    assert str(graph_from_data(data)) == str(graph)
+    with temporary_operators("fxamp_test_serialize") as library:
+        library.define("twice(Tensor x) -> Tensor")
+        library.impl("twice", lambda x: x * 2, "CompositeExplicitAutograd")
+        graph = torch.fx.Graph()
+        graph.output((graph.call_function(torch.ops.fxamp_test_serialize.twice.default, (graph.placeholder("x"),)),))
+        data = graph_to_data(graph)
+        assert str(graph_from_data(data)) == str(graph)
     missing = [
         (*n[:2], n[2]._replace(name="fxamp_gone::twice") if n[0] == "call_function" else n[2], *n[3:]) for n in data
     ]

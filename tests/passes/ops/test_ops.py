@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import library as operators
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.fx import Graph, Node
@@ -277,7 +278,7 @@ def test_what_the_exporter_writes_has_the_name_of_what_was_written() -> None:
 
 
 def test_an_op_of_another_library_keeps_its_namespace() -> None:
-    @torch.library.custom_op("fxamp_test_ops::relu", mutates_args=())
+    @operators.custom_op("fxamp_test_ops::relu", mutates_args=())
     def relu(x: torch.Tensor) -> torch.Tensor:
         return x.clone()
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import library as operators
 
 from passes.contract.errors import PolicyError
 from passes.ops import rules
@@ -75,11 +76,11 @@ def test_an_in_place_op_has_the_row_of_its_base() -> None:
 def test_a_rule_of_register_autocast_is_read(dtype: torch.dtype, kind: str, by_name: bool) -> None:
     name = f"fxamp_test_rules::op_{kind}_{by_name}"
     if by_name:
-        torch.library.define(name, "(Tensor x) -> Tensor")
-        torch.library.impl(name, "cpu", torch.sin)
-        torch.library.register_autocast(name, "cpu", dtype)
+        operators.define(name, "(Tensor x) -> Tensor")
+        operators.impl(name, "cpu", torch.sin)
+        operators.register_autocast(name, "cpu", dtype)
     else:
-        defined = torch.library.custom_op(name, torch.sin, mutates_args=(), schema="(Tensor x) -> Tensor")
+        defined = operators.custom_op(name, torch.sin, mutates_args=(), schema="(Tensor x) -> Tensor")
         defined.register_autocast("cpu", dtype)
         assert rules._op_name(defined) == name
     row, found = rules.lookup(name, "cpu")
