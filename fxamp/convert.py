@@ -85,7 +85,7 @@ def convert(
             end would lose a part of the model, "jit" is used instead, and a log line says why.
         dynamic_shapes: "auto" makes every dimension dynamic. If that fails or exceeds a limit, only the first dimension
             of each input is dynamic, and the plan says so. The limits are 4 s of processor time plus 0.25 ms for each
-            call of torch, and 128 operations in the expression of one guard on sizes. None makes all sizes static. Any
+            call of torch, and 96 operations in the expression of one guard on sizes. None makes all sizes static. Any
             other value is passed to `torch.export.export`.
         plan: A Plan, or the path of one, to replay; its policy is used, so do not give `policy` too.
         check: False skips the comparison, and the three runs that it needs.
@@ -130,27 +130,26 @@ def _ahead_of_time(
     model: nn.Module, args: Any, kwargs: Any, policy: Policy, front_end: str, dynamic_shapes: Any,
     replayed: Plan | None, check: bool,
 ) -> ConvertedModule:  # fmt: skip
-    with capturing():  # conversions take turns
-        with uncollected():  # captures leave a million objects behind, which are walked once, when all is checked
-            module, inputs = module_of(model), as_inputs(args, kwargs)
-            settled = resolve(policy, module, inputs)
-            traced = any(isinstance(m, torch.fx.GraphModule) for m in module.modules())
-            if not traced:  # nodes of a GraphModule have module paths of their own
-                refuse_unmatched(settled, module)  # early, since capture may take long
-            autocast = autocast_for(settled, module, inputs)
-            captures = capture_model(
-                model, args, kwargs, module=module,
-                front_end=front_end, dynamic_shapes=dynamic_shapes, autocast=autocast,
-            )  # fmt: skip
-            present = captures.graphs[0]
-            refuse_low_parameters(present.model.named_parameters())
-            if not settled.level.rounds:
-                _refuse_without_plain(captures)
-            if check and inputs is not None:
-                with untouched(present.model):
-                    captures = checked(captures, autocast, *inputs)
-                    if not isinstance(model, ExportedProgram):  # it has no Python code, which could branch on a size
-                        captures = replace(captures, graphs=tuple(_guarded(c, *inputs) for c in captures.graphs))
+    with capturing(), uncollected():  # conversions take turns; each leaves a million objects, walked once at its end
+        module, inputs = module_of(model), as_inputs(args, kwargs)
+        settled = resolve(policy, module, inputs)
+        traced = any(isinstance(m, torch.fx.GraphModule) for m in module.modules())
+        if not traced:  # nodes of a GraphModule have module paths of their own
+            refuse_unmatched(settled, module)  # early, since capture may take long
+        autocast = autocast_for(settled, module, inputs)
+        captures = capture_model(
+            model, args, kwargs, module=module,
+            front_end=front_end, dynamic_shapes=dynamic_shapes, autocast=autocast,
+        )  # fmt: skip
+        present = captures.graphs[0]
+        refuse_low_parameters(present.model.named_parameters())
+        if not settled.level.rounds:
+            _refuse_without_plain(captures)
+        if check and inputs is not None:
+            with untouched(present.model):
+                captures = checked(captures, autocast, *inputs)
+                if not isinstance(model, ExportedProgram):  # it has no Python code, which could branch on a size
+                    captures = replace(captures, graphs=tuple(_guarded(c, *inputs) for c in captures.graphs))
         if settled.cost == "measured" and replayed is None:
             return emit_measured(captures, settled, inputs, emit)
         converted = emit(captures, settled, replayed)

@@ -31,7 +31,7 @@ class Limit:
 
     seconds: float = 4.0
     seconds_per_call: float = 0.00025
-    operations: int = 128
+    operations: int = 96
 
     def watch(self) -> Callable[[Any], None]:
         """Return a function to call with the arguments of each call; it raises TooMuch. The time counts from now on."""
