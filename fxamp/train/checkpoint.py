@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from passes.contract.errors import PolicyError
 
+from .by_hand import ByHand
 from .window.conditional import parameters
 
 if TYPE_CHECKING:
@@ -71,6 +72,7 @@ def load_course(step: TrainStep, state: Mapping[str, Any]) -> None:
     for scheduler, saved in zip(step.schedulers, state["schedulers"], strict=True):
         scheduler.load_state_dict(saved)
     step.windows = state["windows"]
+    step._by_hand = ByHand()  # schedulers and gradients are those of the state now
     step._begun = False  # compare again: other ranks may have loaded another state
 
 

@@ -9,14 +9,12 @@ import torch
 import torch.distributed as dist
 
 from passes.contract.devices import DEVICES
-from passes.contract.errors import PolicyError
 
 from ..dynamo import compiled
 from .checkpoint import settings
 from .given import policies_of
 from .ranks.refused import refuse_unfit_ranks
 from .ranks.same import compare
-from .window.conditional import parameters
 
 if TYPE_CHECKING:
     from .step import TrainStep
@@ -46,7 +44,7 @@ def before_micro_batch(step: TrainStep) -> None:
         PolicyError: Ranks cannot share the settings, or gradients were cleared within a window.
     """
     begin(step)
-    _refuse_cleared(step)
+    step._by_hand.check(step.optimizers, step.schedulers, step._position, step.accumulate_steps)
     _warn_of_eval(step)
 
 
@@ -75,20 +73,6 @@ def _warn_of_eval(step: TrainStep) -> None:
             "on the module that the step was given; that of its original does not switch a converted module.",
             type(step.model).__name__,
         )
-
-
-def _refuse_cleared(step: TrainStep) -> None:
-    """Raise PolicyError if there were gradients after the last micro-batch of the window, and there are none now."""
-    if step._accumulated and not has_gradients(step):
-        raise PolicyError(
-            f"the gradients of {step._position} of the window's {step.accumulate_steps} micro-batches were cleared "
-            "before the next one: leave out zero_grad(). A TrainStep clears gradients itself, after each window."
-        )
-
-
-def has_gradients(step: TrainStep) -> bool:
-    """Say whether any parameter of its optimizers has a gradient."""
-    return any(p.grad is not None for optimizer in step.optimizers for p in parameters(optimizer))
 
 
 def is_converted(step: TrainStep) -> bool:

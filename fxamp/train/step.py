@@ -26,7 +26,8 @@ from passes.contract.errors import NotAModuleError, PolicyError
 
 from ..dynamo import compiled
 from . import checkpoint
-from .checks import before_micro_batch, begin, has_gradients, warn_of_fp32
+from .by_hand import ByHand
+from .checks import before_micro_batch, begin, warn_of_fp32
 from .compiled.compile_settings import refuse_unfit, settings_of
 from .compiled.compiled_step import CompiledStep
 from .describe import reasons_to_wait
@@ -174,7 +175,7 @@ class TrainStep:
 
         self.windows = 0
         self._position = 0  # micro-batches of the open window seen so far
-        self._accumulated = False  # whether these micro-batches left gradients
+        self._by_hand = ByHand()
         self._training = True  # the model's mode at the last micro-batch
         self._given_scale: float | None = None  # scale given for the open window
         self._window_scaler = self.scaler
@@ -297,7 +298,7 @@ class TrainStep:
             if self._kept is not None:
                 self._kept.after_backward()
         self._position += 1
-        self._accumulated = has_gradients(self)
+        self._by_hand.after_micro_batch(self.optimizers)
         self._loss = loss.detach()
         if self._in_place:
             self._loss = self._loss.clone()  # the next replay of the CUDA graph overwrites it
@@ -406,7 +407,7 @@ class TrainStep:
         if self._again is not None:
             self._again.clear()
         self._position = 0
-        self._accumulated = False
+        self._by_hand.after_window(self.schedulers)
         self._use_scale(None)
         self._loss = None
 

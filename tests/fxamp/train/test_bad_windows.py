@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -53,6 +54,28 @@ def test_gradients_that_the_caller_clears_within_a_window_are_missed_by_name(on_
         step(X[2], 1.0)
     assert equal(before, state(model))
     assert [step(x, 1.0).reason for x in X] == ["accumulating"] * 3 + ["stepped"]
+
+
+def test_what_steps_by_hand_too_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    model = converted()
+    optimizer = sgd(model)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    step = TrainStep(model, loss_times, optimizer, accumulate_steps=2, scheduler=scheduler)
+    for x in X:
+        step(x, 1.0)
+    again = copy.deepcopy(step)
+    again.load_state_dict(step.state_dict())
+    again(X[0], 1.0)
+    assert caplog.text == ""
+    for _ in range(2):
+        step(X[0], 1.0)
+        optimizer.step()
+        step(X[1], 1.0)
+        optimizer.step()  # changes nothing: the gradients are cleared
+        scheduler.step()
+    step(X[0], 1.0)
+    assert caplog.text.count("weights that SGD trains changed within a window of 2 micro-batches") == 1
+    assert caplog.text.count("StepLR stepped outside its TrainStep") == 1
 
 
 def test_a_model_that_was_left_in_eval_mode_is_named_each_time(caplog: pytest.LogCaptureFixture) -> None:
