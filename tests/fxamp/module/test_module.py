@@ -160,6 +160,16 @@ def test_parameters_that_lose_fp32_are_named(model: Net, converted: Any, recwarn
     assert not recwarn.list
 
 
+@pytest.mark.parametrize(("policy", "said"), [("O1,device=cuda", 1), ("O0,device=cuda", 0), ("O1", 0)])
+def test_a_call_on_another_device_than_that_of_the_plan_is_named_once(
+    policy: str, said: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    converted = fxamp.convert(nn.Linear(4, 4), (torch.randn(2, 4),), policy=policy, dynamic_shapes=None, check=False)
+    for _ in range(2):
+        converted(torch.randn(2, 4))
+    assert caplog.text.count("Linear was converted for 'cuda' and runs on 'cpu'") == said
+
+
 def test_attributes_of_the_original_say_where_they_are(converted: Any) -> None:
     with pytest.raises(AttributeError, match=r"no attribute 'generate'.*forward of Net.*read 'generate' from the"):
         converted.generate(3)
