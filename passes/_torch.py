@@ -30,6 +30,7 @@ from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.amp.autocast_mode import _enter_autocast as enter_autocast
 from torch.amp.autocast_mode import _exit_autocast as exit_autocast
+from torch.autograd.function import BackwardCFunction as FunctionContext  # one is made at every `apply`
 from torch.export import ExportedProgram
 from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import _ModuleStackTracer as ExportTracer
@@ -59,6 +60,9 @@ else:
 SET_GRAD = torch._C._set_grad_enabled  # what `set_grad_enabled` is in an exported graph
 C_NN = torch._C._nn  # functions of torch.nn.functional that take the arguments of their overloads
 VF = torch._VF  # the kernels of recurrent layers
+# The classes whose `apply` runs an autograd function: the second also one that a program bound early, as in
+# `scale = Scale.apply` at the head of a file. (In torch 2.15 that is a function of C, which nothing can replace.)
+APPLIES: tuple[type, ...] = (torch.autograd.Function, torch.autograd.function._SingleLevelFunction)
 MODULE_CALLS = (torch.nn.Module._call_impl.__code__, torch.nn.Module._wrapped_call_impl.__code__)
 
 _GLOBAL_HOOKS = (
@@ -127,6 +131,11 @@ def drop_hooks(module: torch.nn.Module) -> None:
     """Remove every forward hook of a module, even if nothing holds the handle of the hook."""
     module._forward_pre_hooks.clear()
     module._forward_hooks.clear()
+
+
+def function_of(context: FunctionContext) -> Any:
+    """Return the class of the autograd function that a context was made for."""
+    return context._forward_cls  # type: ignore[attr-defined]
 
 
 def temporary_operators(namespace: str) -> contextlib.AbstractContextManager[Any]:
@@ -342,6 +351,7 @@ __all__ = [
     "ExportTracer",
     "FakeTensor",
     "FakeTensorMode",
+    "FunctionContext",
     "HigherOrderOperator",
     "OpOverload",
     "OpOverloadPacket",
@@ -360,6 +370,7 @@ __all__ = [
     "enter_autocast",
     "example_sizes",
     "exit_autocast",
+    "function_of",
     "gathering",
     "global_module_hooks",
     "guards_of",

@@ -17,7 +17,7 @@ import torch.utils.checkpoint
 from torch import library as operators
 from torch.fx import Graph, GraphModule, Node
 
-from passes._torch import pytree, temporary_operators
+from passes._torch import APPLIES, pytree, temporary_operators
 from passes.graph.notes import note, note_of
 
 from .model.patches import replaced
@@ -116,7 +116,9 @@ class Functions:
 
             return apply
 
-        with replaced(torch.autograd.Function, "apply", make):
+        with contextlib.ExitStack() as patches:
+            for owner in APPLIES:
+                patches.enter_context(replaced(owner, "apply", make))
             try:
                 yield
             except BaseException:

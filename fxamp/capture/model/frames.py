@@ -12,6 +12,7 @@ import unittest.mock
 from types import CodeType, FrameType, TracebackType
 
 import torch
+from torch.autograd import function  # its frames stand between a model and what its autograd functions call
 
 import passes
 from passes._torch import decorators
@@ -23,7 +24,8 @@ def _folder(file: str | None) -> str:
 
 _TORCH, _NN = _folder(torch.__file__), _folder(torch.nn.__file__)
 _OURS = (_folder(sys.modules[__name__.partition(".")[0]].__file__), _folder(passes.__file__))
-_PLUMBING = tuple(os.path.realpath(m.__file__ or "") for m in (contextlib, functools, unittest.mock, decorators))
+_BETWEEN = (contextlib, functools, unittest.mock, decorators, function)
+_PLUMBING = tuple(os.path.realpath(m.__file__ or "") for m in _BETWEEN)
 # What generated code calls its file. "<stdin>", "<string>" and "<ipython-input-1>" are the user's.
 _GENERATED = ("<eval_with_key>", "<frozen ", "<__array_function__")
 

@@ -12,7 +12,7 @@ import torch.utils.checkpoint
 from torch import nn
 from torch.fx import Proxy
 
-from passes._torch import global_module_hooks, is_compiled_in_place, pytree
+from passes._torch import FunctionContext, function_of, global_module_hooks, is_compiled_in_place, pytree
 from passes.contract.errors import INSTEAD, CaptureError, NotFaithfulError
 
 from . import frames
@@ -189,6 +189,7 @@ def refuse_constructs(front_end: str) -> Iterator[None]:
     patches = [
         refusing(checkpointing, "checkpoint", "torch.utils.checkpoint.checkpoint", f"{inlined} recomputation"),
         refusing(torch.autograd.Function, "apply", _function, f"{inlined} backward"),
+        refusing(FunctionContext, "__init__", lambda c: _function(function_of(c)), f"{inlined} backward"),
         refusing(
             torch.autograd.graph.saved_tensors_hooks,
             "__init__",

@@ -95,6 +95,13 @@ def function(self: Any, x: Tensor) -> Tensor:
     return TimesHundred.apply(self.l(x))  # type: ignore[no-untyped-call]
 
 
+times_hundred_in_c = super(torch.autograd.Function, TimesHundred).apply  # as `TimesHundred.apply` is from torch 2.15 on
+
+
+def function_bound_early(self: Any, x: Tensor) -> Tensor:
+    return times_hundred_in_c(self.l(x))  # type: ignore[no-untyped-call]
+
+
 def checkpointed(self: Any, x: Tensor) -> Tensor:
     return checkpoint(self.m, self.l(x), use_reentrant=False)
 
@@ -264,6 +271,9 @@ TABLE: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Any, ...]], s
     "autocast off": (partial(Two, autocast_off), one, "a torch.autocast region at", None),
     "autocast on": (partial(Two, autocast_on), one, "a torch.autocast region at", None),
     "autograd.Function": (partial(Two, function), one, "'TimesHundred'.*backward", None),
+    "autograd.Function bound early": (
+        partial(Two, function_bound_early), one, "'TimesHundred'.*backward", "'TimesHundred'.*backward",
+    ),
     "checkpoint": (partial(Two, checkpointed), one, "checkpoint.checkpoint at", "checkpoint.checkpoint at"),
     "reentrant checkpoint": (
         partial(Two, checkpointed_reentrant), one, "checkpoint.checkpoint at", "checkpoint.checkpoint at",
