@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from enum import Enum
 from typing import Any
 
 import torch
@@ -54,6 +55,24 @@ class _Lost(Exception):  # noqa: N818 - a signal inside this file, not an error
     """Raised if a call of an autograd function cannot be written as an operator."""
 
 
+# Types of which the code of a graph holds a value by what it prints.
+_WRITTEN_OUT = (
+    bool, int, float, complex, str, bytes, range, type(None), type(...), torch.dtype, torch.device, torch.layout,
+    torch.memory_format,
+)  # fmt: skip
+
+
+def _is_written_out(value: Any) -> bool:
+    """Say whether the code of a graph can hold an argument. An object of any other class prints as something else."""
+    if isinstance(value, tuple) or type(value) in (list, set, frozenset):
+        return all(map(_is_written_out, value))
+    if type(value) is dict:
+        return all(map(_is_written_out, (*value, *value.values())))
+    if isinstance(value, slice):
+        return all(map(_is_written_out, (value.start, value.stop, value.step)))
+    return isinstance(value, Enum) or type(value) in _WRITTEN_OUT
+
+
 class _Operator:
     """One call of an autograd function, as an operator over its tensors that returns a list of tensors."""
 
@@ -62,6 +81,8 @@ class _Operator:
         self.given = [i for i, a in enumerate(args) if isinstance(a, (torch.Tensor, torch.SymInt))]
         if len(self.given) < len([v for v in pytree.tree_leaves(args) if isinstance(v, (torch.Tensor, torch.SymInt))]):
             raise _Lost  # some are inside containers
+        if not all(_is_written_out(v) for i, v in enumerate(args) if i not in self.given):
+            raise _Lost
         kinds = [next(word for kind, word in _TYPES.items() if isinstance(args[i], kind)) for i in self.given]
         schema = ", ".join(f"{kind} a{i}" for kind, i in zip(kinds, self.given, strict=True))
         library.define(f"{name}({schema}) -> Tensor[]")

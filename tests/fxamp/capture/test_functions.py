@@ -7,9 +7,10 @@ import io
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import fxamp
 from fxamp.capture.functions import call
@@ -57,6 +58,17 @@ class Clipped(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Tensor:
         return (g * 2).clamp(-100, 100)
+
+
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, by: Any) -> Tensor:
+        ctx.factor = 2.0 if by is None else 3.0
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        return g * ctx.factor, None
 
 
 class AddOne(torch.autograd.Function):
@@ -200,4 +212,38 @@ def test_a_function_that_takes_its_tensors_in_a_list_is_refused() -> None:
         return self.m(OfAList.apply([self.l(x)]))  # type: ignore[no-untyped-call]
 
     with pytest.raises(fxamp.CaptureError, match=r"'OfAList'.*backward"):
+        o0(Two(forward))
+
+
+class Half:
+    def __repr__(self) -> str:
+        return "0.5"
+
+
+PRINTED = [2, 2.0, float("inf"), 1j, "a", None, ..., slice(1, None), range(3), {"a": (1, [2])}, {1}, torch.float32]
+NOT_PRINTED = [
+    nn.ModuleList([nn.Linear(2, 2)]), object(), Half(), lambda: 1, torch.Generator(), {"a": nn.Linear(2, 2)},
+    [(Half(),)], np.float64(2), np.ones(2), nn.Linear, torch.relu,
+]  # fmt: skip
+
+
+def test_arguments_that_a_graph_can_print_are_kept() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        y = self.l(x)
+        for argument in PRINTED:
+            y = Scaled.apply(y, argument)  # type: ignore[no-untyped-call]
+        return self.m(y)
+
+    model = Two(forward)
+    converted = o0(model)
+    assert_is_eager(converted, model)
+    assert [n.args[2] for n in converted.graph.nodes if n.target is call] == PRINTED
+
+
+@pytest.mark.parametrize("argument", NOT_PRINTED, ids=lambda a: type(a).__name__)
+def test_a_function_with_an_argument_that_a_graph_cannot_print_is_refused(argument: Any) -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return self.m(Scaled.apply(self.l(x), argument))  # type: ignore[no-untyped-call]
+
+    with pytest.raises(fxamp.CaptureError, match=r"'Scaled'.*backward"):
         o0(Two(forward))
