@@ -19,7 +19,7 @@ from torch import nn
 from torch.fx import Graph, Node, Proxy, Tracer
 from torch.fx.proxy import Attribute
 
-from passes._torch import BatchNorm, TorchDispatchMode, TorchFunctionMode, own_schema, pytree, storage_id
+from passes._torch import BatchNorm, TorchDispatchMode, TorchFunctionMode, pytree, storage_id
 from passes.contract.errors import INSTEAD, CaptureError, FxampError, NotFaithfulError
 from passes.graph.notes import note
 from passes.graph.values import mutated_operands, source
@@ -31,7 +31,7 @@ from .model import frames
 from .model.call import CallSpec, flatten_outputs
 from .model.patches import replaced, traced_here_alone
 from .model.reads import Recorder
-from .model.tensors import held
+from .model.tensors import held, strided, written
 
 # Modules of torch.nn whose forward is one functional call (or a few) that tracing records as it is.
 _TRACEABLE = (
@@ -170,9 +170,7 @@ class _Writes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        given = dict(zip((a.name for a in own_schema(func).arguments), args, strict=False)) | kwargs
-        written = [given.get(a.name) for a in own_schema(func).arguments if a.alias_info and a.alias_info.is_write]
-        for tensor in _tensors(written):
+        for tensor in written(func, args, kwargs):
             if storage_id(tensor) not in self.made:
                 name = self.names.get(storage_id(tensor))
                 what = f"'{name}'" if name else "a tensor made outside forward()"
@@ -180,14 +178,10 @@ class _Writes(TorchDispatchMode):
                     f"forward() writes to {what} at {frames.place()}: symbolic tracing records only reads of "
                     f"parameters and buffers, so the graph would not write to it. {INSTEAD}."
                 )
-        before = {storage_id(t) for t in _tensors((args, kwargs))}
+        before = {storage_id(t) for t in strided((args, kwargs))}
         output = func(*args, **kwargs)
-        self.made |= {storage_id(t): t for t in _tensors(output) if storage_id(t) not in before}
+        self.made |= {storage_id(t): t for t in strided(output) if storage_id(t) not in before}
         return output
-
-
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [t for t in pytree.tree_leaves(tree) if isinstance(t, torch.Tensor) and t.layout is torch.strided]
 
 
 class _Tracer(Tracer):

@@ -18,11 +18,12 @@ import torch.utils.checkpoint
 from torch import library as operators
 from torch.fx import Graph, GraphModule, Node
 
-from passes._torch import APPLIES, pytree, temporary_operators
+from passes._torch import APPLIES, TorchDispatchMode, pytree, storage_id, temporary_operators
 from passes.graph.notes import note, note_of
 
 from .model.patches import replaced
 from .model.preflight import used_by_model
+from .model.tensors import strided, written
 
 _APPLY: Any = vars(torch.autograd.Function)["apply"]  # a descriptor of Python or, from torch 2.15 on, of C
 _NAMESPACE = "fxamp_export"
@@ -73,11 +74,24 @@ def _is_written_out(value: Any) -> bool:
     return isinstance(value, Enum) or type(value) in _WRITTEN_OUT
 
 
+class _Writes(TorchDispatchMode):
+    """Notes the storages that are written: without `mark_dirty` no version says so while a function is exported."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found |= {storage_id(t) for t in written(func, args, kwargs or {})}
+        return func(*args, **(kwargs or {}))
+
+
 class _Operator:
     """One call of an autograd function, as an operator over its tensors that returns a list of tensors."""
 
     def __init__(self, library: Any, name: str, apply: Callable[..., Any], args: tuple[Any, ...]) -> None:
         self.apply, self.args, self.single = apply, args, False
+        self.writes: frozenset[int] = frozenset()  # the arguments that it writes to, counted from the last
         self.given = [i for i, a in enumerate(args) if isinstance(a, (torch.Tensor, torch.SymInt))]
         if len(self.given) < len([v for v in pytree.tree_leaves(args) if isinstance(v, (torch.Tensor, torch.SymInt))]):
             raise _Lost  # some are inside containers
@@ -96,7 +110,10 @@ class _Operator:
 
     def _run(self, *tensors: Any) -> list[torch.Tensor]:
         versions = [t._version for t in tensors if isinstance(t, torch.Tensor)]
-        made = self.apply(*self.with_operands(tensors))
+        with _Writes() as writes:
+            made = self.apply(*self.with_operands(tensors))
+        of = zip(self.given, tensors, strict=True)
+        self.writes |= {i - len(self.args) for i, t in of if any(storage_id(s) in writes.found for s in strided(t))}
         if versions != [t._version for t in tensors if isinstance(t, torch.Tensor)]:
             raise _Lost  # an operator may not write to an operand that its schema does not mark
         self.single = isinstance(made, torch.Tensor)
@@ -172,6 +189,7 @@ def _restore(gm: GraphModule, node: Node, cls: type, made: _Operator) -> None:
         function = gm.graph.create_node("get_attr", name)
         new = gm.graph.call_function(call, (function, *made.with_operands(node.args)))
     new.meta = dict(node.meta)
+    note(new, writes=made.writes)
     if made.single:
         new.meta["val"] = node.meta["val"][0]
         for item in list(node.users):

@@ -53,6 +53,7 @@ def _written(node: Node) -> set[str]:
     if not name:
         return set()
     written = {"out"} if "out" in node.kwargs else set()
+    written |= {f"arg{len(node.args) + i}" for i in note_of(node).writes}
     for schema in _schemas(node.target):
         writes = [
             (i, a.name) for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write

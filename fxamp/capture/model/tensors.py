@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
 
-from passes._torch import pytree
+from passes._torch import OpOverload, own_schema, pytree
 
 _OWN = frozenset(nn.Module().__dict__)  # torch's tables of parameters, buffers, children and hooks
 
@@ -44,6 +45,18 @@ def kept(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
                     tensor.data = alias
                 if not same(tensor, value):
                     tensor.copy_(value)
+
+
+def written(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """Return the strided tensors that a call of an operator writes to."""
+    arguments = own_schema(op).arguments
+    given = dict(zip((a.name for a in arguments), args, strict=False)) | kwargs
+    return strided([given.get(a.name) for a in arguments if a.alias_info and a.alias_info.is_write])
+
+
+def strided(tree: Any) -> list[torch.Tensor]:
+    """Return the strided tensors in containers of Python."""
+    return [t for t in pytree.tree_leaves(tree) if isinstance(t, torch.Tensor) and t.layout is torch.strided]
 
 
 def _share(a: torch.Tensor, b: torch.Tensor) -> bool:

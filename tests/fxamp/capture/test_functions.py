@@ -82,6 +82,17 @@ class AddOne(torch.autograd.Function):
         return g
 
 
+class MinusMaximum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        x -= x.amax(-1, keepdim=True)  # without mark_dirty, as in the sparsemax of many libraries
+        return x.exp()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return 2 * g
+
+
 class OfAList(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: list[Tensor]) -> Tensor:
@@ -247,3 +258,24 @@ def test_a_function_with_an_argument_that_a_graph_cannot_print_is_refused(argume
 
     with pytest.raises(fxamp.CaptureError, match=r"'Scaled'.*backward"):
         o0(Two(forward))
+
+
+def written_inside(self: Any, x: Tensor) -> Tensor:
+    y = self.l(x) * 2
+    z = MinusMaximum.apply(y)  # type: ignore[no-untyped-call]
+    return self.m(y) + z
+
+
+@pytest.mark.parametrize("low", [False, True])
+def test_what_a_function_writes_to_its_input_is_read_afterwards(low: bool) -> None:
+    torch.manual_seed(0)
+    model, x = Two(written_inside), example()
+    converted = fxamp.convert(model, (x,), policy="O1,dtype=bf16" if low else "O0", capture="export")
+    with torch.autocast("cpu", torch.bfloat16, enabled=low):
+        assert torch.equal(converted(x), model(x).float())
+
+
+def test_beyond_o1_a_function_writes_to_no_copy_of_its_input() -> None:
+    converted = fxamp.convert(Two(written_inside), (example(),), policy="O2,dtype=bf16", capture="export")
+    (written,) = [n.args[1] for n in converted.graph.nodes if n.target is call]
+    assert written.target is torch.ops.aten.mul.Tensor
