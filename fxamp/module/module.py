@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import logging
 import types
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -27,13 +26,12 @@ from ..capture.model.call import CallSpec
 from ..capture.model.captured import State
 from .baked import Baked
 from .bindings import called_directly, read_directly
+from .device import DeviceWatch
 from .in_place import called_by_name
 from .kept import Kept
 from .serialize import graph_from_data, graph_to_data
 from .skeleton import CONSTANTS, STATE_HOOKS, TREE, container_of
 from .underflow import UnderflowWatch
-
-logger = logging.getLogger("fxamp")
 
 _HOOKS = frozenset(k for k in nn.Module().__dict__ if "hooks" in k) - {*STATE_HOOKS}
 # Attributes of a converted module: `nn.Module` would take one for a child of the same name.
@@ -41,7 +39,7 @@ _OURS = frozenset(
     {
         *("graph", "plan", "meta", "variants", "functions", "missing", "device_type", "original", "container"),
         *("uncopied", "call_spec", "shape_env", "_graph", "_code", "_lineno_map", "_prologue_start", "_watch"),
-        *("_baked", "_guards", "_by_state", "_chosen", "_kept", "_elsewhere"),
+        *("_baked", "_guards", "_by_state", "_chosen", "_kept", "_place"),
     }
 )
 
@@ -123,7 +121,7 @@ class ConvertedModule(GraphModule):
             self._be_indexed()
         self.uncopied = ""
         self._watch = UnderflowWatch(kept.plan)
-        self._elsewhere = not kept.plan.policy.level.rounds  # whether it may run on another device without a word
+        self._place = DeviceWatch(kept)
         self._baked = Baked(kept.reads, self, model, kept.original)
         self._chosen: int | None = None
         self._guards = [variant.call_spec.guard_function() for variant in self.variants]
@@ -269,8 +267,7 @@ class ConvertedModule(GraphModule):
             raise self._refusal()
         flat = self.variants[at].call_spec.bind(args, kwargs)
         self._baked.check_inputs(flat, self.variants[at].call_spec)
-        if not self._elsewhere:
-            self._name_device(flat)
+        self._place(self, flat)
         guards = self._guards[at]
         if guards is not None:
             holds = guards(*flat)
@@ -292,21 +289,6 @@ class ConvertedModule(GraphModule):
         if self.training:
             self._watch(out)
         return self.variants[at].call_spec.pack(out)
-
-    def _name_device(self, flat: Sequence[Any]) -> None:
-        """Log once that the module runs on another device than it was converted for."""
-        found = {value.device.type for value in flat if isinstance(value, torch.Tensor)}
-        if self.device_type in found or not found - {"meta"}:
-            return
-        found = {p.device.type for p in self.parameters()} or found  # forward() may move its inputs
-        self._elsewhere = True
-        if self.device_type not in found:
-            device = min(found)
-            logger.warning(
-                "fxamp: %s was converted for '%s' and runs on '%s', where torch.autocast casts other ops. For the "
-                "values that it gives there, convert again, with device=%s in the policy or the model on that device.",
-                self.original, self.device_type, device, device,
-            )  # fmt: skip
 
     def _refusal(self) -> CaptureError:
         """Return the error for a state that no graph holds for."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from passes.contract.errors import PolicyError
 
-from .by_hand import ByHand
+from .window.by_hand import ByHand
 from .window.conditional import parameters
 
 if TYPE_CHECKING:

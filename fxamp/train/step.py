@@ -26,7 +26,6 @@ from passes.contract.errors import NotAModuleError, PolicyError
 
 from ..dynamo import compiled
 from . import checkpoint
-from .by_hand import ByHand
 from .checks import before_micro_batch, begin, warn_of_fp32
 from .compiled.compile_settings import refuse_unfit, settings_of
 from .compiled.compiled_step import CompiledStep
@@ -40,6 +39,7 @@ from .scale.scaler import LossScaler
 from .scale.settings import require_count, require_number, require_scale
 from .weights.weights import Mode, WeightCasts
 from .window.average import Mean, average
+from .window.by_hand import ByHand
 from .window.closure import needs_closure, refuse_company, run_window, step_by_closure
 from .window.conditional import parameters
 from .window.following import follow
@@ -175,13 +175,12 @@ class TrainStep:
 
         self.windows = 0
         self._position = 0  # micro-batches of the open window seen so far
-        self._by_hand = ByHand()
-        self._training = True  # the model's mode at the last micro-batch
+        self._by_hand, self._training = ByHand(), True  # the model's mode at the last micro-batch
         self._given_scale: float | None = None  # scale given for the open window
         self._window_scaler = self.scaler
         self._window_scale: float | torch.Tensor | None = None
         self._cleared: list[nn.Parameter] = []  # had no gradient when the open window began
-        self._loss: torch.Tensor | None = None  # loss of the last micro-batch in the open window
+        self._loss: torch.Tensor | None = None  # of the last micro-batch
         self._again: list[tuple[Any, Any]] | None = [] if any(map(needs_closure, self.optimizers)) else None
         self._kept = KeptMicroBatches(self.optimizers) if on_overflow == "skip_microbatch" else None
 

@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from passes.contract.errors import PolicyError
 
-from .window.conditional import gradients, parameters
+from .conditional import gradients, parameters
 
 logger = logging.getLogger("fxamp")
 
