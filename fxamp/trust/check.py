@@ -75,13 +75,18 @@ def same_random_state() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def preserved(model: nn.Module, written: Sequence[torch.Tensor] = ()) -> Iterator[None]:
-    """Restore random states, the model's tensors and those that a graph is known to write. `.grad` is never written."""
+def preserved(model: nn.Module, written: Sequence[torch.Tensor] | None = None) -> Iterator[list[torch.Tensor]]:
+    """Restore random states, the model's tensors and those that a graph is known to write. `.grad` is never written.
+
+    Without `written` all parameters are restored: nobody knows which of them a user's forward() writes. Yields a list,
+    which afterwards holds the tensors that were restored.
+    """
     fastpath = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)  # a fused kernel in eager eval rounds differently
     try:
-        with same_random_state(), kept([*held(model).values(), *written]):
-            yield
+        others = model.parameters() if written is None else written
+        with same_random_state(), kept([*held(model).values(), *others]) as restored:
+            yield restored
     finally:
         torch.backends.mha.set_fastpath_enabled(fastpath)
 
@@ -116,7 +121,7 @@ def check_faithful(captured: Captured, args: tuple[Any, ...], kwargs: dict[str, 
     model, run = found.model, _caller(found)
     written, tensors = written_parameters(found), held(model)
     with no_autocast():
-        with untouched(model), preserved(model, written):
+        with untouched(model), kept(written), preserved(model) as restored:
             _go_on(model, found.left)
             try:
                 expected = _run(lambda a, k: model(*a, **k), args, kwargs, model, tensors)
@@ -124,6 +129,7 @@ def check_faithful(captured: Captured, args: tuple[Any, ...], kwargs: dict[str, 
                 values = found.call.by_name(args, kwargs)
                 flat = pytree.tree_leaves([values[name] for name in found.call.given])
                 raise rejected(model, found.call, flat, e) from e
+        _refuse_unseen_writes(model, restored, written)
         bound: Callable[..., Any] = lambda a, k: found.call.pack(run(*found.call.bind(a, k)))  # noqa: E731
         with preserved(model, written):
             got = _run(bound, args, kwargs, model, tensors)
@@ -136,6 +142,14 @@ def check_faithful(captured: Captured, args: tuple[Any, ...], kwargs: dict[str, 
     if any(isinstance(o, torch.Tensor) and o.is_meta for o in expected.outputs):
         return captured.noting("checked without values: tensors on the meta device have only a shape and a dtype")
     return captured
+
+
+def _refuse_unseen_writes(model: nn.Module, restored: Iterable[torch.Tensor], written: Iterable[torch.Tensor]) -> None:
+    """Raise NotFaithfulError where forward() wrote to a parameter that the graph does not write to."""
+    unseen = {id(t) for t in restored} - {id(t) for t in written}
+    for name, parameter in model.named_parameters():
+        if id(parameter) in unseen:
+            raise NotFaithfulError(f"forward() writes to the parameter '{name}', and the graph would not. {INSTEAD}.")
 
 
 def _go_on(model: nn.Module, left: Mapping[str, Any]) -> None:
@@ -175,7 +189,7 @@ def guard_small_sizes(captured: Captured, args: tuple[Any, ...], kwargs: dict[st
             return found.model(*given, **named)
 
     # In fake mode a counter that meets no fake tensor stays a real tensor, and is written: it is restored.
-    with no_autocast(), preserved(found.model, written_parameters(found)), warnings.catch_warnings():
+    with no_autocast(), preserved(found.model), kept(written_parameters(found)), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what a model warns of at small sizes
         tensors = call.bind(args, kwargs)
         guards = guards_of_small_sizes(captured.call, tensors, of_model, lambda flat: run(*flat))
