@@ -58,6 +58,7 @@ else:
 
 
 SET_GRAD = torch._C._set_grad_enabled  # what `set_grad_enabled` is in an exported graph
+DATA_OF = torch._C._autograd._get_data_attr  # type: ignore[attr-defined]  # what `tensor.data` is in a graph of Dynamo
 C_NN = torch._C._nn  # functions of torch.nn.functional that take the arguments of their overloads
 VF = torch._VF  # the kernels of recurrent layers
 MODULE_CALLS = (torch.nn.Module._call_impl.__code__, torch.nn.Module._wrapped_call_impl.__code__)
@@ -342,6 +343,7 @@ def gathering(module: nn.Module) -> tuple[torch.dtype | None, bool]:
 
 __all__ = [
     "C_NN",
+    "DATA_OF",
     "GUARD_NAMES",
     "MODULE_CALLS",
     "SET_GRAD",

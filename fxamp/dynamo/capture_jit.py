@@ -145,7 +145,7 @@ class _Description:
         if self.ambient and call:
             return retyped(value, self._inferred(node, value, held))
         if self.ambient and inside and node.op == "placeholder":
-            return retyped(value, without_low(dtypes_of(value)))
+            return retyped(value, without_low(dtypes_of(value), self.by_autocast))
         return value
 
     def _inferred(self, node: Node, value: Any, held: dict[Node, Any]) -> Any:
@@ -154,7 +154,8 @@ class _Description:
         They reject operands of several dtypes, one of which may be low, and cannot run some ops at all.
         """
         if ops.name(node).startswith("higher_order::"):
-            return without_low(dtypes_of(value))
+            made = without_low(dtypes_of(value), self.by_autocast)
+            return _named_in_body(node, made) or made
         try:
             return self.infer(node, lambda n: held.get(n))
         except Exception:  # whatever a fake kernel raises
@@ -197,6 +198,20 @@ def _as_cast(node: Node) -> None:
     if made_of_it and tensor and not arguments.keys() - {"dtype", "device"}:
         node.op, node.target, node.args = "call_method", "to", first
         node.kwargs = {k: v for k, v in arguments.items() if v is not None}
+
+
+def _named_in_body(node: Node, like: Any) -> Any:
+    """Return the dtypes that the one body of a higher-order op gives, which is described already; None if unlike."""
+    bodies = [a for n in node.all_input_nodes if isinstance(a := _body(n), GraphModule)]
+    if len(bodies) != 1:
+        return None
+    found = tuple(dtypes_of(getattr(n, "meta", {}).get("val")) for n in bodies[0].graph.output_node().args[0])  # type: ignore[union-attr]
+    return found if isinstance(like, tuple) and len(like) == len(found) else None
+
+
+def _body(node: Node) -> Any:
+    gm = node.graph.owning_module
+    return attribute_of(gm, str(node.target)) if node.op == "get_attr" and gm is not None else None
 
 
 def _is_method(node: Node) -> bool:

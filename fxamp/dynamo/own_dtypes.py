@@ -12,7 +12,7 @@ After:  the first is bfloat16, since the layer accepts nothing else; the second 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Set
+from collections.abc import Callable, Container, Set
 from typing import Any
 
 import torch
@@ -63,11 +63,11 @@ def own_dtypes(
     return own
 
 
-def without_low(dtypes: Any) -> Any:
-    """Return dtypes with FP32 in the place of low ones."""
+def without_low(dtypes: Any, low: Container[torch.dtype | None] = LOW) -> Any:
+    """Return dtypes with FP32 in the place of low ones, or of those given."""
     if isinstance(dtypes, tuple):
-        return tuple(without_low(d) for d in dtypes)
-    return torch.float32 if dtypes in LOW else dtypes
+        return tuple(without_low(d, low) for d in dtypes)
+    return torch.float32 if dtypes in low else dtypes
 
 
 def _made(node: Node, infer: Callable[..., Any], own: dict[Node, Any], holds: Set[Node]) -> Any:

@@ -22,7 +22,15 @@ import torch.nn.functional as F
 from torch.fx import Node
 from torch.fx.node import map_aggregate
 
-from .._torch import HigherOrderOperator, OpOverload, OpOverloadPacket, boolean_dispatched, own_schema, qualified_name
+from .._torch import (
+    DATA_OF,
+    HigherOrderOperator,
+    OpOverload,
+    OpOverloadPacket,
+    boolean_dispatched,
+    own_schema,
+    qualified_name,
+)
 from ..runtime import rnn
 
 # The tables: canonical name -> its other spellings in one dialect.
@@ -84,7 +92,7 @@ _PRIMS = {
 _FUNCTIONS: dict[Any, str] = {
     F.cross_entropy: "cross_entropy_loss", F.grid_sample: "grid_sampler", F.affine_grid: "affine_grid_generator",
     F.unfold: "im2col", F.fold: "col2im", F.threshold: "threshold", rnn.lstm: "lstm", rnn.rnn: "rnn",
-    abs: "abs", pow: "pow", round: "round", getattr: "getattr",
+    abs: "abs", pow: "pow", round: "round", getattr: "getattr", DATA_OF: "detach",
 }  # fmt: skip
 
 # Methods of sharded tensors, as Dynamo writes them.

@@ -81,8 +81,13 @@ class Subject:
         with contextlib.suppress(RuntimeError, TypeError, ValueError, NotImplementedError, IndexError):
             self.autocast = self.run(self.model, self.ambient())
         self.allowed = Allowed(
-            lambda noise: self.run(self.model, noise=noise), self._in_low, self.plain, self.autocast, self.dtype
+            lambda noise: self.run(self.model, noise=noise), self._in_low, self.plain, self.autocast, self._coarsest()
         )
+
+    def _coarsest(self) -> torch.dtype:
+        """Return the dtype whose roundings are allowed: what is given in BF16 is rounded to it in the model itself."""
+        given = {value.dtype for value in tensors((self.args, self.kwargs))}
+        return torch.bfloat16 if torch.bfloat16 in given else self.dtype
 
     def _in_low(self) -> Run:
         def low(value: Any) -> Any:
@@ -235,7 +240,10 @@ def _called(found: Subject, got: Run, front_end: str, level: str, plan: fxamp.Pl
     narrower = now_low(got, found.plain, inputs)
     if narrower and not names_low(found, found.ambient()):
         narrower = given_back(narrower, got, inputs)
-    wider = bool(now_fp32(got, found.plain)) and names_low(found)
+    fp32 = now_fp32(got, found.plain)
+    # The model may branch on a dtype; then the output is another value under autocast.
+    branched = found.autocast is not None and not {*fp32} - {*now_fp32(found.autocast, found.plain)}
+    wider = bool(fp32) and (branched or names_low(found))
     return _judge(found, with_dtypes(got, found.plain, narrower), level, plan, wider=wider)
 
 

@@ -54,7 +54,7 @@ def given_back(outputs: Iterable[int], got: Run, inputs: Sequence[Tensor]) -> li
 
 
 def names_low(found: Called, context: Any = None) -> bool:
-    """Say whether the model casts to a low dtype as in `.to(torch.bfloat16)`, or has regions of autocast.
+    """Say whether the model names a low dtype, as `.to(torch.bfloat16)` and `.sum(dtype=...)`, or enters autocast.
 
     `context` is what it is captured in: under autocast, a dtype that is read off what is low there is named too.
     """
@@ -68,7 +68,8 @@ def names_low(found: Called, context: Any = None) -> bool:
     with preserved(found.model), context or contextlib.nullcontext(), contextlib.suppress(Exception):
         torch.compile(found.model, backend=inner)(*copy.deepcopy(found.args), **copy.deepcopy(found.kwargs))
     named = (n for n in seen if literal_dtype(n) in LOW)
-    return any(n.op == "call_function" or str(n.target) in ops.CASTS_TO_GIVEN for n in named) or any(
+    # A cast by name, as `.half()`, is the author's own in any case.
+    return any(n.op == "call_function" or str(n.target) not in ops.CAST_METHODS for n in named) or any(
         n.target is enter_autocast for n in seen
     )
 

@@ -352,6 +352,16 @@ def test_ambient_autocast_as_a_state(inner: str, dtype: torch.dtype) -> None:
     assert torch.equal(got, model.m(low.float()))  # what the policy keeps FP32 is FP32
 
 
+def test_data_of_a_low_value_stays_low_under_ambient_autocast() -> None:
+    model, x = Two(lambda self, x: (self.l(x).data, self.m(x).data + x)), example()
+    module: Any = torch.compile(model, backend=fxamp.backend("O1", "eager"))
+    with torch.autocast("cpu"):
+        expected, got = model(x), module(x)
+    assert [t.dtype for t in got] == [t.dtype for t in expected] == [BF16, F32]
+    assert equal(got, expected)
+    assert not fxamp.plan_of(module).deviations
+
+
 @pytest.mark.parametrize("inner", ["eager", "aot_eager"])
 def test_ambient_autocast_as_a_region_round_the_graph(inner: str) -> None:
     def f(self: Two, x: Tensor) -> Tensor:

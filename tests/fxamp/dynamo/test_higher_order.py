@@ -45,6 +45,23 @@ def test_a_checkpointed_block_is_rewritten_inside() -> None:
     assert inside == {("linear", "bfloat16"), ("gelu", "bfloat16"), ("add", "bfloat16")}
 
 
+@pytest.mark.parametrize("given", [torch.float16, BF16])
+def test_what_a_checkpoint_gives_low_is_cast_to_fp32_before_it_is_written(given: torch.dtype) -> None:
+    def f(self: Two, x: Tensor, low: Tensor) -> Any:
+        h = checkpoint(lambda a: self.l(a.float()).to(a.dtype), low, use_reentrant=False)
+        wide = h.to(x.dtype)
+        wide[..., :2] = wide[..., 2:4]
+        return wide, h
+
+    model, x, low = Two(f), example(), example().to(given)
+    module = torch.compile(model, backend=fxamp.backend("O1,dtype=bf16", "eager"))
+    with torch.autocast("cpu"):
+        expected, got = model(x, low), module(x, low)
+    assert equal(got, expected)
+    assert [t.dtype for t in got] == [F32, given]
+    assert torch.equal(compiled(model)(x, low)[0], expected[0])
+
+
 def test_what_a_checkpoint_saves_is_not_more_than_without_fxamp() -> None:
     def f(self: Two, x: Tensor) -> Any:
         return checkpoint(lambda t: self.m(F.gelu(self.l(t))), x, use_reentrant=False)
