@@ -34,7 +34,8 @@ from .capture.front_ends import ALONE
 from .capture.functions import as_under_autocast
 from .capture.model.captured import Autocast, Captured, Captures, as_inputs
 from .capture.model.patches import capturing, uncollected
-from .capture.model.preflight import loads_otherwise, untouched
+from .capture.model.preflight import loads_otherwise
+from .capture.model.snapshot import untouched
 from .capture.states import capture as capture_model
 from .capture.states import in_state_of, module_of, refuse_non_models, with_own_constants
 from .dynamo import compiled
@@ -46,12 +47,11 @@ from .module.skeleton import skeleton
 from .trust.check import (
     check_faithful,
     check_runs,
-    fresh,
     guard_small_sizes,
-    preserved,
     refuse_low_parameters,
     runs_under,
 )
+from .trust.preserved import fresh, preserved
 
 logger = logging.getLogger("fxamp")
 

@@ -42,6 +42,7 @@ from torch.overrides import TorchFunctionMode as TorchFunctionMode
 from torch.utils import _contextlib as decorators  # the file in which `no_grad` becomes a decorator
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .contract.devices import DEVICES
 from .contract.errors import CaptureError
@@ -212,6 +213,13 @@ def undecided_by_fakes(error: Exception) -> bool:
         GuardOnDataDependentSymNode,
     )
     return isinstance(error, kinds)
+
+
+@contextlib.contextmanager
+def without_modes() -> Iterator[None]:
+    """Compute with real tensors, also inside a trace, which would record the op, or take the tensors for fake ones."""
+    with _disable_current_modes():
+        yield
 
 
 @contextlib.contextmanager

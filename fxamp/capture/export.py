@@ -29,8 +29,8 @@ from .model.captured import Autocast
 from .model.frames import Stacks, place_of
 from .model.limit import Limit
 from .model.patches import replaced, traced_here_alone
-from .model.preflight import untouched
 from .model.reads import Recorder
+from .model.snapshot import untouched
 from .regions import inline_regions
 
 _PREFIX = "model."

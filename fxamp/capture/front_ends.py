@@ -16,14 +16,16 @@ from torch import nn
 from passes._torch import pytree
 from passes.contract.errors import CaptureError, FxampError, NotFaithfulError, RejectedError
 
-from ..trust.check import fresh, preserved, rejected
+from ..trust.check import rejected
+from ..trust.preserved import fresh, preserved
 from . import capture_fx, export
 from .model.call import CallSpec, both
 from .model.captured import Autocast, Captured
 from .model.dims import NOT_ABOUT_THE_MODEL, Dims
 from .model.drawn import refuse_drawn_numbers
-from .model.preflight import grad_mode_reads, refuse_assigned, refuse_constructs, refuse_kept_results, untouched
+from .model.preflight import grad_mode_reads, refuse_assigned, refuse_constructs, refuse_lost_state
 from .model.reads import Reads, Recorder
+from .model.snapshot import untouched
 from .model.tensors import held, kept
 from .relate import relate, settle
 from .rerun import rerun
@@ -118,14 +120,15 @@ def _export(
         if autocast is None:
             _refuse_inputs(model, call, flat)
         raise NotFaithfulError(export.explain(model, e)) from e
-    refuse_kept_results(changed, "export")
+    again = reads.may_read(changed, model)
+    refuse_lost_state(changed, again, model, "export")
     reads.assigned |= set(changed)
     graph, constants = export.normalise(gm, model)
     lifted = {id(c) for c in constants.values()}
     refuse_assigned(changed, [name for name, t in held(model).items() if id(t) in lifted], "export")
     return Captured(
         graph, spec, "export", {}, constants, (*dims.notes, *_side_effects(changed)), grad_reads=tuple(asked),
-        model=model, left=changed,
+        model=model, left=tuple(changed), again=again,
     )  # fmt: skip
 
 
@@ -138,12 +141,16 @@ def by_fx(model: nn.Module, call: CallSpec, flat: list[Any], reads: Reads) -> Ru
             untouched(model) as changed, grad_mode_reads() as asked,
         ):  # fmt: skip
             graph, spec, leaves, constants = capture_fx.trace(model, call, flat, Recorder(model, reads, asked))
-        refuse_kept_results(changed, "fx")
+        again = reads.may_read(changed, model)
+        refuse_lost_state(changed, again, model, "fx")
         reads.assigned |= set(changed)
         for path, leaf in leaves.items():
             reads.add_opaque(path, leaf)
         notes = tuple(_side_effects(changed))
-        return Captured(graph, spec, "fx", leaves, constants, notes, grad_reads=tuple(asked), model=model, left=changed)
+        return Captured(
+            graph, spec, "fx", leaves, constants, notes, grad_reads=tuple(asked), model=model, left=tuple(changed),
+            again=again,
+        )  # fmt: skip
 
     return run
 

@@ -27,7 +27,7 @@ from passes.graph.notes import note, note_of
 from passes.graph.values import no_autocast
 
 from ..module.module import ConvertedModule
-from ..trust.check import same_random_state
+from ..trust.preserved import same_random_state
 from . import capture_fx, front_ends
 from .export import program_module
 from .front_ends import Run

@@ -28,10 +28,11 @@ from passes.contract.reasons import Code
 from passes.graph.values import no_autocast
 
 from ..capture.model.captured import Captured, Captures
-from ..capture.model.preflight import untouched
+from ..capture.model.snapshot import untouched
 from ..capture.states import copied
 from ..module.module import ConvertedModule
-from ..trust.check import fresh, preserved, written_parameters
+from ..trust.check import written_parameters
+from ..trust.preserved import fresh, preserved
 from .counts import laps
 from .timing import OpTimer, training_alone
 
@@ -126,7 +127,7 @@ def _lower_quartile(taken: Sequence[float]) -> float:
 def _race(modules: Mapping[str, ConvertedModule], captured: Captured, inputs: Inputs) -> dict[str, list[float]]:
     """Time a step of each module, in turns; return the seconds. Afterwards the model is unchanged."""
     model = captured.model
-    with untouched(model), preserved(model, written_parameters(captured)), no_autocast(), training_alone():
+    with untouched(model), preserved(model, written_parameters(captured), graph=True), no_autocast(), training_alone():
         steps = {name: _step(module, inputs) for name, module in modules.items()}
         seconds = laps(steps, _rounds())
     logger.info("fxamp: least seconds of a step: %s", {name: round(min(taken), 6) for name, taken in seconds.items()})

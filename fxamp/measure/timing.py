@@ -21,7 +21,7 @@ from passes._torch import pytree
 from passes.contract.devices import DEVICES
 from passes.contract.timing import Call, Filler
 
-from ..trust.check import same_random_state
+from ..trust.preserved import same_random_state
 from . import cost_cache
 
 SWEEPS = 3

@@ -218,6 +218,8 @@ class Baked:
             if path in modules:
                 self._original.add(path, modules[path], attribute)
         for path, held, attribute in sorted(self.reads.objects):
+            if f"{path}.{held}.{attribute}".lstrip(".") in self.reads.assigned:
+                continue
             if path in modules:
                 self._original.add_object(f"{path}.{held}".lstrip("."), vars(modules[path]).get(held), attribute)
         both = [path for path in modules if path in twins]

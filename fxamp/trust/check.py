@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-import random
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,12 +19,14 @@ from passes.graph.values import LOW, Aliases, module_path, no_autocast, source
 from passes.ops import ops
 
 from ..capture.model.call import CONSTANTS, CallSpec, same_constant
-from ..capture.model.preflight import untouched
-from ..capture.model.tensors import held, kept, same
+from ..capture.model.snapshot import untouched
+from ..capture.model.tensors import held, same
 from ..module.bindings import read_directly
 from ..module.in_place import called_by_name
 from ..module.module import ConvertedModule
 from ..module.skeleton import constant_target, skeleton
+from .later import runs_to_compare
+from .preserved import fresh, preserved
 from .small_sizes import guards_of_small_sizes
 
 if TYPE_CHECKING:
@@ -60,32 +60,6 @@ def refuse_low_parameters(named: Iterable[tuple[str, Any]], gathered: Callable[[
         )
 
 
-@contextlib.contextmanager
-def same_random_state() -> Iterator[None]:
-    """Restore the random states of torch, of its devices and of Python."""
-    state, python = torch.get_rng_state(), random.getstate()
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else None
-    try:
-        yield
-    finally:
-        torch.set_rng_state(state)
-        random.setstate(python)
-        if cuda is not None:
-            torch.cuda.set_rng_state_all(cuda)
-
-
-@contextlib.contextmanager
-def preserved(model: nn.Module, written: Sequence[torch.Tensor] = ()) -> Iterator[None]:
-    """Restore random states, the model's tensors and those that a graph is known to write. `.grad` is never written."""
-    fastpath = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)  # a fused kernel in eager eval rounds differently
-    try:
-        with same_random_state(), kept([*held(model).values(), *written]):
-            yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fastpath)
-
-
 def rejected(model: nn.Module, call: CallSpec, flat: Sequence[Any], error: Exception) -> RejectedError:
     """Return the error for example inputs that the model itself rejects; name those in a dtype no parameter has."""
     kinds = {p.dtype for p in model.parameters() if p.is_floating_point()}
@@ -103,9 +77,8 @@ def rejected(model: nn.Module, call: CallSpec, flat: Sequence[Any], error: Excep
 def check_faithful(captured: Captured, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
     """Compare outputs, inputs and the model's tensors after a call bit for bit, and gradients within 1e-6.
 
-    The model and its graph, without rounding, each run once, in the present state of the model. Numbers that forward()
-    assigns start as after a first call, so that a result that depends on a counter is found. Returns the capture, with
-    a note if less could be compared.
+    The model and its graph, without rounding, each run once, in the present state of the model; the model more often if
+    its calls may depend on earlier ones (`later.py`). Returns the capture, with a note if less could be compared.
 
     Raises:
         CaptureError: the model rejects the inputs, or the captured graph computes something else.
@@ -115,36 +88,41 @@ def check_faithful(captured: Captured, args: tuple[Any, ...], kwargs: dict[str, 
     found = captured.unrounded
     model, run = found.model, _caller(found)
     written, tensors = written_parameters(found), held(model)
+    by_model: Callable[..., Any] = lambda a, k: model(*a, **k)  # noqa: E731
+    bound: Callable[..., Any] = lambda a, k: found.call.pack(run(*found.call.bind(a, k)))  # noqa: E731
     with no_autocast():
-        with untouched(model), preserved(model, written):
-            _go_on(model, found.left)
+        with untouched(model):
             try:
-                expected = _run(lambda a, k: model(*a, **k), args, kwargs, model, tensors)
+                several, restored = runs_to_compare(
+                    found, args, kwargs, written, lambda: _run(by_model, args, kwargs, model, tensors)
+                )
+            except NotFaithfulError:
+                raise
             except Exception as e:
                 values = found.call.by_name(args, kwargs)
                 flat = pytree.tree_leaves([values[name] for name in found.call.given])
                 raise rejected(model, found.call, flat, e) from e
-        bound: Callable[..., Any] = lambda a, k: found.call.pack(run(*found.call.bind(a, k)))  # noqa: E731
-        with preserved(model, written):
+        _refuse_unseen_writes(model, restored, written)
+        with preserved(model, written, graph=True):
             got = _run(bound, args, kwargs, model, tensors)
         try:
-            _compare(type(model).__name__, found.front_end, model, expected, got)
+            for expected in several:
+                _compare(type(model).__name__, found.front_end, model, expected, got)
         except NotFaithfulError as e:
             if found.left:
                 raise NotFaithfulError(f"{e} forward() sets {', '.join(map(repr, found.left))}.") from e
             raise
-    if any(isinstance(o, torch.Tensor) and o.is_meta for o in expected.outputs):
+    if any(isinstance(o, torch.Tensor) and o.is_meta for o in got.outputs):
         return captured.noting("checked without values: tensors on the meta device have only a shape and a dtype")
     return captured
 
 
-def _go_on(model: nn.Module, left: Mapping[str, Any]) -> None:
-    """Set the numbers that a call left in a model's attributes: a graph cannot continue to count from them."""
-    modules = dict(model.named_modules())
-    for name, value in left.items():
-        path, _, attribute = name.rpartition(".")
-        if path in modules and value is not None and isinstance(value, CONSTANTS):
-            modules[path].__dict__[attribute] = value
+def _refuse_unseen_writes(model: nn.Module, restored: Iterable[torch.Tensor], written: Iterable[torch.Tensor]) -> None:
+    """Raise NotFaithfulError where forward() wrote to a parameter that the graph does not write to."""
+    unseen = {id(t) for t in restored} - {id(t) for t in written}
+    for name, parameter in model.named_parameters():
+        if id(parameter) in unseen:
+            raise NotFaithfulError(f"forward() writes to the parameter '{name}', and the graph would not. {INSTEAD}.")
 
 
 def runs_under(autocast: Autocast, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -202,7 +180,7 @@ def check_runs(module: ConvertedModule, captured: Captured, args: tuple[Any, ...
     leaves = [*pytree.tree_leaves((args, kwargs)), *model.parameters()]
     if {t.device.type for t in leaves if isinstance(t, torch.Tensor)} - {module.device_type}:
         return
-    with untouched(model), preserved(model, written_parameters(captured)):
+    with untouched(model), preserved(model, written_parameters(captured), graph=True):
         try:
             module(*pytree.tree_map(fresh, args), **pytree.tree_map(fresh, kwargs))
         except FxampError:
@@ -275,13 +253,6 @@ def _gradients(floats: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) 
         return list(torch.autograd.grad(floats, sources, weights, allow_unused=True))
     except RuntimeError:
         return None
-
-
-def fresh(value: Any) -> Any:
-    """Copy an input, so that a model that writes to it does so once for each run."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone().requires_grad_(value.requires_grad)
-    return value
 
 
 def _compare(name: str, front_end: str, model: nn.Module, expected: _Run, got: _Run) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
 import fxamp
-from fxamp.trust.check import preserved
+from fxamp.trust.preserved import preserved
 from passes.contract.policy import Policy
 from passes.graph.notes import is_inserted
 from passes.graph.values import keys, source

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from fxamp.trust.check import preserved
+from fxamp.trust.preserved import preserved
 from passes._torch import enter_autocast
 from passes.graph.values import LOW, literal_dtype
 from passes.ops import ops

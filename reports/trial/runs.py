@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fxamp.capture.model.preflight import untouched
-from fxamp.trust.check import GRADIENT_NOISE, GRADIENT_TOLERANCE, preserved
+from fxamp.capture.model.snapshot import untouched
+from fxamp.trust.check import GRADIENT_NOISE, GRADIENT_TOLERANCE
+from fxamp.trust.preserved import preserved
 from passes._torch import pytree
 
 # How much further from FP32 than autocast, or than one rounding an op, a result may be; and at O3, which sums in low.

@@ -82,7 +82,8 @@ class Captured:
         plain: whether the model runs without autocast too; if not, results cannot be compared, and O0 is refused.
         grad_reads: lines where the program read the grad mode.
         model: what was captured.
-        left: the values that forward() left in other attributes, by "path.name".
+        left: names of the other state that forward() changed, as `snapshot.py` names it.
+        again: those of them that forward() may read in its next call.
     """
 
     graph: Graph
@@ -96,7 +97,8 @@ class Captured:
     plain: bool = True
     grad_reads: tuple[str, ...] = ()
     model: nn.Module = field(default_factory=nn.Module)
-    left: Mapping[str, Any] = field(default_factory=dict)
+    left: tuple[str, ...] = ()
+    again: tuple[str, ...] = ()
 
     def noting(self, *more: str) -> Captured:
         """Return the capture with more notes."""

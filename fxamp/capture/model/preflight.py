@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -18,6 +17,7 @@ from passes.contract.errors import INSTEAD, CaptureError, NotFaithfulError
 from . import frames
 from .patches import replaced
 from .reads import HOOKS, label
+from .snapshot import is_generator, untouched
 from .tensors import held, kept, same
 
 # Methods that training code calls on a module. A converted module has torch.nn.Module's versions of these, while its
@@ -270,57 +270,6 @@ def grad_mode_reads() -> Iterator[list[str]]:
         yield places
 
 
-@contextlib.contextmanager
-def untouched(model: nn.Module) -> Iterator[dict[str, Any]]:
-    """Restore every module's attributes, parameters, buffers, children and plain containers, whatever happens inside.
-
-    Yields a dict. Afterwards it holds the attributes that had changed, by "path.name", with the new values, but not
-    those of torch's classes; a buffer is "path._buffers.name", without its value.
-    """
-    saved = []
-    for path, module in model.named_modules():
-        tables = {id(v): (v, _copy(v)) for v in module.__dict__.values() if type(v) in _CONTAINERS}
-        saved.append((path, module, dict(module.__dict__), tables))
-    changed: dict[str, Any] = {}
-    try:
-        yield changed
-    finally:
-        for path, module, attributes, tables in saved:
-            if not type(module).__module__.startswith("torch."):
-                for name in _changes(module.__dict__, attributes, tables):
-                    value = module.__dict__.get(name)
-                    changed[f"{path}.{name}".lstrip(".")] = _copy(value) if type(value) in _CONTAINERS else value
-            module.__dict__.clear()
-            module.__dict__.update(attributes)
-            for container, content in tables.values():
-                _restore(container, content)
-
-
-_CONTAINERS = (dict, list, set, OrderedDict)  # the last holds hooks, which a forward may install at its first call
-
-
-def _copy(container: Any) -> Any:
-    return dict(container) if isinstance(container, dict) else list(container)
-
-
-def _changes(now: dict[str, Any], before: dict[str, Any], tables: dict[int, Any]) -> list[str]:
-    """Return the names of attributes that do not have the value they had."""
-    out = []
-    for name in sorted(now.keys() | before.keys()):
-        old, new = before.get(name), now.get(name)
-        if id(old) in tables:
-            old = tables[id(old)][1]
-            new = _copy(new) if type(new) in _CONTAINERS else new
-        if _same(old, new) or name.startswith("_tensor_constant") or name.endswith("_hooks"):  # made by fx itself
-            continue
-        out += [f"{name}.{n}" for n in _differing(old, new)] if name == "_buffers" else [name]
-    return out
-
-
-def _differing(before: Any, now: Any) -> list[str]:
-    return [n for n in sorted(before.keys() | now.keys()) if before.get(n) is not now.get(n)]
-
-
 def refuse_assigned(changed: Iterable[str], read: Collection[str], front_end: str) -> None:
     """Raise NotFaithfulError when forward() assigned a buffer, or an attribute whose tensor the graph reads."""
     for name in changed:
@@ -332,13 +281,36 @@ def refuse_assigned(changed: Iterable[str], read: Collection[str], front_end: st
             )
 
 
-def refuse_kept_results(changed: Mapping[str, Any], front_end: str) -> None:
-    """Raise NotFaithfulError if forward() leaves a tensor with a gradient in an attribute, where a loss may read it."""
+def refuse_lost_state(changed: Mapping[str, Any], read: Collection[str], model: nn.Module, front_end: str) -> None:
+    """Raise NotFaithfulError if forward() changes state that a graph would not change, and that surely matters.
+
+    These are a random generator; a tensor with a gradient, which a loss may read; and a tensor outside of the modules'
+    attributes that forward() may read in its next call.
+
+    Args:
+        changed: what `untouched` found.
+        read: the names in it that forward() may read.
+        model: what was captured.
+        front_end: "fx" or "export".
+    """
+    modules = {path for path, _ in model.named_modules()}
     for name, value in changed.items():
-        if any(map(_may_have_gradient, pytree.tree_leaves(value))):
+        leaves = pytree.tree_leaves(value)
+        if any(map(is_generator, leaves)):
+            raise NotFaithfulError(
+                f"forward() draws numbers from '{name}'; capture='{front_end}' would repeat the numbers of this one "
+                f"call. {INSTEAD}, or draw them by torch, as torch.rand(1)."
+            )
+        if any(map(_may_have_gradient, leaves)):
             raise NotFaithfulError(
                 f"forward() keeps a tensor with a gradient in '{name}'; the graph captured with '{front_end}' would "
                 f"not, and a loss that reads it there would not train. {INSTEAD}, or return the tensor, or detach it."
+            )
+        outside = name in read and name.partition("[")[0].rpartition(".")[0] not in modules
+        if outside and any(issubclass(type(leaf), (torch.Tensor, Proxy)) for leaf in leaves):
+            raise NotFaithfulError(
+                f"forward() keeps a tensor in '{name}', outside of the modules, and may read it in its next call; the "
+                f"graph captured with '{front_end}' would not. {INSTEAD}, or keep it in a buffer."
             )
 
 
@@ -347,20 +319,3 @@ def _may_have_gradient(leaf: Any) -> bool:
     if issubclass(kind, Proxy):
         return bool(leaf.node.target != "detach")
     return issubclass(kind, torch.Tensor) and bool(leaf.requires_grad)
-
-
-def _same(a: Any, b: Any) -> bool:
-    """Say whether two attribute values are the same: tensors and objects by identity, plain values by equality."""
-    (left, spec), (right, other) = pytree.tree_flatten(a), pytree.tree_flatten(b)
-    plain = (bool, int, float, str, bytes, type(None))
-    return spec == other and all(
-        x is y or (isinstance(x, plain) and isinstance(y, plain) and x == y) for x, y in zip(left, right, strict=True)
-    )
-
-
-def _restore(container: Any, content: Any) -> None:
-    container.clear()
-    if isinstance(container, list):
-        container.extend(content)
-    else:
-        container.update(content)

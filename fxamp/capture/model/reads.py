@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -56,6 +56,22 @@ class Reads:
     gradients: dict[str, str] = field(default_factory=dict)
     inputs: dict[int, tuple[bool, str]] = field(default_factory=dict)
     hooks: set[str] = field(default_factory=set)
+
+    def may_read(self, names: Iterable[str], model: nn.Module) -> tuple[str, ...]:
+        """Return those names of changed state (`snapshot.py`) that forward() may read; it surely does not the others.
+
+        Reads of modules and of the objects in their attributes are recorded, and those of all other state are not.
+        """
+        modules = {path for path, _ in model.named_modules()}
+
+        def unread(name: str) -> bool:
+            owner, _, attribute = name.rpartition(".")
+            if owner in modules:
+                return (owner, attribute) not in self.attributes
+            path, _, holder = owner.rpartition(".")
+            return (path, holder) in self.attributes and (path, holder, attribute) not in self.objects
+
+        return tuple(name for name in names if "[" in name or not unread(name))
 
     def add_opaque(self, path: str, leaf: nn.Module) -> None:
         """Count all attributes of an opaque module as read."""

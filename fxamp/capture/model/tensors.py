@@ -30,21 +30,26 @@ def held(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 @contextlib.contextmanager
-def kept(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+def kept(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     """Restore tensors, whatever happens inside: their contents, and their storage if `set_` replaced it.
 
-    A tensor that was not written inside is not written here.
+    A tensor that was not written inside is not written here. Yields a list, which afterwards holds those restored.
     """
+    restored: list[torch.Tensor] = []
     saved = [(t, t.detach(), t.detach().clone()) for t in tensors if not t.is_meta]
     try:
-        yield
+        yield restored
     finally:
         with torch.no_grad():
             for tensor, alias, value in saved:
-                if tensor.shape != alias.shape or not _share(tensor, alias):
+                replaced = tensor.shape != alias.shape or not _share(tensor, alias)
+                if replaced:
                     tensor.data = alias
-                if not same(tensor, value):
+                written = not same(tensor, value)
+                if written:
                     tensor.copy_(value)
+                if replaced or written:
+                    restored.append(tensor)
 
 
 def written(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:

@@ -23,7 +23,7 @@ from passes.graph.notes import is_inserted
 from passes.graph.values import no_autocast
 
 from ...capture.model.tensors import held, kept
-from ...trust.check import same_random_state
+from ...trust.preserved import same_random_state
 
 logger = logging.getLogger(__name__)
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import fxamp
+from fxamp.convert import called_to_read
 from passes.contract.errors import NotFaithfulError
 from tests.support.helpers import FRONT_ENDS, Two, assert_same, example, o0
 
@@ -174,6 +175,36 @@ def test_an_attribute_that_is_read_and_assigned_is_refused(front_end: str) -> No
 def test_an_attribute_that_is_assigned_alone_is_noted(front_end: str) -> None:
     converted = o0(Stateful(cached), front_end=front_end)
     assert converted.plan.notes == ("forward() sets 'last', which the converted module does not",)
+
+
+def of_a_parameter(self: Any, x: Tensor) -> Tensor:
+    y: Tensor = self.l(x)
+    self.l.bias.data.copy_(y.detach().mean(0))
+    return y
+
+
+def unless_compiled(self: Any, x: Tensor) -> Tensor:
+    if not torch.compiler.is_compiling():
+        self.l.bias.data.mul_(0.5)
+    return self.m(x)
+
+
+@pytest.mark.parametrize(
+    ("forward", "said"), [(of_a_parameter, "cannot capture"), (unless_compiled, r"writes to the parameter 'l\.bias'")]
+)
+def test_parameters_that_forward_writes_are_as_they_were(forward: Callable[..., Any], said: str) -> None:
+    model = Stateful(forward)
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(NotFaithfulError, match=said):
+        o0(model)
+    assert_same([p.detach() for p in model.parameters()], before)
+
+
+def test_to_read_the_decisions_of_a_first_call_leaves_the_parameters_alone() -> None:
+    model = Stateful(of_a_parameter)
+    before = [p.detach().clone() for p in model.parameters()]
+    called_to_read(model, (example(),), None, fxamp.Policy.of("O1,dtype=bf16"))
+    assert_same([p.detach() for p in model.parameters()], before)
 
 
 def kept_loss(self: Any, x: Tensor) -> Tensor:

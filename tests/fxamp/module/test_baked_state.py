@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, update_bn
 
 import fxamp
-from fxamp.capture.model.preflight import untouched
+from fxamp.capture.model.snapshot import untouched
 from tests.support.helpers import FRONT_ENDS, Two, assert_is_eager, assert_same, example, o0
 
 

@@ -1,0 +1,57 @@
+"""Run a model or its graph so that afterwards its tensors and all random states are as before."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..capture.model.tensors import held, kept
+
+
+@contextlib.contextmanager
+def same_random_state() -> Iterator[None]:
+    """Restore the random states of torch, of its devices and of Python."""
+    state, python = torch.get_rng_state(), random.getstate()
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else None
+    try:
+        yield
+    finally:
+        torch.set_rng_state(state)
+        random.setstate(python)
+        if cuda is not None:
+            torch.cuda.set_rng_state_all(cuda)
+
+
+@contextlib.contextmanager
+def preserved(
+    model: nn.Module, written: Sequence[torch.Tensor] = (), *, graph: bool = False
+) -> Iterator[list[torch.Tensor]]:
+    """Restore random states, the model's tensors, and those of `written`. `.grad` is never written.
+
+    Yields a list, which afterwards holds the tensors that were restored.
+
+    Args:
+        model: what runs inside. Nobody knows which parameters a user's forward() writes, so all are restored.
+        written: tensors that a graph is known to write.
+        graph: only a graph of the model runs inside; then parameters that it is not known to write are left out.
+    """
+    fastpath = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)  # a fused kernel in eager eval rounds differently
+    tensors = [*held(model).values(), *written, *(() if graph else model.parameters())]
+    try:
+        with same_random_state(), kept({id(t): t for t in tensors}.values()) as restored:
+            yield restored
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fastpath)
+
+
+def fresh(value: Any) -> Any:
+    """Copy an input, so that a model that writes to it does so once for each run."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone().requires_grad_(value.requires_grad)
+    return value
