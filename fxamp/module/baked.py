@@ -22,7 +22,7 @@ from torch import nn
 from passes.contract.errors import CaptureError
 
 from ..capture.model.call import CallSpec
-from ..capture.model.reads import HOOKS, Reads, label
+from ..capture.model.reads import HOOKS, Reads, held_attribute, label
 
 _OWN = frozenset(nn.Module().__dict__) - {"_modules"}  # torch's tables and flags
 _OF_SHARDS = ("FSDPState.", "distribute_module.")  # hooks of fully_shard and parallelize_module
@@ -217,11 +217,11 @@ class Baked:
         for path, attribute in _sorted(self.reads):
             if path in modules:
                 self._original.add(path, modules[path], attribute)
+        assigned = {held_attribute(modules, name) for name in self.reads.assigned}
         for path, held, attribute in sorted(self.reads.objects):
-            if f"{path}.{held}.{attribute}".lstrip(".") in self.reads.assigned:
-                continue
-            if path in modules:
-                self._original.add_object(f"{path}.{held}".lstrip("."), vars(modules[path]).get(held), attribute)
+            name = f"{path}.{held}".lstrip(".")
+            if path in modules and held_attribute(modules, f"{name}.{attribute}") not in assigned:
+                self._original.add_object(name, vars(modules[path]).get(held), attribute)
         both = [path for path in modules if path in twins]
         self._twins, self._layers = [twins[path] for path in both], [vars(modules[path]) for path in both]
         self._flags = list(map(_FLAG, self._layers))

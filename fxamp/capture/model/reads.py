@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -32,6 +32,18 @@ HOOKS = {
 _HEAP_TYPE = 1 << 9  # bit of the __flags__ of a class made in Python, whose attributes can be set
 _WALK = nn.Module.named_modules.__code__  # tracers call it to find names of modules
 _AUTOGRAD = ("requires_grad", "grad_fn", "is_leaf")
+
+
+def held_attribute(modules: Mapping[str, nn.Module], name: str) -> tuple[int, str]:
+    """Return an identity of an attribute of an object that a module holds: several modules may hold the same object.
+
+    Args:
+        modules: those of the model, by path.
+        name: "path.holder.attribute".
+    """
+    owner, _, attribute = name.rpartition(".")
+    path, _, holder = owner.rpartition(".")
+    return id(vars(modules[path]).get(holder)) if path in modules else 0, attribute
 
 
 @dataclass
@@ -62,14 +74,15 @@ class Reads:
 
         Reads of modules and of the objects in their attributes are recorded, and those of all other state are not.
         """
-        modules = {path for path, _ in model.named_modules()}
+        modules = dict(model.named_modules())
+        read = {held_attribute(modules, ".".join(filter(None, found))) for found in self.objects}
 
         def unread(name: str) -> bool:
             owner, _, attribute = name.rpartition(".")
             if owner in modules:
                 return (owner, attribute) not in self.attributes
             path, _, holder = owner.rpartition(".")
-            return (path, holder) in self.attributes and (path, holder, attribute) not in self.objects
+            return (path, holder) in self.attributes and held_attribute(modules, name) not in read
 
         return tuple(name for name in names if "[" in name or not unread(name))
 

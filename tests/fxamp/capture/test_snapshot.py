@@ -267,3 +267,33 @@ def test_a_model_that_only_its_later_calls_reject_is_handed_over() -> None:
 
     with pytest.raises(NotFaithfulError, match="changes 'calls' in every call"):
         o0(Remembers(indexed))
+
+
+def test_an_object_that_several_modules_hold_may_be_set_by_forward_at_its_first_call() -> None:
+    class Settings:
+        kind: Any = None
+
+    class Inner(nn.Module):
+        def __init__(self, settings: Any) -> None:
+            super().__init__()
+            self.l, self.settings = nn.Linear(6, 6), settings
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.settings.kind is None:
+                self.settings.kind = "rows"
+            return self.l(x).sum(0 if self.settings.kind == "rows" else 1)
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.settings = Settings()
+            self.inner = Inner(self.settings)
+
+        def forward(self, x: Tensor) -> Any:
+            return self.inner(x)
+
+    model, x = Outer(), torch.randn(4, 6)
+    converted = fxamp.convert(model, (x,), policy="O0")
+    expected = model(x)  # which sets it, on the original
+    assert model.settings.kind == "rows"
+    assert torch.equal(converted(x), expected)
