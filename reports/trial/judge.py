@@ -81,13 +81,8 @@ class Subject:
         with contextlib.suppress(RuntimeError, TypeError, ValueError, NotImplementedError, IndexError):
             self.autocast = self.run(self.model, self.ambient())
         self.allowed = Allowed(
-            lambda noise: self.run(self.model, noise=noise), self._in_low, self.plain, self.autocast, self._coarsest()
+            lambda noise: self.run(self.model, noise=noise), self._in_low, self.plain, self.autocast, self.dtype
         )
-
-    def _coarsest(self) -> torch.dtype:
-        """Return the dtype whose roundings are allowed: what is given in BF16 is rounded to it in the model itself."""
-        given = {value.dtype for value in tensors((self.args, self.kwargs))}
-        return torch.bfloat16 if torch.bfloat16 in given else self.dtype
 
     def _in_low(self) -> Run:
         def low(value: Any) -> Any:
