@@ -7,7 +7,7 @@ branch, the capture under autocast is compiled instead.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from passes._torch import pytree
 from passes.contract.errors import CaptureError, FxampError, NotFaithfulError, RejectedError
 
 from ..trust.check import rejected
+from ..trust.later import caches
 from ..trust.preserved import fresh, preserved
 from . import capture_fx, export
 from .model.call import CallSpec, both
@@ -121,7 +122,7 @@ def _export(
             _refuse_inputs(model, call, flat)
         raise NotFaithfulError(export.explain(model, e)) from e
     again = reads.may_read(changed, model)
-    refuse_lost_state(changed, again, model, "export")
+    refuse_lost_state(changed, again, model, "export", _caches(model, call, flat))
     reads.assigned |= set(changed)
     graph, constants = export.normalise(gm, model)
     lifted = {id(c) for c in constants.values()}
@@ -142,7 +143,7 @@ def by_fx(model: nn.Module, call: CallSpec, flat: list[Any], reads: Reads) -> Ru
         ):  # fmt: skip
             graph, spec, leaves, constants = capture_fx.trace(model, call, flat, Recorder(model, reads, asked))
         again = reads.may_read(changed, model)
-        refuse_lost_state(changed, again, model, "fx")
+        refuse_lost_state(changed, again, model, "fx", _caches(model, call, flat))
         reads.assigned |= set(changed)
         for path, leaf in leaves.items():
             reads.add_opaque(path, leaf)
@@ -153,6 +154,14 @@ def by_fx(model: nn.Module, call: CallSpec, flat: list[Any], reads: Reads) -> Ru
         )  # fmt: skip
 
     return run
+
+
+def _caches(model: nn.Module, call: CallSpec, flat: list[Any]) -> Callable[[list[str]], Collection[str]]:
+    def found(names: list[str]) -> Collection[str]:
+        known = names and call.in_spec is not None  # without inputs the model cannot be called
+        return caches(model, *call.arguments(call.unflatten(flat)), names) if known else ()
+
+    return found
 
 
 def _side_effects(changed: Iterable[str]) -> list[str]:

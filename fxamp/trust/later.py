@@ -7,15 +7,17 @@ goes on, and the graph has to agree with calls far later too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from torch import nn
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from passes._torch import pytree
+from passes._torch import FakeTensorMode, pytree, quiet_fakes
 from passes.contract.errors import INSTEAD, NotFaithfulError
 
-from ..capture.model.snapshot import Snapshot, outline
+from ..capture.model.snapshot import Snapshot, outline, same, untouched
 from .preserved import fresh, preserved
 
 if TYPE_CHECKING:
@@ -78,6 +80,25 @@ def _left_by_a_call(
             run()
     changes = before.changes()
     return {name: outline(changes.get(name)) for name in captured.again}
+
+
+def caches(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], names: Iterable[str]) -> set[str]:
+    """Return those names of state that forward() changes in its first call and leaves alone in the second.
+
+    A second call reads such a value and does not make it again; so it is a cache, and not, for example, a loss of this
+    call. The model is called on fake tensors, in the state it is in; if it cannot be, no name is returned.
+    """
+    mode, before = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()), Snapshot(model)
+    with untouched(model), preserved(model), quiet_fakes(), mode, torch.compiler.set_stance("force_eager"):
+        given = pytree.tree_map_only(torch.Tensor, lambda t: mode.from_tensor(t, static_shapes=True), (args, kwargs))
+        left = []
+        for _ in range(2):
+            try:
+                model(*given[0], **given[1])
+            except Exception:
+                return set()
+            left.append(before.changes())
+    return {name for name in names if name in left[0] and same(left[0][name], left[1].get(name))}
 
 
 def _flipped(value: Any) -> Any:

@@ -15,7 +15,7 @@ from torch.fx import Interpreter, Node
 
 from passes._torch import FakeTensorMode, pytree
 from passes.contract.plan import Decision
-from passes.graph.notes import is_inserted
+from passes.graph.notes import SETTLE, is_inserted, note_of
 from passes.graph.values import keys
 from passes.ops import ops
 from passes.ops.rules import FP32, LOW, lookup
@@ -121,7 +121,8 @@ def beside(plain: Any, module: Any, dtypes: dict[str, torch.dtype]) -> list[list
 
 
 def _keys(module: Any) -> dict[Node, str]:
-    return keys(n for n in module.graph.nodes if not is_inserted(n))
+    """Return keys that count the author's calls alone: decomposition makes calls of ops that the author calls too."""
+    return keys(n for n in module.graph.nodes if note_of(n).made_by in ("", SETTLE))
 
 
 def decisions(module: Any) -> dict[str, tuple[Node, Decision | None]]:

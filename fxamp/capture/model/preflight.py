@@ -281,19 +281,28 @@ def refuse_assigned(changed: Iterable[str], read: Collection[str], front_end: st
             )
 
 
-def refuse_lost_state(changed: Mapping[str, Any], read: Collection[str], model: nn.Module, front_end: str) -> None:
+def refuse_lost_state(
+    changed: Mapping[str, Any],
+    read: Collection[str],
+    model: nn.Module,
+    front_end: str,
+    caches: Callable[[list[str]], Collection[str]],
+) -> None:
     """Raise NotFaithfulError if forward() changes state that a graph would not change, and that surely matters.
 
-    These are a random generator; a tensor with a gradient, which a loss may read; and a tensor outside of the modules'
-    attributes that forward() may read in its next call.
+    These are a random generator; a tensor with a gradient, which a loss may read, unless forward() keeps it to read it
+    itself; and a tensor outside of the modules' attributes that forward() may read in its next call.
 
     Args:
         changed: what `untouched` found.
         read: the names in it that forward() may read.
         model: what was captured.
         front_end: "fx" or "export".
+        caches: says which of some names hold what a second call reads and leaves alone.
     """
     modules = {path for path, _ in model.named_modules()}
+    graded = [name for name, value in changed.items() if any(map(_may_have_gradient, pytree.tree_leaves(value)))]
+    lost = {*graded} - {*(caches([n for n in graded if n in read]) if graded else ())}
     for name, value in changed.items():
         leaves = pytree.tree_leaves(value)
         if any(map(is_generator, leaves)):
@@ -301,7 +310,7 @@ def refuse_lost_state(changed: Mapping[str, Any], read: Collection[str], model: 
                 f"forward() draws numbers from '{name}'; capture='{front_end}' would repeat the numbers of this one "
                 f"call. {INSTEAD}, or draw them by torch, as torch.rand(1)."
             )
-        if any(map(_may_have_gradient, leaves)):
+        if name in lost:
             raise NotFaithfulError(
                 f"forward() keeps a tensor with a gradient in '{name}'; the graph captured with '{front_end}' would "
                 f"not, and a loss that reads it there would not train. {INSTEAD}, or return the tensor, or detach it."

@@ -151,6 +151,8 @@ def _ruled(state: State, site: Site) -> Colouring:
 def _at_level(state: State, site: Site) -> Site:
     """Return a call with the kind that a level beyond autocast gives it."""
     values = [o.node for o in site.floats]
+    if values and all(state.dtypes[n] in LOW_DTYPES and state.dtypes[n] != site.low for n in values):
+        return site  # all of it is in the other low dtype, which the user chose: there are no bytes to save
     extreme = any(n in state.extremes.values for n in values) or converts(site.node, site.name, state.dtypes)
     kind = by_level(state.policy, site, extreme)
     if kind == LOW != site.kind and any(state.dtypes[n] is ANY for n in values):
@@ -170,9 +172,9 @@ def _moves_written(state: State, site: Site) -> bool:
 
 
 def _lowers(state: State, site: Site) -> bool:
-    """Say whether an op with mixed operands runs low at O2: one operand is low, and all of them fit the low dtype."""
+    """Say whether an op with mixed operands runs low at O2: one is in this low dtype, and all of them fit it."""
     if not state.aggressive or site.row.gives not in ("float", "first"):
         return False
     held = {state.dtypes[o.node] for o in site.floats}
-    mixed = any(d in LOW_DTYPES for d in held) and any(d not in LOW_DTYPES for d in held)
+    mixed = held.intersection(LOW_DTYPES) == {site.low} != held
     return mixed and ANY not in held and not any(o.node in state.extremes.values for o in site.floats)

@@ -219,8 +219,14 @@ def listed_loss(self: Any, x: Tensor) -> Tensor:
     return y
 
 
+def summed_loss(self: Any, x: Tensor) -> Tensor:
+    y: Tensor = self.l(x)
+    self.last = y.sum() if self.last is None else self.last + y.sum()
+    return y
+
+
 @pytest.mark.parametrize("front_end", FRONT_ENDS)
-@pytest.mark.parametrize(("forward", "name"), [(kept_loss, "last"), (listed_loss, "losses")])
+@pytest.mark.parametrize(("forward", "name"), [(kept_loss, "last"), (listed_loss, "losses"), (summed_loss, "last")])
 def test_a_loss_that_is_kept_in_an_attribute_is_not_lost(
     forward: Callable[..., Any], name: str, front_end: str
 ) -> None:
@@ -229,6 +235,29 @@ def test_a_loss_that_is_kept_in_an_attribute_is_not_lost(
         o0(model, front_end=front_end)
     assert not model.losses
     assert model.last is None
+
+
+def made_once(self: Any, x: Tensor) -> Tensor:
+    if not self.losses:
+        self.losses.append(self.m.weight.square().sum())
+    return torch.mul(self.l(x), self.losses[0])
+
+
+@pytest.mark.parametrize("front_end", FRONT_ENDS)
+def test_what_forward_keeps_to_read_it_itself_is_computed_at_every_call(front_end: str) -> None:
+    model = Stateful(made_once)
+    converted = o0(model, front_end=front_end)
+    assert any("sets 'losses'" in note for note in fxamp.plan_of(converted).notes)
+    assert not model.losses
+    for _ in range(2):
+        with torch.no_grad():
+            model.m.weight.mul_(2)  # the cache of the model itself would be out of date
+        converted.zero_grad()
+        converted(example()).sum().backward()
+        expected = copy.deepcopy(model)
+        expected.zero_grad()
+        expected(example()).sum().backward()
+        assert_same(converted.m.weight.grad, expected.m.weight.grad)
 
 
 def test_a_loss_that_is_kept_trains_as_under_autocast() -> None:

@@ -439,6 +439,30 @@ def test_o3_runs_everything_low_that_has_a_low_kernel() -> None:
     assert colours["linalg_inv"] == "float32"
 
 
+def test_what_is_in_the_other_low_dtype_stays_in_it_at_o3() -> None:
+    def body(m: Any, x: Tensor) -> Any:
+        wide = x.bfloat16() * 1e30  # which FP16 does not hold
+        return (wide + wide.exp().long().sum()).max(-1)[0], m.first(x).exp()
+
+    colours = {d.op: d.colour for d in plan_fixed(Net(body), (X,), policy="O3,dtype=fp16").decisions}
+    assert colours["mul"] == colours["add"] == colours["max"] == "bfloat16"
+    assert colours["linear"] == "float16"
+    wide, _ = convert(body, "O3,dtype=fp16")(X)
+    assert torch.equal(wide, body(Net(body), X)[0])
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_what_is_in_the_other_low_dtype_makes_no_op_low(level: str) -> None:
+    def body(m: Any, x: Tensor) -> Any:
+        return m.first(x).float() / ((x.bfloat16() * 1e30).relu() + m.scale)
+
+    model = Net(body)
+    model.scale = nn.Parameter(torch.ones(8))
+    module = fxamp.convert(model, (X,), policy=f"{level},dtype=fp16")
+    assert decided(module, "add")[0].colour == "float32"
+    assert module(X).isfinite().all()
+
+
 @pytest.mark.parametrize("op", ["i1", "i1e"])
 def test_o3_trains_through_an_op_that_has_a_low_kernel_for_the_forward_only(op: str) -> None:
     module = convert(lambda m, x: getattr(torch.special, op)(m.first(x)), "O3")
