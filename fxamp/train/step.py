@@ -43,7 +43,7 @@ from .window.by_hand import ByHand
 from .window.closure import needs_closure, refuse_company, run_window, step_by_closure
 from .window.conditional import parameters
 from .window.following import follow
-from .window.loss import LossFunction, loss_of, refuse_constant
+from .window.loss import LossFunction, loss_of, refuse_constant, share_of
 from .window.microbatches import KeptMicroBatches
 from .window.result import StepResult
 from .window.update import Update, take_step
@@ -160,8 +160,6 @@ class TrainStep:
         self.compiled = None if settings is None else CompiledStep(settings)
         self.ranks = Ranks(model, self.optimizers)
         refuse_unfit_model(model, weights)
-        if weights == "auto" and settings is not None and self.ranks.replicated > 1:
-            weights = "per_use"
         self.weights = WeightCasts(model, weights, accumulate_steps, settings is not None)
         self._low_dtype = low_dtype_of(model)
         self.scaler = scaler_of(scaler, self._low_dtype)
@@ -283,9 +281,11 @@ class TrainStep:
     def _micro_batch(self, inputs: Any, target: Any) -> None:
         """Run forward and backward; gradients are those of the window so far."""
         before_micro_batch(self)
-        last = self._position + 1 == self.accumulate_steps and self._kept is None
-        with self.weights.in_use(), exchanging(self.ranks.replicas, last):
+        last = self._position + 1 == self.accumulate_steps
+        with self.weights.in_use(), exchanging(self.ranks.replicas, last and self._kept is None):
             loss = self._loss_of(inputs, target)
+            if last and self.compiled is not None:
+                self.weights.release()
             refuse_constant(loss, self.optimizers)
             warn_of_fp32(self)
             if self._undecided:
@@ -293,7 +293,7 @@ class TrainStep:
             if self._kept is not None:
                 self._kept.before_backward()
             if loss.requires_grad:
-                self._window_scaler.scale(loss / self.accumulate_steps).backward()
+                self._window_scaler.scale(share_of(loss, self.accumulate_steps)).backward()
             if self._kept is not None:
                 self._kept.after_backward()
         self._position += 1

@@ -14,7 +14,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
 from passes.graph.aliases import mutated_operands
@@ -25,7 +25,7 @@ from ...module.bindings import called_directly, read_directly
 from ...module.in_place import called_by_name
 from ...module.module import ConvertedModule
 from ...module.serialize import graph_from_data, graph_to_data
-from .kept import KeptCast
+from .kept import Given, KeptCast
 
 
 def graphs_of(module: ConvertedModule) -> list[Graph]:
@@ -70,8 +70,8 @@ class SecondCode:
         with called_directly(copied), called_by_name(copied), read_directly(copied):
             self.run: Callable[..., Any] = _code(copied)
 
-    def make_ready(self, module: ConvertedModule) -> Iterator[tuple[KeptCast, Tensor | None]]:
-        """Make the casts for a compiled graph, and yield each with its value."""
+    def make_ready(self, module: ConvertedModule) -> Iterator[tuple[KeptCast, Given | None]]:
+        """Make the casts for a compiled graph, and yield each with its graph inputs."""
         for cast, path, dtype in self._casts:
             weight = _parameter(module, path)
             if weight is not None:

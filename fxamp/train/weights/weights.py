@@ -7,14 +7,14 @@ from collections import Counter
 from collections.abc import Hashable, Iterator
 from typing import Any, Literal
 
-from torch import Tensor, nn
+from torch import nn
 from torch.fx import Graph
 
 from passes.contract.errors import PolicyError
 
 from ...dynamo.compiled import is_compiled
 from ...module.module import ConvertedModule
-from .kept import KeptCast
+from .kept import Given, KeptCast
 from .second_code import SecondCode, graphs_of, running, same_cast, weight_casts, why_not
 from .together import fill
 
@@ -98,8 +98,8 @@ class WeightCasts:
             fill([cast.place for cast in self.casts if cast.place is not None])
             yield
 
-    def make_ready(self) -> tuple[list[KeptCast], list[Tensor | None]]:
-        """Make the casts that are in use, as inputs of a compiled graph; return them and their results."""
+    def make_ready(self) -> tuple[list[KeptCast], list[Given | None]]:
+        """Make the casts that are in use, as inputs of a compiled graph; return them and these inputs."""
         modules = self._modules if self.mode == "per_step" else []
         codes = [(code, module) for _, module in modules for code in self._codes_of(module)]
         made = dict(pair for code, module in codes for pair in code.make_ready(module))
@@ -109,6 +109,11 @@ class WeightCasts:
         """Note that one of several backwards within one use has run."""
         for cast in self.casts:
             cast.next_micro_batch()
+
+    def release(self) -> None:
+        """Free what compiled graphs alone have read, before the last backward of a window."""
+        for cast in self.casts:
+            cast.release()
 
     def forget(self) -> None:
         """Free all that is kept, at the end of a window."""
