@@ -149,6 +149,30 @@ def test_an_average_put_in_the_place_of_the_weights_for_a_while_is_seen(
     assert equal(*results)
 
 
+class Distilled(nn.Module):
+    """A student that calls its teacher first, by other weights."""
+
+    def __init__(self, student: nn.Module) -> None:
+        super().__init__()
+        self.student = student
+        self.teacher = {name: p.detach() * 0.5 for name, p in student.named_parameters()}
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            wanted = torch.func.functional_call(self.student, self.teacher, (x,))
+        return F.mse_loss(self.student(x), wanted)
+
+
+@pytest.mark.usefixtures("eager_and_traced")
+def test_a_teacher_by_functional_call_before_the_student_has_its_own_weights() -> None:
+    results = []
+    for weights in WEIGHTS:
+        model = Distilled(converted(BF16))
+        step = TrainStep(model, torch.mean, sgd(model), accumulate_steps=2, weights=weights)  # type: ignore[arg-type]
+        results.append([*(step(x).loss for x in X), *state(model)])
+    assert equal(*results)
+
+
 @pytest.mark.usefixtures("eager_and_traced")
 def test_a_teacher_by_functional_call_in_the_loss_is_not_disturbed_and_does_not_disturb() -> None:
     results = []
