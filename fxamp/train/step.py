@@ -82,10 +82,8 @@ class TrainStep:
             until the last backward. "per_use" casts at every call, and with `compile` in backward too. Gradients are
             the same, bit for bit. A weight that is written to, moved or replaced is cast again; an edit through `.data`
             takes effect in the next window. "auto" is "per_step" if a weight would be cast more than once a window, or
-            with `compile`; else "per_use". With `compile` under DistributedDataParallel it is "per_use", since torch
-            exchanges gradients during backward only for graphs that read the weights, not copies of them. Parts of the
-            model that are already compiled by `torch.compile` cast at every call; `step.weights.per_use` names them.
-            Under FSDP2 "per_step" is refused.
+            with `compile`; else "per_use". Parts of the model that are already compiled by `torch.compile` cast at
+            every call; `step.weights.per_use` names them. Under FSDP2 "per_step" is refused.
         on_overflow: "skip_window" skips a step if any micro-batch had gradients that were not finite. "skip_microbatch"
             leaves out those micro-batches, and the gradients are the mean of the others; the scale backs off in both
             cases. "skip_microbatch" needs memory for a second set of gradients, and under DistributedDataParallel an
