@@ -8,8 +8,8 @@ Each step is a window of one micro-batch or of four (forward and backward each),
 medians of rounds in which the variants take turns, as ratios to compiled autocast. The report also has counts, which
 are the same on every run. They are, for one micro-batch: the bytes that Inductor's kernels load and store, the kernels
 that a forward and backward launch, and the bytes that forward saves for backward; and for a window the peak memory,
-without weights and optimizer state. Casts outside the graphs, those of weights, which are made once a window, are
-added; a low copy that is an input of the graph counts as saved.
+without weights and optimizer state. Casts outside the graphs are added: those of weights, made once a window, and those
+of their gradients; a low copy that is an input of the graph counts as saved.
 
 The cut counts a cast as reading and writing. Inductor fuses most casts into the kernels on either side, and what they
 cost is what is stored. The last variant is placed with casts that cost nothing, the other extreme: where it moves about
@@ -160,23 +160,23 @@ def counting() -> Iterator[tuple[list[int], list[str]]]:
 def count(model: nn.Module, step: Callable[[], Tensor], weights: WeightCasts | None = None, window: int = 1) -> Counts:
     """Compile a step, run two windows, and count what was made, and the casts that are made outside the graphs."""
     saved: list[int] = []
+    outside: list[Tensor] = []
     backward: Any = torch.Tensor.backward
 
     def look(loss: Tensor, *args: Any, **kwargs: Any) -> None:
         if not saved:
             saved.append(saved_by(loss, model))
+            outside.extend(given[1] for given in (weights.make_ready()[1] if weights else ()) if given is not None)
         backward(loss, *args, **kwargs)
 
     with counting() as (moved, made), mock.patch.object(torch.Tensor, "backward", look):
         for _ in range(window):
             step()
     launches = sum(len(_KERNEL.findall(code)) for code in made)
-    outside = [given[1] for given in weights.make_ready()[1] if given] if weights else []
-    casts = [low.numel() * (4 + low.element_size()) / window for low in outside]
-    if weights:
-        weights.forget()
+    casts = [low.numel() * (4 + low.element_size()) for low in outside]
+    each = 1 + 1 / window  # every gradient is cast, and every weight once a window
     peak = peak_of(_repeated(step, window))  # of the second window: there is optimizer state by now
-    return Counts(sum(moved) + sum(casts), launches + len(casts) / window, saved[0], peak)
+    return Counts(sum(moved) + each * sum(casts), launches + each * len(casts), saved[0], peak)
 
 
 def peak_of(run: Callable[[], None]) -> int:

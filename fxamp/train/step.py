@@ -43,7 +43,7 @@ from .window.by_hand import ByHand
 from .window.closure import needs_closure, refuse_company, run_window, step_by_closure
 from .window.conditional import parameters
 from .window.following import follow
-from .window.loss import LossFunction, loss_of, refuse_constant, share_of
+from .window.loss import LossFunction, loss_of, refuse_constant
 from .window.microbatches import KeptMicroBatches
 from .window.result import StepResult
 from .window.update import Update, take_step
@@ -82,8 +82,10 @@ class TrainStep:
             until the last backward. "per_use" casts at every call, and with `compile` in backward too. Gradients are
             the same, bit for bit. A weight that is written to, moved or replaced is cast again; an edit through `.data`
             takes effect in the next window. "auto" is "per_step" if a weight would be cast more than once a window, or
-            with `compile`; else "per_use". Parts of the model that are already compiled by `torch.compile` cast at
-            every call; `step.weights.per_use` names them. Under FSDP2 "per_step" is refused.
+            with `compile`; else "per_use". With `compile` under DistributedDataParallel it is "per_use", since torch
+            exchanges gradients during backward only for graphs that read the weights, not copies of them. Parts of the
+            model that are already compiled by `torch.compile` cast at every call; `step.weights.per_use` names them.
+            Under FSDP2 "per_step" is refused.
         on_overflow: "skip_window" skips a step if any micro-batch had gradients that were not finite. "skip_microbatch"
             leaves out those micro-batches, and the gradients are the mean of the others; the scale backs off in both
             cases. "skip_microbatch" needs memory for a second set of gradients, and under DistributedDataParallel an
@@ -158,6 +160,8 @@ class TrainStep:
         self.compiled = None if settings is None else CompiledStep(settings)
         self.ranks = Ranks(model, self.optimizers)
         refuse_unfit_model(model, weights)
+        if weights == "auto" and settings is not None and self.ranks.replicated > 1:
+            weights = "per_use"
         self.weights = WeightCasts(model, weights, accumulate_steps, settings is not None)
         self._low_dtype = low_dtype_of(model)
         self.scaler = scaler_of(scaler, self._low_dtype)
@@ -279,11 +283,9 @@ class TrainStep:
     def _micro_batch(self, inputs: Any, target: Any) -> None:
         """Run forward and backward; gradients are those of the window so far."""
         before_micro_batch(self)
-        last = self._position + 1 == self.accumulate_steps
-        with self.weights.in_use(), exchanging(self.ranks.replicas, last and self._kept is None):
+        last = self._position + 1 == self.accumulate_steps and self._kept is None
+        with self.weights.in_use(), exchanging(self.ranks.replicas, last):
             loss = self._loss_of(inputs, target)
-            if last and self.compiled is not None:
-                self.weights.release()
             refuse_constant(loss, self.optimizers)
             warn_of_fp32(self)
             if self._undecided:
@@ -291,7 +293,7 @@ class TrainStep:
             if self._kept is not None:
                 self._kept.before_backward()
             if loss.requires_grad:
-                self._window_scaler.scale(share_of(loss, self.accumulate_steps)).backward()
+                self._window_scaler.scale(loss / self.accumulate_steps).backward()
             if self._kept is not None:
                 self._kept.after_backward()
         self._position += 1

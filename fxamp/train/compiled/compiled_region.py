@@ -13,6 +13,7 @@ from passes._torch import compile_records
 
 from ...dynamo.compiled import break_of
 from .compile_settings import CompileSettings
+from .order_of_sums import keep_order_of_sums
 from .recompute import recompute_weight_casts
 
 
@@ -78,6 +79,7 @@ class Region:
     def _compile(self, gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         if reason := break_of(gm):
             self.breaks.append(reason)
+        keep_order_of_sums(gm, example_inputs)
         recompute_weight_casts(gm, example_inputs)
         try:
             run: Callable[..., Any] = self._backend(gm, example_inputs)

@@ -28,7 +28,7 @@ class KeptCast:
     It casts again if the weight is another object than before, was written to, or moved. An edit through `.data`
     leaves no trace in a tensor, and is not seen before the cast is forgotten.
 
-    In code that `torch.compile` traces, the values of the kept copy are an input of the graph.
+    In code that `torch.compile` traces, the kept copy is an input of the graph.
 
     Args:
         cast: What the graph calls: `cast(weight, dtype)`.
@@ -43,7 +43,7 @@ class KeptCast:
         self._cast = cast
         self._weight: Tensor | None = None
         self._low: Tensor | None = None
-        self._input: Given | None = None  # while tracing, the graph inputs: the weight and its kept values
+        self._input: Given | None = None  # while tracing, the weight and the graph input that stands for its cast
         self.place: Place | None = None
         self._version, self._pointer, self._trained = 0, 0, False
         self._used = False  # whether a forward used it whose backward has not run
@@ -73,10 +73,11 @@ class KeptCast:
         return low
 
     def make_ready(self, weight: Tensor, dtype: torch.dtype) -> Given | None:
-        """Make the cast for a compiled graph, unless it is there; return the weight and its values if they are kept."""
-        with torch.no_grad():
-            self(weight, dtype)
-        return None if self._low is None else (weight, self._low.detach())
+        """Make the cast for a compiled graph, unless it is there; return the weight and it, None if it is not kept."""
+        self._used = False
+        self(weight, dtype)
+        self._used = False
+        return None if self._low is None else (weight, self._low)
 
     def give(self, given: Given | None) -> None:
         """Set the graph inputs, which `make_ready` returned, for the code that `torch.compile` traces next.
@@ -84,32 +85,21 @@ class KeptCast:
         They are passed as arguments, since AOTAutograd's cache identifies inputs by their source: this object, as a
         global of generated code, would have another name in each process.
         """
-        self._input = given
+        self._input, self._used = given, False
 
     def _given(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the values of the graph input, with the autograd node of a cast, while `torch.compile` traces.
+        """Return the graph input while `torch.compile` traces; a second use in a micro-batch casts in the graph.
 
-        Nothing reads the values of the cast itself, so compilers remove it. Its backward is part of the compiled graph,
-        from which gradients then come in FP32, for the weight, and summed in the order of casts at every use.
+        So does another weight in the place of this one, as `torch.func.functional_call` puts it there.
         """
-        if self._input is None or weight is not self._input[0]:
+        if self._input is None or self._used or weight is not self._input[0]:
             return self._cast(weight, dtype)
-        low = self._input[1]
-        if not weight.requires_grad:
-            return low
-        cast = self._cast(weight, dtype)
-        with torch.no_grad():
-            cast.set_(low)  # type: ignore[call-overload]
-        return cast
+        self._used = torch.is_grad_enabled()
+        return self._input[1]
 
     def next_micro_batch(self) -> None:
         """Note that a backward has run: the next use may read the kept copy as the first one did."""
         self._used = False
-
-    def release(self) -> None:
-        """Free the kept copy before backward if compiled graphs alone read it: they free their inputs as they go."""
-        if not self._used:
-            self.forget()
 
     def forget(self) -> None:
         """Free the kept copy; keep its `Place` if it can be reused. A cast that was never read has none."""

@@ -110,11 +110,6 @@ class WeightCasts:
         for cast in self.casts:
             cast.next_micro_batch()
 
-    def release(self) -> None:
-        """Free what compiled graphs alone have read, before the last backward of a window."""
-        for cast in self.casts:
-            cast.release()
-
     def forget(self) -> None:
         """Free all that is kept, at the end of a window."""
         for cast in self.casts:

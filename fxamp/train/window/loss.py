@@ -37,11 +37,6 @@ def loss_of(model: nn.Module, loss_fn: LossFunction | None, inputs: Any, target:
     return loss
 
 
-def share_of(loss: torch.Tensor, micro_batches: int) -> torch.Tensor:
-    """Return a loss's share of the mean over a window; for a window of one that is the loss itself."""
-    return loss if micro_batches == 1 else loss / micro_batches
-
-
 def refuse_constant(loss: torch.Tensor, optimizers: Iterable[Optimizer]) -> None:
     """Raise PolicyError if parameters are trainable and a loss depends on none of them."""
     if not loss.requires_grad and any(p.requires_grad for o in optimizers for p in parameters(o)):
