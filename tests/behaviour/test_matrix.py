@@ -49,14 +49,14 @@ def test_o1_forward_in_eval_is_autocast_bit_for_bit_or_says_why(name: str, low: 
 @every_model
 @both_dtypes
 def test_o1_gradients_are_within_twice_autocasts_distance_from_float64(name: str, low: str) -> None:
-    test_o1.needs_kernels(name, low)
+    test_o1.needs_kernels(name, low, gradients=True)
     test_o1.check_gradients(name, low)
 
 
 @every_model
 @pytest.mark.parametrize(("level", "low"), [("O1", "bf16"), ("O2", "bf16"), ("O1", "fp16")])
 def test_a_training_step_never_casts_more_than_autocast(name: str, level: str, low: str) -> None:
-    test_o1.needs_kernels(name, low)
+    test_o1.needs_kernels(name, low, gradients=True)
     test_o1.check_casts(name, level, low)
 
 

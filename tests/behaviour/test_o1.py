@@ -58,13 +58,16 @@ def first_difference(name: str, low: str) -> str:
     return ""
 
 
-def needs_kernels(name: str, low: str) -> None:
-    """Skip what autocast itself cannot run on this CPU: oneDNN has low kernels for some layers on some CPUs only."""
+def needs_kernels(name: str, low: str, *, gradients: bool = False) -> None:
+    """Skip what autocast itself cannot run on this CPU: oneDNN has low kernels for some layers on some CPUs only.
+
+    Where autocast is to give gradients too, it needs other kernels.
+    """
     if name not in NO_FP16_ON_CPU:
         return
     found = subject(name)
     try:
-        with torch.no_grad():
+        with torch.set_grad_enabled(gradients):
             UnderAutocast(found.model, DTYPES[low])(*found.args, **found.kwargs)
     except RuntimeError as e:
         pytest.skip(f"torch.autocast raises too: {e}")

@@ -44,10 +44,13 @@ class Two(nn.Module):
 
 @functools.cache
 def autocast_runs_lstms(dtype: torch.dtype = torch.bfloat16) -> bool:
-    """Say whether oneDNN has LSTMs in a low dtype for this CPU, without which `torch.autocast` raises."""
+    """Say whether oneDNN trains LSTMs in a low dtype on this CPU; if not, `torch.autocast` raises.
+
+    A CPU may have the kernel for inference alone: FP16 on one that has AVX-512 and no AMX.
+    """
     try:
-        with torch.no_grad(), torch.autocast("cpu", dtype=dtype):
-            nn.LSTM(6, 6)(torch.randn(3, 6))
+        with torch.autocast("cpu", dtype=dtype):
+            nn.LSTM(6, 6)(torch.randn(3, 6))[0].sum().backward()
     except RuntimeError:
         return False
     return True
