@@ -1,10 +1,11 @@
 """Models of other people's libraries, from random configs, converted and compared with `torch.autocast`.
 
-Run it in an environment of its own. torchvision has no build for CPUs, so it is installed without what it depends on,
-and this script defines the operators that its import asks for:
+Run it in an environment of its own. torchvision has no build for CPUs, so it is installed first, without what it
+depends on, and this script defines the operators that its import asks for:
 
-    python -m pip install --no-deps "torchvision==0.28.*" timm diffusers torch_geometric monai peft vit-pytorch \
-        x-transformers segmentation-models-pytorch einops einx loguru requests
+    python -m pip install --no-deps "torchvision==0.28.*"
+    python -m pip install timm diffusers torch_geometric monai peft vit-pytorch x-transformers \
+        segmentation-models-pytorch
     python reports/libraries.py                       # every model; goes on where the record ends
     python reports/libraries.py --case timm:levit_128s
 
