@@ -17,7 +17,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from passes._torch import FakeTensorMode, pytree, quiet_fakes
 from passes.contract.errors import INSTEAD, NotFaithfulError
 
-from ..capture.model.snapshot import Snapshot, outline, same, untouched
+from ..capture.model.snapshot import Snapshot, outline, same_state, untouched
 from .preserved import fresh, preserved
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def caches(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], names:
             except Exception:
                 return set()
             left.append(before.changes())
-    return {name for name in names if name in left[0] and same(left[0][name], left[1].get(name))}
+    return {name for name in names if name in left[0] and same_state(left[0][name], left[1].get(name))}
 
 
 def _flipped(value: Any) -> Any:

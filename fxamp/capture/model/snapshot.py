@@ -98,13 +98,13 @@ class Snapshot:
         for names in self._names:
             now = names.now()
             for name in now.keys() | names.before.keys():
-                if not _by_torch(name, names.by_torch) and not self._issame(names.before.get(name), now.get(name)):
+                if not _by_torch(name, names.by_torch) and not self._unchanged(names.before.get(name), now.get(name)):
                     out[f"{names.where}.{name}".lstrip(".")] = _copied(now.get(name))
         for saved in self._containers.values():
             now, (_, _, name) = _copied(saved.container), saved.where.rpartition(".")
             if name == "_buffers":
                 out |= {f"{saved.where}.{n}": None for n in _differing(saved.before, now)}
-            elif not name.endswith("_hooks") and not same(saved.before, now):
+            elif not name.endswith("_hooks") and not same_state(saved.before, now):
                 out[saved.where] = now
         out |= {source.where: source.generator for source in self._generators if source.get() != source.before}
         return dict(sorted(out.items()))
@@ -126,11 +126,11 @@ class Snapshot:
             if source.get() != source.before:
                 source.put(source.before)
 
-    def _issame(self, old: Any, new: Any) -> bool:
+    def _unchanged(self, old: Any, new: Any) -> bool:
         if old is new:  # a container has an entry of its own
             return True
         saved = self._containers.get(id(old))
-        return same(old if saved is None else saved.before, _copied(new))
+        return same_state(old if saved is None else saved.before, _copied(new))
 
     def _of_object(self, where: str, owner: Any) -> None:
         table, kind = vars(owner), type(owner)
@@ -264,7 +264,7 @@ def _identical(a: Any, b: Any) -> bool:
     return len(left) == len(right) and all(x is y for x, y in zip(left, right, strict=True))
 
 
-def same(a: Any, b: Any) -> bool:
+def same_state(a: Any, b: Any) -> bool:
     """Say whether two values are the same: tensors and objects by identity, plain values by equality."""
     (left, spec), (right, other) = pytree.tree_flatten(a), pytree.tree_flatten(b)
     return spec == other and all(
