@@ -166,7 +166,7 @@ def count(model: nn.Module, step: Callable[[], Tensor], weights: WeightCasts | N
     def look(loss: Tensor, *args: Any, **kwargs: Any) -> None:
         if not saved:
             saved.append(saved_by(loss, model))
-            outside.extend(given[1] for given in (weights.make_ready()[1] if weights else ()) if given is not None)
+            outside.extend(given[1] for given in (weights.make_ready() if weights else ()) if given is not None)
         backward(loss, *args, **kwargs)
 
     with counting() as (moved, made), mock.patch.object(torch.Tensor, "backward", look):

@@ -81,8 +81,8 @@ class TrainStep:
         weights: "per_step" casts each weight that a converted model reads in 16 bits once a window, and keeps the copy
             until the last backward. "per_use" casts at every call, and with `compile` in backward too. Gradients are
             the same, bit for bit. A weight that is written to, moved or replaced is cast again; an edit through `.data`
-            takes effect in the next window. "auto" is "per_step" if a weight would be cast more than once a window, or
-            with `compile`; else "per_use". With `compile` under DistributedDataParallel it is "per_use", since torch
+            takes effect in the next window. "auto" is "per_step" if the forwards of a window would cast a weight more
+            than once, else "per_use". With `compile` under DistributedDataParallel it is "per_use", since torch
             exchanges gradients during backward only for graphs that read the weights, not copies of them. Parts of the
             model that are already compiled by `torch.compile` cast at every call; `step.weights.per_use` names them.
             Under FSDP2 "per_step" is refused.
@@ -162,7 +162,7 @@ class TrainStep:
         refuse_unfit_model(model, weights)
         if weights == "auto" and settings is not None and self.ranks.replicated > 1:
             weights = "per_use"
-        self.weights = WeightCasts(model, weights, accumulate_steps, settings is not None)
+        self.weights = WeightCasts(model, weights, accumulate_steps)
         self._low_dtype = low_dtype_of(model)
         self.scaler = scaler_of(scaler, self._low_dtype)
         self.scaler.name_parameters(model.named_parameters())

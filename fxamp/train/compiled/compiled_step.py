@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ...dynamo import backend as dynamo
 from ...dynamo.optimized import under_autocast
-from ..weights.kept import Given, KeptCast
+from ..weights.kept import Given, GraphInputs
 from ..weights.weights import WeightCasts
 from ..window.loss import LossFunction, loss_of
 from .compile_settings import CompileSettings
@@ -61,12 +61,12 @@ class CompiledStep:
         """Return the loss of a micro-batch; arguments and errors are those of `fxamp.train.window.loss.loss_of`."""
         if self.settings.captures:
             torch.compiler.cudagraph_mark_step_begin()
-        casts, given = weights.make_ready()
+        given = weights.make_ready()
         with contextlib.ExitStack() as stack:
             backend = self.settings.backend
             if isinstance(backend, dynamo.Backend):  # fxamp's backend converts what Dynamo captures under autocast
                 stack.enter_context(under_autocast(backend.policy, model, inputs, {}))
-            loss: Tensor = self.loss(casts, given, model, loss_fn, inputs, target)
+            loss: Tensor = self.loss(weights.inputs, given, model, loss_fn, inputs, target)
         return loss
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompiledStep:
@@ -79,7 +79,7 @@ class CompiledStep:
 
 
 def loss_region(
-    casts: Sequence[KeptCast],
+    graph_inputs: GraphInputs,
     given: Sequence[Given | None],
     model: nn.Module,
     loss_fn: LossFunction | None,
@@ -87,6 +87,5 @@ def loss_region(
     target: Any,
 ) -> Tensor:
     """Return the loss; `torch.compile` compiles this. The model reads low copies of weights, which are inputs."""
-    for cast, inputs_of_it in zip(casts, given, strict=True):
-        cast.give(inputs_of_it)
+    graph_inputs.begin(given)
     return loss_of(model, loss_fn, inputs, target)

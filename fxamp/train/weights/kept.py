@@ -9,7 +9,7 @@ After:  to = kept_to(w, torch.bfloat16)
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,21 @@ from passes._torch import in_transform, run_as_soon_as_ready
 from .together import Place, one_launch_pays
 
 Given = tuple[Tensor, Tensor]
+
+
+class GraphInputs:
+    """The inputs of a compiled graph that stand for kept casts: each a weight and its cast, None where it is not kept.
+
+    They are passed as arguments, since AOTAutograd's cache identifies inputs by their source: a kept cast, as a global
+    of generated code, would have another name in each process.
+    """
+
+    def __init__(self) -> None:
+        self.given: list[Given | None] = []
+
+    def begin(self, given: Sequence[Given | None]) -> None:
+        """Set them for the code that `torch.compile` traces next; one that is used is taken out."""
+        self.given = list(given)
 
 
 class KeptCast:
@@ -33,17 +48,20 @@ class KeptCast:
     Args:
         cast: What the graph calls: `cast(weight, dtype)`.
         name: Its name in generated code.
+        inputs: Where it finds the inputs of a graph that `torch.compile` traces.
+        at: Its position there.
 
     Attributes:
+        at: As given.
         place: Memory for the next window's copy, if many copies are made by one launch.
     """
 
-    def __init__(self, cast: Callable[[Tensor, torch.dtype], Tensor], name: str) -> None:
+    def __init__(self, cast: Callable[[Tensor, torch.dtype], Tensor], name: str, inputs: GraphInputs, at: int) -> None:
         self.__name__ = self.__qualname__ = name
         self._cast = cast
+        self._inputs, self.at = inputs, at
         self._weight: Tensor | None = None
         self._low: Tensor | None = None
-        self._input: Given | None = None  # while tracing, the weight and the graph input that stands for its cast
         self.place: Place | None = None
         self._version, self._pointer, self._trained = 0, 0, False
         self._used = False  # whether a forward used it whose backward has not run
@@ -79,23 +97,17 @@ class KeptCast:
         self._used = False
         return None if self._low is None else (weight, self._low)
 
-    def give(self, given: Given | None) -> None:
-        """Set the graph inputs, which `make_ready` returned, for the code that `torch.compile` traces next.
-
-        They are passed as arguments, since AOTAutograd's cache identifies inputs by their source: this object, as a
-        global of generated code, would have another name in each process.
-        """
-        self._input, self._used = given, False
-
     def _given(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the graph input while `torch.compile` traces; a second use in a micro-batch casts in the graph.
 
         So does another weight in the place of this one, as `torch.func.functional_call` puts it there.
         """
-        if self._input is None or self._used or weight is not self._input[0]:
+        given = self._inputs.given[self.at]
+        if given is None or weight is not given[0]:
             return self._cast(weight, dtype)
-        self._used = torch.is_grad_enabled()
-        return self._input[1]
+        if torch.is_grad_enabled():
+            self._inputs.given[self.at] = None
+        return given[1]
 
     def next_micro_batch(self) -> None:
         """Note that a backward has run: the next use may read the kept copy as the first one did."""
@@ -107,7 +119,7 @@ class KeptCast:
             self.place.empty()
         elif self.place is not None and self.place.filled:
             self.place = None
-        self._weight = self._low = self._input = None
+        self._weight = self._low = None
 
     def _make(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         if self.place is not None and self.place.holds(weight):

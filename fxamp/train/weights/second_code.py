@@ -25,7 +25,7 @@ from ...module.bindings import called_directly, read_directly
 from ...module.in_place import called_by_name
 from ...module.module import ConvertedModule
 from ...module.serialize import graph_from_data, graph_to_data
-from .kept import Given, KeptCast
+from .kept import Given, GraphInputs, KeptCast
 
 
 def graphs_of(module: ConvertedModule) -> list[Graph]:
@@ -51,29 +51,35 @@ class SecondCode:
         module: Converted module that the graph belongs to.
         graph: The graph as the module has it.
         known: The casts that are kept already, by `same_cast`; those that are new are added.
+        inputs: Where the casts find the inputs of a compiled graph.
 
     Attributes:
         graph: The graph as the module has it.
         run: The code, a function of the module and its flat inputs.
     """
 
-    def __init__(self, module: ConvertedModule, graph: Graph, known: dict[Hashable, KeptCast]) -> None:
+    def __init__(
+        self, module: ConvertedModule, graph: Graph, known: dict[Hashable, KeptCast], inputs: GraphInputs
+    ) -> None:
         self.graph = graph
         keys = {c.name: same_cast(module, c) for c in weight_casts(module, graph) if not why_not(module, c)}
         copied = graph_from_data(graph_to_data(graph))
-        self._casts: list[tuple[KeptCast, str, torch.dtype]] = []
+        self._casts: list[tuple[KeptCast, nn.Module, str, torch.dtype]] = []
         for node in copied.nodes:
             if node.name in keys:
-                cast = known.setdefault(keys[node.name], KeptCast(node.target, f"kept_{node.name}"))
-                self._casts.append((cast, str(node.args[0].target), node.args[1]))
+                key = keys[node.name]
+                if key not in known:
+                    known[key] = KeptCast(node.target, f"kept_{node.name}", inputs, len(known))
+                cast = known[key]
+                self._casts.append((cast, *_owner(module, str(node.args[0].target)), node.args[1]))
                 node.target = cast
         with called_directly(copied), called_by_name(copied), read_directly(copied):
             self.run: Callable[..., Any] = _code(copied)
 
-    def make_ready(self, module: ConvertedModule) -> Iterator[tuple[KeptCast, Given | None]]:
-        """Make the casts for a compiled graph, and yield each with its graph inputs."""
-        for cast, path, dtype in self._casts:
-            weight = _parameter(module, path)
+    def make_ready(self) -> Iterator[tuple[KeptCast, Given | None]]:
+        """Make the casts for a compiled graph, and yield each with what the graph gets."""
+        for cast, owner, name, dtype in self._casts:
+            weight = owner._parameters.get(name)
             if weight is not None:
                 yield cast, cast.make_ready(weight, dtype)
 
@@ -88,8 +94,8 @@ def weight_casts(module: ConvertedModule, graph: Graph) -> Iterator[Node]:
     """Yield the casts that fxamp inserted for parameters, also for values that are no longer parameters."""
     for node in graph.nodes:
         if is_inserted(node) and node.op == "call_function" and node.args[0].op == "get_attr":
-            owner, _, name = str(node.args[0].target).rpartition(".")
-            if name not in module.get_submodule(owner)._buffers:
+            owner, name = _owner(module, str(node.args[0].target))
+            if name not in owner._buffers:
                 yield node
 
 
@@ -116,9 +122,11 @@ def why_not(module: ConvertedModule, cast: Node) -> str:
 def _weight(module: ConvertedModule, cast: Node) -> nn.Parameter | None:
     """Return the parameter that is cast; None if it is no longer a parameter."""
     source: Any = cast.args[0]
-    return _parameter(module, str(source.target))
+    owner, name = _owner(module, str(source.target))
+    return owner._parameters.get(name)
 
 
-def _parameter(module: ConvertedModule, path: str) -> nn.Parameter | None:
+def _owner(module: ConvertedModule, path: str) -> tuple[nn.Module, str]:
+    """Return the module that has what is at a path, and the name by which it has it."""
     owner, _, name = path.rpartition(".")
-    return module.get_submodule(owner)._parameters.get(name)
+    return module.get_submodule(owner), name

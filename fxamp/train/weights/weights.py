@@ -14,7 +14,7 @@ from passes.contract.errors import PolicyError
 
 from ...dynamo.compiled import is_compiled
 from ...module.module import ConvertedModule
-from .kept import Given, KeptCast
+from .kept import Given, GraphInputs, KeptCast
 from .second_code import SecondCode, graphs_of, running, same_cast, weight_casts, why_not
 from .together import fill
 
@@ -34,20 +34,20 @@ class WeightCasts:
         times: How often a window would otherwise cast the weight that is cast most often, if every converted module is
             called once a micro-batch.
         per_use: Why other casts are not kept, by path of the weight or of the module that reads it.
+        inputs: What stands for the casts in code that `torch.compile` traces.
         parts: The parts of the model that were converted ahead of time, or are at their first call.
     """
 
-    def __init__(self, model: nn.Module, mode: Mode, accumulate_steps: int, compiles: bool = False) -> None:
+    def __init__(self, model: nn.Module, mode: Mode, accumulate_steps: int) -> None:
         """Find out which casts can be kept.
 
         Args:
             model: The model as a TrainStep calls it: converted, or with converted modules inside.
             mode: What was asked for. "auto" is "per_step" where a weight would be cast more than once a window. Where
-                each is cast once, both modes have the same casts, bytes and ops, so nothing is measured: for BERT in
-                four sizes on a CPU their times differed by a factor of 1.04 to 1.08, with interquartile ranges of 0.07
-                to 0.16.
+                each is cast once, both modes have the same casts, bytes and ops in eager mode, and their times differed
+                by no more than their spread. Compiled, "per_use" is faster by a twentieth and has the lower peak
+                (reports/compiled_step.md), though backward casts again.
             accumulate_steps: Micro-batches in a window.
-            compiles: Whether the graphs that read them are compiled by the step, which then takes the casts as inputs.
 
         Raises:
             PolicyError: `mode` is none of the three, or "per_step" and nothing can be kept.
@@ -73,12 +73,13 @@ class WeightCasts:
             a_micro_batch += a_call
         self.kept = tuple(kept)
         self.times = accumulate_steps * max(a_micro_batch.values(), default=0)
-        wanted = mode == "per_step" or (mode == "auto" and (compiles or self.times > 1))
+        wanted = mode == "per_step" or (mode == "auto" and self.times > 1)
         self.mode = "per_step" if wanted and self.kept else "per_use"
         if mode == "per_step" and not self.kept:
             raise PolicyError(f"weights='per_step' keeps casts of weights for a whole step, but {self._nothing()}")
         self._codes: dict[int, list[SecondCode]] = {}
         self._casts: dict[Hashable, KeptCast] = {}
+        self.inputs = GraphInputs()
 
     @property
     def casts(self) -> list[KeptCast]:
@@ -98,12 +99,14 @@ class WeightCasts:
             fill([cast.place for cast in self.casts if cast.place is not None])
             yield
 
-    def make_ready(self) -> tuple[list[KeptCast], list[Given | None]]:
-        """Make the casts that are in use, as inputs of a compiled graph; return them and these inputs."""
-        modules = self._modules if self.mode == "per_step" else []
-        codes = [(code, module) for _, module in modules for code in self._codes_of(module)]
-        made = dict(pair for code, module in codes for pair in code.make_ready(module))
-        return list(made), list(made.values())
+    def make_ready(self) -> list[Given | None]:
+        """Make the casts that are in use, as inputs of a compiled graph; return what `inputs.begin` takes."""
+        made: list[Given | None] = [None] * len(self._casts)
+        for _, module in self._modules if self.mode == "per_step" else ():
+            for code in self._codes_of(module):
+                for cast, given in code.make_ready():
+                    made[cast.at] = given
+        return made
 
     def next_micro_batch(self) -> None:
         """Note that one of several backwards within one use has run."""
@@ -117,7 +120,7 @@ class WeightCasts:
 
     def __getstate__(self) -> dict[str, Any]:
         """Copy no kept casts, which belong to the window of the original."""
-        return {**self.__dict__, "_codes": {}, "_casts": {}}
+        return {**self.__dict__, "_codes": {}, "_casts": {}, "inputs": GraphInputs()}
 
     def _count(self, path: str, module: ConvertedModule, graph: Graph, kept: dict[str, None]) -> Counter[Hashable]:
         """Count the casts of a graph that can be kept, and note their weights; for other casts note why they cannot."""
@@ -136,7 +139,7 @@ class WeightCasts:
         """Return the second codes of a module's graphs, made again if its graphs have changed."""
         known, graphs = self._codes.get(id(module), []), graphs_of(module)
         if len(known) != len(graphs) or any(c.graph is not g for c, g in zip(known, graphs, strict=True)):
-            known = self._codes[id(module)] = [SecondCode(module, graph, self._casts) for graph in graphs]
+            known = self._codes[id(module)] = [SecondCode(module, graph, self._casts, self.inputs) for graph in graphs]
         return known
 
     def _nothing(self) -> str:

@@ -335,8 +335,9 @@ def test_copies_live_no_longer_than_the_last_backward() -> None:
     assert (seen, kept()) == ([0], 0)
 
 
-def test_auto_keeps_casts_where_a_window_has_several_micro_batches() -> None:
-    modes = {n: make_step(converted(), "auto", accumulate_steps=n).weights.mode for n in (1, 2)}
+@pytest.mark.parametrize("compile", [False, True])
+def test_auto_keeps_casts_where_a_window_has_several_micro_batches(compile: bool) -> None:
+    modes = {n: make_step(converted(), "auto", accumulate_steps=n, compile=compile).weights.mode for n in (1, 2)}
     assert modes == {1: "per_use", 2: "per_step"}
     assert make_step(Tied(), "auto").weights.mode == "per_use"
 

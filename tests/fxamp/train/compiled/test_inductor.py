@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -18,6 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import fxamp
 from fxamp.train.step import TrainStep
+from fxamp.train.weights.weights import Mode
 from reports import compiled_step
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # of a module that torch imports
@@ -56,14 +58,15 @@ def by_torch(compile: bool) -> list[Tensor]:
     return [p.detach() for p in model.parameters()]
 
 
-def by_step(compile: bool) -> tuple[list[Tensor], TrainStep, list[list[int]]]:
+def by_step(compile: bool, weights: Mode = "auto") -> tuple[list[Tensor], TrainStep, list[list[int]]]:
     """Train by TrainStep; return the parameters, the step, and how many frames were compiled after each window."""
     model = net()
     optimizer = AdamW(model.parameters(), lr=0.01)
     converted = fxamp.convert(model, (batch(0)[0],), policy="O1,dtype=bf16")
     step = TrainStep(
-        converted, F.cross_entropy, optimizer, max_grad_norm=0.5, scheduler=warm_up(optimizer), compile=compile
-    )
+        converted, F.cross_entropy, optimizer, max_grad_norm=0.5, scheduler=warm_up(optimizer), compile=compile,
+        weights=weights,
+    )  # fmt: skip
     frames = []
     for index in range(STEPS):
         assert step(*batch(index)).stepped
@@ -75,10 +78,13 @@ def distance(a: list[Tensor], b: list[Tensor]) -> float:
     return torch.cat([(x - y).flatten() for x, y in zip(a, b, strict=True)]).norm().item()
 
 
-def test_thirty_compiled_steps_are_as_near_the_eager_ones_as_those_of_torch_compile_under_autocast() -> None:
+@pytest.mark.parametrize("weights", ["per_step", pytest.param("per_use", marks=pytest.mark.matrix)])
+def test_thirty_compiled_steps_are_as_near_the_eager_ones_as_those_of_torch_compile_under_autocast(
+    weights: Mode,
+) -> None:
     torch.compiler.reset()
     eager, _, _ = by_step(False)
-    ours, step, frames = by_step(True)
+    ours, step, frames = by_step(True, weights)
     torchs = distance(by_torch(True), by_torch(False))
     assert torchs > 0
     assert distance(ours, eager) <= 1.5 * torchs
@@ -120,8 +126,7 @@ def test_the_graphs_of_a_step_can_be_cached(converts: bool) -> None:
     if not converts:
         model, compile = fxamp.convert(model, (torch.ones(2, 4),), policy="O1,dtype=bf16"), {"backend": keep}
     step = TrainStep(model, lambda out: out.square().sum(), torch.optim.SGD(model.parameters(), lr=0.1),
-                     compile=compile)  # fmt: skip
-    assert step.weights.mode == ("per_use" if converts else "per_step")
+                     weights="per_use" if converts else "per_step", compile=compile)  # fmt: skip
     for _ in range(2):
         step(torch.ones(2, 4))
     assert len(given) == 2
@@ -170,12 +175,13 @@ def test_the_peak_and_what_is_saved_are_at_most_those_of_compiled_autocast() -> 
 
     torch.compiler.reset()
     theirs = compiled_step.count(model, by_hand)
-    for policy in ("O1,dtype=bf16", "O2,dtype=bf16"):
+    modes: tuple[Mode, ...] = ("per_use", "per_step")
+    for policy, weights in itertools.product(("O1,dtype=bf16", "O2,dtype=bf16"), modes):
         ours = wide()
         converted = fxamp.convert(ours, (x,), policy=policy, dynamic_shapes=None)
-        step = TrainStep(converted, F.cross_entropy, AdamW(ours.parameters(), fused=True), compile=True)
-        assert step.weights.mode == "per_step"
+        optimizer = AdamW(ours.parameters(), fused=True)
+        step = TrainStep(converted, F.cross_entropy, optimizer, weights=weights, compile=True)
         torch.compiler.reset()
         found = compiled_step.count(ours, lambda step=step: step(x, y).loss, step.weights)  # type: ignore[misc]
         assert 0 < found.saved_bytes <= theirs.saved_bytes
-        assert 0 < (found.peak_bytes or 0) <= (theirs.peak_bytes or 0), policy
+        assert 0 < (found.peak_bytes or 0) <= (theirs.peak_bytes or 0), (policy, weights)

@@ -128,12 +128,11 @@ def train(name: str, policy: str, windows: int, accumulate: int = 1, **settings:
     ],
 )  # fmt: skip
 def test_a_traced_step_gives_the_bits_of_the_eager_one(name: str, policy: str, accumulate: int) -> None:
-    step, (shown, parameters) = train(name, policy, 3, accumulate, compile="aot_eager")
+    step, (shown, parameters) = train(name, policy, 3, accumulate, weights="per_step", compile="aot_eager")
     _, (expected, theirs) = train(name, policy, 3, accumulate)
     assert shown == expected
     assert all(map(torch.equal, parameters, theirs))
     assert step.compiled is not None
-    assert step.weights.mode == "per_step"
     assert not step.compiled.loss.breaks
     assert not step.compiled.loss.fallbacks
     assert step.compiled.loss.frames == 2  # the second for the smaller batch
