@@ -237,8 +237,9 @@ class TrainStep:
         begin(self)
         if not (total := self.ranks.seen(self._position)):
             return self._result(Update({}, None))
-        if self._position == 0:  # other ranks have seen micro-batches, but this one has seen none
-            self._window_scaler.scale(torch.zeros((), device=next(self.model.parameters()).device))
+        # A scaler makes its scale when it first scales: not yet if other ranks alone, or the run that saved this window,
+        # have seen its micro-batches.
+        self._window_scaler.scale(torch.zeros((), device=next(self.model.parameters()).device))
         return self._finish_window(total)
 
     def state_dict(self) -> dict[str, Any]:

@@ -163,6 +163,17 @@ def test_a_scale_given_for_a_window_is_kept_with_it() -> None:
         resumed(X[1], 1.0, scale=8.0)
 
 
+@pytest.mark.parametrize("scale", [None, 64.0])
+def test_a_window_that_was_loaded_may_end_at_once(scale: float | None) -> None:
+    step, resumed = build(), build(seed=1)
+    step(X[0], 1.0, scale=scale)
+    resumed.load_state_dict(through_a_file(step.state_dict()))
+    ended, expected = resumed.flush(), step.flush()
+    assert ended.stepped == expected.stepped == (True, True)
+    assert ended.scale == expected.scale == (scale or 8.0)
+    assert all(torch.equal(a, b) for a, b in zip(tensors_of(resumed), tensors_of(step), strict=True))
+
+
 def test_the_run_of_one_level_goes_on_at_another() -> None:
     step = build("O1,dtype=bf16")
     step(X[0], 1.0)
