@@ -5,12 +5,11 @@
     python reports/compiled_step.py --windows 4         # windows of four micro-batches alone
 
 Each step is a window of one micro-batch or of four (forward and backward each), and then a fused AdamW. Times are
-medians of rounds in which the variants take turns, as ratios to compiled autocast, with the interquartile range of the
-times, and an interval for the ratio. The report also has counts, which are the same on every run. They are, for one
-micro-batch: the bytes that Inductor's kernels load and store, the kernels that a forward and backward launch, and the
-bytes that forward saves for backward; and for a window the peak memory, without weights and optimizer state. Casts
-outside the graphs are added: those of weights, made once a window, and those of their gradients; a low copy that is an
-input of the graph counts as saved.
+medians of rounds in which the variants take turns, as ratios to compiled autocast. The report also has counts, which
+are the same on every run. They are, for one micro-batch: the bytes that Inductor's kernels load and store, the kernels
+that a forward and backward launch, and the bytes that forward saves for backward; and for a window the peak memory,
+without weights and optimizer state. Casts outside the graphs are added: those of weights, made once a window, and those
+of their gradients; a low copy that is an input of the graph counts as saved.
 
 The cut counts a cast as reading and writing. Inductor fuses most casts into the kernels on either side, and what they
 cost is what is stored. The last variant is placed with casts that cost nothing, the other extreme: where it moves about
@@ -25,9 +24,7 @@ import contextlib
 import copy
 import itertools
 import json
-import random
 import re
-import statistics
 import sys
 import tempfile
 import warnings
@@ -47,7 +44,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
 import fxamp  # noqa: E402  (the path comes first)
-from fxamp.measure.counts import laps  # noqa: E402
+from fxamp.measure.counts import interleaved  # noqa: E402
 from fxamp.train.weights.weights import WeightCasts  # noqa: E402
 from fxamp.trust.distance import UnderAutocast  # noqa: E402
 from passes.assign.place.costs import ByteCosts  # noqa: E402
@@ -62,7 +59,7 @@ POLICIES = {
     "fxamp O2 per_step, low output": ("O2,output_dtype=low", "per_step"),
     FUSED: ("O2", "per_step"),
 }
-ROUNDS, WARMUP, SAMPLES = 41, 2, 1000
+ROUNDS, WARMUP = 11, 2
 WINDOWS = (1, 4)
 _LENGTH = {"1": "Steps of one micro-batch", "4": "Windows of four micro-batches"}
 SIZE = (256, 4, 4, 64)  # width, layers, batch, tokens
@@ -82,21 +79,12 @@ class Counts:
 
 @dataclass(frozen=True)
 class Row:
-    """One variant; times are ratios to compiled autocast, None where not measured.
-
-    Attributes:
-        variant: Its name.
-        counts: What it moves, launches and holds.
-        time: The ratio of the medians.
-        spread: The interquartile range of its times.
-        interval: In which the ratio lies in 95 of 100 samples of the rounds, drawn with replacement (bootstrap).
-    """
+    """One variant; times are ratios to compiled autocast, None where not measured."""
 
     variant: str
     counts: Counts
     time: float | None = None
     spread: float | None = None
-    interval: tuple[float, float] | None = None
 
 
 def bert(width: int, layers: int, batch: int, tokens: int) -> tuple[nn.Module, Inputs]:
@@ -233,21 +221,9 @@ def measure(size: tuple[int, int, int, int], window: int, rounds: int, options: 
         counts[name], steps[name] = count(model, step, weights, window), _repeated(step, window)
     if not rounds:
         return [Row(name, counts[name]) for name in steps]
-    taken = laps(steps, tqdm(range(rounds + WARMUP), desc="rounds"))
-    seconds = {name: each[WARMUP:] for name, each in taken.items()}
-    return [Row(name, counts[name], *ratio_of(seconds[name], seconds[AUTOCAST])) for name in steps]
-
-
-def ratio_of(seconds: Sequence[float], base: Sequence[float]) -> tuple[float, float, tuple[float, float]]:
-    """Return the ratio of two medians of as many rounds, the interquartile range, and the interval of the ratio."""
-    at = range(len(base))
-    generator = random.Random(0)
-    drawn = [generator.choices(at, k=len(at)) for _ in range(SAMPLES)]
-    ratios = [statistics.median(seconds[i] for i in d) / statistics.median(base[i] for i in d) for d in drawn]
-    ends = statistics.quantiles(ratios, n=40)  # the first and the last leave out a fortieth each
-    low, _, high = statistics.quantiles(seconds, n=4)
-    middle = statistics.median(base)
-    return statistics.median(seconds) / middle, (high - low) / middle, (ends[0], ends[-1])
+    timings = interleaved(steps, tqdm(range(rounds + WARMUP), desc="rounds"), warmup=WARMUP)
+    base = timings[AUTOCAST].median
+    return [Row(name, counts[name], t.median / base, t.spread / base) for name, t in timings.items()]
 
 
 def _repeated(step: Callable[[], Tensor], times: int) -> Callable[[], None]:
@@ -266,7 +242,6 @@ def table(found: list[dict[str, Any]]) -> str:
         (
             row.variant,
             "" if row.time is None else f"{row.time:.3f} ± {row.spread:.3f}",
-            "" if row.interval is None else f"{row.interval[0]:.3f} to {row.interval[1]:.3f}",
             f"{row.counts.bytes_moved / 1e6:.1f}",
             f"{row.counts.bytes_moved / base.bytes_moved:.3f}",
             f"{row.counts.launches:.0f}",
@@ -276,7 +251,7 @@ def table(found: list[dict[str, Any]]) -> str:
         for row in rows
     ]
     headers = (
-        "variant", "time", "95 % interval", "MB loaded and stored", "of autocast's", "kernels", "MB saved for backward",
+        "variant", "time", "MB loaded and stored", "of autocast's", "kernels", "MB saved for backward",
         "MB at the peak",
     )  # fmt: skip
     return tabulate(lines, headers, "pipe", disable_numparse=True)
@@ -287,8 +262,7 @@ def to_markdown(found: dict[str, Any]) -> str:
     width, layers, batch, tokens = found["size"]
     times = (
         f"Times are those of a window: medians of {found['rounds']} rounds, in which the variants take turns, with the "
-        "interquartile range, as ratios to compiled autocast. The interval is that of the ratio, by bootstrap over "
-        "rounds. "
+        "interquartile range, as ratios to compiled autocast. "
     ) * bool(found["rounds"])
     return (
         "# Training steps compiled by Inductor, as ratios to compiled autocast\n\n"

@@ -9,8 +9,8 @@ By default Inductor leaves out roundings between two low ops that it fuses. With
 them. "traced" runs the same graph by the kernels of eager mode, without Inductor and torch's decompositions:
 differences there come from fxamp or AOTAutograd. Each architecture runs in a process of its own, with a time limit. Low
 is BF16, the device a CPU, the model in training without dropout. `exact_numerics.md` and `exact_numerics.json` are
-written beside this file after each one; what they have of this torch stays, unless `--only` names it. What is not done
-in time is not in them, and the next run takes it up.
+written beside this file after each one; what they have of this torch and CPU stays, unless `--only` names it. What is
+not done in time is not in them, and the next run takes it up.
 """
 
 from __future__ import annotations
@@ -67,6 +67,13 @@ def exact_options() -> dict[str, Any]:
 
     known = torch._inductor.config.get_config_copy()
     return {name: value for name, value in EXACT.items() if name in known}
+
+
+def cpu() -> str:
+    """Name what this CPU has for low dtypes, on which the order of sums in a product depends."""
+    has = torch.cpu.get_capabilities()
+    low = [name for name in ("avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16") if has.get(name)]
+    return f"{torch.backends.cpu.get_cpu_capability()} CPU with {', '.join(low) or 'nothing for low dtypes'}"
 
 
 def run(called: Callable[..., Any], model: nn.Module, inputs: dict[str, Any]) -> list[list[Tensor]]:
@@ -146,7 +153,7 @@ def to_markdown(made: dict[str, Any]) -> str:
     marks = [(name, *(_mark(row[way]) if way in row else "" for way in WAYS)) for name, row in sorted(found.items())]
     return (
         "# O1 compiled by Inductor, against eager autocast, bit by bit\n\n"
-        f'BF16 on a CPU, torch {made["torch"]}. "exact": {", ".join(made["options"])}. '
+        f'BF16 on an {made["cpu"]}, torch {made["torch"]}. "exact": {", ".join(made["options"])}. '
         f"Of {len(ARCHITECTURES)} architectures {len(found)} have been run. "
         "Made by `python reports/exact_numerics.py`.\n\n"
         f"{tabulate(rows, headers, 'pipe')}\n\n"
@@ -189,7 +196,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(json.dumps(cell), flush=True)
         return
     place, until = args.folder / "exact_numerics.json", time.monotonic() + 60 * args.minutes
-    made: dict[str, Any] = {"torch": torch.__version__, "options": list(exact_options()), "architectures": {}}
+    made: dict[str, Any] = {
+        "torch": torch.__version__, "cpu": cpu(), "options": list(exact_options()), "architectures": {},
+    }  # fmt: skip
     before = json.loads(place.read_text()) if place.exists() else {}
     if {**before, "architectures": {}} == made:
         made = before
