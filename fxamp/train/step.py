@@ -237,8 +237,7 @@ class TrainStep:
         begin(self)
         if not (total := self.ranks.seen(self._position)):
             return self._result(Update({}, None))
-        # A scaler makes its scale when it first scales. It has not yet if all micro-batches so far were seen by other
-        # ranks, or by the run that saved this window.
+        # A scaler has no scale before it scales: perhaps only other ranks did, or the run that saved this window.
         self._window_scaler.scale(torch.zeros((), device=next(self.model.parameters()).device))
         return self._finish_window(total)
 
