@@ -140,7 +140,8 @@ def _cells(said: str) -> dict[str, Any]:
 def to_markdown(made: dict[str, Any]) -> str:
     """Return the report."""
     found, rows = made["architectures"], []
-    for way in WAYS:
+    ways = [way for way in WAYS if any(way in row for row in found.values())]
+    for way in ways:
         cells = [row[way] for row in found.values() if way in row]
         counts = [sum(cell.get(what) is True for cell in cells) for what in ("outputs", "gradients")]
         close = [sum(_far(cell, i) < FP32_ROUNDING for cell in cells) for i in (0, 1)]
@@ -150,7 +151,7 @@ def to_markdown(made: dict[str, Any]) -> str:
         "way", "outputs bit-equal", "gradients bit-equal", f"outputs to {FP32_ROUNDING:.0e}",
         f"gradients to {FP32_ROUNDING:.0e}", "failed", f"{EAGER} failed", "architectures",
     )  # fmt: skip
-    marks = [(name, *(_mark(row[way]) if way in row else "" for way in WAYS)) for name, row in sorted(found.items())]
+    marks = [(name, *(_mark(row[way]) if way in row else "" for way in ways)) for name, row in sorted(found.items())]
     return (
         "# O1 compiled by Inductor, against eager autocast, bit by bit\n\n"
         f'BF16 on an {made["cpu"]}, torch {made["torch"]}. "exact": {", ".join(made["options"])}. '
@@ -165,7 +166,7 @@ def to_markdown(made: dict[str, Any]) -> str:
         'The variant "traced" runs without Inductor and its decompositions.\n\n'
         "For each architecture the next table shows the distances of outputs and of gradients from those of eager "
         "autocast, relative to their norm.\n\n"
-        f"{tabulate(marks, ('architecture', *WAYS), 'pipe')}\n"
+        f"{tabulate(marks, ('architecture', *ways), 'pipe')}\n"
     )
 
 

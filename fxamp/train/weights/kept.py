@@ -36,6 +36,10 @@ class GraphInputs:
         """Set them for the code that `torch.compile` traces next; one that is used is taken out."""
         self.given = list(given)
 
+    def of(self, at: int) -> Given | None:
+        """Return what stands at a position; None in code that is traced outside of a compiled step, as in a loss."""
+        return self.given[at] if at < len(self.given) else None
+
 
 class KeptCast:
     """A cast of one weight, called instead of all equal casts of this weight in one graph or several.
@@ -102,7 +106,7 @@ class KeptCast:
 
         So does another weight in the place of this one, as `torch.func.functional_call` puts it there.
         """
-        given = self._inputs.given[self.at]
+        given = self._inputs.of(self.at)
         if given is None or weight is not given[0]:
             return self._cast(weight, dtype)
         if torch.is_grad_enabled():

@@ -101,12 +101,10 @@ class WeightCasts:
 
     def make_ready(self) -> list[Given | None]:
         """Make the casts that are in use, as inputs of a compiled graph; return what `inputs.begin` takes."""
-        made: list[Given | None] = [None] * len(self._casts)
-        for _, module in self._modules if self.mode == "per_step" else ():
-            for code in self._codes_of(module):
-                for cast, given in code.make_ready():
-                    made[cast.at] = given
-        return made
+        modules = self._modules if self.mode == "per_step" else []
+        codes = [code for _, module in modules for code in self._codes_of(module)]
+        made = {cast.at: given for code in codes for cast, given in code.make_ready()}
+        return [made.get(at) for at in range(len(self._casts))]
 
     def next_micro_batch(self) -> None:
         """Note that one of several backwards within one use has run."""
@@ -117,6 +115,7 @@ class WeightCasts:
         """Free all that is kept, at the end of a window."""
         for cast in self.casts:
             cast.forget()
+        self.inputs.begin(())
 
     def __getstate__(self) -> dict[str, Any]:
         """Copy no kept casts, which belong to the window of the original."""

@@ -138,6 +138,47 @@ def test_a_traced_step_gives_the_bits_of_the_eager_one(name: str, policy: str, a
     assert step.compiled.loss.frames == 2  # the second for the smaller batch
 
 
+class Frozen(nn.Module):
+    """Two converted layers, of which the first is read without gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        x = torch.ones(3, 4)
+        self.parts = nn.ModuleList(fxamp.convert(nn.Linear(4, 4), (x,), policy="O1,dtype=bf16") for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            x = self.parts[0](x)
+        return self.parts[1](x)
+
+
+def test_no_copy_outlives_its_window_where_it_is_read_without_gradients() -> None:
+    model = Frozen()
+    step = TrainStep(model, torch.sum, SGD(model.parameters(), lr=0.1), weights="per_step", compile="aot_eager")
+    step(torch.ones(3, 4))
+    assert len(step.weights.casts) == 4
+    assert not step.weights.inputs.given
+
+
+def test_a_loss_that_is_compiled_by_itself_reads_the_weights() -> None:
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def loss_of_two(model: nn.Module, output: Tensor) -> Tensor:
+        return (output + model(output)).sum()
+
+    found = []
+    for weights in ("per_step", "per_use"):
+        torch.compiler.reset()
+        model = Frozen()
+        step = TrainStep(
+            model, lambda output, model=model: loss_of_two(model, output), SGD(model.parameters(), lr=0.1),
+            weights=weights,  # type: ignore[arg-type]
+        )  # fmt: skip
+        step(torch.ones(3, 4))
+        found.append([p.detach().clone() for p in model.parameters()])
+    assert all(map(torch.equal, *found))
+
+
 def test_a_step_that_converts_finds_its_loss_scale_at_the_first_call_and_reports_its_plan() -> None:
     def step_of(compile: Any, convert: bool) -> TrainStep:
         torch.manual_seed(0)
