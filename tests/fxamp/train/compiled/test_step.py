@@ -170,10 +170,8 @@ def test_a_loss_that_is_compiled_by_itself_reads_the_weights() -> None:
     for weights in ("per_step", "per_use"):
         torch.compiler.reset()
         model = Frozen()
-        step = TrainStep(
-            model, lambda output, model=model: loss_of_two(model, output), SGD(model.parameters(), lr=0.1),
-            weights=weights,  # type: ignore[arg-type]
-        )  # fmt: skip
+        loss: Any = functools.partial(loss_of_two, model)
+        step = TrainStep(model, loss, SGD(model.parameters(), lr=0.1), weights=weights)
         step(torch.ones(3, 4))
         found.append([p.detach().clone() for p in model.parameters()])
     assert all(map(torch.equal, *found))
