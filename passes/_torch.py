@@ -31,6 +31,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.amp.autocast_mode import _enter_autocast as enter_autocast
 from torch.amp.autocast_mode import _exit_autocast as exit_autocast
 from torch.autograd.function import BackwardCFunction as FunctionContext  # one is made at every `apply`
+from torch.autograd.graph import get_gradient_edge
 from torch.export import ExportedProgram
 from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import _ModuleStackTracer as ExportTracer
@@ -267,6 +268,29 @@ def in_transform() -> bool:
 def copy_together(to: list[torch.Tensor], source: list[torch.Tensor]) -> None:
     """Copy many tensors, on an accelerator by one launch; the dtypes may differ."""
     torch._foreach_copy_(to, source)
+
+
+def add_together(to: list[torch.Tensor], source: list[torch.Tensor]) -> None:
+    """Add to many tensors in place, on an accelerator by one launch if it is compiled; the dtypes may differ."""
+    torch._foreach_add_(to, source)
+
+
+def has_hooks(weight: torch.Tensor) -> bool:
+    """Say whether a parameter has hooks for its gradient, or wants it in another dtype than its own."""
+    other_dtype = getattr(weight, "grad_dtype", weight.dtype) != weight.dtype  # not in every torch
+    return bool(weight._backward_hooks or weight._post_accumulate_grad_hooks) or other_dtype
+
+
+def node_is_held(weight: torch.Tensor) -> bool:
+    """Say whether somebody holds the autograd node of a parameter, for example for a hook on it.
+
+    Such hooks cannot be asked for. But a parameter does not hold its node, so a hook is there only as long as somebody
+    else does, for example DistributedDataParallel. What is noted on a node that nobody holds goes with it.
+    """
+    node: Any = get_gradient_edge(weight).node
+    node.metadata["fxamp"] = True
+    del node
+    return bool(get_gradient_edge(weight).node.metadata)
 
 
 def run_as_soon_as_ready(value: torch.Tensor) -> None:

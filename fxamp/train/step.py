@@ -219,9 +219,7 @@ class TrainStep:
         except BaseException:
             self._close_window()
             raise
-        if self._position < self.accumulate_steps:
-            return self._result(None)
-        return self._finish_window()
+        return self._result(None) if self._position < self.accumulate_steps else self._finish_window()
 
     def flush(self) -> StepResult:
         """End an unfinished window now, for example at the end of an epoch, and step. If no window is open, do nothing.
@@ -294,6 +292,8 @@ class TrainStep:
                 self._kept.before_backward()
             if loss.requires_grad:
                 self._window_scaler.scale(loss / self.accumulate_steps).backward()
+            if self.compiled is not None:
+                self.compiled.after_backward(self.weights)
             if self._kept is not None:
                 self._kept.after_backward()
         self._position += 1

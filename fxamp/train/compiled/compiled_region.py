@@ -13,8 +13,6 @@ from passes._torch import compile_records
 
 from ...dynamo.compiled import break_of
 from .compile_settings import CompileSettings
-from .order_of_sums import keep_order_of_sums
-from .recompute import recompute_weight_casts
 
 
 class Region:
@@ -31,13 +29,21 @@ class Region:
         failed: Whether the backend itself raised an error in the last call.
     """
 
-    def __init__(self, name: str, function: Callable[..., Any], settings: CompileSettings, **given: Any) -> None:
+    def __init__(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        settings: CompileSettings,
+        prepare: Callable[[GraphModule, list[Any]], None] | None = None,
+        **given: Any,
+    ) -> None:
         """Compile nothing yet.
 
         Args:
             name: What the function computes.
             function: A plain function, without a closure.
             settings: What compiles it.
+            prepare: Called with each graph and its inputs before the backend is; it may change the graph.
             given: Options of `torch.compile`, which replace those in the settings.
         """
         self.name = name
@@ -49,6 +55,7 @@ class Region:
         self.uncaptured: list[str] = []
         self.failed = False
         self._backend = settings.run()
+        self._prepare = prepare
         # Dynamo keeps what it compiles by code object: two steps would compete for one limit of recompiles.
         own = types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
         how = {"dynamic": settings.dynamic, "fullgraph": settings.fullgraph, **given}
@@ -79,8 +86,8 @@ class Region:
     def _compile(self, gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         if reason := break_of(gm):
             self.breaks.append(reason)
-        keep_order_of_sums(gm, example_inputs)
-        recompute_weight_casts(gm, example_inputs)
+        if self._prepare is not None:
+            self._prepare(gm, example_inputs)
         try:
             run: Callable[..., Any] = self._backend(gm, example_inputs)
         except Exception:

@@ -5,45 +5,57 @@ gradients of all other reads of the weight. The order of two summands does not m
 the order would differ, and so would the rounding. In that case the graph casts the weight itself, and does not read the
 kept cast. An example is an embedding that is tied to the head, and that the loss reads once more.
 
+The gradient of a kept cast that is a leaf is added after backward, so that one other read is one too many.
+
 Before: loss(head(x, low), w, embedding(ids, w))
 After:  loss(head(x, w.to(bfloat16)), w, embedding(ids, w))
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from passes._torch import SET_GRAD
 
+from ..weights.kept import KeptCast
 
-def keep_order_of_sums(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
-    """Insert casts into a graph from Dynamo for each weight that it reads more than once besides the kept cast."""
-    given = dict(zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=False))
-    weights = {id(value): node for node, value in given.items() if isinstance(value, nn.Parameter)}
+Read = tuple[KeptCast, Tensor, Tensor]  # a kept cast, its weight and the copy
+
+
+def keep_order_of_sums(gm: GraphModule, example_inputs: Sequence[Any], kept: Iterable[Read]) -> None:
+    """Insert casts into a graph from Dynamo where a sum would have another order, and note which weights it reads once.
+
+    Args:
+        gm: The graph.
+        example_inputs: Its inputs.
+        kept: The kept casts; `KeptCast.alone` is set.
+    """
+    inputs = {id(value): n for n, value in zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=False)}
     differentiable = _with_gradients(gm.graph)
-    for low, value in given.items():
-        weight = weights.get(id(_cast_from(value)))
-        readers = [node for node in differentiable if low in node.all_input_nodes]
-        if weight is None or not readers or sum(weight in node.all_input_nodes for node in differentiable) < 2:
+
+    def readers(value: Tensor) -> list[Node]:
+        node = inputs.get(id(value))
+        return [] if node is None else [n for n in differentiable if node in n.all_input_nodes]
+
+    for kept_cast, weight, copy in kept:
+        low, others = readers(copy), readers(weight)
+        if others:
+            kept_cast.alone = False
+        elif low and kept_cast.alone is None:
+            kept_cast.alone = True
+        leaf = copy.is_leaf and copy.requires_grad
+        if not low or len(others) < (1 if leaf else 2):
             continue
-        with gm.graph.inserting_before(readers[0]):
-            cast = gm.graph.call_method("to", (weight, value.dtype))
-        cast.meta["example_value"] = low.meta.get("example_value")
-        for reader in readers:
-            reader.replace_input_with(low, cast)
+        with gm.graph.inserting_before(low[0]):
+            cast = gm.graph.call_method("to", (inputs[id(weight)], copy.dtype))
+        cast.meta["example_value"] = inputs[id(copy)].meta.get("example_value")
+        for reader in low:
+            reader.replace_input_with(inputs[id(copy)], cast)
     gm.recompile()
-
-
-def _cast_from(value: Any) -> Any:
-    """Return the leaf that an input of a graph was cast from, None where it was not."""
-    made_by = value.grad_fn if isinstance(value, Tensor) else None
-    if made_by is None or len(made_by.next_functions) != 1:
-        return None
-    return getattr(made_by.next_functions[0][0], "variable", None)
 
 
 def _with_gradients(graph: Graph) -> list[Node]:

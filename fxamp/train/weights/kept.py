@@ -3,6 +3,9 @@
 A kept cast is the tensor that the graph's own cast would produce, with its autograd node. So gradients flow as usual:
 in FP32 to the master weight, through its hooks, and accumulated as in a plain loop.
 
+In a compiled step it is a leaf where nothing can tell the difference; then its gradient is added to the weight's after
+backward (`fxamp.train.compiled.gradient_sums`).
+
 Before: to = w.to(torch.bfloat16)
 After:  to = kept_to(w, torch.bfloat16)
 """
@@ -15,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from passes._torch import in_transform, run_as_soon_as_ready
+from passes._torch import has_hooks, in_transform, node_is_held, run_as_soon_as_ready
 
 from .together import Place, one_launch_pays
 
@@ -57,6 +60,8 @@ class KeptCast:
 
     Attributes:
         at: As given.
+        alone: Whether nothing but this cast reads the weight in compiled graphs, and no hook waits for its gradient.
+            None before a graph was compiled.
         place: Memory for the next window's copy, if many copies are made by one launch.
     """
 
@@ -64,6 +69,7 @@ class KeptCast:
         self.__name__ = self.__qualname__ = name
         self._cast = cast
         self._inputs, self.at = inputs, at
+        self.alone: bool | None = None
         self._weight: Tensor | None = None
         self._low: Tensor | None = None
         self.place: Place | None = None
@@ -74,17 +80,9 @@ class KeptCast:
         """Return the weight in `dtype`."""
         if torch.compiler.is_dynamo_compiling():
             return self._given(weight, dtype)
-        low = self._low
-        if (
-            low is None
-            or weight is not self._weight
-            or weight._version != self._version
-            or weight.data_ptr() != self._pointer
-            or weight.requires_grad is not self._trained
-        ):
-            if type(weight) is not torch.nn.Parameter or torch.is_inference_mode_enabled() or in_transform():
-                return self._cast(weight, dtype)
-            low = self._make(weight, dtype)
+        low = self._kept(weight, dtype, leaf=False)
+        if low is None:
+            return self._cast(weight, dtype)
         if not torch.is_grad_enabled():
             return low
         if self._used and low.requires_grad:
@@ -97,9 +95,20 @@ class KeptCast:
     def make_ready(self, weight: Tensor, dtype: torch.dtype) -> Given | None:
         """Make the cast for a compiled graph, unless it is there; return the weight and it, None if it is not kept."""
         self._used = False
-        self(weight, dtype)
-        self._used = False
-        return None if self._low is None else (weight, self._low)
+        leaf = bool(self.alone) and weight.requires_grad
+        leaf = leaf and (self._low is None or _is_trained_leaf(self._low))  # within a window no copy becomes a leaf
+        if leaf and (has_hooks(weight) or (self._low is None and self._node_is_held(weight))):
+            self.alone = leaf = False
+        low = self._kept(weight, dtype, leaf)
+        return None if low is None else (weight, low)
+
+    def take_gradient(self) -> Given | None:
+        """Return the weight and the gradient that backward left at the cast, which then has none; None without one."""
+        low, weight = self._low, self._weight
+        if low is None or weight is None or not low.is_leaf or low.grad is None:
+            return None
+        gradient, low.grad = low.grad, None
+        return weight, gradient
 
     def _given(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the graph input while `torch.compile` traces; a second use in a micro-batch casts in the graph.
@@ -125,18 +134,45 @@ class KeptCast:
             self.place = None
         self._weight = self._low = None
 
-    def _make(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        if self.place is not None and self.place.holds(weight):
+    def _kept(self, weight: Tensor, dtype: torch.dtype, leaf: bool) -> Tensor | None:
+        """Return the kept copy, which is made if there is none that holds; None where none may be kept."""
+        low = self._low
+        if (
+            low is not None
+            and weight is self._weight
+            and weight._version == self._version
+            and weight.data_ptr() == self._pointer
+            and weight.requires_grad is self._trained
+            and _is_trained_leaf(low) is leaf
+        ):
+            return low
+        if type(weight) is not torch.nn.Parameter or torch.is_inference_mode_enabled() or in_transform():
+            return None
+        return self._make(weight, dtype, leaf)
+
+    def _make(self, weight: Tensor, dtype: torch.dtype, leaf: bool) -> Tensor:
+        if self.place is not None and self.place.holds(weight) and _is_trained_leaf(self.place.low) is leaf:
             low = self.place.low
         else:
             with torch.enable_grad():
                 low = self._cast(weight, dtype)
             run_as_soon_as_ready(low)
+            if leaf and low is not weight:
+                low = low.detach().requires_grad_()
             self.place = Place(weight, low) if low is not weight and one_launch_pays(weight) else None
         if low is not weight:
             self._weight, self._low, self._used = weight, low, False
             self._version, self._pointer, self._trained = weight._version, weight.data_ptr(), weight.requires_grad
         return low
+
+    def _node_is_held(self, weight: Tensor) -> bool:
+        if self.place is not None and not self.place.low.is_leaf:
+            self.place = None  # it holds the node itself
+        return node_is_held(weight)
+
+
+def _is_trained_leaf(low: Tensor) -> bool:
+    return low.is_leaf and low.requires_grad
 
 
 class _Again(torch.autograd.Function):

@@ -44,7 +44,8 @@ class Place:
         self.filled, self._version, self._pointer = True, self.weight._version, self.weight.data_ptr()
 
     def empty(self) -> None:
-        """Free the copy."""
+        """Free the copy, and a gradient that an error has left there."""
+        self.low.grad = None
         self.low.data, self.filled = self.low.new_empty(0), False
 
     def fits(self) -> bool:

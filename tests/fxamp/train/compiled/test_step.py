@@ -271,7 +271,7 @@ def test_no_low_copy_of_a_weight_is_saved_for_backward(name: str, weights: Any) 
 def test_the_partitioner_saves_low_copies_of_weights_where_nothing_keeps_it_from_that(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("fxamp.train.compiled.compiled_region.recompute_weight_casts", lambda *_: None)
+    monkeypatch.setattr("fxamp.train.compiled.compiled_step.recompute_weight_casts", lambda *_: None)
     model, backend = converted("one block"), Saved()
     by_step(model, backend, "per_use")
     assert low_weights_among(backend.tensors, model)
