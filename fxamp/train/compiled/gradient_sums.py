@@ -30,7 +30,7 @@ class GradientSums:
     """
 
     def __init__(self, settings: CompileSettings) -> None:
-        self.region = Region("add gradients", sum_region, settings.inner, dynamic=False)
+        self.region = Region("add gradients of kept casts", sum_region, settings.inner, dynamic=False)
         self._compiled_for: list[int] = []
 
     def __call__(self, casts: Iterable[KeptCast]) -> None:

@@ -100,7 +100,7 @@ class KeptCast:
         if leaf and (has_hooks(weight) or (self._low is None and self._node_is_held(weight))):
             self.alone = leaf = False
         low = self._kept(weight, dtype, leaf)
-        return None if low is None else (weight, low)
+        return None if low is None or low is weight else (weight, low)
 
     def take_gradient(self) -> Given | None:
         """Return the weight and the gradient that backward left at the cast, which then has none; None without one."""

@@ -84,7 +84,9 @@ def test_they_are_added_by_one_graph_from_the_second_window_on(two: fxamp.Conver
     assert step.compiled.sums.region.frames == 1
     assert all(cast.alone for cast in step.weights.casts)
     assert len(step.weights.casts) == 4
-    assert ("add gradients", "1 compiled, 0 graph breaks, 0 recompiles, 0 fallbacks") in fxamp.report(step).training
+    assert ("add gradients of kept casts", "1 compiled, 0 graph breaks, 0 recompiles, 0 fallbacks") in fxamp.report(
+        step
+    ).training
 
 
 class Watched:
@@ -180,3 +182,18 @@ def test_inductor_adds_to_the_bit_what_autograd_adds(dtype: torch.dtype) -> None
     expected = [total + gradient.float() for total, gradient in zip(totals, gradients, strict=True)]
     Region("add gradients", sum_region, CompileSettings())(totals, gradients)
     assert all(map(torch.equal, totals, expected))
+
+
+def test_copies_that_one_launch_fills_again_are_leaves_too(
+    two: fxamp.ConvertedModule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = run(step_of(copy.deepcopy(two), "per_use"), INPUTS)
+    monkeypatch.setattr("fxamp.train.weights.kept.one_launch_pays", lambda weight: True)  # as on an accelerator
+    step = step_of(two, "per_step")
+    run(step, INPUTS[:6])
+    lows = [cast.place.low for cast in step.weights.casts if cast.place is not None]
+    assert [low.is_leaf for low in lows] == [True] * 4
+    assert all(map(torch.equal, run(step, INPUTS[6:]), expected))
+    assert all(
+        cast.place is not None and cast.place.low is low for cast, low in zip(step.weights.casts, lows, strict=True)
+    )
