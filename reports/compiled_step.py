@@ -1,15 +1,15 @@
 """Time and count training steps compiled by Inductor: FP32, autocast, fxamp at O1 and O2, and the whole model in low.
 
     python reports/compiled_step.py                     # BERT of four layers, width 256, batch 4, 64 tokens
-    python reports/compiled_step.py --rounds 0          # counts alone
+    python reports/compiled_step.py --rounds 0          # counts alone; the times that were measured before stay
     python reports/compiled_step.py --windows 4         # windows of four micro-batches alone
 
 Each step is a window of one micro-batch or of four (forward and backward each), and then a fused AdamW. Times are
 medians of rounds in which the variants take turns, as ratios to compiled autocast. The report also has counts, which
 are the same on every run. They are, for one micro-batch: the bytes that Inductor's kernels load and store, the kernels
 that a forward and backward launch, and the bytes that forward saves for backward; and for a window the peak memory,
-without weights and optimizer state. Casts outside the graphs are added: those of weights, made once a window, and those
-of their gradients; a low copy that is an input of the graph counts as saved.
+without weights and optimizer state. What happens outside the graphs is added: casts of weights, made once a window,
+casts of their gradients, and the sums of gradients; a low copy that is an input of the graph counts as saved.
 
 The cut counts a cast as reading and writing. Inductor fuses most casts into the kernels on either side, and what they
 cost is what is stored. The last variant is placed with casts that cost nothing, the other extreme: where it moves about
@@ -24,7 +24,10 @@ import contextlib
 import copy
 import itertools
 import json
+import random
 import re
+import statistics
+import subprocess
 import sys
 import tempfile
 import warnings
@@ -44,10 +47,11 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
 import fxamp  # noqa: E402  (the path comes first)
-from fxamp.measure.counts import interleaved  # noqa: E402
+from fxamp.measure.counts import laps  # noqa: E402
 from fxamp.train.weights.weights import WeightCasts  # noqa: E402
 from fxamp.trust.distance import UnderAutocast  # noqa: E402
 from passes.assign.place.costs import ByteCosts  # noqa: E402
+from reports.exact_numerics import cpu  # noqa: E402
 
 FP32, AUTOCAST, ALL_LOW = "FP32", "torch.autocast", "all low"
 FUSED = "fxamp O2 per_step, placed as if casts cost nothing"
@@ -59,7 +63,7 @@ POLICIES = {
     "fxamp O2 per_step, low output": ("O2,output_dtype=low", "per_step"),
     FUSED: ("O2", "per_step"),
 }
-ROUNDS, WARMUP = 11, 2
+ROUNDS, WARMUP, RESAMPLED = 11, 2, 2000
 WINDOWS = (1, 4)
 _LENGTH = {"1": "Steps of one micro-batch", "4": "Windows of four micro-batches"}
 SIZE = (256, 4, 4, 64)  # width, layers, batch, tokens
@@ -69,7 +73,7 @@ Inputs = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Counts:
-    """What Inductor made of one forward and backward, and what of the casts outside falls to it; None: not measured."""
+    """What Inductor made of one forward and backward, and what of the work outside falls to it; None: not measured."""
 
     bytes_moved: float
     launches: float
@@ -79,12 +83,20 @@ class Counts:
 
 @dataclass(frozen=True)
 class Row:
-    """One variant; times are ratios to compiled autocast, None where not measured."""
+    """The counts of one variant."""
 
     variant: str
     counts: Counts
-    time: float | None = None
-    spread: float | None = None
+
+
+@dataclass(frozen=True)
+class Time:
+    """The time of one variant, as a ratio to compiled autocast, with interquartile range and 95 % interval."""
+
+    variant: str
+    time: float
+    spread: float
+    interval: tuple[float, float] | None = None
 
 
 def bert(width: int, layers: int, batch: int, tokens: int) -> tuple[nn.Module, Inputs]:
@@ -158,25 +170,38 @@ def counting() -> Iterator[tuple[list[int], list[str]]]:
 
 
 def count(model: nn.Module, step: Callable[[], Tensor], weights: WeightCasts | None = None, window: int = 1) -> Counts:
-    """Compile a step, run two windows, and count what was made, and the casts that are made outside the graphs."""
+    """Compile a step, run three windows, and count what was made, and what is cast and added outside the graphs."""
     saved: list[int] = []
-    outside: list[Tensor] = []
+    kept: list[tuple[Tensor, Tensor]] = []  # weights and their copies
     backward: Any = torch.Tensor.backward
+    run = _repeated(step, window)
 
     def look(loss: Tensor, *args: Any, **kwargs: Any) -> None:
         if not saved:
             saved.append(saved_by(loss, model))
-            outside.extend(given[1] for given in (weights.make_ready() if weights else ()) if given is not None)
+        if weights is not None and not kept:
+            kept.extend(given for given in weights.make_ready() if given is not None)
         backward(loss, *args, **kwargs)
 
-    with counting() as (moved, made), mock.patch.object(torch.Tensor, "backward", look):
-        for _ in range(window):
-            step()
-    launches = sum(len(_KERNEL.findall(code)) for code in made)
-    casts = [low.numel() * (4 + low.element_size()) for low in outside]
-    each = 1 + 1 / window  # every gradient is cast, and every weight once a window
-    peak = peak_of(_repeated(step, window))  # of the second window: there is optimizer state by now
-    return Counts(sum(moved) + each * sum(casts), launches + each * len(casts), saved[0], peak)
+    moved, launches = 0.0, 0.0
+    with counting() as (bytes_made, code_made), mock.patch.object(torch.Tensor, "backward", look):
+        for share in (1.0, 1 - 1 / window):  # the second window compiles what adds gradients, in all but its first call
+            kept.clear()
+            run()
+            moved += share * sum(bytes_made)
+            launches += share * sum(len(_KERNEL.findall(code)) for code in code_made)
+            bytes_made.clear()
+            code_made.clear()
+    together = {id(weight) for weight, low in kept if low.is_leaf}
+    for weight, low in kept:
+        times = 1 / window + (1 / window if id(weight) in together else 1)  # of the weight, and of its gradient
+        moved += times * low.numel() * (weight.element_size() + low.element_size())
+        launches += times
+    for weight in model.parameters():
+        if id(weight) not in together:  # autograd loads two and stores one
+            moved += (1 - 1 / window) * 3 * weight.numel() * weight.element_size()
+            launches += 1 - 1 / window
+    return Counts(moved, launches, saved[0], peak_of(run))  # by now there is optimizer state
 
 
 def peak_of(run: Callable[[], None]) -> int:
@@ -213,17 +238,34 @@ def saved_by(loss: Tensor, model: nn.Module) -> int:
     return sum(storages.values())
 
 
-def measure(size: tuple[int, int, int, int], window: int, rounds: int, options: dict[str, Any]) -> list[Row]:
+def measure(
+    size: tuple[int, int, int, int], window: int, rounds: int, options: dict[str, Any]
+) -> tuple[list[Row], list[Time]]:
     """Count every variant, and time whole windows of them in turn unless `rounds` is 0."""
     torch.compiler.reset()  # or what another measurement compiled would be used again, and nothing counted
-    steps, counts = {}, {}
+    steps, rows = {}, []
     for name, model, step, weights in tqdm(variants(size, window, options), desc="compile", total=3 + len(POLICIES)):
-        counts[name], steps[name] = count(model, step, weights, window), _repeated(step, window)
+        rows.append(Row(name, count(model, step, weights, window)))
+        steps[name] = _repeated(step, window)
     if not rounds:
-        return [Row(name, counts[name]) for name in steps]
-    timings = interleaved(steps, tqdm(range(rounds + WARMUP), desc="rounds"), warmup=WARMUP)
-    base = timings[AUTOCAST].median
-    return [Row(name, counts[name], t.median / base, t.spread / base) for name, t in timings.items()]
+        return rows, []
+    seconds = {name: s[WARMUP:] for name, s in laps(steps, tqdm(range(rounds + WARMUP), desc="rounds")).items()}
+    return rows, [timed(name, taken, seconds[AUTOCAST]) for name, taken in seconds.items()]
+
+
+def timed(name: str, taken: Sequence[float], autocasts: Sequence[float]) -> Time:
+    """Compare the seconds of a variant in each round with autocast's; the interval is from rounds drawn anew."""
+    draw, rounds = random.Random(0), range(len(taken))
+    drawn = (draw.choices(rounds, k=len(rounds)) for _ in range(RESAMPLED))
+    ratios = sorted(_median(taken, at) / _median(autocasts, at) for at in drawn)
+    low, _, high = statistics.quantiles(taken, n=4)
+    base = statistics.median(autocasts)
+    ends = ratios[round(0.025 * RESAMPLED)], ratios[round(0.975 * RESAMPLED) - 1]
+    return Time(name, statistics.median(taken) / base, (high - low) / base, ends)
+
+
+def _median(values: Sequence[float], at: Sequence[int]) -> float:
+    return statistics.median(values[index] for index in at)
 
 
 def _repeated(step: Callable[[], Tensor], times: int) -> Callable[[], None]:
@@ -234,14 +276,12 @@ def _repeated(step: Callable[[], Tensor], times: int) -> Callable[[], None]:
     return window
 
 
-def table(found: list[dict[str, Any]]) -> str:
-    """Return what was found of one length of window."""
-    rows = [Row(**{**row, "counts": Counts(**row["counts"])}) for row in found]
+def table(rows: list[Row]) -> str:
+    """Return the counts of one length of window."""
     base = next(row.counts for row in rows if row.variant == AUTOCAST)
     lines = [
         (
             row.variant,
-            "" if row.time is None else f"{row.time:.3f} ± {row.spread:.3f}",
             f"{row.counts.bytes_moved / 1e6:.1f}",
             f"{row.counts.bytes_moved / base.bytes_moved:.3f}",
             f"{row.counts.launches:.0f}",
@@ -251,28 +291,54 @@ def table(found: list[dict[str, Any]]) -> str:
         for row in rows
     ]
     headers = (
-        "variant", "time", "MB loaded and stored", "of autocast's", "kernels", "MB saved for backward",
-        "MB at the peak",
+        "variant", "MB loaded and stored", "of autocast's", "kernels", "MB saved for backward", "MB at the peak"
     )  # fmt: skip
     return tabulate(lines, headers, "pipe", disable_numparse=True)
+
+
+def table_of_times(found: dict[str, list[dict[str, Any]]]) -> str:
+    """Return the times of each variant, with a column for each length of window."""
+    columns = {window: {row["variant"]: Time(**row) for row in rows} for window, rows in found.items()}
+    lines = [
+        (name, *(_said(column[name]) if name in column else "" for column in columns.values()))
+        for name in dict.fromkeys(name for column in columns.values() for name in column)
+    ]
+    return tabulate(lines, ("variant", *(_LENGTH[window].lower() for window in columns)), "pipe", disable_numparse=True)
+
+
+def _said(row: Time) -> str:
+    surely = "" if row.interval is None else f" ({row.interval[0]:.3f} to {row.interval[1]:.3f})"
+    return f"{row.time:.3f} ± {row.spread:.3f}{surely}"
 
 
 def to_markdown(found: dict[str, Any]) -> str:
     """Return the report."""
     width, layers, batch, tokens = found["size"]
-    times = (
-        f"Times are those of a window: medians of {found['rounds']} rounds, in which the variants take turns, with the "
-        "interquartile range, as ratios to compiled autocast. "
-    ) * bool(found["rounds"])
-    return (
-        "# Training steps compiled by Inductor, as ratios to compiled autocast\n\n"
-        f"BERT, width {width}, {layers} layers, batch {batch}, {tokens} tokens, BF16, fused AdamW, on a CPU with "
-        f"{found['threads']} threads, torch {found['torch']}. {times}Bytes and kernels are those of one micro-batch, "
-        "as Inductor counts them, plus its share of the casts of weights outside the graph. Peak is the peak memory "
-        "of a window, without weights and optimizer state. "
-        "Made by `python reports/compiled_step.py`.\n"
-        + "".join(f"\n## {_LENGTH[n]}\n\n{table(rows)}\n" for n, rows in found["windows"].items())
+    text = (
+        "# Training steps compiled by Inductor, beside compiled autocast\n\n"
+        f"BERT, width {width}, {layers} layers, batch {batch}, {tokens} tokens, BF16, fused AdamW, torch "
+        f"{found['torch']}. Bytes and kernels are those of one micro-batch, as Inductor counts them, plus its share of "
+        "what happens outside the graph: casts of weights and of their gradients, and sums of gradients. Peak is the "
+        "peak memory of a window, without weights and optimizer state. Made by `python reports/compiled_step.py`.\n"
     )
+    for window, rows in found["windows"].items():
+        counted = [Row(row["variant"], Counts(**row["counts"])) for row in rows]
+        text += f"\n## {_LENGTH[window]}\n\n{table(counted)}\n"
+    if times := found.get("times"):
+        text += (
+            f"\n## Times\n\nRatios to compiled autocast: medians of {times['rounds']} rounds, in which the variants "
+            "take turns; ± is the interquartile range, and in parentheses is the 95 % confidence interval of the ratio "
+            f"(bootstrap), where it was computed. Measured at commit {times['commit']} with {times['threads']} threads "
+            f"on this CPU: {times['cpu']}.\n\n{table_of_times(times['windows'])}\n"
+        )
+    return text
+
+
+def _commit() -> str:
+    told = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True, check=False
+    )
+    return told.stdout.strip() or "unknown"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -284,14 +350,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("-o", "--folder", type=Path, default=HERE)
     args = parser.parse_args(arguments)
     warnings.filterwarnings("ignore")
+    file = args.folder / "compiled_step.json"
+    before = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    measured = {str(n): measure(tuple(args.size), n, args.rounds, {}) for n in args.windows}
     found = {
-        "torch": torch.__version__, "threads": torch.get_num_threads(), "size": list(args.size), "rounds": args.rounds,
-        "windows": {
-            str(n): [asdict(row) for row in measure(tuple(args.size), n, args.rounds, {})] for n in args.windows
-        },
+        "torch": torch.__version__, "size": list(args.size),
+        "windows": {n: [asdict(row) for row in rows] for n, (rows, _) in measured.items()},
+        "times": before.get("times"),
     }  # fmt: skip
+    if args.rounds:
+        found["times"] = {
+            "commit": _commit(), "cpu": cpu(), "threads": torch.get_num_threads(), "rounds": args.rounds,
+            "windows": {n: [asdict(time) for time in times] for n, (_, times) in measured.items()},
+        }  # fmt: skip
     text = to_markdown(found)
-    (args.folder / "compiled_step.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     (args.folder / "compiled_step.md").write_text(text, encoding="utf-8")
     print(text)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import random
 import re
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -321,3 +322,14 @@ def test_options_for_exact_numerics_reach_inductor() -> None:
     step = TrainStep(model, None, torch.optim.SGD(model.parameters(), lr=0.1), compile={"options": options})
     assert step.compiled is not None
     assert {key: step.compiled.settings.run().config[key] for key in options} == options
+
+
+def test_the_interval_of_a_ratio_comes_from_rounds_drawn_anew() -> None:
+    rounds = random.Random(0)
+    autocasts = [rounds.uniform(0.9, 1.1) for _ in range(40)]
+    twice = compiled_step.timed("twice", [2 * seconds for seconds in autocasts], autocasts)
+    assert twice.interval == pytest.approx((2.0, 2.0))  # what all variants of a round share is no uncertainty
+    apart = compiled_step.timed("apart", [rounds.uniform(0.9, 1.1) for _ in range(40)], autocasts)
+    assert apart.interval is not None
+    assert apart.interval[0] < apart.time < apart.interval[1]
+    assert 0.01 < apart.interval[1] - apart.interval[0] < 0.2
