@@ -91,7 +91,7 @@ class TrainStep:
             cases. "skip_microbatch" needs memory for a second set of gradients, and under DistributedDataParallel an
             exchange of gradients after the window instead of during its last backward.
         compile: With True, Inductor compiles model and loss as one graph and, from the second window on, everything
-            after backward as a second graph; fused optimizers are not compiled. It may also be the name of another
+            after the last backward as another; fused optimizers are not compiled. It may also be the name of another
             backend, or a mapping of `torch.compile`'s backend, mode, options, dynamic and fullgraph. Backend "fxamp"
             converts the model, which must not be converted yet. `compiled` counts graphs, breaks, recompiles and
             uncompiled functions.

@@ -21,7 +21,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from passes._torch import SET_GRAD
 
-from ..weights.kept import KeptCast
+from ..weights.kept import KeptCast, is_trained_leaf
 
 Read = tuple[KeptCast, Tensor, Tensor]  # a kept cast, its weight and the copy
 
@@ -47,8 +47,7 @@ def keep_order_of_sums(gm: GraphModule, example_inputs: Sequence[Any], kept: Ite
             kept_cast.alone = False
         elif low and kept_cast.alone is None:
             kept_cast.alone = True
-        leaf = copy.is_leaf and copy.requires_grad
-        if not low or len(others) < (1 if leaf else 2):
+        if not low or len(others) < (1 if is_trained_leaf(copy) else 2):
             continue
         with gm.graph.inserting_before(low[0]):
             cast = gm.graph.call_method("to", (inputs[id(weight)], copy.dtype))

@@ -96,7 +96,7 @@ class KeptCast:
         """Make the cast for a compiled graph, unless it is there; return the weight and it, None if it is not kept."""
         self._used = False
         leaf = bool(self.alone) and weight.requires_grad
-        leaf = leaf and (self._low is None or _is_trained_leaf(self._low))  # within a window no copy becomes a leaf
+        leaf = leaf and (self._low is None or is_trained_leaf(self._low))  # within a window no copy becomes a leaf
         if leaf and (has_hooks(weight) or (self._low is None and self._node_is_held(weight))):
             self.alone = leaf = False
         low = self._kept(weight, dtype, leaf)
@@ -105,7 +105,7 @@ class KeptCast:
     def take_gradient(self) -> Given | None:
         """Return the weight and the gradient that backward left at the cast, which then has none; None without one."""
         low, weight = self._low, self._weight
-        if low is None or weight is None or not low.is_leaf or low.grad is None:
+        if low is None or weight is None or not is_trained_leaf(low) or low.grad is None:
             return None
         gradient, low.grad = low.grad, None
         return weight, gradient
@@ -143,7 +143,7 @@ class KeptCast:
             and weight._version == self._version
             and weight.data_ptr() == self._pointer
             and weight.requires_grad is self._trained
-            and _is_trained_leaf(low) is leaf
+            and is_trained_leaf(low) is leaf
         ):
             return low
         if type(weight) is not torch.nn.Parameter or torch.is_inference_mode_enabled() or in_transform():
@@ -151,7 +151,7 @@ class KeptCast:
         return self._make(weight, dtype, leaf)
 
     def _make(self, weight: Tensor, dtype: torch.dtype, leaf: bool) -> Tensor:
-        if self.place is not None and self.place.holds(weight) and _is_trained_leaf(self.place.low) is leaf:
+        if self.place is not None and self.place.holds(weight) and is_trained_leaf(self.place.low) is leaf:
             low = self.place.low
         else:
             with torch.enable_grad():
@@ -171,7 +171,8 @@ class KeptCast:
         return node_is_held(weight)
 
 
-def _is_trained_leaf(low: Tensor) -> bool:
+def is_trained_leaf(low: Tensor) -> bool:
+    """Say whether a cast is a leaf whose gradient stays at it, and not at the weight."""
     return low.is_leaf and low.requires_grad
 
 

@@ -164,14 +164,27 @@ def test_code_that_is_not_compiled_may_read_weights_so_theirs_are_added_by_autog
     assert [cast.alone for cast in step.weights.casts] == [False] * 4
 
 
-def test_a_window_that_an_error_ends_leaves_no_gradient(two: fxamp.ConvertedModule) -> None:
-    step = step_of(two, "per_step")
-    run(step, INPUTS[:5])
-    with pytest.raises(RuntimeError):
-        step(torch.randn(2, 7))
-    assert all(p.grad is None for p in two.parameters())
-    run(step, INPUTS[:3])
-    assert step.windows == 2
+@pytest.mark.parametrize("together", [False, True])
+def test_an_error_after_backward_leaves_no_gradient_for_the_next_window(
+    two: fxamp.ConvertedModule, together: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fxamp.train.weights.kept.one_launch_pays", lambda weight: together)
+
+    def fail(casts: Any) -> None:
+        raise ArithmeticError
+
+    found = []
+    for weights in ("per_use", "per_step"):
+        step = step_of(copy.deepcopy(two), weights)
+        run(step, INPUTS[:4])
+        with monkeypatch.context() as patch:
+            patch.setattr(step.compiled, "sums", fail)
+            with pytest.raises(ArithmeticError):
+                step(INPUTS[4])
+        assert all(p.grad is None for p in step.model.parameters())
+        found.append(run(step, INPUTS[:6]))
+        assert step.windows == 3
+    assert all(map(torch.equal, *found))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -197,3 +210,16 @@ def test_copies_that_one_launch_fills_again_are_leaves_too(
     assert all(
         cast.place is not None and cast.place.low is low for cast, low in zip(step.weights.casts, lows, strict=True)
     )
+
+
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="gradients have the dtype of their tensor")
+def test_a_weight_that_wants_its_gradient_in_16_bits_has_it(two: fxamp.ConvertedModule) -> None:
+    found = []
+    for weights in ("per_use", "per_step"):
+        step = step_of(copy.deepcopy(two), weights)
+        weight: Any = step.model.get_parameter("first.weight")
+        weight.grad_dtype = torch.bfloat16
+        run(step, INPUTS[:5])
+        assert weight.grad.dtype == torch.bfloat16
+        found.append(run(step, INPUTS[5:]))
+    assert all(map(torch.equal, *found))
