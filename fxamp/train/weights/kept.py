@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from passes._torch import has_hooks, in_transform, node_is_held, run_as_soon_as_ready
+from passes._torch import has_hooks, in_transform, run_as_soon_as_ready
 
 from .together import Place, one_launch_pays
 
@@ -92,12 +92,20 @@ class KeptCast:
         self._used = True
         return low
 
+    def becomes_leaf(self, weight: Tensor) -> bool:
+        """Say whether the copy that is made next will be a leaf, if nobody holds the weight's autograd node."""
+        if not self.alone or not weight.requires_grad or self._low is not None or torch.is_inference_mode_enabled():
+            return False
+        if self.place is not None and not self.place.low.is_leaf:
+            self.place = None  # it holds the node itself
+        return not has_hooks(weight)
+
     def make_ready(self, weight: Tensor, dtype: torch.dtype) -> Given | None:
         """Make the cast for a compiled graph, unless it is there; return the weight and it, None if it is not kept."""
         self._used = False
         leaf = bool(self.alone) and weight.requires_grad
         leaf = leaf and (self._low is None or is_trained_leaf(self._low))  # within a window no copy becomes a leaf
-        if leaf and (has_hooks(weight) or (self._low is None and self._node_is_held(weight))):
+        if leaf and has_hooks(weight):
             self.alone = leaf = False
         low = self._kept(weight, dtype, leaf)
         return None if low is None or low is weight else (weight, low)
@@ -154,21 +162,17 @@ class KeptCast:
         if self.place is not None and self.place.holds(weight) and is_trained_leaf(self.place.low) is leaf:
             low = self.place.low
         else:
-            with torch.enable_grad():
+            with torch.set_grad_enabled(not leaf):
                 low = self._cast(weight, dtype)
-            run_as_soon_as_ready(low)
-            if leaf and low is not weight:
-                low = low.detach().requires_grad_()
+            if not leaf:
+                run_as_soon_as_ready(low)
+            elif low is not weight:
+                low.requires_grad_()
             self.place = Place(weight, low) if low is not weight and one_launch_pays(weight) else None
         if low is not weight:
             self._weight, self._low, self._used = weight, low, False
             self._version, self._pointer, self._trained = weight._version, weight.data_ptr(), weight.requires_grad
         return low
-
-    def _node_is_held(self, weight: Tensor) -> bool:
-        if self.place is not None and not self.place.low.is_leaf:
-            self.place = None  # it holds the node itself
-        return node_is_held(weight)
 
 
 def is_trained_leaf(low: Tensor) -> bool:

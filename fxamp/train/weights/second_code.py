@@ -25,7 +25,7 @@ from ...module.bindings import called_directly, read_directly
 from ...module.in_place import called_by_name
 from ...module.module import ConvertedModule
 from ...module.serialize import graph_from_data, graph_to_data
-from .kept import Given, GraphInputs, KeptCast
+from .kept import GraphInputs, KeptCast
 
 
 def graphs_of(module: ConvertedModule) -> list[Graph]:
@@ -76,12 +76,12 @@ class SecondCode:
         with called_directly(copied), called_by_name(copied), read_directly(copied):
             self.run: Callable[..., Any] = _code(copied)
 
-    def make_ready(self) -> Iterator[tuple[KeptCast, Given | None]]:
-        """Make the casts for a compiled graph, and yield each with what the graph gets."""
+    def reads(self) -> Iterator[tuple[KeptCast, nn.Parameter, torch.dtype]]:
+        """Yield each cast that is kept, with what it casts."""
         for cast, owner, name, dtype in self._casts:
             weight = owner._parameters.get(name)
             if weight is not None:
-                yield cast, cast.make_ready(weight, dtype)
+                yield cast, weight, dtype
 
 
 def _code(graph: Graph) -> Callable[..., Any]:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from torch import nn
 from torch.fx import Graph
 
+from passes._torch import nodes_are_held
 from passes.contract.errors import PolicyError
 
 from ...dynamo.compiled import is_compiled
@@ -102,8 +103,12 @@ class WeightCasts:
     def make_ready(self) -> list[Given | None]:
         """Make the casts that are in use, as inputs of a compiled graph; return what `inputs.begin` takes."""
         modules = self._modules if self.mode == "per_step" else []
-        codes = [code for _, module in modules for code in self._codes_of(module)]
-        made = {cast.at: given for code in codes for cast, given in code.make_ready()}
+        reads = [read for _, module in modules for code in self._codes_of(module) for read in code.reads()]
+        leaves = [(cast, weight) for cast, weight, _ in reads if cast.becomes_leaf(weight)]
+        for (cast, _), held in zip(leaves, nodes_are_held([weight for _, weight in leaves]), strict=True):
+            if held:
+                cast.alone = False
+        made = {cast.at: cast.make_ready(weight, dtype) for cast, weight, dtype in reads}
         return [made.get(at) for at in range(len(self._casts))]
 
     def next_micro_batch(self) -> None:

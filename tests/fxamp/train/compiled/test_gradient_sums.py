@@ -17,6 +17,7 @@ from fxamp.train.compiled.compile_settings import CompileSettings
 from fxamp.train.compiled.compiled_region import Region
 from fxamp.train.compiled.gradient_sums import sum_region
 from fxamp.train.step import TrainStep
+from passes._torch import nodes_are_held
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # of a module that torch imports
 
@@ -223,3 +224,16 @@ def test_a_weight_that_wants_its_gradient_in_16_bits_has_it(two: fxamp.Converted
         assert weight.grad.dtype == torch.bfloat16
         found.append(run(step, INPUTS[5:]))
     assert all(map(torch.equal, *found))
+
+
+def test_a_node_is_held_as_long_as_somebody_refers_to_it() -> None:
+    weights = [nn.Parameter(torch.randn(3)) for _ in range(3)]
+    assert nodes_are_held([]) == []
+    assert nodes_are_held(weights) == [False, False, False]
+    last, first = get_gradient_edge(weights[2]), get_gradient_edge(weights[0])
+    assert nodes_are_held(weights) == [True, False, True]
+    assert nodes_are_held([weights[2], weights[2]]) == [True, True]
+    del last
+    assert nodes_are_held(weights) == [True, False, False]
+    del first
+    assert nodes_are_held(weights) == [False, False, False]
