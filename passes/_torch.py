@@ -13,7 +13,7 @@ import inspect
 import logging
 import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -278,39 +278,6 @@ def has_hooks(weight: torch.Tensor) -> bool:
     """Say whether a parameter has hooks for its gradient, or wants it in another dtype than its own."""
     other_dtype = getattr(weight, "grad_dtype", weight.dtype) != weight.dtype  # not in every torch
     return bool(weight._backward_hooks or weight._post_accumulate_grad_hooks) or other_dtype
-
-
-def nodes_are_held(weights: Sequence[torch.Tensor]) -> list[bool]:
-    """Say of each parameter whether somebody holds its autograd node, for example for a hook on it.
-
-    Such hooks cannot be asked for. But a parameter does not hold its node, so a hook is there only as long as somebody
-    else does, for example DistributedDataParallel. What is noted on a node that nobody holds goes with it.
-    """
-    if not weights:
-        return []
-    for node in _nodes_of(weights):
-        node.metadata["fxamp"] = True
-        del node
-    return [bool(node.metadata) for node in _nodes_of(weights)]
-
-
-def _nodes_of(weights: Sequence[torch.Tensor]) -> list[Any]:
-    """Return the nodes in which the gradients of parameters end; of all at once, which `get_gradient_edge` cannot."""
-    with torch.enable_grad():
-        reader: Any = _Reads.apply(*weights).grad_fn  # type: ignore[no-untyped-call]
-    return [node for node, _ in reader.next_functions]
-
-
-class _Reads(torch.autograd.Function):
-    """A function of many tensors, for its autograd node."""
-
-    @staticmethod
-    def forward(ctx: Any, *tensors: torch.Tensor) -> torch.Tensor:
-        return torch.empty(0)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        raise NotImplementedError("its output takes part in nothing")
 
 
 def run_as_soon_as_ready(value: torch.Tensor) -> None:

@@ -10,11 +10,11 @@ from typing import Any, Literal
 from torch import nn
 from torch.fx import Graph
 
-from passes._torch import nodes_are_held
 from passes.contract.errors import PolicyError
 
 from ...dynamo.compiled import is_compiled
 from ...module.module import ConvertedModule
+from .held_nodes import nodes_are_held
 from .kept import Given, GraphInputs, KeptCast
 from .second_code import SecondCode, graphs_of, running, same_cast, weight_casts, why_not
 from .together import fill

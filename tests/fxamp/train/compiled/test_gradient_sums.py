@@ -17,7 +17,7 @@ from fxamp.train.compiled.compile_settings import CompileSettings
 from fxamp.train.compiled.compiled_region import Region
 from fxamp.train.compiled.gradient_sums import sum_region
 from fxamp.train.step import TrainStep
-from passes._torch import nodes_are_held
+from fxamp.train.weights.held_nodes import nodes_are_held
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # of a module that torch imports
 
