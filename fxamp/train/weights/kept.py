@@ -93,12 +93,17 @@ class KeptCast:
         return low
 
     def becomes_leaf(self, weight: Tensor) -> bool:
-        """Say whether the copy that is made next will be a leaf, if nobody holds the weight's autograd node."""
-        if not self.alone or not weight.requires_grad or self._low is not None or torch.is_inference_mode_enabled():
+        """Say whether the copy that is made next will be a leaf, if nobody holds the weight's autograd node.
+
+        A place whose copy is no leaf holds that node, and is given up then.
+        """
+        if not self.alone or not weight.requires_grad or self._low is not None:
+            return False
+        if torch.is_inference_mode_enabled() or has_hooks(weight):
             return False
         if self.place is not None and not self.place.low.is_leaf:
-            self.place = None  # it holds the node itself
-        return not has_hooks(weight)
+            self.place = None
+        return True
 
     def make_ready(self, weight: Tensor, dtype: torch.dtype) -> Given | None:
         """Make the cast for a compiled graph, unless it is there; return the weight and it, None if it is not kept."""
