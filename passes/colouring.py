@@ -52,6 +52,7 @@ class Assignment:
         returned: the dtype that each output of the graph must have.
         infer: gives a node's output dtypes from those of its operands.
         symbolic: dtypes were inferred without shapes.
+        bodies: the simulations of the bodies of higher-order ops, which their own passes carry out.
         disagreements: where `torch.autocast` was seen to give other dtypes than the rules say it does.
     """
 
@@ -63,3 +64,4 @@ class Assignment:
     infer: Callable[[Node, Callable[[Node], Any]], Any]
     symbolic: bool
     disagreements: list[str] = field(default_factory=list)
+    bodies: dict[Node, Any] = field(default_factory=dict)

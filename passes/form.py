@@ -44,6 +44,7 @@ class Unit:
         attribute: resolves the target of a get_attr.
         border: the dtypes at its edges, and the graphs inside it.
         index: its number in the plan.
+        simulated: for the body of a higher-order op, what its caller has decided for it.
         assignment: what was decided; None before that.
         decisions: the assignment in the form of the plan.
         kept: composites that could not be decomposed.
@@ -54,6 +55,7 @@ class Unit:
     attribute: Callable[[str], Any]
     border: Border = field(default_factory=Border)
     index: int = 0
+    simulated: Any = None
     assignment: Assignment | None = None
     decisions: tuple[Decision, ...] = ()
     kept: frozenset[str] = frozenset()

@@ -101,38 +101,43 @@ def compile_graph(
     """
     with no_autocast():
         verify(graph)
-        prepared = list(_prepared(graph, attribute, preparing(policy), itertools.count()))
+        prepared = list(_prepared(Unit(graph, attribute), preparing(policy), {}))
         bodies = bodies_of(graph, attribute) if policy.level.rounds else {}
         if capture != "jit":  # an override has to match in only one of several graphs
             _check_overrides(policy, all_graphs(graph, bodies))
         outermost = Unit(graph, attribute, _border_of(policy, under_autocast, bodies))
-        units = _compiled(outermost, deciding(policy, plan, own, timer), itertools.count())
+        units = _compiled(outermost, deciding(policy, plan, own, timer), {})
     if plan is not None and any(d.graph >= len(units) for d in plan.decisions):
         raise PlanError(f"the plan has more graphs than the {len(units)} of this model; {REMEDY}")
     return _plan_of(policy, capture, notes, prepared, units)
 
 
-def _prepared(graph: Graph, attribute: Resolve, steps: Sequence[Pass], numbers: Iterator[int]) -> Iterator[Unit]:
-    """Run the first passes over a graph and over those inside it."""
-    if steps:
-        unit = Unit(graph, attribute, index=next(numbers))
+def _prepared(unit: Unit, steps: Sequence[Pass], done: dict[Graph, Unit]) -> Iterator[Unit]:
+    """Run the first passes over a graph and over those inside it; over one that several calls share only once."""
+    if steps and unit.graph not in done:
+        unit.index = len(done)
+        done[unit.graph] = unit
         _run(unit, steps)
         yield unit
-        for body in itertools.chain.from_iterable(bodies_of(graph, attribute).values()):
-            yield from _prepared(body.graph, body.attribute, steps, numbers)
+        for body in itertools.chain.from_iterable(bodies_of(unit.graph, unit.attribute).values()):
+            yield from _prepared(Unit(body.graph, body.attribute), steps, done)
 
 
-def _compiled(unit: Unit, steps: Sequence[Pass], numbers: Iterator[int]) -> list[Unit]:
-    """Run the other passes over a graph, then over those inside it; return them all, in the plan's order."""
-    unit.index = next(numbers)
+def _compiled(unit: Unit, steps: Sequence[Pass], done: dict[Graph, Unit]) -> list[Unit]:
+    """Run the other passes over a graph, then over those inside it; return them all, in the plan's order.
+
+    A body that several calls share keeps its original dtypes at its border, so that one pass over it serves all calls.
+    """
+    unit.index = len(done)
+    done[unit.graph] = unit
     _run(unit, steps)
     units = [unit]
     for node, inside in unit.border.bodies.items():
         for body in inside:
-            made = _compiled(_inside(node, body, unit.decided), steps, numbers)
-            body.module.recompile()
-            _check_border(node, body, unit.decided, made[0].decided)
-            units += made
+            if body.graph not in done:
+                units += _compiled(_inside(node, body, unit.decided), steps, done)
+                body.module.recompile()
+            _check_border(node, body, unit.decided, done[body.graph].decided)
     return units
 
 
@@ -158,7 +163,8 @@ def _inside(node: Node, body: Body, outside: Assignment) -> Unit:
     entered = body.first is not None
     given = {p: outside.dtypes[v] for p, v in body.operands(node).items()} if entered else {}
     restored = not entered or outside.dtypes[node] == outside.original[node]
-    return Unit(body.graph, body.attribute, Border(given, restored, bodies=body.bodies()))
+    simulated = outside.bodies.get(node) if entered else None
+    return Unit(body.graph, body.attribute, Border(given, restored, bodies=body.bodies()), simulated=simulated)
 
 
 def _check_border(node: Node, body: Body, outside: Assignment, inside: Assignment) -> None:

@@ -28,6 +28,7 @@ from ..graph.notes import note_of
 from ..graph.values import ANY, Aliases, Inference, is_floating, is_known, keys, module_types, source
 from .colour.simulate import Simulation
 from .place.place import place
+from .place.saturate import saturate
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,9 @@ class AssignPrecision:
         """Decide, without an edit; the plan gives the reason for each node."""
         original = original_dtypes(unit.graph, unit.attribute)
         plan = None if self.plan is None else self.plan.of_graph(unit.index)
-        unit.assignment = assign_precision(unit.graph, self.policy, original, plan, unit.border, self.timer)
+        unit.assignment = assign_precision(
+            unit.graph, self.policy, original, plan, unit.border, self.timer, unit.simulated
+        )
         return {}
 
 
@@ -61,6 +64,7 @@ def assign_precision(
     plan: Plan | None = None,
     border: Border | None = None,
     timer: Timer | None = None,
+    simulated: Any = None,
 ) -> Assignment:
     """Colour every node that touches a floating value.
 
@@ -71,6 +75,7 @@ def assign_precision(
         plan: colours of free values to take instead of choosing them.
         border: the dtypes at the edges of the graph, and the graphs inside it.
         timer: measures calls; for a policy with cost="measured", unless its plan is replayed.
+        simulated: the run through this graph that its caller made, if it is the body of a higher-order op.
 
     Raises:
         PlanError: the plan stores a value low that a reader needs in FP32.
@@ -85,25 +90,36 @@ def assign_precision(
             "choose cost='bytes', the default."
         )
     infer: Any = SymbolicInference() if symbolic else Inference()
-    aliases = Aliases(graph)
-    plain = Policy("O1" if policy.level.rounds else "O0", dtype=policy.dtype, device=policy.device)
-    reference = Simulation(plain, graph, original, infer, aliases, autocast=True, border=border)
-    reference.run()
-    simulation = Simulation(policy, graph, original, infer, aliases, stacks=module_types(graph), border=border)
-    simulation.reference = reference.dtypes
-    simulation.run()
-    while simulation.pin_conflicts():
-        simulation.run()
+    simulation = simulated or _simulation(graph, policy, original, infer, border)
+    reference: Any = simulation.reference
     returned = simulation.returned()
     if policy.level.rounds:
         place(graph, policy, simulation, plan, symbolic=symbolic, timer=timer if measured else None)
+        saturate(simulation)
     elif measured:
         simulation.colours = {n: c for n in graph.nodes if (c := _as_it_is(n, original)) is not None}
     if plan is not None:
         _keep_reasons(graph, simulation, plan)
     autocast = {n: c.dtype for n, c in reference.colours.items()}
     seen = _disagreements(graph, reference) if policy.level.rounds else []
-    return Assignment(simulation.colours, simulation.dtypes, original, autocast, returned, infer, symbolic, seen)
+    return Assignment(
+        simulation.colours, simulation.dtypes, simulation.original, autocast, returned, simulation.infer, symbolic,
+        seen, simulation.bodies,
+    )  # fmt: skip
+
+
+def _simulation(
+    graph: Graph, policy: Policy, original: dict[Node, Any], infer: Any, border: Border | None
+) -> Simulation:
+    """Return what the policy decides before any value is placed, beside what autocast does."""
+    aliases = Aliases(graph)
+    plain = Policy("O1" if policy.level.rounds else "O0", dtype=policy.dtype, device=policy.device)
+    reference = Simulation(plain, graph, original, infer, aliases, autocast=True, border=border)
+    reference.settle()
+    simulation = Simulation(policy, graph, original, infer, aliases, stacks=module_types(graph), border=border)
+    simulation.reference = reference
+    simulation.settle()
+    return simulation
 
 
 def _disagreements(graph: Graph, reference: Simulation) -> list[str]:

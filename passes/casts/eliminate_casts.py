@@ -141,10 +141,14 @@ def _promote(graph: Graph, assignment: Assignment) -> int:
         return edits  # how operands promote depends on ranks, which are unknown here
     for cast, reader in _upcasts_read_once(graph, assignment, lambda n: row_of(n).promotes_inside):
         value: Any = cast.args[0]
-        seen = assignment.dtypes | {cast: assignment.dtypes[value]}
-        if assignment.infer(reader, seen.__getitem__) == assignment.dtypes[reader]:
+        if assignment.infer(reader, _as_if(assignment, cast, value)) == assignment.dtypes[reader]:
             edits += _replace(graph, cast, value)
     return edits
+
+
+def _as_if(assignment: Assignment, cast: Node, value: Node) -> Callable[[Node], Any]:
+    """Return the dtypes of all values, as if the cast were the value that it casts."""
+    return lambda n: assignment.dtypes[value if n is cast else n]
 
 
 def _dtype_argument(graph: Graph, assignment: Assignment) -> int:
@@ -173,8 +177,9 @@ def _upcasts_read_once(
     found = []
     for cast in widening:
         reader = next(iter(cast.users), cast)
-        once = len(cast.users) == 1 and sum(o.node is cast for o in ops.operands(reader)) == 1
-        if once and takes(reader) and modes[cast] == modes[reader]:
+        if len(cast.users) != 1 or not takes(reader) or modes[cast] != modes[reader]:
+            continue
+        if sum(o.node is cast for o in ops.operands(reader)) == 1:
             found.append((cast, reader))
     if not found:
         return found

@@ -77,12 +77,12 @@ def _cast_operands(graph: Graph, node: Node, colouring: Colouring, assignment: A
 
 def _clamp_operands(graph: Graph, node: Node, colouring: Colouring, assignment: Assignment) -> int:
     """Before: where(m, lowest, x). After: where(m, clamp(lowest, -65504, 65504), x), for x in float16."""
-    largest = torch.finfo(colouring.dtype).max if colouring.clamped else 0
 
     def clamp(operand: ops.Operand) -> Node:
         value = operand.node
         if (operand.name, operand.index) not in colouring.clamped:
             return value
+        largest = torch.finfo(colouring.casts.get((operand.name, operand.index), colouring.dtype)).max
         with graph.inserting_before(node):
             made = graph.call_function(torch.ops.aten.clamp.default, (value, -largest, largest))
         made.meta = origin(node) | {"val": value.meta.get("val")}

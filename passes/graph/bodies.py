@@ -93,7 +93,7 @@ def bodies_of(graph: Graph, attribute: Callable[[str], Any]) -> dict[Node, list[
         if not modules:
             continue
         first = row.operands_at if _is_entered(node, row, held, modules) else None
-        if first is not None and not _writes(modules[0].graph):
+        if not any(_writes(m.graph) for m in modules):
             note(node, pure=True)  # neither an alias nor a write: see `aliases.is_opaque`
         found[node] = [Body(m, first) for m in modules]
     return found

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from .._torch import OpOverload, own_schema
 from ..ops import ops
 from ..ops.rules import row_named
 
@@ -25,8 +24,8 @@ FP32_MAX = torch.finfo(torch.float32).max
 
 def numbers(node: Node) -> Iterator[float]:
     """Yield the finite numbers that a call combines with values: floats, and integers given as a Scalar."""
-    scalars = _scalar_arguments(node.target)
-    names = ops.arg_names(node.target) if node.op == "call_function" else ()
+    scalars = _scalar_arguments(ops.schema_of(node)) if node.op.startswith("call") else frozenset()
+    names = ops.names_of(node)
     placed = [(names[i] if i < len(names) else "", a) for i, a in enumerate(node.args)]
     given = (*placed, *node.kwargs.items())
     left = [(n, d) for n, d in _defaults(node.target) if n not in dict(given)] if node.op == "call_function" else []
@@ -48,12 +47,10 @@ def _defaults(target: Any) -> tuple[tuple[str, float], ...]:
     return tuple((p.name, p.default) for p in parameters if isinstance(p.default, float))
 
 
-@functools.lru_cache(maxsize=4096)
-def _scalar_arguments(target: Any) -> frozenset[str]:
-    if not isinstance(target, OpOverload):
-        return frozenset()
+def _scalar_arguments(schema: Any) -> frozenset[str]:
+    """Return the arguments of an overload that are combined with values; a number given as a tensor counts too."""
     kinds = ("number", "Scalar", "Optional[number]", "Tensor")
-    return frozenset(a.name for a in own_schema(target).arguments if str(a.type) in kinds)
+    return frozenset(a.name for a in schema.arguments if str(a.type) in kinds) if schema is not None else frozenset()
 
 
 def is_extreme(number: float, low: torch.dtype) -> bool:

@@ -234,7 +234,7 @@ class Inference:
 
 def _key(node: Node, dtype_of: Callable[[Node], Any]) -> Any:
     """Return all that the output dtypes of a call can depend on; None if that is unknown."""
-    if "::" in ops.name(node) or isinstance(node.meta.get("val"), (tuple, list)):
+    if "::" in ops.name(node) or isinstance(node.meta.get("val"), (tuple, list)) or _gives_a_list(node):
         return None
 
     def token(arg: Any) -> Any:
@@ -255,6 +255,12 @@ def _key(node: Node, dtype_of: Callable[[Node], Any]) -> Any:
     except TypeError:
         return None
     return key
+
+
+def _gives_a_list(node: Node) -> bool:
+    """Say whether an op gives a list of tensors, whose length a number among its arguments may decide."""
+    schema = ops.schema_of(node)
+    return schema is not None and any(str(r.type) == "List[Tensor]" for r in schema.returns)
 
 
 def concrete(value: Any, dtype: torch.dtype | None) -> Any:

@@ -281,7 +281,7 @@ def map_operands(node: Node, replace: Callable[[Operand], Node]) -> None:
 
 def argument(node: Node, key: str, default: Any = None) -> Any:
     """Return the value of an argument of a call by its name, wherever it was passed."""
-    names = _names(node)
+    names = names_of(node)
     given = dict(zip(names, node.args, strict=False))
     given |= {k if k in names else _KEYWORDS.get(k, k): v for k, v in node.kwargs.items()}
     return given.get(key, default)
@@ -299,12 +299,12 @@ def _map(node: Node, replace: Callable[[Operand], Node]) -> tuple[tuple[Any, ...
 
         return map_aggregate(arg, leaf)
 
-    names = _names(node)
+    names = names_of(node)
     args = tuple(inside(names[i] if i < len(names) else f"arg{i}", a) for i, a in enumerate(node.args))
     return args, {k: inside(k if k in names else _KEYWORDS.get(k, k), a) for k, a in node.kwargs.items()}
 
 
-def _names(node: Node) -> tuple[str, ...]:
+def names_of(node: Node) -> tuple[str, ...]:
     """Return the names of the positional arguments of a call."""
     if not node.op.startswith("call") or node.op == "call_module":
         return ()

@@ -53,6 +53,12 @@ class Simulation(State):
             if not self.autocast:
                 self._learn(node, name)
 
+    def settle(self) -> None:
+        """Run until no alias set that is written has members of different dtypes."""
+        self.run()
+        while not self.autocast and self.pin_conflicts():
+            self.run()
+
     def returned(self) -> dict[Node, Any]:
         """Return the dtype that each output of the graph must have."""
         values = self.graph.output_node().all_input_nodes
@@ -64,7 +70,7 @@ class Simulation(State):
     def _beside_autocast(self, value: Node) -> Any:
         """Return the dtype of an output that is read under autocast: its dtype here or autocast's, if that is wider."""
         held: Any = note_of(value).low_of_its_own or self.dtypes[value]
-        autocast: Any = self.reference.get(value)
+        autocast: Any = self.under_autocast(value)
         both = held in ELIGIBLE and autocast in ELIGIBLE
         return torch.promote_types(held, autocast) if both else held
 
@@ -75,7 +81,7 @@ class Simulation(State):
                 self.pinned.add(root)
                 self.pinned.update(map(self.aliases.find, self._would_copy(members)))
         for node, colouring in self.colours.items():
-            written = mutated_operands(node)
+            written = node.all_input_nodes if is_opaque(node) else mutated_operands(node)  # it may write to any
             sums_low = self.policy.level.weighs and not self.autocast and self._sums_low(node, written)
             if sums_low or any(o.node in written and (o.name, o.index) in colouring.casts for o in ops.operands(node)):
                 self.pinned.update(self.aliases.find(w) for w in written)
@@ -94,7 +100,7 @@ class Simulation(State):
     def _would_copy(self, members: Sequence[Node]) -> list[Node]:
         """Return the values that are low only beyond O1, and so turn a cast that did nothing into a copy."""
         references = [self.casts.reference(m) for m in members if self.aggressive and row_of(m).cast]
-        known = [r for r in references if r is not None and self.original[r] == self.reference.get(r)]
+        known = [r for r in references if r is not None and self.original[r] == self.under_autocast(r)]
         return [_indexed(r) for r in known if self.dtypes[r] != self.original[r]]
 
     def _no_copy_any_more(self, node: Node) -> bool:
@@ -102,14 +108,14 @@ class Simulation(State):
         value = node.args[0] if self.aggressive and row_of(node).cast else None
         if not isinstance(value, Node) or not isinstance(self.dtypes[node], torch.dtype):
             return False
-        copied = any(held.get(value) != held.get(node) for held in (self.original, self.reference))
+        copied = any(held(value) != held(node) for held in (self.original.get, self.under_autocast))
         return copied and bool(self.dtypes[value] == self.dtypes[node])
 
     def _saved_and_written(self, value: Node) -> bool:
         """Say whether a value that is low beyond O1 is written after a read that makes a copy under autocast."""
         if not self.aggressive or self.autocast or self.dtypes[value] not in LOW:
             return False
-        if self.reference.get(value) != torch.float32:
+        if self.under_autocast(value) != torch.float32:
             return False
         seeds = (r for r in value.users if r in self.colours and self.colours[r].kind == "low")
         last = self.graph.output_node()
@@ -124,7 +130,8 @@ class Simulation(State):
     def _enter(self, node: Node, body: Body) -> None:
         """Run through the body of a higher-order op with the dtypes that its operands have here.
 
-        If its result is written in place, and pinned, the body returns its original dtypes.
+        The body's own passes carry out what this run decides. If its result is written in place, and pinned, the body
+        returns its original dtypes.
         """
         pinned = not self.autocast and not is_opaque(node) and self.aliases.find(node) in self.pinned
         border = Border({p: self.dtypes[v] for p, v in body.operands(node).items()}, pinned, bodies=body.bodies())
@@ -133,9 +140,9 @@ class Simulation(State):
             self.policy, body.graph, original, self.infer, Aliases(body.graph), autocast=self.autocast,
             stacks=module_types(body.graph), border=border,
         )  # fmt: skip
-        inside.run()
-        while not self.autocast and inside.pin_conflicts():
-            inside.run()
+        inside.reference = None if self.reference is None else self.reference.bodies.get(node)
+        inside.settle()
+        self.bodies[node] = inside
         self.dtypes[node] = self.original[node] if pinned else body.dtypes(inside.dtypes)
         dtype = first_float(self.dtypes[node]) or torch.float32
         why = Code.MUTATED(WRITTEN) if pinned else Code.BODY("its body is rewritten, for the dtypes of its operands")

@@ -55,7 +55,8 @@ class State:
         pinned: representatives of alias sets that must stay FP32; they are kept from one run to the next.
         colours: the decisions so far.
         dtypes: the dtype of every value; the original one for values that the run has not reached.
-        reference: the dtypes that autocast gives the values, if an earlier run has found them.
+        reference: the run that did what autocast does, if there was one.
+        bodies: the runs through the bodies of higher-order ops.
         upcast: values that the user has upcast, and results of ops that only move them.
         extremes: values that the low dtype cannot hold.
         tried: whether calls of this graph have a low kernel; not shared, so that no plan depends on another.
@@ -74,7 +75,7 @@ class State:
         self.pinned = {aliases.find(v) for v in observed(graph) if original[v] in (torch.float32, ANY)}
         self.aggressive = not autocast and policy.level.stores_low
         self.islands = islands(graph) if self.aggressive else frozenset()
-        self.reference: dict[Node, Any] = {}
+        self.reference: State | None = None
         self.restart()
 
     def restart(self) -> None:
@@ -82,7 +83,12 @@ class State:
         self.colours: dict[Node, Colouring] = {}
         self.dtypes: dict[Node, Any] = {**self.original, **self.border.inputs}
         self.upcast: set[Node] = set()
+        self.bodies: dict[Node, State] = {}
         self.extremes = Extremes(self.graph, self.low)
+
+    def under_autocast(self, node: Node) -> Any:
+        """Return the dtypes that autocast gives a value; None if that is not known."""
+        return None if self.reference is None else self.reference.dtypes.get(node)
 
 
 def first_float(dtypes: Any) -> torch.dtype | None:

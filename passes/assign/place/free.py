@@ -21,9 +21,11 @@ from ...graph.literals import numbers
 from ...graph.notes import note_of
 from ...graph.values import concrete_size, is_floating, is_known, literal_dtype
 from ...ops import ops
-from ...ops.facts import facts_of
+from ...ops.facts import facts_of, lacks_low
 from ...ops.rules import FOLLOW, FP32, LOW, PROMOTE, Rule, lookup
+from ..colour.kernels import runs_in
 from ..colour.simulate import Simulation
+from .saturate import touched
 
 # The reasons that fix a node, so that the cut may not change it.
 _SETTLED = (Code.OVERRIDE, Code.LITERAL, Code.MUTATED, Code.KEEP, Code.FLOAT64, Code.DTYPE_ARGUMENT)
@@ -38,9 +40,10 @@ def free_nodes(simulation: Simulation, grad: frozenset[Node]) -> dict[Node, None
     """
     checks = (*_ALWAYS, *(_BEYOND_AUTOCAST if simulation.aggressive else _AS_AUTOCAST))
     free: dict[Node, None] = {}
+    low = touched(simulation) if simulation.aggressive else set()
     for node in simulation.graph.nodes:
         item = ops.name(node) == "getitem" and node.args[0] in free and is_floating(simulation.dtypes[node])
-        if item or (node in simulation.colours and _passes(checks, simulation, node, grad)):
+        if item or (node in simulation.colours and _passes(checks, simulation, node, grad, node in low)):
             free[node] = None
     return free
 
@@ -54,6 +57,7 @@ class _Candidate:
         floats: those that are floating.
         held: their dtypes.
         grad: gradients flow through it.
+        touched: it is low, or computed from a low value.
     """
 
     simulation: Simulation
@@ -64,18 +68,23 @@ class _Candidate:
     floats: tuple[ops.Operand, ...]
     held: tuple[object, ...]
     grad: bool
+    touched: bool
 
 
 Check = Callable[[_Candidate], bool]
 
 
-def _passes(checks: tuple[Check, ...], simulation: Simulation, node: Node, grad: frozenset[Node]) -> bool:
+def _passes(
+    checks: tuple[Check, ...], simulation: Simulation, node: Node, grad: frozenset[Node], touched: bool
+) -> bool:
     dtypes = simulation.dtypes
     row = lookup(ops.name(node), simulation.device, simulation.low)[0]
     operands = list(ops.operands(node))
     floats = tuple(o for o in operands if is_floating(dtypes[o.node]))
     held, read = tuple(dtypes[o.node] for o in floats), tuple(o.node for o in operands)
-    candidate = _Candidate(simulation, node, simulation.colours[node], row, read, floats, held, node in grad)
+    candidate = _Candidate(
+        simulation, node, simulation.colours[node], row, read, floats, held, node in grad, touched
+    )  # fmt: skip
     return all(check(candidate) for check in checks)
 
 
@@ -149,7 +158,21 @@ def _fits_low(c: _Candidate) -> bool:
     return c.node not in extreme and not any(o.node in extreme or o.node in upcast for o in c.floats)
 
 
-_BEYOND_AUTOCAST: tuple[Check, ...] = (_is_not_sensitive, _gives_what_it_reads, _fits_low)
+def _is_rounded_anyway(c: _Candidate) -> bool:
+    """A low value has touched it, or it only moves values: what is computed from FP32 alone stays FP32."""
+    return c.touched or c.row.commutes != ""
+
+
+def _has_a_low_kernel(c: _Candidate) -> bool:
+    state = c.simulation
+    return not lacks_low(c.node, c.row, state.device) and runs_in(
+        c.node, state.low, state.device, state.dtypes.get, state.tried
+    )
+
+
+_BEYOND_AUTOCAST: tuple[Check, ...] = (
+    _is_not_sensitive, _gives_what_it_reads, _fits_low, _is_rounded_anyway, _has_a_low_kernel,
+)  # fmt: skip
 
 
 # At O1: what changes no value.

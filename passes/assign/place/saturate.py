@@ -1,0 +1,100 @@
+"""From O2 on: a downcast that autocast would not make keeps within the range of the low dtype.
+
+The values that it may change are those that no 16-bit value has touched: inputs, buffers, and what is computed from
+them. The example may have shown a mask of zeros, and the next batch one with `finfo(float32).min`, which a plain cast
+turns into infinity, and a row of them into NaN. A range is proved where the op that makes the value bounds it.
+Parameters are left out: autocast casts those as they are.
+
+Before: add(scores: bf16, to(mask, bf16))
+After:  add(scores: bf16, to(clamp(mask, -3.39e38, 3.39e38), bf16))
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Node
+
+from ...colouring import Place
+from ...graph.notes import note_of
+from ...graph.values import LOW, is_floating
+from ...ops import ops
+from ...ops.rules import row_of
+from ..colour.simulate import Simulation
+from ..colour.state import State
+
+
+def touched(simulation: State) -> set[Node]:
+    """Return the values that are low, and those that are computed from a low one."""
+    found: set[Node] = set()
+    for node in simulation.graph.nodes:
+        dtype = simulation.dtypes.get(node)
+        low = any(d in LOW for d in dtype) if isinstance(dtype, tuple) else dtype in LOW
+        if low or not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def saturate(simulation: Simulation) -> None:
+    """Mark the operands that have to be brought into range before they are cast, in the decisions on their readers."""
+    if not simulation.aggressive:
+        return
+    by_autocast = _rounded_by_autocast(simulation)
+    plain = _Ranges(simulation)
+    for node, colouring in simulation.colours.items():
+        clamped = []
+        for o in ops.operands(node):
+            where = (o.name, o.index)
+            down = colouring.casts.get(where) in LOW and simulation.dtypes[o.node] == torch.float32
+            if down and (node, where) not in by_autocast and where not in colouring.clamped and plain.open(o.node):
+                clamped.append(where)
+        colouring.clamped = (*colouring.clamped, *clamped)
+
+
+def _rounded_by_autocast(simulation: Simulation) -> set[tuple[Node, Place]]:
+    """Return the operands that autocast casts down too, there or in every later read of a value that is only moved."""
+    reference = simulation.reference
+    found: set[tuple[Node, Place]] = set()
+    if reference is None:
+        return found
+    moved: set[Node] = set()  # low values of which every read is one that autocast casts down
+    readers: dict[Node, list[tuple[Node, Place]]] = {n: [] for n in simulation.graph.nodes}
+    for node in simulation.graph.nodes:
+        for o in ops.operands(node):
+            readers[o.node].append((node, (o.name, o.index)))
+    for node in reversed(simulation.graph.nodes):
+        casts = reference.colours[node].casts if node in reference.colours else {}
+        for o in ops.operands(node):
+            if casts.get((o.name, o.index)) in LOW or node in moved:
+                found.add((node, (o.name, o.index)))
+        if row_of(node).commutes and readers[node] and all(r in found for r in readers[node]):
+            moved.add(node)
+    return found
+
+
+class _Ranges:
+    """Which values of a graph may leave the low dtype's range at a later call."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        self._original = simulation.original
+        self._open: dict[Node, bool] = {}
+        for node in simulation.graph.nodes:
+            self._open[node] = self._is_open(node)
+        self._touched = touched(simulation)
+
+    def open(self, value: Node) -> bool:
+        """Say whether nothing bounds a value that no 16-bit value has touched."""
+        return self._open[value] and value not in self._touched
+
+    def _is_open(self, node: Node) -> bool:
+        if not node.op.startswith("call"):
+            note = note_of(node)
+            return not (note.role == "parameter" or (node.op == "get_attr" and note.role != "buffer"))
+        row, operands = row_of(node), list(ops.operands(node))
+        if row.bounded:
+            return False
+        moves = row.commutes != "" or row.cast or row.asks == "item"
+        if moves and operands:
+            return self._open[operands[0].node] and is_floating(self._original.get(operands[0].node))
+        if row.out_of:  # rows of a table
+            return any(self._open[o.node] for o in operands if o.name == row.out_of)
+        return True

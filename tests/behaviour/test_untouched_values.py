@@ -1,0 +1,155 @@
+"""What no 16-bit value has touched is not rounded beyond autocast: positions, times, statistics, masks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxamp
+from tests.support.front_ends import WARNINGS, fresh
+
+pytestmark = [*WARNINGS, pytest.mark.usefixtures("fresh")]
+__all__ = ["fresh"]
+DTYPES = {"in BF16": torch.bfloat16, "in FP16": torch.float16}
+
+
+class Rotary(nn.Module):
+    """Rotary embedding whose positions are a float buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q = nn.Linear(64, 64)
+        self.register_buffer("positions", torch.arange(1600).float())
+        self.register_buffer("frequencies", 1.0 / 10000 ** (torch.arange(0, 32) / 32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        angles = self.positions[: x.shape[1], None] * self.frequencies[None]
+        cos, sin = angles.cos(), angles.sin()
+        q = self.q(x)
+        a, b = q[..., :32], q[..., 32:]
+        return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
+
+
+class Time(nn.Module):
+    """A diffusion model's embedding of a time, which is an input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.l = nn.Linear(64, 64)
+        self.register_buffer("frequencies", 1.0 / 10000 ** (torch.arange(0, 32) / 32))
+
+    def forward(self, t: Tensor) -> Tensor:
+        angles = t[:, None] * self.frequencies[None]
+        return self.l(torch.cat([angles.cos(), angles.sin()], -1))
+
+
+class Standardised(nn.Module):
+    """A table whose raw columns are standardised by the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.l = nn.Linear(64, 64)
+        self.register_buffer("mean", torch.full((64,), 1e5))
+        self.register_buffer("std", torch.full((64,), 1e3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.l((x - self.mean) / self.std)
+
+
+class BatchNormed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.n, self.l = nn.BatchNorm1d(64), nn.Linear(64, 64)
+        self.n.running_mean.fill_(1e5)  # type: ignore[union-attr]
+        self.n.running_var.fill_(1e6)  # type: ignore[union-attr]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.l(self.n(x))
+
+
+class LayerNormed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.n, self.l = nn.LayerNorm(64), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.l(self.n(x))
+
+
+class Masked(nn.Module):
+    """Attention written by hand, with a float mask that is an input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        scores = self.q(x) @ self.k(x).transpose(-1, -2) / 32**0.5 + mask
+        return scores.softmax(-1) @ self.v(x)
+
+
+def raw(seed: int) -> tuple[Tensor, ...]:
+    return (1e5 + 1e3 * torch.randn(256, 64, generator=torch.Generator().manual_seed(seed)),)
+
+
+def masked(seed: int, lowest: float = torch.finfo(torch.float32).min) -> tuple[Tensor, ...]:
+    mask = torch.zeros(2, 8, 8)
+    mask[0, 3 + seed] = lowest
+    return torch.randn(2, 8, 32, generator=torch.Generator().manual_seed(seed)), mask
+
+
+def sequence(seed: int) -> tuple[Tensor, ...]:
+    return (torch.randn(1, 1500, 64, generator=torch.Generator().manual_seed(seed)),)
+
+
+def times(seed: int) -> tuple[Tensor, ...]:
+    return (torch.linspace(0, 999 - 7 * seed, 64),)
+
+
+TABLE: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[Tensor, ...]]]] = {
+    "rotary, positions in a buffer": (Rotary, sequence),
+    "time, an input": (Time, times),
+    "standardised input": (Standardised, raw),
+    "batch norm of an input": (BatchNormed, raw),
+    "layer norm of an input": (LayerNormed, raw),
+    "mask, an input": (Masked, masked),
+}
+
+
+def by_compile(model: nn.Module, args: tuple[Tensor, ...], policy: str) -> Callable[..., Any]:
+    compiled: Callable[..., Any] = fxamp.compile(model, policy=policy, backend="eager")
+    return compiled
+
+
+def by_convert(model: nn.Module, args: tuple[Tensor, ...], policy: str) -> Callable[..., Any]:
+    return fxamp.convert(model, args, policy=policy, dynamic_shapes=None)
+
+
+WAYS = {"ahead of time": by_convert, "at the first call": by_compile}
+
+
+def error(got: Tensor, exact: Tensor) -> float:
+    return float((got.float() - exact).norm() / exact.norm())
+
+
+@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("number", DTYPES)
+def test_o2_is_as_exact_as_autocast_on_raw_inputs_and_buffers(name: str, way: str, number: str) -> None:
+    make, batch = TABLE[name]
+    low = number
+    torch.manual_seed(0)
+    model = make().eval()
+    with torch.no_grad():
+        run = WAYS[way](model, batch(0), f"O2,dtype={low[3:].lower()}")
+        for seed in range(3):  # the second and third batch are unseen
+            exact = model(*batch(seed))
+            with torch.autocast("cpu", DTYPES[low]):
+                allowed = error(model(*batch(seed)), exact)
+            assert math.isfinite(found := error(run(*batch(seed)), exact)), found
+            assert found <= 1.5 * allowed or not math.isfinite(allowed), (found, allowed)
