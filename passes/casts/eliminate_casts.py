@@ -24,8 +24,9 @@ from torch.fx import Graph, Node
 
 from ..colouring import Assignment
 from ..form import Ensures, Unit
-from ..graph.aliases import Aliases, grad_modes, may_alias
-from ..graph.notes import is_inserted, note, note_of
+from ..graph.aliases import Aliases, may_alias
+from ..graph.grad import grad_modes, requires_grad
+from ..graph.notes import CLAMP_OPERAND, is_inserted, is_parameter, note, note_of
 from ..ops import ops
 from ..ops.rules import row_of
 from ..runtime.casts import CAST, cast_floating, cast_weight
@@ -105,11 +106,16 @@ def _share(graph: Graph, assignment: Assignment, mode: str) -> int:
         return 0
     edits, aliases, modes = 0, Aliases(graph), grad_modes(graph)
     first: dict[Any, Node] = {}
+    for clamp in [n for n in graph.nodes if note_of(n).made_by == CLAMP_OPERAND] if mode == "always" else []:
+        value: Any = clamp.args[0]
+        keep = first.setdefault((*clamp.args, modes[clamp], aliases.epoch(value, clamp)), clamp)
+        if keep is not clamp:
+            _replace(graph, clamp, keep)  # so that the casts of it are shared
     for cast in [n for n in graph.nodes if is_inserted(n) or n.target is CAST]:
-        value: Any = cast.args[0]
+        value = cast.args[0]
         if not is_inserted(cast) and (aliases.is_mutated(cast) or assignment.dtypes[value] == cast.args[1]):
             continue  # its result is written later, or the cast does nothing
-        if mode == "weights" and (not _is_attribute(value) or note_of(value).role == "buffer"):
+        if mode == "weights" and not is_parameter(value):
             continue
         keep = first.setdefault((*_what_is_cast(cast, assignment), modes[cast], aliases.epoch(value, cast)), cast)
         if keep is cast or not is_inserted(cast) or (cast.target is cast_weight and not is_inserted(keep)):
@@ -139,10 +145,10 @@ def _promote(graph: Graph, assignment: Assignment) -> int:
     edits = 0
     if assignment.symbolic:
         return edits  # how operands promote depends on ranks, which are unknown here
-    for cast, reader in _upcasts_read_once(graph, assignment, lambda n: row_of(n).promotes_inside):
+    for cast, reader in _absorbed(graph, assignment, lambda n: row_of(n).promotes_inside):
         value: Any = cast.args[0]
         if assignment.infer(reader, _as_if(assignment, cast, value)) == assignment.dtypes[reader]:
-            edits += _replace(graph, cast, value)
+            edits += _read_instead(graph, reader, cast, value)
     return edits
 
 
@@ -154,37 +160,45 @@ def _as_if(assignment: Assignment, cast: Node, value: Node) -> Callable[[Node], 
 def _dtype_argument(graph: Graph, assignment: Assignment) -> int:
     """Before: sum(to(x: bf16, f32)). After: sum(x, dtype=f32). An explicit dtype of the user's stays."""
     edits = 0
-    for cast, reader in _upcasts_read_once(graph, assignment, lambda n: row_of(n).absorbs_cast):
+    for cast, reader in _absorbed(graph, assignment, lambda n: row_of(n).absorbs_cast):
         schema = ops.schema_of(reader)
         takes = schema is not None and any(a.name == "dtype" and a.kwarg_only for a in schema.arguments)
         if takes and ops.argument(reader, "dtype") is None:
             reader.kwargs = {**reader.kwargs, "dtype": cast.args[1]}
             note(reader, told_dtype=True)  # its result has another dtype than captured
-            edits += _replace(graph, cast, cast.args[0])  # type: ignore[arg-type]
+            edits += _read_instead(graph, reader, cast, cast.args[0])  # type: ignore[arg-type]
     return edits
 
 
-def _upcasts_read_once(
-    graph: Graph, assignment: Assignment, takes: Callable[[Node], object]
-) -> list[tuple[Node, Node]]:
-    """Return (cast, reader) for each widening cast whose only reader could read the operand of the cast instead.
+def _absorbed(graph: Graph, assignment: Assignment, takes: Callable[[Node], object]) -> list[tuple[Node, Node]]:
+    """Return (cast, reader) for each widening cast whose reader could read the operand of the cast instead.
 
-    The reader saves its operand for backward, so nothing may ever write to that. With several readers the sum of their
-    gradients would be rounded in another place.
+    The reader saves its operand for backward, so nothing may ever write to that. Where gradients flow it has to be the
+    only reader: the sum of several readers' gradients would be rounded in another place.
     """
     dtypes, modes = assignment.dtypes, grad_modes(graph)
     widening = [c for c in _inserted(graph) if c.target is CAST and (dtypes[c.args[0]], dtypes[c]) in _WIDENS]  # type: ignore[index]
-    found = []
-    for cast in widening:
-        reader = next(iter(cast.users), cast)
-        if len(cast.users) != 1 or not takes(reader) or modes[cast] != modes[reader]:
-            continue
-        if sum(o.node is cast for o in ops.operands(reader)) == 1:
-            found.append((cast, reader))
+    found = [
+        (cast, reader)
+        for cast in widening
+        for reader in cast.users
+        if takes(reader) and modes[cast] == modes[reader] and sum(o.node is cast for o in ops.operands(reader)) == 1
+    ]
     if not found:
         return found
-    aliases = Aliases(graph)
-    return [(c, r) for c, r in found if not aliases.is_mutated(r) and not aliases.is_mutated(c.args[0])]  # type: ignore[arg-type]
+    aliases, grad = Aliases(graph), requires_grad(graph)
+    return [
+        (c, r)
+        for c, r in found
+        if (len(c.users) == 1 or c not in grad) and not aliases.is_mutated(r) and not aliases.is_mutated(c.args[0])  # type: ignore[arg-type]
+    ]
+
+
+def _read_instead(graph: Graph, reader: Node, cast: Node, value: Node) -> int:
+    reader.replace_input_with(cast, value)
+    if not cast.users:
+        graph.erase_node(cast)
+    return 1
 
 
 def _inserted(graph: Graph) -> list[Node]:

@@ -1,4 +1,4 @@
-"""Which values of a graph share storage, what is written to, and where grad mode changes.
+"""Which values of a graph share storage, and what is written to.
 
 Analyses only; nothing here changes a graph. All are conservative: values that may share storage count as sharing it.
 """
@@ -8,10 +8,9 @@ from __future__ import annotations
 from bisect import bisect_left
 from typing import Any
 
-import torch
 from torch.fx import Graph, Node
 
-from .._torch import SET_GRAD, OpOverload, OpOverloadPacket, own_schema, qualified_name
+from .._torch import OpOverload, OpOverloadPacket, own_schema, qualified_name
 from ..ops import ops
 from ..ops.rules import row_named, row_of
 from .notes import is_inserted, note_of
@@ -162,23 +161,3 @@ def _shared(node: Node) -> list[Node]:
 
 def _is_call(node: Node) -> bool:
     return node.op.startswith("call")
-
-
-def grad_modes(graph: Graph) -> dict[Node, tuple[bool | None, int]]:
-    """Return, for each node, the grad mode and the number of switches of `torch.func` transforms before it.
-
-    Two casts may be merged only where both agree. The grad mode is True, False, or None if it is that of the caller.
-    """
-    mode: bool | None = None
-    transforms = 0
-    asked: dict[Node, bool | None] = {}
-    out: dict[Node, tuple[bool | None, int]] = {}
-    for node in graph.nodes:
-        if node.op == "call_function" and node.target is torch.is_grad_enabled:
-            asked[node] = mode
-        elif node.op == "call_function" and node.target is SET_GRAD:
-            wanted: Any = node.args[0]
-            mode = asked.get(wanted) if isinstance(wanted, Node) else bool(wanted)
-        transforms += "functorch" in (getattr(node.target, "__module__", None) or "")
-        out[node] = mode, transforms
-    return out

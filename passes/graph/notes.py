@@ -86,6 +86,12 @@ def note(node: Node, **changes: Any) -> None:
     node.meta[NOTE] = replace(note_of(node), **changes)
 
 
+def is_parameter(value: Node) -> bool:
+    """Say whether a value is held by a module, and is no buffer."""
+    held = note_of(value)
+    return held.role != "buffer" and (value.op == "get_attr" or held.role == "parameter")
+
+
 def is_inserted(node: Node) -> bool:
     """Say whether fxamp made this cast."""
     return note_of(node).made_by in _CASTS

@@ -23,7 +23,6 @@ from ..ops import ops
 from ..ops.rules import row_of
 from ..runtime.casts import ELIGIBLE as ELIGIBLE
 from .aliases import Aliases as Aliases
-from .aliases import grad_modes as grad_modes
 from .aliases import may_alias as may_alias
 from .aliases import mutated_operands as mutated_operands
 from .aliases import out_operands as out_operands

@@ -81,9 +81,18 @@ def lookup(name: str, device: str, low: torch.dtype | None = None) -> tuple[Rule
 
 
 def _kind(row: Rule, device: str) -> str:
-    """Return the kind of a row on a device; an op that torch has not registered for it is not cast."""
+    """Return the kind of a row on a device; an op that this torch has not registered for it is not cast."""
     kind = row.kind(DEVICES[device].lists)
-    return PROMOTE if kind in (LOW, FP32) and row.name in _unlisted(device) else kind
+    return PROMOTE if kind in (LOW, FP32) and (not is_of_this_torch(row) or row.name in _unlisted(device)) else kind
+
+
+def is_of_this_torch(row: Rule) -> bool:
+    """Say whether this release of torch has the op of a row, and has it on the lists that the row says."""
+    return _version(row.since or "0") <= _version(torch.__version__) < _version(row.until or "9")
+
+
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split("+")[0].split(".")[:2])
 
 
 @functools.cache

@@ -153,3 +153,27 @@ def test_o2_is_as_exact_as_autocast_on_raw_inputs_and_buffers(name: str, way: st
                 allowed = error(model(*batch(seed)), exact)
             assert math.isfinite(found := error(run(*batch(seed)), exact)), found
             assert found <= 1.5 * allowed or not math.isfinite(allowed), (found, allowed)
+
+
+def test_a_mask_that_turns_extreme_after_conversion_keeps_the_values_finite() -> None:
+    torch.manual_seed(0)
+    model = Masked()
+    with torch.no_grad():
+        for low in ("bf16", "fp16"):
+            run = fxamp.convert(model, masked(0, 0.0), policy=f"O2,dtype={low}", dynamic_shapes=None)
+            assert {d.colour for d in run.plan.decisions if d.op == "softmax"} <= {
+                "bfloat16",
+                "float16",
+            }  # it is rounded
+            for lowest in (-1e4, -1e9, torch.finfo(torch.float32).min, -math.inf):
+                exact = model(*masked(1, lowest))
+                assert error(run(*masked(1, lowest))[1], exact[1]) < 0.01
+                if math.isfinite(lowest):
+                    assert run(*masked(1, lowest)).isfinite().all()
+
+
+def test_what_o2_casts_down_and_autocast_does_not_is_brought_into_range_once() -> None:
+    graph = fxamp.convert(Masked(), masked(0), policy="O2,dtype=bf16", dynamic_shapes=None).graph
+    clamps = [n for n in graph.nodes if n.target is torch.ops.aten.clamp.default]
+    assert [n.args[0].op for n in clamps] == ["placeholder"]  # the mask
+    assert not [n for n in fxamp.convert(Masked(), masked(0)).graph.nodes if n.target is torch.ops.aten.clamp.default]

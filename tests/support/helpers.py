@@ -13,16 +13,14 @@ from torch import Tensor, nn
 
 import fxamp
 from passes._torch import pytree
-from passes.ops.rules import RULES
+from passes.ops.rules import RULES, is_of_this_torch
 
 FRONT_ENDS = ("fx", "export")
 # Sizes are fixed unless a test is about others: exporting takes half the time.
 convert_fixed = functools.partial(fxamp.convert, dynamic_shapes=None)
 plan_fixed = functools.partial(fxamp.plan, dynamic_shapes=None)
 # Rows of ops that this release of torch does not have, or not on a list.
-OTHER_RELEASES = {
-    r.name for r in RULES.values() if torch.__version__ < (r.since or "0") or torch.__version__ >= (r.until or "9")
-}
+OTHER_RELEASES = {row.name for row in RULES.values() if not is_of_this_torch(row)}
 
 
 class Two(nn.Module):

@@ -23,7 +23,7 @@ from ...ops import ops
 from ...ops.facts import rule_of
 from ...ops.rules import FOLLOW, FP32, LOW, PROMOTE
 from .extremes import converts
-from .kinds import by_kind, fp32, in_place, user_cast
+from .kinds import by_kind, fp32, in_place, lacks, refused, user_cast
 from .levels import by_level
 from .operand_casts import all_to, keep, natural
 from .state import Site, State, first_float
@@ -110,6 +110,8 @@ def _overridden(state: State, site: Site) -> Colouring | None:
     found = found or (op_override(policy, site.name) if policy.ops else None)
     if found is None:
         return None
+    if found.colour == "low" and lacks(state, site):
+        raise refused(state, site, found)
     site, reason = site.of_kind("override"), Code.OVERRIDE(str(found))
     if found.colour == "keep":
         return keep(state, site, reason)

@@ -10,7 +10,7 @@ from torch.fx import Node
 
 from ...colouring import Colouring
 from ...contract.errors import PolicyError
-from ...contract.policy import module_override
+from ...contract.policy import Override, module_override
 from ...contract.reasons import Code, Reason
 from ...graph import literals
 from ...graph.notes import note_of
@@ -31,7 +31,7 @@ def by_kind(state: State, site: Site) -> Colouring:
     Raises:
         PolicyError: autocast bans the op on this device; or the op has no rule, and the policy refuses such ops.
     """
-    if not state.autocast and _meets_low(state, site) and _lacks(state, site):  # autocast itself would fail
+    if not state.autocast and _meets_low(state, site) and lacks(state, site):  # autocast itself would fail
         return _without_kernel(state, site)
     return _KINDS[site.kind](state, site)
 
@@ -42,11 +42,19 @@ def _meets_low(state: State, site: Site) -> bool:
     return site.kind == LOW or reads
 
 
-def _lacks(state: State, site: Site) -> bool:
+def lacks(state: State, site: Site) -> bool:
     """Say whether the device has no low kernel for an op."""
     if lacks_low(site.node, site.row, state.device):
         return True
     return not runs_in(site.node, site.low, state.device, state.dtypes.get, state.tried)
+
+
+def refused(state: State, site: Site, override: Override) -> PolicyError:
+    """Return the error about an override to low of an op that has no low kernel."""
+    whole = "" if override.kind == "op" else ", which the override of its module covers: name narrower modules, or"
+    return PolicyError(
+        f"{override}: {_where(site)} has no kernel for {site.low} on this {state.device}{whole or ';'} leave it FP32."
+    )
 
 
 def _without_kernel(state: State, site: Site) -> Colouring:

@@ -6,6 +6,7 @@ After:  t: bf16, casts nothing; loss(t) casts t
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -39,6 +40,12 @@ def apply_cut(low_side: set[Variable], simulation: Simulation, uses: Uses, costs
         if node not in simulation.colours:
             continue
         colouring, side = simulation.colours[node], low if node in low_side else torch.float32
+        if uses.takes_either(node):
+            floats = [d for o in ops.operands(node) if (d := simulation.dtypes[o.node]) in ELIGIBLE]
+            colouring.dtype = functools.reduce(
+                torch.promote_types, floats, colouring.dtype if not floats else floats[0]
+            )
+            continue
         colouring.casts = _casts(node, colouring, side, simulation, uses)
         if simulation.dtypes[node] != before[node] and node in uses.free:
             colouring.reason = _reason(colouring, "low" if node in low_side else "FP32", costs)

@@ -12,11 +12,9 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, Node
+from torch.fx import Node
 
-from ..._torch import SET_GRAD
 from ...contract.devices import DEVICES
-from ...graph.notes import note_of
 from ...ops import ops
 from ...ops.rules import row_of
 
@@ -113,23 +111,3 @@ def makes_view(node: Node) -> bool:
     """Say whether an op makes a view for all operands."""
     schema = ops.schema_of(node)
     return ops.name(node) == "getitem" or (schema is not None and any(r.alias_info is not None for r in schema.returns))
-
-
-def requires_grad(graph: Graph) -> frozenset[Node]:
-    """Return the values that gradients flow through: made from a trainable parameter outside no_grad regions.
-
-    An attribute that is not known to be a buffer may be trainable, and so may anything inside an opaque module.
-    """
-    out: set[Node] = set()
-    enabled = [True]
-    for node in graph.nodes:
-        if node.op == "call_function" and node.target is SET_GRAD:
-            state = node.args[0]
-            enabled = [*enabled[:-1]] if isinstance(state, Node) and len(enabled) > 1 else [*enabled, bool(state)]
-        elif not node.op.startswith("call"):
-            unknown = node.op == "get_attr" and "val" not in node.meta and note_of(node).role != "buffer"
-            if unknown or getattr(node.meta.get("val"), "requires_grad", False):
-                out.add(node)
-        elif enabled[-1] and (node.op == "call_module" or any(n in out for n in node.all_input_nodes)):
-            out.add(node)
-    return frozenset(out)

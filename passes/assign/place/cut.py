@@ -5,6 +5,7 @@ to both terminals, whose costs are those of running it in either dtype. A tensor
 readers need the other dtype:
 
     u low, some reader FP32:   u -> a (cost of the upcast), a -> reader (inf)
+    a reader that casts up by itself:      a -> reader (cost of its gradient's cast)
     u FP32, some reader low:   reader -> b (inf), b -> u (cost of the downcast)
     "v low implies w low":     v -> w (inf)
 
@@ -24,8 +25,8 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Container, Hashable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
 import networkx as nx
 
@@ -42,12 +43,26 @@ class Net:
     Attributes:
         tensor: the variable that produces it, or LOW or FP32 if its dtype is fixed.
         readers: variables, LOW or FP32.
-        cost: cost of one cast.
+        absorbs: for each reader what it costs if it casts the tensor up by itself; None if it does not. Readers that do
+            pay this, or `up` together if that is less.
+        up: cost of one cast to FP32, where the tensor is low.
+        down: cost of one cast to low, where it is FP32.
     """
 
     tensor: Variable
     readers: tuple[Variable, ...]
-    cost: int
+    up: int
+    down: int
+    absorbs: tuple[int | None, ...] = ()
+
+    def cost(self, side: Container[Variable]) -> int:
+        """Return what its casts cost, given the variables on the low side."""
+        low = self.tensor in side
+        other = [i for i, reader in enumerate(self.readers) if (reader in side) != low]
+        if not low or not other:
+            return self.down if other else 0
+        alone = [self.absorbs[i] if self.absorbs else None for i in other]
+        return min(self.up, sum(x for x in alone if x is not None)) if None not in alone else self.up
 
 
 @dataclass
@@ -76,9 +91,7 @@ class Problem:
         if any(v in side and w not in side for v, w in self.implies):
             return INFINITY
         total = sum(self.low[v] if v in side else self.fp32[v] for v in self.low)
-        return total + sum(
-            net.cost for net in self.nets if any((r in side) != (net.tensor in side) for r in net.readers)
-        )
+        return total + sum(net.cost(side) for net in self.nets)
 
 
 def solve(problem: Problem) -> set[Variable]:
@@ -159,7 +172,7 @@ def _with_top(part: Problem, top: Variable, side: Variable) -> Problem:
     def end(v: Variable) -> Variable:
         return side if v == top else v
 
-    nets = [Net(end(n.tensor), tuple(map(end, n.readers)), n.cost) for n in part.nets]
+    nets = [replace(n, tensor=end(n.tensor), readers=tuple(map(end, n.readers))) for n in part.nets]
     return Problem(part.low, part.fp32, nets, [(end(v), end(w)) for v, w in part.implies])
 
 
@@ -191,12 +204,12 @@ def _add_net(graph: nx.DiGraph[Hashable], net: Net, i: int) -> None:
     """Add the two vertices of a net, by which a cast of its tensor is paid once, and their edges."""
     tensor, up, down = _vertex(net.tensor), ("up", i), ("down", i)
     if tensor != "sink":
-        _edge(graph, tensor, up, net.cost)
+        _edge(graph, tensor, up, net.up)
     if tensor != "source":
-        _edge(graph, down, tensor, net.cost)
-    for reader in set(net.readers):
+        _edge(graph, down, tensor, net.down)
+    for reader, alone in zip(net.readers, net.absorbs or itertools.repeat(None), strict=False):
         if tensor != "sink" and reader != LOW:
-            _infinite(graph, up, _vertex(reader))
+            _edge(graph, up, _vertex(reader), INFINITY if alone is None else alone)
         if tensor != "source" and reader != FP32:
             _infinite(graph, _vertex(reader), down)
 

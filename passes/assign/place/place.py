@@ -26,11 +26,12 @@ from ...contract.plan import Plan
 from ...contract.plan_format import REMEDY
 from ...contract.policy import Policy
 from ...contract.timing import Timer
+from ...graph.grad import requires_grad
 from ...graph.values import keys
 from ...ops import ops
 from ..colour.simulate import Simulation
 from .apply_cut import apply_cut
-from .costs import ByteCosts, Costs, UnitCosts, requires_grad
+from .costs import ByteCosts, Costs, UnitCosts
 from .cut import Problem, Variable, solve
 from .free import free_nodes
 from .measured_costs import MeasuredCosts
@@ -72,7 +73,7 @@ def place(
     uses, costs = Uses(simulation, free), _costs(policy.device or "cpu", low, grad, symbolic, timer)
     problem = unpriced_problem(simulation, uses)
     if plan is None:
-        price(problem, simulation, uses, costs, grad)
+        price(problem, simulation, uses, costs, grad, symbolic=symbolic)
         try:
             low_side = solve(problem)
         except NetworkXUnbounded as e:

@@ -6,10 +6,17 @@ be stored low only where every use rounds it to this dtype; from O2 on only the 
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 from torch.fx import Node
 
 from ...colouring import Place
+from ...graph.grad import grad_modes
+from ...graph.notes import is_parameter
 from ...ops import ops
 from ...ops.rules import row_of, rule
 from ..colour.simulate import Simulation
@@ -48,24 +55,27 @@ def _imply(problem: Problem, node: Node, simulation: Simulation, uses: Uses) -> 
             problem.implies.append((node, FP32))
 
 
-def price(problem: Problem, simulation: Simulation, uses: Uses, costs: Costs, grad: frozenset[Node]) -> None:
-    """Fill in what everything costs: each free node on both sides, and a net for each value that may need a cast.
+def price(
+    problem: Problem, simulation: Simulation, uses: Uses, costs: Costs, grad: frozenset[Node], *, symbolic: bool = False
+) -> None:
+    """Fill in what everything costs: each free node on both sides, and nets for each value that may need casts.
 
     Of placements that cost the same, the one that rounds the fewest results is the cheapest. Without measured costs, an
     op whose result leaves the graph in FP32 costs the same on both sides. Running it low would move fewer bytes, but it
     would only round a result that is then cast back to FP32.
     """
     sides = [_run(node, dtype, uses) for node in uses.free for dtype in (simulation.low, torch.float32)]
-    nets = {n: ends for n in simulation.graph.nodes if (ends := _net(n, simulation, uses)) is not None}
-    runs, casts = costs.price(sides, list(nets))
+    modes = grad_modes(simulation.graph)
+    nets = [net for n in simulation.graph.nodes for net in _nets(n, simulation, uses, modes)]
+    runs, casts = costs.price(sides, [net.value for net in nets])
     finer = len(uses.free) + 1  # one unit of cost weighs more than the roundings of all nodes together
     returned = set() if costs.measured else _returned(uses)
     for node, low, fp32 in zip(uses.free, runs[::2], runs[1::2], strict=True):
         problem.add(node, (max(low, fp32) if node in returned else low) * finer + _rounds(node), fp32 * finer)
-    for (node, (tensor, *readers)), cost in zip(nets.items(), casts, strict=True):
-        if tensor == LOW and _is_promoted(node, simulation, uses):
-            cost = cost // 2 if node in grad else 0
-        problem.nets.append(Net(tensor, tuple(readers), cost * finer))
+    for net, cost in zip(nets, (c * finer for c in casts), strict=True):
+        gradient = cost // 2 if net.value in grad else 0
+        absorbs = [None if n is None or symbolic else n * cost + gradient for n in net.absorbs]
+        problem.nets.append(Net(net.tensor, net.sides, net.casts * cost, net.casts * cost, tuple(absorbs)))
 
 
 def _rounds(node: Node) -> bool:
@@ -90,39 +100,87 @@ def _run(node: Node, dtype: torch.dtype, uses: Uses) -> Run:
     return Run(node, dtype, {p: dtype if uses.follows(node, p) else uses.needs[node][p] for p in places})
 
 
-def _net(node: Node, simulation: Simulation, uses: Uses) -> tuple[Variable, ...] | None:
-    """Return the variable that makes a tensor and its readers; None if all of them are fixed."""
+@dataclass(frozen=True)
+class _Casts:
+    """The reads of a value that share its casts, as the emitted graph does.
+
+    Attributes:
+        value: what is cast.
+        tensor: the variable that makes it, or its fixed side.
+        sides: the variable or fixed side of each reader.
+        absorbs: for each reader, how many casts up are left where it casts up by itself; None if it does not.
+        casts: how many casts are made: one, or one for each operand of a reader.
+    """
+
+    value: Node
+    tensor: Variable
+    sides: tuple[Variable, ...]
+    absorbs: tuple[int | None, ...]
+    casts: int
+
+
+def _nets(
+    node: Node, simulation: Simulation, uses: Uses, modes: Mapping[Node, tuple[bool | None, int]]
+) -> Iterator[_Casts]:
+    """Yield the groups of reads of a value that share casts; none where everything is fixed."""
     held = simulation.dtypes.get(node)
     if held not in (simulation.low, torch.float32):
-        return None
+        return
     tensor: Variable = node if node in uses.free else LOW if held == simulation.low else FP32
-    read = [_side(reader, where, simulation, uses) for reader, where in uses.readers[node]]
-    sides = [s for s in read if s is not None]
-    return (tensor, *dict.fromkeys(sides)) if any(s in uses.free for s in [tensor, *sides]) else None
+    shared = _shares_casts(simulation.policy.share_casts, node)
+    groups: dict[Any, list[tuple[Variable, Node]]] = {}
+    for reader, where in uses.readers[node]:
+        side = _side(reader, where, simulation, uses)
+        if side is not None:
+            key = (modes.get(reader), simulation.aliases.epoch(node, reader)) if shared else reader
+            groups.setdefault(key, []).append((side, reader))
+    for group in groups.values():
+        if any(s in uses.free for s in (tensor, *(side for side, _ in group))):
+            reads = Counter(reader for _, reader in group)
+            sides = dict(zip((reader for _, reader in group), (side for side, _ in group), strict=True))
+            absorbs = (_left_of_upcasts(node, r, n, shared, simulation, uses) for r, n in reads.items())
+            yield _Casts(node, tensor, tuple(sides[r] for r in reads), tuple(absorbs), 1 if shared else len(group))
+
+
+def _left_of_upcasts(
+    value: Node, reader: Node, times: int, shared: bool, simulation: Simulation, uses: Uses
+) -> int | None:
+    """Return how many upcasts of a value are left where its reader casts it up by itself; None if it does not.
+
+    It casts the value up by its `dtype=` argument, or promotes it beside an FP32 tensor of at least one dimension. Of
+    two operands that may both be low only the first counts.
+    """
+    row = row_of(reader)
+    if row.absorbs_cast:
+        return 0 if ops.argument(reader, "dtype") is None else None
+    if not row.promotes_inside or simulation.aliases.is_mutated(value) or simulation.aliases.is_mutated(reader):
+        return None
+    if times > 1:  # a cast for each operand, of which the other one is read in FP32
+        return None if shared else times - 1
+    operands = [o.node for o in ops.operands(reader)]
+    for other in operands:
+        fp32 = simulation.dtypes[other] == torch.float32 and other not in uses.free
+        later = other in uses.free and (value not in uses.free or operands.index(other) > operands.index(value))
+        if other is not value and (fp32 or later) and _rank(other) > 0:
+            return 0
+    return None
+
+
+def _rank(node: Node) -> int:
+    value = node.meta.get("val")
+    return value.dim() if isinstance(value, torch.Tensor) else 1
+
+
+def _shares_casts(mode: str, value: Node) -> bool:
+    """Say whether readers of a value share one cast of it, as `eliminate_casts` lets them."""
+    return mode == "always" or (mode == "weights" and is_parameter(value))
 
 
 def _side(reader: Node, where: Place, simulation: Simulation, uses: Uses) -> Variable | None:
     """Return the variable, or the fixed side, that sets the dtype a reader needs; None if any dtype will do."""
     if uses.follows(reader, where):
         return reader
-    if reader not in simulation.colours and reader.op != "output":
-        return None  # it reads a size, or is an assertion of the exporter's
+    if uses.takes_either(reader) or (reader not in simulation.colours and reader.op != "output"):
+        return None  # a comparison; or it reads a size, or is an assertion of the exporter's
     needed = uses.needs[reader].get(where)
     return LOW if needed == simulation.low else FP32 if needed == torch.float32 else None
-
-
-def _is_promoted(node: Node, simulation: Simulation, uses: Uses) -> bool:
-    """Say whether the only reader of a value promotes it by itself, so that at most the gradient needs a cast.
-
-    The reader does so if another operand is an FP32 tensor with at least one dimension.
-    """
-    read = uses.readers[node]
-    if len(read) != 1 or not row_of(read[0][0]).promotes_inside:
-        return False
-    others = [o.node for o in ops.operands(read[0][0]) if o.node is not node]
-    return any((n in uses.free or simulation.dtypes[n] == torch.float32) and _rank(n) > 0 for n in others)
-
-
-def _rank(node: Node) -> int:
-    value = node.meta.get("val")
-    return value.dim() if isinstance(value, torch.Tensor) else 1

@@ -15,7 +15,7 @@ import torch
 from torch.fx import Node
 
 from ...colouring import Place
-from ...graph.notes import note_of
+from ...graph.notes import is_parameter
 from ...graph.values import LOW, is_floating
 from ...ops import ops
 from ...ops.rules import row_of
@@ -40,14 +40,18 @@ def saturate(simulation: Simulation) -> None:
         return
     by_autocast = _rounded_by_autocast(simulation)
     plain = _Ranges(simulation)
-    for node, colouring in simulation.colours.items():
-        clamped = []
-        for o in ops.operands(node):
-            where = (o.name, o.index)
-            down = colouring.casts.get(where) in LOW and simulation.dtypes[o.node] == torch.float32
-            if down and (node, where) not in by_autocast and where not in colouring.clamped and plain.open(o.node):
-                clamped.append(where)
-        colouring.clamped = (*colouring.clamped, *clamped)
+    down = [
+        (node, (o.name, o.index), o.node)
+        for node, colouring in simulation.colours.items()
+        for o in ops.operands(node)
+        if colouring.casts.get((o.name, o.index)) in LOW and simulation.dtypes[o.node] == torch.float32
+    ]
+    # If one reader needs the range, all readers get it, so that they share the cast.
+    beyond = {value for node, where, value in down if (node, where) not in by_autocast and plain.open(value)}
+    for node, where, value in down:
+        colouring = simulation.colours[node]
+        if value in beyond and where not in colouring.clamped:
+            colouring.clamped = (*colouring.clamped, where)
 
 
 def _rounded_by_autocast(simulation: Simulation) -> set[tuple[Node, Place]]:
@@ -87,8 +91,7 @@ class _Ranges:
 
     def _is_open(self, node: Node) -> bool:
         if not node.op.startswith("call"):
-            note = note_of(node)
-            return not (note.role == "parameter" or (node.op == "get_attr" and note.role != "buffer"))
+            return not is_parameter(node)
         row, operands = row_of(node), list(ops.operands(node))
         if row.bounded:
             return False

@@ -9,7 +9,8 @@ import torch
 from torch.fx import Node
 
 from ...colouring import Place
-from ...graph.values import ELIGIBLE
+from ...contract.reasons import Code
+from ...graph.values import ELIGIBLE, mutated_operands
 from ...ops import ops
 from ...ops.rules import lookup
 from ..colour.simulate import Simulation
@@ -46,6 +47,15 @@ class Uses:
             return False
         value: Any = node.args[0]
         return self.simulation.dtypes[value] in ELIGIBLE
+
+    def takes_either(self, node: Node) -> bool:
+        """Say whether a fixed node reads its operands in whatever dtype they are stored: a comparison, from O2 on."""
+        colouring = self.simulation.colours.get(node)
+        if colouring is None or not self.simulation.policy.level.stores_low or node in self.free:
+            return False
+        row = lookup(ops.name(node), self.simulation.device, self.simulation.low)[0]
+        plain = colouring.reason.code in (Code.PROMOTE, Code.FOLLOW) and not colouring.casts and not colouring.literals
+        return plain and row.gives in ("bool", "int") and not row.same_dtype and not mutated_operands(node)
 
     def _needs(self, node: Node) -> dict[Place, torch.dtype]:
         simulation, places = self.simulation, {(o.name, o.index): o.node for o in ops.operands(node)}

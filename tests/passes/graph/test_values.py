@@ -16,10 +16,10 @@ from torch.fx import Graph
 
 from passes._torch import pytree
 from passes.graph.by_rows import original_dtypes
+from passes.graph.grad import grad_modes
 from passes.graph.values import (
     ANY,
     Aliases,
-    grad_modes,
     keys,
     literal_dtype,
     module_path,

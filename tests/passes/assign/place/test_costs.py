@@ -9,13 +9,14 @@ import torch
 from torch.fx import Node
 
 from passes import compile_graph
-from passes.assign.place.costs import ByteCosts, Run, UnitCosts, requires_grad
+from passes.assign.place.costs import ByteCosts, Run, UnitCosts
 from passes.assign.place.measured_costs import ROUND_TRIPS, MeasuredCosts, round_trips
 from passes.contract.devices import DEVICES
 from passes.contract.errors import PolicyError
 from passes.contract.plan import Plan
 from passes.contract.policy import Policy
 from passes.contract.timing import Call, Filler
+from passes.graph.grad import requires_grad
 from passes.graph.notes import note
 from tests.support.graphs import parse
 from tests.support.helpers import named

@@ -26,7 +26,8 @@ def problem(seed: int, free: int) -> Problem:
             [LOW, FP32], k=draw.randrange(2)
         )
         if readers:
-            made.nets.append(Net(name, tuple(readers), draw.randrange(1, 15)))
+            absorbs = tuple(draw.choice([None, None, 0, draw.randrange(9)]) for _ in readers) * draw.randrange(2)
+            made.nets.append(Net(name, tuple(readers), draw.randrange(1, 15), draw.randrange(1, 15), absorbs))
     for _ in range(draw.randrange(3)):
         v, w = draw.sample(names, 2) if free > 1 else (names[0], names[0])
         made.implies.append((v, w))
@@ -45,9 +46,12 @@ def chain(seed: int, layers: int) -> Problem:
         for name in (*inner, f"x{i + 1}"):
             made.add(name, draw.randrange(20), draw.randrange(20))
         ends: list[Variable] = [*inner, LOW, FP32, f"x{i + 1}"]
-        made.nets.append(Net(f"x{i}", (inner[0], f"x{i + 1}", *draw.sample(ends, 1)), draw.randrange(1, 15)))
+        made.nets.append(
+            Net(f"x{i}", (inner[0], f"x{i + 1}", *draw.sample(ends, 1)), draw.randrange(1, 15), draw.randrange(1, 15))
+        )
         made.nets += [
-            Net(name, tuple(draw.sample(ends, draw.randrange(1, 4))), draw.randrange(1, 15)) for name in inner
+            Net(name, tuple(draw.sample(ends, draw.randrange(1, 4))), draw.randrange(1, 15), draw.randrange(1, 15))
+            for name in inner
         ]
         if draw.random() < 0.3:
             made.implies.append((draw.choice(inner), draw.choice([f"x{i}", f"x{i + 1}", FP32])))
@@ -84,7 +88,7 @@ def test_a_chain_of_blocks_is_cut_as_brute_force_would(part: int) -> None:
 
 def test_an_implication_is_felt_through_the_blocks_between() -> None:
     p = chain(0, 0)
-    p.nets = [Net(f"x{i}", (f"x{i + 1}",), 1) for i in range(50)]
+    p.nets = [Net(f"x{i}", (f"x{i + 1}",), 1, 1) for i in range(50)]
     for i in range(51):
         p.add(f"x{i}", 0, 0)
     p.implies = [*((f"x{i}", f"x{i + 1}") for i in range(50)), ("x50", FP32)]
@@ -142,7 +146,7 @@ def test_the_cut_never_costs_more_than_a_greedy_painter(seeds: range) -> None:
 def test_a_shared_cast_is_paid_once() -> None:
     p = Problem()
     p.add("v", 0, 0)
-    p.nets = [Net("v", (FP32, FP32, FP32), 10), Net(LOW, ("v",), 25)]
+    p.nets = [Net("v", (FP32, FP32, FP32), 10, 99), Net(LOW, ("v",), 25, 99)]
     assert p.cost(["v"]) == 10
     assert solve(p) == {"v"}
 
@@ -161,7 +165,8 @@ def test_of_equal_cuts_the_one_with_the_smallest_fp32_side_is_taken() -> None:
 
 
 def test_fixed_sides_and_shared_variables_separate_blocks() -> None:
-    p = Problem(nets=[Net("a", ("b", LOW), 1), Net(FP32, ("b", "c"), 1), Net("d", (FP32,), 1), Net("c", ("e", "f"), 1)])
+    read = (("a", ("b", LOW)), (FP32, ("b", "c")), ("d", (FP32,)), ("c", ("e", "f")))
+    p = Problem(nets=[Net(tensor, readers, 1, 1) for tensor, readers in read])
     for v in "abcdef":
         p.add(v, 0, 0)
     found = {"".join(sorted(map(str, (*part.low, *([] if top is None else [top]))))): top for part, top in blocks(p)}

@@ -16,10 +16,10 @@ import fxamp
 from fxamp.capture.states import copied
 from passes.assign.colour.simulate import Simulation
 from passes.assign.place import place as placing
-from passes.assign.place.costs import requires_grad
 from passes.contract.errors import VerificationError
 from passes.contract.reasons import Code
 from passes.graph.by_rows import original_dtypes
+from passes.graph.grad import requires_grad
 from passes.graph.notes import is_inserted
 from passes.graph.values import ELIGIBLE, Aliases, Inference
 from passes.ops import ops
