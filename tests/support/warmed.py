@@ -9,6 +9,7 @@ torch's CUDA build counts one even where there is none, once a model was capture
 from __future__ import annotations
 
 import gc
+from typing import Any
 
 import torch
 import torch.distributed.fsdp
@@ -21,8 +22,9 @@ torch.set_num_threads(1)
 BERT = transformers.BertForMaskedLM  # what ranks train; transformers imports a model when it is asked for
 for policy in (FP16, BF16):
     converted(policy)
+compiled: Any = torch.compile(converted(BF16), backend="aot_eager")
 with torch.no_grad():  # so that torch traces the forward pass only
-    torch.compile(converted(BF16), backend="aot_eager")(X[0])
+    compiled(X[0])
 torch.compiler.reset()
 gc.collect()
 gc.freeze()  # what is not looked at again stays shared with the processes that are forked
