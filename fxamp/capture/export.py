@@ -86,14 +86,18 @@ class _Stderr:
 def _quiet() -> Iterator[None]:
     """Silence the logs and warnings of the exporter, since fxamp notes what was specialised, and raises its errors.
 
-    Warnings of the model itself are still shown.
+    Fake tensors log an error, with its traceback, where an op rejects its operands. Warnings of the model itself are
+    still shown.
     """
-    names = ("torch.fx.experimental.symbolic_shapes", "torch._export", "torch.export")
-    levels = {n: logging.getLogger(n).level for n in names}
+    shown = {
+        "torch.fx.experimental.symbolic_shapes": logging.ERROR, "torch._export": logging.ERROR,
+        "torch.export": logging.ERROR, "torch._subclasses.fake_tensor": logging.CRITICAL,
+    }  # fmt: skip
+    levels = {n: logging.getLogger(n).level for n in shown}
     with warnings.catch_warnings(), contextlib.redirect_stderr(_Stderr(sys.stderr)):
         warnings.filterwarnings("ignore", module=r"torch\.")
-        for n in names:
-            logging.getLogger(n).setLevel(logging.ERROR)
+        for n, level in shown.items():
+            logging.getLogger(n).setLevel(level)
         try:
             yield
         finally:

@@ -210,8 +210,9 @@ def _nothing(module: nn.Module) -> str:
     name = type(_root(module)).__name__
     if _in_place(module) and type(module).__module__.startswith("torch.nn"):
         return (
-            f"nothing was captured: torch's .compile() on a class of torch.nn itself, such as {name}, captures "
-            "nothing. Use compiled = torch.compile(model, backend='fxamp'), or fxamp.compile(model)."
+            f"nothing was captured yet. If it has been called, this torch's .compile() on a class of torch.nn itself, "
+            f"such as {name}, captures nothing. Use compiled = torch.compile(model, backend='fxamp'), or "
+            "fxamp.compile(model)."
         )
     if is_compiled(module):
         return (

@@ -111,3 +111,12 @@ def test_what_is_logged_says_that_it_is_ours(caplog: pytest.LogCaptureFixture) -
     with caplog.at_level("WARNING", "fxamp"):
         fxamp.convert(Two(counts), policy="O1")
     assert [r.getMessage()[:32] for r in caplog.records] == ["fxamp: counts is captured at its"]
+
+
+def test_what_an_op_rejects_in_a_trace_is_raised_and_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    def matrix(self: Any, x: Tensor) -> Tensor:
+        return torch.mm(x, self.l.weight[:, 1:].T)
+
+    with pytest.raises(fxamp.CaptureError, match="matrix rejects the example inputs"):
+        fxamp.convert(Two(matrix), (example(),), policy="O1")
+    assert not [r.getMessage() for r in caplog.records if r.name.startswith("torch")]

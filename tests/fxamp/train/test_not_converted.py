@@ -74,8 +74,11 @@ def test_nor_is_a_step_under_autocast(caplog: pytest.LogCaptureFixture) -> None:
     assert said(caplog) == []
 
 
-def test_torch_compiles_in_place_nothing_of_its_own_classes_which_is_seen(caplog: pytest.LogCaptureFixture) -> None:
+def test_one_of_torchs_own_classes_is_named_where_torch_compiles_nothing_of_it_in_place(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     model: Any = nn.Linear(4, 1)
     model.compile(backend="fxamp", options={"policy": "O1,dtype=bf16", "backend": "eager"})
     step_of(model)(X)
-    assert [message.partition(",")[0] for message in said(caplog)] == ["fxamp: TrainStep trains Linear in FP32"]
+    named = [message.partition(",")[0] for message in said(caplog)]
+    assert named == ([] if torch.__version__ >= "2.14" else ["fxamp: TrainStep trains Linear in FP32"])
