@@ -21,6 +21,9 @@ DTYPES = {"in BF16": torch.bfloat16, "in FP16": torch.float16}
 class Rotary(nn.Module):
     """Rotary embedding whose positions are a float buffer."""
 
+    positions: Tensor
+    frequencies: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.q = nn.Linear(64, 64)
@@ -38,6 +41,8 @@ class Rotary(nn.Module):
 class Time(nn.Module):
     """A diffusion model's embedding of a time, which is an input."""
 
+    frequencies: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.l = nn.Linear(64, 64)
@@ -50,6 +55,9 @@ class Time(nn.Module):
 
 class Standardised(nn.Module):
     """A table whose raw columns are standardised by the model."""
+
+    mean: Tensor
+    std: Tensor
 
     def __init__(self) -> None:
         super().__init__()

@@ -191,7 +191,7 @@ def judged(seed: int, mode: str, level: str = "O2") -> Result | None:
         costs[side] = moved(made, found.free)
         plain[side] = moved(made, found.free, found.returned)
     best = min(plain, key=plain.__getitem__)
-    ends = (frozenset(), max(plain, key=len))
+    ends: tuple[frozenset[str], ...] = (frozenset(), max(plain, key=len))
     mixed = all(plain[best] < plain[end] for end in ends if end in plain)
     return Result(plain[found.chosen], plain[best], costs[found.chosen] - min(costs.values()), mixed)
 
