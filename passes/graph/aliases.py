@@ -40,6 +40,16 @@ def out_operands(node: Node) -> list[Node]:
     return [o.node for o in ops.operands(node) if o.name in names]
 
 
+def may_write(node: Node) -> list[Node]:
+    """Return the operands that a call writes to, or may write to: all that a function or module outside torch gets.
+
+    The bodies of higher-order ops and torch's own functions do not write to what they are given. Of a function whose
+    calls capture has watched, what it writes is known.
+    """
+    outside = not ops.name(node).startswith(("higher_order::", "torch.")) and note_of(node).writes is None
+    return node.all_input_nodes if outside and is_opaque(node) else mutated_operands(node)
+
+
 def mutated_operands(node: Node) -> list[Node]:
     """Return the operands that a node is known to write to."""
     written = _written(node)
@@ -52,7 +62,7 @@ def _written(node: Node) -> set[str]:
     if not name:
         return set()
     written = {"out"} if "out" in node.kwargs else set()
-    written |= {f"arg{len(node.args) + i}" for i in note_of(node).writes}
+    written |= {f"arg{len(node.args) + i}" for i in note_of(node).writes or ()}
     for schema in _schemas(node.target):
         writes = [
             (i, a.name) for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write

@@ -43,7 +43,8 @@ class Note:
         autocast: The dtypes of its value under autocast, if they were seen.
         under_autocast: The call runs under autocast as a whole.
         low_of_its_own: For an output: its low dtype, if the model itself makes it low without autocast.
-        writes: For a call without a schema: the arguments that it writes to, counted from the last, which is -1.
+        writes: For a call without a schema: the arguments that it writes to, counted from the last, which is -1; None
+            if that is not known.
         pure: For a higher-order op: its body neither writes to its operands nor returns them.
         told_dtype: The node was given a dtype argument that replaces a cast.
         told: The low dtype that the user's code passed as an argument, for which there is now a cast.
@@ -61,7 +62,7 @@ class Note:
     autocast: Any = None
     under_autocast: bool = False
     low_of_its_own: torch.dtype | None = None
-    writes: frozenset[int] = frozenset()
+    writes: frozenset[int] | None = None
     pure: bool = False
     told_dtype: bool = False
     told: torch.dtype | None = None

@@ -127,5 +127,5 @@ def test_where_o2_takes_more_casts_than_autocast_they_move_fewer_bytes() -> None
     for level, module in zip(("O1", "O2"), converted(model, inputs, torch.bfloat16, "O1", "O2"), strict=True):
         counts[level] = step_counts(functools.partial(_loss, module, inputs))
     assert counts["O1"].casts <= autocast.casts
-    assert (counts["O2"].casts, autocast.casts) == (99, 87)  # of small gammas, betas and statistics
+    assert (counts["O2"].casts, autocast.casts) == (98, 87)  # of small gammas, betas and statistics
     assert counts["O2"].cast_bytes < 0.6 * autocast.cast_bytes

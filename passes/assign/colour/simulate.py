@@ -14,11 +14,11 @@ from torch.fx import Node
 
 from ...colouring import Colouring
 from ...contract.reasons import Code
-from ...graph.aliases import is_opaque
+from ...graph.aliases import is_opaque, may_write
 from ...graph.bodies import Body, Border
 from ...graph.by_rows import original_dtypes
 from ...graph.notes import note_of
-from ...graph.values import ANY, ELIGIBLE, LOW, Aliases, is_floating, is_known, module_types, mutated_operands
+from ...graph.values import ANY, ELIGIBLE, LOW, Aliases, is_floating, is_known, module_types
 from ...ops import ops
 from ...ops.facts import accumulates
 from ...ops.rules import KEEP, lookup, row_named, row_of
@@ -81,7 +81,7 @@ class Simulation(State):
                 self.pinned.add(root)
                 self.pinned.update(map(self.aliases.find, self._would_copy(members)))
         for node, colouring in self.colours.items():
-            written = node.all_input_nodes if is_opaque(node) else mutated_operands(node)  # it may write to any
+            written = may_write(node)
             sums_low = self.policy.level.weighs and not self.autocast and self._sums_low(node, written)
             if sums_low or any(o.node in written and (o.name, o.index) in colouring.casts for o in ops.operands(node)):
                 self.pinned.update(self.aliases.find(w) for w in written)
