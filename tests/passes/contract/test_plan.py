@@ -226,7 +226,7 @@ def test_negative_numbers_are_refused(plan: Plan) -> None:
 
 
 def test_a_path_that_is_none_is_refused(plan: Plan) -> None:
-    with pytest.raises(PlanError, match=r"cannot write the plan to 'a\\x00b': embedded null byte"):
+    with pytest.raises(PlanError, match=r"cannot write the plan to 'a\\x00b': (lstat: )?embedded null"):  # by Python
         plan.save("a\0b")
     with pytest.raises(PlanError, match=r"cannot read the plan 'a\\x00b': embedded null byte"):
         Plan.load("a\0b")
