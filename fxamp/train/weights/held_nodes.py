@@ -26,8 +26,8 @@ def nodes_are_held(weights: Sequence[Tensor]) -> list[bool]:
 def _nodes_of(weights: Sequence[Tensor]) -> list[Any]:
     """Return the nodes in which the gradients of parameters end; of all at once, which `get_gradient_edge` cannot."""
     with torch.enable_grad():
-        reader: Any = _Reads.apply(*weights).grad_fn  # type: ignore[no-untyped-call]
-    return [node for node, _ in reader.next_functions]
+        read: Any = _Reads.apply(*weights)  # type: ignore[no-untyped-call]
+    return [node for node, _ in read.grad_fn.next_functions]  # in torch 2.11 these go with the tensor
 
 
 class _Reads(torch.autograd.Function):
