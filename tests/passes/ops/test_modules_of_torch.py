@@ -119,12 +119,14 @@ class All(nn.Module):
 
 
 @pytest.mark.parametrize("training", [True, pytest.param(False, marks=pytest.mark.matrix)])
-def test_every_module_of_torch_nn_exports_to_ops_that_have_a_row(training: bool) -> None:
+def test_every_module_of_torch_nn_exports_to_ops_that_have_a_row(
+    training: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     made = modules()
     classes = {n for n, c in vars(nn).items() if isinstance(c, type) and issubclass(c, nn.Module)}
     named = {n for n in classes if not n.startswith("Lazy")}
     assert named - set(made) <= set(NOT_EXPORTED.split())
-    logging.getLogger("torch").setLevel(logging.ERROR)
+    caplog.set_level(logging.ERROR, "torch")  # until the test ends: others read what torch warns of
     parts, inputs = [m.train(training) for m, _ in made.values()], [given for _, given in made.values()]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that nn.LSTM gathers its weights in forward
