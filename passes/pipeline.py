@@ -20,6 +20,7 @@ from .assign.replay import Replay
 from .casts.annotate import Annotate
 from .casts.eliminate_casts import EliminateCasts
 from .casts.insert_casts import CASTS, InsertCasts
+from .casts.run_under_autocast import RunUnderAutocast
 from .casts.verify import verify
 from .colouring import Assignment
 from .contract.errors import PlanError, VerificationError
@@ -61,6 +62,7 @@ def deciding(
         WriteDecisions(),
         InsertCasts(),
         EliminateCasts(policy.share_casts),
+        RunUnderAutocast(policy),
         Annotate(),
     )
 

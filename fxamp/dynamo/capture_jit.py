@@ -21,7 +21,7 @@ from passes.contract.policy import Policy, module_override, type_names
 from passes.graph.notes import Region, note, note_of, origin
 from passes.graph.values import ELIGIBLE, LOW, Inference, dtypes_of, is_floating, literal_dtype, retyped
 from passes.ops import ops
-from passes.ops.rules import row_of
+from passes.ops.rules import row_of, rule
 
 from .own_dtypes import own_dtypes, without_low
 from .scope import Scope
@@ -125,7 +125,8 @@ class _Description:
             if inside and node.op == "placeholder":
                 node.meta = dict(node.meta)  # copied, since Dynamo shares it with the outer value
             _describe_origin(node, self.scope)
-            if node.op == "get_attr" and isinstance(body := attribute_of(gm, str(node.target)), GraphModule):
+            body = attribute_of(gm, str(node.target)) if node.op == "get_attr" else None
+            if isinstance(body, GraphModule) and not all(map(self._runs_under_autocast, node.users)):
                 self.of(body, inside=True, region=next((note_of(user).region for user in node.users), None))
             if ops.name(node) == "to":
                 note(node, cast="literal" if _is_method(node) else "autocast" if self.ambient else "baked")
@@ -142,11 +143,19 @@ class _Description:
         call = node.op.startswith("call")
         if call and is_floating(dtypes_of(value)):
             self._describe_cast(node, value, held)
+        if call and self._runs_under_autocast(node):
+            note(node, autocast=dtypes_of(value))
         if self.ambient and call:
             return retyped(value, self._inferred(node, value, held))
         if self.ambient and inside and node.op == "placeholder":
             return retyped(value, without_low(dtypes_of(value), self.by_autocast))
         return value
+
+    def _runs_under_autocast(self, node: Node) -> bool:
+        """Say whether a call is to be what it was in this trace: it has no rule, and the policy asks for autocast."""
+        asked = self.ambient and self.policy.level.rounds and self.policy.unknown_ops == "autocast"
+        name = ops.name(node)
+        return asked and not (row_of(node).known or rule(name) is not None)
 
     def _inferred(self, node: Node, value: Any, held: dict[Node, Any]) -> Any:
         """Return the dtypes of a node's outputs without autocast, even if fake tensors cannot run the node.

@@ -53,7 +53,7 @@ def graph_from_data(data: list[Any]) -> Graph:
         if isinstance(value, Ref):
             return nodes[value.name]
         if isinstance(value, (list, tuple)):
-            return type(value)(load(v) for v in value) if type(value) in (list, tuple) else value
+            return type(value)(load(v) for v in value) if type(value) in (list, tuple) else _target_from_data(value)
         if isinstance(value, dict):
             return {k: load(v) for k, v in value.items()}
         if isinstance(value, slice):
@@ -79,7 +79,7 @@ def _dump(value: Any) -> Any:
         return [_dump(v) for v in value]
     if isinstance(value, tuple) and not hasattr(value, "_fields") and not isinstance(value, torch.Size):
         return tuple(_dump(v) for v in value)
-    return value
+    return _target_to_data(value)  # a call under autocast has its operator as an argument
 
 
 def _target_to_data(target: Any) -> Any:

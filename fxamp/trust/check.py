@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph, GraphModule, Node
 
 from passes._torch import pytree
 from passes.contract.errors import INSTEAD, FxampError, NotFaithfulError, PolicyError, RejectedError, VerificationError
-from passes.graph.values import LOW, Aliases, module_path, no_autocast, source
+from passes.graph.values import LOW, Aliases, dtypes_of, module_path, no_autocast, source
 from passes.ops import ops
 
 from ..capture.model.call import CONSTANTS, CallSpec, same_constant
@@ -186,21 +186,33 @@ def check_runs(module: ConvertedModule, captured: Captured, args: tuple[Any, ...
         except FxampError:
             raise
         except Exception as e:
+            failed = _failed(module.graph, e)
             raise VerificationError(
-                f"{type(model).__name__} runs, but the converted module does not: {_failed(module.graph, e)}: "
-                f"{type(e).__name__}: {e}. Keep that op or its module in FP32 (ops.NAME=fp32, modules.PATH=fp32), or "
-                "pass check=False to convert for a device that has a kernel for it."
+                f"{type(model).__name__} runs, but the converted module does not: {_described(failed)}: "
+                f"{type(e).__name__}: {e}. {_remedy(failed)}, or pass check=False to convert for a device that has a "
+                "kernel for it."
             ) from e
 
 
-def _failed(graph: Graph, error: Exception) -> str:
-    """Describe the node that was running when an error was raised."""
+def _failed(graph: Graph, error: Exception) -> Node | None:
+    """Return the node that was running when an error was raised, if that is known."""
     lines = [f.line or "" for f in traceback.extract_tb(error.__traceback__) if f.filename.startswith("<eval_with_key")]
     name = lines[-1].partition(" = ")[0].strip() if lines else ""
-    node = next((n for n in graph.nodes if n.name == name), None)
+    return next((n for n in graph.nodes if n.name == name), None)
+
+
+def _described(node: Node | None) -> str:
     if node is None:
         return "one of its ops failed"
     return f"{ops.name(node)} in module '{module_path(node)}' ({source(node) or 'no source line'})"
+
+
+def _remedy(node: Node | None) -> str:
+    """Say which override gives an op that failed the other dtype: low if it has only FP32 operands, else FP32."""
+    held = set() if node is None else {dtypes_of(n.meta.get("val")) for n in node.all_input_nodes}
+    if torch.float32 in held and held.isdisjoint(LOW):
+        return "Run that op or its module low (ops.NAME=low, modules.PATH=low)"
+    return "Keep that op or its module in FP32 (ops.NAME=fp32, modules.PATH=fp32)"
 
 
 def written_parameters(captured: Captured) -> list[torch.Tensor]:

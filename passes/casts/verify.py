@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.fx import Graph, Node
 
-from ..colouring import Assignment
+from ..colouring import AS_AUTOCAST, Assignment
 from ..contract.errors import VerificationError
 from ..graph.mixed import refuse_mixed
 from ..graph.notes import is_inserted, note_of
@@ -69,7 +69,9 @@ def _dtypes(node: Node, held: dict[Node, Any], assignment: Assignment) -> Any:
         return assignment.dtypes.get(node)  # an input of a body has the dtype that its caller passes
     if not node.op.startswith("call"):
         return assignment.original.get(node)
-    if node.op == "call_module" or note_of(node).under_autocast or ops.name(node).startswith("higher_order::"):
+    colouring = assignment.colours.get(node)
+    region = colouring is not None and colouring.kind == AS_AUTOCAST
+    if node.op == "call_module" or region or ops.name(node).startswith("higher_order::"):
         return assignment.dtypes.get(node)  # opaque: the operands are checked where they are cast
     if node.target is cast_floating:
         value, dtype = node.args

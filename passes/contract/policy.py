@@ -35,7 +35,7 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 CHOICES = {
     "output_dtype": ("original", "low"),
     "cost": ("bytes", "measured"),
-    "unknown_ops": ("keep", "fp32", "error"),
+    "unknown_ops": ("autocast", "keep", "fp32", "error"),
     "share_casts": ("always", "weights", "never"),
 }
 
@@ -68,7 +68,9 @@ class Policy:
             were computed in.
         cost: "bytes" places casts where the fewest bytes move. "measured" places them where this machine takes the
             least time, and keeps an op in FP32 if its casts take more time than 16 bits save.
-        unknown_ops: An op without a rule keeps its dtypes ("keep"), runs in FP32 ("fp32") or is refused ("error").
+        unknown_ops: What an op without a rule, custom or higher-order, gets: the dtypes that `torch.autocast` would
+            hand it, under which it runs ("autocast"), the dtypes before conversion ("keep"), FP32 ("fp32"), or an error
+            ("error").
         share_casts: Which values are cast once for all ops that read them in 16 bits: "always" means all values,
             "weights" only weights, "never" none. The gradients of a value that is cast once are summed in 16 bits, as
             under `torch.autocast`.
@@ -107,7 +109,7 @@ class Policy:
         ops: OpOverrides = (),
         output_dtype: str = "original",
         cost: str = "bytes",
-        unknown_ops: str = "keep",
+        unknown_ops: str = "autocast",
         share_casts: str = "always",
     ) -> None:
         if isinstance(level, str) and "," in level:

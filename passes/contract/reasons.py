@@ -33,7 +33,7 @@ class Code(str, enum.Enum):
     USER_CAST = "user_cast", "a cast in your code decides, where torch.autocast would override it"
     LITERAL = "literal", "a number does not fit the low dtype"
     COMPOSITE = "composite", "a composite op is kept whole"
-    KEEP = "keep", "the op is left as it is: it has no rule, or no kernel in the low dtype"
+    KEEP = "keep", "the op is left as it is: it has no kernel in the low dtype, or no rule"
     AS_WRITTEN = "as_written", "nothing about the op changes"
     UNKNOWN_OP = "unknown_op", "the op has no rule, and the policy runs such ops in FP32"
     UNKNOWN_RANK = "unknown_rank", "the dtypes of the operands are not known without example inputs"

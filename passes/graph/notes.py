@@ -93,6 +93,12 @@ def is_parameter(value: Node) -> bool:
     return held.role != "buffer" and (value.op == "get_attr" or held.role == "parameter")
 
 
+def region_on(node: Node, device: str) -> Region | None:
+    """Return the autocast region in the model's own code that contains a node, if it is for this device."""
+    region = note_of(node).region
+    return region if region is not None and region[0] == device else None
+
+
 def is_inserted(node: Node) -> bool:
     """Say whether fxamp made this cast."""
     return note_of(node).made_by in _CASTS

@@ -25,6 +25,7 @@ from torch.fx.node import map_aggregate
 from .. import _torch
 from .._torch import HigherOrderOperator, OpOverload, OpOverloadPacket, boolean_dispatched, own_schema, qualified_name
 from ..runtime import rnn
+from ..runtime.regions import under_autocast
 
 # The tables: canonical name -> its other spellings in one dialect.
 
@@ -146,6 +147,8 @@ def name(node: Node) -> str:
         return _of_method(str(node.target))
     if node.op != "call_function":
         return ""
+    if node.target is under_autocast:
+        return str(_named(node.args[0])[0])  # type: ignore[arg-type]  # an operator, which hashes
     if node.target is getattr:
         return ATTRIBUTES.get(str(node.args[1]), "getattr")
     found, is_python = _named(node.target)
@@ -205,6 +208,17 @@ def _qualified_name(target: Any) -> str:
     if isinstance(target, OpOverload):
         return own_schema(target).name
     return qualified_name(target) if isinstance(target, OpOverloadPacket) else ""
+
+
+def overload_of(target: Any) -> Any:
+    """Return the operator that a target is, if the code of a graph can hold it as an argument; else None.
+
+    Of an operator with several overloads, which only a call tells apart, it holds none.
+    """
+    if isinstance(target, (OpOverload, HigherOrderOperator)):
+        return target
+    overloads = target.overloads() if isinstance(target, OpOverloadPacket) else []
+    return getattr(target, overloads[0]) if len(overloads) == 1 else None
 
 
 def _suffix(node: Node, found: str) -> str:

@@ -27,9 +27,9 @@ __all__ = ["fresh", "kernels"]
 
 
 @each_front_end
-def test_an_unknown_kernel_gets_fp32_until_it_has_a_rule(front_end: str, kernels: dict[str, Any]) -> None:
+def test_an_unknown_kernel_keeps_fp32_where_the_policy_says_so(front_end: str, kernels: dict[str, Any]) -> None:
     model = Two(lambda self, x: self.m(kernels["double"](self.l(x)))).requires_grad_(False)
-    module = convert(model, one(), front_end)
+    module = convert(model, one(), front_end, "O1,unknown_ops=keep")
     got = module(*one())
     torch.testing.assert_close(got, model(*one()), rtol=0.02, atol=0.02)
     decision = next(d for d in fxamp.plan_of(module).decisions if d.op == "fxamp_kernels::double")

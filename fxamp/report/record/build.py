@@ -13,6 +13,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from passes.contract.plan import Decision, Plan
+from passes.contract.reasons import Code
 from passes.graph.notes import is_inserted
 from passes.graph.values import LOW, frames, own_frame
 from passes.ops.rules import RULES
@@ -186,7 +187,7 @@ def _totals(
 
     return Totals(
         nodes=len(nodes), low_ops=colours["low"], fp32_ops=colours["float32"],
-        unknown_ops=sum(n.op not in RULES and n.kind == "keep" for n in nodes),
+        unknown_ops=sum(n.op not in RULES and n.reason_code in (Code.KEEP, Code.AS_AUTOCAST) for n in nodes),
         user_casts=sum(n.kind == "cast" for n in nodes), casts=plan.casts,
         cast_bytes=cast_bytes if sized else None,
         bytes=total("bytes") if sized else None, low_bytes=share("bytes"),

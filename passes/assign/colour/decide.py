@@ -8,15 +8,14 @@ nor level.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
 from torch.fx import Node
 
-from ...colouring import AS_AUTOCAST, Colouring
+from ...colouring import Colouring
 from ...contract.policy import module_override, op_override
 from ...contract.reasons import Code
-from ...graph.notes import Region, note_of
+from ...graph.notes import note_of, region_on
 from ...graph.values import ANY, may_alias, mutated_operands, out_operands
 from ...graph.values import LOW as LOW_DTYPES
 from ...ops import ops
@@ -25,8 +24,8 @@ from ...ops.rules import FOLLOW, FP32, LOW, PROMOTE
 from .extremes import converts
 from .kinds import by_kind, fp32, in_place, lacks, refused, user_cast
 from .levels import by_level
-from .operand_casts import all_to, keep, natural
-from .state import Site, State, first_float
+from .operand_casts import all_to, as_autocast, keep, natural
+from .state import Site, State
 
 Decider = Callable[[State, Site], "Colouring | None"]
 WRITTEN = "its storage is written in place, and FP32 values share it"
@@ -35,7 +34,7 @@ WRITTEN = "its storage is written in place, and FP32 values share it"
 def site_of(state: State, node: Node, name: str, floats: Iterable[ops.Operand]) -> Site:
     """Return a call with its row of the op table, and with the low dtype that applies to it."""
     row, kind = rule_of(node, state.device, state.low)
-    region = _region(state, node)
+    region = region_on(node, state.device)
     return Site(node, name, row, kind, tuple(floats), (region and region[2]) or state.low)
 
 
@@ -56,20 +55,7 @@ def _first(deciders: Iterable[Decider], state: State, site: Site) -> Colouring |
 
 def _under_autocast(state: State, site: Site) -> Colouring | None:
     """Give the operands and outputs of an autograd function the dtypes that they have under autocast."""
-    if not note_of(site.node).under_autocast:
-        return None
-    seen = {(o.name, o.index): _under_it(state, o.node) for o in site.floats}
-    casts = {at: seen[at] for at, o in zip(seen, site.floats, strict=True) if state.dtypes[o.node] != seen[at]}
-    dtype = first_float(note_of(site.node).autocast) or torch.float32
-    return Colouring(
-        dtype, AS_AUTOCAST, Code.AS_AUTOCAST("runs under torch.autocast, on operands in autocast's dtypes"), casts
-    )
-
-
-def _under_it(state: State, value: Node) -> Any:
-    """Return the dtypes that a value has under autocast, if capture observed them."""
-    seen = note_of(value).autocast
-    return state.original[value] if seen is None else seen
+    return as_autocast(state, site) if note_of(site.node).under_autocast else None
 
 
 def _as_read(state: State, site: Site) -> Colouring | None:
@@ -119,7 +105,7 @@ def _overridden(state: State, site: Site) -> Colouring | None:
 
 
 def _outside_autocast(state: State, site: Site) -> Colouring | None:
-    region = _region(state, site.node)
+    region = region_on(site.node, state.device)
     if region is None or region[1]:
         return None
     return natural(state, site.of_kind("region"), Code.AUTOCAST_REGION("the model disables autocast here"))
@@ -160,12 +146,6 @@ def _at_level(state: State, site: Site) -> Site:
     if kind == LOW != site.kind and any(state.dtypes[n] is ANY for n in values):
         kind = PROMOTE  # a value of unknown dtype may be complex, or an index
     return site.of_kind(kind)
-
-
-def _region(state: State, node: Node) -> Region | None:
-    """Return the autocast region in the model's own code that contains a node, if it is for this device."""
-    region = note_of(node).region
-    return region if region is not None and region[0] == state.device else None
 
 
 def _moves_written(state: State, site: Site) -> bool:

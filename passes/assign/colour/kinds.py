@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch.fx import Node
 
+from ..._torch import HigherOrderOperator
 from ...colouring import Colouring
 from ...contract.errors import PolicyError
 from ...contract.policy import Override, module_override
@@ -18,9 +19,9 @@ from ...graph.values import ANY, ELIGIBLE, dtype_reference, is_floating, module_
 from ...graph.values import LOW as LOW_DTYPES
 from ...ops import ops
 from ...ops.facts import lacks_low
-from ...ops.rules import BANNED, COMPOSITE, FOLLOW, FP32, KEEP, LOW, PROMOTE
+from ...ops.rules import BANNED, COMPOSITE, FOLLOW, FP32, KEEP, LOW, PROMOTE, row_of
 from .kernels import runs_in
-from .operand_casts import all_to, castable, keep, natural
+from .operand_casts import all_to, as_autocast, castable, keep, natural
 from .state import Site, State, first_float
 from .user_casts import Intent
 
@@ -115,10 +116,10 @@ def _banned(state: State, site: Site) -> Colouring:
 
 def _kept(state: State, site: Site) -> Colouring:
     """Colour an op that keeps its dtypes, because its rule says so or because it has no rule."""
-    if state.autocast:
-        return _follow(state, site)
     if not site.row.known:
         return _unknown(state, site)
+    if state.autocast:
+        return _follow(state, site)
     reference = dtype_reference(site.node)
     if reference is not None:
         return _like(state, reference)
@@ -136,14 +137,30 @@ def _like(state: State, reference: Node) -> Colouring:
 
 def _unknown(state: State, site: Site) -> Colouring:
     """Colour an op without a rule, according to the policy's `unknown_ops`."""
+    as_under_it = as_autocast(state, site) if _runs_under_autocast(site.node) else None
+    if state.autocast:
+        return as_under_it or _follow(state, site)
+    if state.policy.unknown_ops == "autocast" and as_under_it is not None:
+        return as_under_it
     if state.policy.unknown_ops == "error":
         raise PolicyError(
-            f"{_where(site)} has no rule: register one with fxamp.register_rule, or choose Policy(unknown_ops='keep')."
+            f"{_where(site)} has no rule: register one with fxamp.register_rule, or choose another unknown_ops: "
+            "'autocast' gives it what torch.autocast would, 'keep' the dtypes that it had."
         )
     if state.policy.unknown_ops == "fp32":
         return all_to(state, site.of_kind(FP32), torch.float32, Code.UNKNOWN_OP("FP32 by policy"))
     reference = dtype_reference(site.node)
     return keep(state, site, Code.KEEP(site.row.reason)) if reference is None else _like(state, reference)
+
+
+def _runs_under_autocast(node: Node) -> bool:
+    """Say whether a call can be given a region of autocast, and it is known what comes out of it there.
+
+    Graphs inside a higher-order op stay as they were captured; if the compiler rewrites them, no autocast may be on.
+    """
+    if isinstance(node.target, HigherOrderOperator):
+        return note_of(node).autocast is not None and not row_of(node).known
+    return ops.overload_of(node.target) is not None
 
 
 def _composite(state: State, site: Site) -> Colouring:

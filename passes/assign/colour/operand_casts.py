@@ -1,10 +1,10 @@
-"""Three ways to cast the operands of a node.
+"""Four ways to cast the operands of a node.
 
-`all_to` casts all operands to one dtype, `natural` casts only if the kernel rejects mixed dtypes, and `keep` casts back
-to the captured dtypes.
+`all_to` casts all operands to one dtype, `natural` casts only if the kernel rejects mixed dtypes, `keep` casts back to
+the captured dtypes, and `as_autocast` to those that the operands have under `torch.autocast`.
 
 Before: add(a: bf16, b: f32)
-After:  all_to(bf16): b is cast; natural: none; keep, where a was f32: a is cast
+After:  all_to(bf16): b is cast; natural: none; keep, where a was f32: a is cast; as_autocast, where b is bf16 there: b
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 
-from ...colouring import Colouring, Place
+from ...colouring import AS_AUTOCAST, Colouring, Place
 from ...contract.reasons import Code, Reason
-from ...graph.values import ANY, ELIGIBLE, LOW
+from ...graph.aliases import may_write
+from ...graph.values import ANY, ELIGIBLE, LOW, is_known
 from ...ops import ops
 from ...ops.rules import PROMOTE, Rule
 from .state import Site, State, first_float
@@ -74,3 +75,23 @@ def keep(state: State, site: Site, reason: Reason) -> Colouring:
                 casts[o.name, o.index] = original
     dtype = first_float(state.original[site.node]) or next(iter(before), torch.float32)
     return Colouring(dtype, site.kind, reason, casts)
+
+
+def as_autocast(state: State, site: Site) -> Colouring | None:
+    """Cast the operands to the dtypes that they have under autocast, under which the call then runs.
+
+    Return None where those dtypes are not known, or where a cast would be of a value that the call may write to.
+    """
+    why = Code.AS_AUTOCAST("runs under torch.autocast, on operands in autocast's dtypes")
+    if state.autocast:
+        return natural(state, site.of_kind(AS_AUTOCAST), why)
+    made, written = state.under_autocast(site.node), set(may_write(site.node))
+    casts: dict[Place, torch.dtype] = {}
+    for o in site.floats:
+        wanted = state.under_autocast(o.node)
+        if wanted == state.dtypes[o.node]:
+            continue
+        if not isinstance(wanted, torch.dtype) or o.node in written:
+            return None
+        casts[o.name, o.index] = wanted
+    return Colouring(first_float(made) or torch.float32, AS_AUTOCAST, why, casts) if is_known(made) else None

@@ -10,6 +10,7 @@ import torch
 from torch.fx import Node
 
 from ...colouring import AS_AUTOCAST, Colouring
+from ...contract.devices import DEVICES
 from ...contract.reasons import Code
 from ...graph.mixed import refuse_mixed
 from ...graph.notes import note_of
@@ -25,7 +26,7 @@ def result_dtypes(state: State, node: Node, colouring: Colouring) -> Any:
     if colouring.kind == "cast":
         return colouring.dtype
     if colouring.kind == AS_AUTOCAST:
-        return note_of(node).autocast
+        return _under_autocast(state, node) if state.autocast else state.under_autocast(node)
     casts = colouring.casts
     wanted = {o.node: casts[o.name, o.index] for o in ops.operands(node) if (o.name, o.index) in casts}
     kept = colouring.kind in (KEEP, COMPOSITE) and not state.autocast
@@ -40,6 +41,19 @@ def result_dtypes(state: State, node: Node, colouring: Colouring) -> Any:
     if not colouring.casts and not name.endswith("_"):
         colouring.dtype = first_float(made) or colouring.dtype
     return made
+
+
+def _under_autocast(state: State, node: Node) -> Any:
+    """Return the dtypes that a call gives under autocast: as capture saw them, or as its fake kernel has them."""
+    seen = note_of(node).autocast
+    if seen is not None or ops.name(node).startswith("higher_order::"):
+        return state.original[node] if seen is None else seen
+    here = DEVICES[state.device].is_here()
+    try:
+        with torch.autocast(state.device, state.low) if here else contextlib.nullcontext():
+            return state.infer(node, state.dtypes.__getitem__)
+    except Exception:  # whatever a kernel raises; autocast itself would fail
+        return state.original[node]
 
 
 def _unified(state: State, node: Node, colouring: Colouring) -> Any:

@@ -402,9 +402,10 @@ def custom() -> Any:
     return strict
 
 
-def test_an_unknown_op_keeps_the_dtypes_it_had(custom: Any) -> None:
+def test_an_unknown_op_keeps_the_dtypes_it_had_where_the_policy_says_so(custom: Any) -> None:
     with torch.no_grad():
-        module = convert_fixed(Net(lambda m, x: m.second(custom(m.first(x)))).requires_grad_(False), (X,))
+        model = Net(lambda m, x: m.second(custom(m.first(x)))).requires_grad_(False)
+        module = convert_fixed(model, (X,), policy="O1,unknown_ops=keep")
     assert module(X).dtype == torch.float32
     decision = decided(module, "fxamp_tests::strict")[0]
     assert (decision.code, decision.colour) == ("keep", "float32")
