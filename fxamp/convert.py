@@ -43,12 +43,12 @@ from .dynamo.backend import compile, refuse_unmatched
 from .measure.fastest import emit_measured, kept_notes
 from .module.kept import Kept
 from .module.module import ConvertedModule, Variant
+from .module.parameters import only_read, opaque_parameters, refuse_low_parameters
 from .module.skeleton import skeleton
 from .trust.check import (
     check_faithful,
     check_runs,
     guard_small_sizes,
-    refuse_low_parameters,
     runs_under,
 )
 from .trust.preserved import fresh, preserved
@@ -142,7 +142,9 @@ def _ahead_of_time(
             front_end=front_end, dynamic_shapes=dynamic_shapes, autocast=autocast,
         )  # fmt: skip
         present = captures.graphs[0]
-        refuse_low_parameters(present.model.named_parameters())
+        named = dict(present.model.named_parameters())
+        notes = (*refuse_low_parameters(named.items(), present.model.training), *opaque_parameters(named.items()))
+        captures = replace(captures, graphs=tuple(c.noting(*notes) for c in captures.graphs))
         if not settled.level.rounds:
             _refuse_without_plain(captures)
         if check and inputs is not None:
@@ -282,7 +284,8 @@ def to_read(
     replayed: Plan | None = None,
 ) -> ConvertedModule:  # fmt: skip
     """Convert a model ahead of time only to read the decisions: nothing is checked, and only measured costs run ops."""
-    return _ahead_of_time(model, args, kwargs, policy, capture, dynamic_shapes, replayed, check=False)
+    with only_read():
+        return _ahead_of_time(model, args, kwargs, policy, capture, dynamic_shapes, replayed, check=False)
 
 
 def called_to_read(model: nn.Module, args: Any, kwargs: Any, policy: Policy) -> nn.Module:
@@ -302,7 +305,7 @@ def called_to_read(model: nn.Module, args: Any, kwargs: Any, policy: Policy) -> 
             f"'fx') to decide for '{settled.device}'."
         )
     made = _at_first_call(model, policy, None, "auto")
-    with untouched(model), preserved(model):
+    with untouched(model), preserved(model), only_read():
         made(*pytree.tree_map(fresh, inputs[0]), **pytree.tree_map(fresh, inputs[1]))
     return cast(nn.Module, made)
 

@@ -33,12 +33,12 @@ from passes.ops.rules import row_of
 
 from ..capture.model.preflight import refuse_wrapped
 from ..module.module import ConvertedModule
+from ..module.parameters import low_parameters, opaque_parameters, refuse_low_parameters
 from ..module.underflow import UnderflowWatch
-from ..trust.check import refuse_low_parameters
 from . import compiled, recompile_limit
 from .capture_jit import ambient_dtype, attribute_of, describe, is_attribute, parameter_path
 from .optimized import adopted, is_low_of_its_own, is_low_throughout, note_own
-from .scope import Scope, is_gathered, scope
+from .scope import Scope, is_gathered, is_training, scope
 
 Inner = str | Callable[..., Any]
 _OURS = ("policy", "backend", "mode")
@@ -233,8 +233,8 @@ def rewrite(
     gm: GraphModule, example_inputs: list[Any], policy: Policy, notes: tuple[str, ...] = ()
 ) -> tuple[compiled.Converted, dict[int, torch.dtype]]:
     """Convert a graph from Dynamo, in place; return the decisions, and the outputs' dtypes in the model itself."""
-    named = ((parameter_path(n), v) for n, v in zip(gm.graph.nodes, example_inputs, strict=False))
-    refuse_low_parameters(named, is_gathered)
+    named = [(parameter_path(n), v) for n, v in zip(gm.graph.nodes, example_inputs, strict=False)]
+    notes = (*notes, *refuse_low_parameters(named, is_training(), is_gathered), *opaque_parameters(named))
     device = policy.device or _device(example_inputs)
     on = torch.is_autocast_enabled(device)
     ambient = ambient_dtype(gm.graph, device, policy.dtype) if policy.level.rounds else None
@@ -333,6 +333,8 @@ def at_call(
     last = weakref.ref(example_inputs[first]) if converted.places else None
     watch = UnderflowWatch(converted.plan)
     told = _told(example_inputs)
+    paths = dict(zip(converted.places, (path for _, path in converted.parameters), strict=False))
+    low = {i: path for i, path in paths.items() if low_parameters([(path, example_inputs[i])])}
 
     @functools.wraps(run, updated=())
     def call(*args: Any) -> Any:
@@ -340,6 +342,8 @@ def at_call(
         if last is not None and args[first] is not last():
             compiled.reused(converted, args)
             last = weakref.ref(args[first])
+        if low and torch.is_grad_enabled():  # Dynamo does not guard the mode of a model that does not read it
+            refuse_low_parameters([(path, args[i]) for i, path in low.items()], is_training(), is_gathered)
         if told:
             args = tuple(a.to(told[i]) if i in told and a.dtype != told[i] else a for i, a in enumerate(args))
         with no_autocast([device]):

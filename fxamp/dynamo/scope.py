@@ -59,6 +59,12 @@ def scope() -> Scope | None:
     return Scope(root, modules, {id(p): path for path, p in root.named_parameters()}, inside, given)
 
 
+def is_training() -> bool:
+    """Say whether the compiled module that is being called is in train mode; True if something else was compiled."""
+    running, _ = _running()
+    return running[-1].training if running else True
+
+
 def is_gathered() -> bool:
     """Say whether a module that FSDP2 has sharded is being called, so that its parameters are gathered."""
     frame: FrameType | None = sys._getframe(1)

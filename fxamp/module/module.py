@@ -29,6 +29,7 @@ from .bindings import called_directly, read_directly
 from .device import DeviceWatch
 from .in_place import called_by_name
 from .kept import Kept
+from .parameters import low_parameters, refuse_low_parameters
 from .serialize import graph_from_data, graph_to_data
 from .skeleton import CONSTANTS, STATE_HOOKS, TREE, container_of
 from .underflow import UnderflowWatch
@@ -39,7 +40,7 @@ _OURS = frozenset(
     {
         *("graph", "plan", "meta", "variants", "functions", "missing", "device_type", "original", "container"),
         *("uncopied", "call_spec", "shape_env", "_graph", "_code", "_lineno_map", "_prologue_start", "_watch"),
-        *("_baked", "_guards", "_by_state", "_chosen", "_kept", "_place"),
+        *("_baked", "_guards", "_by_state", "_chosen", "_kept", "_place", "_low"),
     }
 )
 
@@ -121,6 +122,7 @@ class ConvertedModule(GraphModule):
             self._be_indexed()
         self.uncopied = ""
         self._watch = UnderflowWatch(kept.plan)
+        self._low = bool(low_parameters(self.named_parameters()))
         self._place = DeviceWatch(kept)
         self._baked = Baked(kept.reads, self, model, kept.original)
         self._chosen: int | None = None
@@ -262,6 +264,8 @@ class ConvertedModule(GraphModule):
             self._baked.guard()
         else:
             self._baked.check()
+        if self._low and self.training:  # it was converted in eval mode
+            refuse_low_parameters(self.named_parameters(), True)
         at = 0 if self._by_state is None else self._holding()
         if at is None:
             raise self._refusal()

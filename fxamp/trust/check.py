@@ -14,7 +14,7 @@ from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
 from passes._torch import pytree
-from passes.contract.errors import INSTEAD, FxampError, NotFaithfulError, PolicyError, RejectedError, VerificationError
+from passes.contract.errors import INSTEAD, FxampError, NotFaithfulError, RejectedError, VerificationError
 from passes.graph.values import LOW, Aliases, dtypes_of, module_path, no_autocast, source
 from passes.ops import ops
 
@@ -36,28 +36,6 @@ GRADIENT_TOLERANCE = 1e-6  # the exporter may reorder a sum of gradients
 # A fraction of the norm of all gradients together. A gradient that is zero up to rounding, such as that of the bias of
 # attention keys, keeps no digit when its sum is reordered.
 GRADIENT_NOISE = torch.finfo(torch.float32).eps
-
-
-def refuse_low_parameters(named: Iterable[tuple[str, Any]], gathered: Callable[[], bool] = lambda: False) -> None:
-    """Raise PolicyError when a trainable parameter is FP16 or BF16: updates below its resolution vanish.
-
-    Args:
-        named: parameters, and other values, by name.
-        gathered: says whether FSDP2 gathered these values; the sharded parameters behind them may be FP32.
-    """
-    low = [(n, p.dtype) for n, p in named if isinstance(p, nn.Parameter) and p.requires_grad and p.dtype in LOW]
-    if low:
-        listed = ", ".join(f"'{n}' ({str(d).removeprefix('torch.')})" for n, d in low[:3])
-        if gathered():
-            raise PolicyError(
-                f"FSDP2 gathers {len(low)} trainable parameter(s) in a low dtype: {listed}. Do not set "
-                "param_dtype in its MixedPrecisionPolicy: the graph casts parameters itself."
-            )
-        raise PolicyError(
-            f"{len(low)} trainable parameter(s) are low already: {listed}. Updates below the resolution of 16 "
-            "bits vanish. Call model.float() before you build the optimizer, and convert the result, whose graph casts "
-            "the FP32 weights itself; or freeze them with requires_grad_(False)."
-        )
 
 
 def rejected(model: nn.Module, call: CallSpec, flat: Sequence[Any], error: Exception) -> RejectedError:

@@ -100,3 +100,10 @@ class ScaleCollapseError(FxampError, FloatingPointError):
 
 # The way out of every refusal of a front end that captures ahead of time.
 INSTEAD = "Use capture='jit' or fxamp.compile(model), which keep it, or change that construct"
+
+# The way out for a model with trainable parameters in 16 bits. Since version 5 of transformers the dtype of the
+# checkpoint is the default.
+FP32_PARAMETERS = (
+    "Load the model in FP32, one of transformers by from_pretrained(..., dtype=torch.float32), or call model.float() "
+    "before the optimizer is built: graphs cast FP32 parameters themselves. Or freeze them with requires_grad_(False)."
+)

@@ -52,7 +52,7 @@ ARROWS = {
     ),
     "fxamp.report.record": ".capture.model .module .trust passes._torch passes.contract passes.graph passes.ops",
     "fxamp.dynamo": (
-        ".capture.model .module .report.record .trust passes passes._torch passes.contract passes.graph passes.ops"
+        ".capture.model .module .report.record passes passes._torch passes.contract passes.graph passes.ops"
     ),
     "fxamp.measure": ".capture .capture.model .module .trust passes._torch passes.contract passes.graph",
     "fxamp.report.forms": ".report.record",

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from passes.contract.errors import PolicyError
+from passes.contract.errors import FP32_PARAMETERS, PolicyError
 
 LOW_DTYPES = (torch.float16, torch.bfloat16)
 # Between these a scale and its reciprocal are both finite FP32 numbers.
@@ -64,8 +64,7 @@ def refuse_low_parameters(named_parameters: Iterable[tuple[str, torch.Tensor]], 
     listing = ", ".join(f"{name} ({str(param.dtype).removeprefix('torch.')})" for name, param in found)
     raise PolicyError(
         f"{opening.format(kind=kind)}trainable parameters have a low dtype, first {listing}. Updates below the "
-        "resolution of that dtype vanish. Keep parameters in float32 (model.float(), before the optimizer is built), "
-        "or freeze them with requires_grad_(False)."
+        f"resolution of that dtype vanish. {FP32_PARAMETERS}"
     )
 
 

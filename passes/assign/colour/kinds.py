@@ -73,13 +73,30 @@ def _low(state: State, site: Site) -> Colouring:
     if not cast:
         return natural(state, site, Code.NO_OPERAND("no operand is cast"))
     asked = state.autocast or low != state.low  # an autocast region asks for the cast
-    if not asked and any(state.dtypes[o.node] in LOW_DTYPES and state.dtypes[o.node] != low for o in cast):
-        return all_to(state, site, torch.float32, Code.USER_CAST("an operand is in the other low dtype"))
+    if not asked and any(_is_cast_to_the_other(state, o.node, low) for o in cast):
+        return all_to(state, site, torch.float32, Code.USER_CAST("your code casts an operand to the other low dtype"))
     if not state.autocast and all(o.node in state.upcast for o in floats):
         return natural(state, site, Code.USER_CAST("your code casts every operand up"))
     if state.aggressive and _is_position(state, site):
         return natural(state, site, Code.POSITION("computed from nothing but integers and buffers"))
     return all_to(state, site, low, Code.LOW(site.row.reason))
+
+
+def _is_cast_to_the_other(state: State, value: Node, low: object) -> bool:
+    """Say whether a value is in the other low dtype because a cast of the user's made it, or what it is computed from.
+
+    What the model holds or is given in that dtype, such as frozen parameters, is cast as autocast casts it.
+    """
+    seen, left = set[Node](), [value]
+    while left:
+        node = left.pop()
+        if node in seen or state.dtypes[node] not in LOW_DTYPES or state.dtypes[node] == low:
+            continue
+        if row_of(node).cast:
+            return True
+        seen.add(node)
+        left += node.all_input_nodes
+    return False
 
 
 def _is_position(state: State, site: Site) -> bool:

@@ -1,0 +1,75 @@
+"""Which parameters a model may have: those that are trained are FP32, and others are taken as they are.
+
+Updates below the resolution of 16 bits vanish, so a trainable parameter in 16 bits is refused. In eval mode, without
+gradients, and where a model is only captured to read its plan, nothing is trained, and the plan notes it. Frozen
+parameters may have any dtype. Weights of a tensor subclass, such as quantized ones, are opaque: what reads them runs as
+under `torch.autocast`, and the plan lists them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import nn
+
+from passes.contract.errors import FP32_PARAMETERS, PolicyError
+from passes.graph.values import LOW
+
+_reading: ContextVar[bool] = ContextVar("reading", default=False)
+
+
+@contextlib.contextmanager
+def only_read() -> Iterator[None]:
+    """Inside this context models are captured to read their decisions, and not to be trained."""
+    token = _reading.set(True)
+    try:
+        yield
+    finally:
+        _reading.reset(token)
+
+
+def low_parameters(named: Iterable[tuple[str, Any]]) -> list[tuple[str, torch.dtype]]:
+    """Return the names and dtypes of trainable parameters in FP16 or BF16, among parameters and other values."""
+    return [(n, p.dtype) for n, p in named if isinstance(p, nn.Parameter) and p.requires_grad and p.dtype in LOW]
+
+
+def refuse_low_parameters(
+    named: Iterable[tuple[str, Any]], training: bool, gathered: Callable[[], bool] = lambda: False
+) -> tuple[str, ...]:
+    """Raise PolicyError where trainable FP16 or BF16 parameters would be trained; return notes for the plan elsewhere.
+
+    Args:
+        named: parameters, and other values, by name.
+        training: the model is in train mode.
+        gathered: says whether FSDP2 gathered these values; the sharded parameters behind them may be FP32.
+    """
+    low = low_parameters(named)
+    if not low:
+        return ()
+    listed = ", ".join(f"'{n}' ({str(d).removeprefix('torch.')})" for n, d in low[:3])
+    if not training or not torch.is_grad_enabled() or _reading.get():
+        return (
+            f"{len(low)} trainable parameter(s) are low: {listed}; in train mode, with gradients, they are refused",
+        )
+    if gathered():
+        raise PolicyError(
+            f"FSDP2 gathers {len(low)} trainable parameter(s) in a low dtype: {listed}. Do not set "
+            "param_dtype in its MixedPrecisionPolicy: the graph casts parameters itself."
+        )
+    raise PolicyError(
+        f"{len(low)} trainable parameter(s) are low already: {listed}. Updates below the resolution of 16 "
+        f"bits vanish. {FP32_PARAMETERS}"
+    )
+
+
+def opaque_parameters(named: Iterable[tuple[str, Any]]) -> tuple[str, ...]:
+    """Return a note for the plan that lists the weights of a tensor subclass; none for shards, which are plain."""
+    # Dynamo and the exporter take such a tensor apart by `__tensor_flatten__`.
+    wrappers = [(n, type(p).__name__) for n, p in named if hasattr(p, "__tensor_flatten__")]
+    found = [(n, kind) for n, kind in wrappers if kind != "DTensor"]
+    listed = ", ".join(f"'{n}' ({kind})" for n, kind in found[:3])
+    return (f"{len(found)} weight(s) are opaque, read as under autocast: {listed}",) if found else ()
