@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fxamp
 from tests.support.front_ends import (
@@ -73,3 +74,35 @@ def test_attention_in_eval_takes_a_float_padding_mask(front_end: str) -> None:
     torch.backends.mha.set_fastpath_enabled(True)
     with torch.no_grad():
         torch.testing.assert_close(module(*args), plain(model, args), rtol=0.03, atol=0.03)
+
+
+def _kernels_that_are_on() -> tuple[bool, ...]:
+    found = torch.backends.cuda
+    return found.flash_sdp_enabled(), found.mem_efficient_sdp_enabled(), found.math_sdp_enabled()
+
+
+@pytest.mark.parametrize("way", ["compile", "in_place"])
+@pytest.mark.parametrize("kernel", [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION], ids=lambda kernel: str(kernel.name))
+def test_a_region_that_chooses_the_kernel_of_attention_is_followed(kernel: SDPBackend, way: str) -> None:
+    def attend(self: Any, x: Tensor) -> Tensor:
+        q, k = self.l(x), self.m(x)
+        with sdpa_kernel([kernel]):
+            inside = F.scaled_dot_product_attention(q, k, k)
+        return self.m(inside + F.scaled_dot_product_attention(k, q, q))
+
+    torch.manual_seed(0)
+    model, x, before = Two(attend), torch.randn(2, 2, 40, 6), _kernels_that_are_on()
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = model(x)
+    if way == "compile":
+        module: Any = fxamp.compile(model, policy="O1,dtype=bf16", backend="eager")
+        got = module(x)
+    else:
+        module = model
+        model.compile(backend="fxamp", options={"policy": "O1", "backend": "eager"})
+        with torch.autocast("cpu", torch.bfloat16):
+            got = model(x)
+    assert torch.equal(got.float(), expected.float())
+    assert decided(module, "scaled_dot_product_attention") == ["bfloat16", "bfloat16"]
+    assert not fxamp.plan_of(module).deviations
+    assert _kernels_that_are_on() == before

@@ -51,7 +51,8 @@ class Rule:
         out_of: The operand that gives an output "first" its dtype, if it is not the first one: a table.
         depends: The dtypes of its outputs depend on flags, or on the number of its operands.
         real: For complex operands its result is real.
-        asks: The op reads the "shape", the "dtype" or an "item" of a value; it does no arithmetic, and has no colour.
+        asks: The op reads the "shape", the "dtype" or an "item" of a value, or switches a "mode" of torch, so that only
+            the graph may run it; it does no arithmetic, and has no colour.
         cast: The op is a cast in the user's code.
         shards: The op works on a sharded tensor, and fake tensors cannot run it; the result has the operand's dtype.
         recurrent: The op runs step by step in time; all its outputs, however nested, have the dtype that it ran in.
