@@ -3,8 +3,8 @@
 Before: cross_entropy_loss(logits: [N, V], target)
 After:  picked = nll_loss(log_softmax(logits), target, reduction none); to(picked: [N], f32).sum() / count
 
-The logarithms are rounded like those of any softmax; the sum over examples is FP32, and the cast that it needs is of
-the N picked numbers instead of the N x V logits.
+The logarithms are rounded where the errors of that kernel scatter on the device; the sum over examples is FP32, and the
+cast that it then needs is of the N picked numbers instead of the N x V logits.
 """
 
 from __future__ import annotations

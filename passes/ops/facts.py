@@ -25,7 +25,7 @@ from ..contract.devices import DEVICES
 from . import ops
 from .rules import COMPOSITE, Rule, lookup, rule
 
-NAMES = ("fp32_internal", "rounds_once", "commutes_forward", "commutes_backward")
+NAMES = ("fp32_internal", "rounds_once", "scatters", "commutes_forward", "commutes_backward")
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,8 @@ class Facts:
     Attributes:
         fp32_internal: `low(op(float(x))) == op(x)` for low x, bit for bit: it computes in FP32 and rounds once.
         rounds_once: Its error against float64 is at most 1.5 times that of the correctly rounded result.
+        scatters: Its errors cancel in the mean of a row as roundings do: that mean is at most 3 times that of the
+            correctly rounded result. Where a kernel rounds a sum over the row, all its elements share the error.
         commutes_forward: `op(low(x)) == low(op(x))` for FP32 x.
         commutes_backward: The same for the gradient of x.
         status: "measured" on this kind of machine, or "assumed".
@@ -42,6 +44,7 @@ class Facts:
 
     fp32_internal: bool = False
     rounds_once: bool = False
+    scatters: bool = False
     commutes_forward: bool = False
     commutes_backward: bool = False
     status: str = "assumed"
@@ -113,8 +116,7 @@ def facts(name: str, device: str, low: torch.dtype, **static: Any) -> Facts:
 
 
 def _facts(held: set[str], status: str) -> Facts:
-    internal, once, forward, backward = (name in held for name in NAMES)
-    return Facts(internal, once, forward, backward, status)
+    return Facts(**{name: name in held for name in NAMES}, status=status)
 
 
 def facts_of(node: Node, device: str, low: torch.dtype) -> Facts:
@@ -123,9 +125,10 @@ def facts_of(node: Node, device: str, low: torch.dtype) -> Facts:
     return facts(name, device, low, **_static_arguments(node, statics(name.removesuffix("_"), device)))
 
 
-def rounds_once(node: Node, name: str, device: str, low: torch.dtype) -> bool:
-    """Say whether a node's op, whose canonical name is given, has the fact `rounds_once` in low."""
-    return facts(name, device, low, **_static_arguments(node, statics(name, device))).rounds_once
+def is_as_good_as_rounded(node: Node, name: str, device: str, low: torch.dtype) -> bool:
+    """Say whether a node's op, whose canonical name is given, `rounds_once` and `scatters` in low."""
+    held = facts(name, device, low, **_static_arguments(node, statics(name, device)))
+    return held.rounds_once and held.scatters
 
 
 def rule_of(node: Node, device: str, low: torch.dtype | None = None) -> tuple[Rule, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import fxamp
 from tests.support.front_ends import (
     F32,
     WARNINGS,
@@ -122,3 +124,24 @@ def test_a_binary_cross_entropy_of_probabilities_runs_in_fp32(front_end: str) ->
         module = made()
         torch.testing.assert_close(module(*args), model(*args), rtol=0.02, atol=0.0)
         assert decided(module, "binary_cross_entropy") == ["float32"]
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp16"])
+def test_the_loss_over_many_classes_at_o2_is_as_exact_as_under_autocast(kind: str) -> None:
+    def loss(self: Any, x: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(self.logits(torch.tanh(self.l(x))), target)
+
+    torch.manual_seed(0)
+    classes, low = 2000, {"bf16": torch.bfloat16, "fp16": torch.float16}[kind]
+    model = Two(loss, logits=nn.Linear(6, classes))
+    exact = copy.deepcopy(model).double()
+    batches = [(torch.randn(64, 6), torch.randint(classes, (64,))) for _ in range(20)]
+    module = fxamp.convert(model, batches[0], policy=f"O2,dtype={kind}")
+    ours = theirs = 0.0
+    with torch.no_grad():
+        for x, target in batches:
+            true = exact(x.double(), target)
+            with torch.autocast("cpu", low):
+                theirs += float((model(x, target).double() - true) ** 2)
+            ours += float((module(x, target).double() - true) ** 2)
+    assert ours <= 1.5**2 * theirs

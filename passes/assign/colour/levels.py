@@ -8,7 +8,7 @@ import torch
 from torch.fx import Node
 
 from ...contract.policy import Policy
-from ...ops.facts import accumulates, facts_of, lacks_low, rounds_once
+from ...ops.facts import accumulates, facts_of, is_as_good_as_rounded, lacks_low
 from ...ops.rules import BANNED, COMPOSITE, FOLLOW, FP32, KEEP, LOW, PROMOTE, Rule
 from .state import Site
 
@@ -40,7 +40,7 @@ def by_level(policy: Policy, site: Site, extreme: bool) -> str:
 
 
 def _is_relieved(node: Node, row: Rule, device: str, low: Any) -> bool:
-    """Say whether a sensitive op is safe in low: it rounds only once, and low has the range that it needs."""
+    """Say whether a sensitive op is safe in low: its errors are those of a rounding, and low has the range it needs."""
     if row.sensitive == "range" and low is not torch.bfloat16:
         return False
-    return rounds_once(node, row.name, device, low)
+    return is_as_good_as_rounded(node, row.name, device, low)

@@ -182,7 +182,7 @@ def test_an_explicit_dtype_is_never_moved() -> None:
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_o2_sums_a_cross_entropy_in_fp32_over_the_picked_numbers(reduction: str) -> None:
+def test_o2_runs_the_tail_of_a_cross_entropy_in_fp32_after_one_cast(reduction: str) -> None:
     target = torch.tensor([1, 0, -100, 3])
 
     def loss(m: Any, x: Tensor) -> Tensor:
@@ -193,7 +193,14 @@ def test_o2_sums_a_cross_entropy_in_fp32_over_the_picked_numbers(reduction: str)
     assert "cross_entropy_loss" not in ops
     assert {"log_softmax", "nll_loss"} < set(ops)
     torch.testing.assert_close(module(X), Net(loss)(X), rtol=0.02, atol=0.02)
-    assert casts(module, "linear") == []
+    assert casts(module, "linear") == ["linear -> float32"]
+    assert casts(module, "log_softmax") == []
+
+
+@pytest.mark.parametrize(("dim", "colour"), [(-1, "float32"), (0, "bfloat16")])
+def test_o2_lowers_a_log_softmax_only_where_its_errors_scatter(dim: int, colour: str) -> None:
+    module = convert(lambda m, x: m.second(F.log_softmax(m.first(x), dim)), "O2")
+    assert decided(module, "log_softmax")[0].colour == colour
 
 
 def naive_casts(name: str) -> int:
