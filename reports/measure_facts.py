@@ -150,24 +150,28 @@ def _batch_norm(x: Tensor, training: bool) -> Tensor:
 
 def _pools_and_pads() -> Iterator[Case]:
     planes = {1: (20, 3, 18), 2: (8, 3, 12, 13), 3: (4, 3, 6, 7, 8)}
-    ending: dict[str, Callable[[int], tuple[Any, ...]]] = {
-        "max_pool": lambda n: ([2] * n,), "avg_pool": lambda n: ([3] * n,), "adaptive_avg_pool": lambda n: ([2] * n,),
-        "adaptive_max_pool": lambda n: ([2] * n,), "reflection_pad": lambda n: ([1, 2] * n,),
-        "replication_pad": lambda n: ([1, 2] * n,), "upsample_nearest": lambda n: ([17] * n,),
+    widest = {n: [size - 1 for size in reversed(shape[2:]) for _ in range(2)] for n, shape in planes.items()}
+    # The second arguments of some let windows overlap, or repeat an element more than twice: gradients are summed.
+    ending: dict[str, Callable[[int], tuple[tuple[Any, ...], ...]]] = {
+        "max_pool": lambda n: (([2] * n,), ([3] * n, [1] * n)), "avg_pool": lambda n: (([3] * n,),),
+        "adaptive_avg_pool": lambda n: (([2] * n,),), "adaptive_max_pool": lambda n: (([2] * n,), ([5] * n,)),
+        "reflection_pad": lambda n: (([1, 2] * n,), (widest[n],)),
+        "replication_pad": lambda n: (([1, 2] * n,), (widest[n],)), "upsample_nearest": lambda n: (([17] * n,),),
     }  # fmt: skip
-    for n, (name, rest) in itertools.product(planes, ending.items()):
-        yield _spatial(f"{name}{n}d", planes[n], rest(n))
+    for n, (name, rests) in itertools.product(planes, ending.items()):
+        yield _spatial(f"{name}{n}d", planes[n], *rests(n))
     for name, n in (("linear", 1), ("bilinear", 2), ("bicubic", 2), ("trilinear", 3)):
         yield _spatial(f"upsample_{name}{n}d", planes[n], ([17] * n, False))
     yield Case("constant_pad_nd[value=0]", ((lambda x: ATEN.constant_pad_nd(x, [1, 2, 3, 0]), (planes[2],)),))
     yield Case("constant_pad_nd[value=-inf]", ((lambda x: ATEN.constant_pad_nd(x, [1, 2], -torch.inf), (planes[2],)),))
 
 
-def _spatial(name: str, shape: tuple[int, ...], rest: tuple[Any, ...]) -> Case:
+def _spatial(name: str, shape: tuple[int, ...], *rests: tuple[Any, ...]) -> Case:
     op = getattr(ATEN, name)
     last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(len(shape), torch.contiguous_format)
-    plain, channels_last = lambda x: op(x, *rest), lambda x: op(x.contiguous(memory_format=last), *rest)
-    return Case(name, ((plain, (shape,)), (channels_last, (shape,))))
+    plain = tuple((lambda x, r=r: op(x, *r), (shape,)) for r in rests)
+    channels_last = tuple((lambda x, r=r: op(x.contiguous(memory_format=last), *r), (shape,)) for r in rests)
+    return Case(name, (*plain, *channels_last))
 
 
 def _selections() -> Iterator[Case]:
@@ -254,6 +258,7 @@ def measure(case: Case, device: str, low: torch.dtype, quick: bool = False) -> l
         forward = _commutes_forward(case, device, low, quick)
         holds = {
             "fp32_internal": forward or _fp32_internal(case, device, low, quick),  # commuting says it too, for a low x
+            "fp32_backward": _fp32_backward(case, device, low, quick),
             "rounds_once": _rounds_once(case, device, low, quick),
             "scatters": _scatters(case, device, low, quick),
             "commutes_forward": forward,
@@ -270,6 +275,16 @@ def _fp32_internal(case: Case, device: str, low: torch.dtype, quick: bool) -> bo
         return _floats(op(*given)), [y.to(low) for y in _floats(op(*(t.float() for t in given)))]
 
     return _equal_on_all(internal, case, device, low, OUTPUTS, quick)
+
+
+def _fp32_backward(case: Case, device: str, low: torch.dtype, quick: bool) -> bool:
+    def backward(op: Callable[..., Any], tensors: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        given = [t.to(low).float() for t in tensors]
+        # The operand is low, so its gradient is, too.
+        ours, other = (_gradients(op, given, low, round_first) for round_first in (True, False))
+        return [g.to(low) for g in ours], [g.to(low) for g in other]
+
+    return _equal_on_all(backward, case, device, low, FEW_OUTPUTS, quick)
 
 
 def _rounds_once(case: Case, device: str, low: torch.dtype, quick: bool) -> bool:
@@ -364,19 +379,22 @@ def _commutes_forward(case: Case, device: str, low: torch.dtype, quick: bool) ->
 
 
 def _commutes_backward(case: Case, device: str, low: torch.dtype, quick: bool) -> bool:
-    def gradients(op: Callable[..., Any], tensors: list[Tensor], round_first: bool) -> list[Tensor]:
-        leaves = [t.detach().clone().requires_grad_() for t in tensors]
-        outputs = _floats(op(*(x.to(low) for x in leaves) if round_first else leaves))
-        outputs = [y.to(low) for y in outputs if y.requires_grad]
-        draw = torch.Generator(device).manual_seed(0)
-        seeds = [torch.randn(y.shape, generator=draw, device=device).to(low) for y in outputs]
-        made = torch.autograd.grad(outputs, leaves, seeds, allow_unused=True) if outputs else []
-        return [g for g in made if g is not None]
-
     def backward(op: Callable[..., Any], tensors: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        return gradients(op, tensors, True), gradients(op, tensors, False)
+        return _gradients(op, tensors, low, True), _gradients(op, tensors, low, False)
 
     return _equal_on_all(backward, case, device, low, FEW_OUTPUTS, quick)
+
+
+def _gradients(op: Callable[..., Any], tensors: list[Tensor], low: torch.dtype, round_first: bool) -> list[Tensor]:
+    """Return the gradients of FP32 operands, where either these or the outputs are rounded."""
+    leaves = [t.detach().clone().requires_grad_() for t in tensors]
+    outputs = _floats(op(*(x.to(low) for x in leaves) if round_first else leaves))
+    outputs = [y.to(low) for y in outputs if y.requires_grad]
+    device = tensors[0].device
+    draw = torch.Generator(device).manual_seed(0)
+    seeds = [torch.randn(y.shape, generator=draw, device=device).to(low) for y in outputs]
+    made = torch.autograd.grad(outputs, leaves, seeds, allow_unused=True) if outputs else []
+    return [g for g in made if g is not None]
 
 
 def _equal_on_all(

@@ -25,7 +25,7 @@ from ..contract.devices import DEVICES
 from . import ops
 from .rules import COMPOSITE, Rule, lookup, rule
 
-NAMES = ("fp32_internal", "rounds_once", "scatters", "commutes_forward", "commutes_backward")
+NAMES = ("fp32_internal", "fp32_backward", "rounds_once", "scatters", "commutes_forward", "commutes_backward")
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,7 @@ class Facts:
 
     Attributes:
         fp32_internal: `low(op(float(x))) == op(x)` for low x, bit for bit: it computes in FP32 and rounds once.
+        fp32_backward: The same for the gradient of x: if that is a sum, it is summed in FP32 and rounded once.
         rounds_once: Its error against float64 is at most 1.5 times that of the correctly rounded result.
         scatters: Its errors cancel in the mean of a row as roundings do: that mean is at most 3 times that of the
             correctly rounded result. Where a kernel rounds a sum over the row, all its elements share the error.
@@ -43,6 +44,7 @@ class Facts:
     """
 
     fp32_internal: bool = False
+    fp32_backward: bool = False
     rounds_once: bool = False
     scatters: bool = False
     commutes_forward: bool = False

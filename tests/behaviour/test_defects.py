@@ -217,3 +217,42 @@ def test_a_split_in_two_and_a_split_in_three_are_told_apart() -> None:
     module = fxamp.compile(model, policy="O1,dtype=bf16", backend="eager")
     assert torch.equal(module(example()), expected.float())
     assert not fxamp.plan_of(module).deviations
+
+
+@pytest.mark.parametrize("way", ["convert", "compile"])
+@pytest.mark.parametrize("mode", ["reflect", "replicate", "circular", "constant"])
+def test_gradients_through_padding_are_summed_as_under_autocast(mode: str, way: str) -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return self.second(F.pad(self.first(x), (3, 2, 1, 2), mode=mode))
+
+    torch.manual_seed(0)
+    first, x = nn.Conv2d(1, 4, 3, padding=1), torch.randn(3, 1, 10, 8)
+    model = Two(forward, first=first, second=nn.Conv2d(4, 4, 3))
+
+    def gradient(run: Callable[..., Tensor]) -> Tensor:
+        model.zero_grad()
+        output = run(x).float()
+        (output * torch.linspace(0.5, 1.5, output.numel()).view(output.shape)).sum().backward()
+        assert first.weight.grad is not None
+        return first.weight.grad.clone()
+
+    def under_autocast(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(x)
+
+    if way == "compile":
+        module: Any = fxamp.compile(model, policy="O1,dtype=bf16", backend="eager")
+    else:
+        module = fxamp.convert(model, (x,), policy="O1,dtype=bf16")
+    assert torch.equal(gradient(module), gradient(under_autocast))
+
+
+@pytest.mark.parametrize(("low", "stored"), [("bf16", "bfloat16"), ("fp16", "float32")])
+def test_a_move_is_stored_low_only_where_its_gradient_was_measured_to_be_the_same(low: str, stored: str) -> None:
+    """In FP16 rounding reaches zero, where `abs` has another gradient."""
+
+    def with_norm(self: Any, x: Tensor) -> Tensor:
+        return self.m(torch.abs(F.layer_norm(self.l(x), (6,)).float()))
+
+    plan = fxamp.plan(Two(with_norm), (example(),), policy=f"O1,dtype={low}")
+    assert [d.colour for d in plan.decisions if d.op == "abs"] == [stored]

@@ -179,11 +179,12 @@ _BEYOND_AUTOCAST: tuple[Check, ...] = (
 
 
 def _rounds_nothing(c: _Candidate) -> bool:
-    """It only moves values; or it is FP32 by autocast's list, reads low, and its low kernel computes in FP32."""
+    """It only moves values; or it is FP32 by autocast's list, reads low, and its low kernels compute in FP32."""
     if c.colouring.kind != FP32:
         return _only_moves(c)
     known = facts_of(c.node, c.simulation.device, c.simulation.low)
-    return all(d == c.simulation.low for d in c.held) and known.fp32_internal and known.status == "measured"
+    internal = known.fp32_internal and (known.fp32_backward or not c.grad) and known.status == "measured"
+    return internal and all(d == c.simulation.low for d in c.held)
 
 
 def _sums_gradients_as_asked(c: _Candidate) -> bool:
@@ -193,12 +194,19 @@ def _sums_gradients_as_asked(c: _Candidate) -> bool:
 
 def _only_moves(c: _Candidate) -> bool:
     """It only moves values, and low holds its literals exactly: rounding before and after it is the same."""
-    moves = c.row.commutes == "both" or (c.row.commutes == "forward" and not c.grad)
-    if not moves or c.colouring.casts or _lets_a_number_pass(c) or (c.grad and _broadcasts(c)):
+    if not _commutes(c) or c.colouring.casts or _lets_a_number_pass(c) or (c.grad and _broadcasts(c)):
         return False
     if c.simulation.dtypes[c.node] == torch.float32 and _is_compacted(c.node.meta.get("val")):
         return False
     return all(torch.tensor(x, dtype=c.simulation.low).item() == x for x in numbers(c.node))
+
+
+def _commutes(c: _Candidate) -> bool:
+    """Say whether rounding may cross it: by its row, and in this low dtype as measured where it was measured."""
+    if not c.row.commutes:
+        return False
+    known = facts_of(c.node, c.simulation.device, c.simulation.low)
+    return known.commutes_forward and (known.commutes_backward or not c.grad)
 
 
 def _broadcasts(c: _Candidate) -> bool:

@@ -57,7 +57,7 @@ class Rule:
         shards: The op works on a sharded tensor, and fake tensors cannot run it; the result has the operand's dtype.
         recurrent: The op runs step by step in time; all its outputs, however nested, have the dtype that it ran in.
         commutes: Whether rounding before the op and after it give the same bits: "" (no), "forward", or "both" (in
-            backward too).
+            backward too). Where facts of a device say it of a low dtype, they decide.
         may_alias: The op may return an operand or a view of it, though no schema says so: "first" for its first
             argument, "all" for any.
         view: The op only makes a new view, or most often does; no data moves.

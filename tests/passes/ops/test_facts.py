@@ -69,6 +69,20 @@ def test_an_op_whose_low_kernel_is_not_its_fp32_kernel_is_not_fp32_internal(key:
     assert not all(measure_facts._fp32_internal(CASES[key], "cpu", torch.bfloat16, False) for _ in range(10))
 
 
+@pytest.mark.parametrize("low", LOWS)
+@pytest.mark.parametrize(
+    "key", keys("reflection_pad1d reflection_pad2d replication_pad2d max_pool3d adaptive_max_pool3d")
+)
+def test_a_gradient_that_is_summed_in_low_is_not_that_of_fp32(key: str, low: str) -> None:
+    assert {"fp32_internal", "fp32_backward"} & set(MEASURED[key][low]) == {"fp32_internal"}
+
+
+@pytest.mark.parametrize("low", LOWS)
+@pytest.mark.parametrize("key", keys("silu relu nll_loss[reduction=none] l1_loss[reduction=none] mean[dim=last] cat"))
+def test_a_gradient_that_is_rounded_once_is_that_of_fp32(key: str, low: str) -> None:
+    assert {"fp32_internal", "fp32_backward"} <= set(MEASURED[key][low])
+
+
 ROUNDS_ONCE = """layer_norm group_norm softmax log_softmax gelu cumsum logsumexp[dim=last] rms_norm pow[exponent=2]
     pow[exponent=3] pow[exponent=0.5]"""
 
@@ -158,14 +172,14 @@ def _forget() -> Any:
 
 def test_facts_of_this_kind_of_machine_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     machine(monkeypatch, "")
-    assert facts.facts("silu", "cpu", torch.bfloat16) == facts.Facts(True, True, True, False, False, "measured")
-    assert facts.facts("relu_", "cpu", torch.bfloat16) == facts.Facts(True, True, True, True, True, "measured")
+    assert facts.facts("silu", "cpu", torch.bfloat16) == facts.Facts(True, True, True, True, False, False, "measured")
+    assert facts.facts("relu_", "cpu", torch.bfloat16) == facts.Facts(True, True, True, True, True, True, "measured")
 
 
 @pytest.mark.parametrize(("capability", "device"), [("NEON", "cpu"), ("", "cuda")])
 def test_facts_of_another_machine_are_assumed(monkeypatch: pytest.MonkeyPatch, capability: str, device: str) -> None:
     machine(monkeypatch, capability)
-    assert facts.facts("silu", device, torch.bfloat16) == facts.Facts(True, True, True, False, False, "assumed")
+    assert facts.facts("silu", device, torch.bfloat16) == facts.Facts(True, True, True, True, False, False, "assumed")
 
 
 def test_static_arguments_choose_the_facts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,11 +193,13 @@ def test_static_arguments_choose_the_facts(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_without_its_static_arguments_only_what_always_holds_is_assumed(monkeypatch: pytest.MonkeyPatch) -> None:
     machine(monkeypatch, "")
-    assert facts.facts("gelu", "cpu", torch.bfloat16) == facts.Facts(False, True, True, False, False, "assumed")
+    assert facts.facts("gelu", "cpu", torch.bfloat16) == facts.Facts(False, True, True, True, False, False, "assumed")
 
 
 def test_an_op_that_was_not_measured_has_what_its_row_assumes() -> None:
-    assert facts.facts("hstack", "cpu", torch.bfloat16) == facts.Facts(False, False, False, True, True, "assumed")
+    assert facts.facts("hstack", "cpu", torch.bfloat16) == facts.Facts(
+        False, False, False, False, True, True, "assumed"
+    )
     assert facts.facts("my_lib::op", "cpu", torch.bfloat16) == facts.Facts()
 
 
