@@ -45,7 +45,7 @@ def run_under_autocast(graph: Graph, assignment: Assignment, policy: Policy) -> 
             continue
         region = region_on(node, str(policy.device))
         low = (region and region[2]) or policy.dtype
-        node.args = (ops.overload_of(node.target), policy.device, low, *node.args)
+        node.args = (ops.operator_of(node), policy.device, low, *node.args)
         node.target = under_autocast
         edits += 1
     return edits

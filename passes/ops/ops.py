@@ -210,15 +210,22 @@ def _qualified_name(target: Any) -> str:
     return qualified_name(target) if isinstance(target, OpOverloadPacket) else ""
 
 
-def overload_of(target: Any) -> Any:
-    """Return the operator that a target is, if the code of a graph can hold it as an argument; else None.
+def operator_of(node: Node) -> Any:
+    """Return the operator that a call runs, in the form that the code of a graph can hold as an argument.
 
-    Of an operator with several overloads, which only a call tells apart, it holds none.
+    None if there is none: for a method, a Python function, and a custom operator with several overloads, which only
+    torch's own argument parser tells apart.
     """
-    if isinstance(target, (OpOverload, HigherOrderOperator)):
-        return target
-    overloads = target.overloads() if isinstance(target, OpOverloadPacket) else []
-    return getattr(target, overloads[0]) if len(overloads) == 1 else None
+    target = node.target
+    if node.op != "call_function" or isinstance(target, (OpOverload, HigherOrderOperator)):
+        return target if node.op == "call_function" else None
+    if isinstance(target, OpOverloadPacket) and not qualified_name(target).startswith("aten::"):
+        overloads = target.overloads()
+        return getattr(target, overloads[0]) if len(overloads) == 1 else None
+    schema = None if inspect.isfunction(target) else schema_of(node)
+    if schema is None or not node.kwargs.keys() <= {a.name for a in schema.arguments}:
+        return None
+    return getattr(getattr(torch.ops.aten, schema.name.removeprefix("aten::")), schema.overload_name or "default")
 
 
 def _suffix(node: Node, found: str) -> str:

@@ -106,3 +106,21 @@ def test_a_region_that_chooses_the_kernel_of_attention_is_followed(kernel: SDPBa
     assert decided(module, "scaled_dot_product_attention") == ["bfloat16", "bfloat16"]
     assert not fxamp.plan_of(module).deviations
     assert _kernels_that_are_on() == before
+
+
+@pytest.mark.parametrize("dim_first", [True, False])
+def test_the_fused_layer_of_evaluation_is_followed_just_in_time(dim_first: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.TransformerEncoderLayer(8, 2, 16, batch_first=dim_first)).eval()
+    torch.backends.mha.set_fastpath_enabled(True)
+    x = torch.randn(2, 5, 8)
+    with torch.no_grad():
+        with torch.autocast("cpu", torch.bfloat16):
+            expected = model(x).float()
+        torch.backends.mha.set_fastpath_enabled(False)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(model(x).float(), expected) is not dim_first  # the fused kernel rounds differently
+        torch.backends.mha.set_fastpath_enabled(True)
+        module = fxamp.compile(model, policy="O1,dtype=bf16", backend="eager")
+        assert torch.equal(module(x), expected)
+    assert not fxamp.plan_of(module).deviations

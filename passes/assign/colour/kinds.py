@@ -177,7 +177,7 @@ def _runs_under_autocast(node: Node) -> bool:
     """
     if isinstance(node.target, HigherOrderOperator):
         return note_of(node).autocast is not None and not row_of(node).known
-    return ops.overload_of(node.target) is not None
+    return ops.operator_of(node) is not None
 
 
 def _composite(state: State, site: Site) -> Colouring:
