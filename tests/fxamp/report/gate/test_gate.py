@@ -274,7 +274,8 @@ from torch import nn
 
 
 def make():
-    return nn.Sequential(nn.Conv2d(2, 3, 3), nn.ReflectionPad2d(1), nn.Conv2d(3, 2, 3)), (torch.randn(2, 2, 8, 8),)
+    model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.ReflectionPad2d(1), nn.Conv2d(3, 2, 3)).requires_grad_(False)
+    return model, (torch.randn(2, 2, 8, 8),)
 """
 
 
