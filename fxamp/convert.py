@@ -33,6 +33,7 @@ from .capture.compare import attribute_of
 from .capture.front_ends import ALONE
 from .capture.functions import as_under_autocast
 from .capture.model.captured import Autocast, Captured, Captures, as_inputs
+from .capture.model.fused import note_fused
 from .capture.model.patches import capturing, uncollected
 from .capture.model.preflight import loads_otherwise
 from .capture.model.snapshot import untouched
@@ -223,6 +224,7 @@ def emit(
     plans = []
     for at, captured in enumerate(found):
         captured.graph.owning_module = None  # targets are resolved against the new root
+        _note_fused(captured, model)
         if policy.level.is_autocasts:
             as_under_autocast(captured.graph, str(policy.device), cast(torch.dtype, policy.dtype))
         plans.append(
@@ -240,6 +242,13 @@ def emit(
         loads_otherwise=loads_otherwise(type(model)),
     )  # fmt: skip
     return ConvertedModule(root, variants, kept, model)
+
+
+def _note_fused(captured: Captured, model: nn.Module) -> None:
+    """Note where eager evaluation runs a fused kernel of attention, in one of the states that a graph holds for."""
+    flags, state = captured.state.flags or {}, captured.state
+    kinds = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+    note_fused(captured.graph, model, kinds, lambda path: not flags.get(path, False) and state.grad is not True)
 
 
 def plan(

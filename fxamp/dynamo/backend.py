@@ -31,6 +31,7 @@ from passes.graph.notes import note, note_of
 from passes.graph.values import LOW, no_autocast, retyped
 from passes.ops.rules import row_of
 
+from ..capture.model.fused import note_fused, without_gradients
 from ..capture.model.preflight import refuse_wrapped
 from ..module.module import ConvertedModule
 from ..module.parameters import low_parameters, opaque_parameters, refuse_low_parameters
@@ -251,6 +252,8 @@ def rewrite(
     own, given = _own_and_given(gm, example_inputs, found)
     with no_autocast():
         outputs = describe(gm, scope=found, ambient=under, policy=resolved, own=own, given=given)
+    if found is not None:
+        _note_fused(gm, found.root)
     if not under and policy.level.rounds:
         notes = (*notes, _WITHOUT_AUTOCAST)
     plan = compile_graph(
@@ -263,6 +266,16 @@ def rewrite(
     recompile_limit.watch()
     trace_artifact("fxamp_precision", functools.partial(_record_of, plan))
     return compiled.record(gm, plan, example_inputs, found, autocast=under), outputs
+
+
+def _note_fused(gm: GraphModule, root: nn.Module) -> None:
+    """Note where eager evaluation runs a fused attention; Dynamo itself captures the fused encoder layer."""
+
+    def evaluates(path: str) -> bool:
+        module = root.get_submodule(path)
+        return not module.training and without_gradients(module)
+
+    note_fused(gm.graph, root, (nn.MultiheadAttention,), evaluates)
 
 
 def _own_and_given(gm: GraphModule, example_inputs: list[Any], found: Scope | None) -> tuple[list[bool], list[bool]]:

@@ -26,6 +26,7 @@ from ..graph.bodies import Border
 from ..graph.by_rows import SymbolicInference, original_dtypes
 from ..graph.notes import note_of
 from ..graph.values import ANY, Aliases, Inference, is_floating, is_known, keys, module_types, source
+from ..ops.rules import row_of
 from .colour.simulate import Simulation
 from .place.place import place
 from .place.saturate import saturate
@@ -98,6 +99,7 @@ def assign_precision(
         saturate(simulation)
     elif measured:
         simulation.colours = {n: c for n in graph.nodes if (c := _as_it_is(n, original)) is not None}
+    _name_fused(simulation)
     if plan is not None:
         _keep_reasons(graph, simulation, plan)
     autocast = {n: c.dtype for n, c in reference.colours.items()}
@@ -146,6 +148,13 @@ def _as_it_is(node: Node, original: dict[Node, Any]) -> Colouring | None:
     if not node.op.startswith("call") or dtype is None:
         return None
     return Colouring(dtype, "keep", Code.AS_WRITTEN("nothing is rounded"))
+
+
+def _name_fused(simulation: Simulation) -> None:
+    """Give the ops that eager evaluation runs in a fused kernel that reason, once it no longer decides anything."""
+    for node, colouring in simulation.colours.items():
+        if note_of(node).fused and not row_of(node).commutes and simulation.policy.level.rounds:
+            colouring.reason = Code.FASTPATH(f"a fused kernel in eager evaluation ({colouring.reason})")
 
 
 def _keep_reasons(graph: Graph, simulation: Simulation, plan: Plan) -> None:

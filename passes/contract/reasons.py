@@ -50,11 +50,12 @@ class Code(str, enum.Enum):
     O3_LOW = "O3_low", "level O3 runs an op in the low dtype if it is not sensitive and has a low operand"
     CUT = "cut", "the minimum cut stores the value in this dtype"
     NOT_WORTH_CASTS = "not_worth_casts", "measurements say that the casts cost more time than the low dtype saves"
+    FASTPATH = "fastpath", "eager evaluation runs the op inside a fused kernel, which rounds in other places"
     BODY = "body", "the op has graphs inside, which are rewritten"
 
 
 # Reasons for which a node may differ from what torch.autocast does, at O1. The list is complete.
-DEVIATIONS = (Code.USER_CAST, Code.LITERAL, Code.COMPOSITE, Code.KEEP, Code.MUTATED)
+DEVIATIONS = (Code.USER_CAST, Code.LITERAL, Code.COMPOSITE, Code.KEEP, Code.MUTATED, Code.FASTPATH)
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,7 @@ class Note:
         writes: For a call without a schema: the arguments that it writes to, counted from the last, which is -1; None
             if that is not known.
         pure: For a higher-order op: its body neither writes to its operands nor returns them.
+        fused: Eager evaluation runs the call inside a fused kernel, which rounds in other places.
         told_dtype: The node was given a dtype argument that replaces a cast.
         told: The low dtype that the user's code passed as an argument, for which there is now a cast.
     """
@@ -64,6 +65,7 @@ class Note:
     low_of_its_own: torch.dtype | None = None
     writes: frozenset[int] | None = None
     pure: bool = False
+    fused: bool = False
     told_dtype: bool = False
     told: torch.dtype | None = None
 
@@ -110,8 +112,9 @@ def is_inserted(node: Node) -> bool:
 def origin(node: Node) -> dict[str, Any]:
     """Return the part of a node's meta that says where it comes from."""
     kept = {k: node.meta[k] for k in ("nn_module_stack", "stack_trace") if k in node.meta}
-    region = note_of(node).region
-    return kept | ({NOTE: Note(region=region)} if region is not None else {})
+    found = note_of(node)
+    inherited = Note(region=found.region, fused=found.fused)
+    return kept | ({NOTE: inherited} if inherited != _NOTHING else {})
 
 
 def move_to(node: Node, other: Node) -> None:

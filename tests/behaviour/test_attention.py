@@ -124,3 +124,45 @@ def test_the_fused_layer_of_evaluation_is_followed_just_in_time(dim_first: bool)
         module = fxamp.compile(model, policy="O1,dtype=bf16", backend="eager")
         assert torch.equal(module(x), expected)
     assert not fxamp.plan_of(module).deviations
+
+
+class _Attends(nn.Module):
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.up, self.attention = nn.Linear(8, 8), nn.MultiheadAttention(8, 2, batch_first=True, **options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x)
+        found: Tensor = self.attention(h, h, h, need_weights=False)[0]
+        return found
+
+
+@pytest.mark.parametrize(
+    ("way", "options", "training", "enabled", "code"),
+    [
+        ("compile", {}, False, True, "fastpath"),
+        ("compile", {}, True, True, "low"),
+        ("compile", {}, False, False, "low"),
+        ("compile", {"add_bias_kv": True}, False, True, "low"),
+        ("convert", {}, False, True, "fastpath"),
+        ("convert", {}, False, False, "low"),
+        ("convert", {"add_bias_kv": True}, False, True, "low"),
+    ],
+)
+def test_attention_that_eager_evaluation_fuses_is_named(
+    way: str, options: dict[str, Any], training: bool, enabled: bool, code: str
+) -> None:
+    torch.manual_seed(0)
+    model, x = _Attends(dropout=0.5, **options).train(training), torch.randn(2, 5, 8)
+    torch.backends.mha.set_fastpath_enabled(enabled)
+    with torch.no_grad():
+        if way == "compile":
+            module: Any = fxamp.compile(model, policy="O1,dtype=bf16", backend="eager")
+        else:
+            module = fxamp.convert(model, (x,), policy="O1,dtype=bf16")
+        module(x)
+    plan = fxamp.plan_of(module)
+    inside = {d.code for d in plan.decisions if d.op == "linear" and d.module_path == "attention"}
+    assert code in inside
+    assert bool(plan.deviations) is (code == "fastpath")
+    assert {d.module_path for d in plan.deviations} <= {"attention"}
