@@ -256,3 +256,25 @@ def test_a_move_is_stored_low_only_where_its_gradient_was_measured_to_be_the_sam
 
     plan = fxamp.plan(Two(with_norm), (example(),), policy=f"O1,dtype={low}")
     assert [d.colour for d in plan.decisions if d.op == "abs"] == [stored]
+
+
+@pytest.mark.parametrize("share", ["weights", "never"])
+def test_a_weight_that_einsum_and_a_layer_read_has_the_gradient_of_autocast(share: str) -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return torch.einsum("bi,ij,bj->b", x, self.l.weight, self.l(x))
+
+    torch.manual_seed(0)
+    model, x = Two(forward), torch.randn(16, 6)
+
+    def gradient(run: Callable[..., Tensor]) -> Tensor:
+        model.zero_grad()
+        run(x).float().square().sum().backward()
+        assert model.l.weight.grad is not None
+        return model.l.weight.grad.clone()
+
+    def under_autocast(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(x)
+
+    module = fxamp.convert(model, (x,), policy=f"O1,dtype=bf16,share_casts={share}")
+    assert torch.equal(gradient(module), gradient(under_autocast))

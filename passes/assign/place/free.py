@@ -188,8 +188,16 @@ def _rounds_nothing(c: _Candidate) -> bool:
 
 
 def _sums_gradients_as_asked(c: _Candidate) -> bool:
-    """Storing it low lets readers share a cast and sum gradients in low, which the policy must allow."""
-    return c.simulation.policy.share_casts == "always" or not c.grad or len(c.node.users) <= 1
+    """Storing it low lets readers share a cast and sum gradients in low, which the policy must allow.
+
+    Its own readers share the value, and the cast of its operand may be shared with that operand's other readers, as
+    where a product reads a view of a weight that another one reads whole.
+    """
+    share = c.simulation.policy.share_casts
+    if share == "always" or not c.grad:
+        return True
+    alone = share == "never" or all(len(o.node.users) <= 1 for o in c.floats)
+    return len(c.node.users) <= 1 and alone
 
 
 def _only_moves(c: _Candidate) -> bool:
