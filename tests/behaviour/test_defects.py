@@ -99,17 +99,17 @@ def test_an_integer_out_of_range_keeps_its_node_fp32(forward: Callable[..., Any]
 def fp32_only() -> Iterator[Any]:
     """Give an op whose kernel takes FP32 alone, though its rule says that it follows its operand."""
 
-    @torch.library.custom_op("edges::plus_one", mutates_args=())
-    def plus_one(x: Tensor) -> Tensor:
+    @torch.library.custom_op("edges::increment", mutates_args=())
+    def increment(x: Tensor) -> Tensor:
         if x.dtype != torch.float32:
             raise TypeError(f"the kernel takes float32 only, not {x.dtype}")
         return x + 1
 
-    plus_one.register_fake(torch.empty_like)
-    plus_one.register_autograd(lambda ctx, grad: grad)
-    fxamp.register_rule("edges::plus_one", "follow")
-    yield torch.ops.edges.plus_one
-    _custom.pop("edges::plus_one", None)
+    increment.register_fake(torch.empty_like)
+    increment.register_autograd(lambda ctx, grad: grad)
+    fxamp.register_rule("edges::increment", "follow")
+    yield torch.ops.edges.increment
+    _custom.pop("edges::increment", None)
 
 
 @pytest.mark.parametrize("way", ["export", "jit"])
@@ -121,7 +121,7 @@ def test_an_op_without_a_low_kernel_is_not_lowered_by_the_cut(way: str, fp32_onl
     module = fxamp.convert(Two(forward), (example(64),), policy=policy, capture=way, dynamic_shapes=None)
     module(example(64))
     low = {d.op: d.colour for d in fxamp.plan_of(module).decisions}
-    assert low["edges::plus_one"] == low["rrelu"] == "float32"
+    assert low["edges::increment"] == low["rrelu"] == "float32"
 
 
 @pytest.mark.parametrize("way", ["export", "jit"])
