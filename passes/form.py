@@ -1,7 +1,7 @@
 """The form of a pass: a frozen dataclass whose fields are its options, called with one graph at a time.
 
-It changes the graph, or adds facts about it, and returns how often each of its rules fired (0 for a rule that found
-nothing). The properties that it ensures are verified after it (`watch.py`).
+It changes the graph, and returns how often each of its rules fired (0 for a rule that found nothing). The properties
+that it ensures are verified after it (`watch.py`). One pass decides instead, and returns its decisions.
 
     @dataclass(frozen=True)
     class DropCasts:
@@ -15,7 +15,6 @@ nothing). The properties that it ensures are verified after it (`watch.py`).
 from __future__ import annotations
 
 import enum
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
@@ -23,19 +22,18 @@ from typing import Any, ClassVar, Protocol
 from torch.fx import Graph
 
 from .colouring import Assignment
-from .contract.plan import Decision
 from .graph.bodies import Border
 
 
 class Ensures(enum.Enum):
     """The properties of a graph that have to be verified after a pass, since the pass may have broken them."""
 
-    NOTHING_NEW = "the pass leaves the graph as it is"
+    NOTHING_NEW = "the pass neither inserts nor changes a node"
     STRUCTURE = "the graph is well formed"
     DTYPES = "the graph is well formed, and every value has the dtype that it was assigned"
 
 
-@dataclass
+@dataclass(frozen=True)
 class Unit:
     """One graph on its way through the passes: that of the model, or the body of a higher-order op in it.
 
@@ -46,9 +44,6 @@ class Unit:
         index: its number in the plan.
         simulated: for the body of a higher-order op, what its caller has decided for it.
         assignment: what was decided; None before that.
-        decisions: the assignment in the form of the plan.
-        kept: composites that could not be decomposed.
-        edits: how often each rule fired, as "pass/rule".
     """
 
     graph: Graph
@@ -57,9 +52,6 @@ class Unit:
     index: int = 0
     simulated: Any = None
     assignment: Assignment | None = None
-    decisions: tuple[Decision, ...] = ()
-    kept: frozenset[str] = frozenset()
-    edits: Counter[str] = field(default_factory=Counter)
 
     @property
     def decided(self) -> Assignment:
@@ -68,8 +60,8 @@ class Unit:
         return self.assignment
 
 
-class Pass(Protocol):
-    """The interface of a pass.
+class Step(Protocol):
+    """What has a name and is verified: a pass that rewrites, or the one that decides.
 
     Attributes:
         name: its name in reports, in plans and in `fxamp report --print-after`.
@@ -78,6 +70,10 @@ class Pass(Protocol):
 
     name: ClassVar[str]
     ensures: ClassVar[Ensures]
+
+
+class Pass(Step, Protocol):
+    """The interface of a pass that rewrites."""
 
     def __call__(self, unit: Unit) -> dict[str, int]:
         """Run over one graph; return how often each rule fired."""

@@ -1,22 +1,20 @@
 """The passes, in order: a captured graph in, a mixed-precision graph and its plan out.
 
-`preparing` and `deciding` are their table of contents. What happens between two passes, verification above all, is in
-`watch.py`. The bodies of higher-order ops go through the same passes as the graph around them.
+`preparing`, AssignPrecision and `rewriting` are their table of contents. What happens between two passes, verification
+above all, is in `watch.py`. The bodies of higher-order ops go through the same passes as the graph around them.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 from torch.fx import Graph, Node
 
 from .assign.assign_precision import AssignPrecision
-from .assign.colour.extremes import NoteBuffers
-from .assign.decisions import WriteDecisions
-from .assign.replay import Replay
 from .casts.annotate import Annotate
 from .casts.eliminate_casts import EliminateCasts
 from .casts.insert_casts import CASTS, InsertCasts
@@ -28,13 +26,14 @@ from .contract.plan import Plan
 from .contract.plan_format import REMEDY
 from .contract.policy import Policy, check_used
 from .contract.timing import Timer
-from .form import Pass, Unit
+from .form import Pass, Step, Unit
 from .graph.bodies import Body, Border, all_graphs, bodies_of
 from .graph.notes import is_inserted
 from .graph.values import module_types, no_autocast
 from .legalize.legalize import Legalize
 from .ops import ops
 from .ops.facts import this_machine
+from .ops.rules import COMPOSITE
 from .watch import watchers
 
 __all__ = ["NAMES", "compile_graph"]
@@ -46,20 +45,12 @@ def preparing(policy: Policy) -> tuple[Pass, ...]:
     """Return the passes that come before any decision, and run over all graphs of a model first."""
     if not policy.level.rounds:
         return ()
-    return (
-        Legalize(policy),
-        NoteBuffers(),
-    )
+    return (Legalize(policy),)
 
 
-def deciding(
-    policy: Policy, plan: Plan | None = None, own: frozenset[tuple[int, str]] | None = None, timer: Timer | None = None
-) -> tuple[Pass, ...]:
-    """Return the passes that decide, and carry out what was decided."""
+def rewriting(policy: Policy) -> tuple[Pass, ...]:
+    """Return the passes that carry out what AssignPrecision has decided."""
     return (
-        AssignPrecision(policy, plan, timer),
-        *([Replay(plan, own)] if plan is not None else []),
-        WriteDecisions(),
         InsertCasts(),
         EliminateCasts(policy.share_casts),
         RunUnderAutocast(policy),
@@ -67,7 +58,8 @@ def deciding(
     )
 
 
-NAMES = tuple(step.name for step in (*preparing(Policy()), *deciding(Policy())))
+_ALL: tuple[Step, ...] = (*preparing(Policy()), AssignPrecision(Policy()), *rewriting(Policy()))
+NAMES = tuple(step.name for step in _ALL)
 
 
 def compile_graph(
@@ -103,55 +95,68 @@ def compile_graph(
     """
     with no_autocast():
         verify(graph)
-        prepared = list(_prepared(Unit(graph, attribute), preparing(policy), {}))
+        edits: Counter[str] = Counter()
+        _prepare(Unit(graph, attribute), preparing(policy), edits, set())
         bodies = bodies_of(graph, attribute) if policy.level.rounds else {}
         if capture != "jit":  # an override has to match in only one of several graphs
             _check_overrides(policy, all_graphs(graph, bodies))
         outermost = Unit(graph, attribute, _border_of(policy, under_autocast, bodies))
-        units = _compiled(outermost, deciding(policy, plan, own, timer), {})
+        units = _compiled(outermost, AssignPrecision(policy, plan, own, timer), rewriting(policy), edits, {})
     if plan is not None and any(d.graph >= len(units) for d in plan.decisions):
         raise PlanError(f"the plan has more graphs than the {len(units)} of this model; {REMEDY}")
-    return _plan_of(policy, capture, notes, prepared, units)
+    return _plan_of(policy, capture, notes, units, edits)
 
 
-def _prepared(unit: Unit, steps: Sequence[Pass], done: dict[Graph, Unit]) -> Iterator[Unit]:
+def _prepare(unit: Unit, steps: Sequence[Pass], edits: Counter[str], done: set[Graph]) -> None:
     """Run the first passes over a graph and over those inside it; over one that several calls share only once."""
-    if steps and unit.graph not in done:
-        unit.index = len(done)
-        done[unit.graph] = unit
-        _run(unit, steps)
-        yield unit
-        for body in itertools.chain.from_iterable(bodies_of(unit.graph, unit.attribute).values()):
-            yield from _prepared(Unit(body.graph, body.attribute), steps, done)
+    if not steps or unit.graph in done:
+        return
+    unit = replace(unit, index=len(done))
+    done.add(unit.graph)
+    _run(unit, steps, edits)
+    for body in itertools.chain.from_iterable(bodies_of(unit.graph, unit.attribute).values()):
+        _prepare(Unit(body.graph, body.attribute), steps, edits, done)
 
 
-def _compiled(unit: Unit, steps: Sequence[Pass], done: dict[Graph, Unit]) -> list[Unit]:
-    """Run the other passes over a graph, then over those inside it; return them all, in the plan's order.
+def _compiled(
+    unit: Unit, decide: AssignPrecision, steps: Sequence[Pass], edits: Counter[str], done: dict[Graph, Assignment]
+) -> list[Unit]:
+    """Decide on a graph and rewrite it, then those inside it; return them all, in the plan's order.
 
     A body that several calls share keeps its original dtypes at its border, so that one pass over it serves all calls.
     """
-    unit.index = len(done)
-    done[unit.graph] = unit
-    _run(unit, steps)
+    unit = _decided(replace(unit, index=len(done)), decide)
+    done[unit.graph] = unit.decided
+    _run(unit, steps, edits)
     units = [unit]
     for node, inside in unit.border.bodies.items():
         for body in inside:
             if body.graph not in done:
-                units += _compiled(_inside(node, body, unit.decided), steps, done)
+                units += _compiled(_inside(node, body, unit.decided), decide, steps, edits, done)
                 body.module.recompile()
-            _check_border(node, body, unit.decided, done[body.graph].decided)
+            _check_border(node, body, unit.decided, done[body.graph])
     return units
 
 
-def _run(unit: Unit, steps: Sequence[Pass]) -> None:
-    """Run passes over one graph, and call the watchers."""
+def _decided(unit: Unit, decide: AssignPrecision) -> Unit:
+    """Return a graph with what was decided on it, and call the watchers."""
+    for watcher in watchers():
+        watcher.before(decide, unit)
+    unit = replace(unit, assignment=decide(unit))
+    for watcher in reversed(watchers()):
+        watcher.after(decide, unit, {})
+    return unit
+
+
+def _run(unit: Unit, steps: Sequence[Pass], edits: Counter[str]) -> None:
+    """Run passes over one graph, call the watchers, and count how often each rule fired, as "pass/rule"."""
     for step in steps:
         for watcher in watchers():
             watcher.before(step, unit)
-        edits = step(unit)
-        unit.edits.update({f"{step.name}/{rule}": n for rule, n in edits.items()})
+        fired = step(unit)
+        edits.update({f"{step.name}/{rule}": n for rule, n in fired.items()})  # those too that fired 0 times
         for watcher in reversed(watchers()):  # verification last: it is no part of a pass, and may raise
-            watcher.after(step, unit, edits)
+            watcher.after(step, unit, fired)
 
 
 def _border_of(policy: Policy, under_autocast: bool, bodies: dict[Node, list[Body]]) -> Border:
@@ -185,19 +190,15 @@ def _check_overrides(policy: Policy, graphs: Iterable[Graph]) -> None:
     check_used(policy, stacks.values(), (ops.name(n) for n in stacks))
 
 
-def _plan_of(
-    policy: Policy, capture: str, notes: tuple[str, ...], prepared: Sequence[Unit], units: Sequence[Unit]
-) -> Plan:
+def _plan_of(policy: Policy, capture: str, notes: tuple[str, ...], units: Sequence[Unit], edits: Counter[str]) -> Plan:
     """Build the plan from the decisions on all graphs."""
     symbolic = any(unit.decided.symbolic for unit in units)
-    edits: Counter[str] = Counter()
-    for unit in (*prepared, *units):
-        edits.update(unit.edits)  # not +, which would drop rules that fired 0 times
-    kept = sorted(frozenset[str]().union(*(unit.kept for unit in prepared)))
+    decisions = tuple(itertools.chain.from_iterable(unit.decided.decisions for unit in units))
+    kept = sorted({d.op for d in decisions if d.kind == COMPOSITE})
     wrong = dict.fromkeys(text for unit in units for text in unit.decided.disagreements)
     unsized = symbolic and policy.level.rounds
     return Plan(
-        tuple(itertools.chain.from_iterable(unit.decisions for unit in units)),
+        decisions,
         policy,
         verified="symbolic" if symbolic else "fake",
         capture=capture,

@@ -13,24 +13,24 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 from .casts.verify import verify
-from .form import Ensures, Pass, Unit
+from .form import Ensures, Step, Unit
 from .ops import ops
 
 
 class Watcher:
     """An object that is called before and after every pass over every graph; it may not change its arguments."""
 
-    def before(self, step: Pass, unit: Unit) -> None:
+    def before(self, step: Step, unit: Unit) -> None:
         """Take note that a pass is about to run."""
 
-    def after(self, step: Pass, unit: Unit, edits: Mapping[str, int]) -> None:
+    def after(self, step: Step, unit: Unit, edits: Mapping[str, int]) -> None:
         """Take note that a pass has run, and how often each of its rules fired."""
 
 
 class Verified(Watcher):
     """Verifies after each pass the properties that the pass ensures."""
 
-    def after(self, step: Pass, unit: Unit, edits: Mapping[str, int]) -> None:
+    def after(self, step: Step, unit: Unit, edits: Mapping[str, int]) -> None:
         """Raise VerificationError if a property does not hold."""
         if step.ensures is not Ensures.NOTHING_NEW:
             verify(unit.graph, unit.decided if step.ensures is Ensures.DTYPES else None)
@@ -50,11 +50,11 @@ class Timed(Watcher):
     seconds: dict[str, float] = field(default_factory=dict)
     started: float = 0.0
 
-    def before(self, step: Pass, unit: Unit) -> None:
+    def before(self, step: Step, unit: Unit) -> None:
         """Start the clock."""
         self.started = self.clock()
 
-    def after(self, step: Pass, unit: Unit, edits: Mapping[str, int]) -> None:
+    def after(self, step: Step, unit: Unit, edits: Mapping[str, int]) -> None:
         """Stop the clock, and add the time of the pass."""
         self.seconds[step.name] = self.seconds.get(step.name, 0.0) + self.clock() - self.started
 
@@ -71,7 +71,7 @@ class Printed(Watcher):
     name: str
     write: Callable[[str], object]
 
-    def after(self, step: Pass, unit: Unit, edits: Mapping[str, int]) -> None:
+    def after(self, step: Step, unit: Unit, edits: Mapping[str, int]) -> None:
         """Write the graph if this is the pass to print."""
         if step.name == self.name:
             fired = ", ".join(f"{rule} {n}" for rule, n in edits.items())

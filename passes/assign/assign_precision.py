@@ -2,7 +2,7 @@
 
 Two simulations run forwards over the graph (`simulate.py`). The first does what `torch.autocast` would do on this
 device: every node gets its `autocast` dtype. The second follows the policy: its overrides, the casts in the user's
-code, and each rule as the level interprets it.
+code, and each rule as the level interprets it. Then values are placed where the fewest bytes move (`place.py`).
 
 Before: linear(x, w); softmax(linear)          no dtype decided
 After:  linear: bfloat16, "low: matrix product"; softmax: bfloat16, "follow: its operand's dtype"
@@ -10,12 +10,12 @@ After:  linear: bfloat16, "low: matrix product"; softmax: bfloat16, "follow: its
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from torch.fx import Graph, Node
 
-from ..colouring import Assignment, Colouring
+from ..colouring import Assignment, Colours
 from ..contract.errors import PolicyError
 from ..contract.plan import Plan
 from ..contract.policy import Policy
@@ -25,11 +25,13 @@ from ..form import Ensures, Unit
 from ..graph.bodies import Border
 from ..graph.by_rows import SymbolicInference, original_dtypes
 from ..graph.notes import note_of
-from ..graph.values import ANY, Aliases, Inference, is_floating, is_known, keys, module_types, source
+from ..graph.values import ANY, Aliases, Dtypes, Infer, Inference, is_floating, is_known, keys, module_types, source
 from ..ops.rules import row_of
 from .colour.simulate import Simulation
+from .decisions import decisions_on
 from .place.place import place
 from .place.saturate import saturate
+from .replay import replay
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,7 @@ class AssignPrecision:
     Attributes:
         policy: with dtype and device filled in.
         plan: the plan to carry out instead of choosing.
+        own: the decisions of the plan, by graph and key, that the graphs must have; None for all.
         timer: measures calls, for a policy with cost="measured".
     """
 
@@ -46,28 +49,31 @@ class AssignPrecision:
     ensures: ClassVar = Ensures.NOTHING_NEW
     policy: Policy
     plan: Plan | None = None
+    own: frozenset[tuple[int, str]] | None = None
     timer: Timer | None = None
 
-    def __call__(self, unit: Unit) -> dict[str, int]:
-        """Decide, without an edit; the plan gives the reason for each node."""
+    def __call__(self, unit: Unit) -> Assignment:
+        """Decide on one graph; raise PlanError where a plan to carry out does not fit it."""
         original = original_dtypes(unit.graph, unit.attribute)
         plan = None if self.plan is None else self.plan.of_graph(unit.index)
-        unit.assignment = assign_precision(
-            unit.graph, self.policy, original, plan, unit.border, self.timer, unit.simulated
-        )
-        return {}
+        assignment = assign_precision(unit.graph, self.policy, original, plan, unit.border, self.timer, unit.simulated)
+        decisions = decisions_on(unit.graph, assignment.colours, assignment.autocast, unit.index)
+        if plan is not None:
+            own = None if self.own is None else frozenset(key for at, key in self.own if at == unit.index)
+            decisions = replay(decisions, plan, own)
+        return replace(assignment, decisions=decisions)
 
 
 def assign_precision(
     graph: Graph,
     policy: Policy,
-    original: dict[Node, Any],
+    original: Dtypes,
     plan: Plan | None = None,
     border: Border | None = None,
     timer: Timer | None = None,
-    simulated: Any = None,
+    simulated: Simulation | None = None,
 ) -> Assignment:
-    """Colour every node that touches a floating value.
+    """Colour every node that touches a floating value; at O0 none.
 
     Args:
         graph: legalized, not changed.
@@ -84,47 +90,41 @@ def assign_precision(
             are to be measured, but nothing can be run.
     """
     symbolic = any(n.op == "placeholder" and original[n] is ANY for n in graph.nodes)
-    measured = policy.cost == "measured"
-    if measured and policy.level.rounds and plan is None and (symbolic or timer is None):
+    infer = SymbolicInference() if symbolic else Inference()
+    if not policy.level.rounds:
+        returned = {n: original[n] for n in graph.output_node().all_input_nodes}
+        return Assignment({}, dict(original), original, returned, infer, symbolic)
+    if policy.cost == "measured" and plan is None and (symbolic or timer is None):
         raise PolicyError(
             "cost='measured' needs shapes to measure: give convert example inputs, and capture='export' or 'auto'; or "
             "choose cost='bytes', the default."
         )
-    infer: Any = SymbolicInference() if symbolic else Inference()
     simulation = simulated or _simulation(graph, policy, original, infer, border)
+    measuring = timer if policy.cost == "measured" else None
+    colours, dtypes = place(graph, policy, simulation, plan, symbolic=symbolic, timer=measuring)
+    colours = _name_fused(saturate(simulation, colours, dtypes))
     reference: Any = simulation.reference
-    returned = simulation.returned()
-    if policy.level.rounds:
-        place(graph, policy, simulation, plan, symbolic=symbolic, timer=timer if measured else None)
-        saturate(simulation)
-    elif measured:
-        simulation.colours = {n: c for n in graph.nodes if (c := _as_it_is(n, original)) is not None}
-    _name_fused(simulation)
-    if plan is not None:
-        _keep_reasons(graph, simulation, plan)
     autocast = {n: c.dtype for n, c in reference.colours.items()}
-    seen = _disagreements(graph, reference) if policy.level.rounds else []
     return Assignment(
-        simulation.colours, simulation.dtypes, simulation.original, autocast, returned, simulation.infer, symbolic,
-        seen, simulation.bodies,
+        colours, dtypes, original, simulation.returned(), simulation.infer, symbolic,
+        _disagreements(graph, reference), simulation.bodies, autocast,
     )  # fmt: skip
 
 
-def _simulation(
-    graph: Graph, policy: Policy, original: dict[Node, Any], infer: Any, border: Border | None
-) -> Simulation:
+def _simulation(graph: Graph, policy: Policy, original: Dtypes, infer: Infer, border: Border | None) -> Simulation:
     """Return what the policy decides before any value is placed, beside what autocast does."""
     aliases = Aliases(graph)
-    plain = Policy("O1" if policy.level.rounds else "O0", dtype=policy.dtype, device=policy.device)
+    plain = Policy("O1", dtype=policy.dtype, device=policy.device)
     reference = Simulation(plain, graph, original, infer, aliases, autocast=True, border=border)
     reference.settle()
-    simulation = Simulation(policy, graph, original, infer, aliases, stacks=module_types(graph), border=border)
-    simulation.reference = reference
+    simulation = Simulation(
+        policy, graph, original, infer, aliases, stacks=module_types(graph), border=border, reference=reference
+    )
     simulation.settle()
     return simulation
 
 
-def _disagreements(graph: Graph, reference: Simulation) -> list[str]:
+def _disagreements(graph: Graph, reference: Simulation) -> tuple[str, ...]:
     """Compare the dtypes that the rules derive for autocast with those seen in a capture under it, value by value.
 
     A node counts only if the rules are right about its operands, so that one wrong rule is reported once.
@@ -138,28 +138,14 @@ def _disagreements(graph: Graph, reference: Simulation) -> list[str]:
         if wrong.isdisjoint(node.all_input_nodes):
             out.append(f"torch.autocast gives {seen} at {names[node]}, the rules say {ours}: {source(node)}")
         wrong.add(node)
-    return out
+    return tuple(out)
 
 
-def _as_it_is(node: Node, original: dict[Node, Any]) -> Colouring | None:
-    """Return the decision of a plan at O0 with measured costs: that a node runs as written."""
-    dtypes = original[node] if isinstance(original[node], tuple) else (original[node],)
-    dtype = next((d for d in dtypes if is_floating(d) and not isinstance(d, tuple)), None)
-    if not node.op.startswith("call") or dtype is None:
-        return None
-    return Colouring(dtype, "keep", Code.AS_WRITTEN("nothing is rounded"))
-
-
-def _name_fused(simulation: Simulation) -> None:
-    """Give the ops that eager evaluation runs in a fused kernel that reason, once it no longer decides anything."""
-    for node, colouring in simulation.colours.items():
-        if note_of(node).fused and not row_of(node).commutes and simulation.policy.level.rounds:
-            colouring.reason = Code.FASTPATH(f"a fused kernel in eager evaluation ({colouring.reason})")
-
-
-def _keep_reasons(graph: Graph, simulation: Simulation, plan: Plan) -> None:
-    """Give every node the reason from the replayed plan, since the measurements behind it are not repeated."""
-    reasons = {d.key: d.because for d in plan.decisions}
-    for node, key in keys(graph.nodes).items():
-        if node in simulation.colours and key in reasons:
-            simulation.colours[node].reason = reasons[key]
+def _name_fused(colours: Colours) -> Colours:
+    """Return the decisions with the ops named that eager evaluation runs in a fused kernel."""
+    named = dict(colours)
+    for node, colouring in colours.items():
+        if note_of(node).fused and not row_of(node).commutes:
+            why = Code.FASTPATH(f"a fused kernel in eager evaluation ({colouring.reason})")
+            named[node] = replace(colouring, reason=why)
+    return named

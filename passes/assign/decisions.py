@@ -1,54 +1,48 @@
-"""Write the decisions on a graph as its part of the plan, before any cast is inserted."""
+"""The decisions on a graph in the form of a plan."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from collections.abc import Mapping
 
+import torch
 from torch.fx import Graph, Node
 
-from ..colouring import Assignment
+from ..colouring import Colours
 from ..contract.plan import Decision
-from ..form import Ensures, Unit
 from ..graph.values import keys, module_path, source
 from ..ops import ops
 
 
-@dataclass(frozen=True)
-class WriteDecisions:
-    """Write the decisions on a graph in the form of a plan."""
+def decisions_on(
+    graph: Graph, colours: Colours, autocast: Mapping[Node, torch.dtype], index: int
+) -> tuple[Decision, ...]:
+    """Return the decisions on a graph, in its order.
 
-    name: ClassVar = "write-decisions"
-    ensures: ClassVar = Ensures.NOTHING_NEW
-
-    def __call__(self, unit: Unit) -> dict[str, int]:
-        """Write the decisions into the plan; no edit is made."""
-        unit.decisions = tuple(_decisions(unit.graph, unit.decided, unit.index))
-        return {}
-
-
-def _decisions(graph: Graph, assignment: Assignment, index: int) -> list[Decision]:
+    Args:
+        graph: before any cast is inserted.
+        colours: the decision on each node that touches a floating value.
+        autocast: the dtype that autocast runs each of them in.
+        index: the number of the graph in the plan.
+    """
     names = keys(graph.nodes)
-    return [_decision(node, names, assignment, index) for node in graph.nodes if node in assignment.colours]
-
-
-def _decision(node: Node, names: dict[Node, str], assignment: Assignment, index: int) -> Decision:
-    colouring = assignment.colours[node]
-    autocast = assignment.autocast.get(node, colouring.dtype)
-    return Decision(
-        key=names[node],
-        graph=index,
-        op=ops.name(node),
-        module_path=module_path(node),
-        source=source(node),
-        colour=_name(colouring.dtype),
-        autocast_dtype=_name(autocast),
-        kind=colouring.kind,
-        reason=str(colouring.reason),
-        code=colouring.reason.code.value,
-        causes=tuple(names[c] for c in colouring.causes if c in names),
+    return tuple(
+        Decision(
+            key=names[node],
+            graph=index,
+            op=ops.name(node),
+            module_path=module_path(node),
+            source=source(node),
+            colour=_name(colours[node].dtype),
+            autocast_dtype=_name(autocast.get(node, colours[node].dtype)),
+            kind=colours[node].kind,
+            reason=str(colours[node].reason),
+            code=colours[node].reason.code.value,
+            causes=tuple(names[c] for c in colours[node].causes if c in names),
+        )
+        for node in graph.nodes
+        if node in colours
     )
 
 
-def _name(dtype: Any) -> str:
+def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

@@ -27,11 +27,15 @@ from ..form import Ensures, Unit
 from ..graph.aliases import Aliases, may_alias
 from ..graph.grad import grad_modes, requires_grad
 from ..graph.notes import CLAMP_OPERAND, is_inserted, is_parameter, note, note_of
+from ..graph.values import LOW, ValueDtype
 from ..ops import ops
 from ..ops.rules import row_of
 from ..runtime.casts import CAST, cast_floating, cast_weight
 
-_WIDENS = {(torch.float16, torch.float32), (torch.bfloat16, torch.float32)}
+
+def _widens(before: object, after: object) -> bool:
+    """Say whether a cast is one from a 16-bit dtype to FP32."""
+    return before in LOW and after == torch.float32
 
 
 @dataclass(frozen=True)
@@ -90,7 +94,7 @@ def _round_trip(graph: Graph, assignment: Assignment) -> int:
         if not is_inserted(middle):
             continue
         value = middle.args[0]
-        if assignment.dtypes[value] != cast.args[1] or (cast.args[1], middle.args[1]) not in _WIDENS:
+        if assignment.dtypes[value] != cast.args[1] or not _widens(cast.args[1], middle.args[1]):
             continue
         if aliases().is_mutated(value) or any(u.op == "output" or may_alias(u) for u in cast.users):
             continue
@@ -152,7 +156,7 @@ def _promote(graph: Graph, assignment: Assignment) -> int:
     return edits
 
 
-def _as_if(assignment: Assignment, cast: Node, value: Node) -> Callable[[Node], Any]:
+def _as_if(assignment: Assignment, cast: Node, value: Node) -> Callable[[Node], ValueDtype]:
     """Return the dtypes of all values, as if the cast were the value that it casts."""
     return lambda n: assignment.dtypes[value if n is cast else n]
 
@@ -177,7 +181,7 @@ def _absorbed(graph: Graph, assignment: Assignment, takes: Callable[[Node], obje
     only reader: the sum of several readers' gradients would be rounded in another place.
     """
     dtypes, modes = assignment.dtypes, grad_modes(graph)
-    widening = [c for c in _inserted(graph) if c.target is CAST and (dtypes[c.args[0]], dtypes[c]) in _WIDENS]  # type: ignore[index]
+    widening = [c for c in _inserted(graph) if c.target is CAST and _widens(dtypes[c.all_input_nodes[0]], dtypes[c])]
     found = [
         (cast, reader)
         for cast in widening

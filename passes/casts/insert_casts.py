@@ -18,7 +18,7 @@ from .._torch import pytree
 from ..colouring import Assignment, Colouring
 from ..form import Ensures, Unit
 from ..graph.notes import CAST_OPERAND, CLAMP_OPERAND, RESTORE_OUTPUT, note, origin
-from ..graph.values import ANY, ELIGIBLE, LOW, is_floating
+from ..graph.values import ANY, ELIGIBLE, LOW, ValueDtype, is_floating
 from ..ops import ops
 from ..ops.rules import row_of
 from ..runtime.casts import CAST, cast_floating, cast_weight
@@ -62,7 +62,7 @@ def _cast_operands(graph: Graph, node: Node, colouring: Colouring, assignment: A
 
     def cast(operand: ops.Operand) -> Node:
         nonlocal edits
-        wanted = colouring.casts.get((operand.name, operand.index))
+        wanted = colouring.casts.get(operand.place)
         if wanted is None:
             return operand.node
         edits += 1
@@ -80,9 +80,9 @@ def _clamp_operands(graph: Graph, node: Node, colouring: Colouring, assignment: 
 
     def clamp(operand: ops.Operand) -> Node:
         value = operand.node
-        if (operand.name, operand.index) not in colouring.clamped:
+        if operand.place not in colouring.clamped:
             return value
-        largest = torch.finfo(colouring.casts.get((operand.name, operand.index), colouring.dtype)).max
+        largest = torch.finfo(colouring.casts.get(operand.place, colouring.dtype)).max
         with graph.inserting_before(node):
             made = graph.call_function(torch.ops.aten.clamp.default, (value, -largest, largest))
         made.meta = origin(node) | {"val": value.meta.get("val")}
@@ -124,7 +124,7 @@ def make_cast(
     return made
 
 
-def recast(held: Any, dtype: torch.dtype) -> Any:
+def recast(held: ValueDtype, dtype: torch.dtype) -> ValueDtype:
     """Return the given dtypes after a cast."""
     if isinstance(held, tuple):
         return tuple(recast(h, dtype) for h in held)
@@ -171,7 +171,7 @@ def _restore_outputs(graph: Graph, assignment: Assignment) -> int:
     return len(made)
 
 
-def _floating(original: Any) -> torch.dtype | None:
+def _floating(original: ValueDtype) -> torch.dtype | None:
     """Return the floating dtype that a value had; FP32 if it is unknown, None if there was none or several."""
     leaves = pytree.tree_leaves(original, is_leaf=lambda d: d is None)
     kinds = {torch.float32 if d is ANY else d for d in leaves if d is ANY or is_floating(d)}

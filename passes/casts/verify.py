@@ -11,7 +11,7 @@ from ..colouring import AS_AUTOCAST, Assignment
 from ..contract.errors import VerificationError
 from ..graph.mixed import refuse_mixed
 from ..graph.notes import is_inserted, note_of
-from ..graph.values import ANY, COMPLEX, is_complex, module_path, source
+from ..graph.values import ANY, COMPLEX, Dtypes, ValueDtype, is_complex, module_path, source
 from ..ops import ops
 from ..ops.rules import row_of
 from ..runtime.casts import cast_floating
@@ -31,7 +31,7 @@ def verify(graph: Graph, assignment: Assignment | None = None) -> None:
     _verify_structure(graph)
     if assignment is None:
         return
-    held: dict[Node, Any] = {}
+    held: Dtypes = {}
     for node in graph.nodes:
         held[node] = _dtypes(node, held, assignment)
         expected = assignment.dtypes.get(node)
@@ -63,7 +63,7 @@ def _verify_structure(graph: Graph) -> None:
             raise VerificationError(f"the graph is malformed: {e}. {_REPORT}") from e
 
 
-def _dtypes(node: Node, held: dict[Node, Any], assignment: Assignment) -> Any:
+def _dtypes(node: Node, held: Dtypes, assignment: Assignment) -> ValueDtype:
     """Return the dtypes that a node gives, from those that its operands have."""
     if node.op == "placeholder":
         return assignment.dtypes.get(node)  # an input of a body has the dtype that its caller passes

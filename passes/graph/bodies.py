@@ -23,6 +23,7 @@ from .._torch import pytree
 from ..ops.rules import Rule, row_of
 from .aliases import mutated_operands
 from .notes import note
+from .values import Dtypes, ValueDtype
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Body:
         at = [n for n in self.graph.nodes if n.op == "placeholder"]
         return {p: v for p, v in zip(at, node.args[self.first :], strict=True) if isinstance(v, Node)}
 
-    def dtypes(self, dtypes: dict[Node, Any]) -> Any:
+    def dtypes(self, dtypes: Dtypes) -> ValueDtype:
         """Return the dtypes of what the body returns, in the form of the call's results."""
         made: Any = self.graph.output_node().args[0]
         if isinstance(made, Node):
@@ -75,7 +76,7 @@ class Border:
         bodies: the graphs inside it.
     """
 
-    inputs: dict[Node, Any] = field(default_factory=dict)
+    inputs: Dtypes = field(default_factory=dict)
     restore_outputs: bool = True
     autocast_outputs: bool = False
     bodies: dict[Node, list[Body]] = field(default_factory=dict)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeAlias
 
 import torch
 from torch.fx import Graph, Node
@@ -16,7 +16,9 @@ from ..runtime import rnn
 from .values import (
     ANY,
     COMPLEX,
+    Dtypes,
     Unknown,
+    ValueDtype,
     dtype_reference,
     dtypes_of,
     is_complex,
@@ -25,12 +27,13 @@ from .values import (
 )  # fmt: skip
 
 
-def original_dtypes(graph: Graph, attribute: Callable[[str], Any]) -> dict[Node, Any]:
+def original_dtypes(graph: Graph, attribute: Callable[[str], Any]) -> Dtypes:
     """Return the dtype of every value of the graph as captured: a dtype, a tuple of them, None, or ANY.
 
     `attribute` resolves the target of a get_attr.
     """
-    infer, out = SymbolicInference(), dict[Node, Any]()
+    infer = SymbolicInference()
+    out: Dtypes = {}
     for node in graph.nodes:
         if node.op == "output":
             out[node] = None
@@ -51,7 +54,7 @@ class SymbolicInference:
     A list of unknown length whose elements have one dtype is written as a tuple of one item.
     """
 
-    def __call__(self, node: Node, dtype_of: Callable[[Node], Any]) -> Any:
+    def __call__(self, node: Node, dtype_of: Callable[[Node], ValueDtype]) -> ValueDtype:
         """Return the dtypes of the node's output when its operands have the given dtypes."""
         name = ops.name(node)
         if name == "getitem":
@@ -77,7 +80,10 @@ class SymbolicInference:
 _SWITCHES = (torch.is_grad_enabled, SET_GRAD, enter_autocast, exit_autocast)
 
 
-def _item(held: Any, index: Any) -> Any:
+Given: TypeAlias = "list[tuple[str, ValueDtype]]"  # the name of each operand, and its dtype
+
+
+def _item(held: ValueDtype, index: object) -> ValueDtype:
     """Return the dtypes of an item: of a container, of a list of unknown length, or of an indexed tensor."""
     if not isinstance(held, tuple):
         return held
@@ -86,7 +92,7 @@ def _item(held: Any, index: Any) -> Any:
     return held[index] if isinstance(index, (int, slice)) else ANY
 
 
-def _by_row(node: Node, given: list[tuple[str, Any]]) -> Any:
+def _by_row(node: Node, given: Given) -> ValueDtype:
     """Return the dtypes of a call with these operands, as far as the row of the op gives them."""
     row = rule(ops.name(node))
     if node.op == "call_module" or row is None or isinstance(ops.argument(node, "dtype"), Node):
@@ -98,7 +104,7 @@ def _by_row(node: Node, given: list[tuple[str, Any]]) -> Any:
     return _made(node, row, given)
 
 
-def _made(node: Node, row: Rule, given: list[tuple[str, Any]]) -> Any:
+def _made(node: Node, row: Rule, given: Given) -> ValueDtype:
     """Return the dtypes of an op's outputs according to its row."""
     name, schema = ops.name(node), ops.schema_of(node)
     if row.cpu == COMPOSITE or row.depends:
@@ -124,7 +130,7 @@ def _made(node: Node, row: Rule, given: list[tuple[str, Any]]) -> Any:
     return out[0] if len(returns) == 1 else out + (ANY,) * (len(returns) - len(out))
 
 
-def _kinds(node: Node, row: Rule, given: list[tuple[str, Any]], ran: Any) -> dict[str, Any]:
+def _kinds(node: Node, row: Rule, given: Given, ran: ValueDtype) -> dict[str, ValueDtype]:
     """Return the dtype that each word of the column `out` means for a call that ran in the dtype `ran`."""
     small = ops.argument(node, "out_int32", False) is not False
     not_floating = row.cpu == KEEP and isinstance(ran, torch.dtype) and not is_floating(ran)
@@ -138,7 +144,7 @@ def _kinds(node: Node, row: Rule, given: list[tuple[str, Any]], ran: Any) -> dic
     }
 
 
-def _ran(row: Rule, given: list[tuple[str, Any]]) -> Any:
+def _ran(row: Rule, given: Given) -> ValueDtype:
     """Return the dtype that an op runs in: that of its floating operands, if they agree and nothing else decides."""
     kinds = {d for d in _leaves([d for _, d in given]) if d is not None}
     floats = {d for d in kinds if is_floating(d)}
@@ -151,15 +157,15 @@ def _ran(row: Rule, given: list[tuple[str, Any]]) -> Any:
     return _only(list(kinds)) if row.commutes else ANY  # an op that only moves values keeps their dtype
 
 
-def _first(row: Rule, given: list[tuple[str, Any]]) -> Any:
+def _first(row: Rule, given: Given) -> ValueDtype:
     """Return the dtype of the operand that the column `out_of` names, or else of the first operand."""
     held = dict(given).get(row.out_of) if row.out_of else given[0][1]
     return held if isinstance(held, (torch.dtype, Unknown)) else ANY
 
 
-def _only(dtypes: list[Any]) -> Any:
+def _only(dtypes: list[ValueDtype]) -> ValueDtype:
     return dtypes[0] if len(dtypes) == 1 else ANY
 
 
-def _leaves(dtypes: Any) -> list[Any]:
+def _leaves(dtypes: Iterable[ValueDtype]) -> list[ValueDtype]:
     return [x for d in dtypes for x in (_leaves(d) if isinstance(d, tuple) else [d])]

@@ -6,13 +6,15 @@ A note is frozen, since a copied node shares the objects in its meta with the or
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.fx import Node
+from torch import Tensor, nn
+from torch.fx import Graph, Node
 
+from .._torch import FakeTensor
 from ..ops.ops import NOTE
 
 Region = tuple[str, bool, torch.dtype | None]  # device type, enabled, dtype
@@ -87,6 +89,19 @@ def note_of(node: Node) -> Note:
 def note(node: Node, **changes: Any) -> None:
     """Change fields of a node's note."""
     node.meta[NOTE] = replace(note_of(node), **changes)
+
+
+def note_buffers(graph: Graph, attribute: Callable[[str], Any]) -> None:
+    """Note which values are buffers or constants, and the number in a 0-dim one.
+
+    A fill value is usually a literal, but it may be such a tensor. `attribute` resolves the target of a get_attr.
+    """
+    for node in graph.nodes:
+        value = attribute(str(node.target)) if node.op == "get_attr" else None
+        if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+            known = not isinstance(value, FakeTensor) and not value.is_meta
+            number = known and value.dim() == 0 and value.is_floating_point()
+            note(node, role="buffer", constant=float(value) if number else None)
 
 
 def is_parameter(value: Node) -> bool:

@@ -10,7 +10,7 @@ from torch.fx import Graph, Node
 
 def copy_body(graph: Graph, body: Graph, operands: list[Any]) -> tuple[list[Node], Any]:
     """Copy a body to the insertion point of a graph, with these operands; return the new nodes and the results."""
-    copied: dict[Node, Any] = dict(zip((n for n in body.nodes if n.op == "placeholder"), operands, strict=True))
+    copied: dict[Any, Any] = dict(zip((n for n in body.nodes if n.op == "placeholder"), operands, strict=True))
     new = []
     for inner in body.nodes:
         if inner.op not in ("placeholder", "output"):

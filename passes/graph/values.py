@@ -10,7 +10,7 @@ import operator
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch.fx import Graph, Node
@@ -41,6 +41,10 @@ class Unknown:
     def __repr__(self) -> str:
         return self.name
 
+
+# The dtype of a value: that of a tensor, one for each item of a container, None for what is no tensor.
+ValueDtype: TypeAlias = "torch.dtype | Unknown | tuple[ValueDtype, ...] | None"
+Dtypes: TypeAlias = dict[Node, ValueDtype]
 
 ANY = Unknown("any")  # nothing is known, as of an input of a model captured without inputs
 COMPLEX = Unknown("complex")  # complex of 32 to 128 bits, made from such a value
@@ -113,7 +117,7 @@ def keys(nodes: Iterable[Node]) -> dict[Node, str]:
 # Dtypes.
 
 
-def dtypes_of(value: Any) -> Any:
+def dtypes_of(value: Any) -> ValueDtype:
     """Return the dtype of a tensor, a tuple for a container, None for anything else."""
     if isinstance(value, torch.Tensor):
         return value.dtype
@@ -122,7 +126,7 @@ def dtypes_of(value: Any) -> Any:
     return None
 
 
-def retyped(value: Any, dtype: Any) -> Any:
+def retyped(value: Any, dtype: ValueDtype) -> Any:
     """Return a fake value in the dtype that it now has; a container item by item."""
     if isinstance(value, (tuple, list)) and isinstance(dtype, tuple) and len(value) == len(dtype):
         return type(value)([retyped(v, d) for v, d in zip(value, dtype, strict=True)])
@@ -132,21 +136,35 @@ def retyped(value: Any, dtype: Any) -> Any:
         return value.to(dtype)
 
 
-def is_floating(dtype: Any) -> bool:
+def is_floating(dtype: ValueDtype) -> bool:
     """Say whether this is a floating dtype, or a container with one in it."""
     if isinstance(dtype, tuple):
         return any(is_floating(d) for d in dtype)
     return isinstance(dtype, torch.dtype) and dtype.is_floating_point
 
 
-def is_known(dtype: Any) -> bool:
+def is_known(dtype: ValueDtype) -> bool:
     """Say whether every part of a dtype is known; a list of unknown length, written as one element, counts as known."""
     return all(map(is_known, dtype)) if isinstance(dtype, tuple) else not isinstance(dtype, Unknown)
 
 
-def is_complex(dtype: Any) -> bool:
+def is_complex(dtype: ValueDtype) -> bool:
     """Say whether this is a complex dtype."""
     return dtype is COMPLEX or (isinstance(dtype, torch.dtype) and dtype.is_complex)
+
+
+def first_float(dtype: ValueDtype) -> torch.dtype | None:
+    """Return the dtype if it is floating, or the first floating one of a container; else None."""
+    if isinstance(dtype, tuple):
+        return next((d for d in map(first_float, dtype) if d is not None), None)
+    return dtype if isinstance(dtype, torch.dtype) and dtype.is_floating_point else None
+
+
+class Infer(Protocol):
+    """What gives the dtypes of a call's result from those of its operands; it raises what a kernel raises."""
+
+    def __call__(self, node: Node, dtype_of: Callable[[Node], ValueDtype], /) -> ValueDtype:
+        """Return the dtypes of the result when the operands have the given dtypes."""
 
 
 def literal_dtype(node: Node) -> torch.dtype | None:
@@ -195,9 +213,9 @@ class Inference:
 
     def __init__(self) -> None:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
-        self._memo: dict[Any, Any] = {}
+        self._memo: dict[Any, ValueDtype] = {}
 
-    def __call__(self, node: Node, dtype_of: Callable[[Node], Any]) -> Any:
+    def __call__(self, node: Node, dtype_of: Callable[[Node], ValueDtype]) -> ValueDtype:
         """Return the dtypes of the node's output when its operands have the given dtypes.
 
         Raises whatever the op raises when it rejects them.
@@ -215,7 +233,7 @@ class Inference:
             self._memo[key] = self._run(node, dtype_of)
         return self._memo[key]
 
-    def _run(self, node: Node, dtype_of: Callable[[Node], Any]) -> Any:
+    def _run(self, node: Node, dtype_of: Callable[[Node], ValueDtype]) -> ValueDtype:
         def fake(arg: Node) -> Any:
             leaves, spec = pytree.tree_flatten(arg.meta.get("val"))
             wanted = pytree.tree_leaves(dtype_of(arg), is_leaf=lambda d: d is None)
@@ -231,7 +249,7 @@ class Inference:
             return dtypes_of(target(*args, **kwargs))
 
 
-def _key(node: Node, dtype_of: Callable[[Node], Any]) -> Any:
+def _key(node: Node, dtype_of: Callable[[Node], ValueDtype]) -> Any:
     """Return all that the output dtypes of a call can depend on; None if that is unknown."""
     if "::" in ops.name(node) or isinstance(node.meta.get("val"), (tuple, list)) or _gives_a_list(node):
         return None

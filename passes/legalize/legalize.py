@@ -17,7 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from .._torch import FakeTensor, OpOverload, enter_autocast, exit_autocast, is_composite, quiet_fakes
 from ..contract.policy import Policy
 from ..form import Ensures, Unit
-from ..graph.notes import DECOMPOSE, move_to, note
+from ..graph.notes import DECOMPOSE, move_to, note, note_buffers
 from ..graph.splice import copy_body, put_in_place
 from ..ops import ops
 from ..ops.facts import rule_of
@@ -41,7 +41,7 @@ class Legalize:
     policy: Policy
 
     def __call__(self, unit: Unit) -> dict[str, int]:
-        """Run the steps: apply reads, drop switches, index fields, cast before norms, split losses, decompose."""
+        """Apply reads, drop switches, index fields, cast before norms, split losses, decompose; note buffers."""
         level, graph = self.policy.level, unit.graph
         splits = level.weighs and "cross_entropy_loss" not in dict(self.policy.ops)
         edits = {
@@ -51,8 +51,8 @@ class Legalize:
             "norm": cast_before_norms(graph),
             "loss": split_losses(graph) if splits else 0,
         }
-        edits["composite"], kept = decompose_composites(graph, self.policy.device or "cpu")
-        unit.kept = frozenset(kept)
+        edits["composite"] = decompose_composites(graph, self.policy.device or "cpu")
+        note_buffers(graph, unit.attribute)
         return edits
 
 
@@ -80,22 +80,21 @@ def index_fields(graph: Graph) -> int:
     return edits
 
 
-def decompose_composites(graph: Graph, device: str) -> tuple[int, list[str]]:
+def decompose_composites(graph: Graph, device: str) -> int:
     """Replace each op that has no colour of its own by the ops it calls for the shapes at hand, in place.
 
     The ops that it calls, and their gradients, are those that eager runs: the op's own kernel is traced above autograd,
     one level deep, and composites among its ops are decomposed in turn.
 
-    Returns the number of ops decomposed and, by name, those that cannot be and stay whole.
+    Returns the number of ops decomposed. Those that cannot be stay whole.
     """
-    edits, kept = 0, []
+    edits = 0
     memo: dict[Any, Graph | None] = {}
     found = [n for n in reversed(graph.nodes) if _is_composite(n, device)]
     while found:
         node = found.pop()
         body = _body_of(node, memo)
         if body is None:
-            kept.append(ops.name(node))
             continue
         with graph.inserting_before(node):
             new, result = copy_body(graph, body, node.all_input_nodes)
@@ -105,8 +104,7 @@ def decompose_composites(graph: Graph, device: str) -> tuple[int, list[str]]:
         put_in_place(graph, node, result)
         found += [n for n in reversed(new) if _is_composite(n, device)]
         edits += 1
-    logger.debug("decompose_composites: %d edits, %d kept whole", edits, len(kept))
-    return edits, kept
+    return edits
 
 
 def _is_composite(node: Node, device: str) -> bool:

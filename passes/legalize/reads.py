@@ -90,7 +90,7 @@ def _cast_first(node: Node, **means: Any) -> None:
     """Before: softmax(x, 1, dtype=float32). After: softmax(to(x, float32), 1), with a literal or relative cast."""
     value: Any = node.args[0] if node.args else next(ops.operands(node)).node
     told: Any = ops.argument(node, "dtype")
-    gives = dtypes_of(node.meta.get("val"))  # its dtypes without autocast
+    gives: Any = dtypes_of(node.meta.get("val"))  # its dtypes without autocast
     with node.graph.inserting_before(node):
         if isinstance(told, Node):
             cast = node.graph.call_method("to", (value, told))

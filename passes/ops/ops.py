@@ -132,6 +132,11 @@ class Operand(NamedTuple):
     index: int  # type: ignore[assignment]  # hides tuple.index
     node: Node
 
+    @property
+    def place(self) -> tuple[str, int]:
+        """Its argument's name, and its place among the leaves of that."""
+        return self.name, self.index
+
 
 # Names.
 

@@ -114,6 +114,7 @@ def inserted(gm: GraphModule, policy: Policy, seed: int) -> tuple[GraphModule, A
             kinds = [(torch.float32,)] if promotes else [(assignment.dtypes[o.node],), (torch.float32, torch.bfloat16)]
             made = o.node
             for dtype in rng.choice(kinds):
+                assert isinstance(dtype, torch.dtype)
                 made = make_cast(new.graph, made, dtype, node, assignment)
             ops.map_operands(node, functools.partial(_replaced, {o: made}))
     new.recompile()

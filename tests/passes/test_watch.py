@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import functools
 import re
+from collections import Counter
 from typing import ClassVar
 
 import pytest
@@ -13,11 +14,12 @@ import torch
 from torch.fx import GraphModule
 
 from passes import NAMES, Printed, Timed, compile_graph, watched
+from passes.assign.assign_precision import AssignPrecision
 from passes.contract.errors import VerificationError
 from passes.contract.plan import Plan
 from passes.contract.policy import Policy
-from passes.form import Ensures, Unit
-from passes.pipeline import _run, deciding, preparing
+from passes.form import Ensures, Step, Unit
+from passes.pipeline import _decided, _run, preparing, rewriting
 from passes.watch import Watcher
 from tests.support.graphs import attribute, parse
 
@@ -39,10 +41,10 @@ def compiled(policy: Policy = POLICY) -> tuple[GraphModule, Plan]:
 
 
 def test_a_pass_is_its_configuration() -> None:
-    passes = [*preparing(POLICY), *deciding(POLICY)]
+    passes: list[Step] = [*preparing(POLICY), AssignPrecision(POLICY), *rewriting(POLICY)]
     assert tuple(step.name for step in passes) == NAMES
     assert all(re.fullmatch(r"[a-z]+(-[a-z]+)*", name) for name in NAMES)
-    assert passes == [*preparing(POLICY), *deciding(POLICY)]
+    assert passes == [*preparing(POLICY), AssignPrecision(POLICY), *rewriting(POLICY)]
     for step in passes:
         assert type(step).__doc__
         assert isinstance(step.ensures, Ensures)
@@ -87,13 +89,12 @@ def test_what_a_pass_breaks_is_found_after_it(ensures: Ensures) -> None:
             return {}
 
     gm, _ = compiled()
-    unit = Unit(gm.graph, functools.partial(attribute, gm))
-    _run(unit, deciding(POLICY)[:1])
+    unit = _decided(Unit(gm.graph, functools.partial(attribute, gm)), AssignPrecision(POLICY))
     if ensures is Ensures.DTYPES:
         with pytest.raises(VerificationError, match=r"linear .*gives torch\.\w+, its plan says torch\.float64"):
-            _run(unit, (Widens(),))
+            _run(unit, (Widens(),), Counter())
     else:
-        _run(unit, (Widens(),))
+        _run(unit, (Widens(),), Counter())
 
 
 def test_times_are_kept_by_pass() -> None:
@@ -139,9 +140,9 @@ def test_the_plan_says_how_often_each_rule_fired_and_which_never_did() -> None:
 
 def test_a_second_run_of_the_passes_that_eliminate_finds_nothing() -> None:
     gm = parse(TEXT)
-    unit = Unit(gm.graph, functools.partial(attribute, gm))
-    steps = deciding(POLICY)
-    _run(unit, steps)
-    before = dict(unit.edits)
-    _run(unit, [step for step in steps if step.name == "eliminate-casts"])
-    assert unit.edits == before
+    unit = _decided(Unit(gm.graph, functools.partial(attribute, gm)), AssignPrecision(POLICY))
+    edits: Counter[str] = Counter()
+    _run(unit, rewriting(POLICY), edits)
+    before = dict(edits)
+    _run(unit, [step for step in rewriting(POLICY) if step.name == "eliminate-casts"], edits)
+    assert edits == before

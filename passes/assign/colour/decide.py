@@ -64,7 +64,7 @@ def _as_read(state: State, site: Site) -> Colouring | None:
     if read is None:
         return None
     why = Code.DTYPE_ARGUMENT(f"under autocast your code reads {read} here")
-    return natural(state, site.of_kind(FOLLOW), why)
+    return natural(state, site.of_kind(FOLLOW), why, settled=True)
 
 
 def _writes(site: Site) -> bool:
@@ -82,7 +82,8 @@ def _pinned(state: State, site: Site) -> Colouring | None:
     if not state.aliases.is_mutated(node):
         why = Code.KEEP("your code reads its bits or element size, or writes numbers into it that depend on its dtype")
     elif may_alias(node):
-        return natural(state, site, why)  # a cast before a view makes a copy, which writes would not reach
+        # A cast before a view makes a copy, which writes would not reach.
+        return natural(state, site, why, settled=True)
     # Not FP32: a cast of a value that the user made low is a copy, which writes would not reach.
     return keep(state, site, why)
 
@@ -116,7 +117,7 @@ def _beside_float64(state: State, site: Site) -> Colouring | None:
     held = {state.dtypes[o.node] for o in site.floats}
     if torch.float64 not in held or (site.kind == FP32 and not held.isdisjoint(LOW_DTYPES)):
         return None
-    return natural(state, site, Code.FLOAT64("left as it is"))
+    return natural(state, site, Code.FLOAT64("left as it is"), settled=True)
 
 
 _DECIDERS = (_pinned, _overridden, _outside_autocast, _beside_float64)

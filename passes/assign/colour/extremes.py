@@ -11,49 +11,17 @@ After:  the same, angles FP32; cos is free
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, ClassVar
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.fx import Graph, Node
 
-from ..._torch import FakeTensor
-from ...form import Ensures, Unit
 from ...graph.literals import FP32_MAX, has_tiny, is_extreme, numbers
-from ...graph.notes import note, note_of
-from ...graph.values import ANY, LOW, is_floating
+from ...graph.notes import note_of
+from ...graph.values import ANY, LOW, Dtypes, ValueDtype, is_floating
 from ...ops import ops
 from ...ops.rules import Rule, row_named, row_of
 
 _ONE: tuple[tuple[str, ...], ...] = (("float",), ("first",))  # the output is one floating tensor
-
-
-def note_buffers(graph: Graph, attribute: Callable[[str], Any]) -> None:
-    """Note which values are buffers or constants, and the number in a 0-dim one.
-
-    A fill value is usually a literal, but it may be such a tensor. `attribute` resolves the target of a get_attr.
-    """
-    for node in graph.nodes:
-        value = attribute(str(node.target)) if node.op == "get_attr" else None
-        if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
-            known = not isinstance(value, FakeTensor) and not value.is_meta
-            number = known and value.dim() == 0 and value.is_floating_point()
-            note(node, role="buffer", constant=float(value) if number else None)
-
-
-@dataclass(frozen=True)
-class NoteBuffers:
-    """Leave in `meta` which values of a graph are buffers or constants."""
-
-    name: ClassVar = "note-buffers"
-    ensures: ClassVar = Ensures.NOTHING_NEW
-
-    def __call__(self, unit: Unit) -> dict[str, int]:
-        """Note them; no edit is made."""
-        note_buffers(unit.graph, unit.attribute)
-        return {}
 
 
 class Extremes:
@@ -88,7 +56,7 @@ class Extremes:
             if abs(number) == FP32_MAX:
                 self.lowest.add(node)
 
-    def visit(self, node: Node, name: str, row: Rule, dtypes: dict[Node, Any]) -> None:
+    def visit(self, node: Node, name: str, row: Rule, dtypes: Dtypes) -> None:
         """Record what is known about the result of a call, from its operands."""
         operands, found = [o.node for o in ops.operands(node)], list(numbers(node))
         passed_on = _passed_on(row, name, operands)
@@ -145,14 +113,14 @@ def _passed_on(row: Rule, name: str, operands: list[Node]) -> list[Node]:
     return operands[:1] if moves else []
 
 
-def converts(node: Node, name: str, dtypes: dict[Node, Any]) -> bool:
+def converts(node: Node, name: str, dtypes: Dtypes) -> bool:
     """Say whether a float is computed from integers; numbers combined with a low activation are not positions."""
     operands = [o.node for o in ops.operands(node)]
     whole = any(_is_whole(dtypes[n]) and not _is_scalar(n) for n in operands)
     return whole and row_named(name).of_integers and not any(dtypes[n] in LOW for n in operands)
 
 
-def _is_whole(dtype: Any) -> bool:
+def _is_whole(dtype: ValueDtype) -> bool:
     return isinstance(dtype, torch.dtype) and not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
 
 

@@ -15,14 +15,14 @@ from ...contract.policy import Override, module_override
 from ...contract.reasons import Code, Reason
 from ...graph import literals
 from ...graph.notes import note_of
-from ...graph.values import ANY, ELIGIBLE, dtype_reference, is_floating, module_path, out_operands, source
+from ...graph.values import ANY, ELIGIBLE, dtype_reference, first_float, is_floating, module_path, out_operands, source
 from ...graph.values import LOW as LOW_DTYPES
 from ...ops import ops
 from ...ops.facts import lacks_low
 from ...ops.rules import BANNED, COMPOSITE, FOLLOW, FP32, KEEP, LOW, PROMOTE, row_of
 from .kernels import runs_in
-from .operand_casts import all_to, as_autocast, castable, keep, natural
-from .state import Site, State, first_float
+from .operand_casts import all_to, as_autocast, castable, keep, natural, operand_casts
+from .state import Site, State
 from .user_casts import Intent
 
 
@@ -71,14 +71,16 @@ def _low(state: State, site: Site) -> Colouring:
     floats, low = site.floats, site.low
     cast = [o for o in floats if castable(state, o, site.row, low)]
     if not cast:
-        return natural(state, site, Code.NO_OPERAND("no operand is cast"))
+        return natural(state, site, Code.NO_OPERAND("no operand is cast"), settled=True)
     asked = state.autocast or low != state.low  # an autocast region asks for the cast
     if not asked and any(_is_cast_to_the_other(state, o.node, low) for o in cast):
-        return all_to(state, site, torch.float32, Code.USER_CAST("your code casts an operand to the other low dtype"))
+        why = Code.USER_CAST("your code casts an operand to the other low dtype")
+        return all_to(state, site, torch.float32, why, settled=True)
     if not state.autocast and all(o.node in state.upcast for o in floats):
-        return natural(state, site, Code.USER_CAST("your code casts every operand up"))
+        return natural(state, site, Code.USER_CAST("your code casts every operand up"), settled=True)
     if state.aggressive and _is_position(state, site):
-        return natural(state, site, Code.POSITION("computed from nothing but integers and buffers"))
+        why = Code.POSITION("computed from nothing but integers and buffers")
+        return natural(state, site, why, settled=True)
     return all_to(state, site, low, Code.LOW(site.row.reason))
 
 
@@ -109,7 +111,7 @@ def fp32(state: State, site: Site, why: Reason | None = None) -> Colouring:
     """Colour an op that runs in FP32, unless its `dtype=` argument decides."""
     explicit = note_of(site.node).told or ops.argument(site.node, "dtype")
     if site.row.dtype_arg and isinstance(explicit, torch.dtype):
-        return natural(state, site.of_kind(FP32), Code.DTYPE_ARGUMENT(str(explicit)))
+        return natural(state, site.of_kind(FP32), Code.DTYPE_ARGUMENT(str(explicit)), settled=True)
     return all_to(state, site.of_kind(FP32), torch.float32, why or Code.FP32(site.row.reason))
 
 
@@ -141,9 +143,7 @@ def _kept(state: State, site: Site) -> Colouring:
     if reference is not None:
         return _like(state, reference)
     kept = keep(state, site, Code.KEEP(site.row.reason))
-    if not kept.casts:
-        kept.reason = Code.AS_WRITTEN(site.row.reason)
-    return kept
+    return kept if kept.casts else replace(kept, reason=Code.AS_WRITTEN(site.row.reason))
 
 
 def _like(state: State, reference: Node) -> Colouring:
@@ -186,7 +186,7 @@ def _composite(state: State, site: Site) -> Colouring:
         return _follow(state, site)
     why = Code.COMPOSITE("kept whole")
     kept = keep(state, site, why)
-    held = {kept.casts.get((o.name, o.index), state.dtypes[o.node]) for o in site.floats}
+    held = {kept.casts.get(o.place, state.dtypes[o.node]) for o in site.floats}
     if site.node.op == "call_function" and len(held & {*ELIGIBLE}) > 1:
         return all_to(state, site, torch.float32, why)  # autocast would give them one dtype, but the graph runs without
     return kept
@@ -221,7 +221,7 @@ def in_place(state: State, site: Site) -> Colouring | None:
     # An operand of unknown dtype may be an index: it counts as FP32, or is cast if it turns out to be a float.
     cast = (ANY, *ELIGIBLE) if dtype in LOW_DTYPES else ELIGIBLE
     written = [o for o in sources if strict and state.dtypes[o.node] in cast]
-    casts = {(o.name, o.index): dtype for o in written if state.dtypes[o.node] != dtype}
+    casts = operand_casts(state.dtypes, written, lambda o: dtype)
     return Colouring(dtype, PROMOTE, Code.IN_PLACE("its target's dtype"), casts)
 
 
@@ -259,7 +259,7 @@ def user_cast(state: State, site: Site) -> Colouring | None:
         why = Code.LITERAL("a number does not fit the low dtype")
         return Colouring(torch.float32, "cast", why, set_dtype=torch.float32)
     why = Code.LITERAL("finfo(float32).min becomes the minimum of the low dtype")
-    return Colouring(intent.dtype, "cast", why, set_dtype=changed, clamped=((value.name, value.index),))
+    return Colouring(intent.dtype, "cast", why, set_dtype=changed, clamped=(value.place,))
 
 
 def _intent(state: State, node: Node) -> Intent:

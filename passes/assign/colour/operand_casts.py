@@ -1,4 +1,4 @@
-"""Four ways to cast the operands of a node.
+"""Which operands of a node are cast, and to what: `operand_casts` says it, once the dtype of each is chosen.
 
 `all_to` casts all operands to one dtype, `natural` casts only if the kernel rejects mixed dtypes, `keep` casts back to
 the captured dtypes, and `as_autocast` to those that the operands have under `torch.autocast`.
@@ -10,33 +10,39 @@ After:  all_to(bf16): b is cast; natural: none; keep, where a was f32: a is cast
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Callable, Iterable
 
 import torch
 
 from ...colouring import AS_AUTOCAST, Colouring, Place
 from ...contract.reasons import Code, Reason
 from ...graph.aliases import may_write
-from ...graph.values import ANY, ELIGIBLE, LOW, is_known
+from ...graph.values import ANY, ELIGIBLE, LOW, Dtypes, ValueDtype, first_float, is_known
 from ...ops import ops
 from ...ops.rules import PROMOTE, Rule
-from .state import Site, State, first_float
+from .state import Site, State
 
 
-def all_to(state: State, site: Site, dtype: Any, reason: Reason) -> Colouring:
+def operand_casts(
+    dtypes: Dtypes, operands: Iterable[ops.Operand], wanted: Callable[[ops.Operand], ValueDtype]
+) -> dict[Place, torch.dtype]:
+    """Return the casts of the operands that do not have the dtype wanted of them; a wanted None leaves one as it is."""
+    pairs = ((o, wanted(o)) for o in operands)
+    return {o.place: d for o, d in pairs if isinstance(d, torch.dtype) and d != dtypes[o.node]}
+
+
+def all_to(state: State, site: Site, dtype: torch.dtype, reason: Reason, *, settled: bool = False) -> Colouring:
     """Cast every castable operand that has another dtype."""
-    casts = {}
     # An unknown dtype counts as FP32, unless the kernel takes one dtype only and user code passes a low operand.
     beside_low = site.row.same_dtype and any(state.dtypes[o.node] in LOW for o in site.floats)
     unknown = dtype in LOW or beside_low
-    for o in site.floats:
-        held = state.dtypes[o.node]
-        if castable(state, o, site.row, dtype) and held != dtype and (held is not ANY or unknown):
-            casts[o.name, o.index] = dtype
-    return Colouring(dtype, site.kind, reason, casts)
+    cast = [o for o in site.floats if castable(state, o, site.row, dtype)]
+    known = [o for o in cast if unknown or state.dtypes[o.node] is not ANY]
+    casts = operand_casts(state.dtypes, known, lambda o: dtype)
+    return Colouring(dtype, site.kind, reason, casts, settled=settled)
 
 
-def castable(state: State, operand: ops.Operand, row: Rule, dtype: Any) -> bool:
+def castable(state: State, operand: ops.Operand, row: Rule, dtype: torch.dtype) -> bool:
     """Say whether a rule lets an operand be cast to a dtype."""
     held = state.dtypes[operand.node]
     if held is not ANY and held not in ELIGIBLE:
@@ -46,35 +52,29 @@ def castable(state: State, operand: ops.Operand, row: Rule, dtype: Any) -> bool:
     return not (operand.name in row.uncast and dtype in LOW)
 
 
-def natural(state: State, site: Site, reason: Reason) -> Colouring:
+def natural(state: State, site: Site, reason: Reason, *, settled: bool = False) -> Colouring:
     """Leave the operands as they are; if the kernel rejects mixed dtypes, cast all to the widest."""
     values = [state.dtypes[o.node] for o in site.floats]
     held = [d for d in values if isinstance(d, torch.dtype)]
     widest = functools.reduce(torch.promote_types, held) if held else torch.float32
     mixed = len(set(held)) > 1
     if mixed and site.row.same_dtype and site.row.gives != "first":
-        return all_to(state, site, widest, Code.WIDEST("the kernel rejects mixed operands"))
+        return all_to(state, site, widest, Code.WIDEST("the kernel rejects mixed operands"), settled=settled)
     unknown = ANY in values and any(d in LOW for d in held)
     ranks_known = all("val" in o.node.meta for o in site.floats)
     if site.kind == PROMOTE and not ranks_known and (mixed or unknown):
         return all_to(state, site, torch.float32, Code.UNKNOWN_RANK("captured without inputs"))
-    return Colouring(widest, site.kind, reason)
+    return Colouring(widest, site.kind, reason, settled=settled)
 
 
 def keep(state: State, site: Site, reason: Reason) -> Colouring:
     """Cast the operands back to the dtypes that they had when the graph was captured."""
-    casts: dict[Place, torch.dtype] = {}
-    before = []
-    for o in site.floats:
-        original, held = state.original[o.node], state.dtypes[o.node]
-        if original is ANY and held in LOW:
-            original = torch.float32
-        if isinstance(original, torch.dtype):
-            before.append(original)
-            if isinstance(held, torch.dtype) and held != original:
-                casts[o.name, o.index] = original
-    dtype = first_float(state.original[site.node]) or next(iter(before), torch.float32)
-    return Colouring(dtype, site.kind, reason, casts)
+    before = {o: state.original[o.node] for o in site.floats}
+    before |= {o: torch.float32 for o, d in before.items() if d is ANY and state.dtypes[o.node] in LOW}
+    known = [o for o in site.floats if isinstance(state.dtypes[o.node], torch.dtype)]
+    first = next((d for d in before.values() if isinstance(d, torch.dtype)), torch.float32)
+    casts = operand_casts(state.dtypes, known, before.__getitem__)
+    return Colouring(first_float(state.original[site.node]) or first, site.kind, reason, casts, settled=True)
 
 
 def as_autocast(state: State, site: Site) -> Colouring | None:
@@ -86,12 +86,8 @@ def as_autocast(state: State, site: Site) -> Colouring | None:
     if state.autocast:
         return natural(state, site.of_kind(AS_AUTOCAST), why)
     made, written = state.under_autocast(site.node), set(may_write(site.node))
-    casts: dict[Place, torch.dtype] = {}
-    for o in site.floats:
-        wanted = state.under_autocast(o.node)
-        if wanted == state.dtypes[o.node]:
-            continue
-        if not isinstance(wanted, torch.dtype) or o.node in written:
-            return None
-        casts[o.name, o.index] = wanted
+    changed = [o for o in site.floats if state.under_autocast(o.node) != state.dtypes[o.node]]
+    if any(not isinstance(state.under_autocast(o.node), torch.dtype) or o.node in written for o in changed):
+        return None
+    casts = operand_casts(state.dtypes, changed, lambda o: state.under_autocast(o.node))
     return Colouring(first_float(made) or torch.float32, AS_AUTOCAST, why, casts) if is_known(made) else None

@@ -1,10 +1,11 @@
-"""The output dtypes of a coloured node: its op is run on fake tensors, with its operands cast."""
+"""The dtypes that a node gives: its op is run on fake tensors, with its operands cast as the decision on it says."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch.fx import Node
@@ -14,38 +15,49 @@ from ...contract.devices import DEVICES
 from ...contract.reasons import Code
 from ...graph.mixed import refuse_mixed
 from ...graph.notes import note_of
-from ...graph.values import ANY, ELIGIBLE
+from ...graph.values import ANY, ELIGIBLE, ValueDtype, first_float
 from ...ops import ops
-from ...ops.rules import COMPOSITE, KEEP
-from .state import State, first_float
+from ...ops.rules import COMPOSITE, KEEP, LOW
+from .operand_casts import operand_casts
+from .state import State
 
 
-def result_dtypes(state: State, node: Node, colouring: Colouring) -> Any:
-    """Return the output's dtypes. If nothing was cast, torch's promotion decides what the node runs in."""
-    name = ops.name(node)
+def fit_kernel(state: State, node: Node, colouring: Colouring) -> tuple[Colouring, ValueDtype]:
+    """Return a decision as the kernel of the op forces it to be, and the dtypes of the results.
+
+    A kernel that rejects the operands gets them all in the widest dtype of them, else in FP32, else in the captured
+    dtypes, as an op does that fake tensors cannot run. If nothing is cast, torch's promotion decides what the node
+    runs in.
+    """
+    for decision in (colouring, *_wider(state, node, colouring)):
+        try:
+            made = result_dtypes(state, node, decision)
+        except Exception:  # whatever a kernel raises on its operands
+            continue
+        promotes = not decision.casts and not ops.name(node).endswith("_")
+        return (replace(decision, dtype=first_float(made) or decision.dtype) if promotes else decision), made
+    return _captured(state, node, colouring), state.original[node]
+
+
+def result_dtypes(state: State, node: Node, colouring: Colouring) -> ValueDtype:
+    """Return the dtypes of the results of a decision; raise what the kernel raises on its operands."""
     if colouring.kind == "cast":
         return colouring.dtype
     if colouring.kind == AS_AUTOCAST:
         return _under_autocast(state, node) if state.autocast else state.under_autocast(node)
     casts = colouring.casts
-    wanted = {o.node: casts[o.name, o.index] for o in ops.operands(node) if (o.name, o.index) in casts}
+    wanted = {o.node: casts[o.place] for o in ops.operands(node) if o.place in casts}
     kept = colouring.kind in (KEEP, COMPOSITE) and not state.autocast
     kept &= all(state.original[n] in (ANY, wanted.get(n, state.dtypes[n])) for n in node.all_input_nodes)
-    if kept or node.op == "call_module" or name.startswith("higher_order::"):
+    if kept or node.op == "call_module" or ops.name(node).startswith("higher_order::"):
         return state.original[node]
-    try:
-        refuse_mixed(node, lambda n: wanted.get(n, state.dtypes[n]))
-        made = state.infer(node, lambda n: wanted.get(n, state.dtypes[n]))
-    except Exception:  # whatever a kernel raises on mixed operands: they are unified
-        return _unified(state, node, colouring)
-    if not colouring.casts and not name.endswith("_"):
-        colouring.dtype = first_float(made) or colouring.dtype
-    return made
+    refuse_mixed(node, lambda n: wanted.get(n, state.dtypes[n]))
+    return state.infer(node, lambda n: wanted.get(n, state.dtypes[n]))
 
 
-def _under_autocast(state: State, node: Node) -> Any:
+def _under_autocast(state: State, node: Node) -> ValueDtype:
     """Return the dtypes that a call gives under autocast: as capture saw them, or as its fake kernel has them."""
-    seen = note_of(node).autocast
+    seen: ValueDtype = note_of(node).autocast
     if seen is not None or ops.name(node).startswith("higher_order::"):
         return state.original[node] if seen is None else seen
     here = DEVICES[state.device].is_here()
@@ -56,22 +68,28 @@ def _under_autocast(state: State, node: Node) -> Any:
         return state.original[node]
 
 
-def _unified(state: State, node: Node, colouring: Colouring) -> Any:
-    """Cast all floats to the widest dtype; if the op rejects it, to FP32; else to the captured dtypes."""
+def _wider(state: State, node: Node, colouring: Colouring) -> Iterator[Colouring]:
+    """Yield a decision with all floats cast to the widest dtype of them, and one with all cast to FP32."""
     floats = [o for o in ops.operands(node) if state.dtypes[o.node] in ELIGIBLE]
     if not floats:
-        return state.original[node]
-    widest = functools.reduce(torch.promote_types, [state.dtypes[o.node] for o in floats])
-    reasons = {torch.float32: Code.KEEP(f"no kernel for {state.low} on this {state.device}")}
-    reasons[widest] = Code.WIDEST("the kernel rejects mixed operands")
-    for dtype in dict.fromkeys((widest, torch.float32)):
-        colouring.casts = {(o.name, o.index): dtype for o in floats if state.dtypes[o.node] != dtype}
-        colouring.dtype, colouring.reason = dtype, reasons[dtype]
-        with contextlib.suppress(Exception):  # fake tensors cannot run this op at all
-            return state.infer(node, lambda n, d=dtype: d if state.dtypes[n] in ELIGIBLE else state.dtypes[n])
-    # An op that fake tensors cannot run keeps its captured dtypes.
-    before = {o: state.original[o.node] if state.original[o.node] in ELIGIBLE else torch.float32 for o in floats}
-    colouring.casts = {(o.name, o.index): dtype for o, dtype in before.items() if state.dtypes[o.node] != dtype}
-    colouring.dtype = first_float(state.original[node]) or torch.float32
-    colouring.reason = (Code.KEEP if colouring.casts else Code.AS_WRITTEN)("fake tensors cannot run it")
-    return state.original[node]
+        return
+    kinds = [d for o in floats if isinstance(d := state.dtypes[o.node], torch.dtype)]
+    widest = functools.reduce(torch.promote_types, kinds)
+    reasons = {widest: Code.WIDEST("the kernel rejects mixed operands")}
+    reasons.setdefault(torch.float32, Code.KEEP(f"no kernel for {state.low} on this {state.device}"))
+    for dtype, reason in reasons.items():
+        casts = operand_casts(state.dtypes, floats, dict.fromkeys(floats, dtype).__getitem__)
+        settled = colouring.settled or colouring.kind == LOW or reason.code is Code.KEEP
+        yield replace(colouring, dtype=dtype, reason=reason, casts=casts, settled=settled)
+
+
+def _captured(state: State, node: Node, colouring: Colouring) -> Colouring:
+    """Return a decision with the operands in their captured dtypes, for an op that fake tensors cannot run."""
+    floats = [o for o in ops.operands(node) if state.dtypes[o.node] in ELIGIBLE]
+    if not floats:
+        return colouring
+    before = {o: d if (d := state.original[o.node]) in ELIGIBLE else torch.float32 for o in floats}
+    casts = operand_casts(state.dtypes, floats, before.__getitem__)
+    why = (Code.KEEP if casts else Code.AS_WRITTEN)("fake tensors cannot run it")
+    dtype = first_float(state.original[node]) or torch.float32
+    return replace(colouring, dtype=dtype, reason=why, casts=casts, settled=True)

@@ -7,7 +7,7 @@ user's casts and the level decide first (`decide.py`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch.fx import Node
@@ -18,15 +18,26 @@ from ...graph.aliases import is_opaque, may_write
 from ...graph.bodies import Body, Border
 from ...graph.by_rows import original_dtypes
 from ...graph.notes import note_of
-from ...graph.values import ANY, ELIGIBLE, LOW, Aliases, is_floating, is_known, module_types
+from ...graph.values import (
+    ANY,
+    ELIGIBLE,
+    LOW,
+    Aliases,
+    Dtypes,
+    ValueDtype,
+    first_float,
+    is_floating,
+    is_known,
+    module_types,
+)
 from ...ops import ops
 from ...ops.facts import accumulates
 from ...ops.rules import KEEP, lookup, row_named, row_of
 from .decide import WRITTEN, decide, site_of
 from .fit_numbers import fit_numbers
 from .operand_casts import keep
-from .result_dtypes import result_dtypes
-from .state import State, first_float
+from .result_dtypes import fit_kernel
+from .state import State
 
 
 class Simulation(State):
@@ -36,8 +47,6 @@ class Simulation(State):
         """Colour all nodes, in order."""
         self.restart()
         self._pinned_before = len(self.pinned)
-        if not self.policy.level.rounds:
-            return
         for node in self.graph.nodes:
             if not node.op.startswith("call"):
                 continue
@@ -59,7 +68,7 @@ class Simulation(State):
         while not self.autocast and self.pin_conflicts():
             self.run()
 
-    def returned(self) -> dict[Node, Any]:
+    def returned(self) -> Dtypes:
         """Return the dtype that each output of the graph must have."""
         values = self.graph.output_node().all_input_nodes
         if self.border.autocast_outputs:
@@ -67,12 +76,13 @@ class Simulation(State):
         held = self.original if self.border.restore_outputs else self.dtypes
         return {n: held[n] for n in values}
 
-    def _beside_autocast(self, value: Node) -> Any:
+    def _beside_autocast(self, value: Node) -> ValueDtype:
         """Return the dtype of an output that is read under autocast: its dtype here or autocast's, if that is wider."""
-        held: Any = note_of(value).low_of_its_own or self.dtypes[value]
-        autocast: Any = self.under_autocast(value)
-        both = held in ELIGIBLE and autocast in ELIGIBLE
-        return torch.promote_types(held, autocast) if both else held
+        held = note_of(value).low_of_its_own or self.dtypes[value]
+        autocast = self.under_autocast(value)
+        if isinstance(held, torch.dtype) and isinstance(autocast, torch.dtype) and {held, autocast} <= {*ELIGIBLE}:
+            return torch.promote_types(held, autocast)
+        return held
 
     def pin_conflicts(self) -> bool:
         """Pin every mutated alias set whose members got different dtypes; say whether one was not pinned before."""
@@ -83,7 +93,7 @@ class Simulation(State):
         for node, colouring in self.colours.items():
             written = may_write(node)
             sums_low = self.policy.level.weighs and not self.autocast and self._sums_low(node, written)
-            if sums_low or any(o.node in written and (o.name, o.index) in colouring.casts for o in ops.operands(node)):
+            if sums_low or any(o.node in written and o.place in colouring.casts for o in ops.operands(node)):
                 self.pinned.update(self.aliases.find(w) for w in written)
         return len(self.pinned) > self._pinned_before
 
@@ -139,8 +149,8 @@ class Simulation(State):
         inside = Simulation(
             self.policy, body.graph, original, self.infer, Aliases(body.graph), autocast=self.autocast,
             stacks=module_types(body.graph), border=border,
+            reference=None if self.reference is None else self.reference.bodies.get(node),
         )  # fmt: skip
-        inside.reference = None if self.reference is None else self.reference.bodies.get(node)
         inside.settle()
         self.bodies[node] = inside
         self.dtypes[node] = self.original[node] if pinned else body.dtypes(inside.dtypes)
@@ -154,27 +164,25 @@ class Simulation(State):
         colouring = decide(self, site)
         if colouring is None:
             return
-        self.dtypes[node] = result_dtypes(self, node, colouring)
-        why = self._refused(node) if not self.autocast and self._runs_low(floats, colouring) else ""
+        colouring, made = fit_kernel(self, node, colouring)
+        why = self._refused(node, made) if not self.autocast and self._runs_low(floats, colouring) else ""
         if why:
-            colouring = keep(self, site.of_kind(KEEP), Code.KEEP(why))
-            self.dtypes[node] = result_dtypes(self, node, colouring)
+            colouring, made = fit_kernel(self, node, keep(self, site.of_kind(KEEP), Code.KEEP(why)))
         if not self.autocast:
-            colouring = fit_numbers(self, site, colouring)
-        self.colours[node] = colouring
-        colouring.causes = tuple(o.node for o in floats if o.node in self.colours)
+            colouring, made = fit_numbers(self, site, colouring, made)
+        causes = tuple(o.node for o in floats if o.node in self.colours)
+        self.colours[node], self.dtypes[node] = replace(colouring, causes=causes), made
 
-    def _refused(self, node: Node) -> str:
+    def _refused(self, node: Node, made: ValueDtype) -> str:
         """Return why a node that reads low values must keep its captured dtypes, "" if it may run with low operands."""
-        if not is_known(self.dtypes[node]):
+        if not is_known(made):
             return "the dtype of its result is not known without shapes"
-        made = self.dtypes[node]
         # Of FP16 numbers; from torch 2.15 on of BF16 ones too.
         low = isinstance(made, torch.dtype) and made.is_complex and made.itemsize == 4
         return "complex numbers are not rounded" if low and made != self.original[node] else ""
 
     def _runs_low(self, floats: list[ops.Operand], colouring: Colouring) -> bool:
-        return any(colouring.casts.get((o.name, o.index), self.dtypes[o.node]) in LOW for o in floats)
+        return any(colouring.casts.get(o.place, self.dtypes[o.node]) in LOW for o in floats)
 
     def _learn(self, node: Node, name: str) -> None:
         """Derive from the operands whether the result was upcast by the user, or is out of the low range."""

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
-from ...colouring import Colouring
+from ...colouring import Colours
 from ...contract.policy import Policy
 from ...graph.bodies import Border
 from ...graph.islands import islands
-from ...graph.values import ANY, Aliases
+from ...graph.values import ANY, Aliases, Dtypes, Infer, ValueDtype
 from ...ops import ops
 from ...ops.rules import Rule
 from .extremes import Extremes
 from .user_casts import Casts, observed
+
+# The modules that each call was made in, as `values.module_types` gives them.
+Stacks = Mapping[Node, Sequence[tuple[str, tuple[str, ...]]]]
 
 
 @dataclass(frozen=True)
@@ -63,8 +67,9 @@ class State:
     """
 
     def __init__(
-        self, policy: Policy, graph: Graph, original: dict[Node, Any], infer: Any, aliases: Aliases,
-        *, autocast: bool = False, stacks: dict[Node, Any] | None = None, border: Border | None = None,
+        self, policy: Policy, graph: Graph, original: Dtypes, infer: Infer, aliases: Aliases,
+        *, autocast: bool = False, stacks: Stacks | None = None, border: Border | None = None,
+        reference: State | None = None,
     ) -> None:  # fmt: skip
         self.policy, self.graph, self.original, self.infer, self.aliases = policy, graph, original, infer, aliases
         self.autocast, self.stacks, self.border = autocast, stacks or {}, border or Border()
@@ -75,24 +80,17 @@ class State:
         self.pinned = {aliases.find(v) for v in observed(graph) if original[v] in (torch.float32, ANY)}
         self.aggressive = not autocast and policy.level.stores_low
         self.islands = islands(graph) if self.aggressive else frozenset()
-        self.reference: State | None = None
+        self.reference = reference
         self.restart()
 
     def restart(self) -> None:
         """Reset everything except the pinned alias sets."""
-        self.colours: dict[Node, Colouring] = {}
-        self.dtypes: dict[Node, Any] = {**self.original, **self.border.inputs}
+        self.colours: Colours = {}
+        self.dtypes: Dtypes = {**self.original, **self.border.inputs}
         self.upcast: set[Node] = set()
         self.bodies: dict[Node, State] = {}
         self.extremes = Extremes(self.graph, self.low)
 
-    def under_autocast(self, node: Node) -> Any:
+    def under_autocast(self, node: Node) -> ValueDtype:
         """Return the dtypes that autocast gives a value; None if that is not known."""
         return None if self.reference is None else self.reference.dtypes.get(node)
-
-
-def first_float(dtypes: Any) -> torch.dtype | None:
-    """Return the dtype if it is floating, or the first floating one of a container; else None."""
-    if isinstance(dtypes, tuple):
-        return next((d for d in map(first_float, dtypes) if d is not None), None)
-    return dtypes if isinstance(dtypes, torch.dtype) and dtypes.is_floating_point else None

@@ -17,7 +17,7 @@ from torch.fx import Graph, Node
 from ..._torch import OpOverload, overload_name
 from ...contract.reasons import Code, Reason
 from ...graph.notes import note_of
-from ...graph.values import ANY, ELIGIBLE, LOW, is_floating, literal_dtype, module_path
+from ...graph.values import ANY, ELIGIBLE, LOW, Dtypes, is_floating, literal_dtype, module_path
 from ...ops import ops
 from ...ops.rules import Rule, row_named
 
@@ -64,16 +64,14 @@ def _uses_dtype(node: Node) -> bool:
 class Casts:
     """Reads the user casts of one graph."""
 
-    def __init__(self, original: dict[Node, Any]) -> None:
+    def __init__(self, original: Dtypes) -> None:
         self.original = original
 
     def baked(self, node: Node) -> torch.dtype | None:
         """Return the dtype that capture wrote into the node, None if the node reads a dtype at run time."""
         return literal_dtype(node)
 
-    def read(
-        self, node: Node, dtypes: dict[Node, Any], observed: torch.dtype | None = None, exact: bool = True
-    ) -> Intent:
+    def read(self, node: Node, dtypes: Dtypes, observed: torch.dtype | None = None, exact: bool = True) -> Intent:
         """Return what a cast means.
 
         Args:
@@ -110,7 +108,7 @@ class Casts:
         return self._by_use(node, dtypes, held, observed, exact)
 
     def _by_use(
-        self, node: Node, dtypes: dict[Node, Any], held: torch.dtype, observed: torch.dtype | None, exact: bool
+        self, node: Node, dtypes: Dtypes, held: torch.dtype, observed: torch.dtype | None, exact: bool
     ) -> Intent:
         """Return the meaning of a cast to the dtype seen under autocast, or to the dtype before an earlier upcast."""
         if observed is None:
@@ -146,7 +144,7 @@ class Casts:
         """Return "literal", "relative" or "undecided"; in a traced Python graph the name of the method tells."""
         return note_of(node).cast or ("literal" if node.op == "call_method" else "undecided")
 
-    def _restores(self, node: Node, dtypes: dict[Node, Any]) -> torch.dtype | None:
+    def _restores(self, node: Node, dtypes: Dtypes) -> torch.dtype | None:
         """Return the dtype that the nearest upcast before this cast, in the same module, was made from."""
         path, seen, front = module_path(node), {node}, [node]
         while front:

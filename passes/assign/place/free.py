@@ -15,7 +15,6 @@ import torch
 from torch.fx import Node
 
 from ...colouring import Colouring
-from ...contract.reasons import Code
 from ...graph.aliases import may_alias
 from ...graph.literals import numbers
 from ...graph.notes import note_of
@@ -27,9 +26,6 @@ from ..colour.kernels import runs_in
 from ..colour.simulate import Simulation
 from .saturate import touched
 
-# The reasons that fix a node, so that the cut may not change it.
-_SETTLED = (Code.OVERRIDE, Code.LITERAL, Code.MUTATED, Code.KEEP, Code.FLOAT64, Code.DTYPE_ARGUMENT)
-
 
 def free_nodes(simulation: Simulation, grad: frozenset[Node]) -> dict[Node, None]:
     """Return the free nodes of a graph in order, including the items of free containers.
@@ -40,7 +36,7 @@ def free_nodes(simulation: Simulation, grad: frozenset[Node]) -> dict[Node, None
     """
     checks = (*_ALWAYS, *(_BEYOND_AUTOCAST if simulation.aggressive else _AS_AUTOCAST))
     free: dict[Node, None] = {}
-    low = touched(simulation) if simulation.aggressive else set()
+    low = touched(simulation.graph, simulation.dtypes) if simulation.aggressive else set()
     for node in simulation.graph.nodes:
         item = ops.name(node) == "getitem" and node.args[0] in free and is_floating(simulation.dtypes[node])
         if item or (node in simulation.colours and _passes(checks, simulation, node, grad, node in low)):
@@ -95,7 +91,7 @@ def _has_an_open_kind(c: _Candidate) -> bool:
     """Its kind leaves the dtype open; the kind of a matrix product does so only at O2 with measured costs."""
     policy = c.simulation.policy
     measured = policy.level.weighs and policy.cost == "measured"
-    product = measured and c.colouring.kind == LOW and c.colouring.reason.code == Code.LOW
+    product = measured and c.colouring.kind == LOW and not c.colouring.settled
     return product or c.colouring.kind in (PROMOTE, FOLLOW, FP32)
 
 
@@ -144,7 +140,7 @@ _ALWAYS: tuple[Check, ...] = (
 
 
 def _is_not_sensitive(c: _Candidate) -> bool:
-    return c.colouring.kind != FP32 and c.colouring.reason.code not in _SETTLED
+    return c.colouring.kind != FP32 and not c.colouring.settled
 
 
 def _gives_what_it_reads(c: _Candidate) -> bool:

@@ -21,13 +21,14 @@ import torch
 from networkx import NetworkXUnbounded
 from torch.fx import Graph, Node
 
+from ...colouring import Colours
 from ...contract.errors import PlanError, VerificationError
 from ...contract.plan import Plan
 from ...contract.plan_format import REMEDY
 from ...contract.policy import Policy
 from ...contract.timing import Timer
 from ...graph.grad import requires_grad
-from ...graph.values import keys
+from ...graph.values import Dtypes, keys
 from ...ops import ops
 from ..colour.simulate import Simulation
 from .apply_cut import apply_cut
@@ -47,11 +48,10 @@ def place(
     *,
     symbolic: bool = False,
     timer: Timer | None = None,
-) -> int:
-    """Choose the dtype of every free value by minimum cut; return how many were moved.
+) -> tuple[Colours, Dtypes]:
+    """Choose the dtype of every free value by minimum cut; return the decisions and the dtypes of all values.
 
-    Changes colours, casts and dtypes of the simulation. With a plan to replay, its colours are taken: the cut depends
-    on sizes, and another example may have others.
+    With a plan to replay, its colours are taken: the cut depends on sizes, and another example may have others.
 
     Args:
         graph: legalized, not changed.
@@ -69,7 +69,7 @@ def place(
     grad = requires_grad(graph)
     free = free_nodes(simulation, grad)
     if not free:
-        return 0
+        return simulation.colours, simulation.dtypes
     uses, costs = Uses(simulation, free), _costs(policy.device or "cpu", low, grad, symbolic, timer)
     problem = unpriced_problem(simulation, uses)
     if plan is None:

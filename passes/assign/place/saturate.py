@@ -11,47 +11,55 @@ After:  add(scores: bf16, to(clamp(mask, -3.39e38, 3.39e38), bf16))
 
 from __future__ import annotations
 
-import torch
-from torch.fx import Node
+from dataclasses import replace
 
-from ...colouring import Place
+import torch
+from torch.fx import Graph, Node
+
+from ...colouring import Colours, Place
 from ...graph.notes import is_parameter
-from ...graph.values import LOW, is_floating
+from ...graph.values import LOW, Dtypes, is_floating
 from ...ops import ops
 from ...ops.rules import row_of
 from ..colour.simulate import Simulation
-from ..colour.state import State
 
 
-def touched(simulation: State) -> set[Node]:
+def touched(graph: Graph, dtypes: Dtypes) -> set[Node]:
     """Return the values that are low, and those that are computed from a low one."""
     found: set[Node] = set()
-    for node in simulation.graph.nodes:
-        dtype = simulation.dtypes.get(node)
+    for node in graph.nodes:
+        dtype = dtypes.get(node)
         low = any(d in LOW for d in dtype) if isinstance(dtype, tuple) else dtype in LOW
         if low or not found.isdisjoint(node.all_input_nodes):
             found.add(node)
     return found
 
 
-def saturate(simulation: Simulation) -> None:
-    """Mark the operands that have to be brought into range before they are cast, in the decisions on their readers."""
+def saturate(simulation: Simulation, colours: Colours, dtypes: Dtypes) -> Colours:
+    """Return the decisions with the operands marked that have to be brought into range before they are cast.
+
+    Args:
+        simulation: what was decided before values were placed.
+        colours: the decisions since.
+        dtypes: how values are stored.
+    """
     if not simulation.aggressive:
-        return
+        return colours
     by_autocast = _rounded_by_autocast(simulation)
-    plain = _Ranges(simulation)
+    plain = _Ranges(simulation, dtypes)
     down = [
-        (node, (o.name, o.index), o.node)
-        for node, colouring in simulation.colours.items()
+        (node, o.place, o.node)
+        for node, colouring in colours.items()
         for o in ops.operands(node)
-        if colouring.casts.get((o.name, o.index)) in LOW and simulation.dtypes[o.node] == torch.float32
+        if colouring.casts.get(o.place) in LOW and dtypes[o.node] == torch.float32
     ]
     # If one reader needs the range, all readers get it, so that they share the cast.
     beyond = {value for node, where, value in down if (node, where) not in by_autocast and plain.open(value)}
+    clamped: dict[Node, dict[Place, None]] = {}
     for node, where, value in down:
-        colouring = simulation.colours[node]
-        if value in beyond and where not in colouring.clamped:
-            colouring.clamped = (*colouring.clamped, where)
+        if value in beyond:
+            clamped.setdefault(node, dict.fromkeys(colours[node].clamped))[where] = None
+    return colours | {node: replace(colours[node], clamped=tuple(places)) for node, places in clamped.items()}
 
 
 def _rounded_by_autocast(simulation: Simulation) -> set[tuple[Node, Place]]:
@@ -64,12 +72,12 @@ def _rounded_by_autocast(simulation: Simulation) -> set[tuple[Node, Place]]:
     readers: dict[Node, list[tuple[Node, Place]]] = {n: [] for n in simulation.graph.nodes}
     for node in simulation.graph.nodes:
         for o in ops.operands(node):
-            readers[o.node].append((node, (o.name, o.index)))
+            readers[o.node].append((node, o.place))
     for node in reversed(simulation.graph.nodes):
         casts = reference.colours[node].casts if node in reference.colours else {}
         for o in ops.operands(node):
-            if casts.get((o.name, o.index)) in LOW or node in moved:
-                found.add((node, (o.name, o.index)))
+            if casts.get(o.place) in LOW or node in moved:
+                found.add((node, o.place))
         if row_of(node).commutes and readers[node] and all(r in found for r in readers[node]):
             moved.add(node)
     return found
@@ -78,12 +86,12 @@ def _rounded_by_autocast(simulation: Simulation) -> set[tuple[Node, Place]]:
 class _Ranges:
     """Which values of a graph may leave the low dtype's range at a later call."""
 
-    def __init__(self, simulation: Simulation) -> None:
+    def __init__(self, simulation: Simulation, dtypes: Dtypes) -> None:
         self._original = simulation.original
         self._open: dict[Node, bool] = {}
         for node in simulation.graph.nodes:
             self._open[node] = self._is_open(node)
-        self._touched = touched(simulation)
+        self._touched = touched(simulation.graph, dtypes)
 
     def open(self, value: Node) -> bool:
         """Say whether nothing bounds a value that no 16-bit value has touched."""

@@ -9,10 +9,9 @@ import torch
 from torch.fx import Node
 
 from ...colouring import Place
-from ...contract.reasons import Code
-from ...graph.values import ELIGIBLE, mutated_operands
+from ...graph.values import ELIGIBLE, ValueDtype, mutated_operands
 from ...ops import ops
-from ...ops.rules import lookup
+from ...ops.rules import FOLLOW, PROMOTE, lookup
 from ..colour.simulate import Simulation
 
 
@@ -26,12 +25,12 @@ class Uses:
     """
 
     def __init__(self, simulation: Simulation, free: Mapping[Node, None]) -> None:
-        self.simulation, self.free = simulation, free
+        self.simulation, self.free, self._returned = simulation, free, simulation.returned()
         self.needs = {n: self._needs(n) for n in simulation.graph.nodes}
         self.readers: dict[Node, list[tuple[Node, Place]]] = {n: [] for n in simulation.graph.nodes}
         for node in simulation.graph.nodes:
             for o in ops.operands(node):
-                self.readers[o.node].append((node, (o.name, o.index)))
+                self.readers[o.node].append((node, o.place))
 
     def follows(self, reader: Node, where: Place) -> bool:
         """Say whether an operand must have the dtype of its reader, whichever dtype is chosen for that."""
@@ -54,15 +53,14 @@ class Uses:
         if colouring is None or not self.simulation.policy.level.stores_low or node in self.free:
             return False
         row = lookup(ops.name(node), self.simulation.device, self.simulation.low)[0]
-        plain = colouring.reason.code in (Code.PROMOTE, Code.FOLLOW) and not colouring.casts and not colouring.literals
+        plain = colouring.kind in (PROMOTE, FOLLOW) and not (colouring.settled or colouring.casts or colouring.literals)
         return plain and row.gives in ("bool", "int") and not row.same_dtype and not mutated_operands(node)
 
-    def _needs(self, node: Node) -> dict[Place, torch.dtype]:
-        simulation, places = self.simulation, {(o.name, o.index): o.node for o in ops.operands(node)}
+    def _needs(self, node: Node) -> dict[Place, ValueDtype]:
+        simulation, places = self.simulation, {o.place: o.node for o in ops.operands(node)}
         if simulation.policy.level.stores_low and self.upcasts(node):
             return dict.fromkeys(places, torch.float32)  # the user's upcast needs an FP32 operand to do nothing
         if node.op == "output":
-            returned = simulation.returned()
-            return {p: returned[n] for p, n in places.items()}
+            return {p: self._returned[n] for p, n in places.items()}
         casts = simulation.colours[node].casts if node in simulation.colours else {}
-        return {p: casts.get(p, simulation.dtypes[n]) for p, n in places.items()}
+        return {p: casts[p] if p in casts else simulation.dtypes[n] for p, n in places.items()}

@@ -14,9 +14,8 @@ from torch.fx import GraphModule
 
 import fxamp
 from fxamp.measure.counts import step_counts
-from passes.assign.colour.extremes import note_buffers
 from passes.casts.eliminate_casts import eliminate_casts
-from passes.graph.notes import is_inserted
+from passes.graph.notes import is_inserted, note_buffers
 from tests.support.graphs import as_it_stands, assert_rewrites, assert_unchanged, parse, random_inputs, render
 from tests.support.helpers import Two, example, plan_fixed
 
