@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 from torch.fx import Graph, Node
 
-from ..colouring import Assignment, Colours
+from ..colouring import Assignment, Colouring, Colours
 from ..contract.errors import PolicyError
 from ..contract.plan import Plan
 from ..contract.policy import Policy
@@ -25,8 +25,20 @@ from ..form import Ensures, Unit
 from ..graph.bodies import Border
 from ..graph.by_rows import SymbolicInference, original_dtypes
 from ..graph.notes import note_of
-from ..graph.values import ANY, Aliases, Dtypes, Infer, Inference, is_floating, is_known, keys, module_types, source
-from ..ops.rules import row_of
+from ..graph.values import (
+    ANY,
+    Aliases,
+    Dtypes,
+    Infer,
+    Inference,
+    first_float,
+    is_floating,
+    is_known,
+    keys,
+    module_types,
+    source,
+)
+from ..ops.rules import KEEP, row_of
 from .colour.simulate import Simulation
 from .decisions import decisions_on
 from .place.place import place
@@ -73,7 +85,7 @@ def assign_precision(
     timer: Timer | None = None,
     simulated: Simulation | None = None,
 ) -> Assignment:
-    """Colour every node that touches a floating value; at O0 none.
+    """Colour every node that touches a floating value.
 
     Args:
         graph: legalized, not changed.
@@ -93,7 +105,8 @@ def assign_precision(
     infer = SymbolicInference() if symbolic else Inference()
     if not policy.level.rounds:
         returned = {n: original[n] for n in graph.output_node().all_input_nodes}
-        return Assignment({}, dict(original), original, returned, infer, symbolic)
+        colours = {n: c for n in graph.nodes if (c := _as_it_is(n, original)) is not None}
+        return Assignment(colours, dict(original), original, returned, infer, symbolic)
     if policy.cost == "measured" and plan is None and (symbolic or timer is None):
         raise PolicyError(
             "cost='measured' needs shapes to measure: give convert example inputs, and capture='export' or 'auto'; or "
@@ -139,6 +152,12 @@ def _disagreements(graph: Graph, reference: Simulation) -> tuple[str, ...]:
             out.append(f"torch.autocast gives {seen} at {names[node]}, the rules say {ours}: {source(node)}")
         wrong.add(node)
     return tuple(out)
+
+
+def _as_it_is(node: Node, original: Dtypes) -> Colouring | None:
+    """Return the decision at O0: that a node runs as written."""
+    dtype = first_float(original[node]) if node.op.startswith("call") else None
+    return None if dtype is None else Colouring(dtype, KEEP, Code.AS_WRITTEN("nothing is rounded"))
 
 
 def _name_fused(colours: Colours) -> Colours:

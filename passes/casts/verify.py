@@ -13,7 +13,7 @@ from ..graph.mixed import refuse_mixed
 from ..graph.notes import is_inserted, note_of
 from ..graph.values import ANY, COMPLEX, Dtypes, ValueDtype, is_complex, module_path, source
 from ..ops import ops
-from ..ops.rules import row_of
+from ..ops.rules import KEEP, row_of
 from ..runtime.casts import cast_floating
 from .insert_casts import recast
 
@@ -78,7 +78,7 @@ def _dtypes(node: Node, held: Dtypes, assignment: Assignment) -> ValueDtype:
         return recast(held[value], dtype)  # type: ignore[index, arg-type]
     sources = [_owner(n) for n in node.all_input_nodes]
     # During capture an autocast region cast operands; a node in it that has a colour is cast by fxamp instead.
-    region = node in assignment.colours and note_of(node).region is not None
+    region = colouring is not None and colouring.kind != KEEP and note_of(node).region is not None
     as_captured = not region and all(held[n] == assignment.original.get(n) for n in sources)
     if as_captured and not _is_touched(node, assignment):
         return assignment.original.get(node)

@@ -413,8 +413,9 @@ def test_an_unknown_op_keeps_the_dtypes_it_had_where_the_policy_says_so(custom: 
         plan_fixed(Net(lambda m, x: custom(m.first(x))), (X,), policy=fxamp.Policy(unknown_ops="error"))
 
 
-def test_o0_decides_nothing() -> None:
-    assert plan_fixed(Net(lambda m, x: m.first(x)), (X,), policy="O0").decisions == ()
+def test_o0_lists_what_runs_as_written() -> None:
+    (decision,) = plan_fixed(Net(lambda m, x: m.first(x)), (X,), policy="O0").decisions
+    assert (decision.op, decision.colour, decision.code) == ("linear", "float32", "as_written")
 
 
 def test_o2_keeps_losses_and_range_sensitive_ops_in_fp32_and_lowers_the_rest() -> None:

@@ -177,9 +177,14 @@ def test_a_plan_is_replayed_without_a_timer(trip: int) -> None:
     assert compiled(None, plan.policy, plan=Plan.from_json(plan.to_json())) == plan
 
 
-def test_o0_decides_nothing_and_measures_nothing() -> None:
-    plan = compiled(None, Policy("O0", dtype=LOW, device="cpu", cost="measured"))
-    assert plan.decisions == ()
+@pytest.mark.parametrize("cost", ["bytes", "measured"])
+def test_o0_lists_every_node_as_it_is(cost: str) -> None:
+    policy = Policy("O0", dtype=LOW, device="cpu", cost=cost)
+    plan = compiled(None, policy)
+    assert [(d.op, d.colour, d.code) for d in plan.decisions] == [
+        (op, "float32", "as_written") for op in ("linear", "relu", "view")
+    ]
+    assert compiled(None, policy, plan=plan) == plan
 
 
 def test_costs_cannot_be_measured_without_a_timer_or_shapes() -> None:
