@@ -22,6 +22,7 @@ from tabulate import tabulate
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from passes.contract.dtypes import dtype_name
 from passes.contract.errors import FxampError, PolicyError
 from passes.contract.plan_format import write_text
 
@@ -346,7 +347,7 @@ def _to_markdown(rows: Sequence[Row], seeds: int, device: str) -> str:
     ]
     aligned = ("left", "left", *["right"] * 5)
     machine = torch.cuda.get_device_name() if device == "cuda" else f"CPU ({torch.backends.cpu.get_cpu_capability()})"
-    low = str(torch.get_autocast_dtype(device)).removeprefix("torch.")
+    low = dtype_name(torch.get_autocast_dtype(device))
     return (
         "# fxamp demo\n\n"
         f"Two models trained on scikit-learn's digits ({TEST_IMAGES} test images). {machine}, {low}, torch "

@@ -21,7 +21,7 @@ from passes.contract.policy import Policy, module_override, type_names
 from passes.graph.notes import Region, note, note_of, origin
 from passes.graph.values import ELIGIBLE, LOW, Inference, dtypes_of, is_floating, literal_dtype, retyped
 from passes.ops import ops
-from passes.ops.rules import row_of, rule
+from passes.ops.rules import row_of
 
 from .own_dtypes import own_dtypes, without_low
 from .scope import Scope
@@ -154,8 +154,7 @@ class _Description:
     def _runs_under_autocast(self, node: Node) -> bool:
         """Say whether a call is to be what it was in this trace: it has no rule, and the policy asks for autocast."""
         asked = self.ambient and self.policy.level.rounds and self.policy.unknown_ops == "autocast"
-        name = ops.name(node)
-        return asked and not (row_of(node).known or rule(name) is not None)
+        return asked and not row_of(node).known
 
     def _inferred(self, node: Node, value: Any, held: dict[Node, Any]) -> Any:
         """Return the dtypes of a node's outputs without autocast, even if fake tensors cannot run the node.

@@ -8,6 +8,7 @@ import torch
 from torch.fx import Graph, Node
 
 from ..colouring import Colours
+from ..contract.dtypes import dtype_name
 from ..contract.plan import Decision
 from ..graph.values import keys, module_path, source
 from ..ops import ops
@@ -32,8 +33,8 @@ def decisions_on(
             op=ops.name(node),
             module_path=module_path(node),
             source=source(node),
-            colour=_name(colours[node].dtype),
-            autocast_dtype=_name(autocast.get(node, colours[node].dtype)),
+            colour=dtype_name(colours[node].dtype),
+            autocast_dtype=dtype_name(autocast.get(node, colours[node].dtype)),
             kind=colours[node].kind,
             reason=str(colours[node].reason),
             code=colours[node].reason.code.value,
@@ -42,7 +43,3 @@ def decisions_on(
         for node in graph.nodes
         if node in colours
     )
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -18,7 +18,7 @@ from .._torch import pytree
 from ..colouring import Assignment, Colouring
 from ..form import Ensures, Unit
 from ..graph.notes import CAST_OPERAND, CLAMP_OPERAND, RESTORE_OUTPUT, note, origin
-from ..graph.values import ANY, ELIGIBLE, LOW, ValueDtype, is_floating
+from ..graph.values import ANY, ELIGIBLE, LOW, ValueDtype, dtype_owner, is_floating
 from ..ops import ops
 from ..ops.rules import row_of
 from ..runtime.casts import CAST, cast_floating, cast_weight
@@ -134,16 +134,13 @@ def recast(held: ValueDtype, dtype: torch.dtype) -> ValueDtype:
 def _rewrite_arguments(node: Node, colouring: Colouring) -> int:
     """Before: x.to(float32), a relative cast; masked_fill(x, m, -3.4e38). After: in the dtype that the node runs in."""
     low = colouring.set_dtype
-    if low is not None and not _replace(node, lambda a: low if isinstance(a, torch.dtype) or _is_dtype(a) else a):
+    if low is not None and not _replace(
+        node, lambda a: low if isinstance(a, torch.dtype) or (isinstance(a, Node) and dtype_owner(a)) else a
+    ):
         node.op, node.target, node.args, node.kwargs = "call_function", CAST, (node.args[0], low), {}  # for x.float()
     for old, new in colouring.literals:
         _replace(node, lambda a, old=old, new=new: new if isinstance(a, float) and a == old else a)
     return (low is not None) + len(colouring.literals)
-
-
-def _is_dtype(arg: Any) -> bool:
-    """Say whether an argument is `x.dtype`, read when the graph runs."""
-    return isinstance(arg, Node) and ops.name(arg) == "getattr" and arg.args[1] == "dtype"
 
 
 def _replace(node: Node, change: Any) -> bool:

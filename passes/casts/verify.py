@@ -11,7 +11,7 @@ from ..colouring import AS_AUTOCAST, Assignment
 from ..contract.errors import VerificationError
 from ..graph.mixed import refuse_mixed
 from ..graph.notes import is_inserted, note_of
-from ..graph.values import ANY, COMPLEX, Dtypes, ValueDtype, is_complex, module_path, source
+from ..graph.values import ANY, COMPLEX, Dtypes, ValueDtype, dtype_owner, is_complex, module_path, source
 from ..ops import ops
 from ..ops.rules import KEEP, row_of
 from ..runtime.casts import cast_floating
@@ -76,7 +76,7 @@ def _dtypes(node: Node, held: Dtypes, assignment: Assignment) -> ValueDtype:
     if node.target is cast_floating:
         value, dtype = node.args
         return recast(held[value], dtype)  # type: ignore[index, arg-type]
-    sources = [_owner(n) for n in node.all_input_nodes]
+    sources = [dtype_owner(n) or n for n in node.all_input_nodes]
     # During capture an autocast region cast operands; a node in it that has a colour is cast by fxamp instead.
     region = colouring is not None and colouring.kind != KEEP and note_of(node).region is not None
     as_captured = not region and all(held[n] == assignment.original.get(n) for n in sources)
@@ -101,12 +101,6 @@ def _runs_as_captured(node: Node, assignment: Assignment) -> bool:
     except Exception:  # whatever a fake kernel raises
         return False
     return True
-
-
-def _owner(node: Node) -> Node:
-    """Return x where the node is `x.dtype`, which is read when the graph runs; any other node itself."""
-    owner = node.args[0] if ops.name(node) == "getattr" else node
-    return owner if isinstance(owner, Node) else node
 
 
 def _is_touched(node: Node, assignment: Assignment) -> bool:

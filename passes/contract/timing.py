@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from .dtypes import dtype_name
+
 
 @dataclass(frozen=True)
 class Filler:
@@ -20,7 +22,7 @@ class Filler:
 
     def __str__(self) -> str:
         """Write it short: `float32[4, 8]/[8, 1]`, with a `'` where gradients flow."""
-        name = str(self.dtype).removeprefix("torch.")
+        name = dtype_name(self.dtype)
         return f"{name}{list(self.shape)}/{list(self.stride)}{chr(39) * self.requires_grad}"
 
 

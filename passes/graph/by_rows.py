@@ -11,7 +11,7 @@ from torch.fx import Graph, Node
 
 from .._torch import SET_GRAD, enter_autocast, exit_autocast
 from ..ops import ops
-from ..ops.rules import COMPOSITE, KEEP, Rule, row_of, rule
+from ..ops.rules import COMPOSITE, KEEP, Rule, row_of
 from ..runtime import rnn
 from .values import (
     ANY,
@@ -57,7 +57,7 @@ class SymbolicInference:
     def __call__(self, node: Node, dtype_of: Callable[[Node], ValueDtype]) -> ValueDtype:
         """Return the dtypes of the node's output when its operands have the given dtypes."""
         name = ops.name(node)
-        if name == "getitem":
+        if row_of(node).asks == "item":
             return _item(dtype_of(node.args[0]), node.args[1])  # type: ignore[arg-type]
         if not row_of(node).out or node.target in _SWITCHES:
             return None
@@ -94,8 +94,8 @@ def _item(held: ValueDtype, index: object) -> ValueDtype:
 
 def _by_row(node: Node, given: Given) -> ValueDtype:
     """Return the dtypes of a call with these operands, as far as the row of the op gives them."""
-    row = rule(ops.name(node))
-    if node.op == "call_module" or row is None or isinstance(ops.argument(node, "dtype"), Node):
+    row = row_of(node)
+    if node.op == "call_module" or not row.known or isinstance(ops.argument(node, "dtype"), Node):
         return ANY
     if all(d is None for _, d in given):
         return None if getattr(node.target, "__module__", "") == "_operator" else ANY

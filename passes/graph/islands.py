@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from torch.fx import Graph, Node
 
 from ..ops import ops
-from ..ops.rules import row_of, rule
+from ..ops.rules import row_of
 
 _LONGEST = 64  # maximum number of nodes to search; no norm has as many
 
@@ -64,8 +64,8 @@ def _inverts(node: Node, name: str) -> bool:
 
 
 def _is_move(node: Node) -> bool:
-    row = rule(ops.name(node))
-    moves = row is not None and row.commutes != "" and not row.in_norm
+    row = row_of(node)
+    moves = row.commutes != "" and not row.in_norm
     return moves and bool(node.args) and isinstance(node.args[0], Node)
 
 
@@ -81,7 +81,7 @@ def _island(order: dict[Node, int], end: Node, value: Node, divisor: Node) -> se
         node = heapq.heappop(latest)[1]
         if len(sides[node]) == 2 and _size(node) == _size(value):  # a smaller one is a statistic that both read
             common.append(node)
-        elif _is(node, "arithmetic", "statistic") or _is_move(node) or ops.name(node) == "getitem":
+        elif _is(node, "arithmetic", "statistic") or _is_move(node):
             visited.append(node)
             for operand in node.all_input_nodes:
                 if operand not in sides:

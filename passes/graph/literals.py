@@ -71,7 +71,7 @@ def has_tiny(name: str, found: Iterable[float], low: torch.dtype) -> bool:
     """
     if row_named(name).holds_eps:
         return False
-    limits, found = row_named(name.removesuffix("_")).limits, list(found)
+    limits, found = row_named(name).limits, list(found)
     bounds = found if limits == "bounds" else [1 - x for x in found] if limits == "from_one" else []
     return any(is_tiny(x, low) for x in found) or any(_becomes_one(x, low) for x in bounds)
 

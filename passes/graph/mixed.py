@@ -9,7 +9,7 @@ import torch
 from torch.fx import Node
 
 from ..ops import ops
-from ..ops.rules import rule
+from ..ops.rules import row_of
 from .values import ELIGIBLE, LOW
 
 
@@ -18,9 +18,7 @@ def refuse_mixed(node: Node, dtype_of: Callable[[Node], Any]) -> None:
 
     The kernel of a norm takes weights of its input's dtype; if the input is low, it also takes FP32 weights.
     """
-    row = rule(ops.name(node))
-    if row is None:
-        return
+    row = row_of(node)
     held = [(o.name in row.uncast, dtype_of(o.node)) for o in ops.operands(node)]
     first = {d for affine, d in held if not affine and d in ELIGIBLE}
     affine = {d for affine, d in held if affine and d in ELIGIBLE}

@@ -293,8 +293,8 @@ def concrete(value: Any, dtype: torch.dtype | None) -> Any:
 
 
 def concrete_size(size: Any) -> Any:
-    """Return a concrete number for a symbolic one; every size that only data decides is taken as 4."""
-    if isinstance(size, (int, float, bool)):
+    """Return a concrete number for a symbolic one, others unchanged; every size that only data decides counts as 4."""
+    if not isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         return size
     expr = size.node.expr.xreplace(example_sizes(size))
     number = expr.xreplace(dict.fromkeys(expr.free_symbols, 4))
@@ -306,10 +306,10 @@ def dtype_reference(node: Node) -> Node | None:
     name = ops.name(node)
     if not row_of(node).cast:
         given = ops.argument(node, "dtype")
-        return _owner(given) if isinstance(given, Node) else None
+        return dtype_owner(given) if isinstance(given, Node) else None
     for arg in (*node.args[1:], *node.kwargs.values()):
         if isinstance(arg, Node):
-            owner = _owner(arg)
+            owner = dtype_owner(arg)
             if owner is not None:
                 return owner
             if name == "type_as" or ops.name(arg) != "getattr":
@@ -317,7 +317,7 @@ def dtype_reference(node: Node) -> Node | None:
     return None
 
 
-def _owner(node: Node) -> Node | None:
-    """Return y where the node is `y.dtype`."""
-    held = node.args[0] if ops.name(node) == "getattr" and node.args[1] == "dtype" else None
-    return held if isinstance(held, Node) else None
+def dtype_owner(node: Node) -> Node | None:
+    """Return y where the node is `y.dtype`, which is read when the graph runs."""
+    owner = node.args[0] if ops.name(node) == "getattr" and node.args[1] == "dtype" else None
+    return owner if isinstance(owner, Node) else None

@@ -22,8 +22,9 @@ import torch
 from torch.fx import Node
 
 from ..contract.devices import DEVICES
+from ..contract.dtypes import dtype_name
 from . import ops
-from .rules import COMPOSITE, Rule, lookup, rule
+from .rules import COMPOSITE, Rule, lookup, row_named
 
 NAMES = ("fp32_internal", "fp32_backward", "rounds_once", "scatters", "commutes_forward", "commutes_backward")
 
@@ -103,18 +104,17 @@ def facts(name: str, device: str, low: torch.dtype, **static: Any) -> Facts:
         **static: The arguments that matter, such as `dim="last"` or `approximate="tanh"`. If they are not given, or
             were not measured, only facts that hold for all measured variants are returned.
     """
-    row = rule(name)
-    base = row.name if row else name
+    row = row_named(name)
+    base = row.name if row.known else name
     table, on = _table(device)
     measured = on == this_machine(device)
-    variants = {key: set(by_low.get(_short(low), ())) for key, by_low in table.get(base, {}).items()}
+    variants = {key: set(by_low.get(dtype_name(low), ())) for key, by_low in table.get(base, {}).items()}
     wanted = static_key({k: static[k] for k in statics(base, device) if k in static})
     if wanted in variants:
         return _facts(variants[wanted], "measured" if measured else "assumed")
     if variants:
         return _facts(set.intersection(*variants.values()), "assumed")
-    commutes = row.commutes if row else ""
-    return Facts(commutes_forward=bool(commutes), commutes_backward=commutes == "both")
+    return Facts(commutes_forward=row.commutes != "", commutes_backward=row.commutes == "both")
 
 
 def _facts(held: set[str], status: str) -> Facts:
@@ -219,7 +219,3 @@ def _table(device: str) -> tuple[dict[str, dict[str, dict[str, list[str]]]], Mac
 def _plain(value: Any) -> str:
     """Return one spelling of equal numbers: 2 and 2.0 are "2"."""
     return f"{value:g}" if isinstance(value, (int, float)) and not isinstance(value, bool) else str(value)
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

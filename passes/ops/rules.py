@@ -52,18 +52,13 @@ _custom: dict[str, Rule] = {}
 
 
 def row_named(name: str) -> Rule:
-    """Return the row of an op of exactly this name; an empty row if it has none, or writes in place."""
-    return _ALL.get(name) or _custom.get(name) or UNKNOWN
+    """Return the row of an op, an in-place name giving that of its base; a row that is not `known` if it has none."""
+    return _ALL.get(name) or _custom.get(name) or _ALL.get(name.removesuffix("_")) or UNKNOWN
 
 
 def row_of(node: Node) -> Rule:
-    """Return the row of a call's op; an empty row if it has none, or writes in place."""
+    """Return the row of a call's op, as `row_named` does."""
     return row_named(ops.name(node))
-
-
-def rule(name: str) -> Rule | None:
-    """Return the row of an op, of the table or registered; an in-place name gives the row of its base."""
-    return RULES.get(name) or _custom.get(name) or RULES.get(name.removesuffix("_"))
 
 
 def lookup(name: str, device: str, low: torch.dtype | None = None) -> tuple[Rule, str]:
@@ -72,12 +67,10 @@ def lookup(name: str, device: str, low: torch.dtype | None = None) -> tuple[Rule
     `low` is the dtype of the conversion: a custom op that was registered with `register_autocast` of PyTorch for
     another low dtype is kept.
     """
-    found = rule(name)
-    if found is None and "::" in name:
-        found = _from_register_autocast(name, device, low)
-    if found is None:
-        found = replace(UNKNOWN, name=name)
-    return found, _kind(found, device)
+    row = row_named(name)
+    if not row.known:
+        row = ("::" in name and _from_register_autocast(name, device, low)) or replace(UNKNOWN, name=name)
+    return row, _kind(row, device)
 
 
 def _kind(row: Rule, device: str) -> str:

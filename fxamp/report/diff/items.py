@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from passes._torch import OpOverload
+from passes.contract.dtypes import dtype_name
 from passes.contract.plan import Decision, Plan
 from passes.graph.notes import is_inserted
 from passes.graph.values import keys, module_path
@@ -126,7 +128,7 @@ def dtype_of(node: Node) -> str:
 def _dtype(value: object) -> str:
     if isinstance(value, list | tuple):
         return f"({', '.join(map(_dtype, value))})"
-    return str(getattr(value, "dtype", None)).removeprefix("torch.")
+    return dtype_name(value.dtype) if isinstance(value, torch.Tensor) else "None"
 
 
 def arguments(node: Node, names: Mapping[Node, str]) -> str:

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
+from passes.contract.dtypes import dtype_name
 from passes.graph.notes import is_inserted
 from passes.graph.values import LOW, dtypes_of, module_path
 from passes.ops import ops
@@ -30,7 +31,7 @@ from .changes import Change, another_model
 from .items import arguments, arrow, dtype_of, node_keys, target_of
 from .match import Item, match
 
-_LOW = tuple(str(dtype).removeprefix("torch.") for dtype in LOW)
+_LOW = tuple(map(dtype_name, LOW))
 _NO_CALLS = ("placeholder", "get_attr", "module _guards_fn")
 _WIDE = 60
 
@@ -235,7 +236,7 @@ def _dtype(node: Node) -> str:
     """Return the dtype of a node's result; of several tensors, the dtype that they share."""
     value = node.meta.get("val")
     if isinstance(value, (tuple, list)):
-        found = {str(dtype).removeprefix("torch.") for dtype in map(dtypes_of, value)}
+        found = {str(dtypes_of(item)).removeprefix("torch.") for item in value}
         return found.pop() if len(found) == 1 else dtype_of(node)
     return dtype_of(node)
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from passes.contract.dtypes import dtype_name
 from passes.contract.plan import Decision, Plan
 from passes.contract.reasons import Code
 from passes.graph.notes import is_inserted
@@ -23,7 +24,7 @@ from .reads import dtype, named, origins, reads
 from .record import RECORD_VERSION, Cast, NodeRecord, Read, Record, Totals
 from .sizes import Size, SizeError, sizes_of
 
-_LOW = tuple(str(dtype).removeprefix("torch.") for dtype in LOW)
+_LOW = tuple(map(dtype_name, LOW))
 _NONE = Size()
 
 

@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 from torch.fx import Graph, Node
 
+from passes.contract.dtypes import dtype_name
 from passes.graph.notes import is_inserted, note_of
 from passes.graph.values import keys
 
@@ -64,4 +65,4 @@ def reads(node: Node, found: Mapping[Node, tuple[Read, ...]]) -> tuple[Read, ...
 def dtype(node: Node) -> str:
     """Return the dtype of a value, without "torch."."""
     value = node.meta.get("val")
-    return str(value.dtype).removeprefix("torch.") if isinstance(value, torch.Tensor) else "unknown"
+    return dtype_name(value.dtype) if isinstance(value, torch.Tensor) else "unknown"

@@ -18,6 +18,7 @@ from torch.fx import GraphModule, Interpreter, Node
 from torch.utils.flop_counter import FlopCounterMode
 
 from passes._torch import FakeTensorMode, pytree, quiet_fakes, storage_id
+from passes.contract.dtypes import dtype_name
 from passes.contract.errors import FxampError
 from passes.graph.notes import is_inserted
 from passes.graph.values import no_autocast
@@ -122,7 +123,7 @@ class _Walk(Interpreter):
         if n.op.startswith("call"):
             given = [self.env.get(o) for o in n.all_input_nodes]
             self.sizes[n] = Size(
-                tuple(str(t.dtype).removeprefix("torch.") for t in _tensors(made)),
+                tuple(dtype_name(t.dtype) for t in _tensors(made)),
                 tuple(tuple(int(s) for s in t.shape) for t in _tensors(made)),
                 sum(t.nbytes for t in _tensors(given)), sum(t.nbytes for t in _tensors(made)),
                 self.counter.get_total_flops() - before, sum(saved),

@@ -142,7 +142,7 @@ def _at_level(state: State, site: Site) -> Site:
     values = [o.node for o in site.floats]
     if values and all(state.dtypes[n] in LOW_DTYPES and state.dtypes[n] != site.low for n in values):
         return site  # all of it is in the other low dtype, which the user chose: there are no bytes to save
-    extreme = any(n in state.extremes.values for n in values) or converts(site.node, site.name, state.dtypes)
+    extreme = any(n in state.extremes.values for n in values) or converts(site.node, state.dtypes)
     kind = by_level(state.policy, site, extreme)
     if kind == LOW != site.kind and any(state.dtypes[n] is ANY for n in values):
         kind = PROMOTE  # a value of unknown dtype may be complex, or an index

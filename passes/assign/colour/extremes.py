@@ -17,9 +17,9 @@ from torch.fx import Graph, Node
 
 from ...graph.literals import FP32_MAX, has_tiny, is_extreme, numbers
 from ...graph.notes import note_of
-from ...graph.values import ANY, LOW, Dtypes, ValueDtype, is_floating
+from ...graph.values import ANY, LOW, Dtypes, ValueDtype, is_floating, mutated_operands
 from ...ops import ops
-from ...ops.rules import Rule, row_named, row_of
+from ...ops.rules import Rule, row_of
 
 _ONE: tuple[tuple[str, ...], ...] = (("float",), ("first",))  # the output is one floating tensor
 
@@ -59,7 +59,7 @@ class Extremes:
     def visit(self, node: Node, name: str, row: Rule, dtypes: Dtypes) -> None:
         """Record what is known about the result of a call, from its operands."""
         operands, found = [o.node for o in ops.operands(node)], list(numbers(node))
-        passed_on = _passed_on(row, name, operands)
+        passed_on = _passed_on(row, operands)
         if all(n in self.fixed or not (is_floating(dtypes[n]) or dtypes[n] is ANY) for n in operands):
             self.fixed.add(node)
         self._count(node, name, operands, found, passed_on)
@@ -73,8 +73,8 @@ class Extremes:
             self.values.add(node)
         elif not self._is_scaled(name, operands, found):
             passes = bool(passed_on) or row.out in _ONE
-            self._range(node, found, operands if passes and not row_named(name).bounded else [])
-            if row_named(name).counts or converts(node, name, dtypes):
+            self._range(node, found, operands if passes and not row.bounded else [])
+            if row.counts or converts(node, dtypes):
                 self.values.add(node)
 
     def _count(self, node: Node, name: str, operands: list[Node], found: list[float], passed_on: list[Node]) -> None:
@@ -87,7 +87,12 @@ class Extremes:
         """Return the number that a tensor of no dimension holds, where it is known."""
         if passed_on and passed_on[0] in self.constants:
             return self.constants[passed_on[0]]
-        filled = row_of(node).fills and len(found) == 1 and (_is_scalar(node) or "val" not in node.meta)
+        filled = (
+            row_of(node).fills
+            and not mutated_operands(node)
+            and len(found) == 1
+            and (_is_scalar(node) or "val" not in node.meta)
+        )
         return found[0] if filled else None
 
     def _range(self, node: Node, found: list[float], passed: list[Node]) -> None:
@@ -107,17 +112,16 @@ class Extremes:
         return (name == "div" and largest <= abs(found[0])) or (name == "mul" and largest * abs(found[0]) <= 1)
 
 
-def _passed_on(row: Rule, name: str, operands: list[Node]) -> list[Node]:
+def _passed_on(row: Rule, operands: list[Node]) -> list[Node]:
     """Return the operand whose numbers a call returns unchanged."""
-    moves = row.commutes != "" or row_named(name).cast or name == "getitem"
-    return operands[:1] if moves else []
+    return operands[:1] if row.commutes != "" or row.cast else []
 
 
-def converts(node: Node, name: str, dtypes: Dtypes) -> bool:
+def converts(node: Node, dtypes: Dtypes) -> bool:
     """Say whether a float is computed from integers; numbers combined with a low activation are not positions."""
     operands = [o.node for o in ops.operands(node)]
     whole = any(_is_whole(dtypes[n]) and not _is_scalar(n) for n in operands)
-    return whole and row_named(name).of_integers and not any(dtypes[n] in LOW for n in operands)
+    return whole and row_of(node).of_integers and not any(dtypes[n] in LOW for n in operands)
 
 
 def _is_whole(dtype: ValueDtype) -> bool:

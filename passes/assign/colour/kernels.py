@@ -16,7 +16,7 @@ from ..._torch import pytree
 from ...contract.devices import DEVICES
 from ...graph.values import ELIGIBLE, concrete
 from ...ops import ops
-from ...ops.rules import row_named
+from ...ops.rules import row_of
 
 
 def runs_in(
@@ -35,7 +35,7 @@ def runs_in(
         tried: what was found for the same call of this graph before; added to.
     """
     name = ops.name(node)
-    if not row_named(name).tries_low and "::" not in name:
+    if not row_of(node).tries_low and "::" not in name:
         return True
     if not DEVICES[device].is_here():
         return True

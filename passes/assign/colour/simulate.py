@@ -25,6 +25,7 @@ from ...graph.values import (
     Aliases,
     Dtypes,
     ValueDtype,
+    dtype_reference,
     first_float,
     is_floating,
     is_known,
@@ -32,7 +33,7 @@ from ...graph.values import (
 )
 from ...ops import ops
 from ...ops.facts import accumulates
-from ...ops.rules import KEEP, lookup, row_named, row_of
+from ...ops.rules import KEEP, row_of
 from .decide import WRITTEN, decide, site_of
 from .fit_numbers import fit_numbers
 from .operand_casts import keep
@@ -52,8 +53,8 @@ class Simulation(State):
                 continue
             name = ops.name(node)
             floats = [o for o in ops.operands(node) if is_floating(self.dtypes[o.node]) or self.dtypes[o.node] is ANY]
-            if row_named(name).asks:
-                if name == "getitem":
+            if row_of(node).asks:
+                if row_of(node).asks == "item":
                     self.dtypes[node] = self.infer(node, self.dtypes.__getitem__)
             elif any(b.first is not None for b in self.border.bodies.get(node, ())):
                 self._enter(node, self.border.bodies[node][0])
@@ -109,7 +110,7 @@ class Simulation(State):
 
     def _would_copy(self, members: Sequence[Node]) -> list[Node]:
         """Return the values that are low only beyond O1, and so turn a cast that did nothing into a copy."""
-        references = [self.casts.reference(m) for m in members if self.aggressive and row_of(m).cast]
+        references = [dtype_reference(m) for m in members if self.aggressive and row_of(m).cast]
         known = [r for r in references if r is not None and self.original[r] == self.under_autocast(r)]
         return [_indexed(r) for r in known if self.dtypes[r] != self.original[r]]
 
@@ -133,7 +134,7 @@ class Simulation(State):
 
     def _sums_low(self, node: Node, written: Sequence[Node]) -> bool:
         """Say whether many values are summed in place into a low value that is FP32 in the user's code."""
-        row = lookup(ops.name(node), self.device, self.low)[0]
+        row = row_of(node)
         low = any(self.dtypes[w] in LOW and self.original[w] == torch.float32 for w in written)
         return low and accumulates(node, row)
 
@@ -186,17 +187,17 @@ class Simulation(State):
 
     def _learn(self, node: Node, name: str) -> None:
         """Derive from the operands whether the result was upcast by the user, or is out of the low range."""
-        row = lookup(name, self.device, self.low)[0]
+        row = row_of(node)
         self.extremes.visit(node, name, row, self.dtypes)
         if not is_floating(self.dtypes[node]):
             return
         inputs = [o.node for o in ops.operands(node) if is_floating(self.dtypes[o.node])]
-        if inputs and (row.commutes or name == "getitem") and all(i in self.upcast for i in inputs):
+        if inputs and row.commutes and all(i in self.upcast for i in inputs):
             self.upcast.add(node)
 
 
 def _indexed(value: Node) -> Node:
     """Return the container that an item was taken from, or the value itself, since only the container has a colour."""
-    while row_named(ops.name(value)).asks == "item" and isinstance(value.args[0], Node):
+    while row_of(value).asks == "item" and isinstance(value.args[0], Node):
         value = value.args[0]
     return value

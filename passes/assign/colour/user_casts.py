@@ -14,12 +14,21 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from ..._torch import OpOverload, overload_name
 from ...contract.reasons import Code, Reason
 from ...graph.notes import note_of
-from ...graph.values import ANY, ELIGIBLE, LOW, Dtypes, is_floating, literal_dtype, module_path
+from ...graph.values import (
+    ANY,
+    ELIGIBLE,
+    LOW,
+    Dtypes,
+    dtype_owner,
+    dtype_reference,
+    is_floating,
+    literal_dtype,
+    module_path,
+)
 from ...ops import ops
-from ...ops.rules import Rule, row_named
+from ...ops.rules import Rule, row_of
 
 _NOTHING = "under autocast the cast does nothing"
 
@@ -39,13 +48,13 @@ def observed(graph: Graph) -> Iterator[Node]:
         name, value = ops.name(node), node.args[0] if node.args else None
         if name == "view":
             seen = any(isinstance(a, torch.dtype) for a in (*node.args[1:], *node.kwargs.values()))
-        elif name == "getattr" and node.args[1] == "dtype":
+        elif dtype_owner(node) is not None:
             seen = any(_uses_dtype(user) for user in node.users)
         else:
             seen = (
                 name == "element_size"
                 or (name == "getattr" and node.args[1] in ("itemsize", "nbytes"))
-                or (name.endswith("_") and _draws_anew(row_named(name.removesuffix("_"))))
+                or (name.endswith("_") and _draws_anew(row_of(node)))
             )
         if seen and isinstance(value, Node):
             yield value
@@ -83,11 +92,11 @@ class Casts:
         value: Any = node.args[0]
         held = dtypes.get(value)
         baked = self.baked(node)
-        reference = self.reference(node)
-        if reference is not None:
-            found = dtypes[reference]
-            found = found if isinstance(found, torch.dtype) else None
-            return Intent(found, False, Code.CAST("takes the dtype of another tensor"))
+        reference = dtype_reference(node)
+        if reference is not None and (self.original[reference] is ANY or is_floating(self.original[reference])):
+            dtype = dtypes[reference]
+            dtype = dtype if isinstance(dtype, torch.dtype) else None
+            return Intent(dtype, False, Code.CAST("takes the dtype of another tensor"))
         if baked is None:
             return Intent(held if isinstance(held, torch.dtype) else None, False, Code.FOLLOW("it names no dtype"))
         if note_of(node).cast == "autocast":
@@ -124,21 +133,6 @@ class Casts:
             return True
         changes = self.original[value] != baked or baked != torch.float32
         return changes and kind != "relative"  # else it may restore what an earlier cast changed
-
-    def reference(self, node: Node) -> Node | None:
-        """Return the tensor whose dtype the cast takes, where the graph still has it."""
-        if ops.name(node) == "type_as" or (
-            isinstance(node.target, OpOverload) and overload_name(node.target) == "other"
-        ):
-            return node.args[1] if isinstance(node.args[1], Node) else None
-        for arg in (*node.args[1:], *node.kwargs.values()):
-            if isinstance(arg, Node) and ops.name(arg) == "getattr" and arg.args[1] == "dtype":
-                return arg.args[0] if isinstance(arg.args[0], Node) else None
-            if isinstance(arg, Node) and node.op == "call_method":
-                held = self.original.get(arg)
-                if held is ANY or is_floating(held):
-                    return arg
-        return None
 
     def _kind(self, node: Node) -> str:
         """Return "literal", "relative" or "undecided"; in a traced Python graph the name of the method tells."""

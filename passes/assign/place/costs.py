@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from ...contract.devices import DEVICES
+from ...graph.values import concrete_size
 from ...ops import ops
 from ...ops.rules import row_of
 
@@ -83,19 +84,12 @@ class UnitCosts:
         return [0] * len(runs), [1] * len(casts)
 
 
-def number(size: Any) -> Any:
-    """Return a symbolic number's value for the example inputs, 4 if it depends on data; other values unchanged."""
-    if isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-        return getattr(size.node, "hint", None) or 4
-    return size
-
-
 def numel(value: Any) -> int:
     """Return the number of floating elements of a value; symbolic sizes count as in the example inputs."""
     if isinstance(value, Tensor):
         out = 1
         for size in value.shape:
-            out *= number(size)
+            out *= concrete_size(size)
         return out if value.is_floating_point() else 0
     if isinstance(value, (tuple, list)):
         return sum(numel(v) for v in value)
@@ -110,4 +104,4 @@ def is_view(node: Node) -> bool:
 def makes_view(node: Node) -> bool:
     """Say whether an op makes a view for all operands."""
     schema = ops.schema_of(node)
-    return ops.name(node) == "getitem" or (schema is not None and any(r.alias_info is not None for r in schema.returns))
+    return row_of(node).asks == "item" or (schema is not None and any(r.alias_info is not None for r in schema.returns))

@@ -21,7 +21,7 @@ from ...graph.notes import note_of
 from ...graph.values import concrete_size, is_floating, is_known, literal_dtype
 from ...ops import ops
 from ...ops.facts import facts_of, lacks_low
-from ...ops.rules import FOLLOW, FP32, LOW, PROMOTE, Rule, lookup
+from ...ops.rules import FOLLOW, FP32, LOW, PROMOTE, Rule, row_of
 from ..colour.kernels import runs_in
 from ..colour.simulate import Simulation
 from .saturate import touched
@@ -38,7 +38,7 @@ def free_nodes(simulation: Simulation, grad: frozenset[Node]) -> dict[Node, None
     free: dict[Node, None] = {}
     low = touched(simulation.graph, simulation.dtypes) if simulation.aggressive else set()
     for node in simulation.graph.nodes:
-        item = ops.name(node) == "getitem" and node.args[0] in free and is_floating(simulation.dtypes[node])
+        item = row_of(node).asks == "item" and node.args[0] in free and is_floating(simulation.dtypes[node])
         if item or (node in simulation.colours and _passes(checks, simulation, node, grad, node in low)):
             free[node] = None
     return free
@@ -74,7 +74,7 @@ def _passes(
     checks: tuple[Check, ...], simulation: Simulation, node: Node, grad: frozenset[Node], touched: bool
 ) -> bool:
     dtypes = simulation.dtypes
-    row = lookup(ops.name(node), simulation.device, simulation.low)[0]
+    row = row_of(node)
     operands = list(ops.operands(node))
     floats = tuple(o for o in operands if is_floating(dtypes[o.node]))
     held, read = tuple(dtypes[o.node] for o in floats), tuple(o.node for o in operands)

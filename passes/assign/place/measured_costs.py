@@ -19,8 +19,9 @@ from torch.fx.node import map_arg
 from ..._torch import OpOverload
 from ...contract.devices import DEVICES
 from ...contract.timing import Call, Filler, Timer
+from ...graph.values import concrete_size
 from ...ops import ops
-from .costs import ByteCosts, Run, makes_view, number
+from .costs import ByteCosts, Run, makes_view
 
 ACCURACY = 0.05  # share of a measured time; an FP32 op stays FP32 unless low saves more than this
 ROUND_TRIPS = 4  # of a cast; a single one would be lost in the time that a backward takes to start
@@ -83,9 +84,9 @@ class MeasuredCosts:
             return [self._filler(v, None, grad) for v in value]
         if isinstance(value, Tensor):
             made = dtype if isinstance(dtype, torch.dtype) else value.dtype
-            shape, stride = tuple(map(number, value.shape)), tuple(map(number, value.stride()))
+            shape, stride = tuple(map(concrete_size, value.shape)), tuple(map(concrete_size, value.stride()))
             return Filler(shape, stride, made, grad and made.is_floating_point)
-        return number(value)
+        return concrete_size(value)
 
 
 def round_trips(value: Tensor, low: torch.dtype) -> Tensor:

@@ -22,6 +22,7 @@ from networkx import NetworkXUnbounded
 from torch.fx import Graph, Node
 
 from ...colouring import Colours
+from ...contract.dtypes import dtype_name
 from ...contract.errors import PlanError, VerificationError
 from ...contract.plan import Plan
 from ...contract.plan_format import REMEDY
@@ -29,7 +30,7 @@ from ...contract.policy import Policy
 from ...contract.timing import Timer
 from ...graph.grad import requires_grad
 from ...graph.values import Dtypes, keys
-from ...ops import ops
+from ...ops.rules import row_of
 from ..colour.simulate import Simulation
 from .apply_cut import apply_cut
 from .costs import ByteCosts, Costs, UnitCosts
@@ -97,8 +98,8 @@ def _planned(problem: Problem, plan: Plan, graph: Graph, free: Iterable[Node], l
     colours, names = {d.key: d.colour for d in plan.decisions}, keys(graph.nodes)
     low_side: set[Variable] = set()
     for node in free:
-        owner = node.args[0] if ops.name(node) == "getitem" else node
-        if owner in low_side or colours.get(names[node]) == str(low).removeprefix("torch."):
+        owner = node.args[0] if row_of(node).asks == "item" else node
+        if owner in low_side or colours.get(names[node]) == dtype_name(low):
             low_side.add(node)
     if problem.cost(low_side) == float("inf"):
         raise PlanError(f"the plan stores a value in 16 bits that an op reading it needs in FP32; {REMEDY}")

@@ -18,7 +18,7 @@ from ...colouring import Place
 from ...graph.grad import grad_modes
 from ...graph.notes import is_parameter
 from ...ops import ops
-from ...ops.rules import row_of, rule
+from ...ops.rules import row_of
 from ..colour.simulate import Simulation
 from .costs import Costs, Run
 from .cut import FP32, LOW, Net, Problem, Variable
@@ -33,7 +33,7 @@ def unpriced_problem(simulation: Simulation, uses: Uses) -> Problem:
         _imply(problem, node, simulation, uses)
     for node in uses.free:
         for reader, _ in uses.readers[node]:  # x[i] has the dtype of x, a tuple or a tensor
-            if ops.name(reader) == "getitem" and reader in uses.free:
+            if row_of(reader).asks == "item" and reader in uses.free:
                 problem.implies += [(node, reader), (reader, node)]
     return problem
 
@@ -49,7 +49,7 @@ def _imply(problem: Problem, node: Node, simulation: Simulation, uses: Uses) -> 
         return
     for reader, where in uses.readers[node]:
         follows = reader in uses.free and dtypes[reader] != low
-        if follows and (ops.name(reader) == "getitem" or colours[reader].kind != "fp32"):
+        if follows and (reader not in colours or colours[reader].kind != "fp32"):
             problem.implies.append((node, reader))
         elif uses.needs[reader].get(where) != low:
             problem.implies.append((node, FP32))
@@ -80,7 +80,7 @@ def price(
 
 def _rounds(node: Node) -> bool:
     """Say whether an op rounds its result; an op that only moves values does not."""
-    row = rule(ops.name(node))
+    row = row_of(node)
     return ops.name(node) != "getitem" and (row is None or row.commutes == "")
 
 

@@ -18,7 +18,7 @@ from torch.fx import Graph, Node
 
 from ...colouring import Colours, Place
 from ...graph.notes import is_parameter
-from ...graph.values import LOW, Dtypes, is_floating
+from ...graph.values import LOW, Dtypes, is_floating, mutated_operands
 from ...ops import ops
 from ...ops.rules import row_of
 from ..colour.simulate import Simulation
@@ -101,9 +101,11 @@ class _Ranges:
         if not node.op.startswith("call"):
             return not is_parameter(node)
         row, operands = row_of(node), list(ops.operands(node))
+        if mutated_operands(node):
+            return True
         if row.bounded:
             return False
-        moves = row.commutes != "" or row.cast or row.asks == "item"
+        moves = row.commutes != "" or row.cast
         if moves and operands:
             return self._open[operands[0].node] and is_floating(self._original.get(operands[0].node))
         if row.out_of:  # rows of a table

@@ -11,7 +11,7 @@ from torch.fx import Node
 from ...colouring import Place
 from ...graph.values import ELIGIBLE, ValueDtype, mutated_operands
 from ...ops import ops
-from ...ops.rules import FOLLOW, PROMOTE, lookup
+from ...ops.rules import FOLLOW, PROMOTE, row_of
 from ..colour.simulate import Simulation
 
 
@@ -36,7 +36,7 @@ class Uses:
         """Say whether an operand must have the dtype of its reader, whichever dtype is chosen for that."""
         if reader not in self.free:
             return False
-        row = lookup(ops.name(reader), self.simulation.device, self.simulation.low)[0]
+        row = row_of(reader)
         return where[0] not in row.uncast and (not row.casts or where[0] in row.casts)
 
     def upcasts(self, node: Node) -> bool:
@@ -52,7 +52,7 @@ class Uses:
         colouring = self.simulation.colours.get(node)
         if colouring is None or not self.simulation.policy.level.stores_low or node in self.free:
             return False
-        row = lookup(ops.name(node), self.simulation.device, self.simulation.low)[0]
+        row = row_of(node)
         plain = colouring.kind in (PROMOTE, FOLLOW) and not (colouring.settled or colouring.casts or colouring.literals)
         return plain and row.gives in ("bool", "int") and not row.same_dtype and not mutated_operands(node)
 

@@ -23,7 +23,7 @@ ROWS = (
 # Calls that are no operators of ATen, or compute nothing of tensors; `fxamp.rules()` does not list them.
 QUERIES = (
     *group(KEEP, KEEP, "reads a shape, a dtype or other metadata, and no values",
-        of("getitem", asks="item", may_alias="first"),
+        of("getitem", asks="item", may_alias="first", commutes="both"),
         of("getattr size stride dim numel is_contiguous", asks="shape", out=""),
         of("sym_size sym_stride sym_numel sym_storage_offset", asks="shape", out=""),
         of("is_floating_point is_complex element_size", asks="dtype", out=""),

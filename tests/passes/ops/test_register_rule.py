@@ -68,7 +68,7 @@ def test_an_unknown_op_is_kept() -> None:
 
 
 def test_an_in_place_op_has_the_row_of_its_base() -> None:
-    assert rules.rule("add_") is RULES["add"]
+    assert rules.row_named("add_") is RULES["add"]
 
 
 @pytest.mark.parametrize("by_name", [True, False])
