@@ -13,9 +13,10 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import statistics
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -111,10 +112,27 @@ def to_markdown(rows: Sequence[Row], torch_version: str) -> str:
             base = getattr(variants[AUTOCAST], field)
             ratios = [_ratio(getattr(variants[level], field), base) for level in LEVELS]
             table.append((model, low.upper(), "not finite" if base is None else f"{base:.2e}", *ratios))
-        parts.append(f"## {title}\n\n{_table(table, headers)}\n")
+        parts.append(f"## {title}\n\n{_table(table, headers)}\n{_worst(by_case, field)}")
     table = [(m, low.upper(), *(str(v[k].casts) for k in (AUTOCAST, *LEVELS))) for (m, low), v in by_case.items()]
     parts.append(f"## Casts in a training step\n\n{_table(table, headers)}\n")
     return "\n".join(parts)
+
+
+def _worst(by_case: Mapping[tuple[str, str], Mapping[str, Row]], field: str) -> str:
+    """Return the median and the 90th percentile of O2's ratios to autocast, and the five greatest."""
+    ratios = []
+    for (model, low), variants in by_case.items():
+        value, base = getattr(variants["O2"], field), getattr(variants[AUTOCAST], field)
+        if base:
+            ratios.append((math.inf if value is None else value / base, f"{model} in {low.upper()}"))
+    if len(ratios) < 2:
+        return ""
+    ratios.sort(reverse=True)
+    numbers = [ratio for ratio, _ in ratios]
+    tenth = statistics.quantiles(numbers, n=10, method="inclusive")[-1]
+    worst = ", ".join(f"{name} {ratio:.2f}" for ratio, name in ratios[:5])
+    middle = statistics.median(numbers)
+    return f"\nAt O2 the median is {middle:.2f}, the 90th percentile {tenth:.2f}. Greatest: {worst}.\n"
 
 
 def _ratio(value: float | None, base: float | None) -> str:

@@ -16,12 +16,15 @@ from ..ops import ops
 from ..ops.rules import KEEP, row_of
 from ..runtime.casts import cast_floating
 from .insert_casts import recast
+from .spec import broken
 
 _REPORT = "This is a bug in fxamp; please report it."
 
 
 def verify(graph: Graph, assignment: Assignment | None = None) -> None:
     """Check the graph's structure and, once casts are in, that every value really has the dtype it was assigned.
+
+    And that no law of `spec.py` is broken.
 
     Dtypes are recomputed only where an operand's has changed, or the node itself was touched.
 
@@ -37,6 +40,15 @@ def verify(graph: Graph, assignment: Assignment | None = None) -> None:
         expected = assignment.dtypes.get(node)
         if node.op.startswith("call") and not _agree(held[node], expected):
             raise VerificationError(f"{_name(node)} gives {held[node]}, its plan says {expected}. {_REPORT}")
+    _verify_laws(graph, assignment)
+
+
+def _verify_laws(graph: Graph, assignment: Assignment) -> None:
+    """Raise VerificationError if the graph breaks a law of the spec."""
+    found = broken(graph, assignment)
+    if found is not None:
+        node, operand, law = found
+        raise VerificationError(f"{_name(node)}, operand {operand.name}: {law.says} (law: {law.name}). {_REPORT}")
 
 
 def _agree(held: Any, expected: Any) -> bool:

@@ -122,7 +122,7 @@ class Aliases:
             if node.op == "get_attr":
                 self._union(attributes.setdefault(node.target, node), node)
             if _is_call(node) and may_alias(node) and last.get(node, when) >= when:
-                for value in _shared(node):
+                for value in shared_operands(node):
                     self._union(value, node)
 
     def find(self, node: Node) -> Node:
@@ -153,7 +153,7 @@ class Aliases:
         self._parent[self.find(b)] = self.find(a)
 
 
-def _shared(node: Node) -> list[Node]:
+def shared_operands(node: Node) -> list[Node]:
     """Return the operands whose storage an aliasing op may share: the first, unless the schema names others."""
     operands = list(ops.operands(node))
     if is_opaque(node) or ops.name(node) == "set_":  # set_ takes over the storage of its source

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +13,10 @@ import torch
 from torch import Tensor, nn
 
 import fxamp
+from passes import compile_graph
+from passes.contract.policy import Policy
 from tests.support.front_ends import WARNINGS, fresh
+from tests.support.graphs import attribute
 
 pytestmark = [*WARNINGS, pytest.mark.usefixtures("fresh")]
 __all__ = ["fresh"]
@@ -138,19 +143,57 @@ def by_convert(model: nn.Module, args: tuple[Tensor, ...], policy: str) -> Calla
     return fxamp.convert(model, args, policy=policy, dynamic_shapes=None)
 
 
-WAYS = {"ahead of time": by_convert, "at the first call": by_compile}
+def by_graph_module(model: nn.Module, args: tuple[Tensor, ...], policy: str) -> Callable[..., Any]:
+    return fxamp.convert(torch.fx.symbolic_trace(model), args, policy=policy, dynamic_shapes=None)
+
+
+def by_exported_program(model: nn.Module, args: tuple[Tensor, ...], policy: str) -> Callable[..., Any]:
+    program: Any = torch.export.export(model, args)
+    return fxamp.convert(program, policy=policy)
+
+
+def by_compile_graph(model: nn.Module, args: tuple[Tensor, ...], policy: str) -> Callable[..., Any]:
+    """Run the pass alone on an exported graph, whose parameters and buffers are inputs."""
+    program = torch.export.export(model, args)
+    module = program.module()
+    for check in [n for n in module.graph.nodes if n.op == "call_module" and "guard" in str(n.target)]:
+        module.graph.erase_node(check)
+    compile_graph(
+        module.graph,
+        replace(Policy.parse(policy), device="cpu"),
+        functools.partial(attribute, module),
+        capture="export",
+    )
+    module.recompile()
+    return module
+
+
+WAYS = {
+    "ahead of time": by_convert,
+    "at the first call": by_compile,
+    "a GraphModule": by_graph_module,
+    "an ExportedProgram": by_exported_program,
+    "the pass alone": by_compile_graph,
+}
 
 
 def error(got: Tensor, exact: Tensor) -> float:
     return float((got.float() - exact).norm() / exact.norm())
 
 
+SLOW = ("a GraphModule", "an ExportedProgram", "the pass alone")  # the same code as the others, by other doors
+
+
 @pytest.mark.parametrize("name", TABLE)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [pytest.param(w, marks=[pytest.mark.matrix] * (w in SLOW)) for w in WAYS])
 @pytest.mark.parametrize("number", DTYPES)
 def test_o2_is_as_exact_as_autocast_on_raw_inputs_and_buffers(name: str, way: str, number: str) -> None:
-    make, batch = TABLE[name]
-    low = number
+    as_exact_as_autocast(*TABLE[name], way, number)
+
+
+def as_exact_as_autocast(
+    make: Callable[[], nn.Module], batch: Callable[[int], tuple[Tensor, ...]], way: str, low: str
+) -> None:
     torch.manual_seed(0)
     model = make().eval()
     with torch.no_grad():
