@@ -68,10 +68,15 @@ class Simulation(State):
         return {n: held[n] for n in values}
 
     def _beside_autocast(self, value: Node) -> Any:
-        """Return the dtype of an output that is read under autocast: its dtype here or autocast's, if that is wider."""
+        """Return the dtype of an output that is read under autocast: its dtype here or autocast's, if that is wider.
+
+        It is autocast's in any case if the policy asks for that.
+        """
         held: Any = note_of(value).low_of_its_own or self.dtypes[value]
         autocast: Any = self.under_autocast(value)
         both = held in ELIGIBLE and autocast in ELIGIBLE
+        if both and self.policy.output_dtype == "autocast":
+            return autocast
         return torch.promote_types(held, autocast) if both else held
 
     def pin_conflicts(self) -> bool:
