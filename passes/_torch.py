@@ -106,6 +106,12 @@ def is_composite(op: OpOverload) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key)
 
 
+def is_transformed() -> bool:
+    """Say whether a transform of `torch.func` runs, in which no `torch.autograd.Function` of the old form can run."""
+    active: bool = torch._C._are_functorch_transforms_active()
+    return active
+
+
 def storage_id(tensor: torch.Tensor) -> int:
     """Return an id that is equal for tensors in one storage, also fake ones; a tensor without a storage has its own."""
     if tensor.layout is not torch.strided:

@@ -34,6 +34,7 @@ from .legalize.legalize import Legalize
 from .ops import ops
 from .ops.facts import this_machine
 from .ops.rules import COMPOSITE
+from .runtime.casts import again
 from .watch import watchers
 
 __all__ = ["NAMES", "compile_graph"]
@@ -52,7 +53,7 @@ def rewriting(policy: Policy) -> tuple[Pass, ...]:
     """Return the passes that carry out what AssignPrecision has decided."""
     return (
         InsertCasts(),
-        EliminateCasts(policy.share_casts),
+        EliminateCasts(policy.sharing, policy.device or "cpu"),
         RunUnderAutocast(policy),
         Annotate(),
     )
@@ -162,7 +163,8 @@ def _run(unit: Unit, steps: Sequence[Pass], edits: Counter[str]) -> None:
 def _border_of(policy: Policy, under_autocast: bool, bodies: dict[Node, list[Body]]) -> Border:
     """Return the dtypes at the edges of the outermost graph."""
     original = policy.output_dtype == "original"
-    return Border({}, original, original and under_autocast and policy.level.rounds, bodies)
+    autocasts = policy.output_dtype == "autocast" or (original and under_autocast)
+    return Border({}, original, autocasts and policy.level.rounds, bodies)
 
 
 def _inside(node: Node, body: Body, outside: Assignment) -> Unit:
@@ -209,7 +211,7 @@ def _plan_of(policy: Policy, capture: str, notes: tuple[str, ...], units: Sequen
             *(f"defect of a rule: {text}" for text in wrong),
         ),
         inserted_casts=sum(edits[f"{InsertCasts.name}/{rule}"] for rule in CASTS),
-        casts=sum(is_inserted(n) for unit in units for n in unit.graph.nodes),
+        casts=sum(is_inserted(n) and n.target is not again for unit in units for n in unit.graph.nodes),
         edits=dict(edits),
         machine=str(this_machine(policy.device or "cpu")),
     )

@@ -30,6 +30,7 @@ from passes.contract.policy import Policy, check_used, nearest, type_names
 from passes.graph.notes import note, note_of
 from passes.graph.values import LOW, no_autocast, retyped
 from passes.ops.rules import row_of
+from passes.runtime.casts import CAST, again
 
 from ..capture.model.fused import note_fused, without_gradients
 from ..capture.model.preflight import refuse_wrapped
@@ -90,9 +91,20 @@ class Backend:
             return backend(**{**given, **ours}, options={**dict(self.options), **rest})(gm, example_inputs)
         inner, notes = _inner(self.backend, gm)
         converted, outputs = rewrite(gm, example_inputs, self.policy, notes)
+        if inner != "eager":
+            _leave_sharing_to_the_compiler(gm)
         with no_autocast():
             run = inner_backend(inner, self.mode, dict(self.options))(gm, example_inputs)
         return at_call(run, converted, example_inputs, outputs)
+
+
+def _leave_sharing_to_the_compiler(gm: GraphModule) -> None:
+    """Replace casts that share a storage by plain ones: compilers merge those, and cache graphs of torch's ops only."""
+    for part in gm.modules():
+        if isinstance(part, GraphModule):
+            for node in part.graph.find_nodes(op="call_function", target=again):
+                node.target, node.args = CAST, node.args[:2]
+            part.recompile()
 
 
 def _inner(backend: Inner, gm: GraphModule) -> tuple[Inner, tuple[str, ...]]:

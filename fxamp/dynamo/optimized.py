@@ -131,7 +131,7 @@ def _inside(run: Callable[..., Any], model: nn.Module, policy: Policy, args: Any
     low = policy.dtype or torch.get_autocast_dtype(device)
     with torch.autocast(device, dtype=low, enabled=policy.level.rounds):
         outputs = run(*args, **kwargs)
-    if not policy.level.rounds or policy.output_dtype == "low":
+    if not policy.level.rounds or policy.output_dtype != "original":
         return outputs
     return pytree.tree_map(lambda t: t.float() if isinstance(t, Tensor) and t.dtype == low else t, outputs)
 
@@ -202,8 +202,8 @@ def _device(model: nn.Module, args: Any, kwargs: Any) -> str:
 
 
 def _given_back(outputs: Any, low: torch.dtype | None, policy: Policy, model: nn.Module, inputs: Any) -> Any:
-    """Return outputs in the model's own dtypes, unless nothing was low, or the policy asks for low outputs."""
-    if low is None or policy.output_dtype == "low":
+    """Return outputs in the model's own dtypes, unless nothing was low, or the policy asks for other dtypes."""
+    if low is None or policy.output_dtype != "original":
         return outputs
     return restored(outputs, low, functools.partial(_is_given, model, inputs))
 

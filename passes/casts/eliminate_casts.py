@@ -1,12 +1,13 @@
 """Pass 4: drop or share inserted casts that change no value.
 
-There are five rules. All are exact in forward, and all but `share` in backward too. User casts are never touched:
+There are six rules. All are exact in forward, and all but `share` in backward too. User casts are never touched:
 
     no_op           to(x: bf16, bf16)                  ->  x
     round_trip      to(to(x: bf16, f32), bf16)         ->  x          (widening and back; never narrowing and back)
     share           a = to(x, bf16); b = to(x, bf16)   ->  b = a      (same grad mode, no write in between)
     promote         add(to(x: bf16, f32), y: f32)      ->  add(x, y)  (the kernel promotes)
     dtype_argument  sum(to(x: bf16, f32))              ->  sum(x, dtype=f32)
+    share_storage   a = to(x, bf16); b = to(x, bf16)   ->  b = again(x, bf16, a)   (a large x that needs gradients)
 
 Some ops are left out. On a CPU no cast would be saved: softmax and log_softmax with `dtype=` cast inside, and so does
 the backward of prod. The gradients of cumsum, cumprod, pow and atan2 would differ.
@@ -26,16 +27,18 @@ from ..colouring import Assignment
 from ..form import Ensures, Unit
 from ..graph.aliases import Aliases, may_alias
 from ..graph.grad import grad_modes, requires_grad
-from ..graph.notes import CLAMP_OPERAND, is_inserted, is_parameter, note, note_of
-from ..graph.values import LOW, ValueDtype
+from ..graph.notes import CLAMP_OPERAND, is_inserted, note, note_of
+from ..graph.sharing import shares_cast, shares_storage
+from ..graph.values import LOW as LOW_DTYPES
+from ..graph.values import ValueDtype
 from ..ops import ops
-from ..ops.rules import row_of
-from ..runtime.casts import CAST, cast_floating, cast_weight
+from ..ops.rules import LOW, row_of
+from ..runtime.casts import CAST, again, cast_floating, cast_weight
 
 
 def _widens(before: object, after: object) -> bool:
     """Say whether a cast is one from a 16-bit dtype to FP32."""
-    return before in LOW and after == torch.float32
+    return before in LOW_DTYPES and after == torch.float32
 
 
 @dataclass(frozen=True)
@@ -43,26 +46,29 @@ class EliminateCasts:
     """Drop or share the inserted casts of a graph that change no value.
 
     Attributes:
-        share: "always"; "weights" shares casts of parameters only; "never".
+        share: which readers share a cast, as `Policy.sharing` has it.
+        device: decides from which size on casts share a storage.
     """
 
     name: ClassVar = "eliminate-casts"
     ensures: ClassVar = Ensures.DTYPES
     share: str = "always"
+    device: str = "cpu"
 
     def __call__(self, unit: Unit) -> dict[str, int]:
         """Apply the rules to one graph."""
-        return eliminate_casts(unit.graph, unit.decided, self.share)
+        return eliminate_casts(unit.graph, unit.decided, self.share, self.device)
 
 
-def eliminate_casts(graph: Graph, assignment: Assignment, share: str = "always") -> dict[str, int]:
+def eliminate_casts(graph: Graph, assignment: Assignment, share: str = "always", device: str = "cpu") -> dict[str, int]:
     """Apply the rules; return how often each fired.
 
     Args:
         graph: with inserted casts; changed in place.
         assignment: the dtype of every value.
-        share: "always"; "weights" shares casts of parameters only; "never". Sharing sums the gradients of the readers
-            in the low dtype, as autocast's weight cache does.
+        share: which readers share a cast, as `Policy.sharing` has it. Sharing sums the gradients of the readers in the
+            low dtype, as autocast's weight cache does.
+        device: decides from which size on casts share a storage.
     """
     return {
         "no_op": _no_op(graph, assignment),
@@ -70,6 +76,7 @@ def eliminate_casts(graph: Graph, assignment: Assignment, share: str = "always")
         "share": _share(graph, assignment, share),
         "promote": _promote(graph, assignment),
         "dtype_argument": _dtype_argument(graph, assignment),
+        "share_storage": _share_storage(graph, assignment, share, device),
     }
 
 
@@ -108,10 +115,12 @@ def _share(graph: Graph, assignment: Assignment, mode: str) -> int:
     """Before: a = to(x, bf16); b = to(x, bf16). After: a twice. `a` may also be a user cast."""
     if mode == "never":
         return 0
-    edits, aliases, modes = 0, Aliases(graph), grad_modes(graph)
+    edits, aliases, modes, grad = 0, Aliases(graph), grad_modes(graph), requires_grad(graph)
     first: dict[Any, Node] = {}
-    for clamp in [n for n in graph.nodes if note_of(n).made_by == CLAMP_OPERAND] if mode == "always" else []:
+    for clamp in [n for n in graph.nodes if note_of(n).made_by == CLAMP_OPERAND]:
         value: Any = clamp.args[0]
+        if not shares_cast(mode, value, False, grad):
+            continue
         keep = first.setdefault((*clamp.args, modes[clamp], aliases.epoch(value, clamp)), clamp)
         if keep is not clamp:
             _replace(graph, clamp, keep)  # so that the casts of it are shared
@@ -119,7 +128,7 @@ def _share(graph: Graph, assignment: Assignment, mode: str) -> int:
         value = cast.args[0]
         if not is_inserted(cast) and (aliases.is_mutated(cast) or assignment.dtypes[value] == cast.args[1]):
             continue  # its result is written later, or the cast does nothing
-        if mode == "weights" and not is_parameter(value):
+        if not shares_cast(mode, value, is_inserted(cast) and _is_for_low_rules(cast, assignment), grad):
             continue
         keep = first.setdefault((*_what_is_cast(cast, assignment), modes[cast], aliases.epoch(value, cast)), cast)
         if keep is cast or not is_inserted(cast) or (cast.target is cast_weight and not is_inserted(keep)):
@@ -128,6 +137,11 @@ def _share(graph: Graph, assignment: Assignment, mode: str) -> int:
             keep.target = cast_weight
         edits += _replace(graph, cast, keep)
     return edits
+
+
+def _is_for_low_rules(cast: Node, assignment: Assignment) -> bool:
+    """Say whether all readers of a cast are low by their rules."""
+    return all(u in assignment.colours and assignment.colours[u].kind == LOW for u in cast.users)
 
 
 def _is_attribute(value: Node) -> bool:
@@ -153,6 +167,27 @@ def _promote(graph: Graph, assignment: Assignment) -> int:
         value: Any = cast.args[0]
         if assignment.infer(reader, _as_if(assignment, cast, value)) == assignment.dtypes[reader]:
             edits += _read_instead(graph, reader, cast, value)
+    return edits
+
+
+def _share_storage(graph: Graph, assignment: Assignment, mode: str, device: str) -> int:
+    """Before: a = to(x, bf16); b = to(x, bf16). After: a = to(x, bf16); b = again(x, bf16, a). `a` may be a user cast.
+
+    It stands where the cast stood: autograd sums the gradients of x in the order in which their nodes were made.
+    """
+    casts = [n for n in graph.nodes if n.target is CAST and shares_storage(mode, n.args[0], device)]
+    if len(casts) == len({c.args[0] for c in casts}):
+        return 0
+    edits, aliases, modes, grad = 0, Aliases(graph), grad_modes(graph), requires_grad(graph)
+    first: dict[Any, Node] = {}
+    for cast in casts:
+        value: Any = cast.args[0]
+        if value not in grad or aliases.is_mutated(cast) or assignment.dtypes[value] == cast.args[1]:
+            continue
+        key = (*_what_is_cast(cast, assignment), modes[cast], aliases.epoch(value, cast))
+        if first.setdefault(key, cast) is not cast and is_inserted(cast):
+            cast.target, cast.args = again, (*cast.args, first[key])
+            edits += 1
     return edits
 
 

@@ -33,7 +33,7 @@ Stack: TypeAlias = Sequence[tuple[str, Sequence[str]]]
 COLOURS = ("low", "fp32", "keep")
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 CHOICES = {
-    "output_dtype": ("original", "low"),
+    "output_dtype": ("original", "autocast", "low"),
     "cost": ("bytes", "measured"),
     "unknown_ops": ("autocast", "keep", "fp32", "error"),
     "share_casts": ("always", "weights", "never"),
@@ -64,16 +64,18 @@ class Policy:
         modules: Overrides by module: a mapping from a path, a glob of paths (`*` stays within one segment, and a key
             covers its submodules) or a type to "low", "fp32" or "keep" (the dtypes before conversion).
         ops: Overrides by op: a mapping from names as `fxamp.rules()` lists them to "low", "fp32" or "keep".
-        output_dtype: "original" returns outputs in the dtypes of the model's outputs, "low" in the dtypes that they
-            were computed in.
+        output_dtype: "original" returns outputs in the dtypes of the model's outputs, "autocast" in those that
+            `torch.autocast` would hand out, for a part of a larger model, "low" in those that they were computed in.
         cost: "bytes" places casts where the fewest bytes move. "measured" places them where this machine takes the
             least time, and keeps an op in FP32 if its casts take more time than 16 bits save.
         unknown_ops: What an op without a rule, custom or higher-order, gets: the dtypes that `torch.autocast` would
             hand it, under which it runs ("autocast"), the dtypes before conversion ("keep"), FP32 ("fp32"), or an error
             ("error").
         share_casts: Which values are cast once for all ops that read them in 16 bits: "always" means all values,
-            "weights" only weights, "never" none. The gradients of a value that is cast once are summed in 16 bits, as
-            under `torch.autocast`.
+            "weights" only weights, "never" none. The gradients of a value that is cast once are summed in 16 bits. None
+            is "always" from O2 on. At O1 it means what changes no gradient: `torch.autocast` sums those of a weight in
+            16 bits and all others in FP32, so that other values that need gradients share at most the storage of the
+            copy.
 
     Raises:
         PolicyError: A value is unknown (the message lists the legal ones), or two overrides contradict each other.
@@ -97,7 +99,7 @@ class Policy:
     output_dtype: str
     cost: str
     unknown_ops: str
-    share_casts: str
+    share_casts: str | None
 
     def __init__(
         self,
@@ -110,7 +112,7 @@ class Policy:
         output_dtype: str = "original",
         cost: str = "bytes",
         unknown_ops: str = "autocast",
-        share_casts: str = "always",
+        share_casts: str | None = None,
     ) -> None:
         if isinstance(level, str) and "," in level:
             raise PolicyError(f"unknown level {level!r}; a policy as text is Policy.parse({level!r})")
@@ -123,7 +125,7 @@ class Policy:
             "output_dtype": _choice("output_dtype", output_dtype, CHOICES["output_dtype"]),
             "cost": _choice("cost", cost, CHOICES["cost"]),
             "unknown_ops": _choice("unknown_ops", unknown_ops, CHOICES["unknown_ops"]),
-            "share_casts": _choice("share_casts", share_casts, CHOICES["share_casts"]),
+            "share_casts": None if share_casts is None else _choice("share_casts", share_casts, CHOICES["share_casts"]),
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
@@ -187,6 +189,16 @@ class Policy:
         if isinstance(value, str):
             return cls.parse(value)
         raise PolicyError(f"a policy is a level, a policy string or fxamp.Policy, not {type(value).__name__}")
+
+    @property
+    def sharing(self) -> str:
+        """How casts are shared: `share_casts`; where that is None, "always" from O2 on, and "storage" below.
+
+        Example:
+            >>> fxamp.Policy("O1").sharing, fxamp.Policy("O2").sharing
+            ('storage', 'always')
+        """
+        return self.share_casts or ("always" if self.level.stores_low else "storage")
 
     def __str__(self) -> str:
         """Write the string form that `parse` reads; settings at their default are left out."""

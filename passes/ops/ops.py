@@ -24,7 +24,7 @@ from torch.fx.node import map_aggregate
 
 from .. import _torch
 from .._torch import HigherOrderOperator, OpOverload, OpOverloadPacket, boolean_dispatched, own_schema, qualified_name
-from ..runtime import rnn
+from ..runtime import casts, rnn
 from ..runtime.regions import under_autocast
 
 # The tables: canonical name -> its other spellings in one dialect.
@@ -85,7 +85,7 @@ _PRIMS = {
 # Functions whose name means another op in ATen, or is unknown there.
 _FUNCTIONS: dict[Any, str] = {
     F.cross_entropy: "cross_entropy_loss", F.grid_sample: "grid_sampler", F.affine_grid: "affine_grid_generator",
-    F.unfold: "im2col", F.fold: "col2im", F.threshold: "threshold", rnn.lstm: "lstm", rnn.rnn: "rnn",
+    F.unfold: "im2col", F.fold: "col2im", F.threshold: "threshold", casts.again: "to", rnn.lstm: "lstm", rnn.rnn: "rnn",
     abs: "abs", pow: "pow", round: "round", getattr: "getattr", _torch.DATA_OF: "detach",
 }  # fmt: skip
 

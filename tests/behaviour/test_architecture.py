@@ -38,7 +38,7 @@ ARROWS = {
     "passes.assign": ".assign.colour .assign.place .colouring .contract .form .graph .ops",
     "passes.casts": "._torch .colouring .contract .form .graph .ops .runtime",
     "passes.watch": ".casts .form .ops",
-    "passes.pipeline": (".assign .casts .colouring .contract .form .graph .legalize .ops .watch"),
+    "passes.pipeline": ".assign .casts .colouring .contract .form .graph .legalize .ops .runtime .watch",
     "passes": ".pipeline .watch",
     "fxamp.guard": "",
     "fxamp.capture.model": "passes passes._torch passes.contract passes.graph",
@@ -50,9 +50,12 @@ ARROWS = {
     "fxamp.capture": (
         ".capture.model .module .trust passes._torch passes.contract passes.graph passes.ops passes.runtime"
     ),
-    "fxamp.report.record": ".capture.model .module .trust passes._torch passes.contract passes.graph passes.ops",
+    "fxamp.report.record": (
+        ".capture.model .module .trust passes._torch passes.contract passes.graph passes.ops passes.runtime"
+    ),
     "fxamp.dynamo": (
-        ".capture.model .module .report.record passes passes._torch passes.contract passes.graph passes.ops"
+        ".capture.model .module .report.record passes passes._torch passes.contract passes.graph passes.ops "
+        "passes.runtime"
     ),
     "fxamp.measure": ".capture .capture.model .module .trust passes._torch passes.contract passes.graph",
     "fxamp.report.forms": ".report.record",

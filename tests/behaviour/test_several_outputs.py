@@ -140,3 +140,18 @@ def test_a_dataclass_comes_out_of_a_model_that_is_captured_at_its_first_call() -
     for front_end in ("fx", "export"):
         with pytest.raises(fxamp.CaptureError, match="Output"):
             convert(model, one(), front_end)
+
+
+@each_front_end
+def test_outputs_have_autocasts_dtypes_where_the_policy_asks_for_them(front_end: str) -> None:
+    def both(self: Any, x: Tensor) -> Any:
+        y = self.l(x)
+        return y, y.exp(), torch.logsumexp(y, 1), (y.t(), x), y.double(), x
+
+    model = Two(both)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = tensors(model(*one()))
+    for made in at_levels(model, one(), front_end, "O1,output_dtype=autocast", "O2,output_dtype=autocast"):
+        assert [t.dtype for t in tensors(made()(*one()))] == [t.dtype for t in expected]
+    (exact,) = at_levels(model, one(), front_end, "O0,output_dtype=autocast")
+    assert [t.dtype for t in tensors(exact()(*one()))] == [t.dtype for t in tensors(model(*one()))]

@@ -18,6 +18,7 @@ from passes.contract.reasons import Code
 from passes.graph.notes import is_inserted
 from passes.graph.values import LOW, frames, own_frame
 from passes.ops.rules import RULES
+from passes.runtime.casts import again
 
 from ...module.module import ConvertedModule
 from .reads import dtype, named, origins, reads
@@ -145,8 +146,8 @@ def _cast(cast: Node, part: _Part) -> Cast:
 
 
 def _bytes(sizes: dict[Node, Size], node: Node) -> int:
-    """Return the bytes that an inserted cast reads and writes; 0 for other nodes and for casts to the same dtype."""
-    if not is_inserted(node) or dtype(node) == dtype(node.all_input_nodes[0]):
+    """Return the bytes that an inserted cast reads and writes; 0 for other nodes and for casts that copy nothing."""
+    if not is_inserted(node) or node.target is again or dtype(node) == dtype(node.all_input_nodes[0]):
         return 0
     return sizes[node].read_bytes + sizes[node].bytes
 

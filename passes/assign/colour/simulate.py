@@ -78,11 +78,14 @@ class Simulation(State):
         return {n: held[n] for n in values}
 
     def _beside_autocast(self, value: Node) -> ValueDtype:
-        """Return the dtype of an output that is read under autocast: its dtype here or autocast's, if that is wider."""
+        """Return the dtype of an output that is read under autocast: its dtype here or autocast's, if that is wider.
+
+        It is autocast's in any case if the policy asks for that.
+        """
         held = note_of(value).low_of_its_own or self.dtypes[value]
         autocast = self.under_autocast(value)
         if isinstance(held, torch.dtype) and isinstance(autocast, torch.dtype) and {held, autocast} <= {*ELIGIBLE}:
-            return torch.promote_types(held, autocast)
+            return autocast if self.policy.output_dtype == "autocast" else torch.promote_types(held, autocast)
         return held
 
     def pin_conflicts(self) -> bool:

@@ -23,6 +23,7 @@ closed under intersection, so this cut is unique, and within each block its FP32
 
 from __future__ import annotations
 
+import enum
 import itertools
 from collections import Counter
 from collections.abc import Container, Hashable, Iterable, Mapping
@@ -31,7 +32,15 @@ from dataclasses import dataclass, field, replace
 import networkx as nx
 
 Variable = Hashable
-LOW, FP32 = "low", "fp32"  # terminals: readers and tensors whose side is fixed
+
+
+class Side(enum.Enum):
+    """The terminals of a cut: readers and tensors whose side is fixed."""
+
+    LOW = "low"
+    FP32 = "fp32"
+
+
 Cost = int | float  # float("inf") rules a side out
 INFINITY = float("inf")
 
@@ -41,8 +50,8 @@ class Net:
     """One tensor and its readers, which share a cast of it; casts up and casts down are counted separately.
 
     Attributes:
-        tensor: the variable that produces it, or LOW or FP32 if its dtype is fixed.
-        readers: variables, LOW or FP32.
+        tensor: the variable that produces it, or a side if its dtype is fixed.
+        readers: variables, or a side.
         absorbs: for each reader what it costs if it casts the tensor up by itself; None if it does not. Readers that do
             pay this, or `up` together if that is less.
         up: cost of one cast to FP32, where the tensor is low.
@@ -73,7 +82,7 @@ class Problem:
         low: what each variable costs on the low side.
         fp32: what each variable costs on the FP32 side.
         nets: tensors with their readers.
-        implies: pairs (v, w): v low implies w low. FP32 as w forbids v to be low; LOW as v forces w low.
+        implies: pairs (v, w): v low implies w low. Side.FP32 as w forbids v to be low; Side.LOW as v forces w low.
     """
 
     low: dict[Variable, Cost] = field(default_factory=dict)
@@ -87,7 +96,7 @@ class Problem:
 
     def cost(self, low_side: Iterable[Variable]) -> Cost:
         """Return the cost of a placement; infinite when it breaks an implication."""
-        side = {LOW, *low_side}
+        side = {Side.LOW, *low_side}
         if any(v in side and w not in side for v, w in self.implies):
             return INFINITY
         total = sum(self.low[v] if v in side else self.fp32[v] for v in self.low)
@@ -100,13 +109,13 @@ def solve(problem: Problem) -> set[Variable]:
     Raises:
         networkx.NetworkXUnbounded: no placement keeps all implications.
     """
-    own: dict[Variable, dict[Variable, Cost]] = {LOW: dict(problem.low), FP32: dict(problem.fp32)}
+    own: dict[Variable, dict[Variable, Cost]] = {Side.LOW: dict(problem.low), Side.FP32: dict(problem.fp32)}
     solved: list[tuple[Variable, dict[Variable, set[Variable]]]] = []
     for block, top in blocks(problem):
         for v in block.low:
-            block.add(v, own[LOW][v], own[FP32][v])
+            block.add(v, own[Side.LOW][v], own[Side.FP32][v])
         if top is None:
-            solved.append((FP32, {FP32: _solve_part(block)}))
+            solved.append((Side.FP32, {Side.FP32: _solve_part(block)}))
             continue
         answers: dict[Variable, set[Variable]] = {}
         for side, costs in own.items():
@@ -119,7 +128,7 @@ def solve(problem: Problem) -> set[Variable]:
         solved.append((top, answers))
     low_side: set[Variable] = set()
     for top, answers in reversed(solved):
-        low_side |= answers[LOW if top in low_side else FP32]
+        low_side |= answers[Side.LOW if top in low_side else Side.FP32]
     return low_side
 
 
@@ -185,14 +194,14 @@ def _solve_part(problem: Problem) -> set[Variable]:
     for i, net in enumerate(problem.nets):
         _add_net(graph, net, i)
     for v, w in problem.implies:
-        if v != FP32 and w != LOW:
+        if v != Side.FP32 and w != Side.LOW:
             _infinite(graph, _vertex(v), _vertex(w))
     residual = nx.algorithms.flow.boykov_kolmogorov(graph, "source", "sink")
     fp32_side = _reaching("sink", residual)
     return {v for v in problem.low if _vertex(v) not in fp32_side}
 
 
-_ENDS: Mapping[Variable, Hashable] = {LOW: "source", FP32: "sink"}
+_ENDS: Mapping[Variable, Hashable] = {Side.LOW: "source", Side.FP32: "sink"}
 
 
 def _vertex(v: Variable) -> Hashable:
@@ -208,9 +217,9 @@ def _add_net(graph: nx.DiGraph[Hashable], net: Net, i: int) -> None:
     if tensor != "source":
         _edge(graph, down, tensor, net.down)
     for reader, alone in zip(net.readers, net.absorbs or itertools.repeat(None), strict=False):
-        if tensor != "sink" and reader != LOW:
+        if tensor != "sink" and reader != Side.LOW:
             _edge(graph, up, _vertex(reader), INFINITY if alone is None else alone)
-        if tensor != "source" and reader != FP32:
+        if tensor != "source" and reader != Side.FP32:
             _infinite(graph, _vertex(reader), down)
 
 

@@ -189,10 +189,10 @@ def _sums_gradients_as_asked(c: _Candidate) -> bool:
     Its own readers share the value, and the cast of its operand may be shared with that operand's other readers, as
     where a product reads a view of a weight that another one reads whole.
     """
-    share = c.simulation.policy.share_casts
+    share = c.simulation.policy.sharing
     if share == "always" or not c.grad:
         return True
-    alone = share == "never" or all(len(o.node.users) <= 1 for o in c.floats)
+    alone = share != "weights" or all(len(o.node.users) <= 1 for o in c.floats)
     return len(c.node.users) <= 1 and alone
 
 

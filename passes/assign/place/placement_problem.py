@@ -6,6 +6,7 @@ be stored low only where every use rounds it to this dtype; from O2 on only the 
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -16,12 +17,12 @@ from torch.fx import Node
 
 from ...colouring import Place
 from ...graph.grad import grad_modes
-from ...graph.notes import is_parameter
+from ...graph.sharing import shares_cast, shares_storage
 from ...ops import ops
-from ...ops.rules import row_of
+from ...ops.rules import FP32, LOW, row_of
 from ..colour.simulate import Simulation
 from .costs import Costs, Run
-from .cut import FP32, LOW, Net, Problem, Variable
+from .cut import Net, Problem, Side, Variable
 from .uses import Uses
 
 
@@ -43,16 +44,16 @@ def _imply(problem: Problem, node: Node, simulation: Simulation, uses: Uses) -> 
     colours, dtypes, low = simulation.colours, simulation.dtypes, simulation.low
     if simulation.policy.level.stores_low or isinstance(dtypes[node], tuple):
         return
-    if node in colours and colours[node].kind == "fp32":
-        problem.implies += [(node, o.node if o.node in uses.free else LOW) for o in ops.operands(node)]
+    if node in colours and colours[node].kind == FP32:
+        problem.implies += [(node, o.node if o.node in uses.free else Side.LOW) for o in ops.operands(node)]
     if dtypes[node] == low:
         return
     for reader, where in uses.readers[node]:
         follows = reader in uses.free and dtypes[reader] != low
-        if follows and (reader not in colours or colours[reader].kind != "fp32"):
+        if follows and (reader not in colours or colours[reader].kind != FP32):
             problem.implies.append((node, reader))
         elif uses.needs[reader].get(where) != low:
-            problem.implies.append((node, FP32))
+            problem.implies.append((node, Side.FP32))
 
 
 def price(
@@ -66,16 +67,21 @@ def price(
     """
     sides = [_run(node, dtype, uses) for node in uses.free for dtype in (simulation.low, torch.float32)]
     modes = grad_modes(simulation.graph)
-    nets = [net for n in simulation.graph.nodes for net in _nets(n, simulation, uses, modes)]
+    nets = [net for n in simulation.graph.nodes for net in _nets(n, simulation, uses, modes, grad)]
     runs, casts = costs.price(sides, [net.value for net in nets])
     finer = len(uses.free) + 1  # one unit of cost weighs more than the roundings of all nodes together
     returned = set() if costs.measured else _returned(uses)
     for node, low, fp32 in zip(uses.free, runs[::2], runs[1::2], strict=True):
         problem.add(node, (max(low, fp32) if node in returned else low) * finer + _rounds(node), fp32 * finer)
     for net, cost in zip(nets, (c * finer for c in casts), strict=True):
-        gradient = cost // 2 if net.value in grad else 0
-        absorbs = [None if n is None or symbolic else n * cost + gradient for n in net.absorbs]
-        problem.nets.append(Net(net.tensor, net.sides, net.casts * cost, net.casts * cost, tuple(absorbs)))
+        backward = cost // 2 if net.value in grad else 0
+        of = functools.partial(_cost, cost - backward, backward)
+        absorbs = [None if left is None or symbolic else of(left) for left in net.absorbs]
+        problem.nets.append(Net(net.tensor, net.sides, of(net.casts), of(net.casts), tuple(absorbs)))
+
+
+def _cost(forward: int, backward: int, casts: tuple[int, int]) -> int:
+    return forward * casts[0] + backward * casts[1]
 
 
 def _rounds(node: Node) -> bool:
@@ -108,38 +114,68 @@ class _Casts:
         value: what is cast.
         tensor: the variable that makes it, or its fixed side.
         sides: the variable or fixed side of each reader.
-        absorbs: for each reader, how many casts up are left where it casts up by itself; None if it does not.
-        casts: how many casts are made: one, or one for each operand of a reader.
+        absorbs: for each reader, the casts that are left where it casts up by itself; None if it does not.
+        casts: the casts of the value, and those of its gradient.
     """
 
     value: Node
     tensor: Variable
     sides: tuple[Variable, ...]
-    absorbs: tuple[int | None, ...]
-    casts: int
+    absorbs: tuple[tuple[int, int] | None, ...]
+    casts: tuple[int, int]
 
 
 def _nets(
-    node: Node, simulation: Simulation, uses: Uses, modes: Mapping[Node, tuple[bool | None, int]]
+    node: Node,
+    simulation: Simulation,
+    uses: Uses,
+    modes: Mapping[Node, tuple[bool | None, int]],
+    grad: frozenset[Node],
 ) -> Iterator[_Casts]:
-    """Yield the groups of reads of a value that share casts; none where everything is fixed."""
+    """Yield the groups of reads of a value that share casts; none where everything is fixed.
+
+    Casts that share a storage are two things: one cast of the value for all, and one of the gradient for each.
+    """
     held = simulation.dtypes.get(node)
     if held not in (simulation.low, torch.float32):
         return
-    tensor: Variable = node if node in uses.free else LOW if held == simulation.low else FP32
-    shared = _shares_casts(simulation.policy.share_casts, node)
-    groups: dict[Any, list[tuple[Variable, Node]]] = {}
+    tensor: Variable = node if node in uses.free else Side.LOW if held == simulation.low else Side.FP32
+    mode = simulation.policy.sharing
+    storage = node in grad and shares_storage(mode, node, simulation.device)
+    casts: dict[Any, list[tuple[Variable, Node]]] = {}
+    storages: dict[Any, list[tuple[Variable, Node]]] = {}
     for reader, where in uses.readers[node]:
         side = _side(reader, where, simulation, uses)
-        if side is not None:
-            key = (modes.get(reader), simulation.aliases.epoch(node, reader)) if shared else reader
-            groups.setdefault(key, []).append((side, reader))
-    for group in groups.values():
-        if any(s in uses.free for s in (tensor, *(side for side, _ in group))):
-            reads = Counter(reader for _, reader in group)
-            sides = dict(zip((reader for _, reader in group), (side for side, _ in group), strict=True))
-            absorbs = (_left_of_upcasts(node, r, n, shared, simulation, uses) for r, n in reads.items())
-            yield _Casts(node, tensor, tuple(sides[r] for r in reads), tuple(absorbs), 1 if shared else len(group))
+        if side is None:
+            continue
+        by_rule = reader in simulation.colours and simulation.colours[reader].kind == LOW
+        when = modes.get(reader), simulation.aliases.epoch(node, reader)
+        key = when if (shared := shares_cast(mode, node, by_rule, grad)) else reader
+        casts.setdefault((shared, key), []).append((side, reader))
+        if storage:
+            storages.setdefault(when, []).append((side, reader))
+    for (shared, _), group in casts.items():
+        count = 1 if shared else len(group)
+        yield from _net(node, tensor, group, (0 if storage else count, count), shared, simulation, uses)
+    for group in storages.values():
+        yield from _net(node, tensor, group, (1, 0), False, simulation, uses)
+
+
+def _net(
+    node: Node, tensor: Variable, group: list[tuple[Variable, Node]], casts: tuple[int, int], shared: bool,
+    simulation: Simulation, uses: Uses,
+) -> Iterator[_Casts]:  # fmt: skip
+    """Yield a group of reads with the casts that it needs, unless everything is fixed."""
+    if not any(s in uses.free for s in (tensor, *(side for side, _ in group))):
+        return
+    sides, reads = {reader: side for side, reader in group}, Counter(reader for _, reader in group)
+    left = [_left_of_upcasts(node, r, n, shared, simulation, uses) for r, n in reads.items()]
+    forward, backward = casts
+    absorbs = [
+        None if n is None or not forward else (n, k if backward else 0)
+        for n, k in zip(left, reads.values(), strict=True)
+    ]
+    yield _Casts(node, tensor, tuple(sides[r] for r in reads), tuple(absorbs), casts)
 
 
 def _left_of_upcasts(
@@ -171,11 +207,6 @@ def _rank(node: Node) -> int:
     return value.dim() if isinstance(value, torch.Tensor) else 1
 
 
-def _shares_casts(mode: str, value: Node) -> bool:
-    """Say whether readers of a value share one cast of it, as `eliminate_casts` lets them."""
-    return mode == "always" or (mode == "weights" and is_parameter(value))
-
-
 def _side(reader: Node, where: Place, simulation: Simulation, uses: Uses) -> Variable | None:
     """Return the variable, or the fixed side, that sets the dtype a reader needs; None if any dtype will do."""
     if uses.follows(reader, where):
@@ -183,4 +214,4 @@ def _side(reader: Node, where: Place, simulation: Simulation, uses: Uses) -> Var
     if uses.takes_either(reader) or (reader not in simulation.colours and reader.op != "output"):
         return None  # a comparison; or it reads a size, or is an assertion of the exporter's
     needed = uses.needs[reader].get(where)
-    return LOW if needed == simulation.low else FP32 if needed == torch.float32 else None
+    return Side.LOW if needed == simulation.low else Side.FP32 if needed == torch.float32 else None

@@ -27,7 +27,7 @@ def eliminate(gm: GraphModule, share: str = "always") -> dict[str, int]:
 
 
 def fired(**rules: int) -> dict[str, int]:
-    return dict.fromkeys(["no_op", "round_trip", "share", "promote", "dtype_argument"], 0) | rules
+    return dict.fromkeys(["no_op", "round_trip", "share", "promote", "dtype_argument", "share_storage"], 0) | rules
 
 
 # no_op

@@ -127,7 +127,7 @@ def test_of_takes_nothing_a_string_or_a_policy() -> None:
         ("O1,device=xla", f"unknown device 'xla'; legal: {', '.join(DEVICES)}$"),
         ("O1,dtpe=fp16", "unknown key 'dtpe'; legal: dtype, .*ops.NAME; the nearest name is 'dtype'"),
         ("O1,cost=time", "unknown cost 'time'; legal: bytes, measured"),
-        ("O1,output_dtype=fp16", "unknown output_dtype 'fp16'; legal: original, low"),
+        ("O1,output_dtype=fp16", "unknown output_dtype 'fp16'; legal: original, autocast, low"),
         ("O1,unknown_ops=fp16", "unknown unknown_ops 'fp16'; legal: autocast, keep, fp32, error"),
         ("O1,share_casts=maybe", "unknown share_casts 'maybe'; legal: always, weights, never"),
         ("O1,modules.fc3=fp23", "unknown modules.fc3 'fp23'; legal: low, fp32, keep; the nearest name is 'fp32'"),

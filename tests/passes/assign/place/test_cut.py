@@ -10,7 +10,7 @@ import networkx as nx
 import pytest
 from networkx.algorithms.flow import boykov_kolmogorov
 
-from passes.assign.place.cut import FP32, LOW, Net, Problem, Variable, blocks, solve
+from passes.assign.place.cut import Net, Problem, Side, Variable, blocks, solve
 
 
 def problem(seed: int, free: int) -> Problem:
@@ -20,10 +20,10 @@ def problem(seed: int, free: int) -> Problem:
     names: list[Variable] = [f"n{i}" for i in range(free)]
     for name in names:
         made.add(name, draw.randrange(20), draw.randrange(20))
-    for i, name in enumerate([*names, LOW, FP32, LOW, FP32]):
+    for i, name in enumerate([*names, Side.LOW, Side.FP32, Side.LOW, Side.FP32]):
         later = names[i + 1 :] if i < free else names
         readers = draw.sample(later, min(len(later), draw.randrange(4))) + draw.choices(
-            [LOW, FP32], k=draw.randrange(2)
+            [Side.LOW, Side.FP32], k=draw.randrange(2)
         )
         if readers:
             absorbs = tuple(draw.choice([None, None, 0, draw.randrange(9)]) for _ in readers) * draw.randrange(2)
@@ -32,7 +32,7 @@ def problem(seed: int, free: int) -> Problem:
         v, w = draw.sample(names, 2) if free > 1 else (names[0], names[0])
         made.implies.append((v, w))
     if draw.random() < 0.3:
-        made.implies.append((draw.choice(names), FP32))
+        made.implies.append((draw.choice(names), Side.FP32))
     return made
 
 
@@ -45,7 +45,7 @@ def chain(seed: int, layers: int) -> Problem:
         inner: list[Variable] = [f"{i}.{j}" for j in range(draw.randrange(1, 4))]
         for name in (*inner, f"x{i + 1}"):
             made.add(name, draw.randrange(20), draw.randrange(20))
-        ends: list[Variable] = [*inner, LOW, FP32, f"x{i + 1}"]
+        ends: list[Variable] = [*inner, Side.LOW, Side.FP32, f"x{i + 1}"]
         made.nets.append(
             Net(f"x{i}", (inner[0], f"x{i + 1}", *draw.sample(ends, 1)), draw.randrange(1, 15), draw.randrange(1, 15))
         )
@@ -54,9 +54,9 @@ def chain(seed: int, layers: int) -> Problem:
             for name in inner
         ]
         if draw.random() < 0.3:
-            made.implies.append((draw.choice(inner), draw.choice([f"x{i}", f"x{i + 1}", FP32])))
+            made.implies.append((draw.choice(inner), draw.choice([f"x{i}", f"x{i + 1}", Side.FP32])))
         if draw.random() < 0.1:
-            made.implies.append((LOW, draw.choice([f"x{i}", inner[0]])))
+            made.implies.append((Side.LOW, draw.choice([f"x{i}", inner[0]])))
     return made
 
 
@@ -91,15 +91,15 @@ def test_an_implication_is_felt_through_the_blocks_between() -> None:
     p.nets = [Net(f"x{i}", (f"x{i + 1}",), 1, 1) for i in range(50)]
     for i in range(51):
         p.add(f"x{i}", 0, 0)
-    p.implies = [*((f"x{i}", f"x{i + 1}") for i in range(50)), ("x50", FP32)]
+    p.implies = [*((f"x{i}", f"x{i + 1}") for i in range(50)), ("x50", Side.FP32)]
     assert solve(p) == set()
-    p.implies[-1] = (LOW, "x0")
+    p.implies[-1] = (Side.LOW, "x0")
     assert len(solve(p)) == 51
 
 
 def test_a_placement_that_cannot_be_is_no_answer() -> None:
     p = chain(0, 2)
-    p.implies += [(LOW, "x0"), ("x0", "x1"), ("x1", "x2"), ("x2", FP32)]
+    p.implies += [(Side.LOW, "x0"), ("x0", "x1"), ("x1", "x2"), ("x2", Side.FP32)]
     with pytest.raises(nx.NetworkXUnbounded):
         solve(p)
 
@@ -123,10 +123,10 @@ def paint(p: Problem) -> set[Variable]:
                 neighbours[net.tensor].add(reader)
             if reader in neighbours:
                 neighbours[reader].add(net.tensor)
-    denied = {v for v, w in p.implies if w == FP32}
+    denied = {v for v, w in p.implies if w == Side.FP32}
     while more := {v for v, w in p.implies if w in denied} - denied:
         denied |= more
-    low = {v for v in p.low if LOW in neighbours[v] and v not in denied}
+    low = {v for v in p.low if Side.LOW in neighbours[v] and v not in denied}
     while more := {v for v in p.low if neighbours[v] & low and v not in denied and v not in low}:
         low |= more
     while undone := {v for v, w in p.implies if v in low and w not in low}:
@@ -146,13 +146,13 @@ def test_the_cut_never_costs_more_than_a_greedy_painter(seeds: range) -> None:
 def test_a_shared_cast_is_paid_once() -> None:
     p = Problem()
     p.add("v", 0, 0)
-    p.nets = [Net("v", (FP32, FP32, FP32), 10, 99), Net(LOW, ("v",), 25, 99)]
+    p.nets = [Net("v", (Side.FP32, Side.FP32, Side.FP32), 10, 99), Net(Side.LOW, ("v",), 25, 99)]
     assert p.cost(["v"]) == 10
     assert solve(p) == {"v"}
 
 
 def test_an_implication_binds() -> None:
-    p = Problem(implies=[("v", FP32)])
+    p = Problem(implies=[("v", Side.FP32)])
     p.add("v", 0, 100)
     assert solve(p) == set()
     assert p.cost(["v"]) == float("inf")
@@ -165,7 +165,7 @@ def test_of_equal_cuts_the_one_with_the_smallest_fp32_side_is_taken() -> None:
 
 
 def test_fixed_sides_and_shared_variables_separate_blocks() -> None:
-    read = (("a", ("b", LOW)), (FP32, ("b", "c")), ("d", (FP32,)), ("c", ("e", "f")))
+    read = (("a", ("b", Side.LOW)), (Side.FP32, ("b", "c")), ("d", (Side.FP32,)), ("c", ("e", "f")))
     p = Problem(nets=[Net(tensor, readers, 1, 1) for tensor, readers in read])
     for v in "abcdef":
         p.add(v, 0, 0)

@@ -42,7 +42,10 @@ def casts(module: fxamp.ConvertedModule, of: str = "") -> list[str]:
 
 
 def test_an_upcast_is_shared_over_a_view() -> None:
-    module = convert(lambda m, x: (y := m.first(x), F.cross_entropy(y.view(-1, 4), torch.zeros(8, dtype=torch.long))))
+    def loss(m: Any, x: Tensor) -> Any:
+        return (y := m.first(x)), F.cross_entropy(y.view(-1, 4), torch.zeros(8, dtype=torch.long))
+
+    module = convert(loss, "O1,share_casts=always")
     assert [c.split(" ")[-1] for c in casts(module)] == ["bfloat16", "float32"]
     assert casts(module)[1] == "linear -> float32"
     assert decided(module, "view")[0].code == "cut"
@@ -157,7 +160,7 @@ def test_the_authors_own_upcast_serves_the_output_too() -> None:
         y = m.first(x)
         return y, F.cross_entropy(y.float(), torch.zeros(4, dtype=torch.long))
 
-    assert casts(convert(loss)) == ["tensors_0 -> bfloat16"]
+    assert casts(convert(loss, "O1,share_casts=always")) == ["tensors_0 -> bfloat16"]
 
 
 def test_an_upcast_that_the_author_writes_to_does_not() -> None:
@@ -266,7 +269,7 @@ def symbolic(policy: str = "O1") -> fxamp.ConvertedModule:
 
 
 def test_without_shapes_the_fewest_casts_are_taken_and_the_plan_says_so() -> None:
-    module = symbolic()
+    module = symbolic("O1,share_casts=always")
     assert [c for c in casts(module) if c.startswith("linear ")] == ["linear -> float32"]
     view = decided(module, "view")[0]
     assert (view.colour, view.reason) == ("float32", "cut: stored FP32, which takes the fewest casts (follow)")

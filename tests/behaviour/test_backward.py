@@ -1,0 +1,103 @@
+"""At O1 gradients are autocast's to the last bit, and so is what a training run logs.
+
+Autocast casts a leaf parameter once a region and sums the gradients of its readers in 16 bits; every other value it
+casts anew for each reader, so that these gradients are summed in FP32, in autograd's order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+import fxamp
+from fxamp.trust.distance import UnderAutocast, floats
+from passes.runtime.casts import CAST, again
+from reports.architectures import BY_NAME
+from tests.support.front_ends import WARNINGS, fresh
+from tests.support.helpers import Two
+
+pytestmark = [*WARNINGS, pytest.mark.usefixtures("fresh")]
+__all__ = ["fresh"]
+
+BF16 = torch.bfloat16
+MODELS = (
+    "BertForMaskedLM", "GPT2LMHeadModel", "ViTForImageClassification", "LlamaForCausalLM",
+    "ResNetForImageClassification",
+)  # fmt: skip
+
+
+def compiled(model: nn.Module) -> Any:
+    return fxamp.compile(model, policy="O1,dtype=bf16", backend="eager")
+
+
+def passed(called: Any, model: nn.Module, inputs: dict[str, Any]) -> list[Tensor]:
+    """Return the outputs in FP32 and the gradients of one forward and backward pass."""
+    model.zero_grad()
+    outputs = [t.float() for t in floats(called(**inputs))]
+    torch.stack([t.mean() for t in outputs if t.requires_grad]).sum().backward()
+    return [*(t.detach() for t in outputs), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_outputs_and_gradients_are_autocasts(name: str) -> None:
+    model, inputs = BY_NAME[name](2)
+    expected = passed(UnderAutocast(model.train(), BF16), model, inputs)
+    found = passed(compiled(model), model, inputs)
+    assert len(found) == len(expected)
+    assert [i for i, (a, b) in enumerate(zip(expected, found, strict=True)) if not torch.equal(a, b)] == []
+
+
+def losses(name: str, compile: Any) -> list[float]:
+    """Return the losses of 50 steps of a small model."""
+    model, inputs = BY_NAME[name](2)
+    labels = {} if "labels" in inputs else {"labels": torch.zeros(2, dtype=torch.long)}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    called, found = compile(model.train()), []
+    for _ in range(50):
+        loss = called(**inputs, **labels).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_losses_of_a_training_run_are_autocasts(name: str) -> None:
+    assert losses(name, compiled) == losses(name, lambda model: UnderAutocast(model, BF16))
+
+
+def heads(self: Any, x: Tensor) -> Tensor:
+    h = F.layer_norm(self.l(x), (6,))
+    return self.m(h).sin() + self.l(h).cos() + h * 2
+
+
+@pytest.mark.parametrize(("rows", "storages"), [(64, 0), (60_000, 1)])
+def test_copies_of_a_large_value_share_a_storage_where_it_is_read(rows: int, storages: int) -> None:
+    """The layer norm is FP32 here and its two low readers would each copy 360,000 elements."""
+    model, x = Two(heads), {"x": torch.randn(rows, 6)}
+    policy = "O1,dtype=bf16,ops.layer_norm=fp32"
+    module = fxamp.compile(model, policy=policy, backend="eager")
+    apart = fxamp.compile(model, policy=f"{policy},share_casts=weights", backend="eager")
+    expected = passed(apart, model, x)
+    assert all(map(torch.equal, passed(module, model, x), expected))
+    targets = [n.target for g in fxamp.graphs(module) for n in g.graph.nodes]
+    assert targets.count(again) == storages
+
+
+def test_a_compiler_gets_plain_casts_of_them() -> None:
+    found: list[Any] = []
+
+    def inner(gm: GraphModule, example_inputs: list[Any]) -> GraphModule:
+        found.extend(n.target for n in gm.graph.nodes)
+        return gm
+
+    model, x = Two(heads), torch.randn(60_000, 6)
+    fxamp.compile(model, policy="O1,dtype=bf16,ops.layer_norm=fp32", backend=inner)(x)
+    assert again not in found
+    assert found.count(CAST) > 5
