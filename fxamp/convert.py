@@ -27,7 +27,7 @@ from passes.contract.plan import Plan, joined
 from passes.contract.plan_format import REMEDY
 from passes.contract.policy import Policy
 from passes.contract.timing import Timer
-from passes.graph.values import LOW
+from passes.graph.values import LOW_DTYPES
 
 from .capture.compare import attribute_of
 from .capture.front_ends import ALONE
@@ -186,7 +186,7 @@ def autocast_for(policy: Policy, model: nn.Module, inputs: Any) -> Autocast | No
     if not policy.level.rounds or policy.dtype is None:
         return None
     device = device_of(model, inputs)
-    if device not in DEVICES or policy.dtype not in LOW:
+    if device not in DEVICES or policy.dtype not in LOW_DTYPES:
         return None
     return Autocast(device, policy.dtype, str(policy.device))
 

@@ -14,7 +14,7 @@ from .contract.reasons import Reason
 from .graph.values import Dtypes, Infer
 
 AS_AUTOCAST = "as_autocast"  # a kind: it runs under autocast, whatever is inside
-Place = tuple[str, int]  # an operand: argument name, index in a list argument
+Position = tuple[str, int]  # an operand: argument name, index in a list argument
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Colouring:
         dtype: what the node runs in.
         kind: the kind of the rule, or "override", "region", "cast", "body", "as_autocast".
         reason: why.
-        casts: the operands that must be cast, and to what.
+        operand_dtypes: the operands that must be cast, and to what.
         set_dtype: the new dtype argument of a relative user cast.
         literals: Python numbers to replace, (old, new).
         clamped: operands to bring into the low dtype's range first.
@@ -36,10 +36,10 @@ class Colouring:
     dtype: torch.dtype
     kind: str
     reason: Reason
-    casts: Mapping[Place, torch.dtype] = field(default_factory=dict)
+    operand_dtypes: Mapping[Position, torch.dtype] = field(default_factory=dict)
     set_dtype: torch.dtype | None = None
     literals: tuple[tuple[float, float], ...] = ()
-    clamped: tuple[Place, ...] = ()
+    clamped: tuple[Position, ...] = ()
     causes: tuple[Node, ...] = ()
     settled: bool = False
 

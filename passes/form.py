@@ -1,6 +1,6 @@
 """The form of a pass: a frozen dataclass whose fields are its options, called with one graph at a time.
 
-It changes the graph, and returns how often each of its rules fired (0 for a rule that found nothing). The properties
+It changes the graph, and returns how often each of its rewrites fired (0 for one that found nothing). The properties
 that it ensures are verified after it (`watch.py`). One pass decides instead, and returns its decisions.
 
     @dataclass(frozen=True)
@@ -76,4 +76,4 @@ class Pass(Step, Protocol):
     """The interface of a pass that rewrites."""
 
     def __call__(self, unit: Unit) -> dict[str, int]:
-        """Run over one graph; return how often each rule fired."""
+        """Run over one graph; return how often each rewrite fired."""

@@ -17,7 +17,7 @@ from torch.fx import Graph, Node
 from .assign.assign_precision import AssignPrecision
 from .casts.annotate import Annotate
 from .casts.eliminate_casts import EliminateCasts
-from .casts.insert_casts import CASTS, InsertCasts
+from .casts.insert_casts import CAST_REWRITES, InsertCasts
 from .casts.run_under_autocast import RunUnderAutocast
 from .casts.verify import verify
 from .colouring import Assignment
@@ -150,7 +150,7 @@ def _decided(unit: Unit, decide: AssignPrecision) -> Unit:
 
 
 def _run(unit: Unit, steps: Sequence[Pass], edits: Counter[str]) -> None:
-    """Run passes over one graph, call the watchers, and count how often each rule fired, as "pass/rule"."""
+    """Run passes over one graph, call the watchers, and count how often each rewrite fired, as "pass/rewrite"."""
     for step in steps:
         for watcher in watchers():
             watcher.before(step, unit)
@@ -210,7 +210,7 @@ def _plan_of(policy: Policy, capture: str, notes: tuple[str, ...], units: Sequen
             *(["captured without shapes: casts are placed as if each cost the same"] if unsized else []),
             *(f"defect of a rule: {text}" for text in wrong),
         ),
-        inserted_casts=sum(edits[f"{InsertCasts.name}/{rule}"] for rule in CASTS),
+        inserted_casts=sum(edits[f"{InsertCasts.name}/{rule}"] for rule in CAST_REWRITES),
         casts=sum(is_inserted(n) and n.target is not again for unit in units for n in unit.graph.nodes),
         edits=dict(edits),
         machine=str(this_machine(policy.device or "cpu")),

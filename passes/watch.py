@@ -21,10 +21,10 @@ class Watcher:
     """An object that is called before and after every pass over every graph; it may not change its arguments."""
 
     def before(self, step: Step, unit: Unit) -> None:
-        """Take note that a pass is about to run."""
+        """Called before each pass."""
 
     def after(self, step: Step, unit: Unit, edits: Mapping[str, int]) -> None:
-        """Take note that a pass has run, and how often each of its rules fired."""
+        """Called after each pass, with how often each of its rewrites was made."""
 
 
 class Verified(Watcher):
@@ -61,7 +61,7 @@ class Timed(Watcher):
 
 @dataclass
 class Printed(Watcher):
-    """Writes every graph after one pass, with one line for each node and its dtype, and how often each rule fired.
+    """Writes every graph after one pass, with one line for each node and its dtype, and how often each rewrite fired.
 
     Attributes:
         name: name of the pass.

@@ -77,10 +77,10 @@ def drop_aliases(graph: Graph) -> None:
             behind[node] = behind.get(value, 0) + 1
     for node in list(graph.nodes):
         count = behind.get(node.args[0], 0) if node.args and isinstance(node.args[0], Node) else 0
-        if row_of(node).cast and count == ALIASES and all(row_of(user).recurrent for user in node.users):
+        if row_of(node).is_cast and count == ALIASES and all(row_of(user).recurrent for user in node.users):
             node.replace_all_uses_with(node.all_input_nodes[0])
             graph.erase_node(node)
-        elif row_of(node).cast and count:
+        elif row_of(node).is_cast and count:
             note(node, cast="literal" if count == 1 else "undecided")
     for node in behind:
         first: Any = node.args[0]

@@ -26,7 +26,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from passes._torch import pytree
 from passes.graph.notes import SETTLE, note, note_of, origin
-from passes.graph.values import LOW, Inference, dtypes_of, is_floating, literal_dtype, retyped
+from passes.graph.values import LOW_DTYPES, Inference, dtypes_of, is_floating, literal_dtype, retyped
 from passes.ops import ops
 
 from .compare import Differ, Path, Walk, attribute_of, counts, same_call, show
@@ -192,8 +192,8 @@ def _widen(node: Node) -> None:
     """Note low dtypes as read under autocast, since they are FP32 without it."""
     low = literal_dtype(node)
     if ops.name(node) == "to":
-        note(node, cast="relative" if low in LOW else "literal")
-    if low not in LOW:
+        note(node, cast="relative" if low in LOW_DTYPES else "literal")
+    if low not in LOW_DTYPES:
         return
     if ops.name(node) == "to":
         note(node, read=low)

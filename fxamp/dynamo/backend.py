@@ -28,7 +28,7 @@ from passes.contract.errors import CaptureError, NotAModuleError, PolicyError
 from passes.contract.plan import Plan
 from passes.contract.policy import Policy, check_used, nearest, type_names
 from passes.graph.notes import note, note_of
-from passes.graph.values import LOW, no_autocast, retyped
+from passes.graph.values import LOW_DTYPES, no_autocast, retyped
 from passes.ops.rules import row_of
 from passes.runtime.casts import CAST, again
 
@@ -404,4 +404,4 @@ def _told(example_inputs: Sequence[Any]) -> dict[int, torch.dtype]:
     if not any(isinstance(value, FakeTensor) for value in example_inputs):
         return {}
     values = {i: v for i, v in enumerate(example_inputs) if isinstance(v, FakeTensor)}
-    return {i: v.dtype for i, v in values.items() if v.dtype in LOW and not isinstance(v, nn.Parameter)}
+    return {i: v.dtype for i, v in values.items() if v.dtype in LOW_DTYPES and not isinstance(v, nn.Parameter)}

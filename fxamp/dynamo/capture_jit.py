@@ -19,7 +19,7 @@ from torch.fx import Graph, GraphModule, Node
 from passes._torch import enter_autocast, exit_autocast, pytree, source_name, without_transforms
 from passes.contract.policy import Policy, module_override, type_names
 from passes.graph.notes import Region, note, note_of, origin
-from passes.graph.values import ELIGIBLE, LOW, Inference, dtypes_of, is_floating, literal_dtype, retyped
+from passes.graph.values import ELIGIBLE, LOW_DTYPES, Inference, dtypes_of, is_floating, literal_dtype, retyped
 from passes.ops import ops
 from passes.ops.rules import row_of
 
@@ -52,7 +52,7 @@ def _whole_region(graph: Graph) -> tuple[Node, Node] | None:
     if not calls or calls[0].target is not enter_autocast or not calls[0].args[2]:
         return None
     left = next((n for n in calls if n.target is exit_autocast and n.args[0] is calls[0]), None)
-    if left is None or any(not (row_of(n).cast or row_of(n).asks == "item") for n in calls[calls.index(left) + 1 :]):
+    if left is None or any(not (row_of(n).is_cast or row_of(n).asks == "item") for n in calls[calls.index(left) + 1 :]):
         return None
     return calls[0], left
 
@@ -84,7 +84,7 @@ def describe(
     outputs: Any = gm.graph.output_node().args[0]
     made = {i: description.own.get(n) for i, n in enumerate(outputs) if isinstance(n, Node)}
     for i, dtype in made.items():
-        if dtype in LOW:
+        if dtype in LOW_DTYPES:
             note(outputs[i], low_of_its_own=dtype)
     return {i: dtype for i, dtype in made.items() if dtype in (*ELIGIBLE, torch.complex32)}
 
@@ -102,11 +102,11 @@ class _Description:
         self.given = {n for n, is_given in zip(placeholders, given, strict=False) if is_given} - self.holds
         # If a model holds or receives low tensors, a low dtype comes from these, not from results of autocast.
         own_tensors = self.holds | self.given
-        self.authors = {d for n in own_tensors if (d := dtypes_of(n.meta.get("example_value"))) in LOW}
+        self.authors = {d for n in own_tensors if (d := dtypes_of(n.meta.get("example_value"))) in LOW_DTYPES}
         # Low dtypes that may come from results of autocast; the user's code names all others.
         self.by_autocast = {policy.dtype}
-        given_low = any(dtypes_of(n.meta.get("example_value")) in LOW for n in self.given)
-        named_low = any(_is_method(n) and literal_dtype(n) in LOW for n in graph.nodes)
+        given_low = any(dtypes_of(n.meta.get("example_value")) in LOW_DTYPES for n in self.given)
+        named_low = any(_is_method(n) and literal_dtype(n) in LOW_DTYPES for n in graph.nodes)
         self.makes_low = bool(self.authors) or given_low or named_low
         self.own: dict[Node, Any] = {}  # dtypes as they would be in the model without autocast anywhere
         self.doubtful: set[Node] = set()  # nodes whose dtype may be the model's own or autocast's
@@ -119,7 +119,7 @@ class _Description:
         nodes, held = list(gm.graph.nodes), dict[Node, Any]()
         _describe_regions(nodes, region)
         regions = {note_of(n).region for n in nodes} - {None}
-        self.by_autocast |= {dtype for _, on, dtype in regions if on and dtype in LOW}  # type: ignore[misc]
+        self.by_autocast |= {dtype for _, on, dtype in regions if on and dtype in LOW_DTYPES}  # type: ignore[misc]
         for node in nodes:
             _as_cast(node)
             if inside and node.op == "placeholder":
@@ -167,7 +167,7 @@ class _Description:
         try:
             return self.infer(node, lambda n: held.get(n))
         except Exception:  # whatever a fake kernel raises
-            low = any(held.get(n) in LOW for n in node.all_input_nodes)
+            low = any(held.get(n) in LOW_DTYPES for n in node.all_input_nodes)
             return dtypes_of(value) if low else without_low(dtypes_of(value))
 
     def _describe_cast(self, node: Node, value: Any, held: dict[Node, Any]) -> None:
@@ -202,7 +202,7 @@ def _as_cast(node: Node) -> None:
     first, arguments = node.args[:1], dict(zip(("dtype", "device"), node.args[1:], strict=False)) | node.kwargs
     tensor = bool(first) and isinstance(first[0], Node) and isinstance(first[0].meta.get("example_value"), torch.Tensor)
     row = row_of(node)
-    made_of_it = row.dtype_arg and row.may_alias == "first" and not row.cast
+    made_of_it = row.dtype_arg and row.may_alias == "first" and not row.is_cast
     if made_of_it and tensor and not arguments.keys() - {"dtype", "device"}:
         node.op, node.target, node.args = "call_method", "to", first
         node.kwargs = {k: v for k, v in arguments.items() if v is not None}

@@ -27,7 +27,7 @@ from passes._torch import OptimizedModule, dynamo_errors, pytree, storage_id
 from passes.contract.devices import DEVICES
 from passes.contract.errors import FxampError
 from passes.contract.policy import Policy
-from passes.graph.values import LOW
+from passes.graph.values import LOW_DTYPES
 
 from . import compiled
 
@@ -83,13 +83,13 @@ def is_low_of_its_own(value: object, made_of_low: bool) -> bool:
     """Say whether a value is low in the model itself. A note from its graph decides, or else `made_of_low`."""
     if not isinstance(value, Tensor):
         return False
-    return _OWN.get(value, value.dtype if made_of_low else None) in LOW
+    return _OWN.get(value, value.dtype if made_of_low else None) in LOW_DTYPES
 
 
 def is_low_throughout(model: nn.Module, inputs: Any) -> bool:
     """Say whether all parameters, buffers and inputs are low; values made outside of graphs then are, too."""
     held = itertools.chain(model.parameters(), model.buffers(), pytree.tree_leaves(inputs))
-    floats = (t.dtype in LOW for t in held if isinstance(t, Tensor) and t.is_floating_point())
+    floats = (t.dtype in LOW_DTYPES for t in held if isinstance(t, Tensor) and t.is_floating_point())
     return next(floats, False) and all(floats)
 
 

@@ -20,7 +20,7 @@ from torch.fx import Graph, Node
 
 from passes._torch import HigherOrderOperator
 from passes.graph.mixed import refuse_mixed
-from passes.graph.values import LOW, dtypes_of, literal_dtype
+from passes.graph.values import LOW_DTYPES, dtypes_of, literal_dtype
 
 
 def own_dtypes(
@@ -54,16 +54,18 @@ def own_dtypes(
                 at = min(place[n] for n in shown)
                 continue
             made = dtypes_of(node.meta["val"])
-            made = made if any(own.get(n) in LOW for n in {*node.all_input_nodes} - of_given) else without_low(made)
+            made = (
+                made if any(own.get(n) in LOW_DTYPES for n in {*node.all_input_nodes} - of_given) else without_low(made)
+            )
         is_low = node not in doubtful or node in authors or _restores_low(node, own, holds)
         own[node] = made if is_low else without_low(made)
-        low = {n for n in node.all_input_nodes if own.get(n) in LOW}
+        low = {n for n in node.all_input_nodes if own.get(n) in LOW_DTYPES}
         if low and low <= of_given:
             of_given.add(node)
     return own
 
 
-def without_low(dtypes: Any, low: Container[torch.dtype | None] = LOW) -> Any:
+def without_low(dtypes: Any, low: Container[torch.dtype | None] = LOW_DTYPES) -> Any:
     """Return dtypes with FP32 in the place of low ones, or of those given."""
     if isinstance(dtypes, tuple):
         return tuple(without_low(d, low) for d in dtypes)
@@ -88,7 +90,7 @@ def _shown(node: Node, infer: Callable[..., Any], own: dict[Node, Any], doubtful
     They are the nearest doubtful casts among the ancestors of its FP32 operands, if the op accepts these operands in
     low.
     """
-    low = next((own[n] for n in node.all_input_nodes if own.get(n) in LOW), None)
+    low = next((own[n] for n in node.all_input_nodes if own.get(n) in LOW_DTYPES), None)
     if low is None:
         return set()
     made_of = {n: _nearest(n, own, doubtful) for n in node.all_input_nodes if own.get(n) == torch.float32}

@@ -85,7 +85,7 @@ def emit_measured(
     captured = captures.graphs[0]
     example = _runnable(policy, captured.model, inputs)
     timer = OpTimer(str(policy.device))
-    if not policy.level.weighs:
+    if not policy.level.may_keep_products_fp32:
         return emit(captures, policy, timer=timer)
     chosen = emit(copied(captures), policy, timer=timer)
     rivals: dict[str, ConvertedModule] = {}

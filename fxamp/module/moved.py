@@ -53,9 +53,9 @@ class _OldFiles:
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         new, _ = MOVED.get(fullname, ("", ()))
-        is_room = new.startswith(f"{fullname}.")
+        is_package = new.startswith(f"{fullname}.")
         package = os.path.join(_ROOT, *fullname.split(".")[:-1])  # ours, not another package of that name
-        if not new or is_room or package not in (path or ()):
+        if not new or is_package or package not in (path or ()):
             return None
         return ModuleSpec(fullname, self)  # type: ignore[arg-type]  # an object with both methods will do
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from passes.contract.errors import FP32_PARAMETERS, PolicyError
-from passes.graph.values import LOW
+from passes.graph.values import LOW_DTYPES
 
 _reading: ContextVar[bool] = ContextVar("reading", default=False)
 
@@ -34,7 +34,7 @@ def only_read() -> Iterator[None]:
 
 def low_parameters(named: Iterable[tuple[str, Any]]) -> list[tuple[str, torch.dtype]]:
     """Return the names and dtypes of trainable parameters in FP16 or BF16, among parameters and other values."""
-    return [(n, p.dtype) for n, p in named if isinstance(p, nn.Parameter) and p.requires_grad and p.dtype in LOW]
+    return [(n, p.dtype) for n, p in named if isinstance(p, nn.Parameter) and p.requires_grad and p.dtype in LOW_DTYPES]
 
 
 def refuse_low_parameters(

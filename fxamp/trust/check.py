@@ -15,7 +15,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from passes._torch import pytree
 from passes.contract.errors import INSTEAD, FxampError, NotFaithfulError, RejectedError, VerificationError
-from passes.graph.values import LOW, Aliases, dtypes_of, module_path, no_autocast, source
+from passes.graph.values import LOW_DTYPES, Aliases, dtypes_of, module_path, no_autocast, source
 from passes.ops import ops
 
 from ..capture.model.call import CONSTANTS, CallSpec, same_constant
@@ -188,7 +188,7 @@ def _described(node: Node | None) -> str:
 def _remedy(node: Node | None) -> str:
     """Say which override gives an op that failed the other dtype: low if it has only FP32 operands, else FP32."""
     held = set() if node is None else {dtypes_of(n.meta.get("val")) for n in node.all_input_nodes}
-    if torch.float32 in held and held.isdisjoint(LOW):
+    if torch.float32 in held and held.isdisjoint(LOW_DTYPES):
         return "Run that op or its module low (ops.NAME=low, modules.PATH=low)"
     return "Keep that op or its module in FP32 (ops.NAME=fp32, modules.PATH=fp32)"
 

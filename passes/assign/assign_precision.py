@@ -2,7 +2,8 @@
 
 Two simulations run forwards over the graph (`simulate.py`). The first does what `torch.autocast` would do on this
 device: every node gets its `autocast` dtype. The second follows the policy: its overrides, the casts in the user's
-code, and each rule as the level interprets it. Then values are placed where the fewest bytes move (`place.py`).
+code, and each rule as the level interprets it. Then each value is stored where the fewest bytes move
+(`choose_storage.py`).
 
 Before: linear(x, w); softmax(linear)          no dtype decided
 After:  linear: bfloat16, "low: matrix product"; softmax: bfloat16, "follow: its operand's dtype"
@@ -41,7 +42,7 @@ from ..graph.values import (
 from ..ops.rules import KEEP, row_of
 from .colour.simulate import Simulation
 from .decisions import decisions_on
-from .place.place import place
+from .place.choose_storage import choose_storage
 from .place.saturate import saturate
 from .replay import replay
 
@@ -105,7 +106,7 @@ def assign_precision(
     infer = SymbolicInference() if symbolic else Inference()
     if not policy.level.rounds:
         returned = {n: original[n] for n in graph.output_node().all_input_nodes}
-        colours = {n: c for n in graph.nodes if (c := _as_it_is(n, original)) is not None}
+        colours = {n: c for n in graph.nodes if (c := _as_written(n, original)) is not None}
         return Assignment(colours, dict(original), original, returned, infer, symbolic)
     if policy.cost == "measured" and plan is None and (symbolic or timer is None):
         raise PolicyError(
@@ -114,7 +115,7 @@ def assign_precision(
         )
     simulation = simulated or _simulation(graph, policy, original, infer, border)
     measuring = timer if policy.cost == "measured" else None
-    colours, dtypes = place(graph, policy, simulation, plan, symbolic=symbolic, timer=measuring)
+    colours, dtypes = choose_storage(graph, policy, simulation, plan, symbolic=symbolic, timer=measuring)
     colours = _name_fused(saturate(simulation, colours, dtypes))
     reference: Any = simulation.reference
     autocast = {n: c.dtype for n, c in reference.colours.items()}
@@ -154,7 +155,7 @@ def _disagreements(graph: Graph, reference: Simulation) -> tuple[str, ...]:
     return tuple(out)
 
 
-def _as_it_is(node: Node, original: Dtypes) -> Colouring | None:
+def _as_written(node: Node, original: Dtypes) -> Colouring | None:
     """Return the decision at O0: that a node runs as written."""
     dtype = first_float(original[node]) if node.op.startswith("call") else None
     return None if dtype is None else Colouring(dtype, KEEP, Code.AS_WRITTEN("nothing is rounded"))

@@ -1,6 +1,6 @@
 """Pass 4: drop or share inserted casts that change no value.
 
-There are six rules. All are exact in forward, and all but `share` in backward too. User casts are never touched:
+There are six rewrites. All are exact in forward, and all but `share` in backward too. User casts are never touched:
 
     no_op           to(x: bf16, bf16)                  ->  x
     round_trip      to(to(x: bf16, f32), bf16)         ->  x          (widening and back; never narrowing and back)
@@ -29,8 +29,7 @@ from ..graph.aliases import Aliases, may_alias
 from ..graph.grad import grad_modes, requires_grad
 from ..graph.notes import CLAMP_OPERAND, is_inserted, note, note_of
 from ..graph.sharing import shares_cast, shares_storage
-from ..graph.values import LOW as LOW_DTYPES
-from ..graph.values import ValueDtype
+from ..graph.values import LOW_DTYPES, ValueDtype
 from ..ops import ops
 from ..ops.rules import LOW, row_of
 from ..runtime.casts import CAST, again, cast_floating, cast_weight
@@ -56,12 +55,12 @@ class EliminateCasts:
     device: str = "cpu"
 
     def __call__(self, unit: Unit) -> dict[str, int]:
-        """Apply the rules to one graph."""
+        """Make the rewrites in one graph."""
         return eliminate_casts(unit.graph, unit.decided, self.share, self.device)
 
 
 def eliminate_casts(graph: Graph, assignment: Assignment, share: str = "always", device: str = "cpu") -> dict[str, int]:
-    """Apply the rules; return how often each fired.
+    """Make the rewrites; return how often each fired.
 
     Args:
         graph: with inserted casts; changed in place.
@@ -204,7 +203,7 @@ def _dtype_argument(graph: Graph, assignment: Assignment) -> int:
         takes = schema is not None and any(a.name == "dtype" and a.kwarg_only for a in schema.arguments)
         if takes and ops.argument(reader, "dtype") is None:
             reader.kwargs = {**reader.kwargs, "dtype": cast.args[1]}
-            note(reader, told_dtype=True)  # its result has another dtype than captured
+            note(reader, absorbed_cast=True)  # its result has another dtype than captured
             edits += _read_instead(graph, reader, cast, cast.args[0])  # type: ignore[arg-type]
     return edits
 

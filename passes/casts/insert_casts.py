@@ -18,7 +18,7 @@ from .._torch import pytree
 from ..colouring import Assignment, Colouring
 from ..form import Ensures, Unit
 from ..graph.notes import CAST_OPERAND, CLAMP_OPERAND, RESTORE_OUTPUT, note, origin
-from ..graph.values import ANY, ELIGIBLE, LOW, ValueDtype, dtype_owner, is_floating
+from ..graph.values import ANY, ELIGIBLE, LOW_DTYPES, ValueDtype, dtype_owner, is_floating
 from ..ops import ops
 from ..ops.rules import row_of
 from ..runtime.casts import CAST, cast_floating, cast_weight
@@ -37,11 +37,11 @@ class InsertCasts:
         return insert_casts(unit.graph, unit.decided)
 
 
-CASTS = ("operand", "output")  # the rules that insert a cast
+CAST_REWRITES = ("operand", "output")  # the rewrites that insert a cast
 
 
 def insert_casts(graph: Graph, assignment: Assignment) -> dict[str, int]:
-    """Insert a cast before every use that needs another dtype, in place; return how often each rule fired."""
+    """Insert a cast before every use that needs another dtype, in place; return how often each rewrite fired."""
     edits = dict.fromkeys(["operand", "output", "clamp", "argument", "assertion"], 0)
     for node in list(graph.nodes):
         colouring = assignment.colours.get(node)
@@ -56,13 +56,13 @@ def insert_casts(graph: Graph, assignment: Assignment) -> dict[str, int]:
 
 def _cast_operands(graph: Graph, node: Node, colouring: Colouring, assignment: Assignment) -> int:
     """Before: add(x, y). After: add(to(x, float32), y), where x was assigned a cast."""
-    if not colouring.casts:
+    if not colouring.operand_dtypes:
         return 0
     edits = 0
 
     def cast(operand: ops.Operand) -> Node:
         nonlocal edits
-        wanted = colouring.casts.get(operand.place)
+        wanted = colouring.operand_dtypes.get(operand.place)
         if wanted is None:
             return operand.node
         edits += 1
@@ -82,7 +82,7 @@ def _clamp_operands(graph: Graph, node: Node, colouring: Colouring, assignment: 
         value = operand.node
         if operand.place not in colouring.clamped:
             return value
-        largest = torch.finfo(colouring.casts.get(operand.place, colouring.dtype)).max
+        largest = torch.finfo(colouring.operand_dtypes.get(operand.place, colouring.dtype)).max
         with graph.inserting_before(node):
             made = graph.call_function(torch.ops.aten.clamp.default, (value, -largest, largest))
         made.meta = origin(node) | {"val": value.meta.get("val")}
@@ -112,7 +112,9 @@ def make_cast(
     """Insert a cast of a value just before its reader."""
     held = assignment.dtypes[value]
     # Without inputs a value may have 64 bits when the graph runs: that is not made FP32.
-    known = isinstance(held, torch.dtype) and not (assignment.symbolic and dtype not in LOW and value.op != "get_attr")
+    known = isinstance(held, torch.dtype) and not (
+        assignment.symbolic and dtype not in LOW_DTYPES and value.op != "get_attr"
+    )
     with graph.inserting_before(reader):
         made = graph.call_function(CAST if known else cast_floating, (value, dtype))
     made.meta = origin(reader)

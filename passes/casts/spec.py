@@ -18,7 +18,7 @@ from ..colouring import Assignment
 from ..graph.aliases import Aliases, may_alias, may_write, shared_operands
 from ..graph.grad import grad_modes
 from ..graph.notes import is_inserted
-from ..graph.values import ANY, ELIGIBLE, LOW, is_complex
+from ..graph.values import ANY, ELIGIBLE, LOW_DTYPES, is_complex
 from ..ops import ops, rules
 from ..ops.rules import row_of
 
@@ -62,7 +62,7 @@ class Emitted:
     def _is_copied(self, value: Node, node: Node) -> bool:
         """Say whether a node is a user cast that makes a copy of a value, as captured and as emitted."""
         held, original = self.assignment.dtypes, self.assignment.original
-        return row_of(node).cast and held[value] != held[node] and original.get(value) != original.get(node)
+        return row_of(node).is_cast and held[value] != held[node] and original.get(value) != original.get(node)
 
     @functools.cached_property
     def writes(self) -> dict[Node, list[int]]:
@@ -124,14 +124,14 @@ def _stale_copy(emitted: Emitted, node: Node) -> Node | None:
 def _missing_cast(emitted: Emitted, node: Node) -> Node | None:
     """Illegal: linear(x: f32, to(w, bf16)), decided to run in BF16."""
     colouring = emitted.assignment.colours.get(node)
-    if colouring is None or colouring.dtype not in LOW or colouring.kind not in (rules.LOW, "override"):
+    if colouring is None or colouring.dtype not in LOW_DTYPES or colouring.kind not in (rules.LOW, "override"):
         return None
     row, held = row_of(node), emitted.assignment.dtypes
     return _first(
         o.node
         for o in ops.operands(node)
         if held[o.node] in ELIGIBLE and held[o.node] != colouring.dtype
-        and (o.name in row.casts if row.casts else o.name not in row.uncast)
+        and (o.name in row.cast_arguments if row.cast_arguments else o.name not in row.uncast)
     )  # fmt: skip
 
 
@@ -143,7 +143,7 @@ def _cast_statistics(emitted: Emitted, node: Node) -> Node | None:
     return _first(
         o.node
         for o in ops.operands(node)
-        if o.name in row_of(node).uncast and is_inserted(o.node) and o.node.args[1] in LOW
+        if o.name in row_of(node).uncast and is_inserted(o.node) and o.node.args[1] in LOW_DTYPES
         and original.get(o.node.args[0]) != o.node.args[1]  # type: ignore[arg-type]
     )  # fmt: skip
 

@@ -117,10 +117,10 @@ def _runs_as_captured(node: Node, assignment: Assignment) -> bool:
 
 def _is_touched(node: Node, assignment: Assignment) -> bool:
     colouring = assignment.colours.get(node)
-    read = note_of(node).read is not None and not row_of(node).cast
-    told = note_of(node).told_dtype  # set by eliminate_casts
+    read = note_of(node).read is not None and not row_of(node).is_cast
+    told = note_of(node).absorbed_cast  # set by eliminate_casts
     # Casts of operands may have become the user's own cast, so that operands have their captured dtypes again.
-    changed = colouring is not None and (colouring.set_dtype is not None or bool(colouring.casts))
+    changed = colouring is not None and (colouring.set_dtype is not None or bool(colouring.operand_dtypes))
     return read or is_inserted(node) or told or changed
 
 

@@ -13,26 +13,28 @@ class Level(str, enum.Enum):
         is_autocasts: values are those of `torch.autocast`, bit for bit where the plan names no deviation.
         stores_low: values that autocast would keep in FP32 may be stored low.
         rounds_sensitive: sensitive ops run low too, wherever they have a kernel.
-        weighs: an op that could run low stays FP32 where that is better: sums of losses, casts that do not pay.
+        keeps_sums_fp32: a loss is split from the sum of its terms, which is FP32, and so are sums into a written value.
+        may_keep_products_fp32: with measured costs, a product whose casts do not pay is FP32.
     """
 
     rounds: bool
     is_autocasts: bool
     stores_low: bool
     rounds_sensitive: bool
-    weighs: bool
+    keeps_sums_fp32: bool
+    may_keep_products_fp32: bool
 
     def __new__(cls, name: str, facts: str = "") -> Level:
         """Make a level from its name and the names of the attributes that are True."""
         made = str.__new__(cls, name)
         made._value_ = name
-        for fact in ("rounds", "is_autocasts", "stores_low", "rounds_sensitive", "weighs"):
+        for fact in cls.__annotations__:
             setattr(made, fact, fact in facts.split())
         return made
 
     O0 = "O0"
     O1 = "O1", "rounds is_autocasts"
-    O2 = "O2", "rounds stores_low weighs"
+    O2 = "O2", "rounds stores_low keeps_sums_fp32 may_keep_products_fp32"
     O3 = "O3", "rounds stores_low rounds_sensitive"
 
     __str__ = str.__str__

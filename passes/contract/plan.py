@@ -119,7 +119,7 @@ class Plan:
         torch_version: The torch it was made with.
         states: One entry per state, as "NUMBER: NAME", where NUMBER is that of its first graph; empty if one graph
             serves all states. Decisions that a state shares with the first state are listed only there.
-        edits: How often each rule of the passes fired, as "pass/rule"; empty in plans of an older format.
+        edits: How often each rewrite of the passes fired, as "pass/rewrite"; empty in plans of an older format.
         totals: The costs of the graphs at the example's sizes, as `fxamp check` compares them; empty if not computed.
         fxamp_version: The fxamp it was made with; "" in plans of an older format.
         machine: The machine on which the kernel facts behind the plan were measured, as "cpu AVX512, torch 2.13"; "" in

@@ -1,6 +1,7 @@
 """Which values of a graph share storage, and what is written to.
 
-Analyses only; nothing here changes a graph. All are conservative: values that may share storage count as sharing it.
+Analyses only; nothing here changes a graph. Values that may share storage count as sharing it. Only known writes count
+as writes: ask `may_write` too.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def is_opaque(node: Node) -> bool:
 def may_alias(node: Node) -> bool:
     """Say whether a node's output may share storage with an operand."""
     name = ops.name(node)
-    if row_named(name).may_alias or _in_place(name) or "out" in node.kwargs or is_opaque(node):
+    if row_named(name).may_alias or is_in_place(name) or "out" in node.kwargs or is_opaque(node):
         return True
     schema = ops.schema_of(node)
     return schema is not None and any(r.alias_info is not None for r in schema.returns)
@@ -68,7 +69,7 @@ def _written(node: Node) -> set[str]:
             (i, a.name) for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write
         ]
         written |= {name for i, given in writes for name in (given, f"arg{i}")}  # a packet's operands have no names
-    if _in_place(name) and not isinstance(node.target, OpOverload):
+    if is_in_place(name) and not isinstance(node.target, OpOverload):
         written |= {o.name for o in list(ops.operands(node))[:1]}
     if row_named(name).writes:
         argument, default, unless, *also = row_named(name).writes
@@ -86,7 +87,8 @@ def _schemas(target: Any) -> list[Any]:
     return []
 
 
-def _in_place(name: str) -> bool:
+def is_in_place(name: str) -> bool:
+    """Say whether an op of this name writes to its first argument."""
     return name == "setitem" or (name.endswith("_") and not name.endswith("__"))
 
 

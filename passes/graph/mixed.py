@@ -10,7 +10,7 @@ from torch.fx import Node
 
 from ..ops import ops
 from ..ops.rules import row_of
-from .values import ELIGIBLE, LOW
+from .values import ELIGIBLE, LOW_DTYPES
 
 
 def refuse_mixed(node: Node, dtype_of: Callable[[Node], Any]) -> None:
@@ -24,6 +24,6 @@ def refuse_mixed(node: Node, dtype_of: Callable[[Node], Any]) -> None:
     affine = {d for affine, d in held if affine and d in ELIGIBLE}
     if row.same_dtype and len(first | affine) > 1:
         raise TypeError("the kernel takes operands of one floating dtype")
-    fits = not affine or affine == first or (affine == {torch.float32} and first <= {*LOW})
+    fits = not affine or affine == first or (affine == {torch.float32} and first <= {*LOW_DTYPES})
     if "bias" in row.uncast and not fits:
         raise TypeError("the kernel takes weights of its input's dtype, or FP32 ones beside a low input")

@@ -19,7 +19,7 @@ from ..ops.ops import NOTE
 
 Region = tuple[str, bool, torch.dtype | None]  # device type, enabled, dtype
 
-# The rules that make nodes, as "pass/rule". The first two make casts, which are then not the user's.
+# The rewrites that make nodes, as "pass/rewrite". The first two make casts, which are then not the user's.
 CAST_OPERAND, RESTORE_OUTPUT = "insert-casts/operand", "insert-casts/output"
 CLAMP_OPERAND = "insert-casts/clamp"
 SPLIT_LOSS, DECOMPOSE, APPLY_READS = "legalize/loss", "legalize/composite", "legalize/read"
@@ -32,7 +32,7 @@ class Note:
     """The notes on one node; a field without a note is empty, or None.
 
     Attributes:
-        made_by: The rule of fxamp that made the node; "" for a captured node.
+        made_by: The rewrite of fxamp that made the node, as "pass/rewrite"; "" for a captured node.
         leaf: For an opaque module: the name of its type, which is part of the op's name.
         region: The autocast region in the model's own code that contains it: device type, enabled, dtype.
         role: "parameter" or "buffer", if the model holds the value; "buffer" also for any other tensor that it holds.
@@ -49,8 +49,8 @@ class Note:
             if that is not known.
         pure: For a higher-order op: its body neither writes to its operands nor returns them.
         fused: Eager evaluation runs the call inside a fused kernel, which rounds in other places.
-        told_dtype: The node was given a dtype argument that replaces a cast.
-        told: The low dtype that the user's code passed as an argument, for which there is now a cast.
+        absorbed_cast: The node was given a dtype argument that replaces a cast.
+        dtype_argument: The low dtype that the user's code passed as an argument, for which there is now a cast.
     """
 
     made_by: str = ""
@@ -68,8 +68,8 @@ class Note:
     writes: frozenset[int] | None = None
     pure: bool = False
     fused: bool = False
-    told_dtype: bool = False
-    told: torch.dtype | None = None
+    absorbed_cast: bool = False
+    dtype_argument: torch.dtype | None = None
 
     @property
     def reads(self) -> tuple[Any, ...]:

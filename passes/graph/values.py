@@ -27,7 +27,7 @@ from .aliases import may_alias as may_alias
 from .aliases import mutated_operands as mutated_operands
 from .aliases import out_operands as out_operands
 
-LOW = (torch.float16, torch.bfloat16)
+LOW_DTYPES = (torch.float16, torch.bfloat16)
 _FRAME = re.compile(r'File "(.*)", line (\d+)')
 _TORCH = os.path.dirname(torch.__file__).replace("\\", "/") + "/"
 
@@ -304,7 +304,7 @@ def concrete_size(size: Any) -> Any:
 def dtype_reference(node: Node) -> Node | None:
     """Return the tensor whose dtype a call takes: `x.to(y)`, `x.type_as(y)`, `zeros(2, dtype=y.dtype)`."""
     name = ops.name(node)
-    if not row_of(node).cast:
+    if not row_of(node).is_cast:
         given = ops.argument(node, "dtype")
         return dtype_owner(given) if isinstance(given, Node) else None
     for arg in (*node.args[1:], *node.kwargs.values()):

@@ -43,7 +43,7 @@ class Legalize:
     def __call__(self, unit: Unit) -> dict[str, int]:
         """Apply reads, drop switches, index fields, cast before norms, split losses, decompose; note buffers."""
         level, graph = self.policy.level, unit.graph
-        splits = level.weighs and "cross_entropy_loss" not in dict(self.policy.ops)
+        splits = level.keeps_sums_fp32 and "cross_entropy_loss" not in dict(self.policy.ops)
         edits = {
             "read": apply_reads(graph, exact=level.is_autocasts),
             "switch": drop_autocast_switches(graph),

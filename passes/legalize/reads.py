@@ -15,7 +15,7 @@ import torch
 from torch.fx import Graph, Node
 
 from ..graph.notes import APPLY_READS, note, note_of, origin
-from ..graph.values import LOW, dtypes_of, retyped
+from ..graph.values import LOW_DTYPES, dtypes_of, retyped
 from ..ops import ops
 from ..ops.rules import row_of
 
@@ -79,9 +79,9 @@ def cast_before_norms(graph: Graph) -> int:
     edits = 0
     for node in list(graph.nodes):
         told = ops.argument(node, "dtype") if row_of(node).never_narrows else None
-        if isinstance(told, Node) or told in LOW:
+        if isinstance(told, Node) or told in LOW_DTYPES:
             _cast_first(node)
-            note(node, told=told if told in LOW else None)
+            note(node, dtype_argument=told if told in LOW_DTYPES else None)
             edits += 1
     return edits
 

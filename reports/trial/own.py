@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fxamp.trust.preserved import preserved
 from passes._torch import enter_autocast
-from passes.graph.values import LOW, literal_dtype
+from passes.graph.values import LOW_DTYPES, literal_dtype
 from passes.ops import ops
 
 from .runs import Run
@@ -37,12 +37,12 @@ class Called(Protocol):
 
 def now_fp32(got: Run, plain: Run) -> list[int]:
     """Return which outputs are FP32 that the model gives low."""
-    return [i for i, a, b in _pairs(got, plain) if a.dtype is torch.float32 and b.dtype in LOW]
+    return [i for i, a, b in _pairs(got, plain) if a.dtype is torch.float32 and b.dtype in LOW_DTYPES]
 
 
 def now_low(got: Run, plain: Run, inputs: Sequence[Tensor]) -> list[int]:
     """Return which outputs have the low dtype of one of the inputs, and FP32 in the model."""
-    given = {t.dtype for t in inputs} & {*LOW}
+    given = {t.dtype for t in inputs} & {*LOW_DTYPES}
     return [i for i, a, b in _pairs(got, plain) if b.dtype is torch.float32 and a.dtype in given]
 
 
@@ -67,7 +67,7 @@ def names_low(found: Called, context: Any = None) -> bool:
     torch._dynamo.reset()
     with preserved(found.model), context or contextlib.nullcontext(), contextlib.suppress(Exception):
         torch.compile(found.model, backend=inner)(*copy.deepcopy(found.args), **copy.deepcopy(found.kwargs))
-    named = (n for n in seen if literal_dtype(n) in LOW)
+    named = (n for n in seen if literal_dtype(n) in LOW_DTYPES)
     # A cast by name, as `.half()`, is the author's own in any case.
     return any(n.op == "call_function" or str(n.target) not in ops.CAST_METHODS for n in named) or any(
         n.target is enter_autocast for n in seen

@@ -93,10 +93,10 @@ def test_the_readme_is_short_enough_to_be_read() -> None:
     assert len(text_of(README).splitlines()) <= MOST_LINES
 
 
-def test_every_room_has_its_line_in_the_readme() -> None:
+def test_every_package_has_its_line_in_the_readme() -> None:
     described = re.findall(r"^- `((?:fxamp|passes)/\w+/)` \w", text_of(README), re.MULTILINE)
-    rooms = [p.parent for package in ("fxamp", "passes") for p in (ROOT / package).glob("*/__init__.py")]
-    assert sorted(described) == sorted(f"{room.relative_to(ROOT).as_posix()}/" for room in rooms)
+    folders = [p.parent for package in ("fxamp", "passes") for p in (ROOT / package).glob("*/__init__.py")]
+    assert sorted(described) == sorted(f"{folder.relative_to(ROOT).as_posix()}/" for folder in folders)
 
 
 def test_ci_runs_the_test_command_of_the_readme() -> None:

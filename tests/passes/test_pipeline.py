@@ -24,7 +24,7 @@ from passes.contract.plan import Plan
 from passes.contract.policy import Policy
 from passes.graph.by_rows import original_dtypes
 from passes.graph.notes import is_inserted
-from passes.graph.values import LOW, no_autocast
+from passes.graph.values import LOW_DTYPES, no_autocast
 from passes.ops import ops
 from tests.support.graphs import attribute, random_graph, random_inputs, residual_chain, run, storages
 
@@ -108,7 +108,7 @@ def inserted(gm: GraphModule, policy: Policy, seed: int) -> tuple[GraphModule, A
         assignment = assign_precision(new.graph, policy, original_dtypes(new.graph, functools.partial(attribute, new)))
         insert_casts(new.graph, assignment)
     for node in [n for n in new.graph.nodes if n.op == "call_function" and not is_inserted(n)]:
-        low = [o for o in ops.operands(node) if assignment.dtypes[o.node] in LOW and rng.random() < 0.5]
+        low = [o for o in ops.operands(node) if assignment.dtypes[o.node] in LOW_DTYPES and rng.random() < 0.5]
         for o in low:
             promotes = ops.name(node) in ("add", "mul", "sub", "cat") and assignment.dtypes[node] == torch.float32
             kinds = [(torch.float32,)] if promotes else [(assignment.dtypes[o.node],), (torch.float32, torch.bfloat16)]

@@ -12,7 +12,7 @@ import torch
 
 from passes._torch import GUARD_NAMES, pytree
 from passes.contract.errors import CaptureError
-from passes.graph.values import LOW
+from passes.graph.values import LOW_DTYPES
 
 _REGISTER = "register it once with torch.export.register_dataclass (or torch.utils._pytree.register_pytree_node)"
 _TORCH_VALUES = (torch.dtype, torch.device, torch.layout, torch.Size, torch.memory_format)
@@ -48,7 +48,7 @@ class Leaf:
                 "with an example of that type."
             )
         if value.dtype != self.dtype:
-            trainer = value.dtype in LOW and self.dtype == torch.float32
+            trainer = value.dtype in LOW_DTYPES and self.dtype == torch.float32
             raise CaptureError(
                 f"input '{self.name}' was captured as {self.dtype}; this call gives {value.dtype}. Cast it, or convert "
                 "with an example of this dtype."

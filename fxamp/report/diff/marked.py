@@ -22,7 +22,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from passes.contract.dtypes import dtype_name
 from passes.graph.notes import is_inserted
-from passes.graph.values import LOW, dtypes_of, module_path
+from passes.graph.values import LOW_DTYPES, dtypes_of, module_path
 from passes.ops import ops
 from passes.ops.rules import row_named
 
@@ -31,7 +31,7 @@ from .changes import Change, another_model
 from .items import arguments, arrow, dtype_of, node_keys, target_of
 from .match import Item, match
 
-_LOW = tuple(map(dtype_name, LOW))
+_LOW = tuple(map(dtype_name, LOW_DTYPES))
 _NO_CALLS = ("placeholder", "get_attr", "module _guards_fn")
 _WIDE = 60
 

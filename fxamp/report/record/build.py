@@ -16,7 +16,7 @@ from passes.contract.dtypes import dtype_name
 from passes.contract.plan import Decision, Plan
 from passes.contract.reasons import Code
 from passes.graph.notes import is_inserted
-from passes.graph.values import LOW, frames, own_frame
+from passes.graph.values import LOW_DTYPES, frames, own_frame
 from passes.ops.rules import RULES
 from passes.runtime.casts import again
 
@@ -25,7 +25,7 @@ from .reads import dtype, named, origins, reads
 from .record import RECORD_VERSION, Cast, NodeRecord, Read, Record, Totals
 from .sizes import Size, SizeError, sizes_of
 
-_LOW = tuple(map(dtype_name, LOW))
+_LOW = tuple(map(dtype_name, LOW_DTYPES))
 _NONE = Size()
 
 

@@ -15,9 +15,9 @@ from torch.fx import Node
 from ...colouring import Colouring
 from ...contract.policy import module_override, op_override
 from ...contract.reasons import Code
+from ...graph.aliases import is_in_place
 from ...graph.notes import note_of, region_on
-from ...graph.values import ANY, may_alias, mutated_operands, out_operands
-from ...graph.values import LOW as LOW_DTYPES
+from ...graph.values import ANY, LOW_DTYPES, may_alias, mutated_operands, out_operands
 from ...ops import ops
 from ...ops.facts import rule_of
 from ...ops.rules import FOLLOW, FP32, LOW, PROMOTE
@@ -28,7 +28,6 @@ from .operand_casts import all_to, as_autocast, keep, natural
 from .state import Site, State
 
 Decider = Callable[[State, Site], "Colouring | None"]
-WRITTEN = "its storage is written in place, and FP32 values share it"
 
 
 def site_of(state: State, node: Node, name: str, floats: Iterable[ops.Operand]) -> Site:
@@ -40,7 +39,7 @@ def site_of(state: State, node: Node, name: str, floats: Iterable[ops.Operand]) 
 
 def decide(state: State, site: Site) -> Colouring | None:
     """Return the dtype that a node runs in, and why; None if there is nothing to decide."""
-    if site.row.cast:
+    if site.row.is_cast:
         return user_cast(state, site)
     told = _first((_under_autocast, _as_read), state, site)
     if told is None and _writes(site):
@@ -69,7 +68,7 @@ def _as_read(state: State, site: Site) -> Colouring | None:
 
 def _writes(site: Site) -> bool:
     """Say whether the purpose of a call is to write to one of its arguments."""
-    to_write = site.name.endswith("_") or site.name == "setitem" or bool(out_operands(site.node))
+    to_write = is_in_place(site.name) or bool(out_operands(site.node))
     return to_write and bool(mutated_operands(site.node))
 
 
@@ -78,7 +77,7 @@ def _pinned(state: State, site: Site) -> Colouring | None:
     node = site.node
     if state.autocast or state.aliases.find(node) not in state.pinned:
         return None
-    why = Code.MUTATED(WRITTEN)
+    why = Code.MUTATED(Code.MUTATED.meaning)
     if not state.aliases.is_mutated(node):
         why = Code.KEEP("your code reads its bits or element size, or writes numbers into it that depend on its dtype")
     elif may_alias(node):

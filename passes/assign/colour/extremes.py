@@ -17,7 +17,7 @@ from torch.fx import Graph, Node
 
 from ...graph.literals import FP32_MAX, has_tiny, is_extreme, numbers
 from ...graph.notes import note_of
-from ...graph.values import ANY, LOW, Dtypes, ValueDtype, is_floating, mutated_operands
+from ...graph.values import ANY, LOW_DTYPES, Dtypes, ValueDtype, is_floating, mutated_operands
 from ...ops import ops
 from ...ops.rules import Rule, row_of
 
@@ -63,7 +63,7 @@ class Extremes:
         if all(n in self.fixed or not (is_floating(dtypes[n]) or dtypes[n] is ANY) for n in operands):
             self.fixed.add(node)
         self._count(node, name, operands, found, passed_on)
-        if not is_floating(dtypes[node]) or dtypes[node] in LOW:
+        if not is_floating(dtypes[node]) or dtypes[node] in LOW_DTYPES:
             return  # the value is low already, so FP32 would preserve nothing
         number = self._number(node, passed_on, found)
         if number is not None:
@@ -114,14 +114,14 @@ class Extremes:
 
 def _passed_on(row: Rule, operands: list[Node]) -> list[Node]:
     """Return the operand whose numbers a call returns unchanged."""
-    return operands[:1] if row.commutes != "" or row.cast else []
+    return operands[:1] if row.commutes != "" or row.is_cast else []
 
 
 def converts(node: Node, dtypes: Dtypes) -> bool:
     """Say whether a float is computed from integers; numbers combined with a low activation are not positions."""
     operands = [o.node for o in ops.operands(node)]
     whole = any(_is_whole(dtypes[n]) and not _is_scalar(n) for n in operands)
-    return whole and row_of(node).of_integers and not any(dtypes[n] in LOW for n in operands)
+    return whole and row_of(node).of_integers and not any(dtypes[n] in LOW_DTYPES for n in operands)
 
 
 def _is_whole(dtype: ValueDtype) -> bool:

@@ -14,8 +14,7 @@ from ...colouring import Colouring
 from ...contract.reasons import Code
 from ...graph import literals
 from ...graph.notes import note_of
-from ...graph.values import LOW as LOW_DTYPES
-from ...graph.values import ValueDtype, dtype_reference, mutated_operands
+from ...graph.values import LOW_DTYPES, ValueDtype, dtype_reference, mutated_operands
 from ...ops.rules import KEEP, LOW
 from .operand_casts import all_to
 from .result_dtypes import fit_kernel

@@ -15,8 +15,17 @@ from ...contract.policy import Override, module_override
 from ...contract.reasons import Code, Reason
 from ...graph import literals
 from ...graph.notes import note_of
-from ...graph.values import ANY, ELIGIBLE, dtype_reference, first_float, is_floating, module_path, out_operands, source
-from ...graph.values import LOW as LOW_DTYPES
+from ...graph.values import (
+    ANY,
+    ELIGIBLE,
+    LOW_DTYPES,
+    dtype_reference,
+    first_float,
+    is_floating,
+    module_path,
+    out_operands,
+    source,
+)
 from ...ops import ops
 from ...ops.facts import lacks_low
 from ...ops.rules import BANNED, COMPOSITE, FOLLOW, FP32, KEEP, LOW, PROMOTE, row_of
@@ -94,7 +103,7 @@ def _is_cast_to_the_other(state: State, value: Node, low: object) -> bool:
         node = left.pop()
         if node in seen or state.dtypes[node] not in LOW_DTYPES or state.dtypes[node] == low:
             continue
-        if row_of(node).cast:
+        if row_of(node).is_cast:
             return True
         seen.add(node)
         left += node.all_input_nodes
@@ -109,7 +118,7 @@ def _is_position(state: State, site: Site) -> bool:
 
 def fp32(state: State, site: Site, why: Reason | None = None) -> Colouring:
     """Colour an op that runs in FP32, unless its `dtype=` argument decides."""
-    explicit = note_of(site.node).told or ops.argument(site.node, "dtype")
+    explicit = note_of(site.node).dtype_argument or ops.argument(site.node, "dtype")
     if site.row.dtype_arg and isinstance(explicit, torch.dtype):
         return natural(state, site.of_kind(FP32), Code.DTYPE_ARGUMENT(str(explicit)), settled=True)
     return all_to(state, site.of_kind(FP32), torch.float32, why or Code.FP32(site.row.reason))
@@ -143,7 +152,7 @@ def _kept(state: State, site: Site) -> Colouring:
     if reference is not None:
         return _like(state, reference)
     kept = keep(state, site, Code.KEEP(site.row.reason))
-    return kept if kept.casts else replace(kept, reason=Code.AS_WRITTEN(site.row.reason))
+    return kept if kept.operand_dtypes else replace(kept, reason=Code.AS_WRITTEN(site.row.reason))
 
 
 def _like(state: State, reference: Node) -> Colouring:
@@ -186,7 +195,7 @@ def _composite(state: State, site: Site) -> Colouring:
         return _follow(state, site)
     why = Code.COMPOSITE("kept whole")
     kept = keep(state, site, why)
-    held = {kept.casts.get(o.place, state.dtypes[o.node]) for o in site.floats}
+    held = {kept.operand_dtypes.get(o.place, state.dtypes[o.node]) for o in site.floats}
     if site.node.op == "call_function" and len(held & {*ELIGIBLE}) > 1:
         return all_to(state, site, torch.float32, why)  # autocast would give them one dtype, but the graph runs without
     return kept
@@ -249,7 +258,7 @@ def user_cast(state: State, site: Site) -> Colouring | None:
         return None
     if intent.literal and intent.dtype == torch.float32:
         state.upcast.add(node)
-    baked = state.casts.baked(node)
+    baked = state.user_casts.baked(node)
     changed = intent.dtype if baked is not None and baked != intent.dtype else None
     value = next(ops.operands(node))
     number = 0.0 if intent.literal else state.extremes.constants.get(value.node, 0.0)
@@ -267,4 +276,4 @@ def _intent(state: State, node: Node) -> Intent:
     forced = module_override(state.policy, state.stacks.get(node, ())) if state.policy.modules else None
     observed = None if forced is not None and forced.colour == "fp32" else note_of(node).read
     written = state.aliases.find(node) in state.pinned  # then a cast that was no copy must stay none
-    return state.casts.read(node, state.dtypes, observed, exact=written or not state.aggressive)
+    return state.user_casts.read(node, state.dtypes, observed, exact=written or not state.aggressive)

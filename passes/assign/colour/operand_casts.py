@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from ...colouring import AS_AUTOCAST, Colouring, Place
+from ...colouring import AS_AUTOCAST, Colouring, Position
 from ...contract.reasons import Code, Reason
 from ...graph.aliases import may_write
-from ...graph.values import ANY, ELIGIBLE, LOW, Dtypes, ValueDtype, first_float, is_known
+from ...graph.values import ANY, ELIGIBLE, LOW_DTYPES, Dtypes, ValueDtype, first_float, is_known
 from ...ops import ops
 from ...ops.rules import PROMOTE, Rule
 from .state import Site, State
@@ -25,7 +25,7 @@ from .state import Site, State
 
 def operand_casts(
     dtypes: Dtypes, operands: Iterable[ops.Operand], wanted: Callable[[ops.Operand], ValueDtype]
-) -> dict[Place, torch.dtype]:
+) -> dict[Position, torch.dtype]:
     """Return the casts of the operands that do not have the dtype wanted of them; a wanted None leaves one as it is."""
     pairs = ((o, wanted(o)) for o in operands)
     return {o.place: d for o, d in pairs if isinstance(d, torch.dtype) and d != dtypes[o.node]}
@@ -34,8 +34,8 @@ def operand_casts(
 def all_to(state: State, site: Site, dtype: torch.dtype, reason: Reason, *, settled: bool = False) -> Colouring:
     """Cast every castable operand that has another dtype."""
     # An unknown dtype counts as FP32, unless the kernel takes one dtype only and user code passes a low operand.
-    beside_low = site.row.same_dtype and any(state.dtypes[o.node] in LOW for o in site.floats)
-    unknown = dtype in LOW or beside_low
+    beside_low = site.row.same_dtype and any(state.dtypes[o.node] in LOW_DTYPES for o in site.floats)
+    unknown = dtype in LOW_DTYPES or beside_low
     cast = [o for o in site.floats if castable(state, o, site.row, dtype)]
     known = [o for o in cast if unknown or state.dtypes[o.node] is not ANY]
     casts = operand_casts(state.dtypes, known, lambda o: dtype)
@@ -47,9 +47,9 @@ def castable(state: State, operand: ops.Operand, row: Rule, dtype: torch.dtype) 
     held = state.dtypes[operand.node]
     if held is not ANY and held not in ELIGIBLE:
         return False
-    if row.casts and operand.name not in row.casts:
+    if row.cast_arguments and operand.name not in row.cast_arguments:
         return False
-    return not (operand.name in row.uncast and dtype in LOW)
+    return not (operand.name in row.uncast and dtype in LOW_DTYPES)
 
 
 def natural(state: State, site: Site, reason: Reason, *, settled: bool = False) -> Colouring:
@@ -60,7 +60,7 @@ def natural(state: State, site: Site, reason: Reason, *, settled: bool = False) 
     mixed = len(set(held)) > 1
     if mixed and site.row.same_dtype and site.row.gives != "first":
         return all_to(state, site, widest, Code.WIDEST("the kernel rejects mixed operands"), settled=settled)
-    unknown = ANY in values and any(d in LOW for d in held)
+    unknown = ANY in values and any(d in LOW_DTYPES for d in held)
     ranks_known = all("val" in o.node.meta for o in site.floats)
     if site.kind == PROMOTE and not ranks_known and (mixed or unknown):
         return all_to(state, site, torch.float32, Code.UNKNOWN_RANK("captured without inputs"))
@@ -70,7 +70,7 @@ def natural(state: State, site: Site, reason: Reason, *, settled: bool = False) 
 def keep(state: State, site: Site, reason: Reason) -> Colouring:
     """Cast the operands back to the dtypes that they had when the graph was captured."""
     before = {o: state.original[o.node] for o in site.floats}
-    before |= {o: torch.float32 for o, d in before.items() if d is ANY and state.dtypes[o.node] in LOW}
+    before |= {o: torch.float32 for o, d in before.items() if d is ANY and state.dtypes[o.node] in LOW_DTYPES}
     known = [o for o in site.floats if isinstance(state.dtypes[o.node], torch.dtype)]
     first = next((d for d in before.values() if isinstance(d, torch.dtype)), torch.float32)
     casts = operand_casts(state.dtypes, known, before.__getitem__)

@@ -34,7 +34,7 @@ def fit_kernel(state: State, node: Node, colouring: Colouring) -> tuple[Colourin
             made = result_dtypes(state, node, decision)
         except Exception:  # whatever a kernel raises on its operands
             continue
-        promotes = not decision.casts and not ops.name(node).endswith("_")
+        promotes = not decision.operand_dtypes and not ops.name(node).endswith("_")
         return (replace(decision, dtype=first_float(made) or decision.dtype) if promotes else decision), made
     return _captured(state, node, colouring), state.original[node]
 
@@ -45,7 +45,7 @@ def result_dtypes(state: State, node: Node, colouring: Colouring) -> ValueDtype:
         return colouring.dtype
     if colouring.kind == AS_AUTOCAST:
         return _under_autocast(state, node) if state.autocast else state.under_autocast(node)
-    casts = colouring.casts
+    casts = colouring.operand_dtypes
     wanted = {o.node: casts[o.place] for o in ops.operands(node) if o.place in casts}
     kept = colouring.kind in (KEEP, COMPOSITE) and not state.autocast
     kept &= all(state.original[n] in (ANY, wanted.get(n, state.dtypes[n])) for n in node.all_input_nodes)
@@ -80,7 +80,7 @@ def _wider(state: State, node: Node, colouring: Colouring) -> Iterator[Colouring
     for dtype, reason in reasons.items():
         casts = operand_casts(state.dtypes, floats, dict.fromkeys(floats, dtype).__getitem__)
         settled = colouring.settled or colouring.kind == LOW or reason.code is Code.KEEP
-        yield replace(colouring, dtype=dtype, reason=reason, casts=casts, settled=settled)
+        yield replace(colouring, dtype=dtype, reason=reason, operand_dtypes=casts, settled=settled)
 
 
 def _captured(state: State, node: Node, colouring: Colouring) -> Colouring:
@@ -92,4 +92,4 @@ def _captured(state: State, node: Node, colouring: Colouring) -> Colouring:
     casts = operand_casts(state.dtypes, floats, before.__getitem__)
     why = (Code.KEEP if casts else Code.AS_WRITTEN)("fake tensors cannot run it")
     dtype = first_float(state.original[node]) or torch.float32
-    return replace(colouring, dtype=dtype, reason=why, casts=casts, settled=True)
+    return replace(colouring, dtype=dtype, reason=why, operand_dtypes=casts, settled=True)

@@ -21,7 +21,7 @@ from ...graph.notes import note_of
 from ...graph.values import (
     ANY,
     ELIGIBLE,
-    LOW,
+    LOW_DTYPES,
     Aliases,
     Dtypes,
     ValueDtype,
@@ -34,7 +34,7 @@ from ...graph.values import (
 from ...ops import ops
 from ...ops.facts import accumulates
 from ...ops.rules import KEEP, row_of
-from .decide import WRITTEN, decide, site_of
+from .decide import decide, site_of
 from .fit_numbers import fit_numbers
 from .operand_casts import keep
 from .result_dtypes import fit_kernel
@@ -73,11 +73,11 @@ class Simulation(State):
         """Return the dtype that each output of the graph must have."""
         values = self.graph.output_node().all_input_nodes
         if self.border.autocast_outputs:
-            return {n: self._beside_autocast(n) for n in values}
+            return {n: self._output_under_autocast(n) for n in values}
         held = self.original if self.border.restore_outputs else self.dtypes
         return {n: held[n] for n in values}
 
-    def _beside_autocast(self, value: Node) -> ValueDtype:
+    def _output_under_autocast(self, value: Node) -> ValueDtype:
         """Return the dtype of an output that is read under autocast: its dtype here or autocast's, if that is wider.
 
         It is autocast's in any case if the policy asks for that.
@@ -91,17 +91,17 @@ class Simulation(State):
     def pin_conflicts(self) -> bool:
         """Pin every mutated alias set whose members got different dtypes; say whether one was not pinned before."""
         for root, members in self.aliases.sets().items():
-            if self._parted(members):
+            if self._sharing_changes(members):
                 self.pinned.add(root)
-                self.pinned.update(map(self.aliases.find, self._would_copy(members)))
+                self.pinned.update(map(self.aliases.find, self._references_of_new_copies(members)))
         for node, colouring in self.colours.items():
             written = may_write(node)
-            sums_low = self.policy.level.weighs and not self.autocast and self._sums_low(node, written)
-            if sums_low or any(o.node in written and o.place in colouring.casts for o in ops.operands(node)):
+            sums_low = self.policy.level.keeps_sums_fp32 and not self.autocast and self._sums_low(node, written)
+            if sums_low or any(o.node in written and o.place in colouring.operand_dtypes for o in ops.operands(node)):
                 self.pinned.update(self.aliases.find(w) for w in written)
         return len(self.pinned) > self._pinned_before
 
-    def _parted(self, members: Sequence[Node]) -> bool:
+    def _sharing_changes(self, members: Sequence[Node]) -> bool:
         """Say whether casts would end, or begin, the sharing of a storage that is written."""
         held = {self.dtypes.get(m) for m in members}
         # Without shapes the dtype of `y.to(x.dtype)` is unknown; at run time the cast may return y itself.
@@ -109,25 +109,25 @@ class Simulation(State):
         changed = any(self.dtypes.get(m) != self.original.get(m) for m in members)
         if len(held & {*ELIGIBLE}) > 1 or (unknown and changed):  # a cast to or from 64 bits is a copy at every level
             return True
-        return any(self._no_copy_any_more(m) or self._saved_and_written(m) for m in members)
+        return any(self._copy_vanishes(m) or self._written_after_copy(m) for m in members)
 
-    def _would_copy(self, members: Sequence[Node]) -> list[Node]:
+    def _references_of_new_copies(self, members: Sequence[Node]) -> list[Node]:
         """Return the values that are low only beyond O1, and so turn a cast that did nothing into a copy."""
-        references = [dtype_reference(m) for m in members if self.aggressive and row_of(m).cast]
+        references = [dtype_reference(m) for m in members if self.aggressive and row_of(m).is_cast]
         known = [r for r in references if r is not None and self.original[r] == self.under_autocast(r)]
         return [_indexed(r) for r in known if self.dtypes[r] != self.original[r]]
 
-    def _no_copy_any_more(self, node: Node) -> bool:
+    def _copy_vanishes(self, node: Node) -> bool:
         """Say whether a user cast that made a copy no longer does, because its operand is low beyond O1."""
-        value = node.args[0] if self.aggressive and row_of(node).cast else None
+        value = node.args[0] if self.aggressive and row_of(node).is_cast else None
         if not isinstance(value, Node) or not isinstance(self.dtypes[node], torch.dtype):
             return False
         copied = any(held(value) != held(node) for held in (self.original.get, self.under_autocast))
         return copied and bool(self.dtypes[value] == self.dtypes[node])
 
-    def _saved_and_written(self, value: Node) -> bool:
+    def _written_after_copy(self, value: Node) -> bool:
         """Say whether a value that is low beyond O1 is written after a read that makes a copy under autocast."""
-        if not self.aggressive or self.autocast or self.dtypes[value] not in LOW:
+        if not self.aggressive or self.autocast or self.dtypes[value] not in LOW_DTYPES:
             return False
         if self.under_autocast(value) != torch.float32:
             return False
@@ -138,7 +138,7 @@ class Simulation(State):
     def _sums_low(self, node: Node, written: Sequence[Node]) -> bool:
         """Say whether many values are summed in place into a low value that is FP32 in the user's code."""
         row = row_of(node)
-        low = any(self.dtypes[w] in LOW and self.original[w] == torch.float32 for w in written)
+        low = any(self.dtypes[w] in LOW_DTYPES and self.original[w] == torch.float32 for w in written)
         return low and accumulates(node, row)
 
     def _enter(self, node: Node, body: Body) -> None:
@@ -159,7 +159,11 @@ class Simulation(State):
         self.bodies[node] = inside
         self.dtypes[node] = self.original[node] if pinned else body.dtypes(inside.dtypes)
         dtype = first_float(self.dtypes[node]) or torch.float32
-        why = Code.MUTATED(WRITTEN) if pinned else Code.BODY("its body is rewritten, for the dtypes of its operands")
+        why = (
+            Code.MUTATED(Code.MUTATED.meaning)
+            if pinned
+            else Code.BODY("its body is rewritten, for the dtypes of its operands")
+        )
         self.colours[node] = Colouring(dtype, "body", why)
 
     def _visit(self, node: Node, name: str, floats: list[ops.Operand]) -> None:
@@ -186,7 +190,7 @@ class Simulation(State):
         return "complex numbers are not rounded" if low and made != self.original[node] else ""
 
     def _runs_low(self, floats: list[ops.Operand], colouring: Colouring) -> bool:
-        return any(colouring.casts.get(o.place, self.dtypes[o.node]) in LOW for o in floats)
+        return any(colouring.operand_dtypes.get(o.place, self.dtypes[o.node]) in LOW_DTYPES for o in floats)
 
     def _learn(self, node: Node, name: str) -> None:
         """Derive from the operands whether the result was upcast by the user, or is out of the low range."""

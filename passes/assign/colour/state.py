@@ -75,7 +75,7 @@ class State:
         self.autocast, self.stacks, self.border = autocast, stacks or {}, border or Border()
         self.device = policy.device or "cpu"
         self.low: Any = policy.dtype
-        self.casts = Casts(original)
+        self.user_casts = Casts(original)
         self.tried: dict[Any, bool] = {}
         self.pinned = {aliases.find(v) for v in observed(graph) if original[v] in (torch.float32, ANY)}
         self.aggressive = not autocast and policy.level.stores_low

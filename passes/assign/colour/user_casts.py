@@ -19,7 +19,7 @@ from ...graph.notes import note_of
 from ...graph.values import (
     ANY,
     ELIGIBLE,
-    LOW,
+    LOW_DTYPES,
     Dtypes,
     dtype_owner,
     dtype_reference,
@@ -110,7 +110,7 @@ class Casts:
         floats = baked.is_floating_point and is_floating(self.original.get(value))
         if not floats or not isinstance(held, torch.dtype):
             return Intent(baked, True, Code.CAST("your code names this dtype"))
-        if kind == "baked" and held in LOW and baked == torch.float32:
+        if kind == "baked" and held in LOW_DTYPES and baked == torch.float32:
             return Intent(baked, True, Code.USER_CAST("intent unknown: assumed to be an upcast"))
         if self._is_literal(value, baked, kind):
             return Intent(baked, True, Code.CAST("your code names this dtype"))
@@ -129,7 +129,7 @@ class Casts:
 
     def _is_literal(self, value: Node, baked: torch.dtype, kind: str) -> bool:
         """Say whether a cast must mean the dtype that was captured, and not the dtype of another value."""
-        if kind == "literal" or baked in LOW:  # capture was in FP32, so a low dtype is the user's
+        if kind == "literal" or baked in LOW_DTYPES:  # capture was in FP32, so a low dtype is the user's
             return True
         changes = self.original[value] != baked or baked != torch.float32
         return changes and kind != "relative"  # else it may restore what an earlier cast changed

@@ -1,4 +1,4 @@
-"""Place casts: of the values that may have either dtype, choose which to store low, so that the fewest bytes move.
+"""Position casts: of the values that may have either dtype, choose which to store low, so that the fewest bytes move.
 
 That is a minimum cut.
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch.fx import Node
 
-from ...colouring import Colouring, Colours, Place
+from ...colouring import Colouring, Colours, Position
 from ...contract.reasons import Code, Reason
 from ...graph.values import ELIGIBLE, Dtypes, ValueDtype, dtype_reference, first_float
 from ...ops import ops
@@ -54,7 +54,7 @@ def _compared(node: Node, colouring: Colouring, dtypes: Dtypes) -> Colouring:
 def _placed(node: Node, colouring: Colouring, side: torch.dtype, dtypes: Dtypes, uses: Uses, costs: Costs) -> Colouring:
     """Return the decision on a node, given how its value and its operands are stored."""
     before = uses.simulation.dtypes
-    placed = replace(colouring, casts=_casts(node, colouring, side, dtypes, uses))
+    placed = replace(colouring, operand_dtypes=_operand_dtypes(node, colouring, side, dtypes, uses))
     if dtypes[node] != before[node] and node in uses.free:
         placed = replace(placed, dtype=side, reason=_reason(colouring, side, costs))
     reference = dtype_reference(node)
@@ -68,14 +68,16 @@ def _stored(dtype: ValueDtype, side: torch.dtype) -> ValueDtype:
     return tuple(side if d in ELIGIBLE else d for d in dtype) if isinstance(dtype, tuple) else side
 
 
-def _casts(node: Node, colouring: Colouring, side: torch.dtype, dtypes: Dtypes, uses: Uses) -> dict[Place, torch.dtype]:
+def _operand_dtypes(
+    node: Node, colouring: Colouring, side: torch.dtype, dtypes: Dtypes, uses: Uses
+) -> dict[Position, torch.dtype]:
     """Return the casts of a node, given how the cut stores its operands."""
     if uses.upcasts(node):  # the user's upcast needs no cast of ours
         return {}
 
     def wanted(operand: ops.Operand) -> ValueDtype:
         if dtypes[operand.node] not in ELIGIBLE:
-            return colouring.casts.get(operand.place)
+            return colouring.operand_dtypes.get(operand.place)
         return side if uses.follows(node, operand.place) else uses.needs[node][operand.place]
 
     return operand_casts(dtypes, ops.operands(node), wanted)
@@ -85,4 +87,4 @@ def _reason(colouring: Colouring, side: torch.dtype, costs: Costs) -> Reason:
     if colouring.kind == LOW:
         return Code.NOT_WORTH_CASTS("on this device it takes longer in low, counting its casts")
     word = "FP32" if side == torch.float32 else "low"
-    return Code.CUT(f"stored {word}, which {costs.least} ({colouring.reason.code})")
+    return Code.CUT(f"stored {word}, which {costs.objective} ({colouring.reason.code})")

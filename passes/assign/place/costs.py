@@ -32,11 +32,11 @@ class Costs(Protocol):
     """Costs for one graph; all are requested at once, so that everything to be measured is known beforehand.
 
     Attributes:
-        least: the phrase by which reasons of decisions describe the optimum, such as "moves the fewest bytes".
+        objective: the phrase by which reasons of decisions describe the optimum, such as "moves the fewest bytes".
         measured: costs are times, not counts of bytes or casts.
     """
 
-    least: str
+    objective: str
     measured: bool
 
     def price(self, runs: Sequence[Run], casts: Sequence[Node]) -> tuple[list[int], list[int]]:
@@ -51,7 +51,7 @@ class ByteCosts:
     in Inductor's graphs, but they summed the residual stream in low. So casts cost the same for eager and Inductor.
     """
 
-    least, measured = "moves the fewest bytes", False
+    objective, measured = "moves the fewest bytes", False
 
     def __init__(self, device: str, grad: frozenset[Node]) -> None:
         self.launch = DEVICES[device].launch
@@ -77,7 +77,7 @@ class ByteCosts:
 class UnitCosts:
     """A cost of one for every cast, and none for ops: without sizes, the fewest casts are best."""
 
-    least, measured = "takes the fewest casts", False
+    objective, measured = "takes the fewest casts", False
 
     def price(self, runs: Sequence[Run], casts: Sequence[Node]) -> tuple[list[int], list[int]]:
         """Return a cost of one for each cast, and of zero for each op."""

@@ -90,7 +90,7 @@ def _passes(
 def _has_an_open_kind(c: _Candidate) -> bool:
     """Its kind leaves the dtype open; the kind of a matrix product does so only at O2 with measured costs."""
     policy = c.simulation.policy
-    measured = policy.level.weighs and policy.cost == "measured"
+    measured = policy.level.may_keep_products_fp32 and policy.cost == "measured"
     product = measured and c.colouring.kind == LOW and not c.colouring.settled
     return product or c.colouring.kind in (PROMOTE, FOLLOW, FP32)
 
@@ -198,7 +198,7 @@ def _sums_gradients_as_asked(c: _Candidate) -> bool:
 
 def _only_moves(c: _Candidate) -> bool:
     """It only moves values, and low holds its literals exactly: rounding before and after it is the same."""
-    if not _commutes(c) or c.colouring.casts or _lets_a_number_pass(c) or (c.grad and _broadcasts(c)):
+    if not _commutes(c) or c.colouring.operand_dtypes or _lets_a_number_pass(c) or (c.grad and _broadcasts(c)):
         return False
     if c.simulation.dtypes[c.node] == torch.float32 and _is_compacted(c.node.meta.get("val")):
         return False

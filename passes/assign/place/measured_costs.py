@@ -30,7 +30,7 @@ ROUND_TRIPS = 4  # of a cast; a single one would be lost in the time that a back
 class MeasuredCosts:
     """Costs in nanoseconds on the present device. Ops that cannot be measured are estimated by their bytes."""
 
-    least, measured = "takes the least time", True
+    objective, measured = "takes the least time", True
 
     def __init__(self, device: str, low: torch.dtype, grad: frozenset[Node], timer: Timer) -> None:
         self.low, self.grad, self.timer = low, grad, timer

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ...colouring import Place
+from ...colouring import Position
 from ...graph.grad import grad_modes
 from ...graph.sharing import shares_cast, shares_storage
 from ...ops import ops
@@ -69,11 +69,11 @@ def price(
     modes = grad_modes(simulation.graph)
     nets = [net for n in simulation.graph.nodes for net in _nets(n, simulation, uses, modes, grad)]
     runs, casts = costs.price(sides, [net.value for net in nets])
-    finer = len(uses.free) + 1  # one unit of cost weighs more than the roundings of all nodes together
+    scale = len(uses.free) + 1  # one unit of cost weighs more than the roundings of all nodes together
     returned = set() if costs.measured else _returned(uses)
     for node, low, fp32 in zip(uses.free, runs[::2], runs[1::2], strict=True):
-        problem.add(node, (max(low, fp32) if node in returned else low) * finer + _rounds(node), fp32 * finer)
-    for net, cost in zip(nets, (c * finer for c in casts), strict=True):
+        problem.add(node, (max(low, fp32) if node in returned else low) * scale + _rounds(node), fp32 * scale)
+    for net, cost in zip(nets, (c * scale for c in casts), strict=True):
         backward = cost // 2 if net.value in grad else 0
         of = functools.partial(_cost, cost - backward, backward)
         absorbs = [None if left is None or symbolic else of(left) for left in net.absorbs]
@@ -87,7 +87,7 @@ def _cost(forward: int, backward: int, casts: tuple[int, int]) -> int:
 def _rounds(node: Node) -> bool:
     """Say whether an op rounds its result; an op that only moves values does not."""
     row = row_of(node)
-    return ops.name(node) != "getitem" and (row is None or row.commutes == "")
+    return row_of(node).asks != "item" and (row is None or row.commutes == "")
 
 
 def _returned(uses: Uses) -> set[Node]:
@@ -207,7 +207,7 @@ def _rank(node: Node) -> int:
     return value.dim() if isinstance(value, torch.Tensor) else 1
 
 
-def _side(reader: Node, where: Place, simulation: Simulation, uses: Uses) -> Variable | None:
+def _side(reader: Node, where: Position, simulation: Simulation, uses: Uses) -> Variable | None:
     """Return the variable, or the fixed side, that sets the dtype a reader needs; None if any dtype will do."""
     if uses.follows(reader, where):
         return reader

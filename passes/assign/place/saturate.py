@@ -16,9 +16,9 @@ from dataclasses import replace
 import torch
 from torch.fx import Graph, Node
 
-from ...colouring import Colours, Place
+from ...colouring import Colours, Position
 from ...graph.notes import is_parameter
-from ...graph.values import LOW, Dtypes, is_floating, mutated_operands
+from ...graph.values import LOW_DTYPES, Dtypes, is_floating, mutated_operands
 from ...ops import ops
 from ...ops.rules import row_of
 from ..colour.simulate import Simulation
@@ -29,7 +29,7 @@ def touched(graph: Graph, dtypes: Dtypes) -> set[Node]:
     found: set[Node] = set()
     for node in graph.nodes:
         dtype = dtypes.get(node)
-        low = any(d in LOW for d in dtype) if isinstance(dtype, tuple) else dtype in LOW
+        low = any(d in LOW_DTYPES for d in dtype) if isinstance(dtype, tuple) else dtype in LOW_DTYPES
         if low or not found.isdisjoint(node.all_input_nodes):
             found.add(node)
     return found
@@ -51,32 +51,32 @@ def saturate(simulation: Simulation, colours: Colours, dtypes: Dtypes) -> Colour
         (node, o.place, o.node)
         for node, colouring in colours.items()
         for o in ops.operands(node)
-        if colouring.casts.get(o.place) in LOW and dtypes[o.node] == torch.float32
+        if colouring.operand_dtypes.get(o.place) in LOW_DTYPES and dtypes[o.node] == torch.float32
     ]
     # If one reader needs the range, all readers get it, so that they share the cast.
     beyond = {value for node, where, value in down if (node, where) not in by_autocast and plain.open(value)}
-    clamped: dict[Node, dict[Place, None]] = {}
+    clamped: dict[Node, dict[Position, None]] = {}
     for node, where, value in down:
         if value in beyond:
             clamped.setdefault(node, dict.fromkeys(colours[node].clamped))[where] = None
     return colours | {node: replace(colours[node], clamped=tuple(places)) for node, places in clamped.items()}
 
 
-def _rounded_by_autocast(simulation: Simulation) -> set[tuple[Node, Place]]:
+def _rounded_by_autocast(simulation: Simulation) -> set[tuple[Node, Position]]:
     """Return the operands that autocast casts down too, there or in every later read of a value that is only moved."""
     reference = simulation.reference
-    found: set[tuple[Node, Place]] = set()
+    found: set[tuple[Node, Position]] = set()
     if reference is None:
         return found
     moved: set[Node] = set()  # low values of which every read is one that autocast casts down
-    readers: dict[Node, list[tuple[Node, Place]]] = {n: [] for n in simulation.graph.nodes}
+    readers: dict[Node, list[tuple[Node, Position]]] = {n: [] for n in simulation.graph.nodes}
     for node in simulation.graph.nodes:
         for o in ops.operands(node):
             readers[o.node].append((node, o.place))
     for node in reversed(simulation.graph.nodes):
-        casts = reference.colours[node].casts if node in reference.colours else {}
+        casts = reference.colours[node].operand_dtypes if node in reference.colours else {}
         for o in ops.operands(node):
-            if casts.get(o.place) in LOW or node in moved:
+            if casts.get(o.place) in LOW_DTYPES or node in moved:
                 found.add((node, o.place))
         if row_of(node).commutes and readers[node] and all(r in found for r in readers[node]):
             moved.add(node)
@@ -105,7 +105,7 @@ class _Ranges:
             return True
         if row.bounded:
             return False
-        moves = row.commutes != "" or row.cast
+        moves = row.commutes != "" or row.is_cast
         if moves and operands:
             return self._open[operands[0].node] and is_floating(self._original.get(operands[0].node))
         if row.out_of:  # rows of a table

@@ -7,8 +7,11 @@ from .row import KEEP, group, of
 # fmt: off
 ROWS = (
     *group(KEEP, KEEP, "a cast in your code",
-        of("to", dtype_arg=True, cast=True, may_alias="first", of_integers=True, in_norm="arithmetic", direct="dtype"),
-        of("type_as", cast=True, may_alias="first", of_integers=True, direct="default"),
+        of(
+            "to", dtype_arg=True, is_cast=True, may_alias="first", of_integers=True, in_norm="arithmetic",
+            direct="dtype",
+        ),
+        of("type_as", is_cast=True, may_alias="first", of_integers=True, direct="default"),
         "chalf",
     ),
     *group(KEEP, KEEP, "gives Python a value, which must be the original one",

@@ -32,7 +32,7 @@ class Rule:
         reason: Why the op has this kind, in one line.
         sensitive: Why a low dtype may hurt, on any device: "" (it does not), "range" or "rounding".
         loss: The op is a loss: a sum of small terms.
-        casts: Arguments that are cast; () for every floating one.
+        cast_arguments: Arguments that are cast; () for every floating one.
         uncast: Arguments that are never cast to low: statistics, affine parameters, tables.
         same_dtype: The kernel rejects operands of different float dtypes, so all of them are cast to one.
         widest: Devices on which "promote" means the widest dtype of all operands, including 0-dim ones.
@@ -53,7 +53,7 @@ class Rule:
         real: For complex operands its result is real.
         asks: The op reads the "shape", the "dtype" or an "item" of a value, or switches a "mode" of torch, so that only
             the graph may run it; it does no arithmetic, and has no colour.
-        cast: The op is a cast in the user's code.
+        is_cast: The op is a cast in the user's code.
         shards: The op works on a sharded tensor, and fake tensors cannot run it; the result has the operand's dtype.
         recurrent: The op runs step by step in time; all its outputs, however nested, have the dtype that it ran in.
         commutes: Whether rounding before the op and after it give the same bits: "" (no), "forward", or "both" (in
@@ -99,7 +99,7 @@ class Rule:
     reason: str = ""
     sensitive: str = ""
     loss: bool = False
-    casts: tuple[str, ...] = ()
+    cast_arguments: tuple[str, ...] = ()
     uncast: tuple[str, ...] = ()
     same_dtype: bool = False
     widest: tuple[str, ...] = ()
@@ -115,7 +115,7 @@ class Rule:
     depends: bool = False
     real: bool = False
     asks: str = ""
-    cast: bool = False
+    is_cast: bool = False
     shards: bool = False
     recurrent: bool = False
     commutes: str = ""

@@ -12,11 +12,11 @@ from passes.contract.policy import Policy
 
 
 def test_each_level_says_what_it_does() -> None:
-    asked = ("rounds", "is_autocasts", "stores_low", "rounds_sensitive", "weighs")
+    asked = ("rounds", "is_autocasts", "stores_low", "rounds_sensitive", "keeps_sums_fp32", "may_keep_products_fp32")
     assert {level.value: [name for name in asked if getattr(level, name)] for level in Level} == {
         "O0": [],
         "O1": ["rounds", "is_autocasts"],
-        "O2": ["rounds", "stores_low", "weighs"],
+        "O2": ["rounds", "stores_low", "keeps_sums_fp32", "may_keep_products_fp32"],
         "O3": ["rounds", "stores_low", "rounds_sensitive"],
     }
 

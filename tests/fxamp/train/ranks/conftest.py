@@ -1,4 +1,4 @@
-"""Groups of ranks that all tests of this room share."""
+"""Groups of ranks that all tests of this folder share."""
 
 from __future__ import annotations
 

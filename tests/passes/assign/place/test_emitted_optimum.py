@@ -22,7 +22,7 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from passes import compile_graph
-from passes.assign.place import place as placing
+from passes.assign.place import choose_storage as placing
 from passes.assign.place.costs import ByteCosts
 from passes.assign.place.cut import Problem, Variable, solve
 from passes.assign.place.placement_problem import _returned

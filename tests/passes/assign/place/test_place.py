@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import fxamp
 from fxamp.capture.states import copied
 from passes.assign.colour.simulate import Simulation
-from passes.assign.place import place as placing
+from passes.assign.place import choose_storage as placing
 from passes.contract.errors import VerificationError
 from passes.contract.reasons import Code
 from passes.graph.by_rows import original_dtypes
@@ -221,7 +221,7 @@ def naive_casts(name: str) -> int:
                 continue
             by_rule = colouring.kind == "promote" and colouring.reason.code is Code.PROMOTE
             promoted = by_rule and held != colouring.dtype
-            count += promoted or (o.name, o.index) in colouring.casts
+            count += promoted or (o.name, o.index) in colouring.operand_dtypes
     return count
 
 

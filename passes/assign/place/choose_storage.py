@@ -41,7 +41,7 @@ from .placement_problem import price, unpriced_problem
 from .uses import Uses
 
 
-def place(
+def choose_storage(
     graph: Graph,
     policy: Policy,
     simulation: Simulation,
