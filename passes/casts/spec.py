@@ -150,8 +150,9 @@ def _cast_statistics(emitted: Emitted, node: Node) -> Node | None:
 
 def _other_grad_mode(emitted: Emitted, node: Node) -> Node | None:
     """Illegal: a cast made under no_grad whose result is read with gradients on."""
-    modes = emitted.grad_modes
-    return _first(n for n in node.all_input_nodes if is_inserted(n) and node.op != "output" and modes[n] != modes[node])
+    modes = emitted.grad_modes  # beside them the transforms of torch.func, whose end reads what was cast inside
+    inserted = (n for n in node.all_input_nodes if is_inserted(n) and node.op != "output")
+    return _first(n for n in inserted if modes[n][0] != modes[node][0])
 
 
 def _no_float(emitted: Emitted, node: Node) -> Node | None:
