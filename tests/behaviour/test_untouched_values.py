@@ -143,8 +143,19 @@ def by_convert(model: nn.Module, args: tuple[Tensor, ...], policy: str) -> Calla
     return fxamp.convert(model, args, policy=policy, dynamic_shapes=None)
 
 
+def plain_graph(model: nn.Module, args: tuple[Tensor, ...]) -> torch.fx.GraphModule:
+    """Return an exported graph as a GraphModule that gives a tuple, without the exporter's guards and hooks."""
+    module = torch.export.export(model, args).module()
+    graph: Any = module.graph
+    for guard in [n for n in graph.nodes if n.op == "call_module"]:
+        graph.erase_node(guard)
+    graph.set_codegen(torch.fx.graph.CodeGen())
+    return torch.fx.GraphModule(module, graph)
+
+
 def by_graph_module(model: nn.Module, args: tuple[Tensor, ...], policy: str) -> Callable[..., Any]:
-    return fxamp.convert(torch.fx.symbolic_trace(model), args, policy=policy, dynamic_shapes=None)
+    converted = fxamp.convert(plain_graph(model, args), args, policy=policy, dynamic_shapes=None)
+    return lambda *inputs: converted(*inputs)[0]
 
 
 def by_exported_program(model: nn.Module, args: tuple[Tensor, ...], policy: str) -> Callable[..., Any]:
@@ -153,19 +164,11 @@ def by_exported_program(model: nn.Module, args: tuple[Tensor, ...], policy: str)
 
 
 def by_compile_graph(model: nn.Module, args: tuple[Tensor, ...], policy: str) -> Callable[..., Any]:
-    """Run the pass alone on an exported graph, whose parameters and buffers are inputs."""
-    program = torch.export.export(model, args)
-    module = program.module()
-    for check in [n for n in module.graph.nodes if n.op == "call_module" and "guard" in str(n.target)]:
-        module.graph.erase_node(check)
-    compile_graph(
-        module.graph,
-        replace(Policy.parse(policy), device="cpu"),
-        functools.partial(attribute, module),
-        capture="export",
-    )
+    module = plain_graph(model, args)
+    chosen = replace(Policy.parse(policy), device="cpu")
+    compile_graph(module.graph, chosen, functools.partial(attribute, module), capture="export")
     module.recompile()
-    return module
+    return lambda *inputs: module(*inputs)[0]
 
 
 WAYS = {
