@@ -24,7 +24,9 @@ from ..contract.timing import Timer
 from ..form import Ensures, Unit
 from ..graph.bodies import Border
 from ..graph.by_rows import SymbolicInference, original_dtypes
+from ..graph.grad import requires_grad
 from ..graph.notes import note_of
+from ..graph.sharing import is_leaf
 from ..graph.values import ANY, Aliases, Inference, is_floating, is_known, keys, module_types, source
 from ..ops.rules import row_of
 from .colour.simulate import Simulation
@@ -100,6 +102,7 @@ def assign_precision(
     elif measured:
         simulation.colours = {n: c for n in graph.nodes if (c := _as_it_is(n, original)) is not None}
     _name_fused(simulation)
+    _name_sums(simulation)
     if plan is not None:
         _keep_reasons(graph, simulation, plan)
     autocast = {n: c.dtype for n, c in reference.colours.items()}
@@ -155,6 +158,17 @@ def _name_fused(simulation: Simulation) -> None:
     for node, colouring in simulation.colours.items():
         if note_of(node).fused and not row_of(node).commutes and simulation.policy.level.rounds:
             colouring.reason = Code.FASTPATH(f"a fused kernel in eager evaluation ({colouring.reason})")
+
+
+def _name_sums(simulation: Simulation) -> None:
+    """Give a checkpoint that reason if a weight which it reads has other readers: each side casts it for itself."""
+    if not simulation.policy.level.is_autocasts or simulation.policy.share_casts is not None:
+        return
+    grad = requires_grad(simulation.graph)
+    for node, colouring in simulation.colours.items():
+        shared = [n for n in node.all_input_nodes if len(n.users) > 1 and n in grad and is_leaf(n)]
+        if row_of(node).recomputed and shared:
+            colouring.reason = Code.SUM_ORDER(f"casts weights that are read elsewhere too ({colouring.reason})")
 
 
 def _keep_reasons(graph: Graph, simulation: Simulation, plan: Plan) -> None:
