@@ -208,7 +208,7 @@ def trained(name: str, case: Case, small: bool, until: float) -> Rows:
     model, inputs = SUBJECTS["BERT-base"].build(2 if small else 8, small, **layers, **none)
     start = [p.detach().clone() for p in model.parameters()]
     twin = copy.deepcopy(model)
-    (module,) = converted(model, inputs, case.low, "O1", share_casts="weights")  # adds gradients up as autocast does
+    (module,) = converted(model, inputs, case.low, "O1")
     scaled, scale = case.low == FP16, SMALL_SCALE if small else SCALE
     windows = (SMALL_BEFORE if small else BEFORE) + WATCHED
     # Inductor compiles for too long on a CPU, and has no CUDA graphs there.
@@ -666,7 +666,7 @@ SECTIONS = {
     "train": Section(
         "A TrainStep: waits, CUDA graphs, and the loop by hand", 70, train_tasks,
         ("step", "waited", "says it waits", "distance", "loss scale", "compiled"),
-        'O1 with share_casts="weights" of BERT-base with two layers. `waited`: the first wait for the GPU of\n'
+        'O1 of BERT-base with two layers. `waited`: the first wait for the GPU of\n'
         f'{WATCHED} windows, found by `torch.cuda.set_sync_debug_mode("error")`. The distance from a loop by hand\n'
         "under `torch.autocast`, from the same weights and not compiled, is divided by how far that has\n"
         "moved: 0 is bit-equal.",

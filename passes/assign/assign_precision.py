@@ -25,7 +25,9 @@ from ..contract.timing import Timer
 from ..form import Ensures, Unit
 from ..graph.bodies import Border
 from ..graph.by_rows import SymbolicInference, original_dtypes
+from ..graph.grad import requires_grad
 from ..graph.notes import note_of
+from ..graph.sharing import is_leaf
 from ..graph.values import (
     ANY,
     Aliases,
@@ -116,7 +118,7 @@ def assign_precision(
     simulation = simulated or _simulation(graph, policy, original, infer, border)
     measuring = timer if policy.cost == "measured" else None
     colours, dtypes = choose_storage(graph, policy, simulation, plan, symbolic=symbolic, timer=measuring)
-    colours = _name_fused(saturate(simulation, colours, dtypes))
+    colours = _name_sums(_name_fused(saturate(simulation, colours, dtypes)), graph, policy)
     reference: Any = simulation.reference
     autocast = {n: c.dtype for n, c in reference.colours.items()}
     return Assignment(
@@ -167,5 +169,18 @@ def _name_fused(colours: Colours) -> Colours:
     for node, colouring in colours.items():
         if note_of(node).fused and not row_of(node).commutes:
             why = Code.FASTPATH(f"a fused kernel in eager evaluation ({colouring.reason})")
+            named[node] = replace(colouring, reason=why)
+    return named
+
+
+def _name_sums(colours: Colours, graph: Graph, policy: Policy) -> Colours:
+    """Return the decisions with each checkpoint named that reads a weight with other readers: each casts its own."""
+    if not policy.level.is_autocasts or policy.share_casts is not None:
+        return colours
+    named, grad = dict(colours), requires_grad(graph)
+    for node, colouring in colours.items():
+        shared = [n for n in node.all_input_nodes if len(n.users) > 1 and n in grad and is_leaf(n)]
+        if row_of(node).recomputed and shared:
+            why = Code.SUM_ORDER(f"casts weights that are read elsewhere too ({colouring.reason})")
             named[node] = replace(colouring, reason=why)
     return named

@@ -51,11 +51,12 @@ class Code(str, enum.Enum):
     CUT = "cut", "the minimum cut stores the value in this dtype"
     NOT_WORTH_CASTS = "not_worth_casts", "measurements say that the casts cost more time than the low dtype saves"
     FASTPATH = "fastpath", "eager evaluation runs the op inside a fused kernel, which rounds in other places"
+    SUM_ORDER = "sum_order", "gradients of a weight are summed in FP32 here, where torch.autocast sums them in 16 bits"
     BODY = "body", "the op has graphs inside, which are rewritten"
 
 
 # Reasons for which a node may differ from what torch.autocast does, at O1. The list is complete.
-DEVIATIONS = (Code.USER_CAST, Code.LITERAL, Code.COMPOSITE, Code.KEEP, Code.MUTATED, Code.FASTPATH)
+DEVIATIONS = (Code.USER_CAST, Code.LITERAL, Code.COMPOSITE, Code.KEEP, Code.MUTATED, Code.FASTPATH, Code.SUM_ORDER)
 
 
 @dataclass(frozen=True)

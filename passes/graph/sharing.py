@@ -24,7 +24,7 @@ def shares_cast(mode: str, value: Node, by_rule_low: bool, grad: frozenset[Node]
         grad: the values that gradients flow through.
     """
     if mode == "storage":
-        return value not in grad or (by_rule_low and _is_leaf(value))
+        return value not in grad or (by_rule_low and is_leaf(value))
     return mode == "always" or (mode == "weights" and is_parameter(value))
 
 
@@ -37,6 +37,7 @@ def shares_storage(mode: str, value: Node, device: str) -> bool:
     return elements >= least
 
 
-def _is_leaf(value: Node) -> bool:
+def is_leaf(value: Node) -> bool:
+    """Say whether a value is a leaf of autograd, such as a parameter."""
     held = value.meta.get("val")
     return is_parameter(value) or (value.op == "placeholder" and isinstance(held, torch.Tensor) and held.is_leaf)

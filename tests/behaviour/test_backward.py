@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import GraphModule
+from torch.utils.checkpoint import checkpoint
 
 import fxamp
 from fxamp.trust.distance import UnderAutocast, floats
@@ -101,3 +102,25 @@ def test_a_compiler_gets_plain_casts_of_them() -> None:
     fxamp.compile(model, policy="O1,dtype=bf16,ops.layer_norm=fp32", backend=inner)(x)
     assert again not in found
     assert found.count(CAST) > 5
+
+
+def checkpointed(self: Any, x: Tensor) -> Tensor:
+    inside: Tensor = checkpoint(lambda t: self.m(t).relu(), self.l(x), use_reentrant=False)
+    return inside
+
+
+def inside_and_outside(self: Any, x: Tensor) -> Tensor:
+    return checkpointed(self, x) + self.m(x)
+
+
+@pytest.mark.parametrize(("forward", "codes"), [(checkpointed, set()), (inside_and_outside, {"sum_order"})])
+def test_a_weight_that_a_checkpoint_shares_has_a_code_and_no_other_does(forward: Any, codes: set[str]) -> None:
+    torch.manual_seed(0)
+    model, x = Two(forward), {"x": torch.randn(64, 6)}
+    expected = passed(UnderAutocast(model, BF16), model, x)
+    module = compiled(model)
+    differ = [not torch.equal(a, b) for a, b in zip(expected, passed(module, model, x), strict=True)]
+    assert any(differ) == bool(codes)
+    # Only the weight and the bias that both read, m's, which come last.
+    assert not any(differ[:3])
+    assert {d.code for d in fxamp.plan_of(module).deviations} == codes
