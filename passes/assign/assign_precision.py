@@ -26,7 +26,8 @@ from ..graph.bodies import Border
 from ..graph.by_rows import SymbolicInference, original_dtypes
 from ..graph.notes import note_of
 from ..graph.values import ANY, Aliases, Inference, is_floating, is_known, keys, module_types, source
-from ..ops.rules import row_of
+from ..ops.rules import KEEP, LOW, is_registered, row_of
+from .colour.kernels import refuse_untold_writes
 from .colour.simulate import Simulation
 from .place.place import place
 from .place.saturate import saturate
@@ -90,6 +91,8 @@ def assign_precision(
             "cost='measured' needs shapes to measure: give convert example inputs, and capture='export' or 'auto'; or "
             "choose cost='bytes', the default."
         )
+    if policy.level.rounds:
+        refuse_untold_writes(graph, policy.device or "cpu")
     infer: Any = SymbolicInference() if symbolic else Inference()
     simulation = simulated or _simulation(graph, policy, original, infer, border)
     reference: Any = simulation.reference
@@ -103,7 +106,7 @@ def assign_precision(
     if plan is not None:
         _keep_reasons(graph, simulation, plan)
     autocast = {n: c.dtype for n, c in reference.colours.items()}
-    seen = _disagreements(graph, reference) if policy.level.rounds else []
+    seen = [*_disagreements(graph, reference), *_false_claims(simulation)] if policy.level.rounds else []
     return Assignment(
         simulation.colours, simulation.dtypes, simulation.original, autocast, returned, simulation.infer, symbolic,
         seen, simulation.bodies,
@@ -139,6 +142,18 @@ def _disagreements(graph: Graph, reference: Simulation) -> list[str]:
             out.append(f"torch.autocast gives {seen} at {names[node]}, the rules say {ours}: {source(node)}")
         wrong.add(node)
     return out
+
+
+def _false_claims(simulation: Simulation) -> list[str]:
+    """Say which registered rules run an op low that has no low kernel here."""
+    names = keys(simulation.graph.nodes)
+    return [
+        f"register_rule({row.name!r}, 'low') does not hold at {names[node]}, which has {colouring.reason.detail} and "
+        f"stays FP32: register it as 'fp32', or choose another dtype ({source(node)})"
+        for node, colouring in simulation.colours.items()
+        if is_registered((row := row_of(node)).name) and colouring.kind == KEEP
+        and row.kind(simulation.device) == LOW and colouring.reason.code in (Code.KEEP, Code.AS_WRITTEN)
+    ]  # fmt: skip
 
 
 def _as_it_is(node: Node, original: dict[Node, Any]) -> Colouring | None:

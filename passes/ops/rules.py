@@ -66,6 +66,11 @@ def rule(name: str) -> Rule | None:
     return RULES.get(name) or _custom.get(name) or RULES.get(name.removesuffix("_"))
 
 
+def is_registered(name: str) -> bool:
+    """Say whether a user registered the rule of an op."""
+    return name in _custom
+
+
 def lookup(name: str, device: str, low: torch.dtype | None = None) -> tuple[Rule, str]:
     """Return the row of an op and its kind on a device; an unknown op is kept.
 
