@@ -41,7 +41,8 @@ from ..graph.values import (
     module_types,
     source,
 )
-from ..ops.rules import KEEP, row_of
+from ..ops.rules import KEEP, LOW, is_registered, row_of
+from .colour.kernels import refuse_untold_writes
 from .colour.simulate import Simulation
 from .decisions import decisions_on
 from .place.choose_storage import choose_storage
@@ -115,6 +116,7 @@ def assign_precision(
             "cost='measured' needs shapes to measure: give convert example inputs, and capture='export' or 'auto'; or "
             "choose cost='bytes', the default."
         )
+    refuse_untold_writes(graph, policy.device or "cpu")
     simulation = simulated or _simulation(graph, policy, original, infer, border)
     measuring = timer if policy.cost == "measured" else None
     colours, dtypes = choose_storage(graph, policy, simulation, plan, symbolic=symbolic, timer=measuring)
@@ -123,7 +125,7 @@ def assign_precision(
     autocast = {n: c.dtype for n, c in reference.colours.items()}
     return Assignment(
         colours, dtypes, original, simulation.returned(), simulation.infer, symbolic,
-        _disagreements(graph, reference), simulation.bodies, autocast,
+        (*_disagreements(graph, reference), *_false_claims(simulation)), simulation.bodies, autocast,
     )  # fmt: skip
 
 
@@ -155,6 +157,18 @@ def _disagreements(graph: Graph, reference: Simulation) -> tuple[str, ...]:
             out.append(f"torch.autocast gives {seen} at {names[node]}, the rules say {ours}: {source(node)}")
         wrong.add(node)
     return tuple(out)
+
+
+def _false_claims(simulation: Simulation) -> tuple[str, ...]:
+    """Say which registered rules run an op low that has no low kernel here."""
+    names = keys(simulation.graph.nodes)
+    return tuple(
+        f"register_rule({row.name!r}, 'low') does not hold at {names[node]}, which has {colouring.reason.detail} and "
+        f"stays FP32: register it as 'fp32', or choose another dtype ({source(node)})"
+        for node, colouring in simulation.colours.items()
+        if is_registered((row := row_of(node)).name) and colouring.kind == KEEP
+        and row.kind(simulation.device) == LOW and colouring.reason.code in (Code.KEEP, Code.AS_WRITTEN)
+    )  # fmt: skip
 
 
 def _as_written(node: Node, original: Dtypes) -> Colouring | None:

@@ -16,6 +16,7 @@ the backward of prod. The gradients of cumsum, cumprod, pow and atan2 would diff
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -225,11 +226,14 @@ def _absorbed(graph: Graph, assignment: Assignment, takes: Callable[[Node], obje
     if not found:
         return found
     aliases, grad = Aliases(graph), requires_grad(graph)
-    return [
+    absorbed = [
         (c, r)
         for c, r in found
         if (len(c.users) == 1 or c not in grad) and not aliases.is_mutated(r) and not aliases.is_mutated(c.args[0])  # type: ignore[arg-type]
     ]
+    # Of two operands of a reader one stays FP32: rather the one whose cast stays anyway, for readers that need it.
+    reads = Counter(c for c, _ in absorbed)
+    return sorted(absorbed, key=lambda pair: reads[pair[0]] < len(pair[0].users))
 
 
 def _read_instead(graph: Graph, reader: Node, cast: Node, value: Node) -> int:

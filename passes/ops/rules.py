@@ -61,6 +61,11 @@ def row_of(node: Node) -> Rule:
     return row_named(ops.name(node))
 
 
+def is_registered(name: str) -> bool:
+    """Say whether a user registered the rule of an op."""
+    return name in _custom
+
+
 def lookup(name: str, device: str, low: torch.dtype | None = None) -> tuple[Rule, str]:
     """Return the row of an op and its kind on a device; an unknown op is kept.
 

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo.exc import BackendCompilerFailed
 from torch.utils.checkpoint import checkpoint
 
 import fxamp
+from passes import compile_graph
+from passes.contract.policy import Policy
 from passes.ops.rules import _custom
 from tests.support.front_ends import WARNINGS, fresh
+from tests.support.graphs import attribute
 from tests.support.helpers import Two, example
 
 pytestmark = [*WARNINGS, pytest.mark.usefixtures("fresh")]
@@ -278,3 +284,44 @@ def test_a_weight_that_einsum_and_a_layer_read_has_the_gradient_of_autocast(shar
 
     module = fxamp.convert(model, (x,), policy=f"O1,dtype=bf16,share_casts={share}")
     assert torch.equal(gradient(module), gradient(under_autocast))
+
+
+def exported(model: nn.Module, x: Tensor) -> torch.fx.GraphModule:
+    module: Any = torch.export.export(model, (x,)).module()
+    for guard in [n for n in module.graph.nodes if n.op == "call_module"]:
+        module.graph.erase_node(guard)
+    return torch.fx.GraphModule(module, module.graph)
+
+
+def by_compile_graph(model: nn.Module, x: Tensor, policy: str) -> None:
+    gm, chosen = exported(model, x), replace(Policy.parse(policy), device="cpu")
+    compile_graph(gm.graph, chosen, functools.partial(attribute, gm), capture="export")
+
+
+DOORS: dict[str, Callable[[nn.Module, Tensor, str], Any]] = {
+    "a module": lambda model, x, policy: fxamp.convert(model, (x,), policy=policy),
+    "a GraphModule": lambda model, x, policy: fxamp.convert(exported(model, x), (x,), policy=policy),
+    "compile": lambda model, x, policy: fxamp.compile(model, policy=policy, backend="eager")(x),
+    "torch.compile": lambda model, x, policy: torch.compile(
+        model, backend="fxamp", options={"policy": policy, "backend": "eager"}
+    )(x),
+    "compile_graph": by_compile_graph,
+}
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("key", ["ops.cdist", "modules.inner"])
+def test_an_override_to_low_without_a_low_kernel_is_refused_by_every_way_in(key: str, door: str) -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        y = self.l(x)
+        return torch.cdist(y, y)
+
+    def whole(self: Any, x: Tensor) -> Any:
+        return self.inner(x)
+
+    torch._dynamo.reset()
+    says = rf"{key}=low: cdist .*no kernel for torch.bfloat16 on this cpu"
+    if (door, key) == ("a GraphModule", "modules.inner"):
+        says = f"{key}=low matches no module"  # it is captured again, and its graph has no modules
+    with pytest.raises((fxamp.PolicyError, BackendCompilerFailed), match=says):  # torch wraps what a backend raises
+        DOORS[door](Two(whole, inner=Two(forward)), example(), f"O1,dtype=bf16,{key}=low")

@@ -6,17 +6,20 @@ arguments; and nothing says which dtypes a custom op accepts.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from ..._torch import pytree
 from ...contract.devices import DEVICES
-from ...graph.values import ELIGIBLE, concrete
+from ...contract.errors import PolicyError
+from ...graph.aliases import may_write
+from ...graph.values import ELIGIBLE, concrete, module_path, source
 from ...ops import ops
-from ...ops.rules import row_of
+from ...ops.rules import is_registered, row_of
 
 
 def runs_in(
@@ -47,24 +50,78 @@ def runs_in(
     return tried[key]
 
 
+def refuse_untold_writes(graph: Graph, device: str) -> None:
+    """Run each op that has a registered rule once, in the original dtypes, and see whether it writes to its operands.
+
+    A cast of an operand would be written instead, and the model would not see it.
+
+    Raises:
+        PolicyError: it does, and neither its schema nor its rule says so; names the rule, the node and the way out.
+    """
+    tried: set[Any] = set()
+    for node in graph.nodes:
+        name = ops.name(node)
+        key = name, repr(torch.fx.map_arg((node.args, dict(node.kwargs)), lambda n: None))
+        if not is_registered(name) or key in tried or not DEVICES[device].is_here():
+            continue
+        tried.add(key)
+        written = next((n for n in _written(node, device) if n not in may_write(node)), None)
+        if written is not None:
+            raise PolicyError(
+                f"register_rule({name!r}): the op writes to its operand {written.name}, and its schema does not say "
+                f"so: {name} ({source(node) or node.name}, module '{module_path(node)}'). Declare it, as with "
+                "custom_op(..., mutates_args=...), so that what it writes to is not a cast."
+            )
+
+
+def _written(node: Node, device: str) -> list[Node]:
+    """Return the operands that a call on numbers other than zero is seen to write to."""
+    values: dict[Node, Any] = {}
+
+    def halves(arg: Node) -> Any:
+        values[arg] = pytree.tree_map(lambda v: _filled(v, None, 0.5), _value(arg, device))
+        return values[arg]
+
+    try:
+        args, kwargs = torch.fx.map_arg((node.args, dict(node.kwargs)), halves)
+        before = {n: copy.deepcopy(value) for n, value in values.items()}
+        _call(node, args, kwargs)
+    except Exception:  # whatever a kernel raises that does not take these numbers
+        return []
+    return [n for n, value in values.items() if not _same(value, before[n])]
+
+
+def _same(value: Any, before: Any) -> bool:
+    pairs = zip(pytree.tree_leaves(value), pytree.tree_leaves(before), strict=True)
+    return all(not isinstance(a, torch.Tensor) or torch.equal(a, b) for a, b in pairs)
+
+
 def _runs(node: Node, device: str, dtype_of: Callable[[Node], torch.dtype | None]) -> bool:
     def zeros(arg: Node) -> Any:
-        value = arg.meta["val"] if "val" in arg.meta else torch.empty(1, device=device)  # captured without inputs
-        return pytree.tree_map(lambda v: _zeros(v, dtype_of(arg)), value)
+        return pytree.tree_map(lambda v: _filled(v, dtype_of(arg), 0), _value(arg, device))
 
-    target: Any = node.target
     try:
-        with torch.random.fork_rng(), torch.no_grad():
-            args, kwargs = torch.fx.map_arg((node.args, dict(node.kwargs)), zeros)
-            if node.op == "call_method":
-                getattr(args[0], target)(*args[1:], **kwargs)
-            else:
-                target(*args, **kwargs)
+        _call(node, *torch.fx.map_arg((node.args, dict(node.kwargs)), zeros))
     except Exception:  # whatever a kernel raises that does not take the dtype
         return False
     return True
 
 
-def _zeros(value: Any, dtype: torch.dtype | None) -> Any:
+def _call(node: Node, args: Any, kwargs: Any) -> None:
+    target: Any = node.target
+    with torch.random.fork_rng(), torch.no_grad():
+        if node.op == "call_method":
+            getattr(args[0], target)(*args[1:], **kwargs)
+        else:
+            target(*args, **kwargs)
+
+
+def _value(arg: Node, device: str) -> Any:
+    return arg.meta["val"] if "val" in arg.meta else torch.empty(1, device=device)  # captured without inputs
+
+
+def _filled(value: Any, dtype: torch.dtype | None, number: float) -> Any:
     made = concrete(value, dtype)
-    return made.zero_() if isinstance(made, torch.Tensor) else made
+    if not isinstance(made, torch.Tensor):
+        return made
+    return made.fill_(number) if made.is_floating_point() else made.zero_()

@@ -572,3 +572,27 @@ def test_a_layer_called_on_a_transposed_and_on_a_plain_input_casts_its_weights_o
     with torch.no_grad():
         for ours, theirs in zip(module(x), expected, strict=True):
             assert torch.equal(ours, theirs.float())
+
+
+def test_of_two_upcasts_of_a_reader_the_one_that_others_need_stays() -> None:
+    assert_rewrites(
+        eliminate,
+        """
+        x: bf16[2, 3]
+        y: bf16[2, 3]
+        wide: f32[2, 3] = cast(x, f32)
+        sin: f32[2, 3] = sin(wide)
+        other: f32[2, 3] = cast(y, f32)
+        sum_1: f32[2, 3] = add.Tensor(wide, other)
+        return sum_1, sin
+        """,
+        """
+        x: bf16[2, 3]
+        y: bf16[2, 3]
+        wide: f32[2, 3] = cast(x, f32)
+        sin: f32[2, 3] = sin(wide)
+        sum_1: f32[2, 3] = add.Tensor(wide, y)
+        return sum_1, sin
+        """,
+        edits=fired(promote=1),
+    )

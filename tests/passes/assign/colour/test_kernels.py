@@ -58,6 +58,9 @@ def test_a_custom_op_that_fails_in_low_is_kept(capture: str) -> None:
     assert decided[FP32_ONLY].colour == "float32"
     assert decided[FP32_ONLY].reason == "keep: no kernel for torch.bfloat16 on this cpu"
     assert decided[FP32_ONLY] in fxamp.plan_of(module).deviations
+    [told] = [note for note in fxamp.plan_of(module).notes if note.startswith("defect of a rule")]
+    assert f"register_rule('{FP32_ONLY}', 'low') does not hold at /{FP32_ONLY}#0, which has no kernel" in told
+    assert "register it as 'fp32'" in told
     assert decided[ANY_FLOAT].colour == "bfloat16"
 
 
@@ -214,3 +217,31 @@ def test_what_fake_tensors_cannot_run_stays_as_it_was_captured() -> None:
     assert [t.dtype for t in module(*args)] == [torch.float32, *[torch.float16] * 3]
     decided = {d.op: d.reason for d in module.plan.decisions}
     assert decided["tensor_split"] == "as_written: fake tensors cannot run it"
+
+
+WRITER = "fxamp_kernels::writer"
+
+
+@operators.custom_op(WRITER, mutates_args=())
+def writer(x: Tensor, scale: Tensor) -> Tensor:
+    x.mul_(2)
+    return x + scale
+
+
+writer.register_fake(lambda x, scale: torch.empty_like(x))
+
+
+@pytest.mark.parametrize("capture", ["export", "jit"])
+@pytest.mark.parametrize("kind", ["low", "fp32", "promote", "follow", "keep"])
+def test_a_registered_op_that_writes_and_does_not_say_so_is_refused_by_name(capture: str, kind: str) -> None:
+    def f(self: Two, x: Tensor) -> Any:
+        y = self.l(x)
+        return self.m(writer(y, x[0, :1])) + y
+
+    fxamp.register_rule(WRITER, kind)
+    torch._dynamo.reset()
+    with (
+        torch.no_grad(),
+        pytest.raises(fxamp.PolicyError, match=rf"register_rule\('{WRITER}'\): the op writes .*mutates_args"),
+    ):
+        convert_fixed(Two(f), example(), capture=capture, check=False)(example())
