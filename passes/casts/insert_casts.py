@@ -47,8 +47,8 @@ def insert_casts(graph: Graph, assignment: Assignment) -> dict[str, int]:
         colouring = assignment.colours.get(node)
         if colouring is not None:
             edits["clamp"] += _clamp_operands(graph, node, colouring, assignment)
+            edits["argument"] += _rewrite_arguments(node, colouring)  # first: what it drops needs no cast
             edits["operand"] += _cast_operands(graph, node, colouring, assignment)
-            edits["argument"] += _rewrite_arguments(node, colouring)
     edits["output"] = _restore_outputs(graph, assignment)
     edits["assertion"] = loosen_assertions(graph, lambda n: assignment.dtypes.get(n) != assignment.original.get(n))
     return edits

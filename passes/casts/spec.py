@@ -122,9 +122,11 @@ def _stale_copy(emitted: Emitted, node: Node) -> Node | None:
 
 
 def _missing_cast(emitted: Emitted, node: Node) -> Node | None:
-    """Illegal: linear(x: f32, to(w, bf16)), decided to run in BF16."""
+    """Illegal: linear(x: f32, to(w, bf16)), decided to run in BF16. An op with a dtype argument casts by itself."""
     colouring = emitted.assignment.colours.get(node)
     if colouring is None or colouring.dtype not in LOW_DTYPES or colouring.kind not in (rules.LOW, "override"):
+        return None
+    if ops.argument(node, "dtype") is not None:
         return None
     row, held = row_of(node), emitted.assignment.dtypes
     return _first(

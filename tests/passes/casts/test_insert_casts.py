@@ -339,3 +339,18 @@ def test_getitem_of_a_tuple_is_never_handed_a_cast_tuple() -> None:
     insert_casts(gm.graph, coloured(gm, {"halves": {("self", 0): BF16}}, {"halves": (BF16, BF16), "first": BF16}))
     first = next(n for n in gm.graph.nodes if n.target is operator.getitem)
     assert first.args[0].name == "halves"
+
+
+def test_what_a_rewritten_argument_drops_is_not_cast() -> None:
+    gm = parse(
+        """
+        x: f32[2, 4]
+        y: f32[2, 4]
+        same: f32[2, 4] = type_as(x, y)
+        return same
+        """
+    )
+    given = Colouring(BF16, "cast", Code.CAST("it follows y"), {("other", 0): BF16}, set_dtype=BF16)
+    assignment = coloured(gm, {"same": given}, {"same": BF16})
+    assert insert_casts(gm.graph, assignment)["operand"] == 0
+    assert [n.name for n in gm.graph.nodes if n.op == "call_function"][:1] == ["same"]

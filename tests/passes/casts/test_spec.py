@@ -210,13 +210,18 @@ TABLE: dict[str, tuple[list[str], list[str]]] = {
             linear: bf16[2, 4] = linear(narrow, low)
             return linear
             """,
+            """
+            x: f32[2, 4]
+            linear: f16[2, 4] = softmax.int(x, -1, dtype=f16)
+            return linear
+            """,
         ],
     ),
 }
 
 
 def judged(text: str, legal: bool) -> tuple[GraphModule, Assignment]:
-    """Return a graph whose linear, if it has one, was decided to run low; if it is not legal, on an FP32 operand."""
+    """Return a graph whose node `linear` was decided to run low; if it is not legal, on an FP32 operand."""
     gm = parse(text)
     assignment = as_it_stands(gm)
     for node in gm.graph.nodes:
