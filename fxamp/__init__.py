@@ -44,13 +44,13 @@ if TYPE_CHECKING:
     from passes.ops.rules import register_rule as register_rule
     from passes.ops.rules import rules as rules
 
+    from .convert import compile as compile
     from .convert import convert as convert
     from .convert import graphs as graphs
     from .convert import plan as plan
     from .convert import plan_of as plan_of
     from .dynamo.backend import Backend as Backend
     from .dynamo.backend import backend as backend
-    from .dynamo.backend import compile as compile
     from .module.freeze import frozen as frozen
     from .module.module import ConvertedModule as ConvertedModule
     from .report.diff.diff import GraphDiff as GraphDiff
@@ -75,8 +75,8 @@ _FOUND_IN = {
     "passes.contract.plan": ("Decision", "Plan"),
     "passes.contract.policy": ("Policy",),
     "passes.ops.rules": ("register_rule", "rules"),
-    "fxamp.convert": ("convert", "graphs", "plan", "plan_of"),
-    "fxamp.dynamo.backend": ("Backend", "backend", "compile"),
+    "fxamp.convert": ("compile", "convert", "graphs", "plan", "plan_of"),
+    "fxamp.dynamo.backend": ("Backend", "backend"),
     "fxamp.module.freeze": ("frozen",),
     "fxamp.module.module": ("ConvertedModule",),
     "fxamp.report.diff.diff": ("GraphDiff", "diff"),

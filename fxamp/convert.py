@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -13,7 +14,7 @@ from torch import nn
 from torch.export import ExportedProgram
 
 from passes import compile_graph
-from passes._torch import pytree
+from passes._torch import original_of, pytree
 from passes.contract.devices import DEVICES
 from passes.contract.errors import (
     CaptureError,
@@ -35,12 +36,13 @@ from .capture.functions import as_under_autocast
 from .capture.model.captured import Autocast, Captured, Captures, as_inputs
 from .capture.model.fused import note_fused
 from .capture.model.patches import capturing, uncollected
-from .capture.model.preflight import loads_otherwise
+from .capture.model.preflight import loads_otherwise, refuse_wrapped
 from .capture.model.snapshot import untouched
 from .capture.states import capture as capture_model
 from .capture.states import in_state_of, module_of, refuse_non_models, with_own_constants
 from .dynamo import compiled
-from .dynamo.backend import compile, refuse_unmatched
+from .dynamo.backend import Inner, backend_of, refuse_unmatched, split
+from .dynamo.resolve import device_of, resolve
 from .measure.fastest import emit_measured, kept_notes
 from .module.kept import Kept
 from .module.module import ConvertedModule, Variant
@@ -53,6 +55,9 @@ from .trust.check import (
     runs_under,
 )
 from .trust.preserved import fresh, preserved
+from .view.capture import capture as capture_view
+from .view.graphs import bound, entries_of
+from .view.view import make_view, runner_of
 
 logger = logging.getLogger("fxamp")
 
@@ -207,6 +212,83 @@ def _at_first_call(model: nn.Module, policy: Policy, replayed: Plan | None, dyna
     return compile(model, policy=policy, backend="eager", dynamic=False if dynamic_shapes is None else None)
 
 
+def compile(
+    model: nn.Module,
+    args: Any = None,
+    kwargs: Any = None,
+    *,
+    policy: Policy | str | None = None,
+    backend: Inner = "inductor",
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    fullgraph: bool = False,
+    dynamic: bool | None = None,
+    check: bool | str = True,
+    on_change: str = "recompile",
+    methods: Sequence[str] = (),
+) -> Any:
+    """Return a view of a model whose calls run in mixed precision, compiled by `torch.compile`.
+
+    The view is an object of a subclass of the model's class over the model's own `__dict__`: parameters, buffers,
+    submodules, hooks and attributes are one and the same, and only a call differs. Each call runs the graphs that
+    TorchDynamo captures of the model; what Python reads meanwhile is guarded, and a guard that fails captures again.
+
+    Args:
+        model: Any module that `torch.compile` takes, with FP32 parameters (frozen ones may have any dtype); it is not
+            changed.
+        args: Example inputs, with which the present state is captured at once, and checked; without them the model is
+            captured at its first call.
+        kwargs: Example keyword inputs.
+        policy: A level, a policy string or a Policy; "O1" by default.
+        backend: The inner backend, which runs the converted graphs: "inductor", "eager", the name of any other, or a
+            callable.
+        mode: For the inner backend, as `torch.compile` takes it.
+        options: For the inner backend.
+        fullgraph: As `torch.compile` takes it.
+        dynamic: As `torch.compile` takes it. None marks dimension 0 of every tensor argument that shares its size with
+            the first one, so that another batch size captures nothing.
+        check: Compare the captured graphs, unconverted, with the model, on copies that share its parameters: outputs
+            and buffers bit for bit, with True at O0 gradients too. "forward" leaves gradients out, False all of it.
+        on_change: What a failing guard does: "recompile", or "error", which raises CaptureError.
+        methods: Names of methods that are captured like the call. Other methods run under autocast.
+
+    Returns:
+        The view. Outputs have the shapes and dtypes of the model's outputs.
+
+    Raises:
+        NotAModuleError: `model` is not a module.
+        CaptureError: The model is a view, is wrapped in DataParallel, sharded, or compiled already; or its captured
+            graph does not compute what the model computes.
+        PolicyError: The policy is wrong, there is no such inner backend, or `options` holds a name that is an argument
+            of this function.
+
+    Example:
+        >>> compiled = fxamp.compile(model, policy="O2,dtype=bf16", backend="eager")  # "inductor" by default
+        >>> compiled(x).shape, compiled(x).dtype
+        (torch.Size([3, 4]), torch.float32)
+    """
+    if not isinstance(model, nn.Module):
+        raise NotAModuleError(f"fxamp.compile takes a torch.nn.Module, not {type(model).__name__}.")
+    _refuse_second_time(model)
+    refuse_wrapped(model)
+    if given := split(options)[0]:
+        raise PolicyError(
+            f"options of fxamp.compile go to the inner backend, and {', '.join(map(repr, given))} are arguments: write "
+            "fxamp.compile(model, policy=...)."
+        )
+    if on_change not in ("recompile", "error"):
+        raise PolicyError(f"on_change is 'recompile' or 'error', not {on_change!r}.")
+    made = backend_of("O1" if policy is None else policy, backend, mode=mode, options=options)
+    refuse_unmatched(made.policy, model)
+    view = make_view(
+        model, made.policy, backend, mode=mode, options=options, fullgraph=fullgraph, dynamic=dynamic,
+        on_change=on_change, methods=tuple(methods),
+    )  # fmt: skip
+    if (inputs := as_inputs(args, kwargs)) is not None:
+        capture_view(runner_of(view), *inputs, check)
+    return view
+
+
 def emit(
     captures: Captures, policy: Policy, replayed: Plan | None = None, timer: Timer | None = None
 ) -> ConvertedModule:
@@ -355,7 +437,9 @@ def graphs(module: nn.Module) -> list[torch.fx.GraphModule]:
     if isinstance(module, ConvertedModule):
         several = len(module.variants) > 1
         return [module.only(at) for at in range(len(module.variants))] if several else [module]
-    return [entry.graph for entry in compiled.entries(_module(module))]
+    found = compiled.entries(_module(module))
+    runner = compiled.runner_of(module)
+    return [e.graph for e in found] if runner is None else [bound(runner, entry) for entry in entries_of(runner)]
 
 
 def _module(module: Any) -> nn.Module:
@@ -364,23 +448,30 @@ def _module(module: Any) -> nn.Module:
     return module
 
 
-def resolve(policy: Policy, model: nn.Module, inputs: tuple[tuple[Any, ...], dict[str, Any]] | None) -> Policy:
-    """Fill in the device (of the parameters, else of the inputs, else the CPU) and the low dtype.
+def _refuse_second_time(model: nn.Module) -> None:
+    """Raise CaptureError for a model that is compiled already, or of which a part is converted already.
 
-    The low dtype is the ambient autocast's, which is the device's default where there is none.
+    What is compiled inside a model is captured with it, by torch.compile itself.
     """
-    device = policy.device or device_of(model, inputs)
-    if device not in DEVICES:
-        raise PolicyError(
-            f"{type(model).__name__} is on '{device}', for which fxamp has no op lists: move the model to one of "
-            f"{', '.join(DEVICES)} before converting, or set device= in the policy to one of these."
+    kind = type(model).__name__
+    if compiled.runner_of(model) is not None:
+        raise CaptureError(
+            f"this {kind} is a view of fxamp: use it as it is, or give fxamp.compile the original model."
         )
-    dtype = policy.dtype or torch.get_autocast_dtype(device)
-    return replace(policy, device=device, dtype=dtype)
-
-
-def device_of(model: nn.Module, inputs: tuple[tuple[Any, ...], dict[str, Any]] | None) -> str:
-    """Return the kind of device of the parameters, else of the inputs, else the CPU."""
-    leaves = [*model.parameters(), *model.buffers(), *pytree.tree_leaves(inputs or ())]
-    found = next((t.device.type for t in leaves if isinstance(t, torch.Tensor)), "cpu")
-    return "cpu" if found == "meta" else found
+    if original_of(model) is not None:
+        raise CaptureError(
+            f"this {kind} is what torch.compile or fxamp.compile returned: use it as it is, or give fxamp.compile the "
+            "original model."
+        )
+    if compiled.is_compiled(model):
+        raise CaptureError(
+            f"this {kind} is compiled in place, by its compile(): use it as it is, or give fxamp.compile a copy "
+            "(copy.deepcopy(model) is not compiled)."
+        )
+    for path, module in model.named_modules():
+        if isinstance(module, ConvertedModule):
+            what = f"submodule '{path}' of this {kind} is" if path else "this module is"
+            raise CaptureError(
+                f"{what} converted already: compile it by torch.compile(model), or give fxamp.compile the original "
+                "model."
+            )

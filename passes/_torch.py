@@ -14,6 +14,7 @@ import logging
 import re
 import warnings
 from collections.abc import Callable, Iterator
+from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,7 +43,9 @@ from torch.overrides import TorchFunctionMode as TorchFunctionMode
 from torch.utils import _contextlib as decorators  # the file in which `no_grad` becomes a decorator
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _pop_mode as pop_mode
+from torch.utils._python_dispatch import _push_mode as push_mode
 
 from .contract.devices import DEVICES
 from .contract.errors import CaptureError
@@ -67,12 +70,112 @@ VF = torch._VF  # the kernels of recurrent layers
 APPLIES: tuple[type, ...] = (torch.autograd.Function, torch.autograd.function._SingleLevelFunction)
 MODULE_CALLS = (torch.nn.Module._call_impl.__code__, torch.nn.Module._wrapped_call_impl.__code__)
 
+# A function compiled with these has a cache and a recompile limit of its own, also below a graph break, where Dynamo
+# compiles the code of submodules, which all instances of a class share. (torch 2.13; before, a limit is set by a call.)
+_COMPILE = inspect.signature(torch.compile).parameters
+OWN_CACHE: dict[str, Any] = {"isolate_recompiles": True} if "isolate_recompiles" in _COMPILE else {}
+LIMIT_IS_ARGUMENT = "recompile_limit" in _COMPILE
+
 _GLOBAL_HOOKS = (
     "_global_forward_pre_hooks",
     "_global_forward_hooks",
     "_global_backward_pre_hooks",
     "_global_backward_hooks",
 )
+
+
+def forget_compiled(code: CodeType) -> None:
+    """Drop what Dynamo compiled for a code object, and that it gave it up: torch keeps both as long as the process."""
+    torch._dynamo.eval_frame.remove_from_cache(code)
+
+
+def dynamo_stance() -> str:
+    """Return the stance that `torch.compiler.set_stance` has set: "default", "force_eager" and others."""
+    return str(torch._dynamo.eval_frame._stance.stance)
+
+
+def is_traced_by_fx() -> bool:
+    """Say whether `torch.fx.symbolic_trace` is running."""
+    return bool(torch.fx._symbolic_trace.is_fx_symbolic_tracing())
+
+
+def is_traced_by_jit() -> bool:
+    """Say whether `torch.jit.trace` is running."""
+    return bool(torch.jit.is_tracing())  # type: ignore[attr-defined,no-untyped-call]
+
+
+def number_of_hooks() -> int:
+    """Return a number that grows with every hook that is registered anywhere, on modules and on tensors."""
+    return int(torch.utils.hooks.RemovableHandle.next_id)
+
+
+def mark_static_address(tensor: torch.Tensor) -> None:
+    """Promise compilers that a tensor keeps its address, so that CUDA graphs neither copy it nor record anew."""
+    torch._dynamo.mark_static_address(tensor)
+
+
+def mark_batch(tensor: torch.Tensor) -> None:
+    """Let Dynamo take dimension 0 for dynamic, unless the code fixes it."""
+    torch._dynamo.maybe_mark_dynamic(tensor, 0)
+
+
+def unmark_batch(tensor: torch.Tensor) -> None:
+    """Take back what `mark_batch` did."""
+    getattr(tensor, "_dynamo_weak_dynamic_indices", set()).discard(0)
+
+
+def dynamo_is_disabled() -> bool:
+    """Say whether Dynamo's configuration disables it."""
+    return bool(torch._dynamo.config.disable)
+
+
+def dynamo_settings(change: dict[str, Any]) -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which Dynamo has other settings, in this thread."""
+    made: contextlib.AbstractContextManager[Any] = torch._dynamo.config.patch(change)
+    return made
+
+
+def compile_under_transform(function: Callable[..., Any], backend: Any, dynamic: bool | None) -> Callable[..., Any]:
+    """Compile a function that is called under `torch.vmap`.
+
+    Dynamo traces there for the backend "eager" alone, which it looks for in the attribute `compiler_fn` of a backend.
+    """
+    backend.compiler_fn = torch._dynamo.lookup_backend("eager")
+    made: Callable[..., Any] = torch._dynamo.optimize(backend, nopython=True, dynamic=dynamic)(function)
+    return made
+
+
+def only_vmap() -> bool:
+    """Say whether all transforms of torch.func that are running are `vmap`; Dynamo cannot trace under the others."""
+    functorch = torch._C._functorch
+    levels = functorch.get_interpreter_stack() or ()
+    return all(level.key() == functorch.TransformType.Vmap for level in levels)
+
+
+def dispatch_modes() -> list[Any]:
+    """Return the dispatch modes that are on, the outermost first."""
+    return _get_current_dispatch_mode_stack() if torch._C._len_torch_dispatch_stack() else []
+
+
+def is_module_tracker(hook: object) -> bool:
+    """Say whether a global hook is that of `FlopCounterMode`, which names the module that is running."""
+    return getattr(hook, "__module__", "") == "torch.utils.module_tracker"
+
+
+@contextlib.contextmanager
+def without_module_trackers() -> Iterator[None]:
+    """Take off the global hooks of `FlopCounterMode`'s module tracker, at which Dynamo would break."""
+    tables = [getattr(torch.nn.modules.module, name) for name in _GLOBAL_HOOKS[:2]]
+    before = [table.copy() for table in tables]
+    for table in tables:
+        for key in [k for k, hook in table.items() if is_module_tracker(hook)]:
+            del table[key]
+    try:
+        yield
+    finally:
+        for table, held in zip(tables, before, strict=True):
+            table.clear()
+            table.update(held)
 
 
 def trace_artifact(name: str, text: Callable[[], str]) -> None:
@@ -374,7 +477,7 @@ __all__ = [
     "communication_states", "compile_records", "copy_together", "decorators", "drop_hooks", "dynamo_errors",
     "enter_autocast", "example_sizes", "exit_autocast", "function_of", "gathering", "global_module_hooks", "guards_of",
     "in_transform", "inner_backend", "is_compiled_in_place", "is_composite", "longest_guard", "on_recompile_limit",
-    "original_of", "overload_name", "own_schema", "pytree", "qualified_name", "quiet_fakes",
+    "original_of", "overload_name", "own_schema", "pop_mode", "push_mode", "pytree", "qualified_name", "quiet_fakes",
     "registered_autocast_dtype", "run_as_soon_as_ready", "source_name", "storage_id", "store_of_ranks",
     "temporary_operators", "undecided_by_fakes", "without_transforms",
 ]  # fmt: skip

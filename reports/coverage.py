@@ -38,8 +38,8 @@ sys.path.insert(0, str(HERE.parent))
 
 import fxamp  # noqa: E402  (the path comes first)
 from fxamp.capture.states import capture  # noqa: E402
-from fxamp.convert import autocast_for, emit, resolve  # noqa: E402
-from fxamp.dynamo.optimized import adopted  # noqa: E402
+from fxamp.convert import autocast_for, emit  # noqa: E402
+from fxamp.dynamo.resolve import resolve  # noqa: E402
 from fxamp.measure.counts import _Counter, step_counts  # noqa: E402
 from fxamp.trust.distance import UnderAutocast, distance, floats  # noqa: E402
 from passes._torch import pytree  # noqa: E402
@@ -252,22 +252,18 @@ def _auto(tensor: Tensor) -> dict[int, Any]:
     return dict.fromkeys(range(tensor.dim() if tensor.dim() < 4 else 1), torch.export.Dim.AUTO)
 
 
-class _Backend:
-    """`fxamp.backend` with graphs run as they are, as "eager" does; a call can be counted, or recorded."""
+class _Inner:
+    """Runs converted graphs as they are, as "eager" does; a call can be counted, or recorded."""
 
     def __init__(self) -> None:
         self.graphs = 0
         self.counter: _Counter | None = None
         self.records: list[tuple[int, Record]] | None = None
 
-    def __call__(self, gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-        index, author = self.graphs, {node.name for node in gm.graph.nodes}
+    def __call__(self, converted: GraphModule, _: list[Any]) -> Callable[..., Any]:
+        index, author = self.graphs, {n.name for n in converted.graph.nodes if not note_of(n).made_by}
         self.graphs += 1
-
-        def inner(converted: GraphModule, _: list[Any]) -> Callable[..., Any]:
-            return functools.partial(self._call, converted, index, author)
-
-        return fxamp.backend(policy=POLICY, backend=inner)(gm, example_inputs)
+        return functools.partial(self._call, converted, index, author)
 
     def _call(self, converted: GraphModule, index: int, author: set[str], *args: Any) -> Any:
         if self.records is not None:
@@ -278,16 +274,15 @@ class _Backend:
             return converted(*args)
 
 
-def _compiled(model: nn.Module, backend: _Backend) -> Any:
-    """Return what `fxamp.compile` does, with a backend of ours: every call runs under autocast."""
-    return adopted(torch.compile(model, backend=backend), fxamp.Policy.parse(POLICY))
+def _compiled(model: nn.Module, backend: _Inner) -> Any:
+    return fxamp.compile(model, policy=POLICY, backend=backend)
 
 
 def by_backend(name: str) -> Row:
     """Convert one architecture just in time, for two batch sizes in train and in eval mode; then measure it afresh."""
     row = Row(name, BY_NAME[name].family, BACKEND)
     model, inputs = BY_NAME[name]()
-    backend = _Backend()
+    backend = _Inner()
     module: Any = _compiled(model, backend)
     try:
         _train_and_eval(module, name)
@@ -299,7 +294,7 @@ def by_backend(name: str) -> Row:
     row = replace(row, captured=True, converted=True, verified=plan.verified)
     model, inputs = BY_NAME[name]()
     torch._dynamo.reset()  # or the graphs and the limits of the run before would count
-    backend = _Backend()
+    backend = _Inner()
     module = _compiled(model, backend)
     module.eval()
     with torch.no_grad():
@@ -315,11 +310,18 @@ def _equal_under_autocast(model: nn.Module, inputs: Inputs) -> bool:
     model.eval()
     torch._dynamo.reset()
     outputs = []
-    for module in (model, torch.compile(model, backend=_Backend())):
+    for module in (model, torch.compile(model, backend=_Inner())):
         torch.manual_seed(0)
         with torch.no_grad(), torch.autocast("cpu", dtype=LOW):
             outputs.append(floats(module(**inputs)))
     return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(*outputs, strict=True))
+
+
+def _under_autocast(model: nn.Module, inputs: Inputs) -> Any:
+    """Call a model as a view's function does, so that equal nodes of the captured graphs have equal names."""
+    with torch.autocast("cpu", dtype=LOW):
+        outputs = model(**inputs)
+    return outputs  # noqa: RET504  (nodes are named after variables)
 
 
 def _recorded(model: nn.Module, inputs: Inputs) -> tuple[list[tuple[int, Record, Record]], fxamp.Plan]:
@@ -333,14 +335,13 @@ def _recorded(model: nn.Module, inputs: Inputs) -> tuple[list[tuple[int, Record,
 
         return call
 
-    backend = _Backend()
+    backend = _Inner()
     backend.records = []
     model.eval()
     with torch.no_grad():
         torch._dynamo.reset()
         torch.manual_seed(0)
-        with torch.autocast("cpu", dtype=LOW):
-            torch.compile(model, backend=under_autocast)(**inputs)
+        torch.compile(_under_autocast, backend=under_autocast)(model, inputs)
         torch._dynamo.reset()
         torch.manual_seed(0)
         compiled = _compiled(model, backend)
@@ -358,7 +359,7 @@ def _train_and_eval(module: nn.Module, name: str) -> None:
                 loss.backward()
 
 
-def _casts_of_compiled(module: nn.Module, backend: _Backend, inputs: Inputs) -> int:
+def _casts_of_compiled(module: nn.Module, backend: _Inner, inputs: Inputs) -> int:
     """Count the casts of a training step inside the graphs: under a dispatch mode torch would not run those at all."""
     counter = backend.counter = _Counter()
     try:

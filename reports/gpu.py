@@ -44,7 +44,8 @@ sys.path.insert(0, str(HERE.parent))
 import fxamp  # noqa: E402  (the path comes first)
 from fxamp.capture.model.captured import as_inputs  # noqa: E402
 from fxamp.capture.states import capture, copied  # noqa: E402
-from fxamp.convert import autocast_for, emit, resolve  # noqa: E402
+from fxamp.convert import autocast_for, emit  # noqa: E402
+from fxamp.dynamo.resolve import resolve  # noqa: E402
 from fxamp.measure.counts import interleaved  # noqa: E402
 from fxamp.train.describe import compiled_rows  # noqa: E402
 from passes.contract.reasons import DEVIATIONS  # noqa: E402

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 import fxamp
 from fxamp.capture.model.captured import Captures, as_inputs
 from fxamp.capture.states import capture, copied
-from fxamp.convert import autocast_for, emit, resolve
+from fxamp.convert import autocast_for, emit
+from fxamp.dynamo.resolve import resolve
 from fxamp.measure.counts import StepCounts, step_counts
 from fxamp.trust.check import check_faithful
 from fxamp.trust.distance import floats

@@ -1,7 +1,6 @@
-"""`fxamp.compile` and the torch.compile backend "fxamp": the compiler on each graph that TorchDynamo captures.
+"""The torch.compile backend "fxamp": the compiler on each graph that TorchDynamo captures.
 
-    fxamp.compile(model, policy="O1")                                        # torch.compile, with fxamp in front
-    torch.compile(model, backend="fxamp", options={"policy": "O1"})          # the same, by entry point
+    torch.compile(model, backend="fxamp", options={"policy": "O1"})          # by entry point
     model.compile(backend="fxamp", options={"policy": "O1"})                 # in place
 
 Dynamo handles guards, graph breaks, recompiles, dynamic shapes and modes. The inner backend receives an ordinary graph
@@ -23,8 +22,8 @@ from torch import nn
 from torch.fx import GraphModule
 
 from passes import compile_graph
-from passes._torch import FakeTensor, inner_backend, original_of, trace_artifact
-from passes.contract.errors import CaptureError, NotAModuleError, PolicyError
+from passes._torch import FakeTensor, inner_backend, trace_artifact
+from passes.contract.errors import PolicyError
 from passes.contract.plan import Plan
 from passes.contract.policy import Policy, check_used, nearest, type_names
 from passes.graph.notes import note, note_of
@@ -33,13 +32,11 @@ from passes.ops.rules import row_of
 from passes.runtime.casts import CAST, again
 
 from ..capture.model.fused import note_fused, without_gradients
-from ..capture.model.preflight import refuse_wrapped
-from ..module.module import ConvertedModule
 from ..module.parameters import low_parameters, opaque_parameters, refuse_low_parameters
 from ..module.underflow import UnderflowWatch
 from . import compiled, recompile_limit
 from .capture_jit import ambient_dtype, attribute_of, describe, is_attribute, parameter_path
-from .optimized import adopted, is_low_of_its_own, is_low_throughout, note_own
+from .outputs import is_low_of_its_own, is_low_throughout, note_leaving, note_own
 from .scope import Scope, is_gathered, is_training, scope
 
 Inner = str | Callable[..., Any]
@@ -89,16 +86,17 @@ class Backend:
             ours, rest = split(options)
             given = {"policy": self.policy, "backend": self.backend, "mode": mode or self.mode}
             return backend(**{**given, **ours}, options={**dict(self.options), **rest})(gm, example_inputs)
-        inner, notes = _inner(self.backend, gm)
+        inner, notes = inner_of(self.backend, gm)
         converted, outputs = rewrite(gm, example_inputs, self.policy, notes)
+        converted = compiled.record(converted, example_inputs, scope())
         if inner != "eager":
-            _leave_sharing_to_the_compiler(gm)
+            leave_sharing_to_the_compiler(gm)
         with no_autocast():
             run = inner_backend(inner, self.mode, dict(self.options))(gm, example_inputs)
-        return at_call(run, converted, example_inputs, outputs)
+        return at_call(run, converted, example_inputs, outputs, compiled.reused)
 
 
-def _leave_sharing_to_the_compiler(gm: GraphModule) -> None:
+def leave_sharing_to_the_compiler(gm: GraphModule) -> None:
     """Replace casts that share a storage by plain ones: compilers merge those, and cache graphs of torch's ops only."""
     for part in gm.modules():
         if isinstance(part, GraphModule):
@@ -107,7 +105,7 @@ def _leave_sharing_to_the_compiler(gm: GraphModule) -> None:
             part.recompile()
 
 
-def _inner(backend: Inner, gm: GraphModule) -> tuple[Inner, tuple[str, ...]]:
+def inner_of(backend: Inner, gm: GraphModule) -> tuple[Inner, tuple[str, ...]]:
     """Return the inner backend for a graph, and notes for the plan."""
     nodes = (n for part in gm.modules() if isinstance(part, GraphModule) for n in part.graph.nodes)
     if backend == "eager" and any(row_of(n).recomputed for n in nodes):
@@ -150,6 +148,9 @@ def backend(
     return Backend(chosen, backend, mode, tuple(sorted((options or {}).items())))
 
 
+backend_of = backend  # for functions that have an argument of that name
+
+
 def require_backend(backend: object) -> None:
     """Raise PolicyError unless `torch.compile` takes this as a backend: a callable, or a name that it knows."""
     if isinstance(backend, str):
@@ -158,9 +159,6 @@ def require_backend(backend: object) -> None:
             raise PolicyError(f"there is no torch.compile backend {backend!r}{nearest(backend, known)}.")
     elif not callable(backend):
         raise PolicyError(f"an inner backend is a name or a callable, not {type(backend).__name__}.")
-
-
-_backend = backend  # `compile` has an argument of that name
 
 
 def entry_point(
@@ -183,85 +181,33 @@ def split(options: Mapping[str, Any] | None) -> tuple[dict[str, Any], dict[str, 
     return {k: v for k, v in given.items() if k in _OURS}, {k: v for k, v in given.items() if k not in _OURS}
 
 
-def compile(
-    model: nn.Module,
-    *,
-    policy: Policy | str = "O1",
-    backend: Inner = "inductor",
-    fullgraph: bool = False,
-    dynamic: bool | None = None,
-    mode: str | None = None,
-    options: Mapping[str, Any] | None = None,
-    disable: bool = False,
-) -> Any:
-    """Compile a model with `torch.compile`, which first converts each captured graph to mixed precision.
-
-    The model is captured at its first call, and again at each call for which no graph fits. Data-dependent control
-    flow, hooks and checkpointing work as they do under `torch.compile`.
-
-    Args:
-        model: Any module that `torch.compile` takes, with FP32 parameters (frozen ones may be FP16 or BF16); it is not
-            changed.
-        policy: A level, a policy string or a Policy.
-        backend: The inner backend, by name or as a callable.
-        fullgraph: As `torch.compile` takes it.
-        dynamic: As `torch.compile` takes it.
-        mode: For the inner backend.
-        options: For the inner backend.
-        disable: True compiles and converts nothing.
-
-    Returns:
-        torch's `OptimizedModule`, whose state_dict keys have the prefix `_orig_mod.`; `model.compile(backend="fxamp",
-        options={"policy": ...})` works in place, without a prefix. Each call of it or of its methods runs under
-        `torch.autocast`, except at O0. Outputs have the shapes and dtypes of the model's outputs; the guide on capture
-        lists the few outputs that have another dtype.
-
-    Raises:
-        NotAModuleError: `model` is not a module.
-        CaptureError: The model is wrapped in DataParallel, sharded, compiled or converted already.
-        PolicyError: The policy is wrong, there is no such inner backend, or `options` holds a name that is an argument
-            of this function.
-
-    Example:
-        >>> compiled = fxamp.compile(model, policy="O2,dtype=bf16", backend="eager")  # "inductor" by default
-        >>> compiled(x).shape, compiled(x).dtype
-        (torch.Size([3, 4]), torch.float32)
-    """
-    if not isinstance(model, nn.Module):
-        raise NotAModuleError(f"fxamp.compile takes a torch.nn.Module, not {type(model).__name__}.")
-    _refuse_second_time(model)
-    refuse_wrapped(model)
-    if given := split(options)[0]:
-        raise PolicyError(
-            f"options of fxamp.compile go to the inner backend, and {', '.join(map(repr, given))} are arguments: write "
-            "fxamp.compile(model, policy=...)."
-        )
-    made = _backend(policy, backend, mode=mode, options=options)
-    refuse_unmatched(made.policy, model)
-    module = torch.compile(model, backend=made, fullgraph=fullgraph, dynamic=dynamic, disable=disable)
-    return module if disable else adopted(module, made.policy)
-
-
 def rewrite(
-    gm: GraphModule, example_inputs: list[Any], policy: Policy, notes: tuple[str, ...] = ()
+    gm: GraphModule, example_inputs: list[Any], policy: Policy, notes: tuple[str, ...] = (), runs_on: str | None = None
 ) -> tuple[compiled.Converted, dict[int, torch.dtype]]:
-    """Convert a graph from Dynamo, in place; return the decisions, and the outputs' dtypes in the model itself."""
-    named = [(parameter_path(n), v) for n, v in zip(gm.graph.nodes, example_inputs, strict=False)]
+    """Convert a graph from Dynamo, in place; return the decisions, and the outputs' dtypes in the model itself.
+
+    `runs_on` is the kind of device of the autocast that was on while Dynamo traced, if the policy is for another one.
+    """
+    places = gm.graph.find_nodes(op="placeholder")  # torch may put the switch of a region before them
+    named = [(parameter_path(n), v) for n, v in zip(places, example_inputs, strict=False)]
     notes = (*notes, *refuse_low_parameters(named, is_training(), is_gathered), *opaque_parameters(named))
     device = policy.device or _device(example_inputs)
-    on = torch.is_autocast_enabled(device)
-    ambient = ambient_dtype(gm.graph, device, policy.dtype) if policy.level.rounds else None
-    dtype = policy.dtype or ambient or torch.get_autocast_dtype(device)
-    resolved = replace(policy, device=device, dtype=dtype)
-    for node, value in zip(gm.graph.nodes, example_inputs, strict=False):
+    for node, value in zip(places, example_inputs, strict=False):
         note(node, role="parameter" if isinstance(value, nn.Parameter) else "buffer" if is_attribute(node) else "")
-        if isinstance(value, torch.Tensor) and "example_value" in node.meta:  # torch has split the graph into parts
-            node.meta["example_value"] = retyped(node.meta["example_value"], value.dtype)
+        if isinstance(value, torch.Tensor):  # torch may have split the graph into parts, after another trace
+            for key in {"example_value", "val"} & node.meta.keys():
+                node.meta[key] = retyped(node.meta[key], value.dtype)
     found = scope()
     if found is not None:
         refuse_unmatched(policy, found.root)
-    under = on or ambient is not None
     own, given = _own_and_given(gm, example_inputs, found)
+    note_leaving(gm.graph, [a or b for a, b in zip(own, given, strict=True)])
+    here = runs_on or device
+    on = torch.is_autocast_enabled(here)
+    ambient = ambient_dtype(gm.graph, here, policy.dtype) if policy.level.rounds else None
+    dtype = policy.dtype or ambient or torch.get_autocast_dtype(device)
+    resolved = replace(policy, device=device, dtype=dtype)
+    under = on or ambient is not None
     with no_autocast():
         outputs = describe(gm, scope=found, ambient=under, policy=resolved, own=own, given=given)
     if found is not None:
@@ -277,7 +223,7 @@ def rewrite(
     gm.recompile()
     recompile_limit.watch()
     trace_artifact("fxamp_precision", functools.partial(_record_of, plan))
-    return compiled.record(gm, plan, example_inputs, found, autocast=under), outputs
+    return compiled.converted_of(gm, plan, example_inputs, found, autocast=under), outputs
 
 
 def _note_fused(gm: GraphModule, root: nn.Module) -> None:
@@ -295,7 +241,7 @@ def _own_and_given(gm: GraphModule, example_inputs: list[Any], found: Scope | No
     leaves = () if found is None else found.given
     given = [any(v is leaf for leaf in leaves) for v in example_inputs]
     low = found is not None and is_low_throughout(found.root, leaves)
-    pairs = zip(gm.graph.nodes, example_inputs, given, strict=False)
+    pairs = zip(gm.graph.find_nodes(op="placeholder"), example_inputs, given, strict=False)
     return [note_of(n).role != "" or is_low_of_its_own(v, low and not g) for n, v, g in pairs], given
 
 
@@ -313,31 +259,6 @@ def _device(example_inputs: list[Any]) -> str:
     return found.device.type if found is not None and found.device.type != "meta" else "cpu"
 
 
-def _refuse_second_time(model: nn.Module) -> None:
-    """Raise CaptureError for a model that is compiled already, or of which a part is converted already.
-
-    What is compiled inside a model is captured with it, by torch.compile itself.
-    """
-    kind = type(model).__name__
-    if original_of(model) is not None:
-        raise CaptureError(
-            f"this {kind} is what torch.compile or fxamp.compile returned: use it as it is, or give fxamp.compile the "
-            "original model."
-        )
-    if compiled.is_compiled(model):
-        raise CaptureError(
-            f"this {kind} is compiled in place, by its compile(): use it as it is, or give fxamp.compile a copy "
-            "(copy.deepcopy(model) is not compiled)."
-        )
-    for path, module in model.named_modules():
-        if isinstance(module, ConvertedModule):
-            what = f"submodule '{path}' of this {kind} is" if path else "this module is"
-            raise CaptureError(
-                f"{what} converted already: compile it by torch.compile(model), or give fxamp.compile the original "
-                "model."
-            )
-
-
 def refuse_unmatched(policy: Policy, model: nn.Module) -> None:
     """Raise PolicyError for an override by module that matches none of a model."""
     if policy.modules:
@@ -348,14 +269,15 @@ def refuse_unmatched(policy: Policy, model: nn.Module) -> None:
 def at_call(
     run: Callable[..., Any], converted: compiled.Converted, example_inputs: Sequence[Any],
     own: Mapping[int, torch.dtype] = MappingProxyType({}),
+    reused: Callable[[compiled.Converted, Sequence[Any]], None] | None = None,
 ) -> Callable[..., Any]:  # fmt: skip
-    """Return a function that calls a compiled graph with ambient autocast off, and records the models that use it.
+    """Return a function that calls a compiled graph with ambient autocast off.
 
-    It marks the outputs at `own` with their dtypes in the model itself.
+    It marks the outputs at `own` with their dtypes in the model itself, and tells `reused` of the models that use it.
     """
     device = converted.plan.policy.device or "cpu"
     first = converted.places[0] if converted.places else 0
-    last = weakref.ref(example_inputs[first]) if converted.places else None
+    last = weakref.ref(example_inputs[first]) if converted.places and reused is not None else None
     watch = UnderflowWatch(converted.plan)
     told = _told(example_inputs)
     paths = dict(zip(converted.places, (path for _, path in converted.parameters), strict=False))
@@ -364,8 +286,8 @@ def at_call(
     @functools.wraps(run, updated=())
     def call(*args: Any) -> Any:
         nonlocal last
-        if last is not None and args[first] is not last():
-            compiled.reused(converted, args)
+        if last is not None and reused is not None and args[first] is not last():
+            reused(converted, args)
             last = weakref.ref(args[first])
         if low and torch.is_grad_enabled():  # Dynamo does not guard the mode of a model that does not read it
             refuse_low_parameters([(path, args[i]) for i, path in low.items()], is_training(), is_gathered)

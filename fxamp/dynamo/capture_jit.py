@@ -86,6 +86,8 @@ def describe(
     for i, dtype in made.items():
         if dtype in LOW_DTYPES:
             note(outputs[i], low_of_its_own=dtype)
+        if dtype in ELIGIBLE:
+            note(outputs[i], leaves_as=dtype)
     return {i: dtype for i, dtype in made.items() if dtype in (*ELIGIBLE, torch.complex32)}
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -94,30 +94,51 @@ def announce(module: nn.Module, policy: Policy) -> None:
 
 def asked_of(module: nn.Module) -> Policy | None:
     """Return the policy that was requested for a compiled module, None for any other module."""
-    return _ASKED.get(module)
+    runner = runner_of(module)
+    return _ASKED.get(module) if runner is None else runner.asked
 
 
-def record(
+def runner_of(module: object) -> Any:
+    """Return what runs the calls of a view; None for anything else."""
+    return getattr(type(module), "_fxamp_runner", None)
+
+
+def converted_of(
     gm: GraphModule, plan: Plan, example_inputs: Sequence[Any], scope: Scope | None, *, autocast: bool
 ) -> Converted:
-    """Keep a converted graph for as long as the compiled module, or the parameters that it reads."""
+    """Return what is kept of a converted graph."""
     placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
     places = tuple(i for i, value in enumerate(example_inputs) if isinstance(value, nn.Parameter))
     known = scope.parameters if scope is not None else {}
     paths = [known.get(id(example_inputs[i])) or parameter_path(placeholders[i]) for i in places]
-    copied = Graph()
-    copied.output(copied.graph_copy(gm.graph, {}))
-    entry = Converted(GraphModule(gm, copied), plan, (), places, break_of(gm), autocast)
+    entry = Converted(copied(gm), plan, (), places, break_of(gm), autocast)
     if any(isinstance(example_inputs[i], FakeTensor) for i in places):
         return entry  # one of the parts that torch makes of a graph for DistributedDataParallel; kept at its first call
-    return _keep(entry, example_inputs, paths, scope)
+    return replace(entry, parameters=_named(entry, example_inputs, paths))
+
+
+def copied(gm: GraphModule) -> GraphModule:
+    """Return a copy of a graph, over the same attributes."""
+    graph = Graph()
+    graph.output(graph.graph_copy(gm.graph, {}))
+    return GraphModule(gm, graph)
+
+
+def record(entry: Converted, inputs: Sequence[Any], scope: Scope | None) -> Converted:
+    """Keep a converted graph for as long as the compiled module, or the parameters that it reads."""
+    if entry.places and not entry.parameters:
+        return entry
+    return _keep(entry, inputs, [path for _, path in entry.parameters], scope)
+
+
+def _named(entry: Converted, inputs: Sequence[Any], paths: Iterable[str]) -> tuple[tuple[weakref.ref[Any], str], ...]:
+    return tuple((weakref.ref(inputs[i]), path) for i, path in zip(entry.places, paths, strict=True))
 
 
 def _keep(entry: Converted, inputs: Sequence[Any], paths: Iterable[str], scope: Scope | None) -> Converted:
-    parameters = [inputs[i] for i in entry.places]
-    kept = replace(entry, parameters=tuple((weakref.ref(p), path) for p, path in zip(parameters, paths, strict=True)))
-    for parameter in parameters:
-        _BY_PARAMETER.setdefault(parameter, []).append(kept)
+    kept = replace(entry, parameters=_named(entry, inputs, paths))
+    for place in entry.places:
+        _BY_PARAMETER.setdefault(inputs[place], []).append(kept)
     of_root = _BY_ROOT.setdefault(scope.root, []) if scope is not None else []
     if not any(e.graph is kept.graph and e.plan == kept.plan for e in of_root):  # swapped parameters come each call
         of_root.append(kept)
@@ -134,9 +155,18 @@ def reused(entry: Converted, inputs: Sequence[Any]) -> None:
         return
     found = current_scope()
     known = found.parameters if found is not None else {}
+    moved = elsewhere(entry, inputs, known)
+    _keep(moved, inputs, [path for _, path in moved.parameters], found)
+
+
+def elsewhere(entry: Converted, inputs: Sequence[Any], known: Mapping[int, str]) -> Converted:
+    """Return a graph for the parameters that another call reads by it, with their paths where these are known.
+
+    Raises:
+        PolicyError: the policy asks for other colours in that module, by its path.
+    """
     if not entry.parameters:
-        _keep(entry, inputs, [known.get(id(inputs[i]), "") for i in entry.places], found)
-        return
+        return replace(entry, parameters=_named(entry, inputs, [known.get(id(inputs[i]), "") for i in entry.places]))
     before = [path for _, path in entry.parameters]
     after = [known.get(id(inputs[i]), path) for i, path in zip(entry.places, before, strict=True)]
     ends = zip(reversed(before[0]), reversed(after[0]), strict=False)
@@ -145,7 +175,8 @@ def reused(entry: Converted, inputs: Sequence[Any]) -> None:
     moved = [_moved(d, new, 0, old) for d in entry.plan.decisions]
     for here, there in zip(entry.plan.decisions, moved, strict=True):
         _refuse_another_colour(entry.plan.policy, here.module_path, there.module_path)
-    _keep(replace(entry, plan=replace(entry.plan, decisions=tuple(moved))), inputs, after, found)
+    plan = replace(entry.plan, decisions=tuple(moved))
+    return replace(entry, plan=plan, parameters=_named(entry, inputs, after))
 
 
 def _refuse_another_colour(policy: Policy, path: str, other: str) -> None:
@@ -174,6 +205,11 @@ def entries(module: nn.Module) -> list[Converted]:
     Raises:
         CaptureError: nothing was captured.
     """
+    if (runner := runner_of(module)) is not None:
+        of_view: list[Converted] = runner.converted()
+        if not of_view:
+            raise CaptureError(_nothing(module))
+        return of_view
     found = {id(entry): entry for entry in _BY_ROOT.get(_root(module), ())}
     for parameter in () if found else module.parameters():  # it is part of the compiled one
         for entry in _BY_PARAMETER.get(parameter, ()):
@@ -199,7 +235,7 @@ def _carries_out(policy: Policy, asked: Policy) -> bool:
 
 def is_compiled(module: nn.Module) -> bool:
     """Say whether this is what torch.compile returned, or a module compiled in place."""
-    return _in_place(module) or original_of(module) is not None
+    return _in_place(module) or original_of(module) is not None or runner_of(module) is not None
 
 
 def _in_place(module: nn.Module) -> bool:
@@ -233,7 +269,10 @@ def plan_of(module: nn.Module) -> Plan:
     found = entries(module)
     paths = {id(p): name.removeprefix("_orig_mod.") for name, p in module.named_parameters()}
     plan = together([(_prefix(entry.paths, paths), entry.plan) for entry in found])
-    return replace(plan, notes=(*plan.notes, *_coverage(module, found), *reached(_root(module))))
+    runner = runner_of(module)
+    own = () if runner is None else runner.notes
+    root = _root(module) if runner is None else runner.model
+    return replace(plan, notes=(*plan.notes, *own, *_coverage(module, found), *reached(root)))
 
 
 def together(parts: Sequence[tuple[str, Plan]]) -> Plan:

@@ -1,7 +1,7 @@
 """Report code that has reached Dynamo's recompile limit: further calls that need a new graph run unconverted.
 
 Dynamo leaves such code uncompiled for the rest of the process, for other models of the same code too, and only logs
-it. With `fxamp.compile` those calls run under autocast; without autocast they run in FP32, and fxamp warns.
+it. Those calls of a view run under autocast; without autocast they run in FP32, and fxamp warns.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import nn
 from passes._torch import on_recompile_limit
 from passes.contract.devices import DEVICES
 
+from .call import current
 from .scope import scope
 
 _REACHED: weakref.WeakKeyDictionary[nn.Module, dict[str, bool]] = weakref.WeakKeyDictionary()
@@ -29,7 +30,7 @@ def _reached(function: str) -> None:
     found = scope()
     if found is None:
         return
-    low = any(torch.is_autocast_enabled(device) for device in DEVICES)
+    low = current() is not None or any(torch.is_autocast_enabled(device) for device in DEVICES)
     known = _REACHED.setdefault(found.root, {})
     if function not in known and not low:
         warnings.warn(

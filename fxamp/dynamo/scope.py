@@ -17,6 +17,8 @@ from torch.fx import GraphModule, Node
 
 from passes._torch import MODULE_CALLS, is_compiled_in_place, original_of, pytree
 
+from .call import current
+
 
 @dataclass(frozen=True)
 class Scope:
@@ -67,14 +69,22 @@ def is_training() -> bool:
 
 def is_gathered() -> bool:
     """Say whether a module that FSDP2 has sharded is being called, so that its parameters are gathered."""
+    call = current()
+    if call is not None and _is_sharded(call.model):
+        return True
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        module = frame.f_locals["self"] if frame.f_code in MODULE_CALLS else None
-        # By name: torch.distributed is not in every build.
-        if any(base.__name__ == "FSDPModule" for base in type(module).__mro__):
+        if _is_sharded(frame.f_locals["self"] if frame.f_code in MODULE_CALLS else None):
             return True
         frame = frame.f_back
     return False
+
+
+def _is_sharded(module: object) -> bool:
+    # By name: torch.distributed is not in every build. FSDP2 changes the class of a view, and not that of its model.
+    hooks = vars(module)["_forward_pre_hooks"].values() if isinstance(module, nn.Module) else ()
+    by_hook = any("fsdp" in str(getattr(hook, "__module__", "")) for hook in hooks)
+    return by_hook or any(base.__name__ == "FSDPModule" for base in type(module).__mro__)
 
 
 def _running() -> tuple[list[nn.Module], tuple[Any, ...]]:
@@ -86,6 +96,8 @@ def _running() -> tuple[list[nn.Module], tuple[Any, ...]]:
     parts: list[nn.Module] = []  # GraphModules: mostly made by torch.compile, rarely compiled by a user
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
+        if (call := current()) is not None and frame.f_code is call.code:
+            return [*found, call.model], tuple(pytree.tree_leaves((call.args, call.kwargs)))
         module = frame.f_locals["self"] if frame.f_code in MODULE_CALLS else None
         compiled = original_of(module)
         if module is not None and compiled is None and not isinstance(module, GraphModule):

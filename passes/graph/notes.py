@@ -45,6 +45,8 @@ class Note:
         autocast: The dtypes of its value under autocast, if they were seen.
         under_autocast: The call runs under autocast as a whole.
         low_of_its_own: For an output: its low dtype, if the model itself makes it low without autocast.
+        leaves: An output of the model, and not only of one of its graphs: it leaves in its original dtype.
+        leaves_as: For such an output: its dtype in the model itself, if more is known of it than of other values.
         writes: For a call without a schema: the arguments that it writes to, counted from the last, which is -1; None
             if that is not known.
         pure: For a higher-order op: its body neither writes to its operands nor returns them.
@@ -65,6 +67,8 @@ class Note:
     autocast: Any = None
     under_autocast: bool = False
     low_of_its_own: torch.dtype | None = None
+    leaves: bool = False
+    leaves_as: torch.dtype | None = None
     writes: frozenset[int] | None = None
     pure: bool = False
     fused: bool = False

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from .notes import note, note_of
+
 
 def copy_body(graph: Graph, body: Graph, operands: list[Any]) -> tuple[list[Node], Any]:
     """Copy a body to the insertion point of a graph, with these operands; return the new nodes and the results."""
@@ -22,6 +24,9 @@ def copy_body(graph: Graph, body: Graph, operands: list[Any]) -> tuple[list[Node
 def put_in_place(graph: Graph, node: Node, result: Any) -> None:
     """Replace a node by new values for all its readers, item by item if there are several."""
     if isinstance(result, Node):
+        before = note_of(node)
+        if before.leaves or before.low_of_its_own:
+            note(result, leaves=before.leaves, leaves_as=before.leaves_as, low_of_its_own=before.low_of_its_own)
         node.replace_all_uses_with(result)
     else:
         for item in list(node.users):

@@ -57,10 +57,12 @@ ARROWS = {
         ".capture.model .module .report.record passes passes._torch passes.contract passes.graph passes.ops "
         "passes.runtime"
     ),
+    "fxamp.view": ".capture.model .dynamo .trust passes._torch passes.contract passes.graph",
     "fxamp.measure": ".capture .capture.model .module .trust passes._torch passes.contract passes.graph",
     "fxamp.report.forms": ".report.record",
     "fxamp.convert": (
-        ".capture .capture.model .dynamo .measure .module .trust passes passes._torch passes.contract passes.graph"
+        ".capture .capture.model .dynamo .measure .module .trust .view passes passes._torch passes.contract "
+        "passes.graph"
     ),
     "fxamp.report.page": ".report.forms .report.record passes.contract",
     "fxamp.train.weights": ".dynamo .measure .module passes._torch passes.contract passes.graph passes.runtime",

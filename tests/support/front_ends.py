@@ -15,7 +15,8 @@ from torch import Tensor, nn
 import fxamp
 from fxamp.capture.model.captured import Captures, as_inputs
 from fxamp.capture.states import capture, copied
-from fxamp.convert import autocast_for, emit, resolve
+from fxamp.convert import autocast_for, emit
+from fxamp.dynamo.resolve import resolve
 from passes._torch import pytree
 from passes.graph.notes import is_inserted
 from tests.support.helpers import Two, assert_same, example, run

@@ -119,6 +119,11 @@ def refuse_compiled(model: nn.Module) -> None:
     """Raise CaptureError for a model that is compiled already, or that has a module that is."""
     for path, module in model.named_modules():
         where = f"module '{path or '(root)'}' ({type(module).__name__})"
+        if hasattr(type(module), "_fxamp_runner"):
+            raise CaptureError(
+                f"{where} is a view of fxamp, so it runs in mixed precision already. Use it as it is, or convert the "
+                "original model."
+            )
         # By name: torch._dynamo takes a second to load.
         if type(module).__name__ == "OptimizedModule":
             raise CaptureError(

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from ...dynamo import backend as dynamo
-from ...dynamo.optimized import under_autocast
+from ...dynamo.outputs import under_autocast
 from ..weights.kept import Given, GraphInputs
 from ..weights.weights import WeightCasts
 from ..window.loss import LossFunction, loss_of

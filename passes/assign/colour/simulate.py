@@ -82,6 +82,8 @@ class Simulation(State):
 
         It is autocast's in any case if the policy asks for that.
         """
+        if note_of(value).leaves:
+            return note_of(value).leaves_as or self.original[value]
         held = note_of(value).low_of_its_own or self.dtypes[value]
         autocast = self.under_autocast(value)
         if isinstance(held, torch.dtype) and isinstance(autocast, torch.dtype) and {held, autocast} <= {*ELIGIBLE}:

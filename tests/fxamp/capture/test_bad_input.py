@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fxamp
-from fxamp.convert import resolve
+from fxamp.dynamo.resolve import resolve
 from passes._torch import guards_of
 from tests.support.helpers import (
     FRONT_ENDS,

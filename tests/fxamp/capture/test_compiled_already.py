@@ -34,7 +34,7 @@ def by_torch(module: nn.Module) -> Any:
 
 
 COMPILED: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
-    "fxamp.compile": (by_fxamp, r"\(CompiledModule\) is what fxamp\.compile returned, so it runs in mixed precision"),
+    "fxamp.compile": (by_fxamp, r"is a view of fxamp, so it runs in mixed precision already"),
     "torch.compile": (by_torch, r"\(OptimizedModule\) is what torch\.compile returned"),
     "in place, fxamp": (in_place, r"is compiled in place, by its compile\(\)"),
     "in place, another": (lambda m: in_place(m, backend="eager"), r"is compiled in place, by its compile\(\)"),

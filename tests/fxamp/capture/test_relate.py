@@ -16,7 +16,8 @@ from torch import Tensor, nn
 import fxamp
 from fxamp.capture.model.captured import Autocast, Captured, Captures
 from fxamp.capture.states import capture
-from fxamp.convert import emit, resolve
+from fxamp.convert import emit
+from fxamp.dynamo.resolve import resolve
 from passes.graph import notes
 from passes.ops import ops
 from passes.ops.recurrent import run_low

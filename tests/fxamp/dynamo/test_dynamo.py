@@ -369,8 +369,10 @@ def test_ambient_autocast_as_a_region_round_the_graph(inner: str) -> None:
             y = self.m(self.l(x))
         return y.float()
 
-    module = compiled(Two(f), "O1", inner)
-    assert torch.equal(module(example()), module._orig_mod(example()))
+    model = Two(f)
+    assert torch.equal(compiled(model, "O1", inner)(example()), model(example()))
+    module: Any = torch.compile(model, backend=fxamp.backend("O1", inner))
+    assert torch.equal(module(example()), model(example()))
     assert fxamp.plan_of(module).policy.dtype == torch.float16
 
 

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 import fxamp
 from fxamp.capture.model.captured import Captures
 from fxamp.capture.states import capture, copied
-from fxamp.convert import autocast_for, emit, resolve
+from fxamp.convert import autocast_for, emit
+from fxamp.dynamo.resolve import resolve
 from passes.contract.levels import Level
 from passes.contract.policy import Policy
 from passes.graph import literals

@@ -1,0 +1,52 @@
+"""The call of a view that is under way in a thread: what is called, why, and which of its graphs have run."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from types import CodeType
+from typing import Any
+
+from torch import nn
+
+
+@dataclass
+class Call:
+    """One call of a view.
+
+    Attributes:
+        model: the model that runs: the view's, or a twin of it that is checked.
+        args: positional arguments.
+        kwargs: keyword arguments.
+        code: the code object in whose frame the model is called; further out lies what does not belong to this call.
+        does: "run"; "capture", where graphs are captured and none of them runs; or "compare", where captured graphs run
+            unconverted.
+        ran: the numbers of the graphs that ran, in order; -1 for one without an op.
+        modes: dispatch modes that are off while Dynamo captures, and on while graphs run.
+    """
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    code: CodeType
+    does: str = "run"
+    ran: list[int] = field(default_factory=list)
+    modes: list[Any] = field(default_factory=list)
+
+
+class _Calls(threading.local):
+    call: Call | None = None
+
+
+_CALLS = _Calls()
+
+
+def current() -> Call | None:
+    """Return the call under way in this thread, None outside of all calls."""
+    return _CALLS.call
+
+
+def begin(call: Call | None) -> Call | None:
+    """Make this the call under way; return the one before, with which to begin when it ends."""
+    before, _CALLS.call = _CALLS.call, call
+    return before

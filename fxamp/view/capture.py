@@ -1,0 +1,199 @@
+"""Capture a view before its first call, and check what was captured, without running the model.
+
+The capture is that of a real call with real inputs, in which graphs are stored and none of them runs. The check runs
+twins: copies of the model that share its parameters, and have buffers and Python state of their own.
+
+    captured graphs, unconverted    under the view's autocast, on one twin
+    the model's own code            under the same autocast, on another
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from passes._torch import OWN_CACHE, forget_compiled, pytree
+from passes.contract.errors import CaptureError, FxampError
+from passes.graph.values import LOW_DTYPES
+
+from ..capture.model.tensors import same
+from ..trust.preserved import fresh, same_random_state
+from .function import Captured
+from .runner import Runner
+
+logger = logging.getLogger(__name__)
+
+GRADIENT_TOLERANCE = 1e-6
+
+
+class _NoTwinError(Exception):
+    """There is no copy of the model to run."""
+
+
+def capture(runner: Runner, args: tuple[Any, ...], kwargs: dict[str, Any], check: bool | str = True) -> None:
+    """Capture the present state of a view's model, and check it.
+
+    Args:
+        runner: the view's.
+        args: example inputs.
+        kwargs: example keyword inputs.
+        check: True compares at O0 gradients too; "forward" never does; False compares nothing.
+
+    Raises:
+        CaptureError: a captured graph does not compute what the model computes, and what `torch.compile` does is right.
+    """
+    with same_random_state(), _attributes(runner.model), contextlib.suppress(Captured):
+        runner(args, kwargs, does="capture")
+    broken = any(entry.converted.broke for entry in runner.entries)
+    if not runner.entries or not (check or broken):
+        return
+    try:
+        _check(runner, args, kwargs, check)
+    except _NoTwinError as e:
+        what = "checked" if not broken else "checked, and what comes after its first graph break not captured"
+        note = f"not {what}: {e}"
+        logger.warning("fxamp: %s is %s", type(runner.model).__name__, note)
+        runner.notes = (*runner.notes, note)
+
+
+@contextlib.contextmanager
+def _attributes(model: nn.Module) -> Iterator[None]:
+    """Give back the attributes that are rebound, where Dynamo leaves code to Python."""
+    before = [(module, dict(module.__dict__)) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, held in before:
+            now = module.__dict__
+            if len(now) != len(held) or any(now.get(name) is not value for name, value in held.items()):
+                now.clear()
+                now.update(held)
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What one run gave: output leaves, buffers, and gradients, None where they are not compared."""
+
+    outputs: list[Any]
+    buffers: dict[str, Tensor]
+    gradients: list[Tensor | None] | None
+
+
+def _check(runner: Runner, args: tuple[Any, ...], kwargs: dict[str, Any], check: bool | str) -> None:
+    graded = check is True and not runner.policy.level.rounds and torch.is_grad_enabled()
+    if not check:  # only to capture what comes after a graph break
+        _run(runner, "graphs", args, kwargs, graded)
+        return
+    expected = _run(runner, "model", args, kwargs, graded)
+    got = _run(runner, "graphs", args, kwargs, graded)
+    difference = _difference(expected, got, runner.model)
+    if not difference:
+        return
+    plain = _run(runner, "torch.compile", args, kwargs, graded)
+    name = type(runner.model).__name__
+    if _difference(got, plain, runner.model):
+        raise CaptureError(
+            f"what was captured of {name} does not compute what {name} computes: {difference}. torch.compile of it "
+            "does, so this is a defect of fxamp; please report it. check=False converts it nevertheless."
+        )
+    note = f"capture: torch.compile of {name} alone does not compute what {name} computes: {difference}"
+    logger.warning("fxamp: %s", note)
+    runner.notes = (*runner.notes, note)
+
+
+def _run(runner: Runner, what: str, args: tuple[Any, ...], kwargs: dict[str, Any], graded: bool) -> _Run:
+    """Run the model's own code, the captured graphs or torch.compile's, on a twin and on copies of the inputs."""
+    twin = _twin(runner.model)
+    given, named = pytree.tree_map(fresh, (args, kwargs))
+    try:
+        with same_random_state():
+            if what == "graphs":
+                outputs = runner(given, named, model=twin, does="compare")
+            else:
+                outputs = _called(runner, twin, given, named, compiled=what != "model")
+            gradients = _gradients(outputs, twin) if graded else None
+    except (FxampError, torch.OutOfMemoryError, Captured):
+        raise
+    leaves = [t.detach() if isinstance(t, Tensor) else t for t in pytree.tree_leaves(outputs)]
+    return _Run(leaves, dict(twin.named_buffers()), gradients)
+
+
+def _called(runner: Runner, twin: nn.Module, args: Any, kwargs: Any, compiled: bool) -> Any:
+    def forward(model: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        return model(*args, **kwargs)
+
+    if not compiled:
+        with runner.region():
+            return forward(twin, *args, **kwargs)
+    forward.__code__ = forward.__code__.replace(co_name="plain")
+    try:
+        with runner.region():
+            return torch.compile(forward, backend="eager", **OWN_CACHE)(twin, *args, **kwargs)
+    finally:
+        forget_compiled(forward.__code__)
+
+
+def _twin(model: nn.Module) -> nn.Module:
+    if any(type(p).__name__ == "DTensor" for p in model.parameters()):
+        raise _NoTwinError("its parameters are sharded")
+    if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
+        raise _NoTwinError("it is on the meta device")
+    try:
+        return copy.deepcopy(model, {id(p): p for p in model.parameters()})
+    except Exception as e:  # whatever a class raises that does not let itself be copied
+        raise _NoTwinError(f"it cannot be copied ({type(e).__name__}: {str(e).partition(chr(10))[0]})") from e
+
+
+def _gradients(outputs: Any, twin: nn.Module) -> list[Tensor | None] | None:
+    leaves = [t for t in pytree.tree_leaves(outputs) if isinstance(t, Tensor) and t.requires_grad]
+    sources = [p for p in twin.parameters() if p.requires_grad]
+    if not leaves or not sources:
+        return None
+    weights = [torch.linspace(0.5, 1.5, max(t.numel(), 1), dtype=t.dtype)[: t.numel()].view(t.shape) for t in leaves]
+    try:
+        return list(torch.autograd.grad(leaves, sources, weights, allow_unused=True))
+    except RuntimeError:  # a model without a backward of its own
+        return None
+
+
+def _difference(expected: _Run, got: _Run, model: nn.Module) -> str:
+    """Return how two runs differ, "" where they do not."""
+    if len(expected.outputs) != len(got.outputs):
+        return f"{len(got.outputs)} outputs instead of {len(expected.outputs)}"
+    for i, (a, b) in enumerate(zip(expected.outputs, got.outputs, strict=True)):
+        if isinstance(a, Tensor) and not (isinstance(b, Tensor) and same(_wide(a), _wide(b))):
+            return f"output {i} differs by {_relative(a, b)}"
+    for name, buffer in expected.buffers.items():
+        if name not in got.buffers or not same(buffer, got.buffers[name]):
+            return f"buffer '{name}' has other values afterwards"
+    names = [name for name, p in model.named_parameters() if p.requires_grad]
+    for name, a, b in zip(names, expected.gradients or (), got.gradients or (), strict=False):
+        if (a is None) != (b is None) or (a is not None and b is not None and _norm(a - b) > _allowed(a, expected)):
+            return f"the gradient of '{name}' differs"
+    return ""
+
+
+def _allowed(gradient: Tensor, run: _Run) -> float:
+    return max(GRADIENT_TOLERANCE * _norm(gradient), 1e-9 * max(_norm(g) for g in run.gradients or () if g is not None))
+
+
+def _norm(value: Tensor) -> float:
+    return float(value.double().norm())
+
+
+def _relative(a: Tensor, b: Any) -> str:
+    if not isinstance(b, Tensor) or a.shape != b.shape or not a.numel():
+        return "its shape"
+    wide = a.double() if not a.is_complex() else a
+    return f"{float((wide - b.to(wide.dtype)).norm() / wide.norm().clamp_min(1e-30)):.3g} of its norm"
+
+
+def _wide(value: Tensor) -> Tensor:
+    return value.float() if value.dtype in LOW_DTYPES else value

@@ -1,0 +1,279 @@
+"""One function that Dynamo compiles for a view: fresh code with a cache of its own, and the backend that converts.
+
+def forward(model, *args, **kwargs):            # fresh code: the cache and the recompile limit are the view's own
+with torch.autocast(device, dtype=low):     # inside the trace, so that it costs nothing at run time
+outputs = model(*args, **kwargs)        # the model is an argument, so that a twin runs by the same graphs
+return the outputs, marked as leaving the model
+"""
+
+from __future__ import annotations
+
+import re
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from passes._torch import (
+    LIMIT_IS_ARGUMENT,
+    OWN_CACHE,
+    compile_under_transform,
+    enter_autocast,
+    exit_autocast,
+    forget_compiled,
+    global_module_hooks,
+    inner_backend,
+    pop_mode,
+    push_mode,
+    pytree,
+    source_name,
+)
+from passes.graph.values import no_autocast
+
+from ..dynamo.backend import at_call, inner_of, leave_sharing_to_the_compiler, rewrite
+from ..dynamo.call import current
+from ..dynamo.compiled import Converted, copied, elsewhere
+from ..dynamo.outputs import leaving
+from .copies import lift, with_copies
+
+if TYPE_CHECKING:
+    from .runner import Runner
+
+LIMIT = 32  # an ordinary life has 6 to 8 graphs: train and eval, no_grad and inference, a last batch, a frozen layer
+_OURS = re.compile(rf' *File "{re.escape(__file__)}".*\n.*\n?')  # the frame of the function that is compiled
+
+
+class Captured(BaseException):
+    """Raised in the place of running a graph: Dynamo has stored it, and nothing of the model has run."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One graph of a view.
+
+    Attributes:
+        number: its number, in the order of capture.
+        converted: the graph as emitted, and its plan.
+        captured: the graph as captured.
+        names: the names in the model of the parameters and buffers among its inputs, by place.
+        constants: the numbers of the model among its inputs, by place.
+        method: the method that it is a part of, "" for a call.
+        training: whether the model was in train mode.
+        grad: "grad", "no_grad" or "inference".
+        seconds: how long the inner backend took.
+    """
+
+    number: int
+    converted: Converted
+    captured: GraphModule
+    names: Mapping[int, str]
+    constants: Mapping[int, Tensor]
+    method: str
+    training: bool
+    grad: str
+    seconds: float
+
+    @property
+    def state(self) -> str:
+        """The state that it was captured in: "train, grad"."""
+        return f"{'train' if self.training else 'eval'}, {self.grad}"
+
+
+class Function:
+    """One compiled function of a view: its cache, its limit, and which graphs its calls ran.
+
+    Args:
+        runner: the view's.
+        kind: "plain"; "window", where casts of parameters are inputs; or "transform", under `torch.vmap`.
+        method: the name of the method that is captured, "" for a call.
+
+    Attributes:
+        expected: how many graphs a call ran, by the first one that it ran.
+        stale: says, if not None, that what was captured holds no longer.
+        called: a call has ended since the function was made, or cleared.
+    """
+
+    def __init__(self, runner: Runner, kind: str, method: str) -> None:
+        self.runner, self.kind, self.method = weakref.ref(runner), kind, method
+        self.expected: dict[int, int] = {}
+        self.stale: Callable[[], bool] | None = None
+        self.called = False
+        function = _function(runner, method)
+        self.code = function.__code__
+        backend = _Backend(self)
+        self.call: Callable[..., Any]
+        if kind == "transform":
+            self.call = compile_under_transform(function, backend, runner.dynamic)
+        else:
+            limit: Any = {"recompile_limit": LIMIT} if LIMIT_IS_ARGUMENT else {}
+            self.call = torch.compile(
+                function, backend=backend, dynamic=runner.dynamic, fullgraph=runner.fullgraph, **OWN_CACHE, **limit
+            )
+        weakref.finalize(self, forget_compiled, self.code)  # torch would keep the graphs of code that is gone
+
+    def clear(self) -> None:
+        """Forget what was compiled, and that Dynamo gave the code up; the plan stays readable."""
+        forget_compiled(self.code)
+        self.expected.clear()
+        self.stale, self.called = None, False
+
+
+def _function(runner: Runner, method: str) -> Callable[..., Any]:
+    """Return the function to compile, with code of its own."""
+    device, low = runner.device, runner.low
+    rounds = runner.policy.level.rounds and runner.traces_autocast
+    author: Any = getattr(type(runner.model), method) if method else None
+    dtypes = (low, torch.float32)  # under torch.vmap, a trace has FP32 where autocast makes low values
+    restores = runner.policy.level.rounds and runner.policy.output_dtype == "original"
+    mark = torch.compiler.allow_in_graph(leaving) if restores else None
+
+    def marked(value: Any) -> Any:
+        return mark(value) if mark is not None and isinstance(value, Tensor) and value.dtype in dtypes else value
+
+    def rounded(model: Any, /, *args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(device, dtype=low):
+            outputs = model(*args, **kwargs) if author is None else author(model, *args, **kwargs)
+        return outputs if mark is None else pytree.tree_map(marked, outputs, is_leaf=is_whole)
+
+    def plain(model: Any, /, *args: Any, **kwargs: Any) -> Any:  # under no autocast: a region would be a pin
+        outputs = model(*args, **kwargs) if author is None else author(model, *args, **kwargs)
+        return outputs if mark is None else pytree.tree_map(marked, outputs, is_leaf=is_whole)
+
+    forward = rounded if rounds else plain
+    forward.__code__ = forward.__code__.replace(co_name=f"{method or 'forward'}_of_{type(runner.model).__name__}")
+    return forward
+
+
+def is_whole(value: Any) -> bool:
+    """Say whether a container is left as it is, with the low values in it: a cache is, as under autocast."""
+    return not isinstance(value, (tuple, list, dict))
+
+
+class _Backend:
+    """fxamp in front of the inner compiler, for one compiled function."""
+
+    __name__ = "fxamp"
+
+    def __init__(self, function: Function) -> None:
+        self._function = weakref.ref(function)
+
+    def __call__(self, gm: GraphModule, example_inputs: list[Any], **_: Any) -> Callable[..., Any]:
+        function: Any = self._function()
+        runner: Runner = function.runner()
+        call = current()
+        model = runner.model if call is None else call.model
+        names = {id(t): name for name, t in (*model.named_parameters(), *model.named_buffers())}
+        named = {i: names[id(v)] for i, v in enumerate(example_inputs) if id(v) in names}
+        sources = [source_name(n) for n in gm.graph.nodes if n.op == "placeholder"]
+        constants = {
+            i: v.detach().clone() for i, v in enumerate(example_inputs)
+            if isinstance(v, Tensor) and not v.dim() and i not in named and sources[i].startswith("L['model']")
+        }  # fmt: skip
+        real = any(map(_is_op, gm.graph.nodes))
+        for node in gm.graph.nodes:
+            if trace := node.meta.get("stack_trace"):
+                node.meta["stack_trace"] = _OURS.sub("", trace)
+        captured = copied(gm)
+        inner, notes = inner_of("eager" if function.kind == "transform" else runner.backend, gm)
+        converted, outputs = rewrite(gm, example_inputs, runner.policy, notes, runner.device)
+        if inner != "eager":
+            leave_sharing_to_the_compiler(gm)
+        whole, lifted = gm, list[tuple[int, torch.dtype]]()
+        inputs = list(example_inputs)
+        if function.kind == "window":
+            whole, inputs, lifted = lift(gm, inputs)
+        started = time.perf_counter()
+        with no_autocast():
+            run = inner_backend(inner, runner.mode, dict(runner.options))(whole, inputs)
+        seconds = time.perf_counter() - started
+        if lifted:
+            run = with_copies(run, lifted, runner.opened)
+        run = at_call(run, converted, example_inputs, outputs)
+        number = len(runner.entries) if real else -1
+        if real:
+            state = (model.training, grad_mode())
+            entry = Entry(number, converted, captured, named, constants, function.method, *state, seconds)
+            runner.entries.append(entry)
+        if global_module_hooks():
+            function.stale = _other_global_hooks()
+        return _tokened(run, captured, number, _Reader(runner, number, converted, example_inputs))
+
+
+def grad_mode() -> str:
+    """Return the name of torch's present grad mode."""
+    return "inference" if torch.is_inference_mode_enabled() else "grad" if torch.is_grad_enabled() else "no_grad"
+
+
+def _is_op(node: Node) -> bool:
+    """Say whether a node shows that the plan runs: the marks of regions and of outputs alone do not."""
+    return node.op.startswith("call") and node.target not in (enter_autocast, exit_autocast, leaving)
+
+
+def _other_global_hooks() -> Callable[[], bool]:
+    before = [id(hook) for hook in global_module_hooks()]
+    return lambda: [id(hook) for hook in global_module_hooks()] != before
+
+
+class _Reader:
+    """Notices that a graph runs for other parameters of its model: Dynamo captures code once that two modules share."""
+
+    def __init__(self, runner: Runner, number: int, converted: Converted, example_inputs: list[Any]) -> None:
+        self.runner = weakref.ref(runner)
+        self._number, self._converted = number, converted
+        self._first = converted.places[0] if converted.places else -1
+        self._known = {id(example_inputs[self._first])} if converted.parameters else set[int]()
+
+    def __call__(self, args: tuple[Any, ...]) -> None:
+        """Look at the inputs of a call."""
+        if self._first < 0 or id(args[self._first]) in self._known:
+            return
+        self._known.add(id(args[self._first]))
+        runner: Any = self.runner()
+        names = {id(t): name for name, t in (*runner.model.named_parameters(), *runner.model.named_buffers())}
+        if self._number < 0 or id(args[self._first]) not in names:  # as `functional_call` swaps them
+            return
+        entry = runner.entries[self._number]
+        moved = elsewhere(self._converted, args, names)
+        named = {i: names[id(v)] for i, v in enumerate(args) if id(v) in names}
+        if self._converted.parameters:
+            runner.entries.append(replace(entry, number=len(runner.entries), converted=moved, names=named))
+        else:  # a part that torch makes of a graph for DistributedDataParallel, whose parameters were not there
+            runner.entries[self._number] = replace(entry, converted=moved, names=named)
+
+
+def _tokened(run: Callable[..., Any], captured: GraphModule, number: int, reader: _Reader) -> Callable[..., Any]:
+    """Return a compiled graph that says that it ran, and runs with the dispatch modes of the call on."""
+
+    def call(*args: Any) -> Any:
+        under_way = current()
+        if under_way is not None and under_way.does == "capture" and number >= 0:
+            raise Captured
+        reader(args)
+        if under_way is None:
+            return run(*args)
+        if under_way.does == "compare":
+            found: Any = reader.runner()
+            with found.region():
+                return captured(*args)
+        under_way.ran.append(number)
+        if not under_way.modes:
+            return run(*args)
+        modes, under_way.modes = under_way.modes, []
+        for mode in modes:
+            push_mode(mode)
+        try:
+            return run(*args)
+        finally:
+            for _ in modes:
+                pop_mode()
+            under_way.modes = modes
+
+    return call
+
+
+__all__ = ["LIMIT", "Captured", "Entry", "Function", "grad_mode", "is_whole", "leaving"]

@@ -1,0 +1,439 @@
+"""What a call of a view runs: the compiled function for this call, and whether its graphs ran.
+
+A call runs the plan wherever it is made, or says that it did not, with the cause:
+
+    dispatch modes, ambient autocast    off while Dynamo looks for the graph; the modes are on again while it runs
+    another torch.compile               breaks its graph here
+    torch.vmap                          a compiled function of its own
+    other transforms of torch.func      Dynamo cannot trace them: autocast's values, and a warning
+    export, symbolic tracing            CaptureError
+    whatever else keeps Dynamo away     a graph that runs leaves its number; a call without one warns
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import re
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from passes._torch import (
+    LIMIT_IS_ARGUMENT,
+    compile_records,
+    dispatch_modes,
+    dynamo_errors,
+    dynamo_is_disabled,
+    dynamo_settings,
+    dynamo_stance,
+    in_transform,
+    is_traced_by_fx,
+    is_traced_by_jit,
+    mark_batch,
+    only_vmap,
+    pytree,
+    unmark_batch,
+    without_modes,
+    without_module_trackers,
+)
+from passes.contract.errors import CaptureError, FxampError, PolicyError
+from passes.contract.policy import Policy, nearest
+
+from ..dynamo import recompile_limit
+from ..dynamo.backend import Inner
+from ..dynamo.call import Call, begin, current
+from ..dynamo.outputs import restored
+from ..dynamo.resolve import device_of, resolve
+from .copies import Copies
+from .function import LIMIT, Entry, Function, grad_mode
+from .hooks import HookWatch
+
+logger = logging.getLogger(__name__)
+
+_REASON = "a view of fxamp runs its own plan"
+
+
+class Runner:
+    """The engine of one view; it holds the model, and the view's class holds it.
+
+    Args:
+        model: the model of the view.
+        policy: what was asked; device and dtype are settled at the first call.
+        backend: the inner backend.
+        mode: the inner backend's mode.
+        options: the inner backend's options.
+        fullgraph: as `torch.compile` takes it.
+        dynamic: as `torch.compile` takes it; None marks the batch.
+        on_change: "recompile" or "error".
+        methods: names of methods that are captured like a call.
+
+    Attributes:
+        policy: the policy, settled after the first call.
+        traces_autocast: the model is captured under autocast; it is not if it runs only without.
+        device: the kind of device that the model runs on.
+        low: the low dtype.
+        entries: the graphs, in the order of capture.
+        copies: the open copies of parameters, if there are any.
+        override: what somebody wrote to `forward` of the view.
+        notes: what the check of the capture has to say, for the plan.
+    """
+
+    def __init__(
+        self, model: nn.Module, policy: Policy, backend: Inner = "eager", *, mode: str | None = None,
+        options: Mapping[str, Any] | None = None, fullgraph: bool = False, dynamic: bool | None = None,
+        on_change: str = "recompile", methods: tuple[str, ...] = (),
+    ) -> None:  # fmt: skip
+        self.model, self.asked, self.policy = model, policy, policy
+        self.backend, self.mode, self.options = backend, mode, dict(options or {})
+        self.fullgraph, self.dynamic, self.on_change, self.methods = fullgraph, dynamic, on_change, methods
+        self.device, self.low = "", torch.bfloat16
+        self.entries: list[Entry] = []
+        self.copies: Copies | None = None
+        self.override: Callable[..., Any] | None = None
+        self.notes: tuple[str, ...] = ()
+        self._functions: dict[tuple[Any, ...], Function] = {}
+        self._said: set[str] = set()
+        self._healed: set[tuple[int, str]] = set()
+        self._causes: Counter[str] = Counter()
+        self._capturing = threading.RLock()
+        self._marks = dynamic is None
+        self.traces_autocast = True
+        self._hooks = HookWatch(model)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What another view of the same kind is made with."""
+        return {
+            "backend": self.backend, "mode": self.mode, "options": self.options, "fullgraph": self.fullgraph,
+            "dynamic": self.dynamic, "on_change": self.on_change, "methods": self.methods,
+        }  # fmt: skip
+
+    def opened(self) -> Copies | None:
+        """Return the open copies of parameters."""
+        return self.copies
+
+    def converted(self) -> list[Any]:
+        """Return what is kept of each graph, in a fixed order."""
+        from .graphs import converted_of
+
+        return converted_of(self)
+
+    def clear(self) -> None:
+        """Forget what was compiled; the plan stays readable."""
+        for function in self._functions.values():
+            function.clear()
+
+    def region(self) -> Any:
+        """Return the autocast of this view, as a context."""
+        rounds = self.policy.level.rounds
+        return torch.autocast(self.device, dtype=self.low if rounds else None, enabled=rounds)
+
+    def in_region(self) -> bool:
+        """Say whether the present autocast is that of this view."""
+        on = torch.is_autocast_enabled(self.device)
+        rounds = self.policy.level.rounds
+        return on == rounds and (not on or torch.get_autocast_dtype(self.device) == self.low)
+
+    def settle(self, inputs: Any) -> None:
+        """Settle device and dtype at the first call, and again where the model has moved to another kind of device."""
+        first = next(iter(self.model.parameters()), None)
+        if self.device and (first is None or first.device.type in (self.device, "meta")):
+            return
+        here = device_of(self.model, inputs)
+        if here == self.device:
+            return
+        moved, self.device = self.device, here
+        self.policy = resolve(self.asked, self.model, inputs)
+        self.low = self.policy.dtype or torch.bfloat16
+        self._functions.clear()
+        name = type(self.model).__name__
+        if moved:
+            logger.info("fxamp: %s has moved from '%s' to '%s', and is captured anew", name, moved, here)
+        if self.policy.device != here and self.policy.level.rounds:
+            logger.warning(
+                "fxamp: %s was converted for '%s' and runs on '%s', where torch.autocast casts other ops. For the "
+                "values that it gives there, convert again, with device=%s in the policy or the model on that device.",
+                name, self.policy.device, here, here,
+            )  # fmt: skip
+        if here == "cuda" and self.asked.dtype is None and not torch.is_autocast_enabled(here):
+            logger.warning("fxamp: %s runs in %s; pass dtype=bf16 for BF16", name, str(self.low).removeprefix("torch."))
+
+    @torch.compiler.disable(reason=_REASON)  # type: ignore[untyped-decorator]
+    def __call__(self, args: Any, kwargs: Any, method: str = "", model: nn.Module | None = None, does: str = "") -> Any:
+        """Run a call of the view, or of one of its methods that are captured.
+
+        Args:
+            args: positional arguments.
+            kwargs: keyword arguments.
+            method: the method's name, "" for a call.
+            model: a twin to run in the model's place.
+            does: what the call does, as `Call` has it; "" as the call around it.
+
+        Raises:
+            CaptureError: the call is inside an export or a symbolic trace, or a guard failed and that is an error.
+        """
+        _refuse_tracing()
+        outer = current()
+        self.settle((args, kwargs))
+        call = Call(model or self.model, args, kwargs, RUN, does or (outer.does if outer is not None else "run"))
+        begin(call)
+        try:
+            outputs = self._run(call, method)
+        finally:
+            begin(outer)
+        return outputs
+
+    def _run(self, call: Call, method: str) -> Any:
+        if self._hooks.moved():
+            self.clear()
+        transformed = in_transform()
+        kind = "transform" if transformed else "window" if self.copies is not None else "plain"
+        function = self._function(kind, method, call.model)
+        before = len(self.entries)
+        started = time.perf_counter()
+        if transformed and not only_vmap():
+            outputs = self._under_autocast(call, method)
+        else:
+            # One thread makes the first call alone, to its end: others would capture the same graphs again.
+            with contextlib.nullcontext() if function.called else self._capturing, self._around(call):
+                function, outputs = self._traced(function, call)
+            function.called = True
+        if len(self.entries) > before:
+            self._announce(before, time.perf_counter() - started)
+        if call.does == "run":
+            self._look(function, call.ran)
+        return self._in_fields(outputs, call)
+
+    def _function(self, kind: str, method: str, model: nn.Module) -> Function:
+        """Return the compiled function for a call; where a change is an error, each state has one of its own."""
+        state = (model.training, grad_mode()) if self.on_change == "error" else ()
+        key = (kind, method, self.traces_autocast, *state)
+        function = self._functions.get(key)
+        if function is None:
+            with self._capturing:
+                # Sharded tensors do not take a size that is a symbol.
+                sharded = any(type(p).__name__ == "DTensor" for p in self.model.parameters())
+                self._marks = self._marks and self.dynamic is None and not sharded
+                function = self._functions.setdefault(key, Function(self, kind, method))
+        if function.stale is not None and function.stale():
+            function.clear()
+        return function
+
+    @contextlib.contextmanager
+    def _around(self, call: Call) -> Iterator[None]:
+        """Take off what would keep Dynamo away, or make it capture again; set what torch takes from its config."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_autocast_cache())
+            if modes := dispatch_modes():
+                call.modes = modes
+                stack.enter_context(without_modes())
+                stack.enter_context(without_module_trackers())
+            if torch.is_autocast_enabled(self.device):
+                stack.enter_context(torch.autocast(self.device, enabled=False))
+            if not LIMIT_IS_ARGUMENT or self.on_change == "error":
+                limit = {} if LIMIT_IS_ARGUMENT else {"recompile_limit": LIMIT}
+                change: Any = {"error_on_recompile": self.on_change == "error", **limit}
+                stack.enter_context(dynamo_settings(change))
+            yield
+
+    def _traced(self, function: Function, call: Call) -> tuple[Function, Any]:
+        """Call a compiled function; if Dynamo cannot trace the model, trace it with fixed sizes, or without autocast.
+
+        This is done only as long as nothing of the model has run, so that its code runs once. What fails under autocast
+        alone, because autocast mixes dtypes, is then captured without it, and the compiler has the dtypes agree.
+        """
+        marked = _mark_batch(call) if self._marks else []
+        try:
+            return function, self._called(function, call)
+        except dynamo_errors().TorchDynamoException as e:
+            if call.ran or isinstance(e, (dynamo_errors().BackendCompilerFailed, torch.OutOfMemoryError)):
+                raise
+            first = e
+        for tensor in marked:
+            unmark_batch(tensor)
+        with contextlib.suppress(dynamo_errors().TorchDynamoException):
+            found = function, self._called(function, call)
+            self._marks = False
+            return found
+        if call.ran or not self.policy.level.rounds or not self.traces_autocast:
+            raise first
+        self._marks = self.traces_autocast = False
+        try:
+            function = self._function(function.kind, function.method, call.model)
+            outputs = self._called(function, call)
+        except Exception:
+            self.traces_autocast = True
+            raise first from None
+        why = str(first).strip().partition("\n")[0]
+        logger.warning(
+            "fxamp: %s is captured without autocast, under which it fails: %s", type(self.model).__name__, why
+        )
+        return function, outputs
+
+    def _called(self, function: Function, call: Call) -> Any:
+        try:
+            return function.call(call.model, *call.args, **call.kwargs)
+        except dynamo_errors().BackendCompilerFailed as e:
+            if isinstance(e.inner_exception, FxampError):
+                raise e.inner_exception from None
+            raise
+        except dynamo_errors().RecompileError as e:
+            name = type(self.model).__name__
+            raise CaptureError(f"{name} has changed, and on_change='error': {_shortened(str(e))}") from e
+
+    def _under_autocast(self, call: Call, method: str) -> Any:
+        """Run the model itself under autocast, where Dynamo cannot trace."""
+        with self.region():
+            run = getattr(type(call.model), method) if method else type(call.model).__call__
+            outputs = run(call.model, *call.args, **call.kwargs)
+        if not self.policy.level.rounds or self.policy.output_dtype != "original":
+            return outputs
+        return pytree.tree_map(lambda t: t.float() if isinstance(t, Tensor) and t.dtype == self.low else t, outputs)
+
+    def _in_fields(self, outputs: Any, call: Call) -> Any:
+        """Give outputs in the fields of a dataclass their original dtypes, which is not done inside a graph."""
+        if isinstance(outputs, (Tensor, dict)) or not self.policy.level.rounds or call.does != "run":
+            return outputs
+        held = any(map(dataclasses.is_dataclass, pytree.tree_leaves(outputs)))
+        if self.policy.output_dtype != "original" or not held:
+            return outputs
+        given = {id(t) for t in pytree.tree_leaves((call.args, call.kwargs)) if isinstance(t, Tensor)}
+        return restored(outputs, self.low, lambda t: isinstance(t, nn.Parameter) or id(t) in given)
+
+    def _look(self, function: Function, ran: list[int]) -> None:
+        """Say that a call did not run the plan, or not all of it; heal code that Dynamo gave up, once a cause."""
+        first = ran[0] if ran and ran[0] >= 0 else max(ran, default=-1)
+        if first >= 0 and function.expected.setdefault(first, len(ran)) <= len(ran):
+            return
+        mine = any(e.method == function.method for e in self.entries)
+        cause = self._cause(function, len(ran), function.expected.get(first), mine)
+        if cause in (_UNKNOWN, _NOTHING) and (id(function), cause) not in self._healed:
+            self._healed.add((id(function), cause))
+            function.clear()
+            if not mine:
+                return
+        if cause == _DISABLED:
+            function.stale = lambda: not dynamo_is_disabled()
+        text = f"{type(self.model).__name__}: a call did not run its plan, but under autocast: {cause}"
+        if self.on_change == "error" and cause != _NOTHING:
+            raise CaptureError(text)
+        if cause not in self._said:
+            self._said.add(cause)
+            logger.log(logging.INFO if cause == _NOTHING else logging.WARNING, "fxamp: %s", text)
+
+    def _cause(self, function: Function, ran: int, expected: int | None, mine: bool) -> str:
+        stance = dynamo_stance()
+        if stance != "default":
+            return f"torch.compiler.set_stance({stance!r})"
+        if dynamo_is_disabled():
+            return _DISABLED
+        if in_transform():
+            return "a transform of torch.func, under which Dynamo cannot trace"
+        if found := recompile_limit.reached(self.model):
+            return found[0]
+        if expected:
+            return f"{ran} of {expected} graphs ran"
+        return _UNKNOWN if mine else _NOTHING
+
+    def say_uncaptured(self, method: str) -> None:
+        """Log once that a method runs under autocast and not by the plan: a warning where the plan says more."""
+        if method in self._said:
+            return
+        self._said.add(method)
+        plain = self.policy.level.is_autocasts and not self.policy.modules and not self.policy.ops
+        logger.log(
+            logging.INFO if plain or not self.policy.level.rounds else logging.WARNING,
+            "fxamp: %s.%s runs under autocast, not captured; methods=(%r,) captures it",
+            type(self.model).__name__, method, method,
+        )  # fmt: skip
+
+    def _announce(self, first: int, seconds: float) -> None:
+        """Log a line for each graph that a call captured, and why Dynamo captured again."""
+        name = type(self.model).__name__
+        for entry in self.entries[first:]:
+            plan = entry.converted.plan
+            low = sum(d.colour == str(self.low).removeprefix("torch.") for d in plan.decisions)
+            short = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(self.low, str(self.low))
+            logger.info(
+                "fxamp: %s graph %d (%s): %d ops, %d %s, %d casts, %.1f s; inner %s %.1f s",
+                name, entry.number, entry.state, len(plan.decisions), low, short, plan.casts, seconds - entry.seconds,
+                self.backend if isinstance(self.backend, str) else "backend", entry.seconds,
+            )  # fmt: skip
+        if first == 0:
+            return
+        for record in compile_records()[-(len(self.entries) - first) :]:
+            if reason := _shortened(str(getattr(record, "recompile_reason", None) or "")):
+                cause = re.sub(r"\d+", "N", reason)
+                self._causes[cause] += 1
+                level = logging.WARNING if self._causes[cause] == 2 else logging.INFO
+                logger.log(level, "fxamp: %s was captured again: %s", name, reason)
+
+
+RUN = Runner._called.__code__  # the frame in which the model is called
+_UNKNOWN = "Dynamo left it to Python"
+_NOTHING = "no op was captured"
+_DISABLED = "torch._dynamo.config.disable"
+
+
+@contextlib.contextmanager
+def _autocast_cache() -> Iterator[None]:
+    """Keep autocast's cache until the call ends, and clear it here, where Dynamo does not look at Python's frames.
+
+    Where a graph breaks inside an autocast region, leaving the region would clear it: torch holds a lock meanwhile, and
+    Dynamo would wait for the thread that captures to compile a callback of a tensor that is freed.
+    """
+    torch.autocast_increment_nesting()
+    try:
+        yield
+    finally:
+        if torch.autocast_decrement_nesting() == 0:
+            torch.clear_autocast_cache()
+
+
+def _refuse_tracing() -> None:
+    if is_traced_by_jit():
+        how = "torch.jit.trace"
+    elif torch.compiler.is_exporting():
+        how = "torch.export"
+    elif is_traced_by_fx():
+        how = "symbolic tracing"
+    else:
+        return
+    raise CaptureError(
+        f"{how} of a view would lose its plan: export the model itself, then pass the result to fxamp.convert."
+    )
+
+
+def _mark_batch(call: Call) -> list[Tensor]:
+    """Let dimension 0 of every tensor argument be dynamic that shares its size with the first one; return these."""
+    size, marked = -1, list[Tensor]()
+    for value in (*call.args, *call.kwargs.values()):
+        if type(value) is Tensor and value.dim():
+            size = value.shape[0] if size < 0 else size
+            if value.shape[0] == size > 1:
+                mark_batch(value)
+                marked.append(value)
+    return marked
+
+
+def _shortened(text: str) -> str:
+    """Return the guard that failed, and the user's line, of Dynamo's text."""
+    lines = [line.strip(" -") for line in text.splitlines() if line.strip()]
+    found = next((line for line in lines if re.match(r"\d+/\d+:", line)), lines[0] if lines else "")
+    guard, _, line = re.sub(r"^\d+/\d+: ", "", found).partition("  #")
+    return f"{guard.strip()}  # {line.strip()}" if line and "_of_" not in line else guard.strip()
+
+
+def check_methods(model: nn.Module, methods: tuple[str, ...]) -> None:
+    """Raise PolicyError for the name of a method that the model's class does not define as a function."""
+    for name in methods:
+        if not callable(getattr(type(model), name, None)):
+            known = [n for n in dir(type(model)) if callable(getattr(type(model), n, None))]
+            raise PolicyError(f"{type(model).__name__} has no method {name!r}{nearest(name, known)}.")

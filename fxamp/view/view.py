@@ -1,0 +1,221 @@
+"""The view of a model: an object of a subclass of the model's class, over the model's own `__dict__`.
+
+Parameters, buffers, submodules, hooks, flags and attributes are one and the same; only a call differs. The model
+itself, called as itself, runs as its author wrote it.
+
+    view(x)            Runner: the plan
+    view.forward(x)    the same; what a trainer writes there stays on the view, and wraps its call
+    view.encode(x)     under the view's autocast, or captured, if `methods` names it
+"""
+
+from __future__ import annotations
+
+import abc
+import copy
+import functools
+import inspect
+import logging
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from passes.contract.policy import Policy
+from passes.graph.values import LOW_DTYPES
+
+from .runner import Runner, check_methods
+
+logger = logging.getLogger(__name__)
+
+# Base classes of libraries, whose methods configure, save and load; what computes calls the view, as `generate` does.
+_LIBRARIES: tuple[str, ...] = (
+    "torch.",
+    "lightning.",
+    "pytorch_lightning.",
+    "transformers.modeling_utils",
+    "transformers.utils.",
+)
+_LIBRARIES += ("transformers.integrations.", "transformers.configuration_utils", "huggingface_hub.")
+_SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+class _Forward:
+    """`view.forward`: a call of the view, with the author's signature.
+
+    It has no `__wrapped__`: who unwraps, as Accelerate does, must not get past the view. What is written there wraps
+    the call from outside; it never enters a graph, where its autocast would pin every op, and never reaches the model.
+    """
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = call
+
+    def __get__(self, view: Any, cls: type | None = None) -> Any:
+        if view is None:
+            return self._call
+        written = runner_of(view).override
+        return types.MethodType(self._call, view) if written is None else written
+
+    def __set__(self, view: Any, value: Any) -> None:
+        runner_of(view).override = None if getattr(value, "__func__", None) is self._call else value
+
+    def __delete__(self, view: Any) -> None:
+        runner_of(view).override = None
+
+
+class View:
+    """Mixed into a subclass of the model's class; each view has a class of its own.
+
+    Example:
+        >>> view = fxamp.compile(model, policy="O1,dtype=bf16", backend="eager")
+        >>> isinstance(view, type(model)), view[0].weight is model[0].weight, list(view.state_dict())[0]
+        (True, True, '0.weight')
+    """
+
+    _fxamp_runner: Runner
+
+    def __init_subclass__(cls, **_: Any) -> None:
+        """Do nothing: a view's class is none of the author's subclasses."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the plan."""
+        runner = type(self)._fxamp_runner
+        if runner.override is not None:
+            return runner.override(*args, **kwargs)
+        return runner(args, kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        runner = type(self)._fxamp_runner
+        return _again, (runner.model, runner.asked, runner.settings)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        runner = type(self)._fxamp_runner
+        made = make_view(copy.deepcopy(runner.model, memo), runner.asked, **runner.settings)
+        memo[id(self)] = made
+        return made
+
+    def __copy__(self) -> Any:
+        runner = type(self)._fxamp_runner
+        return make_view(copy.copy(runner.model), runner.asked, **runner.settings)
+
+    def __repr__(self) -> str:
+        runner = type(self)._fxamp_runner
+        policy = runner.policy
+        low = f" {_SHORT[policy.dtype]}" if policy.dtype in LOW_DTYPES and policy.level.rounds else ""
+        casts = sum(entry.converted.plan.casts for entry in runner.entries)
+        graphs = f"{len(runner.entries)} graphs, {casts} casts" if runner.entries else "not captured yet"
+        return f"<fxamp view of {type(runner.model).__name__}: {policy.level}{low}, {graphs}>"
+
+    def compile(self, *_: Any, backend: Any = "inductor", mode: str | None = None, options: Any = None) -> None:
+        """Compile the graphs of this view by another backend from now on; the model itself is not changed."""
+        runner = type(self)._fxamp_runner
+        runner.backend, runner.mode, runner.options = backend, mode, dict(options or {})
+        runner.clear()
+
+
+def is_view(value: object) -> bool:
+    """Say whether something is a view."""
+    return isinstance(value, View)
+
+
+def runner_of(view: Any) -> Runner:
+    """Return what runs the calls of a view."""
+    found: Runner = type(view)._fxamp_runner
+    return found
+
+
+def _again(model: nn.Module, policy: Policy, settings: dict[str, Any]) -> Any:
+    """Make a view that was saved; its graphs are captured again at its first calls."""
+    return make_view(model, policy, **settings)
+
+
+def make_view(model: nn.Module, policy: Policy, backend: Any = "eager", **settings: Any) -> Any:
+    """Return a view of a model, which captures at its first call.
+
+    Raises:
+        PolicyError: a method that is to be captured does not exist.
+    """
+    cls = type(model)
+    check_methods(model, settings.get("methods", ()))
+    runner = Runner(model, policy, backend, **settings)
+    call = _named_as(cls.forward, lambda self, *args, **kwargs: type(self)._fxamp_runner(args, kwargs))
+    members = {
+        **_methods_of(cls, runner.methods), **_slots_of(cls), "forward": _Forward(call), "__doc__": cls.__doc__,
+        "__module__": cls.__module__, "__qualname__": cls.__qualname__, "_fxamp_runner": runner,
+    }  # fmt: skip
+    # A metaclass of the author's may keep a registry of classes, in which a view's class has no place.
+    ordinary = type(cls) in (type, abc.ABCMeta)
+    new: Any = type(cls) if ordinary else functools.partial(type.__new__, type(cls))
+    made: Any = new(cls.__name__, (View, cls), members)
+    view = object.__new__(made)
+    object.__setattr__(view, "__dict__", model.__dict__)
+    return view
+
+
+def _methods_of(cls: type, captured: tuple[str, ...]) -> dict[str, Any]:
+    """Return what a view has in the place of the author's methods."""
+    out: dict[str, Any] = {}
+    for kind in reversed(cls.__mro__):
+        sharded = kind.__name__ == "FSDPModule"
+        if kind in nn.Module.__mro__ or (kind.__module__.startswith(_LIBRARIES) and not sharded):
+            continue
+        for name, function in vars(kind).items():
+            if not isinstance(function, types.FunctionType) or name.startswith("__") or name == "forward":
+                continue
+            if sharded:
+                out[name] = _on_model(function)
+            elif not hasattr(nn.Module, name):
+                out[name] = _captured(function) if name in captured else _in_region(function)
+    return out
+
+
+def _slots_of(cls: type) -> dict[str, Any]:
+    """Return properties that read and write the model's slots, which are not in its `__dict__`."""
+    names = {n for kind in cls.__mro__ for n in getattr(kind, "__slots__", ()) if n not in ("__dict__", "__weakref__")}
+    return {name: _Slot(name) for name in names}
+
+
+class _Slot:
+    """A slot of the model, read and written on its view."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, view: Any, cls: type | None = None) -> Any:
+        return self if view is None else getattr(runner_of(view).model, self._name)
+
+    def __set__(self, view: Any, value: Any) -> None:
+        setattr(runner_of(view).model, self._name, value)
+
+
+def _on_model(function: Any) -> Any:
+    return _named_as(function, lambda self, *args, **kwargs: function(runner_of(self).model, *args, **kwargs))
+
+
+def _captured(function: Any) -> Any:
+    return _named_as(function, lambda self, *args, **kwargs: runner_of(self)(args, kwargs, function.__name__))
+
+
+def _in_region(function: Any) -> Any:
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        runner = runner_of(self)
+        if torch.compiler.is_compiling():
+            return function(self, *args, **kwargs)
+        runner.settle((args, kwargs))
+        if runner.in_region():
+            return function(self, *args, **kwargs)
+        if function.__name__ != "generate":
+            runner.say_uncaptured(function.__name__)
+        with runner.region():
+            return function(self, *args, **kwargs)
+
+    return _named_as(function, call)
+
+
+def _named_as(author: Any, call: Any) -> Any:
+    """Give a function the author's name, text and signature, but no `__wrapped__`."""
+    call.__name__, call.__qualname__ = author.__name__, author.__qualname__
+    call.__doc__, call.__module__ = author.__doc__, author.__module__
+    call.__signature__ = inspect.signature(author)
+    return call

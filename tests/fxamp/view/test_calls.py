@@ -1,0 +1,412 @@
+"""A call of a view runs its plan wherever it is made, or says that it did not, with the cause.
+
+The policies ask for more than autocast, so that a call which left the plan has other bits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+import fxamp
+from passes._torch import TorchDispatchMode, TorchFunctionMode
+from tests.support.front_ends import WARNINGS, fresh
+
+pytestmark = [*WARNINGS, pytest.mark.usefixtures("fresh")]
+__all__ = ["fresh"]
+
+
+class Net(nn.Module):
+    """A model on which FP32, O1, O2 and the override give different bits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm, self.last = nn.Linear(16, 32), nn.LayerNorm(32), nn.Linear(32, 8)
+
+    def forward(self, x: Tensor) -> Any:
+        h = F.softmax(self.norm(F.gelu(self.first(x))) * 1.7, -1)
+        return self.last((h * 1.3).log_softmax(-1).exp() + h)
+
+    def encode(self, x: Tensor) -> Any:
+        return self.first(x)
+
+
+def example(rows: int = 4) -> Tensor:
+    return torch.randn(rows, 16, generator=torch.Generator().manual_seed(1))
+
+
+class Counting(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.casts = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.casts += func is torch.ops.aten._to_copy.default
+        return func(*args, **(kwargs or {}))
+
+
+class Passing(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def _both(*contexts: Any) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
+
+
+def _under(context: Callable[[], Any]) -> Callable[[Any, Tensor], Tensor]:
+    def way(view: Any, x: Tensor) -> Tensor:
+        with context():
+            out: Tensor = view(x)
+        return out
+
+    return way
+
+
+def _compiled(view: Any, **settings: Any) -> Any:
+    return torch.compile(view, backend="eager", **settings)
+
+
+def _in_thread(view: Any, x: Tensor) -> Tensor:
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(view, x).result()
+
+
+def _inside(backend: str) -> Callable[[Any, Tensor], Any]:
+    return lambda view, x: torch.compile(lambda t: view(t) * 1, backend=backend)(x)
+
+
+def _rebound(view: Any, x: Tensor) -> Any:
+    before = view.forward
+    view.forward = before  # as Accelerate does
+    try:
+        return view(x)
+    finally:
+        del view.forward
+
+
+def _wrapped(view: Any, x: Tensor) -> Any:
+    before = view.forward
+    view.forward = lambda *args: before(*args)  # as trainers redirect it
+    try:
+        return view(x)
+    finally:
+        del view.forward
+
+
+# Each way runs the plan.
+WAYS: dict[str, Callable[[Any, Tensor], Any]] = {
+    "FlopCounterMode": _under(lambda: FlopCounterMode(display=False)),
+    "a dispatch mode": _under(Counting),
+    "two dispatch modes": _under(lambda: _both(Counting(), FlopCounterMode(display=False))),
+    "a function mode": _under(Passing),
+    "torch.compile, eager": _inside("eager"),
+    "torch.compile, aot_eager": _inside("aot_eager"),
+    "torch.compile of the view": lambda view, x: _compiled(view)(x),
+    "torch.compiler.disable": lambda view, x: torch.compiler.disable(lambda t: view(t))(x),
+    "functional_call": lambda view, x: torch.func.functional_call(view, dict(view.named_parameters()), (x,)),
+    "checkpoint": lambda view, x: checkpoint(view, x, use_reentrant=False),
+    "a device": _under(lambda: torch.device("cpu")),
+    "saved-tensor hooks": _under(lambda: torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)),
+    "anomaly mode": _under(torch.autograd.detect_anomaly),
+    "the profiler": _under(lambda: torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])),
+    "ambient autocast": _under(lambda: torch.autocast("cpu", torch.bfloat16)),
+    "ambient autocast of another dtype": _under(lambda: torch.autocast("cpu", torch.float16)),
+    "ambient autocast, off": _under(lambda: torch.autocast("cpu", enabled=False)),
+    "a thread": _in_thread,
+    "forward": lambda view, x: view.forward(x),
+    "forward, written back": _rebound,
+    "forward, redirected": _wrapped,
+    "another module": lambda view, x: nn.Sequential(view, nn.Identity())(x),
+    "a deepcopy": lambda view, x: copy.deepcopy(view)(x),
+    "a deepcopy under a mode": lambda view, x: _under(Counting)(copy.deepcopy(view), x),
+    "another view": lambda view, x: fxamp.compile(nn.Sequential(view), policy="O1", backend="eager")(x),
+    "config.disable": _under(lambda: torch._dynamo.config.patch(disable=True)),
+    "config.patch": _under(lambda: torch._dynamo.config.patch(cache_size_limit=1)),
+}
+
+
+POLICIES = ["O2,dtype=bf16", "O1,dtype=bf16,modules.last=fp32"]
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly")
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("way", WAYS)
+def test_the_plan_runs(way: str, policy: str, caplog: pytest.LogCaptureFixture) -> None:
+    model, x = Net(), example()
+    with torch.autocast("cpu", torch.bfloat16):
+        under_autocast = model(x).float()
+    view = fxamp.compile(model, policy=policy, backend="eager")
+    expected = view(x)
+    assert not torch.equal(expected, under_autocast)
+    if way == "another view":  # whose own output is under its autocast
+        expected = expected.float()
+    caplog.clear()
+    got = WAYS[way](view, x)
+    assert torch.equal(got.float(), expected)
+    assert torch.equal(view(x), expected)
+    assert not [r.message for r in caplog.records if "did not run its plan" in r.message]
+
+
+@pytest.mark.parametrize("way", ["FlopCounterMode", "a dispatch mode", "torch.compile, eager"])
+def test_at_a_first_call_too(way: str) -> None:
+    model, x = Net(), example()
+    expected = fxamp.compile(model, policy=POLICIES[0], backend="eager")(x)
+    view = fxamp.compile(model, policy=POLICIES[0], backend="eager")
+    assert torch.equal(WAYS[way](view, x), expected)
+    assert torch.equal(view(x), expected)
+    assert len(fxamp.graphs(view)) == 1
+
+
+def test_vmap_runs_the_plan() -> None:
+    model, x = Net(), example()
+    view = fxamp.compile(model, policy=POLICIES[1], backend="eager")
+    expected = view(x)
+    parameters = dict(view.named_parameters())
+    got = torch.vmap(lambda row: torch.func.functional_call(view, parameters, (row[None],))[0])(x)
+    assert got.dtype == torch.float32
+    assert torch.allclose(got, expected, atol=1e-2)
+    last = [d for d in fxamp.plan_of(view).decisions if d.module_path == "last"]
+    assert {d.colour for d in last} == {"float32"}
+    assert torch.equal(view(x), expected)
+
+
+# What cannot run the plan says so; the next plain call runs it.
+
+
+def test_a_first_call_while_dynamo_is_disabled_is_named_and_the_next_is_captured(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    model, x = Net(), example()
+    view = fxamp.compile(model, policy=POLICIES[0], backend="eager")
+    with torch._dynamo.config.patch(disable=True):
+        view(x)
+    assert any("config.disable" in r.message for r in caplog.records)
+    assert torch.equal(view(x), fxamp.compile(model, policy=POLICIES[0], backend="eager")(x))
+    assert len(fxamp.graphs(view)) == 1
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    ("context", "cause"),
+    [
+        (lambda: torch.compiler.set_stance("force_eager"), "set_stance"),
+    ],
+    ids=["stance"],
+)
+def test_a_call_that_did_not_run_the_plan_is_named(
+    context: Any, cause: str, policy: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, x = Net(), example()
+    view = fxamp.compile(model, policy=policy, backend="eager")
+    expected = view(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        under_autocast = model(x).float()
+    for _ in range(2):
+        with context():
+            got = view(x)
+        assert torch.equal(got.float(), under_autocast)
+        assert torch.equal(view(x), expected)
+    said = [r for r in caplog.records if "did not run its plan" in r.message]
+    assert [r.levelno for r in said] == [logging.WARNING]
+    assert cause in said[0].message
+    strict = fxamp.compile(model, policy=policy, backend="eager", on_change="error")
+    strict(x)
+    with context(), pytest.raises(fxamp.CaptureError, match=cause):
+        strict(x)
+
+
+@pytest.mark.parametrize("transform", ["jvp", "grad"])
+def test_transforms_that_dynamo_cannot_trace_are_autocasts_and_named(
+    transform: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, x = Net(), example()
+    view = fxamp.compile(model, policy=POLICIES[0], backend="eager")
+    expected = view(x)
+    if transform == "jvp":
+        got = torch.func.jvp(view, (x,), (x,))[0]
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(got, torch.func.jvp(model, (x,), (x,))[0].float())
+    else:
+        torch.func.grad(lambda t: view(t).sum())(x)
+    assert any("a transform of torch.func" in r.message for r in caplog.records)
+    assert torch.equal(view(x), expected)
+
+
+@pytest.mark.parametrize("how", ["export", "fx", "jit"])
+def test_export_and_tracing_of_a_view_are_refused_by_name(how: str) -> None:
+    view, x = fxamp.compile(Net(), policy="O1", backend="eager"), example()
+    view(x)
+    ways: dict[str, tuple[str, Callable[[], Any]]] = {
+        "export": ("torch.export", lambda: torch.export.export(view, (x,))),
+        "fx": ("symbolic tracing", lambda: torch.fx.symbolic_trace(view)),
+        "jit": ("torch.jit.trace", lambda: torch.jit.trace(view, (x,))),
+    }
+    name, call = ways[how]
+    with pytest.raises(fxamp.CaptureError, match=f"{name} of a view would lose its plan: export the model itself"):
+        call()
+
+
+def test_fullgraph_round_a_view_raises_in_dynamos_words() -> None:
+    view = fxamp.compile(Net(), policy="O1", backend="eager")
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="a view of fxamp runs its own plan"):
+        _compiled(view, fullgraph=True)(example())
+
+
+def test_flops_are_counted_as_eager_counts_them() -> None:
+    model, x = Net(), example()
+    view = fxamp.compile(model, policy="O2", backend="eager")
+    counts = []
+    for module in (model, view, view):
+        with FlopCounterMode(display=False) as counter:
+            module(x)
+        counts.append(counter.get_total_flops())
+    assert len(set(counts)) == 1
+    assert counts[0] > 0
+
+
+def test_a_mode_sees_the_casts_of_the_plan_and_leaves_other_models_alone() -> None:
+    model, x = Net(), example()
+    view = fxamp.compile(model, policy="O2", backend="eager")
+    view(x)
+    with Counting() as counter:
+        view(x)
+    assert counter.casts == fxamp.plan_of(view).casts
+    other = Net()
+    expected = fxamp.compile(other, policy="O2", backend="eager")(x)
+    assert torch.equal(fxamp.compile(Net(), policy="O2", backend="eager")(x), expected)
+
+
+# Methods.
+
+
+def test_a_method_runs_in_the_region_or_is_captured_where_it_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    model, x = Net(), example()
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = model.encode(x)
+    plain = fxamp.compile(model, policy="O1", backend="eager")
+    for _ in range(2):
+        assert torch.equal(plain.encode(x), expected)
+    assert [r.levelno for r in caplog.records if "methods=('encode',)" in r.message] == [logging.INFO]
+    more = fxamp.compile(model, policy="O2", backend="eager")
+    more.encode(x)
+    assert [r.levelno for r in caplog.records if "methods=('encode',)" in r.message] == [logging.INFO, logging.WARNING]
+    captured = fxamp.compile(model, policy="O1", backend="eager", methods=("encode",))
+    assert torch.equal(captured.encode(x), expected.float())
+    assert [d.module_path for d in fxamp.plan_of(captured).decisions] == ["first"]
+    assert torch.equal(model.encode(x), F.linear(x, model.first.weight, model.first.bias))
+
+
+def test_a_method_that_is_not_there_is_refused_by_name() -> None:
+    with pytest.raises(fxamp.PolicyError, match=r"Net has no method 'encoed'.*'encode'"):
+        fxamp.compile(Net(), methods=("encoed",))
+
+
+# What a view is.
+
+
+def test_four_first_calls_at_once_capture_one_graph() -> None:
+    view, x = fxamp.compile(Net(), policy="O1", backend="eager"), example()
+    with ThreadPoolExecutor(4) as pool:
+        outputs = list(pool.map(lambda _: view(x), range(4)))
+    assert all(torch.equal(a, outputs[0]) for a in outputs)
+    assert len(type(view)._fxamp_runner.entries) == 1
+
+
+def test_another_batch_size_captures_nothing() -> None:
+    view = fxamp.compile(Net(), policy="O1", backend="eager")
+    for rows in (4, 7, 3, 16):
+        view(example(rows))
+    assert len(type(view)._fxamp_runner.entries) == 1
+
+
+def test_two_views_of_one_model_have_two_policies() -> None:
+    model, x = Net(), example()
+    first, second = (fxamp.compile(model, policy=policy, backend="eager") for policy in ("O1", "O2"))
+    a, b = first(x), second(x)
+    assert not torch.equal(a, b)
+    assert torch.equal(first(x), a)
+    assert [str(fxamp.plan_of(v).policy.level) for v in (first, second)] == ["O1", "O2"]
+    assert model(x).dtype == torch.float32
+    with pytest.raises(fxamp.CaptureError, match="was not converted"):
+        fxamp.plan_of(model)
+
+
+def test_a_view_of_a_view_is_refused() -> None:
+    view = fxamp.compile(Net())
+    with pytest.raises(fxamp.CaptureError, match="is a view of fxamp"):
+        fxamp.compile(view)
+
+
+def test_a_dropped_view_frees_its_graphs() -> None:
+    import gc
+    import weakref
+
+    model, x = Net(), example()
+    view = fxamp.compile(model, policy="O1", backend="eager")
+    view(x).sum().backward()
+    entries = [weakref.ref(entry) for entry in type(view)._fxamp_runner.entries]
+    runner = weakref.ref(type(view)._fxamp_runner)
+    del view
+    gc.collect()
+    assert runner() is None
+    assert [entry() for entry in entries] == [None]
+
+
+def test_reset_loses_neither_view_nor_plan() -> None:
+    view, x = fxamp.compile(Net(), policy="O2", backend="eager"), example()
+    expected, before = view(x), fxamp.plan_of(view).decisions
+    torch._dynamo.reset()
+    assert fxamp.plan_of(view).decisions == before
+    assert torch.equal(view(x), expected)
+    assert fxamp.plan_of(view).decisions == before
+
+
+def test_a_graph_is_a_module_that_one_has() -> None:
+    import io
+
+    view, x = fxamp.compile(Net(), policy="O2", backend="eager"), example()
+    expected = view(x)
+    [graph] = fxamp.graphs(view)
+    assert torch.equal(graph(x)[0], expected)
+    assert torch.equal(graph(example(7))[0], view(example(7)))
+    assert {name for name, _ in graph.named_parameters()} == {name for name, _ in view.named_parameters()}
+    assert [n.target for n in graph.graph.nodes if n.op == "placeholder"] == ["x"]
+    torch.save(graph, stored := io.BytesIO())
+    stored.seek(0)
+    assert torch.equal(torch.load(stored, weights_only=False)(x)[0], expected)
+    assert torch.equal(torch.export.export(graph, (x,)).module()(x)[0], expected)
+
+
+@pytest.mark.parametrize("inner", ["eager", "aot_eager", "inductor"])
+def test_gradients_arrive_at_the_model(inner: str) -> None:
+    model, x = Net(), example()
+    view = fxamp.compile(model, policy="O1", backend=inner)
+    view(x).sum().backward()
+    got = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    with torch.autocast("cpu"):
+        out = model(x)
+    out.float().sum().backward()
+    assert len(got) == 6
+    for ours, parameter in zip(got, model.parameters(), strict=True):
+        theirs: Any = parameter.grad
+        assert (ours - theirs).norm() <= 0.03 * theirs.norm()
