@@ -24,9 +24,7 @@ import types
 from typing import TYPE_CHECKING, Any
 
 from .guard import refuse_foreign_passes
-from .module import moved
 
-moved.install()
 if "pytest" not in sys.modules:  # pytest always loads our plugin, which refuses only when it is used
     refuse_foreign_passes()
 
@@ -51,8 +49,6 @@ if TYPE_CHECKING:
     from .convert import plan_of as plan_of
     from .dynamo.backend import Backend as Backend
     from .dynamo.backend import backend as backend
-    from .module.freeze import frozen as frozen
-    from .module.module import ConvertedModule as ConvertedModule
     from .report.diff.diff import GraphDiff as GraphDiff
     from .report.diff.diff import diff as diff
     from .report.report import Report as Report
@@ -77,8 +73,6 @@ _FOUND_IN = {
     "passes.ops.rules": ("register_rule", "rules"),
     "fxamp.convert": ("compile", "convert", "graphs", "plan", "plan_of"),
     "fxamp.dynamo.backend": ("Backend", "backend"),
-    "fxamp.module.freeze": ("frozen",),
-    "fxamp.module.module": ("ConvertedModule",),
     "fxamp.report.diff.diff": ("GraphDiff", "diff"),
     "fxamp.report.report": ("Report", "report"),
     "fxamp.train.window.result": ("StepResult",),

@@ -71,7 +71,7 @@ def compile_graph(
     capture: str,
     notes: tuple[str, ...] = (),
     plan: Plan | None = None,
-    own: frozenset[tuple[int, str]] | None = None,
+    exact: bool = True,
     timer: Timer | None = None,
     under_autocast: bool = False,
 ) -> Plan:
@@ -81,10 +81,10 @@ def compile_graph(
         graph: as captured, with flat placeholders and a flat output tuple.
         policy: with dtype and device filled in.
         attribute: resolves the target of a get_attr.
-        capture: the front end that made the graph, for the plan.
+        capture: what made the graph, for the plan: "dynamo" or "graph".
         notes: what capture has to say, for the plan.
         plan: the plan to carry out instead of deciding.
-        own: which of its decisions, by graph and key, this graph must have; None for all.
+        exact: the plan is of this very graph, and must fit it; False for one of the same model in another state.
         timer: measures calls, for cost="measured".
         under_autocast: the graph is called under autocast, and so is what reads its outputs, which therefore keep the
             dtypes that autocast gives them; unless the level is O0.
@@ -99,11 +99,11 @@ def compile_graph(
         edits: Counter[str] = Counter()
         _prepare(Unit(graph, attribute), preparing(policy), edits, set())
         bodies = bodies_of(graph, attribute) if policy.level.rounds else {}
-        if capture != "jit":  # an override has to match in only one of several graphs
+        if capture != "dynamo":  # an override has to match in only one of several graphs
             _check_overrides(policy, all_graphs(graph, bodies))
         outermost = Unit(graph, attribute, _border_of(policy, under_autocast, bodies))
-        units = _compiled(outermost, AssignPrecision(policy, plan, own, timer), rewriting(policy), edits, {})
-    if plan is not None and any(d.graph >= len(units) for d in plan.decisions):
+        units = _compiled(outermost, AssignPrecision(policy, plan, exact, timer), rewriting(policy), edits, {})
+    if plan is not None and exact and any(d.graph >= len(units) for d in plan.decisions):
         raise PlanError(f"the plan has more graphs than the {len(units)} of this model; {REMEDY}")
     return _plan_of(policy, capture, notes, units, edits)
 

@@ -141,7 +141,7 @@ def converted(
     given = as_inputs((), inputs)
     policies = [resolve(fxamp.Policy(level, dtype=low, **settings), model, given) for level in levels]
     under = autocast_for(policies[-1], model, given)
-    captures = capture(model, (), inputs, dynamic_shapes=None, autocast=under)
+    captures = capture(model, (), inputs, autocast=under)
     for policy in policies:
         yield emit(copied(captures), policy).train()
 

@@ -112,7 +112,7 @@ def time_passes(graph: Graph, level: str) -> dict[str, float]:
             stack.enter_context(_timed(path, name, seconds))
         stack.enter_context(watched(timed := Timed()))
         start = time.process_time()
-        compile_graph(graph, policy, values.__getitem__, capture="export")
+        compile_graph(graph, policy, values.__getitem__)
         seconds["all"] = time.process_time() - start
     return seconds | timed.seconds
 

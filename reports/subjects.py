@@ -1,4 +1,4 @@
-"""Capture each model of the zoo once per run, compile it under many policies, and compare with what it must equal."""
+"""Make each model of the zoo once per run, convert it under many policies, and compare with what it must equal."""
 
 from __future__ import annotations
 
@@ -6,22 +6,16 @@ import contextlib
 import copy
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import fxamp
-from fxamp.capture.model.captured import Captures, as_inputs
-from fxamp.capture.states import capture, copied
-from fxamp.convert import autocast_for, emit
-from fxamp.dynamo.resolve import resolve
 from fxamp.measure.counts import StepCounts, step_counts
-from fxamp.trust.check import check_faithful
 from fxamp.trust.distance import floats
 from passes._torch import pytree
-from passes.contract.policy import Policy
 from reports.zoo import BY_NAME, Zoo
 
 BATCH = 3
@@ -29,56 +23,32 @@ BATCH = 3
 
 @dataclass
 class Subject:
-    """A model and its example inputs, with what capture made of it, once for each low dtype.
-
-    Sizes are fixed, which takes a third of the time.
-    """
+    """A model and its example inputs."""
 
     zoo: Zoo
     model: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    front_end: str = "export"
-    made: dict[Any, Captures] = field(default_factory=dict)
-
-    def captures(self, policy: Policy) -> Captures:
-        """Return what capture makes of the model for a policy with device and dtype; to be copied before use."""
-        autocast = autocast_for(policy, self.model, as_inputs(self.args, self.kwargs))
-        if autocast not in self.made:
-            self.made[autocast] = capture(
-                self.model, self.args, self.kwargs, front_end=self.front_end, autocast=autocast, dynamic_shapes=None
-            )
-            check_faithful(self.made[autocast].graphs[0], self.args, self.kwargs)
-        return self.made[autocast]
-
-
-def subject(name: str, front_end: str = "export") -> Subject:
-    """Return one model of the zoo, made once."""
-    return _subject(name, front_end)
-
-
-def converted(name: str, policy: str = "O1", front_end: str = "export") -> fxamp.ConvertedModule:
-    """Return one model of the zoo converted under a policy, made once."""
-    return _converted(name, policy, front_end)
 
 
 @functools.cache
-def _subject(name: str, front_end: str) -> Subject:
+def subject(name: str) -> Subject:
+    """Return one model of the zoo, made once."""
     zoo = BY_NAME[name]
     model = zoo.build()
     args, kwargs = zoo.inputs(BATCH)
-    return Subject(zoo, model, args, kwargs, front_end)
+    return Subject(zoo, model, args, kwargs)
 
 
 @functools.cache
-def _converted(name: str, policy: str, front_end: str) -> fxamp.ConvertedModule:
-    return compiled(subject(name, front_end), policy)
+def converted(name: str, policy: str = "O1") -> Any:
+    """Return one model of the zoo converted under a policy, made once."""
+    return compiled(subject(name), policy)
 
 
-def compiled(found: Subject, policy: str) -> fxamp.ConvertedModule:
+def compiled(found: Subject, policy: str) -> Any:
     """Return a subject converted under a policy."""
-    settled = resolve(Policy.parse(policy), found.model, as_inputs(found.args, found.kwargs))
-    return emit(copied(found.captures(settled)), settled)
+    return fxamp.convert(found.model, found.args, found.kwargs, policy=policy)
 
 
 def run(
@@ -131,7 +101,7 @@ def training_counts(name: str, policy: str) -> tuple[StepCounts, StepCounts]:
     return counts_of(subject(name), converted(name, policy))
 
 
-def counts_of(found: Subject, module: fxamp.ConvertedModule) -> tuple[StepCounts, StepCounts]:
+def counts_of(found: Subject, module: Any) -> tuple[StepCounts, StepCounts]:
     """Do the same for a subject that has no name."""
     set_mode(found, module, True)
 

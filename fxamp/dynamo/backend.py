@@ -19,25 +19,26 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule
 
 from passes import compile_graph
 from passes._torch import FakeTensor, inner_backend, trace_artifact
 from passes.contract.errors import PolicyError
 from passes.contract.plan import Plan
 from passes.contract.policy import Policy, check_used, nearest, type_names
+from passes.contract.timing import Timer
 from passes.graph.notes import note, note_of
 from passes.graph.values import LOW_DTYPES, no_autocast, retyped
 from passes.ops.rules import row_of
 from passes.runtime.casts import CAST, again
 
-from ..capture.model.fused import note_fused, without_gradients
-from ..module.parameters import low_parameters, opaque_parameters, refuse_low_parameters
-from ..module.underflow import UnderflowWatch
 from . import compiled, recompile_limit
 from .capture_jit import ambient_dtype, attribute_of, describe, is_attribute, parameter_path
+from .fused import note_fused, without_gradients
 from .outputs import is_low_of_its_own, is_low_throughout, note_leaving, note_own
+from .parameters import low_parameters, opaque_parameters, refuse_low_parameters
 from .scope import Scope, is_gathered, is_training, scope
+from .underflow import UnderflowWatch
 
 Inner = str | Callable[..., Any]
 _OURS = ("policy", "backend", "mode")
@@ -140,15 +141,20 @@ def backend(
     chosen = Policy.of(policy)
     if chosen.cost == "measured":
         raise PolicyError(
-            "cost='measured' needs example inputs before training: use fxamp.convert, or cost='bytes' here."
+            "cost='measured' needs example inputs before training: use fxamp.convert(model, args), or cost='bytes' here."
         )
-    if isinstance(backend, Backend) or backend == "fxamp":
-        raise PolicyError("the inner backend of fxamp cannot be fxamp itself: use 'inductor', 'aot_eager' or 'eager'.")
-    require_backend(backend)
+    require_inner(backend)
     return Backend(chosen, backend, mode, tuple(sorted((options or {}).items())))
 
 
 backend_of = backend  # for functions that have an argument of that name
+
+
+def require_inner(backend: object) -> None:
+    """Raise PolicyError for an inner backend that `torch.compile` does not have, or that is fxamp itself."""
+    if isinstance(backend, Backend) or backend == "fxamp":
+        raise PolicyError("the inner backend of fxamp cannot be fxamp itself: use 'inductor', 'aot_eager' or 'eager'.")
+    require_backend(backend)
 
 
 def require_backend(backend: object) -> None:
@@ -182,11 +188,20 @@ def split(options: Mapping[str, Any] | None) -> tuple[dict[str, Any], dict[str, 
 
 
 def rewrite(
-    gm: GraphModule, example_inputs: list[Any], policy: Policy, notes: tuple[str, ...] = (), runs_on: str | None = None
-) -> tuple[compiled.Converted, dict[int, torch.dtype]]:
+    gm: GraphModule, example_inputs: list[Any], policy: Policy, notes: tuple[str, ...] = (), *,
+    runs_on: str | None = None, replayed: Callable[[Graph], tuple[Plan | None, bool]] | None = None,
+    timer: Timer | None = None,
+) -> tuple[compiled.Converted, dict[int, torch.dtype]]:  # fmt: skip
     """Convert a graph from Dynamo, in place; return the decisions, and the outputs' dtypes in the model itself.
 
-    `runs_on` is the kind of device of the autocast that was on while Dynamo traced, if the policy is for another one.
+    Args:
+        gm: the graph; it is changed.
+        example_inputs: its inputs.
+        policy: what is asked. Without a device or dtype, those of the inputs and of the surrounding autocast are taken.
+        notes: what is to be said in the plan.
+        runs_on: the kind of device of the autocast that was on while Dynamo traced, if the policy is for another one.
+        replayed: gives the plan to carry out for a described graph, and whether it is of this very graph.
+        timer: measures calls, for cost="measured".
     """
     places = gm.graph.find_nodes(op="placeholder")  # torch may put the switch of a region before them
     named = [(parameter_path(n), v) for n, v in zip(places, example_inputs, strict=False)]
@@ -214,9 +229,11 @@ def rewrite(
         _note_fused(gm, found.root)
     if not under and policy.level.rounds:
         notes = (*notes, _WITHOUT_AUTOCAST)
+    given_plan, exact = (None, True) if replayed is None else replayed(gm.graph)
     plan = compile_graph(
-        gm.graph, resolved, functools.partial(attribute_of, gm), capture="jit", notes=notes, under_autocast=under
-    )
+        gm.graph, resolved, functools.partial(attribute_of, gm), capture="dynamo", notes=notes, under_autocast=under,
+        plan=given_plan, exact=exact, timer=timer,
+    )  # fmt: skip
     for node in gm.graph.nodes:
         if "val" in node.meta:
             node.meta["example_value"] = node.meta["val"]

@@ -84,18 +84,12 @@ def _unsized(argument: Any) -> Any:
 
 _BY_PARAMETER: Any = WeakIdKeyDictionary()
 _BY_ROOT: weakref.WeakKeyDictionary[nn.Module, list[Converted]] = weakref.WeakKeyDictionary()
-_ASKED: weakref.WeakKeyDictionary[nn.Module, Policy] = weakref.WeakKeyDictionary()
-
-
-def announce(module: nn.Module, policy: Policy) -> None:
-    """Note the policy of a compiled module: several compiled modules over one model may have different ones."""
-    _ASKED[module] = policy
 
 
 def asked_of(module: nn.Module) -> Policy | None:
-    """Return the policy that was requested for a compiled module, None for any other module."""
+    """Return the policy that was requested for a view, None for any other module."""
     runner = runner_of(module)
-    return _ASKED.get(module) if runner is None else runner.asked
+    return None if runner is None else runner.asked
 
 
 def runner_of(module: object) -> Any:
@@ -115,6 +109,19 @@ def converted_of(
     if any(isinstance(example_inputs[i], FakeTensor) for i in places):
         return entry  # one of the parts that torch makes of a graph for DistributedDataParallel; kept at its first call
     return replace(entry, parameters=_named(entry, example_inputs, paths))
+
+
+def with_record(gm: GraphModule, plan: Plan, **more: Any) -> GraphModule:
+    """Keep on an emitted graph what was decided on it; pickling drops `meta`, and copying drops other attributes."""
+    gm.meta["fxamp"] = {"plan": plan, **more}
+    gm.fxamp = gm.meta["fxamp"]
+    return gm
+
+
+def record_on(gm: GraphModule) -> dict[str, Any] | None:
+    """Return what `with_record` kept; None for any other graph."""
+    found: dict[str, Any] | None = gm.meta.get("fxamp") or gm.__dict__.get("fxamp")
+    return found
 
 
 def copied(gm: GraphModule) -> GraphModule:
@@ -205,32 +212,20 @@ def entries(module: nn.Module) -> list[Converted]:
     Raises:
         CaptureError: nothing was captured.
     """
-    if (runner := runner_of(module)) is not None:
-        of_view: list[Converted] = runner.converted()
-        if not of_view:
-            raise CaptureError(_nothing(module))
-        return of_view
     found = {id(entry): entry for entry in _BY_ROOT.get(_root(module), ())}
     for parameter in () if found else module.parameters():  # it is part of the compiled one
         for entry in _BY_PARAMETER.get(parameter, ()):
             found[id(entry)] = entry
-    asked = _ASKED.get(module)
-    out = [entry for entry in found.values() if asked is None or _carries_out(entry.plan.policy, asked)]
-    if not out:
+    if not found:
         raise CaptureError(_nothing(module))
     once: dict[Any, Converted] = {}
-    for entry in out:
+    for entry in found.values():
         once.setdefault(entry.signature, entry)
     return list(once.values())
 
 
 def _root(module: nn.Module) -> nn.Module:
     return original_of(module) or module
-
-
-def _carries_out(policy: Policy, asked: Policy) -> bool:
-    """Say whether a policy is the one that was requested: one model can be compiled under two policies."""
-    return policy == replace(asked, device=asked.device or policy.device, dtype=asked.dtype or policy.dtype)
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -269,10 +264,7 @@ def plan_of(module: nn.Module) -> Plan:
     found = entries(module)
     paths = {id(p): name.removeprefix("_orig_mod.") for name, p in module.named_parameters()}
     plan = together([(_prefix(entry.paths, paths), entry.plan) for entry in found])
-    runner = runner_of(module)
-    own = () if runner is None else runner.notes
-    root = _root(module) if runner is None else runner.model
-    return replace(plan, notes=(*plan.notes, *own, *_coverage(module, found), *reached(root)))
+    return replace(plan, notes=(*plan.notes, *coverage(module, found), *reached(_root(module))))
 
 
 def together(parts: Sequence[tuple[str, Plan]]) -> Plan:
@@ -289,7 +281,7 @@ def together(parts: Sequence[tuple[str, Plan]]) -> Plan:
     return replace(plans[0], decisions=tuple(decisions), states=(), **sums(plans))
 
 
-def _coverage(module: nn.Module, found: list[Converted]) -> list[str]:
+def coverage(module: nn.Module, found: Sequence[Converted]) -> list[str]:
     """Describe how much of a model its graphs cover, unless one graph covers all of it."""
     inside = {i for entry in found for i in entry.paths}
     named = [(name.removeprefix("_orig_mod."), p) for name, p in module.named_parameters()]
@@ -307,7 +299,7 @@ def _coverage(module: nn.Module, found: list[Converted]) -> list[str]:
     ]
 
 
-def _between(found: list[Converted]) -> str:
+def _between(found: Sequence[Converted]) -> str:
     """Describe how code outside of all graphs runs."""
     policy = found[0].plan.policy
     if not all(entry.autocast for entry in found):

@@ -1,4 +1,4 @@
-"""The last check of `cost="measured"`: time whole forward and backward passes of the chosen graph and its alternatives.
+"""The last check of `cost="measured"`: time whole forward and backward passes at O2, at O1 and in FP32.
 
 The costs of single ops add up only roughly to the time of a step. So the graphs of O2, O1 and FP32 take turns on the
 example inputs. O1 is chosen if it is faster than O2 beyond noise. FP32 is chosen if neither is faster by more than the
@@ -27,27 +27,24 @@ from passes.contract.policy import Policy
 from passes.contract.reasons import Code
 from passes.graph.values import no_autocast
 
-from ..capture.model.captured import Captured, Captures
-from ..capture.model.snapshot import untouched
-from ..capture.states import copied
-from ..module.module import ConvertedModule
-from ..trust.check import written_parameters
+from ..dynamo.inputs import Inputs
 from ..trust.preserved import fresh, preserved
+from ..view.graphs import plan_of
+from ..view.prime import capture, twin_of
+from ..view.view import make_view, runner_of
 from .counts import laps
-from .timing import OpTimer, training_alone
+from .timing import training_alone
 
-logger = logging.getLogger("fxamp")
+logger = logging.getLogger(__name__)
 
 CODE = Code.NOT_WORTH_CASTS.value
 SECONDS = 3.0  # for all variants together
 ROUNDS = (5, 100)  # at least and at most
 NOISE = 1.01  # steps whose times differ by less than this factor count as equally fast
 
-Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
-
-def _runnable(policy: Policy, model: nn.Module, inputs: Inputs | None) -> Inputs:
-    """Return the example inputs; raise PolicyError where nothing can be run."""
+def measurable(policy: Policy, model: nn.Module, inputs: Inputs | None) -> Policy:
+    """Return a policy with device and dtype; raise PolicyError where nothing can be run."""
     instead = "or choose cost='bytes', the default"
     if inputs is None:
         raise PolicyError(
@@ -65,44 +62,37 @@ def _runnable(policy: Policy, model: nn.Module, inputs: Inputs | None) -> Inputs
             f"cost='measured' runs the model on '{policy.device}', and the model is on '{homes[0]}': move model and "
             f"inputs to '{policy.device}' before converting, {instead}."
         )
-    return inputs
+    return policy
 
 
-def emit_measured(
-    captures: Captures, policy: Policy, inputs: Inputs | None, emit: Callable[..., ConvertedModule]
-) -> ConvertedModule:
-    """Compile with measured costs. At O2, return FP32 or O1 instead if that is faster.
+def fastest_plan(view: Any, inputs: Inputs) -> Plan:
+    """Return the plan of a view; at O2 that of O1 or of FP32 instead, if a step of it is faster.
 
     Args:
-        captures: captured graphs; at O2 they are not changed.
-        policy: with device and dtype filled in.
-        inputs: example arguments.
-        emit: compiles captured graphs under a policy; takes a plan to replay, and a timer.
-
-    Raises:
-        PolicyError: nothing can be run.
+        view: captured with measured costs.
+        inputs: the example inputs that it was captured with.
     """
-    captured = captures.graphs[0]
-    example = _runnable(policy, captured.model, inputs)
-    timer = OpTimer(str(policy.device))
+    runner = runner_of(view)
+    policy, model = runner.policy, runner.model
     if not policy.level.may_keep_products_fp32:
-        return emit(captures, policy, timer=timer)
-    chosen = emit(copied(captures), policy, timer=timer)
-    rivals: dict[str, ConvertedModule] = {}
+        return plan_of(runner)
+    rivals: dict[str, Any] = {"O2": view}
     with contextlib.suppress(PolicyError):  # an override may name an op that only the graph of O2 has
-        rivals["O1"] = emit(copied(captures), replace(policy, level=Level.O1), timer=timer)
+        rivals["O1"] = _captured(model, replace(policy, level=Level.O1), inputs)
     forced_low = any(colour == "low" for _, colour in (*policy.modules, *policy.ops))  # O0 ignores these
-    if not forced_low and all(c.plain for c in captures.graphs):
-        rivals["FP32"] = emit(copied(captures), replace(policy, level=Level.O0, modules=(), ops=()))
-    if not rivals:
-        return chosen
-    seconds = _race({"O2": chosen, **rivals}, captured, example)
+    if not forced_low:
+        rivals["FP32"] = _captured(model, replace(policy, level=Level.O0, modules=(), ops=()), inputs)
+    seconds = _race(rivals, model, inputs)
     best = fastest(seconds)
     if best == "O2":
-        return chosen
-    module, slower = rivals[best], min(seconds["O2"]) > min(seconds[best])
-    module.plan = _explained(module.plan, chosen.plan, best, slower)
-    return module
+        return plan_of(runner)
+    return _explained(plan_of(runner_of(rivals[best])), plan_of(runner), best, min(seconds["O2"]) > min(seconds[best]))
+
+
+def _captured(model: nn.Module, policy: Policy, inputs: Inputs) -> Any:
+    view = make_view(model, policy)
+    capture(runner_of(view), *inputs, check=False)
+    return view
 
 
 def fastest(seconds: Mapping[str, Sequence[float]]) -> str:
@@ -124,19 +114,13 @@ def _lower_quartile(taken: Sequence[float]) -> float:
     return statistics.quantiles(taken, n=4)[0] if len(taken) > 2 else min(taken)
 
 
-def _race(modules: Mapping[str, ConvertedModule], captured: Captured, inputs: Inputs) -> dict[str, list[float]]:
-    """Time a step of each module, in turns; return the seconds. Afterwards the model is unchanged."""
-    model = captured.model
-    with untouched(model), preserved(model, written_parameters(captured), graph=True), no_autocast(), training_alone():
-        steps = {name: _step(module, inputs) for name, module in modules.items()}
+def _race(views: Mapping[str, Any], model: nn.Module, inputs: Inputs) -> dict[str, list[float]]:
+    """Time a step of each view, in turns, on copies of its model that share the parameters; return the seconds."""
+    with preserved(model), no_autocast(), training_alone():
+        steps = {name: _step(view, inputs) for name, view in views.items()}
         seconds = laps(steps, _rounds())
     logger.info("fxamp: least seconds of a step: %s", {name: round(min(taken), 6) for name, taken in seconds.items()})
     return seconds
-
-
-def kept_notes(replayed: Plan | None) -> list[str]:
-    """Return the notes of a replayed plan that still hold: those that say why another level than O2 was chosen."""
-    return [note for note in replayed.notes if note.startswith(CODE)] if replayed is not None else []
 
 
 def _explained(plan: Plan, instead_of: Plan, name: str, slower: bool) -> Plan:
@@ -154,16 +138,19 @@ def _explained(plan: Plan, instead_of: Plan, name: str, slower: bool) -> Plan:
     return replace(plan, decisions=decisions, notes=(*plan.notes, note))
 
 
-def _step(module: ConvertedModule, inputs: Inputs) -> Callable[[], object]:
-    """Return a function that runs a forward and backward of the graph; no gradient is kept."""
+def _step(view: Any, inputs: Inputs) -> Callable[[], object]:
+    """Return a function that runs a forward and backward of the graphs; no gradient is kept."""
     args, kwargs = pytree.tree_map(fresh, inputs)
-    flat = module.call_spec.bind(args, kwargs)
-    leaves = [*module.parameters(), *pytree.tree_leaves(flat)]
-    sources = [t for t in leaves if isinstance(t, Tensor) and t.requires_grad]
+    runner = runner_of(view)
+    twin = twin_of(runner.model)
+    sources = [t for t in (*twin.parameters(), *pytree.tree_leaves((args, kwargs))) if isinstance(t, Tensor)]
+    sources = [t for t in sources if t.requires_grad]
+
+    def forward() -> Any:
+        return runner(args, kwargs, model=twin)
 
     def step() -> None:
-        outputs = pytree.tree_leaves(module.graph_forward(*flat))
-        made = [t for t in outputs if isinstance(t, Tensor) and t.requires_grad]
+        made = [t for t in pytree.tree_leaves(forward()) if isinstance(t, Tensor) and t.requires_grad]
         made = [t for t in made if t.dim() == 0] or made  # a scalar is the loss
         if made and sources:
             torch.autograd.grad(made, sources, [torch.ones_like(t) for t in made], allow_unused=True)
@@ -171,7 +158,7 @@ def _step(module: ConvertedModule, inputs: Inputs) -> Callable[[], object]:
     try:
         step()
     except RuntimeError:  # the model has no backward: it overwrites what that would need
-        return lambda: module.graph_forward(*flat)
+        return forward
     return step
 
 

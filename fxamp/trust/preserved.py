@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..capture.model.tensors import held, kept
+from .tensors import held, kept
 
 
 @contextlib.contextmanager

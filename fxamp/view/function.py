@@ -37,9 +37,11 @@ from passes.graph.values import no_autocast
 
 from ..dynamo.backend import at_call, inner_of, leave_sharing_to_the_compiler, rewrite
 from ..dynamo.call import current
-from ..dynamo.compiled import Converted, copied, elsewhere
+from ..dynamo.compiled import Converted, break_of, copied, elsewhere
 from ..dynamo.outputs import leaving
 from .copies import lift, with_copies
+from .replay import Replaying
+from .state import State, state_of
 
 if TYPE_CHECKING:
     from .runner import Runner
@@ -62,9 +64,7 @@ class Entry:
         captured: the graph as captured.
         names: the names in the model of the parameters and buffers among its inputs, by place.
         constants: the numbers of the model among its inputs, by place.
-        method: the method that it is a part of, "" for a call.
-        training: whether the model was in train mode.
-        grad: "grad", "no_grad" or "inference".
+        state: what it was captured in.
         seconds: how long the inner backend took.
     """
 
@@ -73,15 +73,8 @@ class Entry:
     captured: GraphModule
     names: Mapping[int, str]
     constants: Mapping[int, Tensor]
-    method: str
-    training: bool
-    grad: str
+    state: State
     seconds: float
-
-    @property
-    def state(self) -> str:
-        """The state that it was captured in: "train, grad"."""
-        return f"{'train' if self.training else 'eval'}, {self.grad}"
 
 
 class Function:
@@ -180,7 +173,12 @@ class _Backend:
                 node.meta["stack_trace"] = _OURS.sub("", trace)
         captured = copied(gm)
         inner, notes = inner_of("eager" if function.kind == "transform" else runner.backend, gm)
-        converted, outputs = rewrite(gm, example_inputs, runner.policy, notes, runner.device)
+        replaying = Replaying(runner.replayed, runner.entries, state_of(model, function.method), break_of(gm))
+        converted, outputs = rewrite(
+            gm, example_inputs, runner.policy, notes, runs_on=runner.device, timer=runner.timer,
+            replayed=None if runner.replayed is None else replaying,
+        )  # fmt: skip
+        runner.note(*replaying.notes(converted.plan))
         if inner != "eager":
             leave_sharing_to_the_compiler(gm)
         whole, lifted = gm, list[tuple[int, torch.dtype]]()
@@ -196,17 +194,11 @@ class _Backend:
         run = at_call(run, converted, example_inputs, outputs)
         number = len(runner.entries) if real else -1
         if real:
-            state = (model.training, grad_mode())
-            entry = Entry(number, converted, captured, named, constants, function.method, *state, seconds)
-            runner.entries.append(entry)
+            state = state_of(model, function.method)
+            runner.entries.append(Entry(number, converted, captured, named, constants, state, seconds))
         if global_module_hooks():
             function.stale = _other_global_hooks()
         return _tokened(run, captured, number, _Reader(runner, number, converted, example_inputs))
-
-
-def grad_mode() -> str:
-    """Return the name of torch's present grad mode."""
-    return "inference" if torch.is_inference_mode_enabled() else "grad" if torch.is_grad_enabled() else "no_grad"
 
 
 def _is_op(node: Node) -> bool:
@@ -276,4 +268,4 @@ def _tokened(run: Callable[..., Any], captured: GraphModule, number: int, reader
     return call
 
 
-__all__ = ["LIMIT", "Captured", "Entry", "Function", "grad_mode", "is_whole", "leaving"]
+__all__ = ["LIMIT", "Captured", "Entry", "Function", "is_whole", "leaving"]

@@ -12,6 +12,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,13 +20,18 @@ from torch import nn
 from torch.fx import Graph, GraphModule, Node, map_arg
 
 from passes._torch import source_name
+from passes.contract.errors import CaptureError
+from passes.contract.plan import Plan, joined
+from passes.runtime.tracing import RuntimeTracer
 
-from ..dynamo.compiled import Converted
+from ..dynamo import recompile_limit
+from ..dynamo.compiled import coverage, together, with_record
 from .function import Entry
+from .replay import OR
 from .runner import Runner
+from .state import State
 
 _ARGUMENT = re.compile(r"L\['args'\]\[(\d+)\]|L\['kwargs'\]\['(\w+)'\]")
-_GRAD = ("grad", "no_grad", "inference")
 
 
 def entries_of(runner: Runner) -> list[Entry]:
@@ -34,22 +40,83 @@ def entries_of(runner: Runner) -> list[Entry]:
 
     def order(entry: Entry) -> tuple[Any, ...]:
         first = next((d.module_path for d in entry.converted.plan.decisions), "")
-        state = (entry.method, not entry.training, _GRAD.index(entry.grad))
-        return (*state, places.get(first, -1), entry.converted.broke, str(entry.converted.signature))
+        return entry.state.order, places.get(first, -1), entry.converted.broke, str(entry.converted.signature)
 
     found: dict[Any, Entry] = {}
     for entry in sorted(runner.entries, key=order):
-        key = (entry.method, entry.training, entry.grad, str(entry.converted.signature))
+        key = (entry.state, str(entry.converted.signature))
         found.setdefault(key, entry)
     return list(found.values())
 
 
-def bound(runner: Runner, entry: Entry) -> GraphModule:
-    """Return an emitted graph as a module over the model's own parameters and buffers.
+@dataclass(frozen=True)
+class Part:
+    """The graphs of the states of a view in which the same is decided.
 
-    Its attribute `state` names the state that it was captured in, and the method.
+    Attributes:
+        states: the states.
+        entries: the graphs of the first of them.
+        plan: what is decided on them.
     """
-    return _Binding(runner, entry).module()
+
+    states: tuple[State, ...]
+    entries: tuple[Entry, ...]
+    plan: Plan
+
+
+def parts_of(runner: Runner) -> list[Part]:
+    """Return the graphs of a view by state; states in which the same is decided are one part."""
+    by_state: dict[State, list[Entry]] = {}
+    for entry in entries_of(runner):
+        by_state.setdefault(entry.state, []).append(entry)
+    parts: list[Part] = []
+    for state, entries in by_state.items():
+        plan = together([("", entry.converted.plan) for entry in entries])
+        same = next((p for p in parts if (p.plan.decisions, p.plan.casts) == (plan.decisions, plan.casts)), None)
+        if same is None:
+            parts.append(Part((state,), tuple(entries), plan))
+        else:
+            parts[parts.index(same)] = replace(same, states=(*same.states, state))
+    return parts
+
+
+def plan_of(runner: Runner) -> Plan:
+    """Return the plan of a view over all graphs that were captured.
+
+    Raises:
+        CaptureError: nothing was captured yet.
+    """
+    parts = parts_of(runner)
+    if not parts:
+        raise CaptureError(nothing_captured(runner))
+    plan = joined([part.plan for part in parts], [OR.join(map(str, part.states)) for part in parts])
+    covered = coverage(runner.model, [entry.converted for part in parts for entry in part.entries])
+    notes = (*plan.notes, *runner.notes, *covered, *recompile_limit.reached(runner.model))
+    return replace(plan, notes=tuple(dict.fromkeys(notes)), complete=runner.complete)
+
+
+def graphs_of(runner: Runner) -> tuple[GraphModule, ...]:
+    """Return the emitted graphs of a view as modules over the model's own parameters and buffers.
+
+    `meta["fxamp"]` of each holds its `state`, its `plan`, where Dynamo broke it (`break`), and the number of its first
+    graph in the plan of the view (`number`).
+    """
+    made, number = [], 0
+    for part in parts_of(runner):
+        for entry in part.entries:
+            gm = _Binding(runner, entry).module()
+            record = {"state": OR.join(map(str, part.states)), "break": entry.converted.broke, "number": number}
+            made.append(with_record(gm, entry.converted.plan, **record))
+            number += entry.converted.plan.graphs
+    return tuple(made)
+
+
+def nothing_captured(runner: Runner) -> str:
+    """Say that a view has no graphs yet."""
+    return (
+        f"nothing was captured yet: {type(runner.model).__name__} is captured at its first call, or when it is "
+        "converted with example inputs."
+    )
 
 
 class _Binding:
@@ -58,14 +125,14 @@ class _Binding:
     def __init__(self, runner: Runner, entry: Entry) -> None:
         self.runner, self.entry = runner, entry
         self.source = entry.converted.graph
-        self.graph, self.env = Graph(), dict[Node, Any]()
+        self.graph, self.env = Graph(tracer_cls=RuntimeTracer), dict[Node, Any]()
         model = runner.model
         self.attributes: dict[str, Any] = {
             **dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))
         }  # fmt: skip
         self.sizes: dict[str, tuple[Node, int]] = {}
         self.taken: set[str] = set()
-        call = getattr(type(model), entry.method or "forward")
+        call = getattr(type(model), entry.state.method or "forward")
         self.names = [*inspect.signature(call).parameters][1:]
 
     def module(self) -> GraphModule:
@@ -84,9 +151,7 @@ class _Binding:
             node.meta = {k: v for k, v in node.meta.items() if k in _KEPT}
         used = {str(n.target) for n in self.graph.nodes if n.op == "get_attr"}
         held = {name: value for name, value in self.attributes.items() if name in used}
-        made = GraphModule(held, self.graph, type(self.runner.model).__name__)
-        made.state = f"{self.entry.method or 'call'}: {self.entry.state}"  # type: ignore[assignment]
-        return made
+        return GraphModule(held, self.graph, type(self.runner.model).__name__)
 
     def _arguments(self) -> list[tuple[Node, Any]]:
         """Make the inputs that a caller gives; return those that the model or a size gives."""
@@ -136,11 +201,6 @@ class _Binding:
 
 
 _KEPT = ("val", "example_value", "stack_trace", "nn_module_stack", "fxamp")
-
-
-def converted_of(runner: Runner) -> list[Converted]:
-    """Return what is kept of each graph of a view."""
-    return [entry.converted for entry in entries_of(runner)]
 
 
 def runners_in(module: nn.Module) -> Sequence[tuple[str, Runner]]:

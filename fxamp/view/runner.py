@@ -44,7 +44,9 @@ from passes._torch import (
     without_module_trackers,
 )
 from passes.contract.errors import CaptureError, FxampError, PolicyError
+from passes.contract.plan import Plan
 from passes.contract.policy import Policy, nearest
+from passes.contract.timing import Timer
 
 from ..dynamo import recompile_limit
 from ..dynamo.backend import Inner
@@ -52,8 +54,9 @@ from ..dynamo.call import Call, begin, current
 from ..dynamo.outputs import restored
 from ..dynamo.resolve import device_of, resolve
 from .copies import Copies
-from .function import LIMIT, Entry, Function, grad_mode
+from .function import LIMIT, Entry, Function
 from .hooks import HookWatch
+from .state import state_of
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +76,7 @@ class Runner:
         dynamic: as `torch.compile` takes it; None marks the batch.
         on_change: "recompile" or "error".
         methods: names of methods that are captured like a call.
+        replayed: the plan that is carried out, if there is one.
 
     Attributes:
         policy: the policy, settled after the first call.
@@ -82,13 +86,15 @@ class Runner:
         entries: the graphs, in the order of capture.
         copies: the open copies of parameters, if there are any.
         override: what somebody wrote to `forward` of the view.
-        notes: what the check of the capture has to say, for the plan.
+        notes: what capture and its check have to say, for the plan.
+        complete: all graphs were captured, those after a graph break too.
+        timer: measures calls, for cost="measured".
     """
 
     def __init__(
         self, model: nn.Module, policy: Policy, backend: Inner = "eager", *, mode: str | None = None,
         options: Mapping[str, Any] | None = None, fullgraph: bool = False, dynamic: bool | None = None,
-        on_change: str = "recompile", methods: tuple[str, ...] = (),
+        on_change: str = "recompile", methods: tuple[str, ...] = (), replayed: Plan | None = None,
     ) -> None:  # fmt: skip
         self.model, self.asked, self.policy = model, policy, policy
         self.backend, self.mode, self.options = backend, mode, dict(options or {})
@@ -98,6 +104,9 @@ class Runner:
         self.copies: Copies | None = None
         self.override: Callable[..., Any] | None = None
         self.notes: tuple[str, ...] = ()
+        self.complete = True
+        self.replayed = replayed
+        self.timer: Timer | None = None
         self._functions: dict[tuple[Any, ...], Function] = {}
         self._said: set[str] = set()
         self._healed: set[tuple[int, str]] = set()
@@ -112,18 +121,16 @@ class Runner:
         """What another view of the same kind is made with."""
         return {
             "backend": self.backend, "mode": self.mode, "options": self.options, "fullgraph": self.fullgraph,
-            "dynamic": self.dynamic, "on_change": self.on_change, "methods": self.methods,
+            "dynamic": self.dynamic, "on_change": self.on_change, "methods": self.methods, "replayed": self.replayed,
         }  # fmt: skip
+
+    def note(self, *notes: str) -> None:
+        """Keep what is to be said in the plan."""
+        self.notes = tuple(dict.fromkeys((*self.notes, *notes)))
 
     def opened(self) -> Copies | None:
         """Return the open copies of parameters."""
         return self.copies
-
-    def converted(self) -> list[Any]:
-        """Return what is kept of each graph, in a fixed order."""
-        from .graphs import converted_of
-
-        return converted_of(self)
 
     def clear(self) -> None:
         """Forget what was compiled; the plan stays readable."""
@@ -213,8 +220,8 @@ class Runner:
 
     def _function(self, kind: str, method: str, model: nn.Module) -> Function:
         """Return the compiled function for a call; where a change is an error, each state has one of its own."""
-        state = (model.training, grad_mode()) if self.on_change == "error" else ()
-        key = (kind, method, self.traces_autocast, *state)
+        state = state_of(model) if self.on_change == "error" else None
+        key = (kind, method, self.traces_autocast, state)
         function = self._functions.get(key)
         if function is None:
             with self._capturing:
@@ -312,7 +319,7 @@ class Runner:
         first = ran[0] if ran and ran[0] >= 0 else max(ran, default=-1)
         if first >= 0 and function.expected.setdefault(first, len(ran)) <= len(ran):
             return
-        mine = any(e.method == function.method for e in self.entries)
+        mine = any(e.state.method == function.method for e in self.entries)
         cause = self._cause(function, len(ran), function.expected.get(first), mine)
         if cause in (_UNKNOWN, _NOTHING) and (id(function), cause) not in self._healed:
             self._healed.add((id(function), cause))

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 from torch.fx import Graph, Node
 
 from ..colouring import Assignment, Colouring, Colours
-from ..contract.errors import PolicyError
+from ..contract.errors import PlanError, PolicyError
 from ..contract.plan import Plan
 from ..contract.policy import Policy
 from ..contract.reasons import Code
@@ -57,7 +57,7 @@ class AssignPrecision:
     Attributes:
         policy: with dtype and device filled in.
         plan: the plan to carry out instead of choosing.
-        own: the decisions of the plan, by graph and key, that the graphs must have; None for all.
+        exact: the plan is of these very graphs, and must fit them.
         timer: measures calls, for a policy with cost="measured".
     """
 
@@ -65,19 +65,26 @@ class AssignPrecision:
     ensures: ClassVar = Ensures.NOTHING_NEW
     policy: Policy
     plan: Plan | None = None
-    own: frozenset[tuple[int, str]] | None = None
+    exact: bool = True
     timer: Timer | None = None
 
     def __call__(self, unit: Unit) -> Assignment:
         """Decide on one graph; raise PlanError where a plan to carry out does not fit it."""
         original = original_dtypes(unit.graph, unit.attribute)
         plan = None if self.plan is None else self.plan.of_graph(unit.index)
-        assignment = assign_precision(unit.graph, self.policy, original, plan, unit.border, self.timer, unit.simulated)
+        try:
+            assignment = self._assigned(unit, original, plan)
+        except PlanError:
+            if self.exact:
+                raise
+            assignment = self._assigned(unit, original, None)
         decisions = decisions_on(unit.graph, assignment.colours, assignment.autocast, unit.index)
         if plan is not None:
-            own = None if self.own is None else frozenset(key for at, key in self.own if at == unit.index)
-            decisions = replay(decisions, plan, own)
+            decisions = replay(decisions, plan, self.exact)
         return replace(assignment, decisions=decisions)
+
+    def _assigned(self, unit: Unit, original: Dtypes, plan: Plan | None) -> Assignment:
+        return assign_precision(unit.graph, self.policy, original, plan, unit.border, self.timer, unit.simulated)
 
 
 def assign_precision(

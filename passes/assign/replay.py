@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -12,7 +12,7 @@ from ..contract.plan import Decision, Plan
 from ..contract.plan_format import REMEDY
 
 
-def replay(decisions: Sequence[Decision], plan: Plan, own: Container[str] | None = None) -> tuple[Decision, ...]:
+def replay(decisions: Sequence[Decision], plan: Plan, exact: bool = True) -> tuple[Decision, ...]:
     """Check that a plan fits a graph, node by node, and that its colours are those decided here.
 
     Colours follow from one another, so a plan is replayed as a whole. If its policy gives another colour here, because
@@ -22,13 +22,18 @@ def replay(decisions: Sequence[Decision], plan: Plan, own: Container[str] | None
     Args:
         decisions: what the plan's policy decides here.
         plan: plan of this graph.
-        own: the keys that the graph must have, None for all. The others may be missing here.
+        exact: the plan is of this very graph. If not, it is of the same model in another state, or of a part of it:
+            the plan gives the reason where it decides as the policy does here.
 
     Raises:
         PlanError: a decision has no node, a node has no decision, or a colour differs; names the first.
     """
     ours = {d.key: d for d in decisions}
-    theirs = _fitting(ours, {d.key: d for d in plan.decisions}, own)
+    theirs = {d.key: d for d in plan.decisions}
+    if not exact:
+        alike = {d.key for d in decisions if d.key in theirs and theirs[d.key].colour == d.colour}
+        return tuple(_explained(d, theirs[d.key]) if d.key in alike else d for d in decisions)
+    _refuse_unfit(ours, theirs)
     for key, decision in theirs.items():
         if not isinstance(getattr(torch, decision.colour, None), torch.dtype):
             raise PlanError(f"the plan gives {key} the colour {decision.colour!r}, which is not a dtype; {REMEDY}")
@@ -37,14 +42,16 @@ def replay(decisions: Sequence[Decision], plan: Plan, own: Container[str] | None
                 f"the plan runs {key} ({ours[key].source}) in {decision.colour}; its policy gives {ours[key].colour} "
                 f"with torch {torch.__version__} (the plan was made with {plan.torch_version}). {REMEDY}"
             )
-    return tuple(replace(d, reason=theirs[d.key].reason, code=theirs[d.key].code) for d in decisions)
+    return tuple(_explained(d, theirs[d.key]) for d in decisions)
 
 
-def _fitting(
-    ours: Mapping[str, Decision], theirs: Mapping[str, Decision], own: Container[str] | None
-) -> dict[str, Decision]:
-    """Return a plan's decisions on this graph; raise PlanError if graph or plan lacks one that the other has."""
-    missing = [k for k in theirs if k not in ours and (own is None or k in own)]
+def _explained(decision: Decision, planned: Decision) -> Decision:
+    return replace(decision, reason=planned.reason, code=planned.code)
+
+
+def _refuse_unfit(ours: Mapping[str, Decision], theirs: Mapping[str, Decision]) -> None:
+    """Raise PlanError if graph or plan lacks a decision that the other has."""
+    missing = [k for k in theirs if k not in ours]
     extra = [k for k in ours if k not in theirs]
     if missing or extra:
         key = (missing or extra)[0]
@@ -54,4 +61,3 @@ def _fitting(
             f"the plan does not fit this model: it {kind}: {key}{where}; {len(missing)} missing, {len(extra)} new. "
             f"{REMEDY}"
         )
-    return {k: d for k, d in theirs.items() if k in ours}

@@ -111,19 +111,22 @@ class Plan:
         decisions: The decisions of all graphs, in one tuple.
         policy: With dtype and device filled in.
         verified: "fake" if torch recomputed all dtypes on fake tensors, which needs example inputs; else "symbolic".
-        capture: Front end: "fx", "export" or "jit".
+        capture: "dynamo" for a module, "graph" for a GraphModule or an ExportedProgram; in plans of an older format the
+            front end.
         notes: Sentences for the report: sizes that capture fixed, nodes left by capture that were removed, composite
             ops kept.
         inserted_casts: How many casts were inserted.
         casts: How many inserted casts are left after elimination.
         torch_version: The torch it was made with.
-        states: One entry per state, as "NUMBER: NAME", where NUMBER is that of its first graph; empty if one graph
-            serves all states. Decisions that a state shares with the first state are listed only there.
+        states: One entry per state, as "NUMBER: NAME", where NUMBER is that of its first graph; empty if what is decided
+            is the same in all states. Each state lists all of its decisions.
         edits: How often each rewrite of the passes fired, as "pass/rewrite"; empty in plans of an older format.
         totals: The costs of the graphs at the example's sizes, as `fxamp check` compares them; empty if not computed.
         fxamp_version: The fxamp it was made with; "" in plans of an older format.
         machine: The machine on which the kernel facts behind the plan were measured, as "cpu AVX512, torch 2.13"; "" in
             plans of an older format.
+        complete: False where graphs are missing: the model breaks its graph, and what follows could not be captured
+            without running the model.
         version: Version of the file format.
 
     Example:
@@ -137,7 +140,7 @@ class Plan:
     decisions: tuple[Decision, ...]
     policy: Policy
     verified: str = "symbolic"
-    capture: str = "fx"
+    capture: str = "graph"
     notes: tuple[str, ...] = ()
     inserted_casts: int = 0
     casts: int = 0
@@ -147,6 +150,7 @@ class Plan:
     totals: Mapping[str, float] = field(default_factory=dict, compare=False)
     fxamp_version: str = field(default_factory=_installed, compare=False)
     machine: str = field(default="", compare=False)
+    complete: bool = True
     version: int = FORMAT_VERSION
 
     def __post_init__(self) -> None:
@@ -193,8 +197,20 @@ class Plan:
         """
         return replace(self, decisions=tuple(d for d in self.decisions if d.graph == index))
 
+    def from_graph(self, first: int) -> Plan:
+        """Return the plan without the graphs before one, which gets the number 0.
+
+        Args:
+            first: Number of the graph.
+
+        Example:
+            >>> converted.plan.from_graph(0).decisions == converted.plan.decisions
+            True
+        """
+        return replace(self, decisions=_between(self.decisions, first, None), states=())
+
     def part(self, at: int) -> Plan:
-        """Return the plan of one state: its own decisions, and the decisions that it shares with the first state.
+        """Return the plan of one state, whose first graph gets the number 0.
 
         Args:
             at: Number of the state among `states`.
@@ -205,29 +221,8 @@ class Plan:
         """
         if not self.states:
             return self
-        firsts = [*self._firsts(), None]
-        own = _between(self.decisions, firsts[at], firsts[at + 1])
-        known = {(d.graph, d.key) for d in own}
-        shared = _between(self.decisions, firsts[0], firsts[1]) if at else []
-        return replace(
-            self, decisions=(*own, *(d for d in shared if (d.graph, d.key) not in known)), states=(),
-        )  # fmt: skip
-
-    def own(self, at: int) -> frozenset[tuple[int, str]]:
-        """Return the decisions of `part(at)` that belong only to that state, as (graph, key).
-
-        Args:
-            at: Number of the state among `states`.
-
-        Example:
-            >>> sorted(converted.plan.own(0))
-            [(0, '0/linear#0'), (0, '1/relu#0'), (0, '2/linear#0')]
-        """
-        firsts = [*(self._firsts() or [0]), None]
-        return frozenset((d.graph, d.key) for d in _between(self.decisions, firsts[at], firsts[at + 1]))
-
-    def _firsts(self) -> list[int]:
-        return [int(state.partition(":")[0]) for state in self.states]
+        firsts = [*(int(state.partition(":")[0]) for state in self.states), None]
+        return replace(self, decisions=_between(self.decisions, firsts[at], firsts[at + 1]), states=())
 
     def to_json(self) -> str:
         """Return the plan as JSON; equal plans give equal text.
@@ -318,26 +313,26 @@ class Plan:
         return cls.from_json(text, name=os.fspath(path), newer=newer)
 
 
-def _between(decisions: Sequence[Decision], first: int | None, end: int | None) -> list[Decision]:
+def _between(decisions: Sequence[Decision], first: int | None, end: int | None) -> tuple[Decision, ...]:
     """Return the decisions on some graphs; the first of these graphs gets the number 0."""
     start = first or 0
-    return [replace(d, graph=d.graph - start) for d in decisions if start <= d.graph and (end is None or d.graph < end)]
+    inside = (d for d in decisions if start <= d.graph and (end is None or d.graph < end))
+    return tuple(replace(d, graph=d.graph - start) for d in inside)
 
 
 def joined(plans: Sequence[Plan], states: Sequence[str]) -> Plan:
-    """Return one plan for all graphs of a model; a decision that is the same in the first state is listed only there.
+    """Return one plan for a model with several states.
 
     Args:
-        plans: plans of the graphs.
-        states: what state each of them is for.
+        plans: the plan of each state.
+        states: their names.
     """
     if len(plans) == 1:
         return plans[0]
     decisions, firsts = list(plans[0].decisions), [0]
-    shared = set(plans[0].decisions)
     for before, plan in itertools.pairwise(plans):
         firsts.append(firsts[-1] + before.graphs)
-        decisions += [replace(d, graph=d.graph + firsts[-1]) for d in plan.decisions if d not in shared]
+        decisions += [replace(d, graph=d.graph + firsts[-1]) for d in plan.decisions]
     named = tuple(f"{first}: {state}" for first, state in zip(firsts, states, strict=True))
     return replace(
         plans[0], decisions=tuple(decisions), states=named,
@@ -350,6 +345,7 @@ def sums(plans: Sequence[Plan]) -> dict[str, Any]:
     rules = sorted({rule for plan in plans for rule in plan.edits})
     return {
         "notes": tuple(dict.fromkeys(note for plan in plans for note in plan.notes)),
+        "complete": all(plan.complete for plan in plans),
         "inserted_casts": sum(plan.inserted_casts for plan in plans),
         "casts": sum(plan.casts for plan in plans),
         "edits": {rule: sum(plan.edits.get(rule, 0) for plan in plans) for rule in rules},

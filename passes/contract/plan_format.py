@@ -12,7 +12,7 @@ from typing import Any
 
 from .errors import PlanError
 
-FORMAT_VERSION = 5
+FORMAT_VERSION = 6
 REMEDY = "make a new plan, with `fxamp report TARGET --save-plan FILE` or `fxamp.plan(model, ...).save(path)`"
 LONGEST = 64 << 20  # characters; 50,000 nodes take 13 MB
 
@@ -61,7 +61,24 @@ def in_this_format(data: dict[str, Any]) -> dict[str, Any]:
             if isinstance(row, dict) and isinstance(row.get("reason"), str) else row
             for row in data["decisions"]
         ]}  # fmt: skip
-    return {"edits": {}, "totals": {}, "fxamp_version": "", "machine": "", **data, "version": FORMAT_VERSION}
+    if data["version"] < 6 and isinstance(data.get("decisions"), list) and isinstance(data.get("states"), list):
+        data = {**data, "decisions": _listed_in_each_state(data["decisions"], data["states"])}
+    added = {"edits": {}, "totals": {}, "fxamp_version": "", "machine": "", "complete": True}
+    return {**added, **data, "version": FORMAT_VERSION}
+
+
+def _listed_in_each_state(rows: list[Any], states: list[Any]) -> list[Any]:
+    """Return decisions with those of the first state in every state; up to format 5 they were listed there alone."""
+    numbers = [str(state).partition(":")[0] for state in states]
+    shaped = all(isinstance(row, dict) and isinstance(row.get("graph"), int) for row in rows)
+    if len(states) < 2 or not shaped or not all(n.isdecimal() and len(n) < 9 for n in numbers):
+        return rows
+    firsts = [int(n) for n in numbers]
+    shared = [row for row in rows if row["graph"] < firsts[1]]
+    known = {(row["graph"], row.get("key")) for row in rows}
+    moved = [{**row, "graph": row["graph"] + first} for first in firsts[1:] for row in shared]
+    added = [row for row in moved if (row["graph"], row.get("key")) not in known]
+    return sorted([*rows, *added], key=lambda row: int(row["graph"]))
 
 
 def known_part(data: dict[str, Any], plan_kind: type, decision_kind: type) -> dict[str, Any]:
@@ -111,6 +128,7 @@ _FIELD_TYPES: dict[str, type[Any]] = {
     "notes": list,
     "decisions": list,
     "states": list,
+    "complete": bool,
     "edits": dict,
     "totals": dict,
 }
@@ -138,7 +156,7 @@ def check_shape(kind: Any, data: Any, where: str) -> None:
     for name, value in data.items():
         expected = _FIELD_TYPES.get(name, str)
         # bool is an int to Python, but not in a plan.
-        if not isinstance(value, expected) or isinstance(value, bool):
+        if not isinstance(value, expected) or isinstance(value, bool) is not (expected is bool):
             raise PlanError(f"{where}: {name!r} is {reprlib.repr(value):.60}, expected {expected.__name__}; {REMEDY}")
         if isinstance(value, int) and value < 0:
             raise PlanError(f"{where}: {name!r} is negative, {value}; {REMEDY}")

@@ -109,7 +109,7 @@ class Compared(Protocol):
 
 
 def first_difference(
-    found: Compared, plain: fxamp.ConvertedModule, module: fxamp.ConvertedModule, *, grad: bool = True
+    found: Compared, plain: Any, module: Any, *, grad: bool = True
 ) -> tuple[str, str]:
     """Return the code and the key of the first node at which a converted module differs from autocast.
 
@@ -180,6 +180,6 @@ def first_difference_at_calls(found: Compared, policy: Policy, *, grad: bool = T
     return unequal(runs, plan) or _inside(runs, plan)
 
 
-def _flat(module: fxamp.ConvertedModule, found: Compared) -> list[Any]:
+def _flat(module: Any, found: Compared) -> list[Any]:
     args, kwargs = copy.deepcopy((found.args, found.kwargs))
     return module.call_spec.bind(args, kwargs)

@@ -147,7 +147,7 @@ def captured(found: Tried, front_end: str, device: str | None = None) -> Capture
     return captures
 
 
-def emitted(found: Tried, captures: Captures, level: str, device: str | None = None) -> fxamp.ConvertedModule:
+def emitted(found: Tried, captures: Captures, level: str, device: str | None = None) -> Any:
     """Return a subject that was captured converted at one level, and run once as `fxamp.convert` does."""
     inputs = as_inputs(found.args, found.kwargs) if captures.graphs[0].front_end == "export" else None
     settled = resolve(_policy(found, level, device), found.model, inputs)

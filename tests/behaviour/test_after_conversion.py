@@ -33,7 +33,7 @@ def test_the_model_stays_as_it_was_and_its_outputs_keep_their_dtype(front_end: s
     model = Two(lambda self, x: {"y": self.m(self.l(x)), "half": self.l(x).half()})
     before = fingerprint(model)
     module = convert(model, one(), front_end, "O2")
-    if front_end != "jit":  # Dynamo leaves marks of its own on a module
+    if front_end != "view":  # Dynamo leaves marks of its own on a module
         assert_untouched(model, before)
     got = module(*one())
     for (path, kind, _, values), (_, now, _, after) in zip(before[0], fingerprint(model)[0], strict=True):
@@ -44,7 +44,7 @@ def test_the_model_stays_as_it_was_and_its_outputs_keep_their_dtype(front_end: s
 
 def test_an_input_of_another_dtype_makes_a_new_plan() -> None:
     model = Two(lambda self, x: self.m(self.l(x.to(self.l.weight.dtype)) + x))
-    module = convert(model, None, "jit")
+    module = convert(model, None, "view")
     assert module(example()).dtype == F32
     low = module(example().to(BF16))
     assert low.dtype == F32
@@ -55,7 +55,7 @@ def test_an_input_of_another_dtype_makes_a_new_plan() -> None:
 def test_a_compiled_model_can_be_moved_and_loaded() -> None:
     torch.manual_seed(0)
     model = Two()
-    module = convert(model, None, "jit")
+    module = convert(model, None, "view")
     module(example())
     state = {k: torch.full_like(v, 0.5) for k, v in model.state_dict().items()}
     model.load_state_dict(state, assign=True)
@@ -78,7 +78,7 @@ def test_the_graph_can_be_cached() -> None:
     check_cacheable(given[0])
 
 
-@pytest.mark.parametrize("front_end", ["fx", "export"])
+@pytest.mark.parametrize("front_end", ["view", "graph"])
 def test_a_compiled_converted_module_has_the_same_gradients(front_end: str) -> None:
     model = Two(lambda self, x: F.layer_norm(self.m(F.gelu(self.l(x))), (6,)).square())
     module = convert(model, one(), front_end)
@@ -92,7 +92,7 @@ def test_a_compiled_converted_module_has_the_same_gradients(front_end: str) -> N
     assert_same(found[0], found[1])
 
 
-@pytest.mark.parametrize("front_end", ["fx", "export"])
+@pytest.mark.parametrize("front_end", ["view", "graph"])
 def test_per_sample_gradients_of_a_group_norm(front_end: str) -> None:
     torch.manual_seed(0)
     model = Two(lambda self, x: self.m(F.group_norm(self.l(x), 2)).square())
@@ -112,7 +112,7 @@ def test_per_sample_gradients_of_a_group_norm(front_end: str) -> None:
 def test_a_cuda_graph_sees_new_weights() -> None:
     model = Two().cuda()
     x = example().cuda()
-    module = convert(model, (x,), "export")
+    module = convert(model, (x,), "graph")
     graphed: Any = torch.cuda.make_graphed_callables(module, (x,))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     before = graphed(x).clone()

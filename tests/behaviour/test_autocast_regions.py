@@ -55,7 +55,7 @@ def test_regions_say_what_runs_in_which_dtype(case: str, front_end: str) -> None
     check(CASES[case], front_end)
 
 
-@each_low("export", "jit")
+@each_low("view", "graph")
 def test_a_region_of_the_other_low_dtype_reads_what_is_low(front_end: str, name: str, low: torch.dtype) -> None:
     other = BF16 if low == FP16 else FP16
 
@@ -119,7 +119,7 @@ def test_a_checkpoint_in_a_region_runs_as_the_region_says(region: dict[str, Any]
 
 
 @pytest.mark.parametrize(("dtype", "region"), [("bf16", {"dtype": FP16}), ("fp16", {})])
-@pytest.mark.parametrize("front_end", ["export", "jit"])
+@pytest.mark.parametrize("front_end", ["view", "graph"])
 def test_a_region_round_all_of_a_model_is_the_models_own(front_end: str, dtype: str, region: dict[str, Any]) -> None:
     def forward(self: Any, x: Tensor) -> Any:
         with torch.autocast("cpu", **region):

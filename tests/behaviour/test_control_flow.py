@@ -55,10 +55,10 @@ INSIDE = {"while_loop": loop, "scan": running, "cond": branches}
 @pytest.mark.parametrize(
     ("kind", "front_end"),
     [
-        *(("while_loop", "jit"), ("scan", "export"), ("cond", "export")),
+        *(("while_loop", "view"), ("scan", "graph"), ("cond", "graph")),
         *(
             pytest.param(*leg, marks=pytest.mark.matrix)
-            for leg in (("while_loop", "export"), ("scan", "jit"), ("cond", "jit"))
+            for leg in (("while_loop", "graph"), ("scan", "view"), ("cond", "view"))
         ),
     ],
 )
@@ -80,7 +80,7 @@ def test_a_region_that_is_compiled_once_is_right_wherever_it_is_called() -> None
         return torch.tanh(layer(t))
 
     model = Two(lambda self, x: self.m(block(self.l, block(self.l, x).float() + 1)))
-    module, got = o1(model, one(), "jit")
+    module, got = o1(model, one(), "view")
     torch.testing.assert_close(got, plain(model, one()), rtol=0.03, atol=0.03)
     assert "higher_order::invoke_subgraph" in {d.op for d in fxamp.plan_of(module).decisions}
 
@@ -105,7 +105,7 @@ def test_four_checkpointed_blocks_have_the_gradients_of_plain_ones(reentrant: bo
         torch._dynamo.reset()
         torch.manual_seed(0)
         model = Two(forward, blocks=nn.ModuleList(Two(block) for _ in range(4)))
-        module = convert(model, None, "jit")
+        module = convert(model, None, "view")
         x = example().requires_grad_()
         output = module(x)
         output.sum().backward()

@@ -85,7 +85,7 @@ def asserted(self: Any, x: Tensor) -> Any:
 
 LEAVING: dict[str, tuple[Callable[..., Any], dict[str, str]]] = {
     "item": (scaled_by_item, {}),
-    "numpy": (scaled_by_numpy, {"fx": "numpy|TraceError|TypeError", "export": "numpy"}),
+    "numpy": (scaled_by_numpy, {"fx": "numpy|TraceError|TypeError", "graph": "numpy"}),
     "assert": (asserted, {}),
 }
 

@@ -201,7 +201,7 @@ def test_a_frozen_low_base_is_not_cast() -> None:
             return self.base(x.to(torch.bfloat16)) + self.b(self.a(x))
 
     model = LoRA()
-    for capture in ("export", "jit"):
+    for capture in ("view", "graph"):
         module = fxamp.convert(model, torch.randn(2, 8), policy="O1,dtype=bf16", capture=capture)
         module(torch.randn(2, 8)).sum().backward()
         [graph] = fxamp.graphs(module)

@@ -61,7 +61,7 @@ def tied() -> nn.Module:
 CASES = {
     "embedding": Case(partial(Words, padding_idx=7, scale_grad_by_freq=True), ids),
     "with max_norm": Case(renormalised, ids),
-    "tied": Case(tied, ids, legs=("jit",)),
+    "tied": Case(tied, ids, legs=("view",)),
 }
 
 

@@ -36,7 +36,7 @@ HOOKS: dict[str, Callable[[nn.Module, Callable[..., Any]], Any]] = {
 def test_a_module_hook_fires_at_the_first_call(kind: str) -> None:
     model, seen = Two(), list[str]()
     HOOKS[kind](model.l, lambda *_: seen.append(kind))
-    module = convert(model, None, "jit")
+    module = convert(model, None, "view")
     module(example().requires_grad_()).sum().backward()
     assert seen == [kind]
     assert set(decided(module, "linear")) == {"bfloat16"}  # Dynamo leaves a module with backward hooks to Python
@@ -52,11 +52,11 @@ def test_hooks_of_a_container_take_effect_and_see_what_autocast_gives() -> None:
     inner = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
     model = nn.Sequential(inner, nn.Linear(6, 6))
     inner.register_forward_hook(treble)
-    module = convert(model, None, "jit")
+    module = convert(model, None, "view")
     got = module(example())
     assert torch.equal(got, under_autocast(model, one()).float())
     assert seen[0] == torch.bfloat16
     assert module.state_dict().keys() == model.state_dict().keys()
-    for front_end in ("fx", "export"):
+    for front_end in ("view", "graph"):
         with pytest.raises(fxamp.CaptureError, match=r"module '0' \(Sequential\) has a forward hook \(.*treble"):
             convert(model, one(), front_end)

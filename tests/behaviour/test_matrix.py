@@ -18,7 +18,7 @@ pytestmark = [
     # FP16 gradients are looked at here, not trained on.
     pytest.mark.filterwarnings("ignore:FP16 gradients without a loss scale"),
 ]
-CAPTURES = [*((name, "export") for name in BY_NAME), *((name, "fx") for name in test_o0.FX)]
+CAPTURES = [*((name, "graph") for name in BY_NAME), *((name, "fx") for name in test_o0.FX)]
 
 every_capture = pytest.mark.parametrize(("name", "front_end"), CAPTURES)
 every_model = pytest.mark.parametrize("name", BY_NAME)

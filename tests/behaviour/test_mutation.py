@@ -117,7 +117,7 @@ CASES = {
     "in place": Case(partial(Two, in_place), one),
     # Autocast cannot run it, and just in time, after a graph has run, nothing is tried anew.
     "sources of another dtype": Case(
-        partial(Two, sources_of_another_dtype), lambda: (example(), torch.tensor([2, 0])), legs=("fx", "export")
+        partial(Two, sources_of_another_dtype), lambda: (example(), torch.tensor([2, 0])), legs=("view", "graph")
     ),
     "through a view": Case(partial(Two, write_through_a_view), one),
     "between two uses": Case(partial(Two, write_between_two_uses), one),
@@ -182,7 +182,7 @@ REPLACED: dict[str, tuple[Callable[..., Any], dict[str, str]]] = {
     "set_": (storage_set, {"fx": r"Tensor\.set_ at .*test_mutation\.py"}),
     "resize_": (storage_resized, {}),
     "requires_grad_": (leaf_inside, {"fx": r"Tensor\.requires_grad_ at .*test_mutation\.py"}),
-    "data": (data_swapped, {"fx": r"assigns \.data .*test_mutation\.py", "export": "does not compute what"}),
+    "data": (data_swapped, {"fx": r"assigns \.data .*test_mutation\.py", "graph": "does not compute what"}),
 }
 
 

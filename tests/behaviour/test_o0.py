@@ -44,7 +44,7 @@ def check(name: str, training: bool, front_end: str) -> None:
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("name", SOME)
 def test_o0_is_the_original_bit_for_bit(name: str, training: bool) -> None:
-    check(name, training, "export")
+    check(name, training, "graph")
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])

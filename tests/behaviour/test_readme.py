@@ -16,7 +16,6 @@ import pytest
 
 import fxamp
 from fxamp.cli.main import main
-from tests.support.helpers import convert_fixed, plan_fixed
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -64,8 +63,8 @@ def test_the_examples_of_a_page_run_one_after_the_other(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     if fixed:  # capturing takes half the time
-        monkeypatch.setattr(fxamp, "convert", convert_fixed)
-        monkeypatch.setattr(fxamp, "plan", plan_fixed)
+        monkeypatch.setattr(fxamp, "convert", fxamp.convert)
+        monkeypatch.setattr(fxamp, "plan", fxamp.plan)
     names = run_examples(page, monkeypatch)
     for name in {"bert", "digits", "compiled"} & names.keys():  # which run in 16 bits now
         assert "bfloat16" in {d.colour for d in fxamp.plan_of(names[name]).decisions}, name

@@ -46,12 +46,12 @@ class Recurrent(nn.Module):
 
 
 RECURRENT: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str]] = {
-    "LSTM, two ways": (partial(Recurrent, nn.LSTM, bidirectional=True), (2, 3, 5), "export"),
-    "LSTM, packed": (partial(Recurrent, nn.LSTM, packed=True), (1, 3, 5), "jit"),  # of which Dynamo captures nothing
-    "GRU": (partial(Recurrent, nn.GRU), (1, 3, 5), "export"),
-    "LSTMCell": (partial(Recurrent, nn.LSTMCell), (3, 5), "export"),
-    "LSTMCell at the first call": (partial(Recurrent, nn.LSTMCell), (3, 5), "jit"),
-    "GRUCell": (partial(Recurrent, nn.GRUCell), (3, 5), "jit"),
+    "LSTM, two ways": (partial(Recurrent, nn.LSTM, bidirectional=True), (2, 3, 5), "graph"),
+    "LSTM, packed": (partial(Recurrent, nn.LSTM, packed=True), (1, 3, 5), "view"),  # of which Dynamo captures nothing
+    "GRU": (partial(Recurrent, nn.GRU), (1, 3, 5), "graph"),
+    "LSTMCell": (partial(Recurrent, nn.LSTMCell), (3, 5), "graph"),
+    "LSTMCell at the first call": (partial(Recurrent, nn.LSTMCell), (3, 5), "view"),
+    "GRUCell": (partial(Recurrent, nn.GRUCell), (3, 5), "view"),
 }
 
 
@@ -67,7 +67,7 @@ def test_a_carried_state_keeps_its_dtype(kind: str) -> None:
     state = (torch.zeros(size),) * (2 if "LSTM" in kind else 1)
     if "packed" in kind:  # torch.export's own limit: lengths are data
         with pytest.raises(fxamp.CaptureError, match=r"pack_padded_sequence(.|\n)*fxamp\.compile\(model\)"):
-            convert(model, (x, *state), "export")
+            convert(model, (x, *state), "graph")
     module = convert(model, (x, *state), front_end)
     ours = eager = state
     with torch.no_grad():

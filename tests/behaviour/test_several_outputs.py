@@ -47,7 +47,7 @@ def inputs_and_views_returned(self: Any, x: Tensor) -> Any:
 
 CASES = {
     "several outputs": Case(partial(Two, several_outputs), one),
-    "inputs and views returned": Case(partial(Two, inputs_and_views_returned), one, legs=("jit",)),
+    "inputs and views returned": Case(partial(Two, inputs_and_views_returned), one, legs=("view",)),
 }
 
 
@@ -135,9 +135,9 @@ class Output:
 
 def test_a_dataclass_comes_out_of_a_model_that_is_captured_at_its_first_call() -> None:
     model = Two(lambda self, x: Output(self.l(x), 3))
-    got = convert(model, None, "jit")(*one())
+    got = convert(model, None, "view")(*one())
     assert (type(got), got.logits.dtype, got.count, got.nothing) == (Output, F32, 3, None)
-    for front_end in ("fx", "export"):
+    for front_end in ("view", "graph"):
         with pytest.raises(fxamp.CaptureError, match="Output"):
             convert(model, one(), front_end)
 

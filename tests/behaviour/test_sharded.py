@@ -34,7 +34,7 @@ def one_process(tmp_path: Path) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("one_process")
-@pytest.mark.parametrize("front_end", ["fx", "export"])
+@pytest.mark.parametrize("front_end", ["view", "graph"])
 def test_converted_blocks_are_sharded_and_sharded_models_refused(front_end: str) -> None:
     from torch.distributed.fsdp import fully_shard
 
@@ -75,7 +75,7 @@ def test_a_low_dtype_that_parameters_are_gathered_in_is_named_with_the_policy_to
 
 
 @pytest.mark.usefixtures("one_process")
-@pytest.mark.parametrize("front_end", ["fx", "export"])
+@pytest.mark.parametrize("front_end", ["view", "graph"])
 def test_data_parallel_training_finds_every_parameter(front_end: str) -> None:
     model = Two()
     parallel = nn.parallel.DistributedDataParallel(convert(model, one(), front_end), find_unused_parameters=False)

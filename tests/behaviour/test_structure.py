@@ -51,9 +51,9 @@ def channels_last(self: Any, x: Tensor) -> Any:
 
 
 CASES = {
-    "constants": Case(partial(Two, constants), one, legs=("jit",)),
-    "called twice": Case(partial(Two, called_twice), one, legs=("jit",)),
-    "any count": Case(partial(Two, any_count), one, legs=("jit",)),
+    "constants": Case(partial(Two, constants), one, legs=("view",)),
+    "called twice": Case(partial(Two, called_twice), one, legs=("view",)),
+    "any count": Case(partial(Two, any_count), one, legs=("view",)),
     "channels last": Case(partial(Two, channels_last, c=nn.Conv2d(2, 6, 1)), one),
 }
 

@@ -56,7 +56,7 @@ def make(way: str, policy: str) -> Any:
     converted = _converted(policy)
     if way == "replayed":
         plan = fxamp.Plan.from_json(fxamp.plan_of(converted).to_json())
-        return fxamp.convert(language_model(), (prompts(),), plan=plan, dynamic_shapes=None)
+        return fxamp.convert(language_model(), (prompts(),), plan=plan)
     return copy.deepcopy(converted)
 
 

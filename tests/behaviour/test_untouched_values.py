@@ -140,7 +140,7 @@ def by_compile(model: nn.Module, args: tuple[Tensor, ...], policy: str) -> Calla
 
 
 def by_convert(model: nn.Module, args: tuple[Tensor, ...], policy: str) -> Callable[..., Any]:
-    return fxamp.convert(model, args, policy=policy, dynamic_shapes=None)
+    return fxamp.convert(model, args, policy=policy)
 
 
 def plain_graph(model: nn.Module, args: tuple[Tensor, ...]) -> torch.fx.GraphModule:
@@ -154,7 +154,7 @@ def plain_graph(model: nn.Module, args: tuple[Tensor, ...]) -> torch.fx.GraphMod
 
 
 def by_graph_module(model: nn.Module, args: tuple[Tensor, ...], policy: str) -> Callable[..., Any]:
-    converted = fxamp.convert(plain_graph(model, args), args, policy=policy, dynamic_shapes=None)
+    converted = fxamp.convert(plain_graph(model, args), args, policy=policy)
     return lambda *inputs: converted(*inputs)[0]
 
 
@@ -166,7 +166,7 @@ def by_exported_program(model: nn.Module, args: tuple[Tensor, ...], policy: str)
 def by_compile_graph(model: nn.Module, args: tuple[Tensor, ...], policy: str) -> Callable[..., Any]:
     module = plain_graph(model, args)
     chosen = replace(Policy.parse(policy), device="cpu")
-    compile_graph(module.graph, chosen, functools.partial(attribute, module), capture="export")
+    compile_graph(module.graph, chosen, functools.partial(attribute, module))
     module.recompile()
     return lambda *inputs: module(*inputs)[0]
 
@@ -214,7 +214,7 @@ def test_a_mask_that_turns_extreme_after_conversion_keeps_the_values_finite() ->
     model = Masked()
     with torch.no_grad():
         for low in ("bf16", "fp16"):
-            run = fxamp.convert(model, masked(0, 0.0), policy=f"O2,dtype={low}", dynamic_shapes=None)
+            run = fxamp.convert(model, masked(0, 0.0), policy=f"O2,dtype={low}")
             assert {d.colour for d in run.plan.decisions if d.op == "softmax"} <= {
                 "bfloat16",
                 "float16",
@@ -227,7 +227,7 @@ def test_a_mask_that_turns_extreme_after_conversion_keeps_the_values_finite() ->
 
 
 def test_what_o2_casts_down_and_autocast_does_not_is_brought_into_range_once() -> None:
-    graph = fxamp.convert(Masked(), masked(0), policy="O2,dtype=bf16", dynamic_shapes=None).graph
+    graph = fxamp.convert(Masked(), masked(0), policy="O2,dtype=bf16").graph
     clamps = [n for n in graph.nodes if n.target is torch.ops.aten.clamp.default]
     assert [n.args[0].op for n in clamps] == ["placeholder"]  # the mask
     assert not [n for n in fxamp.convert(Masked(), masked(0)).graph.nodes if n.target is torch.ops.aten.clamp.default]

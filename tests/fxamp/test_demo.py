@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from fxamp import FxampError, demo
-from tests.support.helpers import convert_fixed
 
 
 def _short(task: demo.Task, steps: int) -> demo.Task:
@@ -16,7 +15,7 @@ def test_prints_and_writes_one_row_per_model_and_variant(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "demo.md"
-    monkeypatch.setattr(demo, "convert", convert_fixed)
+    monkeypatch.setattr(demo, "convert", fxamp.convert)
     monkeypatch.setattr(demo, "TEST_IMAGES", demo.BATCH)  # for which it has been converted
 
     rows = demo.run(output=path, tasks=[_short(demo.TASKS[0], 6)])

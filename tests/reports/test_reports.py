@@ -33,7 +33,6 @@ from reports import (
     training,
 )
 from reports.zoo import BY_NAME
-from tests.support.helpers import convert_fixed
 
 REPORTS = Path(__file__).resolve().parents[2] / "reports"
 MEGABYTE = 1e6
@@ -64,7 +63,7 @@ class _Loss(nn.Module):
 @pytest.fixture
 def fixed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Capture for the sizes of the example alone, in half the time."""
-    monkeypatch.setattr(fxamp, "convert", convert_fixed)
+    monkeypatch.setattr(fxamp, "convert", fxamp.convert)
 
 
 def _tiny() -> tuple[nn.Module, dict[str, Tensor]]:
@@ -145,7 +144,7 @@ def test_training_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.M
     model = functools.partial(training.CharacterGPT, 8, 1, 2, 8)
     tiny = training.Task(torch.float16, model, **training._characters(8, 32), steps=2, learning_rate=1e-3)
     monkeypatch.setattr(training, "TASKS", {"tiny": tiny})
-    monkeypatch.setattr(fxamp, "convert", convert_fixed)  # for batches of the 32 that are kept back
+    monkeypatch.setattr(fxamp, "convert", fxamp.convert)  # for batches of the 32 that are kept back
     with monkeypatch.context() as stopped:
         stopped.setattr(training, "VARIANTS", training.VARIANTS[:4])
         training.main(["--seeds", "1", "-o", str(tmp_path)])

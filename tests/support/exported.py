@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.fx.graph import CodeGen
 
-from fxamp.capture.regions import inline_regions
+from fxamp.dynamo.regions import inline_regions
 
 
 class Model(nn.Module):

@@ -1,4 +1,7 @@
-"""One model through every front end, and what a converted model has to equal: itself, torch.autocast, float64."""
+"""One model through every way in, and what a converted model has to equal: itself, torch.autocast, float64.
+
+"view" is `fxamp.convert` of the model, and "graph" that of what `torch.export` makes of it.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +16,11 @@ import torch
 from torch import Tensor, nn
 
 import fxamp
-from fxamp.capture.model.captured import Captures, as_inputs
-from fxamp.capture.states import capture, copied
-from fxamp.convert import autocast_for, emit
-from fxamp.dynamo.resolve import resolve
 from passes._torch import pytree
 from passes.graph.notes import is_inserted
 from tests.support.helpers import Two, assert_same, example, run
 
-FRONT_ENDS = ("fx", "export", "jit")
+FRONT_ENDS = ("view", "graph")
 BF16, FP16, F32 = torch.bfloat16, torch.float16, torch.float32
 each_front_end = pytest.mark.parametrize("front_end", FRONT_ENDS)
 # Dynamo itself uses what torch deprecates, and reads `.grad` of what a graph made; FP16 is for numerics here.
@@ -63,20 +62,19 @@ def one() -> tuple[Tensor]:
 def convert(
     model: nn.Module,
     args: Any = None,
-    front_end: str = "export",
+    front_end: str = "view",
     policy: str = "O1",
-    *,
-    check: bool = True,
-    dynamic_shapes: Any = None,
+    **options: Any,
 ) -> Any:
-    """Return the converted model: ahead of time by `fx` or `export`, or one that is captured when it is called.
+    """Return a view of a model, captured at once if there are inputs; or the converted graph of its export."""
+    if front_end == "graph":
+        return fxamp.convert(exported(model, args), policy=policy)
+    return fxamp.convert(model, args, policy=policy, **options)
 
-    Sizes are fixed unless the test is about others: exporting takes half the time.
-    """
-    if front_end == "jit":
-        return fxamp.compile(model, policy=policy, backend="eager")
-    options: Any = {"dynamic_shapes": dynamic_shapes} if front_end == "export" else {}
-    return fxamp.convert(model, args, policy=policy, capture=front_end, check=check, **options)
+
+def exported(model: nn.Module, args: tuple[Any, ...]) -> torch.export.ExportedProgram:
+    """Export a model in its present mode, with any batch size that it takes."""
+    return torch.export.export(model, args, strict=False)
 
 
 def decided(module: nn.Module, op: str) -> list[str]:
@@ -169,9 +167,8 @@ def check(case: Case, front_end: str, dtype: torch.dtype = BF16) -> None:
     torch.manual_seed(0)
     model, args = case.build(), case.inputs()
     if front_end in case.refused:
-        with pytest.raises(fxamp.CaptureError, match=case.refused[front_end]) as raised:
+        with pytest.raises(fxamp.CaptureError, match=case.refused[front_end]):
             convert(model, args, front_end, "O0")
-        assert "fxamp.compile(model)" in str(raised.value) or "fxamp.convert(model, args)" in str(raised.value)
         return
     exact, rounded = at_levels(model, args, front_end, "O0", f"O1,dtype={'fp16' if dtype == FP16 else 'bf16'}")
     assert_eager(exact(), model, args)
@@ -226,28 +223,11 @@ def plain(model: nn.Module, args: tuple[Any, ...]) -> Any:
 
 
 def at_levels(model: nn.Module, args: Any, front_end: str, *policies: str) -> list[Callable[[], Any]]:
-    """Return for each policy what converts the model, which ahead of time is captured once for each low dtype."""
-    if front_end == "jit":
-
-        def anew(policy: str) -> Any:
-            torch._dynamo.reset()
-            return convert(model, args, front_end, policy)
-
-        return [partial(anew, policy) for policy in policies]
-    made: dict[Any, Captures] = {}
-    inputs = as_inputs(args, None)
-    settled_all = {policy: resolve(fxamp.Policy.parse(policy), model, inputs) for policy in policies}
-    under = [autocast_for(settled, model, inputs) for settled in settled_all.values()]
-    rounding = next(filter(None, under), None)
-
-    def emitted(policy: str) -> Any:
-        settled = settled_all[policy]
-        autocast = autocast_for(settled, model, inputs) or rounding  # a capture to round has the plain one in it
-        if autocast not in made:
-            made[autocast] = capture(model, args, front_end=front_end, dynamic_shapes=None, autocast=autocast)
-        return emit(copied(made[autocast]), settled)
-
-    return [partial(emitted, policy) for policy in policies]
+    """Return for each policy what converts the model, which is exported once."""
+    if front_end == "view":
+        return [partial(convert, model, args, front_end, policy) for policy in policies]
+    program = exported(model, args)
+    return [partial(fxamp.convert, program, policy=policy) for policy in policies]
 
 
 def assert_at_all_levels(model: nn.Module, args: Any, front_end: str, name: str, low: torch.dtype) -> None:

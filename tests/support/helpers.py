@@ -15,10 +15,6 @@ import fxamp
 from passes._torch import pytree
 from passes.ops.rules import RULES, is_of_this_torch
 
-FRONT_ENDS = ("fx", "export")
-# Sizes are fixed unless a test is about others: exporting takes half the time.
-convert_fixed = functools.partial(fxamp.convert, dynamic_shapes=None)
-plan_fixed = functools.partial(fxamp.plan, dynamic_shapes=None)
 # Rows of ops that this release of torch does not have, or not on a list.
 OTHER_RELEASES = {row.name for row in RULES.values() if not is_of_this_torch(row)}
 
@@ -58,12 +54,10 @@ def example(rows: int = 4) -> Tensor:
     return torch.randn(rows, 6, generator=torch.Generator().manual_seed(rows))
 
 
-def o0(
-    model: nn.Module, args: Any = None, kwargs: Any = None, front_end: str = "export", **options: Any
-) -> fxamp.ConvertedModule:
-    """Convert without rounding, for these sizes: what comes out has to be the model, bit for bit."""
+def o0(model: nn.Module, args: Any = None, kwargs: Any = None, **options: Any) -> Any:
+    """Convert without rounding: what comes out has to be the model, bit for bit."""
     args = (example(),) if args is None and kwargs is None else args
-    return convert_fixed(model, args, kwargs, policy="O0", capture=front_end, **options)
+    return fxamp.convert(model, args, kwargs, policy="O0", **options)
 
 
 def run(module: nn.Module, model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, list[Any], list[Any], Tensor]:

@@ -47,7 +47,7 @@ def converted(policy: str = FP16) -> Any:
 
 @functools.cache
 def _converted(policy: str) -> Any:
-    return fxamp.convert(blocks(), (X[0],), policy=policy, check=False, dynamic_shapes=None)
+    return fxamp.convert(blocks(), (X[0],), policy=policy, check=False)
 
 
 def loss_of(output: Tensor, factor: float = 1.0) -> Tensor:

@@ -29,14 +29,14 @@ class Net(nn.Module):
 
 
 @functools.cache
-def _converted(kind: Callable[[], nn.Module], policy: str, dynamic_shapes: Any) -> fxamp.ConvertedModule:
+def _converted(kind: Callable[[], nn.Module], policy: str, dynamic_shapes: Any) -> Any:
     torch.manual_seed(0)
     return fxamp.convert(kind(), (X[0],), policy=policy, dynamic_shapes=dynamic_shapes)
 
 
 def converted(
     policy: str = FP16, kind: Callable[[], nn.Module] = Net, dynamic_shapes: Any = None
-) -> fxamp.ConvertedModule:
+) -> Any:
     """Return a model converted for micro-batches of X, a copy of its own."""
     return copy.deepcopy(_converted(kind, policy, dynamic_shapes))
 

@@ -23,8 +23,8 @@ from passes.contract.errors import FxampError
 from passes.graph.notes import is_inserted
 from passes.graph.values import no_autocast
 
-from ...capture.model.tensors import held, kept
 from ...trust.preserved import same_random_state
+from ...trust.tensors import held, kept
 
 logger = logging.getLogger(__name__)
 

@@ -44,7 +44,7 @@ def test_o1_gives_the_values_of_autocast(zoo: Zoo) -> None:
     assert equal(got, expected)
     assert [t.dtype for t in tensors(got)] == [t.dtype for t in tensors(plain)]
     assert any(d.colour == "bfloat16" for d in fxamp.plan_of(module).decisions)
-    assert fxamp.plan_of(module).capture == "jit"
+    assert fxamp.plan_of(module).capture == "view"
 
 
 @pytest.mark.parametrize("zoo", UNCHANGED)
@@ -448,18 +448,18 @@ def test_a_module_that_was_never_compiled() -> None:
         fxamp.plan_of(3)  # type: ignore[arg-type]
 
 
-# capture="jit", and the automatic choice.
+# capture="view", and the automatic choice.
 
 
 def test_capture_jit_converts_at_the_first_call() -> None:
     model, x = Two(), example()
-    module = fxamp.convert(model, capture="jit")
+    module = fxamp.convert(model)
     with pytest.raises(fxamp.CaptureError, match="first call"):
         fxamp.plan_of(module)
     with torch.autocast("cpu"):
         expected = model(x)
     assert equal(module(x), expected)
-    assert fxamp.plan_of(module).capture == "jit"
+    assert fxamp.plan_of(module).capture == "view"
 
 
 def test_auto_falls_back_on_jit_with_one_log_line(caplog: pytest.LogCaptureFixture) -> None:
@@ -485,9 +485,9 @@ def test_auto_does_not_fall_back_where_the_inputs_are_wrong() -> None:
 def test_a_plan_is_decided_and_replayed_ahead_of_time() -> None:
     plan = fxamp.plan(Two(), example())
     with pytest.raises(fxamp.PlanError, match="ahead of time"):
-        fxamp.convert(Two(), example(), plan=plan, capture="jit")
+        fxamp.convert(Two(), example(), plan=plan)
     with pytest.raises(fxamp.CaptureError, match="ahead of time"):
-        fxamp.plan(Two(), example(), capture="jit")
+        fxamp.plan(Two(), example())
 
 
 # Training.

@@ -17,7 +17,7 @@ from fxamp.measure.timing import OpTimer
 from passes.contract.errors import PolicyError
 from passes.contract.plan import Plan
 from passes.graph.notes import is_inserted
-from tests.support.helpers import assert_untouched, convert_fixed, fingerprint, plan_fixed
+from tests.support.helpers import assert_untouched, fingerprint
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 POLICY = "O2,dtype=bf16,cost=measured"
@@ -62,7 +62,7 @@ def no_timer(*_: Any) -> None:
 def test_a_model_is_converted_with_measured_costs_and_is_as_it_was() -> None:
     model = Small()
     before = fingerprint(model)
-    module = convert_fixed(model, (X,), policy=POLICY)
+    module = fxamp.convert(model, (X,), policy=POLICY)
     assert_untouched(model, before)
     assert all(p.grad is None for p in model.parameters())
     loss, _ = module(X)
@@ -75,7 +75,7 @@ def test_a_model_is_measured_as_it_stands_under_no_grad_and_autocast() -> None:
     model = Small().eval()
     before = fingerprint(model)
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
-        module = convert_fixed(model, (X,), policy=POLICY)
+        module = fxamp.convert(model, (X,), policy=POLICY)
         assert not torch.is_grad_enabled()
     assert_untouched(model, before)
     assert not module.training
@@ -84,7 +84,7 @@ def test_a_model_is_measured_as_it_stands_under_no_grad_and_autocast() -> None:
 def test_a_faster_o2_is_emitted_and_so_is_one_as_fast(race: dict[str, float]) -> None:
     for other in (2.0, 1.0, 1 / 1.005):
         race |= {"O2": 1.0, "O1": other, "FP32": 2.0}
-        plan = plan_fixed(Small().eval(), (X,), policy=POLICY)
+        plan = fxamp.plan(Small().eval(), (X,), policy=POLICY)
         assert plan.policy.level == "O2"
         assert {d.colour for d in plan.decisions if d.op == "linear"} == {"bfloat16"}
         assert plan.notes == ()
@@ -93,8 +93,8 @@ def test_a_faster_o2_is_emitted_and_so_is_one_as_fast(race: dict[str, float]) ->
 def test_where_o2_is_slower_than_o1_that_is_emitted_and_the_plan_says_so(race: dict[str, float]) -> None:
     race |= {"O2": 1.2, "O1": 1.0, "FP32": 1.1}
     model = Small().eval()
-    module = convert_fixed(model, (X,), policy=POLICY)
-    assert torch.equal(module(X)[1], convert_fixed(model, (X,), policy="O1,dtype=bf16")(X)[1])
+    module = fxamp.convert(model, (X,), policy=POLICY)
+    assert torch.equal(module(X)[1], fxamp.convert(model, (X,), policy="O1,dtype=bf16")(X)[1])
     plan = fxamp.plan_of(module)
     assert plan.policy == fxamp.Policy.parse("O1,dtype=bf16,device=cpu,cost=measured")
     assert plan.notes == (
@@ -102,7 +102,7 @@ def test_where_o2_is_slower_than_o1_that_is_emitted_and_the_plan_says_so(race: d
         "took longer than with O1, so this is the conversion at that level",
     )
     race["O2"] = 0.9
-    low = {d.key: d.colour for d in plan_fixed(model, (X,), policy=POLICY).decisions}
+    low = {d.key: d.colour for d in fxamp.plan(model, (X,), policy=POLICY).decisions}
     explained = {d.key for d in plan.decisions if d.code == "not_worth_casts"}
     assert explained == {d.key for d in plan.decisions if low.get(d.key) != d.colour} != set()
 
@@ -110,7 +110,7 @@ def test_where_o2_is_slower_than_o1_that_is_emitted_and_the_plan_says_so(race: d
 def test_where_fp32_is_the_fastest_nothing_is_rounded_and_the_plan_says_so(race: dict[str, float]) -> None:
     race |= {"O2": 1.2, "O1": 1.1, "FP32": 1.0}
     model = Small().eval()
-    module = convert_fixed(model, (X,), policy=POLICY)
+    module = fxamp.convert(model, (X,), policy=POLICY)
     assert torch.equal(module(X)[1], model(X)[1])
     plan = fxamp.plan_of(module)
     assert plan.policy.level == "O0"
@@ -126,11 +126,11 @@ def test_a_plan_is_replayed_without_measuring(
 ) -> None:
     race |= {"O2": 1.2, "O1": 1.1, "FP32": 1.1} | {best: 1.0}
     model = Small().eval()
-    module = convert_fixed(model, (X,), policy=POLICY)
+    module = fxamp.convert(model, (X,), policy=POLICY)
     fxamp.plan_of(module).save(tmp_path / "plan.json")
     monkeypatch.setattr(OpTimer, "__call__", no_timer)
     monkeypatch.setattr(fastest, "_race", no_timer)
-    again = convert_fixed(model, (X,), plan=tmp_path / "plan.json")
+    again = fxamp.convert(model, (X,), plan=tmp_path / "plan.json")
     assert fxamp.plan_of(again) == fxamp.plan_of(module) == Plan.load(tmp_path / "plan.json")
     assert again.code == module.code
     assert torch.equal(again(X)[1], module(X)[1])
@@ -138,7 +138,7 @@ def test_a_plan_is_replayed_without_measuring(
 
 def test_fp32_is_no_answer_where_the_user_pins_something_low(race: dict[str, float]) -> None:
     race |= {"O2": 1.2, "O1": 1.1, "FP32": 1.0}
-    plan = plan_fixed(Small().eval(), (X,), policy=POLICY + ",modules.up=low")
+    plan = fxamp.plan(Small().eval(), (X,), policy=POLICY + ",modules.up=low")
     assert plan.policy.level == "O1"
 
 
@@ -149,9 +149,9 @@ def test_an_override_of_an_op_that_only_o2_makes_is_no_error(race: dict[str, flo
         def forward(self, x: Tensor) -> Tensor:
             return F.cross_entropy(super().forward(x), torch.zeros(4, dtype=torch.long))
 
-    plan = plan_fixed(Loss(8, 8).eval(), (X,), policy=POLICY + ",ops.log_softmax=fp32")
+    plan = fxamp.plan(Loss(8, 8).eval(), (X,), policy=POLICY + ",ops.log_softmax=fp32")
     assert plan.policy.level == "O0"
-    assert plan_fixed(Loss(8, 8).eval(), (X,), policy=POLICY + ",ops.log_softmax=low").policy.level == "O2"
+    assert fxamp.plan(Loss(8, 8).eval(), (X,), policy=POLICY + ",ops.log_softmax=low").policy.level == "O2"
 
 
 def test_a_model_that_cannot_go_backward_is_timed_forward() -> None:
@@ -160,14 +160,14 @@ def test_a_model_that_cannot_go_backward_is_timed_forward() -> None:
             y = super().forward(x).exp()
             return y.mul_(2)
 
-    module = convert_fixed(Writes(8, 8).eval(), (X,), policy=POLICY)
+    module = fxamp.convert(Writes(8, 8).eval(), (X,), policy=POLICY)
     assert torch.isfinite(module(X)).all()
 
 
 def test_at_o1_costs_are_measured_and_values_stay_those_of_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fastest, "_race", no_timer)
     model = Small().eval()
-    got = convert_fixed(model, (X,), policy="O1,dtype=bf16,cost=measured")(X)[1]
+    got = fxamp.convert(model, (X,), policy="O1,dtype=bf16,cost=measured")(X)[1]
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.equal(got, model(X)[1].float())
 
@@ -187,8 +187,8 @@ def test_the_graph_inside_a_higher_order_op_is_compiled_once(race: dict[str, flo
     bodies = [
         [sum(map(is_inserted, m.graph.nodes)) for m in module.modules() if isinstance(m, torch.fx.GraphModule)][1:]
         for module in (
-            convert_fixed(model, (X,), policy=POLICY),
-            convert_fixed(model, (X,), policy="O2,dtype=bf16"),
+            fxamp.convert(model, (X,), policy=POLICY),
+            fxamp.convert(model, (X,), policy="O2,dtype=bf16"),
         )
     ]
     assert bodies[0] == bodies[1]
@@ -197,17 +197,17 @@ def test_the_graph_inside_a_higher_order_op_is_compiled_once(race: dict[str, flo
 
 def test_what_cannot_be_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(PolicyError, match=r"cost='measured' runs the model's ops: give example inputs"):
-        convert_fixed(Small(), policy=POLICY)
+        fxamp.convert(Small(), policy=POLICY)
     with pytest.raises(PolicyError, match="needs shapes to measure: give convert example inputs, and capture='export'"):
-        convert_fixed(nn.Linear(8, 8), (X,), policy=POLICY, capture="fx")
+        fxamp.convert(nn.Linear(8, 8), (X,), policy=POLICY)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(PolicyError, match="cost='measured' runs ops on 'cuda', which this machine does not have"):
-        convert_fixed(Small(), (X,), policy="O2,device=cuda,cost=measured")
+        fxamp.convert(Small(), (X,), policy="O2,device=cuda,cost=measured")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(
         PolicyError, match="cost='measured' runs the model on 'cuda', and the model is on 'cpu': move model"
     ):
-        convert_fixed(Small(), (X,), policy="O2,device=cuda,cost=measured", check=False)
+        fxamp.convert(Small(), (X,), policy="O2,device=cuda,cost=measured", check=False)
 
 
 QUIET, BUSY = [1.0, 1.001, 1.002, 1.0, 1.001], [1.0, 1.4, 1.3, 1.6, 1.5]
@@ -231,6 +231,6 @@ def test_low_must_win_by_more_than_the_spread_of_what_was_measured(
 
 def test_where_o2_is_not_clearly_faster_than_fp32_the_plan_says_so(race: dict[str, float]) -> None:
     race |= {"O2": 1.0, "O1": 1.1, "FP32": 1.0}
-    plan = plan_fixed(Small().eval(), (X,), policy=POLICY)
+    plan = fxamp.plan(Small().eval(), (X,), policy=POLICY)
     assert plan.policy.level == "O0"
     assert "was not clearly faster than with FP32" in plan.notes[0]

@@ -161,7 +161,7 @@ def records(turn: int) -> list[str]:
             delattr(model, child)
         for child, module in children[::turn]:
             setattr(model, child, module)
-        made[name] = fxamp.convert(model, args, kwargs, policy="O2,dtype=bf16", check=False, dynamic_shapes=None)
+        made[name] = fxamp.convert(model, args, kwargs, policy="O2,dtype=bf16", check=False)
     return [record_of(made[name]).to_json() for name in sorted(made)]
 
 

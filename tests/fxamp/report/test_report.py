@@ -18,7 +18,6 @@ from fxamp.train.describe import describe
 from passes.contract.errors import FxampError
 from passes.contract.plan import Decision, Plan
 from passes.contract.policy import Policy
-from tests.support.helpers import convert_fixed
 
 PLAN = Plan(
     decisions=(
@@ -126,7 +125,7 @@ def test_model_without_a_plan_is_refused() -> None:
 def test_of_a_train_step_it_says_how_it_trains() -> None:
     torch.manual_seed(0)
     x = torch.randn(2, 4)
-    model = convert_fixed(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1)), (x,), policy="O1,dtype=fp16")
+    model = fxamp.convert(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1)), (x,), policy="O1,dtype=fp16")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = fxamp.LossScaler(init_scale=8.0)
     step = fxamp.TrainStep(model, lambda o, f: o.mean() * f, optimizer, scaler=scaler, accumulate_steps=2)
@@ -155,7 +154,7 @@ def test_of_a_train_step_it_names_what_is_cast_at_every_use() -> None:
 
         def __init__(self) -> None:
             super().__init__()
-            self.first = convert_fixed(nn.Linear(4, 4), (torch.randn(2, 4),), policy="O1,dtype=bf16")
+            self.first = fxamp.convert(nn.Linear(4, 4), (torch.randn(2, 4),), policy="O1,dtype=bf16")
             self.second = fxamp.compile(nn.Linear(4, 1), policy="O1,dtype=bf16", backend="eager")
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -180,7 +179,7 @@ def test_of_a_train_step_it_names_what_is_cast_at_every_use() -> None:
 def test_of_several_converted_parts_there_is_one_report_with_their_paths() -> None:
     torch.manual_seed(0)
     x = torch.randn(3, 6)
-    encoder, head = (convert_fixed(nn.Sequential(nn.Linear(6, 6), nn.GELU()), (x,), policy="O2") for _ in range(2))
+    encoder, head = (fxamp.convert(nn.Sequential(nn.Linear(6, 6), nn.GELU()), (x,), policy="O2") for _ in range(2))
     model = nn.ModuleDict({"encoder": encoder, "between": nn.Linear(6, 6), "head": head})
     plan = fxamp.plan_of(model)
     assert {d.key for d in plan.decisions} >= {"encoder.0/linear#0", "head.0/linear#0"}

@@ -20,7 +20,6 @@ from fxamp.train.step import TrainStep
 from fxamp.train.window import conditional
 from fxamp.train.window.on_the_way import begin
 from passes.contract.errors import ScaleCollapseError
-from tests.support.helpers import convert_fixed
 
 X = torch.tensor([[1.0, 2.0, 3.0, 4.0], [0.5, 0.25, 2.0, 1.0]])
 
@@ -272,8 +271,8 @@ def test_on_cuda_a_window_of_fp16_never_synchronizes(make: Callable[[Any], Optim
     torch.manual_seed(0)
     model, x = nn.Linear(4, 1).cuda(), X.cuda()
     twin = copy.deepcopy(model)
-    converted = convert_fixed(model, (x,), policy="O1,dtype=fp16")
-    expected = convert_fixed(twin, (x,), policy="O1,dtype=fp16")
+    converted = fxamp.convert(model, (x,), policy="O1,dtype=fp16")
+    expected = fxamp.convert(twin, (x,), policy="O1,dtype=fp16")
     step = TrainStep(converted, loss_times, make(converted.parameters()), max_grad_norm=clip, accumulate_steps=2)
     optimizer, scaler = make(expected.parameters()), torch.amp.GradScaler("cuda")
     factors = [1.0, 1.0, 1.0, math.inf, 1.0, 0.5]

@@ -16,7 +16,6 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import fxamp
 from fxamp.train.step import TrainStep
 from passes.contract.errors import PolicyError
-from tests.support.helpers import convert_fixed
 
 X = torch.randn(8, 4, 4, generator=torch.Generator().manual_seed(0))  # micro-batches of 4 rows
 
@@ -134,7 +133,7 @@ def test_an_average_follows_the_steps_that_were_taken() -> None:
 @pytest.mark.usefixtures("eager_and_traced")
 def test_an_average_of_the_original_follows_its_conversion() -> None:
     model = make_model()
-    converted = convert_fixed(model, (X[0],), policy="O1,dtype=bf16")
+    converted = fxamp.convert(model, (X[0],), policy="O1,dtype=bf16")
     ema = AveragedModel(model)
     step = TrainStep(converted, loss_times, SGD(model.parameters(), lr=0.5), ema=ema, accumulate_steps=2)
     before = weights(ema)
@@ -254,7 +253,7 @@ def test_a_gradient_penalty_is_the_same_at_every_scale_and_near_that_of_fp32(pol
     torch.manual_seed(0)
     critic = Critic()
     penalties, gradients = [], []
-    for model, scale in ((convert_fixed(critic, (X[0],), policy=policy), s) for s in (1.0, 1024.0)):
+    for model, scale in ((fxamp.convert(critic, (X[0],), policy=policy), s) for s in (1.0, 1024.0)):
         scaler = fxamp.LossScaler("cpu", init_scale=scale)
         x = X[0].clone().requires_grad_()
         (found,) = scaler.grad(model(x).sum(), x, create_graph=True)
@@ -276,7 +275,7 @@ def test_a_gradient_penalty_is_the_same_at_every_scale_and_near_that_of_fp32(pol
 def test_a_penalty_within_a_train_step_uses_its_scaler() -> None:
     torch.manual_seed(0)
     critic = Critic()
-    model = convert_fixed(critic, (X[0],), policy="O1,dtype=bf16")
+    model = fxamp.convert(critic, (X[0],), policy="O1,dtype=bf16")
     grads = []
     for scale in (1.0, 1024.0):
         scaler = fxamp.LossScaler("cpu", init_scale=scale)

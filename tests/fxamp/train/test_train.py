@@ -18,7 +18,6 @@ from fxamp.train.scale.scaler import LossScaler
 from fxamp.train.step import TrainStep
 from fxamp.train.window.result import StepResult
 from passes.contract.errors import NotAModuleError, PolicyError, ScaleCollapseError
-from tests.support.helpers import convert_fixed
 
 # ------------------------------------------------------------------------------------- one step
 
@@ -281,7 +280,7 @@ def test_auto_sees_a_compiled_model_inside_a_wrapper(dtype: str, scaled: bool) -
 
 def test_a_disabled_scaler_anywhere_does_not_disturb_fp16_training() -> None:
     disabled = GradScaler("cpu", enabled=False)
-    model = convert_fixed(nn.Linear(4, 1), (X,), policy="O1,dtype=fp16")
+    model = fxamp.convert(nn.Linear(4, 1), (X,), policy="O1,dtype=fp16")
     step = TrainStep(model, loss_times, SGD(model.parameters(), lr=0.1), scaler=None)
     with pytest.warns(UserWarning, match="FP16"):
         assert step(X).stepped

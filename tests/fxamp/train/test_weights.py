@@ -31,7 +31,6 @@ from passes.contract.errors import PolicyError
 from passes.graph.notes import is_inserted
 from reports.subjects import compiled, subject, unchanged
 from reports.zoo import BY_NAME
-from tests.support.helpers import convert_fixed
 
 WIDTH, VOCABULARY = 16, 11
 NEVER = "O1,dtype=bf16,share_casts=never"
@@ -56,12 +55,12 @@ class Tied(nn.Module):
 
 
 @functools.cache
-def _converted(policy: str) -> fxamp.ConvertedModule:
+def _converted(policy: str) -> Any:
     torch.manual_seed(0)
-    return convert_fixed(Tied(), (batch(0),), policy=policy)
+    return fxamp.convert(Tied(), (batch(0),), policy=policy)
 
 
-def converted(policy: str = "O1,dtype=bf16") -> fxamp.ConvertedModule:
+def converted(policy: str = "O1,dtype=bf16") -> Any:
     return copy.deepcopy(_converted(policy))
 
 
@@ -308,7 +307,7 @@ def test_the_peak_of_a_window_at_o2_is_no_more_than_under_autocast() -> None:
             loss.backward()
         model.zero_grad()
 
-    module = fxamp.convert(model, args, kwargs, policy="O2,dtype=bf16", dynamic_shapes=None)
+    module = fxamp.convert(model, args, kwargs, policy="O2,dtype=bf16")
     step = TrainStep(module, lambda o: zoo.loss(o), SGD(model.parameters(), lr=0.0), accumulate_steps=4)
     assert step.weights.mode == "per_step"
     peaks = []
@@ -367,9 +366,9 @@ class Distilled(nn.Module):
 
 
 @functools.cache
-def _distilled() -> fxamp.ConvertedModule:
+def _distilled() -> Any:
     torch.manual_seed(0)
-    return convert_fixed(Distilled(), (batch(0),), policy="O2,dtype=bf16")
+    return fxamp.convert(Distilled(), (batch(0),), policy="O2,dtype=bf16")
 
 
 @pytest.mark.usefixtures("eager_and_traced")
@@ -391,7 +390,7 @@ def test_a_weight_that_many_graphs_read_is_kept_once() -> None:
     torch.manual_seed(0)
     inner = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5), nn.Linear(WIDTH, WIDTH))
     x = torch.randn(3, WIDTH)
-    one, other = (convert_fixed(inner, (x,), policy="O1,dtype=bf16") for _ in range(2))
+    one, other = (fxamp.convert(inner, (x,), policy="O1,dtype=bf16") for _ in range(2))
     assert WeightCasts(one, "auto", 1).mode == "per_use"  # each of its graphs casts a weight once
     both = nn.Sequential(one, other)  # the same weights in two converted modules
     step = TrainStep(both, lambda o: o.mean(), SGD(inner.parameters(), lr=0.1), accumulate_steps=2)
@@ -683,7 +682,7 @@ def _compiled_by_fxamp() -> nn.Module:
 
 
 def _captured_at_the_first_call() -> nn.Module:
-    return convert_fixed(Tied(), capture="jit")
+    return fxamp.convert(Tied())
 
 
 def _compiled_in_place() -> nn.Module:
@@ -712,7 +711,7 @@ def test_per_step_is_refused_for_a_compiled_model_with_the_reason(make: Callable
 
 
 def test_per_step_is_refused_where_parameters_are_gone() -> None:
-    model = convert_fixed(nn.Linear(4, 4, bias=False), (torch.randn(2, 4),))
+    model = fxamp.convert(nn.Linear(4, 4, bias=False), (torch.randn(2, 4),))
     parametrize.register_parametrization(model, "weight", nn.Identity())
     with pytest.raises(PolicyError, match="'weight' is not a parameter of its module any more"):
         WeightCasts(model, "per_step", 4)

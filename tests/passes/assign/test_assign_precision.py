@@ -15,11 +15,9 @@ from torch.utils.checkpoint import checkpoint
 import fxamp
 from passes.contract.plan import Decision
 from reports.zoo import LeNet5
-from tests.support.helpers import convert_fixed, plan_fixed
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 
-pytestmark = pytest.mark.usefixtures("one_mode")
 
 
 class Net(nn.Module):
@@ -36,8 +34,8 @@ class Net(nn.Module):
         return self.between(self, x)
 
 
-def convert(between: Callable[..., Any], policy: Any = "O1", x: Tensor = X) -> fxamp.ConvertedModule:
-    return fxamp.convert(Net(between), (x,), policy=policy, dynamic_shapes=None)
+def convert(between: Callable[..., Any], policy: Any = "O1", x: Tensor = X) -> Any:
+    return fxamp.convert(Net(between), (x,), policy=policy)
 
 
 def decided(module: Any, op: str) -> list[Decision]:
@@ -51,14 +49,14 @@ def under_autocast(module: nn.Module, x: Tensor = X, dtype: torch.dtype | None =
 
 
 def test_every_decision_names_its_reason_its_source_and_its_autocast_dtype() -> None:
-    plan = plan_fixed(Net(lambda m, x: m.second(F.relu(m.first(x)))), (X,))
+    plan = fxamp.plan(Net(lambda m, x: m.second(F.relu(m.first(x)))), (X,))
     assert [d.op for d in plan.decisions] == ["linear", "relu", "linear"]
     assert all(d.reason and d.source and d.autocast_dtype == "bfloat16" for d in plan.decisions)
     assert plan.decisions[1].causes == (plan.decisions[0].key,)
 
 
 def test_a_path_override_keeps_one_layer_in_fp32() -> None:
-    plan = plan_fixed(LeNet5(), (torch.randn(2, 1, 28, 28),), policy=fxamp.Policy(modules={"fc3": "fp32"}))
+    plan = fxamp.plan(LeNet5(), (torch.randn(2, 1, 28, 28),), policy=fxamp.Policy(modules={"fc3": "fp32"}))
     colours = {d.module_path: d.colour for d in plan.decisions if d.op in ("linear", "conv2d")}
     assert colours == {"conv1": "bfloat16", "conv2": "bfloat16", "fc1": "bfloat16", "fc2": "bfloat16", "fc3": "float32"}
 
@@ -71,7 +69,7 @@ def test_a_path_beats_a_type_and_a_type_beats_an_op() -> None:
 
 def test_an_op_override_lowers_an_op() -> None:
     policy = fxamp.Policy(device="cuda", dtype="bf16", ops={"softmax": "low"})
-    plan = plan_fixed(Net(lambda m, x: torch.softmax(m.first(x), -1)), (X,), policy=policy)
+    plan = fxamp.plan(Net(lambda m, x: torch.softmax(m.first(x), -1)), (X,), policy=policy)
     assert {d.op: d.colour for d in plan.decisions} == {"linear": "bfloat16", "softmax": "bfloat16"}
     assert {d.op: d.autocast_dtype for d in plan.decisions}["softmax"] == "float32"
 
@@ -227,7 +225,7 @@ def test_a_view_whose_bits_are_read_is_as_wide_as_in_the_model(level: str) -> No
         view = m.first(x).t()
         return torch.ones(1) * view.element_size(), view.contiguous().view(torch.int32)
 
-    module, model = convert_fixed(Net(read), policy=level, capture="fx"), Net(read)
+    module, model = fxamp.convert(Net(read), policy=level), Net(read)
     (size, bits), (expected, others) = module(X), model(X)
     assert torch.equal(size, expected)
     assert bits.shape == others.shape
@@ -364,7 +362,7 @@ def test_an_in_place_op_runs_in_the_dtype_of_its_target() -> None:
 
 
 def test_an_explicit_dtype_argument_wins() -> None:
-    plan = plan_fixed(
+    plan = fxamp.plan(
         Net(lambda m, x: torch.softmax(m.first(x), -1, dtype=torch.float32)),
         (X,),
         policy=fxamp.Policy(device="cuda", dtype="fp16"),
@@ -373,7 +371,7 @@ def test_an_explicit_dtype_argument_wins() -> None:
 
 
 def test_a_norm_that_is_told_a_low_dtype_gives_it_on_cuda_as_under_autocast() -> None:
-    plan = plan_fixed(
+    plan = fxamp.plan(
         Net(lambda m, x: torch.linalg.vector_norm(x.half(), dtype=torch.float16)),
         (X,),
         policy=fxamp.Policy(device="cuda", dtype="fp16"),
@@ -385,9 +383,9 @@ def test_a_norm_that_is_told_a_low_dtype_gives_it_on_cuda_as_under_autocast() ->
 def test_binary_cross_entropy_is_refused_on_cuda_and_allowed_by_an_override() -> None:
     net = Net(lambda m, x: F.binary_cross_entropy(torch.sigmoid(m.first(x)), torch.ones(4, 8)))
     with pytest.raises(fxamp.PolicyError, match="binary_cross_entropy_with_logits"):
-        plan_fixed(net, (X,), policy=fxamp.Policy(device="cuda"))
+        fxamp.plan(net, (X,), policy=fxamp.Policy(device="cuda"))
     allowed = fxamp.Policy(device="cuda", ops={"binary_cross_entropy": "fp32"})
-    assert plan_fixed(net, (X,), policy=allowed).decisions[-1].colour == "float32"
+    assert fxamp.plan(net, (X,), policy=allowed).decisions[-1].colour == "float32"
 
 
 @pytest.fixture(scope="module")
@@ -405,16 +403,16 @@ def custom() -> Any:
 def test_an_unknown_op_keeps_the_dtypes_it_had_where_the_policy_says_so(custom: Any) -> None:
     with torch.no_grad():
         model = Net(lambda m, x: m.second(custom(m.first(x)))).requires_grad_(False)
-        module = convert_fixed(model, (X,), policy="O1,unknown_ops=keep")
+        module = fxamp.convert(model, (X,), policy="O1,unknown_ops=keep")
     assert module(X).dtype == torch.float32
     decision = decided(module, "fxamp_tests::strict")[0]
     assert (decision.code, decision.colour) == ("keep", "float32")
     with pytest.raises(fxamp.PolicyError, match="register_rule"):
-        plan_fixed(Net(lambda m, x: custom(m.first(x))), (X,), policy=fxamp.Policy(unknown_ops="error"))
+        fxamp.plan(Net(lambda m, x: custom(m.first(x))), (X,), policy=fxamp.Policy(unknown_ops="error"))
 
 
 def test_o0_lists_what_runs_as_written() -> None:
-    (decision,) = plan_fixed(Net(lambda m, x: m.first(x)), (X,), policy="O0").decisions
+    (decision,) = fxamp.plan(Net(lambda m, x: m.first(x)), (X,), policy="O0").decisions
     assert (decision.op, decision.colour, decision.code) == ("linear", "float32", "as_written")
 
 
@@ -423,12 +421,12 @@ def test_o2_keeps_losses_and_range_sensitive_ops_in_fp32_and_lowers_the_rest() -
         h = F.layer_norm(x + m.first(x), (8,))
         return F.mse_loss(m.second(h).exp().sum(-1), torch.ones(4))
 
-    fp16 = {d.op: d.colour for d in plan_fixed(Net(body), (X,), policy="O2,dtype=fp16").decisions}
+    fp16 = {d.op: d.colour for d in fxamp.plan(Net(body), (X,), policy="O2,dtype=fp16").decisions}
     assert fp16 == {
         "linear": "float16", "add": "float16", "layer_norm": "float16",
         "exp": "float32", "sum": "float32", "ones": "float32", "broadcast_tensors": "float32", "mse_loss": "float32",
     }  # fmt: skip
-    bf16 = {d.op: d.colour for d in plan_fixed(Net(body), (X,), policy="O2").decisions}
+    bf16 = {d.op: d.colour for d in fxamp.plan(Net(body), (X,), policy="O2").decisions}
     assert (bf16["exp"], bf16["mse_loss"]) == ("bfloat16", "float32")
 
 
@@ -436,7 +434,7 @@ def test_o3_runs_everything_low_that_has_a_low_kernel() -> None:
     def body(m: Any, x: Tensor) -> Tensor:
         return torch.linalg.inv(m.first(x)[:, :4] + torch.eye(4)).exp().sum(-1)
 
-    colours = {d.op: d.colour for d in plan_fixed(Net(body), (X,), policy="O3,dtype=fp16").decisions}
+    colours = {d.op: d.colour for d in fxamp.plan(Net(body), (X,), policy="O3,dtype=fp16").decisions}
     assert colours["exp"] == colours["sum"] == colours["linear"] == "float16"
     assert colours["linalg_inv"] == "float32"
 
@@ -446,7 +444,7 @@ def test_what_is_in_the_other_low_dtype_stays_in_it_at_o3() -> None:
         wide = x.bfloat16() * 1e30  # which FP16 does not hold
         return (wide + wide.exp().long().sum()).max(-1)[0], m.first(x).exp()
 
-    colours = {d.op: d.colour for d in plan_fixed(Net(body), (X,), policy="O3,dtype=fp16").decisions}
+    colours = {d.op: d.colour for d in fxamp.plan(Net(body), (X,), policy="O3,dtype=fp16").decisions}
     assert colours["mul"] == colours["add"] == colours["max"] == "bfloat16"
     assert colours["linear"] == "float16"
     wide, _ = convert(body, "O3,dtype=fp16")(X)
@@ -475,7 +473,7 @@ def test_o3_trains_through_an_op_that_has_a_low_kernel_for_the_forward_only(op: 
 @pytest.mark.parametrize("way", ["O1", "O2", "O3"])
 def test_every_level_trains(way: str) -> None:
     net = Net(lambda m, x: m.second(F.gelu(F.layer_norm(m.first(x), (8,)))))
-    module = convert_fixed(net, (X,), policy=way)
+    module = fxamp.convert(net, (X,), policy=way)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     losses = []
     for _ in range(20):
@@ -577,7 +575,7 @@ def test_a_low_dtype_that_autocast_does_not_make_is_the_authors() -> None:
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_without_inputs_a_value_of_64_bits_stays_one(level: str) -> None:
     converted = fxamp.convert(
-        Net(lambda m, x: torch.rand_like(x @ x.t()) + x @ x.t()), policy=f"{level},dtype=bf16", capture="fx"
+        Net(lambda m, x: torch.rand_like(x @ x.t()) + x @ x.t()), policy=f"{level},dtype=bf16"
     )
     assert converted(X.double()).dtype == torch.float64
 
@@ -610,7 +608,7 @@ def test_without_inputs_a_cast_that_did_nothing_shares_what_is_written_as_before
         spread.zero_()
         return same
 
-    converted = fxamp.convert(Net(write), policy="O3,dtype=bf16", capture="fx")
+    converted = fxamp.convert(Net(write), policy="O3,dtype=bf16")
     assert torch.equal(converted(X), torch.zeros(X.shape[-1]))
 
 
@@ -618,7 +616,7 @@ def test_without_inputs_a_cast_that_did_nothing_shares_what_is_written_as_before
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_without_inputs_an_op_that_takes_one_dtype_alone_is_given_one(level: str) -> None:
     model = Net(lambda m, x: torch.complex(x, x.relu().half()).abs())
-    converted = fxamp.convert(model, policy=f"{level},dtype=bf16", capture="fx")
+    converted = fxamp.convert(model, policy=f"{level},dtype=bf16")
     assert torch.allclose(converted(X.half()).float(), model(X.half()).float(), atol=2e-3)
 
 

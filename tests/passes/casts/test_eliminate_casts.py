@@ -17,9 +17,8 @@ from fxamp.measure.counts import step_counts
 from passes.casts.eliminate_casts import eliminate_casts
 from passes.graph.notes import is_inserted, note_buffers
 from tests.support.graphs import as_it_stands, assert_rewrites, assert_unchanged, parse, random_inputs, render
-from tests.support.helpers import Two, example, plan_fixed
+from tests.support.helpers import Two, example
 
-pytestmark = pytest.mark.usefixtures("one_mode")
 
 
 def eliminate(gm: GraphModule, share: str = "always") -> dict[str, int]:
@@ -540,7 +539,7 @@ def test_a_reduction_of_values_that_were_captured_low_takes_the_dtype(
 
     model = Two(f)
     model.l.requires_grad_(False).half()
-    plan = plan_fixed(model, example(), policy=policy)
+    plan = fxamp.plan(model, example(), policy=policy)
     reductions = [d for d in plan.decisions if d.op in ("sum", "linalg_vector_norm")]
     assert [d.colour for d in reductions] == ["float32"]
 

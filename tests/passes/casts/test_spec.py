@@ -297,12 +297,12 @@ torch.fx.wrap("touch")
 
 def test_a_compiler_that_forgets_that_unknown_functions_may_write_is_found_out() -> None:
     x = torch.randn(2, 4)
-    fxamp.convert(Touched(), (x,), policy="O1,dtype=bf16", capture="fx", check=False)
+    fxamp.convert(Touched(), (x,), policy="O1,dtype=bf16", check=False)
     with (
         mock.patch("passes.assign.colour.simulate.may_write", mutated_operands),
         pytest.raises(VerificationError, match="law: written copy"),
     ):
-        fxamp.convert(Touched(), (x,), policy="O1,dtype=bf16", capture="fx", check=False)
+        fxamp.convert(Touched(), (x,), policy="O1,dtype=bf16", check=False)
 
 
 def _chain(outputs: int) -> GraphModule:

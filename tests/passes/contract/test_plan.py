@@ -33,7 +33,6 @@ def plan() -> Plan:
         ),
         policy=Policy("O2", dtype="bf16", device="cpu", modules={"fc": "low"}),
         verified="fake",
-        capture="export",
         notes=("gru kept whole",),
         inserted_casts=3,
         casts=2,

@@ -21,9 +21,8 @@ from passes.contract.levels import Level
 from passes.contract.policy import Policy
 from passes.graph import literals
 from tests.support.graphs import parse
-from tests.support.helpers import convert_fixed, plan_fixed
 
-pytestmark = [pytest.mark.filterwarnings("ignore:FP16 gradients"), pytest.mark.usefixtures("one_mode")]
+pytestmark = [pytest.mark.filterwarnings("ignore:FP16 gradients")]
 LOWEST = torch.finfo(torch.float32).min
 X = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
 MASK = torch.ones(8, 8).triu(1).bool()
@@ -104,7 +103,7 @@ def captured(spelling: str, fills: tuple[float, ...], front_end: str, policy: Po
     model = Several(spelling, fills)
     inputs: Any = ((X,), {})
     autocast = autocast_for(policy, model, inputs)
-    return model, capture(model, *inputs, front_end=front_end, dynamic_shapes=None, autocast=autocast)
+    return model, capture(model, *inputs, front_end=front_end, autocast=autocast)
 
 
 def converted(
@@ -123,7 +122,7 @@ def leg(front_end: str, policy: str, at: int, spelling: str) -> Any:
 
 
 LEGS = [
-    *(("export", policy) for policy in ("O1,dtype=fp16", "O2,dtype=fp16", "O1", "O2")),  # two of each capture
+    *(("graph", policy) for policy in ("O1,dtype=fp16", "O2,dtype=fp16", "O1", "O2")),  # two of each capture
     *(("fx", policy) for policy in ("O1,dtype=fp16", "O2,dtype=fp16")),
 ]
 
@@ -145,7 +144,7 @@ def test_a_mask_gives_what_it_gives_in_fp32(front_end: str, policy: str, spellin
 @pytest.mark.parametrize("policy", ["O1", "O1,dtype=fp16"])
 @pytest.mark.parametrize("spelling", ["masked_fill", "added product"])
 def test_a_mask_of_a_number_that_fits_is_as_under_autocast(spelling: str, policy: str) -> None:
-    model, module = converted(spelling, (-1e4,), "export", policy)
+    model, module = converted(spelling, (-1e4,), "graph", policy)
     with torch.autocast("cpu", fxamp.plan_of(module).policy.dtype):
         assert torch.equal(module(X)[0], model(X)[0].float())
     assert "literal" not in {d.code for d in fxamp.plan_of(module).decisions}
@@ -163,7 +162,7 @@ def test_a_lowest_number_is_the_low_dtypes_own_in_the_mask_of_an_attention(mask:
         def forward(self, x: Tensor) -> Tensor:
             return attention(self.first(x), MASKS[mask](MASK, self.lowest))
 
-    module = convert_fixed(Attention(LOWEST), (X,), policy=f"O1,dtype={low}")
+    module = fxamp.convert(Attention(LOWEST), (X,), policy=f"O1,dtype={low}")
     with torch.no_grad(), torch.autocast("cpu", DTYPES[low]):
         expected = Attention(torch.finfo(DTYPES[low]).min)(X)
     assert torch.equal(module(X), expected.float())
@@ -181,7 +180,7 @@ def test_a_mask_of_other_numbers_is_as_under_autocast() -> None:
             return attention(self.first(x), torch.zeros(8, 8).masked_fill(MASK, float("-inf")))
 
     model = Attention()
-    module = convert_fixed(model, (X,), policy="O1,dtype=fp16")
+    module = fxamp.convert(model, (X,), policy="O1,dtype=fp16")
     with torch.autocast("cpu", torch.float16):
         assert torch.equal(module(X), model(X).float())
 
@@ -201,13 +200,13 @@ def test_a_mask_of_other_numbers_is_as_under_autocast() -> None:
 def test_what_has_a_counterpart_stays_low_and_anything_else_is_fp32(
     spelling: str, fill: float, policy: str, colour: str
 ) -> None:
-    _, module = converted(spelling, (fill,), "export", policy)
+    _, module = converted(spelling, (fill,), "graph", policy)
     decisions = [d for d in fxamp.plan_of(module).decisions if d.op.startswith("masked_fill")]
     assert [d.colour for d in decisions] == [colour]
 
 
 def test_a_buffer_is_read_when_the_graph_runs() -> None:
-    model, module = converted("where of a buffer", (LOWEST,), "export", "O1")
+    model, module = converted("where of a buffer", (LOWEST,), "graph", "O1")
     (masked,) = model.each
     assert isinstance(masked, Masked)
     try:
@@ -264,25 +263,25 @@ class Small(nn.Module):
 @pytest.mark.parametrize(("name", "level"), [*((name, "O2") for name in EPSILONS), ("log", "O3"), ("rsqrt", "O3")])
 def test_a_tiny_eps_keeps_its_node_fp32_and_what_it_protects_finite(name: str, level: str) -> None:
     model = Small(EPSILONS[name])
-    for front_end in ("export", "fx"):
-        module = convert_fixed(model, (X,), policy=f"{level},dtype=fp16", capture=front_end)
+    for front_end in ("view", "graph"):
+        module = fxamp.convert(model, (X,), policy=f"{level},dtype=fp16", capture=front_end)
         torch.testing.assert_close(module(X), model(X), rtol=2e-3, atol=0)
 
 
 def test_a_tiny_eps_that_bf16_holds_changes_nothing() -> None:
-    plan = plan_fixed(Small(EPSILONS["log"]), (X,), policy="O2")
+    plan = fxamp.plan(Small(EPSILONS["log"]), (X,), policy="O2")
     colours = {d.op: d.colour for d in plan.decisions if d.op != "log"}  # which leaves the graph
     assert colours == {"linear": "bfloat16", "relu": "bfloat16", "add": "bfloat16"}
 
 
 def test_at_o1_a_tiny_eps_is_rounded_as_under_autocast() -> None:
-    module = convert_fixed(Small(EPSILONS["log"]), (X,), policy="O1,dtype=fp16")
+    module = fxamp.convert(Small(EPSILONS["log"]), (X,), policy="O1,dtype=fp16")
     assert {d.op: d.colour for d in fxamp.plan_of(module).decisions}["add"] == "float16"
 
 
 def test_the_eps_of_a_norm_is_held_in_fp32_by_its_kernel() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8, eps=1e-12), nn.Linear(8, 8))
-    module = convert_fixed(model, (X,), policy="O2,dtype=fp16")
+    module = fxamp.convert(model, (X,), policy="O2,dtype=fp16")
     assert {d.op: d.colour for d in fxamp.plan_of(module).decisions}["layer_norm"] == "float16"
 
 
@@ -326,12 +325,12 @@ BOUNDS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_at_o2_a_bound_that_would_round_to_one_keeps_its_node_fp32(name: str, dtype: str) -> None:
     model = Saturated(BOUNDS[name])
-    for front_end in ("export", "fx"):
-        module = convert_fixed(model, (X,), policy=f"O2,dtype={dtype}", capture=front_end)
+    for front_end in ("view", "graph"):
+        module = fxamp.convert(model, (X,), policy=f"O2,dtype={dtype}", capture=front_end)
         torch.testing.assert_close(module(X), model(X), rtol=0.02, atol=0)
 
 
 def test_bounds_that_the_low_dtype_holds_change_nothing() -> None:
     model = Saturated(lambda h: h.clamp(-1, 1).sigmoid().clamp(0.25, 0.5) * h.logit(eps=0.125))
-    plan = plan_fixed(model, (X,), policy="O2,dtype=bf16,ops.logit=low")
+    plan = fxamp.plan(model, (X,), policy="O2,dtype=bf16,ops.logit=low")
     assert {d.colour for d in plan.decisions} == {"bfloat16"}

@@ -133,16 +133,16 @@ RECURRENT: list[dict[str, bool]] = [{}, {"bidirectional": True}, {"bias": False}
 @pytest.mark.parametrize(
     ("capture", "config"),
     [
-        ("export", {"bidirectional": True}),
+        ("graph", {"bidirectional": True}),
         ("fx", {}),
-        *(pytest.param("export", config, marks=pytest.mark.matrix) for config in ({}, {"bias": False})),
+        *(pytest.param("graph", config, marks=pytest.mark.matrix) for config in ({}, {"bias": False})),
         *(pytest.param("fx", config, marks=pytest.mark.matrix) for config in RECURRENT[1:]),
     ],
     ids=str,
 )
 def test_an_lstm_with_projections_is_kept_whole_on_a_cpu(capture: str, config: dict[str, bool]) -> None:
     model, x = Recurrent(proj_size=4, **config).eval(), torch.randn(2, 3, FEATURES)
-    module = fxamp.convert(model, x, capture=capture, dynamic_shapes=None)
+    module = fxamp.convert(model, x, capture=capture)
     decided = {d.op: d for d in module.plan.decisions}
     assert decided["lstm"] in module.plan.deviations
     assert (decided["lstm"].colour, decided["lstm"].code) == ("float32", "composite")
@@ -157,7 +157,7 @@ def test_an_lstm_with_projections_is_kept_whole_on_a_cpu(capture: str, config: d
     "config", [RECURRENT[0], *(pytest.param(c, marks=pytest.mark.matrix) for c in RECURRENT[1:])], ids=str
 )
 def test_an_lstm_without_projections_runs_low(config: dict[str, bool]) -> None:
-    plan = fxamp.plan(Recurrent(**config).eval(), torch.randn(2, 3, FEATURES), dynamic_shapes=None)
+    plan = fxamp.plan(Recurrent(**config).eval(), torch.randn(2, 3, FEATURES))
     assert {d.op: d.colour for d in plan.decisions if d.op in ("lstm", "linear")} == dict.fromkeys(
         ["lstm", "linear"], "bfloat16"
     )
@@ -165,7 +165,7 @@ def test_an_lstm_without_projections_runs_low(config: dict[str, bool]) -> None:
 
 def test_an_lstm_with_projections_runs_low_on_cuda() -> None:
     plan = fxamp.plan(
-        Recurrent(proj_size=4), torch.randn(2, 3, FEATURES), policy="O1,device=cuda,dtype=fp16", dynamic_shapes=None
+        Recurrent(proj_size=4), torch.randn(2, 3, FEATURES), policy="O1,device=cuda,dtype=fp16"
     )
     assert {d.op: d.colour for d in plan.decisions if d.op in ("lstm", "linear")} == dict.fromkeys(
         ["lstm", "linear"], "float16"

@@ -22,7 +22,6 @@ from passes.contract.plan import Decision, Plan
 from passes.contract.plan_format import FORMAT_VERSION
 from passes.contract.policy import Policy
 from reports.zoo import GPT, CausalBlock
-from tests.support.helpers import convert_fixed
 
 
 def decision(key: str, colour: str = "bfloat16", graph: int = 0) -> Decision:
@@ -172,7 +171,7 @@ def test_of_gpt2_with_a_layer_more_that_layer_and_its_neighbours_differ(inserted
         model.blocks = nn.ModuleList(CausalBlock(32, 4, 0.1) for _ in range(12))
         if at is not None:
             model.blocks.insert(at, inserted())
-        return fxamp.plan(model, capture="fx", policy="O2,dtype=bf16")
+        return fxamp.plan(model, policy="O2,dtype=bf16")
 
     found = diff(planned(None), planned(6))
     nodes = [c for c in found.changes if c.key != PLAN_KEY]
@@ -287,7 +286,7 @@ def test_markdown_shortens_itself_and_says_so() -> None:
 
 def test_casts_of_converted_modules_are_compared() -> None:
     model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), (torch.randn(2, 4),)
-    low, kept = (convert_fixed(model, x, policy=f"O1,dtype=bf16{more}") for more in ("", ",modules.0=fp32"))
+    low, kept = (fxamp.convert(model, x, policy=f"O1,dtype=bf16{more}") for more in ("", ",modules.0=fp32"))
     fields = {c.field: (c.before, c.after) for c in diff(low, kept).changes if c.key == "0/linear#0"}
     assert fields["casts"] == ("float32 to bfloat16 (3)", "none")
     assert "casts" not in {c.field for c in diff(low.plan, kept).changes if c.key == "0/linear#0"}

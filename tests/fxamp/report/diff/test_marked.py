@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 import fxamp
 from fxamp.report.diff.diff import GraphDiff
-from tests.support.helpers import convert_fixed
 
 
 class Net(nn.Module):
@@ -38,7 +37,7 @@ X = (torch.randn(3, 2, 4),)
 
 @pytest.fixture(scope="module")
 def converted() -> Any:
-    return convert_fixed(Net(), X, policy="O1,dtype=bf16", check=False)
+    return fxamp.convert(Net(), X, policy="O1,dtype=bf16", check=False)
 
 
 def test_it_reads_as_the_code_of_the_model(converted: Any) -> None:
@@ -98,7 +97,7 @@ def test_a_graph_of_aten_says_what_ran_before(converted: Any) -> None:
 
 
 def test_without_rounding_nothing_is_marked() -> None:
-    found = fxamp.diff(torch.fx.symbolic_trace(Net()), convert_fixed(Net(), X, policy="O0", check=False))
+    found = fxamp.diff(torch.fx.symbolic_trace(Net()), fxamp.convert(Net(), X, policy="O0", check=False))
     assert not found
     assert not [line for line in found.code if line[0] != " "]
 

@@ -20,7 +20,6 @@ from passes.contract.errors import PolicyError
 from passes.contract.plan import Plan
 from passes.contract.policy import Policy
 from passes.ops.facts import Machine, as_on
-from tests.support.helpers import plan_fixed
 
 NET = """
 import torch
@@ -284,7 +283,7 @@ def test_a_plan_is_compared_by_the_facts_of_the_machine_that_it_was_made_on(fold
     made: Any = load_target("padded.py:make")
     for capability in ("AVX512", "AVX2"):
         with as_on(Machine("cpu", capability, "2.13")):
-            plan = plan_fixed(*made, policy=LOW.partition("=")[2])
+            plan = fxamp.plan(*made, policy=LOW.partition("=")[2])
         plan.save(f"{capability}.json")
         assert Plan.load(f"{capability}.json").machine == f"cpu {capability}, torch 2.13"
     assert fxamp.diff("AVX512.json", "AVX2.json")  # the padding runs in low alone where it is known to round once
@@ -301,7 +300,7 @@ def test_with_measured_costs_a_plan_is_replayed_and_nothing_is_timed(
 ) -> None:
     policy = "--policy=O2,dtype=bf16,cost=measured"
     made: Any = load_target("net.py:make")
-    plan = plan_fixed(*made, policy="O2,dtype=bf16")
+    plan = fxamp.plan(*made, policy="O2,dtype=bf16")
     dataclasses.replace(plan, policy=Policy.parse("O2,dtype=bf16,device=cpu,cost=measured")).save("net.json")
     monkeypatch.setattr(sys.modules["fxamp.convert"], "emit_measured", pytest.fail)
     assert check("net.py:make", "--plan=net.json", policy)[0] == 0

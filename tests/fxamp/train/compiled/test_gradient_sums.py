@@ -67,7 +67,7 @@ def run(step: TrainStep, inputs: Iterable[Any]) -> list[Tensor]:
 
 
 @pytest.fixture
-def two() -> fxamp.ConvertedModule:
+def two() -> Any:
     torch.manual_seed(0)
     return fxamp.convert(Two(), (x_of(0),), policy="O1,dtype=bf16")
 
@@ -75,7 +75,7 @@ def two() -> fxamp.ConvertedModule:
 INPUTS = [x_of(seed) for seed in range(9)]
 
 
-def test_they_are_added_by_one_graph_from_the_second_window_on(two: fxamp.ConvertedModule) -> None:
+def test_they_are_added_by_one_graph_from_the_second_window_on(two: Any) -> None:
     expected = run(step_of(copy.deepcopy(two), "per_use"), INPUTS)
     step = step_of(two, "per_step")
     run(step, INPUTS[:3])
@@ -108,7 +108,7 @@ class Watched:
     *((way, at) for way in ("hook", "hook after the sum", "hook of the node") for at in (0, 6)),
     ("hook", 5), ("hook after the sum", 5),
 ])  # fmt: skip
-def test_hooks_see_the_gradients_that_they_would_see_without(two: fxamp.ConvertedModule, way: str, at: int) -> None:
+def test_hooks_see_the_gradients_that_they_would_see_without(two: Any, way: str, at: int) -> None:
     """They are registered before a window, or within one (at 5), as soon as gradients would be added together."""
     found = []
     for weights in ("per_use", "per_step"):
@@ -123,7 +123,7 @@ def test_hooks_see_the_gradients_that_they_would_see_without(two: fxamp.Converte
 
 
 def test_a_loss_that_reads_a_weight_from_some_micro_batch_on_has_the_sums_of_casts_at_every_use(
-    two: fxamp.ConvertedModule,
+    two: Any,
 ) -> None:
     found = []
     for weights in ("per_use", "per_step"):
@@ -153,7 +153,7 @@ def test_layers_that_run_at_times_compile_nothing_anew() -> None:
     assert step.compiled.sums.region.frames == 1
 
 
-def test_code_that_is_not_compiled_may_read_weights_so_theirs_are_added_by_autograd(two: fxamp.ConvertedModule) -> None:
+def test_code_that_is_not_compiled_may_read_weights_so_theirs_are_added_by_autograd(two: Any) -> None:
     def loss(output: Tensor) -> Tensor:
         torch._dynamo.graph_break()
         return mean_square(output) + two.get_parameter("first.weight").square().sum()
@@ -167,7 +167,7 @@ def test_code_that_is_not_compiled_may_read_weights_so_theirs_are_added_by_autog
 
 @pytest.mark.parametrize("together", [False, True])
 def test_an_error_after_backward_leaves_no_gradient_for_the_next_window(
-    two: fxamp.ConvertedModule, together: bool, monkeypatch: pytest.MonkeyPatch
+    two: Any, together: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("fxamp.train.weights.kept.one_launch_pays", lambda weight: together)
 
@@ -199,7 +199,7 @@ def test_inductor_adds_to_the_bit_what_autograd_adds(dtype: torch.dtype) -> None
 
 
 def test_copies_that_one_launch_fills_again_are_leaves_too(
-    two: fxamp.ConvertedModule, monkeypatch: pytest.MonkeyPatch
+    two: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = run(step_of(copy.deepcopy(two), "per_use"), INPUTS)
     monkeypatch.setattr("fxamp.train.weights.kept.one_launch_pays", lambda weight: True)  # as on an accelerator
@@ -214,7 +214,7 @@ def test_copies_that_one_launch_fills_again_are_leaves_too(
 
 
 @pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="gradients have the dtype of their tensor")
-def test_a_weight_that_wants_its_gradient_in_16_bits_has_it(two: fxamp.ConvertedModule) -> None:
+def test_a_weight_that_wants_its_gradient_in_16_bits_has_it(two: Any) -> None:
     found = []
     for weights in ("per_use", "per_step"):
         step = step_of(copy.deepcopy(two), weights)

@@ -23,7 +23,7 @@ LOW_AS_IT_IS = {**LOW, "cast_forward_inputs": False}
 
 
 def convert(model: nn.Module, policy: str) -> nn.Module:
-    return fxamp.convert(model, (X[0],), policy=policy, check=False, dynamic_shapes=None)
+    return fxamp.convert(model, (X[0],), policy=policy, check=False)
 
 
 @functools.cache

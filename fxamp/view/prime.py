@@ -13,20 +13,26 @@ import contextlib
 import copy
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import GraphModule
 
 from passes._torch import OWN_CACHE, forget_compiled, pytree
-from passes.contract.errors import CaptureError, FxampError
+from passes.contract.errors import CaptureError, FxampError, PlanError
+from passes.contract.plan_format import REMEDY
+from passes.contract.policy import check_used
 from passes.graph.values import LOW_DTYPES
+from passes.ops import ops
 
-from ..capture.model.tensors import same
 from ..trust.preserved import fresh, same_random_state
+from ..trust.tensors import same
 from .function import Captured
+from .replay import place_of
 from .runner import Runner
+from .state import STATES, in_state, state_of
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +41,29 @@ GRADIENT_TOLERANCE = 1e-6
 
 class _NoTwinError(Exception):
     """There is no copy of the model to run."""
+
+
+def capture_states(runner: Runner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Capture the present state of a view's model, and the others: train and eval, with gradients and without.
+
+    The present state has to be captured; of another one that cannot be, the plan says why.
+
+    Raises:
+        CaptureError: as `capture`.
+    """
+    model = runner.model
+    present = state_of(model)
+    capture(runner, args, kwargs, check=False)
+    for state in STATES:
+        if state == present:
+            continue
+        try:
+            with in_state(model, state):
+                capture(runner, args, kwargs, check=False)
+        except Exception as e:  # whatever a model raises in a mode that it is not made for
+            why = f"{type(e).__name__}: {str(e).strip().partition(chr(10))[0]}"
+            logger.warning("fxamp: %s is not captured in %s: %s", type(model).__name__, state, why)
+            runner.note(f"not captured in {state}: {why}")
 
 
 def capture(runner: Runner, args: tuple[Any, ...], kwargs: dict[str, Any], check: bool | str = True) -> None:
@@ -48,19 +77,51 @@ def capture(runner: Runner, args: tuple[Any, ...], kwargs: dict[str, Any], check
 
     Raises:
         CaptureError: a captured graph does not compute what the model computes, and what `torch.compile` does is right.
+        PlanError: the plan that is replayed is of another model.
+        PolicyError: an override of the policy matches nothing.
     """
+    first = len(runner.entries)
     with same_random_state(), _attributes(runner.model), contextlib.suppress(Captured):
         runner(args, kwargs, does="capture")
-    broken = any(entry.converted.broke for entry in runner.entries)
-    if not runner.entries or not (check or broken):
+    broken = any(entry.converted.broke for entry in runner.entries[first:])
+    if len(runner.entries) == first:
         return
     try:
-        _check(runner, args, kwargs, check)
+        if check or broken:
+            _check(runner, args, kwargs, check)
     except _NoTwinError as e:
+        runner.complete = runner.complete and not broken
         what = "checked" if not broken else "checked, and what comes after its first graph break not captured"
         note = f"not {what}: {e}"
         logger.warning("fxamp: %s is %s", type(runner.model).__name__, note)
-        runner.notes = (*runner.notes, note)
+        runner.note(note)
+    _refuse_unmatched_ops(runner)
+    if broken and runner.replayed is not None:
+        _refuse_unfit(runner)
+
+
+def _refuse_unmatched_ops(runner: Runner) -> None:
+    """Raise PolicyError where an override by op matches nothing in the graphs of a view."""
+    graphs = [entry.captured for entry in runner.entries]
+    found = {ops.name(n) for gm in graphs for part in gm.modules() if isinstance(part, GraphModule)
+             for n in part.graph.nodes if n.op.startswith("call")}  # fmt: skip
+    found |= {d.op for entry in runner.entries for d in entry.converted.plan.decisions}
+    check_used(replace(runner.policy, modules=()), (), found)
+
+
+def _refuse_unfit(runner: Runner) -> None:
+    """Raise PlanError where the plan of a model in several graphs has nodes that none of them has."""
+    state = state_of(runner.model)
+    plan, at = runner.replayed, None
+    if plan is not None and ((at := place_of(plan, state)) is not None or not plan.states):
+        ours = {d.key for e in runner.entries if e.state == state for d in e.converted.plan.decisions}
+        theirs = (plan.part(at) if at is not None else plan).decisions
+        missing = [d.key for d in theirs if d.key not in ours]
+        if missing:
+            raise PlanError(
+                f"the plan does not fit this model: it decides on a node that the model does not have: {missing[0]}; "
+                f"{len(missing)} missing. {REMEDY}"
+            )
 
 
 @contextlib.contextmanager
@@ -105,12 +166,12 @@ def _check(runner: Runner, args: tuple[Any, ...], kwargs: dict[str, Any], check:
         )
     note = f"capture: torch.compile of {name} alone does not compute what {name} computes: {difference}"
     logger.warning("fxamp: %s", note)
-    runner.notes = (*runner.notes, note)
+    runner.note(note)
 
 
 def _run(runner: Runner, what: str, args: tuple[Any, ...], kwargs: dict[str, Any], graded: bool) -> _Run:
     """Run the model's own code, the captured graphs or torch.compile's, on a twin and on copies of the inputs."""
-    twin = _twin(runner.model)
+    twin = twin_of(runner.model)
     given, named = pytree.tree_map(fresh, (args, kwargs))
     try:
         with same_random_state():
@@ -140,7 +201,8 @@ def _called(runner: Runner, twin: nn.Module, args: Any, kwargs: Any, compiled: b
         forget_compiled(forward.__code__)
 
 
-def _twin(model: nn.Module) -> nn.Module:
+def twin_of(model: nn.Module) -> nn.Module:
+    """Return a copy of a model that shares its parameters, and has buffers and Python state of its own."""
     if any(type(p).__name__ == "DTensor" for p in model.parameters()):
         raise _NoTwinError("its parameters are sharded")
     if any(t.is_meta for t in (*model.parameters(), *model.buffers())):

@@ -1,0 +1,258 @@
+"""Graphs that the user brings, a GraphModule or an ExportedProgram: they go straight to the compiler.
+
+Their Python is frozen already, by whoever made them, so there is no Dynamo, and nothing is checked: the graph is the
+truth. What comes back is a GraphModule over the same parameters and buffers, called as before.
+
+Before: conv1 = conv1(x)                                       a module of torch.nn that tracing left whole
+After:  conv2d(to(x, bfloat16), to(self.conv1.weight, bfloat16), to(self.conv1.bias, bfloat16), ...)
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export import ExportedProgram
+from torch.fx import Graph, GraphModule, Node, Tracer
+from torch.fx.graph import CodeGen
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+
+from passes import compile_graph
+from passes._torch import BatchNorm, FakeTensorMode, pytree, quiet_fakes, without_transforms
+from passes.contract.errors import CaptureError, PlanError
+from passes.contract.plan import Plan
+from passes.contract.plan_format import REMEDY
+from passes.contract.policy import Policy
+from passes.contract.timing import Timer
+from passes.graph.notes import is_inserted, note
+from passes.graph.splice import copy_body, put_in_place
+from passes.runtime.sizes import check_sizes
+from passes.runtime.tracing import RuntimeTracer
+
+from .compiled import with_record
+from .inputs import Inputs
+from .parameters import opaque_parameters, refuse_low_parameters
+from .regions import inline_regions
+from .resolve import resolve
+
+_HELD = "_fxamp"  # where the tensors and graphs lie that the graph holds beside parameters and buffers
+
+
+def convert_given(
+    given: GraphModule | ExportedProgram, inputs: Inputs | None, policy: Policy, replayed: Plan | None = None, *,
+    timer: Timer | None = None,
+) -> GraphModule:  # fmt: skip
+    """Convert a graph.
+
+    Args:
+        given: is not changed. An ExportedProgram keeps the mode, train or eval, that it was exported in.
+        inputs: example inputs, by which values get shapes and dtypes where the graph has none.
+        policy: what is asked; device and dtype may be open.
+        replayed: the plan to carry out instead of deciding.
+        timer: measures calls, for cost="measured".
+
+    Raises:
+        CaptureError: values have no shapes, and there are no inputs; or the graph rejects the inputs.
+        PlanError: the plan is of another graph.
+        PolicyError: the policy does not fit the graph.
+    """
+    if replayed is not None and len(replayed.states) > 1:
+        raise PlanError(f"the plan has {len(replayed.states)} states of a model, and a graph has one; {REMEDY}")
+    made = _copied(given)
+    _inline_modules(made)
+    _fill(made, inputs)
+    settled = resolve(policy, made, inputs)
+    named = dict(made.named_parameters())
+    notes = (*refuse_low_parameters(named.items(), made.training), *opaque_parameters(named.items()))
+    plan = compile_graph(
+        made.graph, settled, functools.partial(_attribute, made), capture="graph", notes=notes, plan=replayed,
+        timer=timer,
+    )  # fmt: skip
+    if isinstance(given, ExportedProgram):
+        _check_sizes_first(made, given)
+    made.delete_all_unused_submodules()
+    made.recompile()
+    return with_record(made, plan, state="", number=0, **{"break": ""})
+
+
+def store_low(made: GraphModule) -> None:
+    """Store parameters low that are read low only, in place; the result is for inference.
+
+    Before: linear(to(x, bfloat16), to(self.weight, bfloat16))     self.weight: float32
+    After:  linear(to(x, bfloat16), self.weight)                   self.weight: bfloat16
+    """
+    reads: dict[str, list[Node]] = {}
+    for node in made.graph.find_nodes(op="get_attr"):
+        reads.setdefault(str(node.target), []).extend(node.users)
+    shared = {id(p): [] for p in made.parameters()}
+    for path, p in made.named_parameters(remove_duplicate=False):
+        shared[id(p)].append(path)
+    for paths in shared.values():
+        users = [user for path in paths for user in reads.get(path, ())]
+        dtypes = {user.args[1] for user in users if is_inserted(user)}
+        if len(dtypes) != 1 or not all(map(is_inserted, users)):
+            continue
+        low = nn.Parameter(_attribute(made, paths[0]).detach().to(next(iter(dtypes))), requires_grad=False)
+        for path in paths:
+            owner, _, name = path.rpartition(".")
+            setattr(made.get_submodule(owner), name, low)
+        for cast in users:
+            cast.replace_all_uses_with(cast.all_input_nodes[0])
+            made.graph.erase_node(cast)
+    made.recompile()
+
+
+def _attribute(root: nn.Module, path: str) -> Any:
+    return functools.reduce(getattr, path.split("."), root)
+
+
+def _copied(given: GraphModule | ExportedProgram) -> GraphModule:
+    """Return a copy over the same tensors, whose graphs may be changed."""
+    gm: Any = given.module(check_guards=False) if isinstance(given, ExportedProgram) else given
+    graph = Graph(tracer_cls=RuntimeTracer)
+    graph.output(graph.graph_copy(gm.graph, {}))
+    graph.set_codegen(copy.deepcopy(gm.graph._codegen))
+    made = GraphModule(gm, graph, type(gm).__name__)
+    made.training = gm.training
+    held: dict[str, Any] = {}
+    for node in made.graph.nodes:
+        if node.op == "get_attr" and isinstance(body := _attribute(made, str(node.target)), GraphModule):
+            name = str(node.target).replace(".", "_")
+            held.setdefault(name, copy.deepcopy(body, {id(p): p for p in made.parameters()}))
+            node.target = f"{_HELD}.{name}"
+        if "val" in node.meta:
+            node.meta["val"] = pytree.tree_map(without_transforms, node.meta["val"])
+    inline_regions(made.graph, held)
+    if held:
+        holder = nn.Module()
+        for name, value in held.items():
+            setattr(holder, name, value)
+        made.add_module(_HELD, holder)
+    return made
+
+
+def _check_sizes_first(made: GraphModule, program: ExportedProgram) -> None:
+    """Refuse inputs of other sizes than the program was exported for, before all else."""
+    places = [n for n in made.graph.find_nodes(op="placeholder") if isinstance(n.meta.get("val"), torch.Tensor)]
+    sizes = tuple(tuple(s if isinstance(s, int) else str(s) for s in n.meta["val"].shape) for n in places)
+    varying = {s for shape in sizes for s in shape if isinstance(s, str)}
+    ranges = {str(s): r for s, r in program.range_constraints.items() if str(s) in varying}
+    bounds = {  # the exporter takes every size for at least 2
+        s: (int(r.lower) if r.lower > 2 else 0, int(r.upper) if r.upper.is_Integer else None) for s, r in ranges.items()
+    }  # fmt: skip
+    if places:
+        with made.graph.inserting_after(made.graph.find_nodes(op="placeholder")[-1]):
+            names = tuple(str(n.target) for n in places)
+            made.graph.call_function(check_sizes, (tuple(places), names, sizes, bounds))
+
+
+class _Through(Tracer):
+    """Traces one module of torch.nn, of which nothing is left whole."""
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return False
+
+
+def _inline_modules(made: GraphModule) -> None:
+    """Replace calls of modules of torch.nn by the functions that they call, in place.
+
+    A module that cannot be traced, such as an LSTM, stays whole, in its original dtypes.
+    """
+    for node in made.graph.find_nodes(op="call_module"):
+        path, module = str(node.target), made.get_submodule(str(node.target))
+        stack = {**(node.meta.get("nn_module_stack") or {}), path: (path, type(module))}
+        node.meta["nn_module_stack"] = stack
+        note(node, leaf=type(module).__name__)
+        body = _body_of(module)
+        if body is None:
+            continue
+        names = [str(n.target) for n in body.find_nodes(op="placeholder")]
+        operands = [*node.args, *(node.kwargs.get(name, _MISSING) for name in names[len(node.args) :])]
+        defaults = [n.args[0] if n.args else _MISSING for n in body.find_nodes(op="placeholder")]
+        operands = [d if o is _MISSING else o for o, d in zip(operands, defaults, strict=True)]
+        if _MISSING in operands:
+            continue
+        with made.graph.inserting_before(node):
+            copied, result = copy_body(made.graph, body, operands)
+        for new in copied:
+            new.meta = {**node.meta, **new.meta, "nn_module_stack": stack}
+            new.meta.pop("val", None)
+            new.meta.pop("tensor_meta", None)
+            if new.op == "get_attr":
+                new.target = f"{path}.{new.target}"
+        if isinstance(result, Node) and "val" in node.meta:
+            result.meta["val"] = node.meta["val"]
+        put_in_place(made.graph, node, result)
+
+
+_MISSING = object()
+
+
+def _body_of(module: nn.Module) -> Graph | None:
+    """Return the graph of a module of torch.nn; None for one that cannot be traced, or is not of torch.nn."""
+    plain = type(module).__module__.startswith("torch.nn.modules") and not any(
+        (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    )
+    if not plain:
+        return None
+    if isinstance(module, BatchNorm):
+        module = copy.copy(module)
+        module.__dict__["_check_input_dim"] = lambda _: None  # a branch on the rank
+    try:
+        body = _Through().trace(module)
+    except Exception:  # whatever a branch on a traced value raises
+        return None
+    simple = isinstance(body.output_node().args[0], (Node, tuple))
+    return body if simple else None
+
+
+def _fill(made: GraphModule, inputs: Inputs | None) -> None:
+    """Give shapes and dtypes to values that have none, by running the graph on fake tensors.
+
+    Raises:
+        CaptureError: they are needed, and there are no inputs; or the graph rejects the inputs.
+    """
+    nodes = [n for n in made.graph.nodes if n.op not in ("output",)]
+    for node in nodes:
+        if "val" not in node.meta and "example_value" in node.meta:
+            node.meta["val"] = node.meta["example_value"]
+    lacking = [n for n in nodes if "val" not in n.meta and n.op != "get_attr"]
+    if not lacking:
+        for node in nodes:
+            value = _attribute(made, str(node.target)) if "val" not in node.meta else None
+            if isinstance(value, torch.Tensor):
+                node.meta["val"] = FakeTensorMode().from_tensor(value)
+        return
+    if inputs is None:
+        raise CaptureError(
+            f"values of this graph, '{lacking[0].name}' first, have no shapes and dtypes (meta['val']): give example "
+            "inputs, fxamp.convert(graph, args, kwargs), which are propagated as fake tensors."
+        )
+    args, kwargs = inputs
+    codegen = made.graph._codegen
+    flat = made.graph.process_inputs(*args, **kwargs) if type(codegen) is not CodeGen else _bound(made, args, kwargs)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with quiet_fakes():
+        fake = [mode.from_tensor(v, static_shapes=True) if isinstance(v, torch.Tensor) else v for v in flat]
+        try:
+            FakeTensorProp(made, mode).propagate_dont_convert_inputs(*fake)
+        except Exception as e:  # whatever an op raises for operands that it rejects
+            raise CaptureError(
+                f"the graph rejects the example inputs: {type(e).__name__}: {str(e).strip().partition(chr(10))[0]}"
+            ) from e
+
+
+def _bound(made: GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Return the inputs in the order of a graph's placeholders."""
+    places = made.graph.find_nodes(op="placeholder")
+    rest = [n for n in places[len(args) :]]
+    names = {str(n.target) for n in rest}
+    missing = [str(n.target) for n in rest if str(n.target) not in kwargs and not n.args]
+    extra = [name for name in kwargs if name not in names]
+    if missing or extra or len(args) > len(places):
+        what = f"lacks '{missing[0]}'" if missing else f"does not take '{extra[0]}'" if extra else "takes fewer inputs"
+        raise CaptureError(f"the example inputs do not fit the graph: it {what}.")
+    return [*args, *(kwargs.get(str(n.target), n.args[0] if n.args else None) for n in rest)]

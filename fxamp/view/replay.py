@@ -1,0 +1,68 @@
+"""Which part of a plan a captured graph carries out, when a plan is replayed.
+
+A plan lists the decisions of each state, and of each graph where Dynamo breaks one. A state that the plan has not is
+decided by its policy, and what the plan says of the same nodes is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from torch.fx import Graph
+
+from passes.contract.plan import Plan
+from passes.graph.values import keys
+
+from .state import State
+
+if TYPE_CHECKING:
+    from .function import Entry
+
+OR = " or "  # between the states that have the same decisions, in the name of a part of a plan
+
+
+class Replaying:
+    """Finds the part of a plan for one graph.
+
+    Args:
+        plan: the plan that is replayed; None for none.
+        entries: the graphs that were captured before.
+        state: the state that the graph is captured in.
+        broke: where Dynamo ended the graph early, "" where it did not.
+    """
+
+    def __init__(self, plan: Plan | None, entries: Sequence[Entry], state: State, broke: str) -> None:
+        self._plan, self._state = plan, state
+        self._alone = not broke and all(entry.state != state for entry in entries)
+        self._first = not entries
+        self._part: Plan | None = None
+
+    def __call__(self, graph: Graph) -> tuple[Plan | None, bool]:
+        """Return the part of the plan for a graph, and whether it is of this very graph."""
+        assert self._plan is not None
+        at = place_of(self._plan, self._state)
+        whole = self._plan if not self._plan.states else self._plan.part(at or 0)
+        names = set(keys(graph.nodes).values())
+        overlap = [len(names & {d.key for d in whole.of_graph(g).decisions}) for g in range(whole.graphs)]
+        first = overlap.index(max(overlap)) if overlap else 0
+        self._part = whole.from_graph(first)
+        known = at is not None if self._plan.states else self._first
+        return self._part, known and self._alone
+
+    def notes(self, made: Plan) -> tuple[str, ...]:
+        """Return what is to be said of decisions that are not the plan's."""
+        if self._part is None:
+            return ()
+        planned = {(d.graph, d.key): d.colour for d in self._part.decisions}
+        other = [d.key for d in made.decisions if planned.get((d.graph, d.key)) != d.colour]
+        if not other:
+            return ()
+        return (f"{len(other)} nodes in {self._state} are not in the plan that is replayed, and are decided by its "
+                f"policy: {', '.join(other[:3])}",)  # fmt: skip
+
+
+def place_of(plan: Plan, state: State) -> int | None:
+    """Return the place of a state among those of a plan, None where the plan has not got it."""
+    named = [name.partition(": ")[2].split(OR) for name in plan.states]
+    return next((at for at, names in enumerate(named) if str(state) in names), None)

@@ -1,0 +1,45 @@
+"""The check of input sizes that a converted graph begins with, if it was exported for some sizes alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from ..contract.errors import CaptureError
+
+
+def check_sizes(
+    inputs: Sequence[Tensor], names: Sequence[str], sizes: Sequence[Sequence[int | str]],
+    bounds: Mapping[str, tuple[int, int | None]],
+) -> None:  # fmt: skip
+    """Refuse inputs of other sizes than a graph was exported for.
+
+    Args:
+        inputs: tensors.
+        names: their names.
+        sizes: of each, the size of each dimension: a number, or the name of a size that may vary.
+        bounds: the least and the largest value of sizes that may vary; None for no largest one.
+
+    Raises:
+        CaptureError: a size is another one; names the input and the dimension.
+    """
+    found: dict[str, tuple[int, str]] = {}
+    for value, name, wanted in zip(inputs, names, sizes, strict=True):
+        if value.dim() != len(wanted):
+            raise CaptureError(f"input '{name}' has {value.dim()} dimensions, and was exported with {len(wanted)}.")
+        for at, want in enumerate(wanted):
+            size, where = value.shape[at], f"dimension {at} of input '{name}'"
+            if isinstance(want, int):
+                _require(size == want, f"{where} has size {size}, and was exported with {want}")
+                continue
+            first, there = found.setdefault(want, (size, where))
+            _require(size == first, f"{where} has size {size}, and was exported with that of {there}, {first}")
+            least, largest = bounds.get(want, (0, None))
+            inside = size >= least and (largest is None or size <= largest)
+            _require(inside, f"{where} has size {size}, and was exported for sizes {least} to {largest or 'any'}")
+
+
+def _require(holds: bool, text: str) -> None:
+    if not holds:
+        raise CaptureError(f"{text}: export with dynamic_shapes to vary it.")
