@@ -39,8 +39,8 @@ logger = logging.getLogger(__name__)
 GRADIENT_TOLERANCE = 1e-6
 
 
-class _NoTwinError(Exception):
-    """There is no copy of the model to run."""
+class _NotRunError(Exception):
+    """There is no copy of the model to run, or it fails under autocast, as what fxamp keeps in FP32 may."""
 
 
 def capture_states(runner: Runner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -89,7 +89,7 @@ def capture(runner: Runner, args: tuple[Any, ...], kwargs: dict[str, Any], check
     try:
         if check or broken:
             _check(runner, args, kwargs, check)
-    except _NoTwinError as e:
+    except _NotRunError as e:
         runner.complete = runner.complete and not broken
         what = "checked" if not broken else "checked, and what comes after its first graph break not captured"
         note = f"not {what}: {e}"
@@ -149,10 +149,10 @@ class _Run:
 
 def _check(runner: Runner, args: tuple[Any, ...], kwargs: dict[str, Any], check: bool | str) -> None:
     graded = check is True and not runner.policy.level.rounds and torch.is_grad_enabled()
+    with _own_errors(runner):
+        expected = _run(runner, "model" if check else "graphs", args, kwargs, graded)
     if not check:  # only to capture what comes after a graph break
-        _run(runner, "graphs", args, kwargs, graded)
         return
-    expected = _run(runner, "model", args, kwargs, graded)
     got = _run(runner, "graphs", args, kwargs, graded)
     difference = _difference(expected, got, runner.model)
     if not difference:
@@ -173,17 +173,28 @@ def _run(runner: Runner, what: str, args: tuple[Any, ...], kwargs: dict[str, Any
     """Run the model's own code, the captured graphs or torch.compile's, on a twin and on copies of the inputs."""
     twin = twin_of(runner.model)
     given, named = pytree.tree_map(fresh, (args, kwargs))
-    try:
-        with same_random_state():
-            if what == "graphs":
-                outputs = runner(given, named, model=twin, does="compare")
-            else:
-                outputs = _called(runner, twin, given, named, compiled=what != "model")
-            gradients = _gradients(outputs, twin) if graded else None
-    except (FxampError, torch.OutOfMemoryError, Captured):
-        raise
+    with same_random_state():
+        if what == "graphs":
+            outputs = runner(given, named, model=twin, does="compare")
+        else:
+            outputs = _called(runner, twin, given, named, compiled=what != "model")
+        gradients = _gradients(outputs, twin) if graded else None
     leaves = [t.detach() if isinstance(t, Tensor) else t for t in pytree.tree_leaves(outputs)]
     return _Run(leaves, dict(twin.named_buffers()), gradients)
+
+
+@contextlib.contextmanager
+def _own_errors(runner: Runner) -> Iterator[None]:
+    """Say that a model was not run where it fails under autocast: its view keeps in FP32 what has no low kernel."""
+    try:
+        yield
+    except (FxampError, torch.OutOfMemoryError, _NotRunError):
+        raise
+    except Exception as e:  # whatever an op raises for a low operand
+        if not runner.policy.level.rounds:
+            raise
+        why = f"{type(e).__name__}: {str(e).strip().partition(chr(10))[0]}"
+        raise _NotRunError(f"under autocast alone it raises {why}") from e
 
 
 def _called(runner: Runner, twin: nn.Module, args: Any, kwargs: Any, compiled: bool) -> Any:
@@ -204,13 +215,13 @@ def _called(runner: Runner, twin: nn.Module, args: Any, kwargs: Any, compiled: b
 def twin_of(model: nn.Module) -> nn.Module:
     """Return a copy of a model that shares its parameters, and has buffers and Python state of its own."""
     if any(type(p).__name__ == "DTensor" for p in model.parameters()):
-        raise _NoTwinError("its parameters are sharded")
+        raise _NotRunError("its parameters are sharded")
     if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
-        raise _NoTwinError("it is on the meta device")
+        raise _NotRunError("it is on the meta device")
     try:
         return copy.deepcopy(model, {id(p): p for p in model.parameters()})
     except Exception as e:  # whatever a class raises that does not let itself be copied
-        raise _NoTwinError(f"it cannot be copied ({type(e).__name__}: {str(e).partition(chr(10))[0]})") from e
+        raise _NotRunError(f"it cannot be copied ({type(e).__name__}: {str(e).partition(chr(10))[0]})") from e
 
 
 def _gradients(outputs: Any, twin: nn.Module) -> list[Tensor | None] | None:
