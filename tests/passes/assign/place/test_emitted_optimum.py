@@ -132,7 +132,7 @@ def emit(gm: GraphModule, policy: Policy, side: frozenset[str] | None = None) ->
         return {v for v in problem.low if str(v) in side}
 
     with mock.patch.object(placing, "solve", given) if side is not None else mock.MagicMock():
-        compile_graph(made.graph, policy, functools.partial(attribute, made))
+        compile_graph(made.graph, policy, functools.partial(attribute, made), capture="graph")
     return made
 
 
