@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import sys
+import traceback
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
@@ -62,15 +63,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BaseException as error:
         # Python would exit with 1, which means "found" here; a target that calls sys.exit could choose any status.
         logger.debug("unexpected", exc_info=True)
-        return failed(f"unexpected {type(error).__name__}: {error}; please report it")
+        *_, last = traceback.extract_tb(error.__traceback__)
+        where = f"{os.path.basename(last.filename)}:{last.lineno}"
+        return failed(f"unexpected {type(error).__name__} at {where}: {error}; please report it")
     finally:
         sys.path[:] = path
     return DONE if args.exit_zero and status == FOUND else status
 
 
 def _report(args: argparse.Namespace) -> int:
-    from ..convert import plan_of
-    from ..report.gate.gate import with_totals
+    from ..report.reader.reader import model_name, with_totals
     from ..report.report import Report, report
 
     if args.target.endswith(".json"):
@@ -86,7 +88,7 @@ def _report(args: argparse.Namespace) -> int:
         with aside(), waiting(args, f"converting {args.target}"), watched(*printed):
             module = _converted(args.target, args.policy, args.capture, args.device)
             plan, record = with_totals(module)
-            made = Report(plan_of(module), record=record, model=getattr(module, "original", args.target))
+            made = Report(replace(plan, totals={}), (), record, model_name(module))
     if args.save_plan:
         plan.save(args.save_plan)
     only = {"modules": args.module, "ops": args.op, "colours": args.colour, "reasons": args.reason}
@@ -98,7 +100,7 @@ def _report(args: argparse.Namespace) -> int:
         return DONE
     write(
         args, text=shown, markdown=lambda: shown(style="pipe", width=None), json=made.to_json,
-        html=lambda: made.to_html(**only), dot=lambda: made.to_dot(**only),
+        html=lambda: made.to_html(**only),
     )  # fmt: skip
     return DONE
 

@@ -21,7 +21,8 @@ from passes.contract.policy import Policy
 
 from ...convert import to_read
 from ...module.module import ConvertedModule
-from .gate import KEPT, check, with_totals
+from ..reader.reader import with_totals
+from .gate import KEPT, check
 from .outcomes import to_text
 
 OPTION = "--update-precision-plans"
