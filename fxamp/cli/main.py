@@ -86,7 +86,7 @@ def _report(args: argparse.Namespace) -> int:
         # Standard output is for the report alone.
         printed = [] if args.quiet else [Printed(name, to_stderr) for name in dict.fromkeys(args.print_after)]
         with aside(), waiting(args, f"converting {args.target}"), watched(*printed):
-            module = _converted(args.target, args.policy, args.capture, args.device)
+            module = _converted(args.target, args.policy, args.device)
             plan, record = with_totals(module)
             made = Report(replace(plan, totals={}), (), record, model_name(module))
     if args.save_plan:
@@ -131,7 +131,7 @@ def _sides(args: argparse.Namespace) -> list[Path | nn.Module]:
     asked = [Policy.of(policy) for policy in policies]
     made = {name: load_target(name) for name in dict.fromkeys(names) if name in targets}
     return [
-        _read(made[name], policy, args.capture, args.device) if name in made else Path(name)
+        _read(made[name], policy, args.device) if name in made else Path(name)
         for name, policy in zip(names, asked, strict=True)
     ]  # fmt: skip
 
@@ -155,7 +155,7 @@ def _check(args: argparse.Namespace) -> int:
     if args.targets and all(":" in target for target in args.targets):
         folder = Path.cwd()
         chosen = [
-            Target(args.name or t, t, args.policy, args.plan, tuple(args.budget), args.capture, args.device)
+            Target(args.name or t, t, args.policy, args.plan, tuple(args.budget), args.device)
             for t in args.targets
         ]
         if args.plan is None and not args.budget:
@@ -194,26 +194,22 @@ def _checked(target: Target, update: bool) -> Outcome:
 
     budgets = [Budget.parse(text) for text in target.budgets]
     with aside():  # standard output is for the outcome alone
-        make = functools.partial(_converted, target.target, target.policy, target.capture, target.device)
+        make = functools.partial(_converted, target.target, target.policy, target.device)
         return check(target.name, make, target.plan, budgets, update)
 
 
-def _converted(
-    target: str, policy: str | None, capture: str, device: str | None, replayed: Plan | None = None
-) -> nn.Module:
-    asked = Policy.of(policy)
-    return _read(load_target(target), asked, capture, device, replayed)
+def _converted(target: str, policy: str | None, device: str | None, replayed: Plan | None = None) -> nn.Module:
+    return _read(load_target(target), Policy.of(policy), device, replayed)
 
 
 def _read(
-    made: tuple[Any, Any, Any], policy: Policy, capture: str, device: str | None, replayed: Plan | None = None
+    made: tuple[Any, Any, Any], policy: Policy, device: str | None, replayed: Plan | None = None
 ) -> nn.Module:
-    from ..convert import called_to_read, to_read
+    from ..convert import to_read
 
     asked = policy if device is None else replace(policy, device=device)
-    if capture == "jit":
-        return called_to_read(*made, asked)
-    return to_read(*made, asked, capture, replayed=replayed)
+    view: nn.Module = to_read(*made, asked, replayed=replayed)
+    return view
 
 
 def _rules(args: argparse.Namespace) -> int:

@@ -10,9 +10,8 @@ from torch import nn
 
 from passes.contract.plan import Plan
 
-from ...convert import graphs, plan_of
+from ...convert import converted_in, graphs, plan_of
 from ...dynamo import compiled
-from ...module.module import ConvertedModule
 from ..record.build import Emitted
 from ..record.build import record_of as record_of_plan
 from ..record.record import TOTALS, Record
@@ -31,31 +30,18 @@ def plan_in(value: object) -> Plan | None:
         return value
     if isinstance(value, str | os.PathLike):
         return Plan.load(value, newer=True)
-    plan = getattr(value, "plan", None)
-    if isinstance(plan, Plan):
-        return plan
     if not isinstance(value, nn.Module):
         return None
-    inside = compiled.is_compiled(value) or any(isinstance(m, ConvertedModule) for m in value.modules())
-    return plan_of(value) if inside else None
+    return plan_of(value) if converted_in(value) or compiled.is_compiled(value) else None
 
 
-def emitted(module: nn.Module, plan: Plan) -> list[Emitted]:
-    """Return the graphs of a converted module, numbered as in its plan; none for one that torch.compile returned."""
-    if isinstance(module, ConvertedModule):  # deleted together with that class: a view is all that is converted then
-        firsts = [int(state.partition(":")[0]) for state in plan.states] or [0]
-        names = [state.partition(": ")[2] for state in plan.states] or [""]
-        leaves = [call.call_spec.leaves for call in module.variants]
-        inputs = [[leaf.name for leaf in found if leaf.tensor] for found in leaves]
-        return [Emitted(*made) for made in zip(firsts, names, graphs(module), inputs, strict=True)]
-    if compiled.runner_of(module) is None:
+def emitted(module: nn.Module) -> list[Emitted]:
+    """Return the graphs of a converted model, numbered as in its plan; none for one that torch.compile returned."""
+    found = converted_in(module)
+    if not found or found[0][0]:
         return []
-    out, first = [], 0
-    for entry, graph in zip(compiled.entries(module), graphs(module), strict=True):
-        state = str(getattr(graph, "state", "")).removeprefix("call: ")
-        out.append(Emitted(first, state, graph, ()))
-        first += entry.plan.graphs
-    return out
+    records = [(gm, gm.meta["fxamp"]) for gm in graphs(module)]
+    return [Emitted(record["number"], record["state"], gm, ()) for gm, record in records]
 
 
 def record_of(given: object, plan: Plan | None = None) -> Record:
@@ -73,13 +59,11 @@ def record_of(given: object, plan: Plan | None = None) -> Record:
         assert found is not None, "a plan, or the path of one"
         return record_of_plan(found)
     found = plan_of(given) if plan is None else plan
-    return record_of_plan(found, emitted(given, found), given)
+    return record_of_plan(found, emitted(given), given)
 
 
 def model_name(given: object) -> str:
     """Return the name of the class of the model that was converted."""
-    if isinstance(given, ConvertedModule):
-        return given.original
     runner = compiled.runner_of(given)
     return type(runner.model).__name__ if runner is not None else "model"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,10 +87,10 @@ class _Part:
 
 
 class _Places:
-    """Where the decisions of a plan are carried out: each in one graph, or in several states that share it."""
+    """Where the decisions of a plan are carried out."""
 
     def __init__(self, plan: Plan, parts: Sequence[_Part]) -> None:
-        self.parts, self.shared = list(parts), bool(plan.states)
+        self.parts = list(parts)
         self.named = [state.partition(": ") for state in plan.states]
         self.firsts = [p.first for p in parts] or [int(number) for number, _, _ in self.named] or [0]
 
@@ -102,28 +102,13 @@ class _Places:
         return self.parts[self.number(d)] if self.parts else None
 
     def of(self, at: int, decisions: Sequence[Decision]) -> list[int]:
-        """Return the places of the decisions that one graph carries out: its own, and those that it shares."""
-        own = [i for i, d in enumerate(decisions) if self.number(d) == at]
-        if not at or not self.shared:
-            return own
-        keys = {decisions[i].key for i in own}
-        known = self.parts[at].nodes if self.parts else None
-        shared = [
-            i for i, d in enumerate(decisions)
-            if self.number(d) == 0 and d.key not in keys and (known is None or d.key in known or d.graph)
-        ]  # fmt: skip
-        return [*own, *shared] if known is None else sorted([*own, *shared], key=_order(decisions, known))
+        """Return the places of the decisions that one graph carries out."""
+        return [i for i, d in enumerate(decisions) if self.number(d) == at]
 
     def state(self, at: int) -> str:
         if self.parts:
             return self.parts[at].state
         return self.named[at][2] if self.named else ""
-
-
-def _order(decisions: Sequence[Decision], nodes: Mapping[str, Node]) -> Any:
-    """Return a key that sorts places as their nodes run."""
-    rank = {key: i for i, key in enumerate(nodes)}
-    return lambda place: rank.get(decisions[place].key, len(rank))
 
 
 def _states(plan: Plan, nodes: Sequence[NodeRecord], parts: Sequence[_Part], at: _Places) -> tuple[State, ...]:
