@@ -238,10 +238,15 @@ def is_compiled_in_place(module: torch.nn.Module) -> bool:
     return module._compiled_call_impl is not None
 
 
-def drop_hooks(module: torch.nn.Module) -> None:
-    """Remove every forward hook of a module, even if nothing holds the handle of the hook."""
-    module._forward_pre_hooks.clear()
-    module._forward_hooks.clear()
+def runs_its_forward_alone(module: torch.nn.Module) -> bool:
+    """Say whether a call of a module runs its `forward` and no hooks."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return not any(hooks)
+
+
+def codegen_of(graph: torch.fx.Graph) -> Any:
+    """Return what makes a graph's code, which flattens the containers of inputs and outputs; torch only sets it."""
+    return graph._codegen
 
 
 def function_of(context: FunctionContext) -> Any:

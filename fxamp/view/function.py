@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -121,7 +121,8 @@ def _function(runner: Runner, method: str) -> Callable[..., Any]:
     device, low = runner.device, runner.low
     rounds = runner.policy.level.rounds and runner.traces_autocast
     author: Any = getattr(type(runner.model), method) if method else None
-    dtypes = (low, torch.float32)  # under torch.vmap, a trace has FP32 where autocast makes low values
+    # Under torch.vmap a trace has FP32 where autocast makes low values; and autocast makes no half complex numbers.
+    dtypes = (low, torch.float32, torch.complex64)
     restores = runner.policy.level.rounds and runner.policy.output_dtype == "original"
     mark = torch.compiler.allow_in_graph(leaving) if restores else None
 
@@ -192,13 +193,21 @@ class _Backend:
         if lifted:
             run = with_copies(run, lifted, runner.opened)
         run = at_call(run, converted, example_inputs, outputs)
-        number = len(runner.entries) if real else -1
+        number = -1
         if real:
             state = state_of(model, function.method)
+            number = len(runner.entries) if model is runner.model else known_as(runner.entries, converted, state)
+        if number == len(runner.entries):
             runner.entries.append(Entry(number, converted, captured, named, constants, state, seconds))
         if global_module_hooks():
             function.stale = _other_global_hooks()
         return _tokened(run, captured, number, _Reader(runner, number, converted, example_inputs))
+
+
+def known_as(entries: Sequence[Entry], converted: Converted, state: State) -> int:
+    """Return the number of a graph of a twin: that of the model's own, if Dynamo captured the same code once more."""
+    same = (e.number for e in entries if e.state == state and e.converted.computed == converted.computed)
+    return next(same, len(entries))
 
 
 def _is_op(node: Node) -> bool:
@@ -250,7 +259,7 @@ def _tokened(run: Callable[..., Any], captured: GraphModule, number: int, reader
             return run(*args)
         if under_way.does == "compare":
             found: Any = reader.runner()
-            with found.region():
+            with found.region(cache=False):
                 return captured(*args)
         under_way.ran.append(number)
         if not under_way.modes:

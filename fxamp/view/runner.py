@@ -137,10 +137,11 @@ class Runner:
         for function in self._functions.values():
             function.clear()
 
-    def region(self) -> Any:
+    def region(self, cache: bool = True) -> Any:
         """Return the autocast of this view, as a context."""
         rounds = self.policy.level.rounds
-        return torch.autocast(self.device, dtype=self.low if rounds else None, enabled=rounds)
+        keeps = cache and torch.is_autocast_cache_enabled()
+        return torch.autocast(self.device, dtype=self.low if rounds else None, enabled=rounds, cache_enabled=keeps)
 
     def in_region(self) -> bool:
         """Say whether the present autocast is that of this view."""
