@@ -51,7 +51,6 @@ if TYPE_CHECKING:
     from .convert import plan_of as plan_of
     from .dynamo.backend import Backend as Backend
     from .dynamo.backend import backend as backend
-    from .module.freeze import frozen as frozen
     from .module.module import ConvertedModule as ConvertedModule
     from .report.diff.diff import GraphDiff as GraphDiff
     from .report.diff.diff import diff as diff
@@ -62,6 +61,7 @@ if TYPE_CHECKING:
     from .train.sharded_checkpoint import save_checkpoint as save_checkpoint
     from .train.step import TrainStep as TrainStep
     from .train.window.result import StepResult as StepResult
+    from .view.frozen import frozen as frozen
 
 __version__ = "0.1.0"
 
@@ -77,7 +77,6 @@ _FOUND_IN = {
     "passes.ops.rules": ("register_rule", "rules"),
     "fxamp.convert": ("compile", "convert", "graphs", "plan", "plan_of"),
     "fxamp.dynamo.backend": ("Backend", "backend"),
-    "fxamp.module.freeze": ("frozen",),
     "fxamp.module.module": ("ConvertedModule",),
     "fxamp.report.diff.diff": ("GraphDiff", "diff"),
     "fxamp.report.report": ("Report", "report"),
@@ -85,6 +84,7 @@ _FOUND_IN = {
     "fxamp.train.scale.scaler": ("LossScaler",),
     "fxamp.train.sharded_checkpoint": ("load_checkpoint", "save_checkpoint"),
     "fxamp.train.step": ("TrainStep",),
+    "fxamp.view.frozen": ("frozen",),
 }  # fmt: skip
 _MODULE_OF = {name: module for module, names in _FOUND_IN.items() for name in names}
 __all__ = [*_MODULE_OF]  # what `import *` loads

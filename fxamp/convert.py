@@ -120,6 +120,8 @@ def convert(
     if plan is not None and not isinstance(plan, Plan):
         plan = Plan.load(plan)
     asked = plan.policy if plan is not None else Policy.of(policy)
+    if isinstance(model, nn.Module) and not isinstance(model, torch.fx.GraphModule):
+        return compile(model, args, kwargs, policy=asked, backend="eager", check=bool(check))
     if capture == "jit":
         return _at_first_call(model, asked, plan, dynamic_shapes)
     try:

@@ -34,6 +34,7 @@ from passes._torch import (
     dynamo_settings,
     dynamo_stance,
     in_transform,
+    is_replica_running,
     is_traced_by_fx,
     is_traced_by_jit,
     mark_batch,
@@ -51,7 +52,7 @@ from ..dynamo.backend import Inner
 from ..dynamo.call import Call, begin, current
 from ..dynamo.outputs import restored
 from ..dynamo.resolve import device_of, resolve
-from .copies import Copies
+from .copies import Opened
 from .function import LIMIT, Entry, Function, grad_mode
 from .hooks import HookWatch
 
@@ -80,7 +81,7 @@ class Runner:
         device: the kind of device that the model runs on.
         low: the low dtype.
         entries: the graphs, in the order of capture.
-        copies: the open copies of parameters, if there are any.
+        opened: the copies of parameters that are open.
         override: what somebody wrote to `forward` of the view.
         notes: what the check of the capture has to say, for the plan.
     """
@@ -95,7 +96,7 @@ class Runner:
         self.fullgraph, self.dynamic, self.on_change, self.methods = fullgraph, dynamic, on_change, methods
         self.device, self.low = "", torch.bfloat16
         self.entries: list[Entry] = []
-        self.copies: Copies | None = None
+        self.opened = Opened()
         self.override: Callable[..., Any] | None = None
         self.notes: tuple[str, ...] = ()
         self._functions: dict[tuple[Any, ...], Function] = {}
@@ -114,10 +115,6 @@ class Runner:
             "backend": self.backend, "mode": self.mode, "options": self.options, "fullgraph": self.fullgraph,
             "dynamic": self.dynamic, "on_change": self.on_change, "methods": self.methods,
         }  # fmt: skip
-
-    def opened(self) -> Copies | None:
-        """Return the open copies of parameters."""
-        return self.copies
 
     def converted(self) -> list[Any]:
         """Return what is kept of each graph, in a fixed order."""
@@ -194,7 +191,7 @@ class Runner:
         if self._hooks.moved():
             self.clear()
         transformed = in_transform()
-        kind = "transform" if transformed else "window" if self.copies is not None else "plain"
+        kind = "transform" if transformed else "window" if self.opened() is not None else "plain"
         function = self._function(kind, method, call.model)
         before = len(self.entries)
         started = time.perf_counter()
@@ -237,9 +234,12 @@ class Runner:
                 stack.enter_context(without_module_trackers())
             if torch.is_autocast_enabled(self.device):
                 stack.enter_context(torch.autocast(self.device, enabled=False))
-            if not LIMIT_IS_ARGUMENT or self.on_change == "error":
-                limit = {} if LIMIT_IS_ARGUMENT else {"recompile_limit": LIMIT}
-                change: Any = {"error_on_recompile": self.on_change == "error", **limit}
+            change: Any = {} if LIMIT_IS_ARGUMENT else {"recompile_limit": LIMIT}
+            if self.on_change == "error":
+                change["error_on_recompile"] = True
+            if self.backend == "eager" and is_replica_running():
+                change["optimize_ddp"] = False  # gradients of ops that run one by one leave early without a split
+            if change:
                 stack.enter_context(dynamo_settings(change))
             yield
 

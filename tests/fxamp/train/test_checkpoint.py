@@ -40,7 +40,7 @@ def loss_times(output: Tensor, factor: float) -> Tensor:
 
 @functools.cache
 def converted(policy: str) -> fxamp.ConvertedModule:
-    return fxamp.convert(Net(), (X[0],), policy=policy, dynamic_shapes=None)
+    return fxamp.convert(Net(), (X[0],), policy=policy)
 
 
 def build(policy: str = "O1,dtype=bf16", seed: int = 0, **settings: Any) -> TrainStep:

@@ -78,7 +78,7 @@ def test_averages_take_in_the_steps_that_all_ranks_took(two: Workers) -> None:
 @functools.cache
 def of_two_dtypes() -> nn.Module:
     parts = [
-        fxamp.convert(part, (X[0],), policy=policy, check=False, dynamic_shapes=None)
+        fxamp.convert(part, (X[0],), policy=policy, check=False)
         for part, policy in zip(blocks(), (FP16, BF16, FP16), strict=True)
     ]
     return nn.Sequential(*parts)

@@ -252,7 +252,7 @@ def test_casts_that_are_kept_let_buckets_go_while_backward_goes_on(two: Workers)
 def converted_wide() -> nn.Module:
     torch.manual_seed(0)
     layers = [nn.Linear(16, 600), nn.GELU(), nn.Linear(600, 600), nn.GELU(), nn.Linear(600, 600), nn.Linear(600, 2)]
-    return fxamp.convert(nn.Sequential(*layers), (X[0],), policy=BF16, check=False, dynamic_shapes=None)
+    return fxamp.convert(nn.Sequential(*layers), (X[0],), policy=BF16, check=False)
 
 
 def wide(compile: bool | str, weights: str) -> list[Any]:
