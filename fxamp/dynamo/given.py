@@ -23,7 +23,15 @@ from torch.fx.graph import CodeGen
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from passes import compile_graph
-from passes._torch import BatchNorm, FakeTensorMode, pytree, quiet_fakes, without_transforms
+from passes._torch import (
+    BatchNorm,
+    FakeTensorMode,
+    codegen_of,
+    pytree,
+    quiet_fakes,
+    runs_its_forward_alone,
+    without_transforms,
+)
 from passes.contract.errors import CaptureError, PlanError
 from passes.contract.plan import Plan
 from passes.contract.plan_format import REMEDY
@@ -117,7 +125,7 @@ def _copied(given: GraphModule | ExportedProgram) -> GraphModule:
     gm: Any = given.module(check_guards=False) if isinstance(given, ExportedProgram) else given
     graph = Graph(tracer_cls=RuntimeTracer)
     graph.output(graph.graph_copy(gm.graph, {}))
-    graph.set_codegen(copy.copy(gm.graph._codegen))
+    graph.set_codegen(copy.copy(codegen_of(gm.graph)))
     made = GraphModule(gm, graph, type(gm).__name__)
     made.training = gm.training
     held: dict[str, Any] = {}
@@ -209,10 +217,7 @@ def _holds_node(value: Any) -> bool:
 
 def _body_of(module: nn.Module, known: Mapping[str, Any]) -> Graph | None:
     """Return the graph of a module of torch.nn; None for one that cannot be traced, or is not of torch.nn."""
-    plain = type(module).__module__.startswith("torch.nn.modules") and not any(
-        (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    )
-    if not plain:
+    if not type(module).__module__.startswith("torch.nn.modules") or not runs_its_forward_alone(module):
         return None
     if isinstance(module, BatchNorm):
         module = copy.copy(module)
@@ -248,8 +253,8 @@ def _fill(made: GraphModule, inputs: Inputs | None) -> None:
             "inputs, fxamp.convert(graph, args, kwargs), which are propagated as fake tensors."
         )
     args, kwargs = inputs
-    codegen = made.graph._codegen
-    flat = made.graph.process_inputs(*args, **kwargs) if type(codegen) is not CodeGen else _bound(made, args, kwargs)
+    plain = type(codegen_of(made.graph)) is CodeGen
+    flat = _bound(made, args, kwargs) if plain else made.graph.process_inputs(*args, **kwargs)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with quiet_fakes():
         fake = [mode.from_tensor(v, static_shapes=True) if isinstance(v, torch.Tensor) else v for v in flat]

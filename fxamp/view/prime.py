@@ -24,11 +24,12 @@ from passes._torch import OWN_CACHE, forget_compiled, pytree
 from passes.contract.errors import CaptureError, FxampError, PlanError
 from passes.contract.plan_format import REMEDY
 from passes.contract.policy import check_used
+from passes.graph.aliases import Aliases
 from passes.graph.values import LOW_DTYPES
 from passes.ops import ops
 
 from ..trust.preserved import fresh, same_random_state
-from ..trust.tensors import same
+from ..trust.tensors import kept, same
 from .function import Captured
 from .replay import place_of
 from .runner import Runner
@@ -39,8 +40,8 @@ logger = logging.getLogger(__name__)
 GRADIENT_TOLERANCE = 1e-6
 
 
-class _NotRunError(Exception):
-    """There is no copy of the model to run, or it fails under autocast, as what fxamp keeps in FP32 may."""
+class _NoTwinError(Exception):
+    """There is no copy of the model to run, or it does not run."""
 
 
 def capture_states(runner: Runner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -61,9 +62,8 @@ def capture_states(runner: Runner, args: tuple[Any, ...], kwargs: dict[str, Any]
             with in_state(model, state):
                 capture(runner, args, kwargs, check=False)
         except Exception as e:  # whatever a model raises in a mode that it is not made for
-            why = f"{type(e).__name__}: {str(e).strip().partition(chr(10))[0]}"
-            logger.warning("fxamp: %s is not captured in %s: %s", type(model).__name__, state, why)
-            runner.note(f"not captured in {state}: {why}")
+            logger.warning("fxamp: %s is not captured in %s: %s", type(model).__name__, state, _line(e))
+            runner.note(f"not captured in {state}: {_line(e)}")
 
 
 def capture(runner: Runner, args: tuple[Any, ...], kwargs: dict[str, Any], check: bool | str = True) -> None:
@@ -88,8 +88,9 @@ def capture(runner: Runner, args: tuple[Any, ...], kwargs: dict[str, Any], check
         return
     try:
         if check or broken:
-            _check(runner, args, kwargs, check)
-    except _NotRunError as e:
+            with kept(_written_parameters(runner, first)):
+                _check(runner, args, kwargs, check)
+    except _NoTwinError as e:
         runner.complete = runner.complete and not broken
         what = "checked" if not broken else "checked, and what comes after its first graph break not captured"
         note = f"not {what}: {e}"
@@ -98,6 +99,16 @@ def capture(runner: Runner, args: tuple[Any, ...], kwargs: dict[str, Any], check
     _refuse_unmatched_ops(runner)
     if broken and runner.replayed is not None:
         _refuse_unfit(runner)
+
+
+def _written_parameters(runner: Runner, first: int) -> list[Tensor]:
+    """Return the parameters that graphs write to, such as an embedding's with max_norm: twins share them."""
+    names: set[str] = set()
+    for entry in runner.entries[first:]:
+        written = {n for together in Aliases(entry.captured.graph).sets().values() for n in together}
+        places = entry.captured.graph.find_nodes(op="placeholder")
+        names |= {name for at, name in entry.names.items() if places[at] in written}
+    return [p for name, p in runner.model.named_parameters(remove_duplicate=False) if name in names]
 
 
 def _refuse_unmatched_ops(runner: Runner) -> None:
@@ -149,10 +160,15 @@ class _Run:
 
 def _check(runner: Runner, args: tuple[Any, ...], kwargs: dict[str, Any], check: bool | str) -> None:
     graded = check is True and not runner.policy.level.rounds and torch.is_grad_enabled()
-    with _own_errors(runner):
-        expected = _run(runner, "model" if check else "graphs", args, kwargs, graded)
     if not check:  # only to capture what comes after a graph break
+        _run(runner, "graphs", args, kwargs, graded)
         return
+    try:
+        expected = _run(runner, "model", args, kwargs, graded)
+    except (FxampError, torch.OutOfMemoryError):
+        raise
+    except Exception as e:  # autocast mixes dtypes, and its kernels refuse numbers: a graph may run where it does not
+        raise _NoTwinError(f"the model itself raises under autocast ({_line(e)})") from e
     got = _run(runner, "graphs", args, kwargs, graded)
     difference = _difference(expected, got, runner.model)
     if not difference:
@@ -173,40 +189,30 @@ def _run(runner: Runner, what: str, args: tuple[Any, ...], kwargs: dict[str, Any
     """Run the model's own code, the captured graphs or torch.compile's, on a twin and on copies of the inputs."""
     twin = twin_of(runner.model)
     given, named = pytree.tree_map(fresh, (args, kwargs))
-    with same_random_state():
-        if what == "graphs":
-            outputs = runner(given, named, model=twin, does="compare")
-        else:
-            outputs = _called(runner, twin, given, named, compiled=what != "model")
-        gradients = _gradients(outputs, twin) if graded else None
+    try:
+        with same_random_state():
+            if what == "graphs":
+                outputs = runner(given, named, model=twin, does="compare")
+            else:
+                outputs = _called(runner, twin, given, named, compiled=what != "model")
+            gradients = _gradients(outputs, twin) if graded else None
+    except (FxampError, torch.OutOfMemoryError, Captured):
+        raise
     leaves = [t.detach() if isinstance(t, Tensor) else t for t in pytree.tree_leaves(outputs)]
     return _Run(leaves, dict(twin.named_buffers()), gradients)
-
-
-@contextlib.contextmanager
-def _own_errors(runner: Runner) -> Iterator[None]:
-    """Say that a model was not run where it fails under autocast: its view keeps in FP32 what has no low kernel."""
-    try:
-        yield
-    except (FxampError, torch.OutOfMemoryError, _NotRunError):
-        raise
-    except Exception as e:  # whatever an op raises for a low operand
-        if not runner.policy.level.rounds:
-            raise
-        why = f"{type(e).__name__}: {str(e).strip().partition(chr(10))[0]}"
-        raise _NotRunError(f"under autocast alone it raises {why}") from e
 
 
 def _called(runner: Runner, twin: nn.Module, args: Any, kwargs: Any, compiled: bool) -> Any:
     def forward(model: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         return model(*args, **kwargs)
 
+    # Without autocast's cache, whose entries know no dtype: a region of another dtype inside the model would read them.
     if not compiled:
-        with runner.region():
+        with runner.region(cache=False):
             return forward(twin, *args, **kwargs)
     forward.__code__ = forward.__code__.replace(co_name="plain")
     try:
-        with runner.region():
+        with runner.region(cache=False):
             return torch.compile(forward, backend="eager", **OWN_CACHE)(twin, *args, **kwargs)
     finally:
         forget_compiled(forward.__code__)
@@ -215,13 +221,13 @@ def _called(runner: Runner, twin: nn.Module, args: Any, kwargs: Any, compiled: b
 def twin_of(model: nn.Module) -> nn.Module:
     """Return a copy of a model that shares its parameters, and has buffers and Python state of its own."""
     if any(type(p).__name__ == "DTensor" for p in model.parameters()):
-        raise _NotRunError("its parameters are sharded")
+        raise _NoTwinError("its parameters are sharded")
     if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
-        raise _NotRunError("it is on the meta device")
+        raise _NoTwinError("it is on the meta device")
     try:
         return copy.deepcopy(model, {id(p): p for p in model.parameters()})
     except Exception as e:  # whatever a class raises that does not let itself be copied
-        raise _NotRunError(f"it cannot be copied ({type(e).__name__}: {str(e).partition(chr(10))[0]})") from e
+        raise _NoTwinError(f"it cannot be copied ({_line(e)})") from e
 
 
 def _gradients(outputs: Any, twin: nn.Module) -> list[Tensor | None] | None:
@@ -259,6 +265,10 @@ def _allowed(gradient: Tensor, run: _Run) -> float:
 
 def _norm(value: Tensor) -> float:
     return float(value.double().norm())
+
+
+def _line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
 def _relative(a: Tensor, b: Any) -> str:
