@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,12 +24,13 @@ from passes._torch import OWN_CACHE, forget_compiled, pytree
 from passes.contract.errors import CaptureError, FxampError, PlanError
 from passes.contract.plan_format import REMEDY
 from passes.contract.policy import check_used
+from passes.graph.aliases import Aliases
 from passes.graph.values import LOW_DTYPES
 from passes.ops import ops
 
 from ..trust.preserved import fresh, same_random_state
 from ..trust.tensors import same
-from .function import Captured
+from .function import Captured, Entry
 from .replay import place_of
 from .runner import Runner
 from .state import STATES, in_state, state_of
@@ -88,7 +89,7 @@ def capture(runner: Runner, args: tuple[Any, ...], kwargs: dict[str, Any], check
         return
     try:
         if check or broken:
-            _check(runner, args, kwargs, check)
+            _check(_Twins(runner, args, kwargs, _written(runner.entries[first:])), check)
     except _NoTwinError as e:
         runner.complete = runner.complete and not broken
         what = "checked" if not broken else "checked, and what comes after its first graph break not captured"
@@ -147,17 +148,44 @@ class _Run:
     gradients: list[Tensor | None] | None
 
 
-def _check(runner: Runner, args: tuple[Any, ...], kwargs: dict[str, Any], check: bool | str) -> None:
+@dataclass(frozen=True)
+class _Twins:
+    """What copies of a model are run with.
+
+    Attributes:
+        runner: the view's.
+        args: inputs.
+        kwargs: keyword inputs.
+        written: names of the parameters that are written, of which each copy has its own.
+    """
+
+    runner: Runner
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    written: frozenset[str]
+
+
+def _written(entries: Sequence[Entry]) -> frozenset[str]:
+    """Return the names of the parameters that captured graphs write."""
+    found: set[str] = set()
+    for entry in entries:
+        aliases, places = Aliases(entry.captured.graph), entry.captured.graph.find_nodes(op="placeholder")
+        found.update(name for i, name in entry.names.items() if aliases.is_mutated(places[i]))
+    return frozenset(found)
+
+
+def _check(twins: _Twins, check: bool | str) -> None:
+    runner = twins.runner
     graded = check is True and not runner.policy.level.rounds and torch.is_grad_enabled()
     if not check:  # only to capture what comes after a graph break
-        _run(runner, "graphs", args, kwargs, graded)
+        _run(twins, "graphs", graded)
         return
-    expected = _run(runner, "model", args, kwargs, graded)
-    got = _run(runner, "graphs", args, kwargs, graded)
+    expected = _run(twins, "model", graded)
+    got = _run(twins, "graphs", graded)
     difference = _difference(expected, got, runner.model)
     if not difference:
         return
-    plain = _run(runner, "torch.compile", args, kwargs, graded)
+    plain = _run(twins, "torch.compile", graded)
     name = type(runner.model).__name__
     if _difference(got, plain, runner.model):
         raise CaptureError(
@@ -169,10 +197,11 @@ def _check(runner: Runner, args: tuple[Any, ...], kwargs: dict[str, Any], check:
     runner.note(note)
 
 
-def _run(runner: Runner, what: str, args: tuple[Any, ...], kwargs: dict[str, Any], graded: bool) -> _Run:
+def _run(twins: _Twins, what: str, graded: bool) -> _Run:
     """Run the model's own code, the captured graphs or torch.compile's, on a twin and on copies of the inputs."""
-    twin = twin_of(runner.model)
-    given, named = pytree.tree_map(fresh, (args, kwargs))
+    runner = twins.runner
+    twin = twin_of(runner.model, twins.written)
+    given, named = pytree.tree_map(fresh, (twins.args, twins.kwargs))
     try:
         with same_random_state():
             if what == "graphs":
@@ -201,14 +230,19 @@ def _called(runner: Runner, twin: nn.Module, args: Any, kwargs: Any, compiled: b
         forget_compiled(forward.__code__)
 
 
-def twin_of(model: nn.Module) -> nn.Module:
-    """Return a copy of a model that shares its parameters, and has buffers and Python state of its own."""
+def twin_of(model: nn.Module, written: Collection[str] = ()) -> nn.Module:
+    """Return a copy of a model that shares its parameters, and has buffers and Python state of its own.
+
+    Args:
+        model: is not changed.
+        written: names of parameters that are not shared.
+    """
     if any(type(p).__name__ == "DTensor" for p in model.parameters()):
         raise _NoTwinError("its parameters are sharded")
     if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
         raise _NoTwinError("it is on the meta device")
     try:
-        return copy.deepcopy(model, {id(p): p for p in model.parameters()})
+        return copy.deepcopy(model, {id(p): p for name, p in model.named_parameters() if name not in written})
     except Exception as e:  # whatever a class raises that does not let itself be copied
         raise _NoTwinError(f"it cannot be copied ({type(e).__name__}: {str(e).partition(chr(10))[0]})") from e
 
@@ -235,6 +269,8 @@ def _difference(expected: _Run, got: _Run, model: nn.Module) -> str:
     for name, buffer in expected.buffers.items():
         if name not in got.buffers or not same(buffer, got.buffers[name]):
             return f"buffer '{name}' has other values afterwards"
+    if (expected.gradients is None) != (got.gradients is None):
+        return "only one of them has gradients"
     names = [name for name, p in model.named_parameters() if p.requires_grad]
     for name, a, b in zip(names, expected.gradients or (), got.gradients or (), strict=False):
         if (a is None) != (b is None) or (a is not None and b is not None and _norm(a - b) > _allowed(a, expected)):
