@@ -196,7 +196,8 @@ def _left_of_upcasts(
     operands = [o.node for o in ops.operands(reader)]
 
     def order(operand: Node) -> tuple[bool, bool, int]:
-        return _is_cast_up_anyway(operand, simulation, uses), operand in uses.free, operands.index(operand)
+        stays = shared and _is_cast_up_anyway(operand, simulation, uses)
+        return stays, operand in uses.free, operands.index(operand)
 
     for other in operands:
         fp32 = simulation.dtypes[other] == torch.float32 and other not in uses.free
