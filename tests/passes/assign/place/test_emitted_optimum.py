@@ -7,6 +7,7 @@ is not run low, though it would move fewer bytes, since that would only round th
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import itertools
@@ -29,6 +30,7 @@ from passes.assign.place.placement_problem import _returned
 from passes.contract.policy import Policy
 from passes.graph.grad import requires_grad
 from passes.graph.notes import is_inserted
+from passes.graph.values import Inference
 from passes.ops import ops
 from passes.ops.rules import row_of
 from passes.runtime.casts import again
@@ -136,6 +138,17 @@ def emit(gm: GraphModule, policy: Policy, side: frozenset[str] | None = None) ->
     return made
 
 
+@contextlib.contextmanager
+def often() -> Iterator[None]:
+    """Make many emissions quick: they share what is inferred of dtypes, and are not verified."""
+    shared = Inference()
+    with (
+        mock.patch("passes.assign.assign_precision.Inference", lambda: shared),
+        mock.patch("passes.pipeline.watchers", lambda: ()),
+    ):
+        yield
+
+
 def placements(found: Found) -> Iterator[frozenset[str]]:
     """Yield every placement that the constraints allow."""
     nodes = list(found.problem.low)
@@ -188,10 +201,11 @@ def judged(seed: int, level: str = "O2") -> Result | None:
     if found is None or len(found.free) > MOST:
         return None
     costs, plain = {}, {}
-    for side in placements(found):
-        made = emit(gm, policy, side)
-        costs[side] = moved(made, found.free)
-        plain[side] = moved(made, found.free, found.returned)
+    with often():
+        for side in placements(found):
+            made = emit(gm, policy, side)
+            costs[side] = moved(made, found.free)
+            plain[side] = moved(made, found.free, found.returned)
     best = min(plain, key=plain.__getitem__)
     ends: tuple[frozenset[str], ...] = (frozenset(), max(plain, key=len))
     mixed = all(plain[best] < plain[end] for end in ends if end in plain)
