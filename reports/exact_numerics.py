@@ -175,7 +175,8 @@ def to_markdown(made: dict[str, Any]) -> str:
         rows.append((way, *counts, *close, failed.count(False), failed.count(True), len(cells)))
     headers = (
         "way", "outputs bit-equal", "gradients bit-equal", "not, by capture alone", "not, by code",
-        f"outputs to {FP32_ROUNDING:.0e}", f"gradients to {FP32_ROUNDING:.0e}", "failed", f"{EAGER} failed", "architectures",
+        f"outputs to {FP32_ROUNDING:.0e}", f"gradients to {FP32_ROUNDING:.0e}", "failed", f"{EAGER} failed",
+        "architectures",
     )  # fmt: skip
     marks = [(name, *(_mark(row[way]) if way in row else "" for way in ways)) for name, row in sorted(found.items())]
     return (
