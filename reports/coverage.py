@@ -36,8 +36,9 @@ from tqdm import tqdm
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
-import fxamp  # noqa: E402  (the path comes first)
 from fxamp.capture.states import capture  # noqa: E402
+
+import fxamp  # noqa: E402  (the path comes first)
 from fxamp.convert import autocast_for, emit  # noqa: E402
 from fxamp.dynamo.resolve import resolve  # noqa: E402
 from fxamp.measure.counts import _Counter, step_counts  # noqa: E402

@@ -41,9 +41,10 @@ from tqdm import tqdm
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
-import fxamp  # noqa: E402  (the path comes first)
 from fxamp.capture.model.captured import as_inputs  # noqa: E402
 from fxamp.capture.states import capture, copied  # noqa: E402
+
+import fxamp  # noqa: E402  (the path comes first)
 from fxamp.convert import autocast_for, emit  # noqa: E402
 from fxamp.dynamo.resolve import resolve  # noqa: E402
 from fxamp.measure.counts import interleaved  # noqa: E402

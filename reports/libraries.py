@@ -36,8 +36,9 @@ from torch import nn
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
-import fxamp  # noqa: E402  (the path comes first)
 from fxamp.capture.export import without_fused_layers  # noqa: E402
+
+import fxamp  # noqa: E402  (the path comes first)
 from passes.contract.errors import FxampError  # noqa: E402
 from passes.contract.reasons import DEVIATIONS  # noqa: E402
 from reports.trial.first import first_difference  # noqa: E402

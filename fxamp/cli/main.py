@@ -155,8 +155,7 @@ def _check(args: argparse.Namespace) -> int:
     if args.targets and all(":" in target for target in args.targets):
         folder = Path.cwd()
         chosen = [
-            Target(args.name or t, t, args.policy, args.plan, tuple(args.budget), args.device)
-            for t in args.targets
+            Target(args.name or t, t, args.policy, args.plan, tuple(args.budget), args.device) for t in args.targets
         ]
         if args.plan is None and not args.budget:
             raise FxampError("check: there is nothing to compare with; give --plan FILE, --budget KEY=LIMIT, or both")
@@ -202,9 +201,7 @@ def _converted(target: str, policy: str | None, device: str | None, replayed: Pl
     return _read(load_target(target), Policy.of(policy), device, replayed)
 
 
-def _read(
-    made: tuple[Any, Any, Any], policy: Policy, device: str | None, replayed: Plan | None = None
-) -> nn.Module:
+def _read(made: tuple[Any, Any, Any], policy: Policy, device: str | None, replayed: Plan | None = None) -> nn.Module:
     from ..convert import to_read
 
     asked = policy if device is None else replace(policy, device=device)

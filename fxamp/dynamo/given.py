@@ -98,7 +98,7 @@ def store_low(made: GraphModule) -> None:
     reads: dict[str, list[Node]] = {}
     for node in made.graph.find_nodes(op="get_attr"):
         reads.setdefault(str(node.target), []).extend(node.users)
-    shared = {id(p): [] for p in made.parameters()}
+    shared: dict[int, list[str]] = {id(p): [] for p in made.parameters()}
     for path, p in made.named_parameters(remove_duplicate=False):
         shared[id(p)].append(path)
     for paths in shared.values():
@@ -286,7 +286,7 @@ class _Propagation(FakeTensorProp):
 def _bound(made: GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """Return the inputs in the order of a graph's placeholders."""
     places = made.graph.find_nodes(op="placeholder")
-    rest = [n for n in places[len(args) :]]
+    rest = list(places[len(args) :])
     names = {str(n.target) for n in rest}
     missing = [str(n.target) for n in rest if str(n.target) not in kwargs and not n.args]
     extra = [name for name in kwargs if name not in names]

@@ -25,7 +25,7 @@ from ..graph.splice import copy_body, put_in_place
 from ..ops import ops
 from ..ops.facts import rule_of
 from ..ops.rules import COMPOSITE, row_of
-from .reads import apply_reads, cast_before_norms
+from .cast_norms import cast_before_norms
 from .split_loss import split_losses
 
 logger = logging.getLogger("fxamp")
@@ -44,11 +44,10 @@ class Legalize:
     policy: Policy
 
     def __call__(self, unit: Unit) -> dict[str, int]:
-        """Apply reads, drop switches, index fields, cast before norms, split losses, decompose; note buffers."""
+        """Drop switches, index fields, cast before norms, split losses, decompose; note buffers."""
         level, graph = self.policy.level, unit.graph
         splits = level.keeps_sums_fp32 and "cross_entropy_loss" not in dict(self.policy.ops)
         edits = {
-            "read": apply_reads(graph, exact=level.is_autocasts),
             "switch": drop_autocast_switches(graph),
             "field": index_fields(graph),
             "norm": cast_before_norms(graph),

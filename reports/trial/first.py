@@ -108,9 +108,7 @@ class Compared(Protocol):
         """Return that autocast."""
 
 
-def first_difference(
-    found: Compared, plain: Any, module: Any, *, grad: bool = True
-) -> tuple[str, str]:
+def first_difference(found: Compared, plain: Any, module: Any, *, grad: bool = True) -> tuple[str, str]:
     """Return the code and the key of the first node at which a converted module differs from autocast.
 
     `plain` is the same model converted at O0. The code is "" where there is none.

@@ -15,15 +15,15 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-from torch import nn
-
-import fxamp
 from fxamp.capture.export import without_fused_layers
 from fxamp.capture.model.captured import Captures, as_inputs
 from fxamp.capture.states import capture, copied
+from fxamp.trust.check import check_runs
+from torch import nn
+
+import fxamp
 from fxamp.convert import autocast_for, checked, emit
 from fxamp.dynamo.resolve import resolve
-from fxamp.trust.check import check_runs
 from passes._torch import pytree
 from passes.contract.errors import FxampError, RejectedError, VerificationError
 from passes.contract.policy import Policy

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from fxamp.capture.model.snapshot import untouched
+from fxamp.trust.check import GRADIENT_NOISE, GRADIENT_TOLERANCE
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fxamp.capture.model.snapshot import untouched
-from fxamp.trust.check import GRADIENT_NOISE, GRADIENT_TOLERANCE
 from fxamp.trust.preserved import preserved
 from passes._torch import pytree
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import fxamp
-from fxamp.report import report
+from fxamp.report.report import report
 from fxamp.train.describe import describe
 from passes.contract.errors import FxampError
 from passes.contract.plan import Decision, Plan
