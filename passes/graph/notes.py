@@ -93,9 +93,14 @@ def note_buffers(graph: Graph, attribute: Callable[[str], Any]) -> None:
     for node in graph.nodes:
         value = attribute(str(node.target)) if node.op == "get_attr" else None
         if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
-            known = not isinstance(value, FakeTensor) and not value.is_meta
-            number = known and value.dim() == 0 and value.is_floating_point()
-            note(node, role="buffer", constant=float(value) if number else None)
+            note_buffer(node, value)
+
+
+def note_buffer(node: Node, value: Tensor) -> None:
+    """Note that a value is a buffer or constant, and the number in a 0-dim one."""
+    known = not isinstance(value, FakeTensor) and not value.is_meta
+    number = known and value.dim() == 0 and value.is_floating_point()
+    note(node, role="buffer", constant=float(value) if number else None)
 
 
 def is_parameter(value: Node) -> bool:
