@@ -115,6 +115,11 @@ class Runner:
         self._marks = dynamic is None
         self.traces_autocast = True
         self._hooks = HookWatch(model)
+        self._settings: dict[str, Any] = {} if LIMIT_IS_ARGUMENT else {"recompile_limit": LIMIT}
+        if on_change == "error":
+            self._settings["error_on_recompile"] = True
+        if any(isinstance(module, nn.RNNBase) for module in model.modules()):
+            self._settings["allow_rnn"] = True  # or Dynamo leaves what calls a recurrent layer to Python
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -244,10 +249,8 @@ class Runner:
                 stack.enter_context(without_module_trackers())
             if torch.is_autocast_enabled(self.device):
                 stack.enter_context(torch.autocast(self.device, enabled=False))
-            if not LIMIT_IS_ARGUMENT or self.on_change == "error":
-                limit = {} if LIMIT_IS_ARGUMENT else {"recompile_limit": LIMIT}
-                change: Any = {"error_on_recompile": self.on_change == "error", **limit}
-                stack.enter_context(dynamo_settings(change))
+            if self._settings:
+                stack.enter_context(dynamo_settings(self._settings))
             yield
 
     def _traced(self, function: Function, call: Call) -> tuple[Function, Any]:
