@@ -34,6 +34,7 @@ from torch.amp.autocast_mode import _exit_autocast as exit_autocast
 from torch.autograd.function import BackwardCFunction as FunctionContext  # one is made at every `apply`
 from torch.export import ExportedProgram
 from torch.fx import Node
+from torch.fx._pytree import tree_flatten_spec as flat_by  # `Graph.process_inputs` takes no keyword arguments
 from torch.fx.experimental.proxy_tensor import _ModuleStackTracer as ExportTracer
 from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP as GUARD_NAMES
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
@@ -475,7 +476,7 @@ __all__ = [
     "FakeTensorMode", "FunctionContext", "HigherOrderOperator", "OpOverload", "OpOverloadPacket", "OptimizedModule",
     "TorchDispatchMode", "TorchFunctionMode", "autocast_registrations", "boolean_dispatched", "communication_hook",
     "communication_states", "compile_records", "copy_together", "decorators", "drop_hooks", "dynamo_errors",
-    "enter_autocast", "example_sizes", "exit_autocast", "function_of", "gathering", "global_module_hooks", "guards_of",
+    "enter_autocast", "example_sizes", "exit_autocast", "flat_by", "function_of", "gathering", "global_module_hooks", "guards_of",
     "in_transform", "inner_backend", "is_compiled_in_place", "is_composite", "longest_guard", "on_recompile_limit",
     "original_of", "overload_name", "own_schema", "pop_mode", "push_mode", "pytree", "qualified_name", "quiet_fakes",
     "registered_autocast_dtype", "run_as_soon_as_ready", "source_name", "storage_id", "store_of_ranks",

@@ -21,7 +21,7 @@ from torch.fx.graph import CodeGen
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from passes import compile_graph
-from passes._torch import BatchNorm, FakeTensorMode, pytree, quiet_fakes, without_transforms
+from passes._torch import BatchNorm, FakeTensorMode, flat_by, pytree, quiet_fakes, without_transforms
 from passes.contract.errors import CaptureError, PlanError
 from passes.contract.plan import Plan
 from passes.contract.plan_format import REMEDY
@@ -232,13 +232,18 @@ def _fill(made: GraphModule, inputs: Inputs | None) -> None:
             "inputs, fxamp.convert(graph, args, kwargs), which are propagated as fake tensors."
         )
     args, kwargs = inputs
-    codegen = made.graph._codegen
-    flat = made.graph.process_inputs(*args, **kwargs) if type(codegen) is not CodeGen else _bound(made, args, kwargs)
+    codegen: Any = made.graph._codegen
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with quiet_fakes():
-        fake = [mode.from_tensor(v, static_shapes=True) if isinstance(v, torch.Tensor) else v for v in flat]
         try:
+            if type(codegen) is CodeGen:
+                flat = _bound(made, args, kwargs)
+            else:
+                flat = flat_by((args, kwargs), codegen.pytree_info.in_spec)
+            fake = [mode.from_tensor(v, static_shapes=True) if isinstance(v, torch.Tensor) else v for v in flat]
             FakeTensorProp(made, mode).propagate_dont_convert_inputs(*fake)
+        except CaptureError:
+            raise
         except Exception as e:  # whatever an op raises for operands that it rejects
             raise CaptureError(
                 f"the graph rejects the example inputs: {type(e).__name__}: {str(e).strip().partition(chr(10))[0]}"
