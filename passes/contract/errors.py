@@ -29,11 +29,7 @@ class CaptureError(FxampError, RuntimeError):
 
 
 class NotFaithfulError(CaptureError):
-    """This front end would lose something of the model; `capture="jit"` keeps it."""
-
-
-class RejectedError(CaptureError):
-    """The model itself raises for the example inputs."""
+    """The captured graphs do not compute what the model computes, and what `torch.compile` captures does."""
 
 
 class NotAModuleError(CaptureError, TypeError):
