@@ -115,6 +115,18 @@ def mark_static_address(tensor: torch.Tensor) -> None:
     torch._dynamo.mark_static_address(tensor)
 
 
+def of_fixed_sizes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a stand-in for a further input of a graph that Dynamo captures: a compiler takes no size of it as dynamic.
+
+    It is a fake tensor of the capture that is under way; outside of all captures it is the tensor itself.
+    """
+    context = torch._guards.TracingContext.try_get()
+    if context is None or context.fake_mode is None:
+        return tensor
+    made: torch.Tensor = context.fake_mode.from_tensor(tensor, static_shapes=True)
+    return made
+
+
 def mark_batch(tensor: torch.Tensor) -> None:
     """Let Dynamo take dimension 0 for dynamic, unless the code fixes it."""
     torch._dynamo.maybe_mark_dynamic(tensor, 0)
@@ -134,6 +146,11 @@ def dynamo_settings(change: dict[str, Any]) -> contextlib.AbstractContextManager
     """Return a context in which Dynamo has other settings, in this thread."""
     made: contextlib.AbstractContextManager[Any] = torch._dynamo.config.patch(change)
     return made
+
+
+def is_replica_running() -> bool:
+    """Say whether a DistributedDataParallel is being called; torch then splits graphs for it."""
+    return torch.nn.parallel.DistributedDataParallel._get_active_ddp_module() is not None
 
 
 def compile_under_transform(function: Callable[..., Any], backend: Any, dynamic: bool | None) -> Callable[..., Any]:
@@ -239,10 +256,15 @@ def is_compiled_in_place(module: torch.nn.Module) -> bool:
     return module._compiled_call_impl is not None
 
 
-def drop_hooks(module: torch.nn.Module) -> None:
-    """Remove every forward hook of a module, even if nothing holds the handle of the hook."""
-    module._forward_pre_hooks.clear()
-    module._forward_hooks.clear()
+def runs_its_forward_alone(module: torch.nn.Module) -> bool:
+    """Say whether a call of a module runs its `forward` and no hooks."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return not any(hooks)
+
+
+def codegen_of(graph: torch.fx.Graph) -> Any:
+    """Return what makes a graph's code, which flattens the containers of inputs and outputs; torch only sets it."""
+    return graph._codegen
 
 
 def function_of(context: FunctionContext) -> Any:
@@ -472,13 +494,61 @@ def gathering(module: nn.Module) -> tuple[torch.dtype | None, bool]:
 
 
 __all__ = [
-    "C_NN", "DATA_OF", "GUARD_NAMES", "MODULE_CALLS", "SET_GRAD", "VF", "BatchNorm", "ExportTracer", "FakeTensor",
-    "FakeTensorMode", "FunctionContext", "HigherOrderOperator", "OpOverload", "OpOverloadPacket", "OptimizedModule",
-    "TorchDispatchMode", "TorchFunctionMode", "autocast_registrations", "boolean_dispatched", "communication_hook",
-    "communication_states", "compile_records", "copy_together", "decorators", "drop_hooks", "dynamo_errors",
-    "enter_autocast", "example_sizes", "exit_autocast", "flat_by", "function_of", "gathering", "global_module_hooks", "guards_of",
-    "in_transform", "inner_backend", "is_compiled_in_place", "is_composite", "longest_guard", "on_recompile_limit",
-    "original_of", "overload_name", "own_schema", "pop_mode", "push_mode", "pytree", "qualified_name", "quiet_fakes",
-    "registered_autocast_dtype", "run_as_soon_as_ready", "source_name", "storage_id", "store_of_ranks",
-    "temporary_operators", "undecided_by_fakes", "without_transforms",
+    "C_NN",
+    "DATA_OF",
+    "GUARD_NAMES",
+    "MODULE_CALLS",
+    "SET_GRAD",
+    "VF",
+    "BatchNorm",
+    "ExportTracer",
+    "FakeTensor",
+    "FakeTensorMode",
+    "FunctionContext",
+    "HigherOrderOperator",
+    "OpOverload",
+    "OpOverloadPacket",
+    "OptimizedModule",
+    "TorchDispatchMode",
+    "TorchFunctionMode",
+    "autocast_registrations",
+    "boolean_dispatched",
+    "communication_hook",
+    "communication_states",
+    "compile_records",
+    "copy_together",
+    "decorators",
+    "drop_hooks",
+    "dynamo_errors",
+    "enter_autocast",
+    "example_sizes",
+    "exit_autocast",
+    "flat_by",
+    "function_of",
+    "gathering",
+    "global_module_hooks",
+    "guards_of",
+    "in_transform",
+    "inner_backend",
+    "is_compiled_in_place",
+    "is_composite",
+    "is_replica_running",
+    "longest_guard",
+    "on_recompile_limit",
+    "original_of",
+    "overload_name",
+    "own_schema",
+    "pop_mode",
+    "push_mode",
+    "pytree",
+    "qualified_name",
+    "quiet_fakes",
+    "registered_autocast_dtype",
+    "run_as_soon_as_ready",
+    "source_name",
+    "storage_id",
+    "store_of_ranks",
+    "temporary_operators",
+    "undecided_by_fakes",
+    "without_transforms",
 ]  # fmt: skip

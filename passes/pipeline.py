@@ -68,7 +68,7 @@ def compile_graph(
     policy: Policy,
     attribute: Resolve,
     *,
-    capture: str,
+    capture: str = "graph",
     notes: tuple[str, ...] = (),
     plan: Plan | None = None,
     exact: bool = True,

@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import sys
+import traceback
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
@@ -62,15 +63,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BaseException as error:
         # Python would exit with 1, which means "found" here; a target that calls sys.exit could choose any status.
         logger.debug("unexpected", exc_info=True)
-        return failed(f"unexpected {type(error).__name__}: {error}; please report it")
+        *_, last = traceback.extract_tb(error.__traceback__)
+        where = f"{os.path.basename(last.filename)}:{last.lineno}"
+        return failed(f"unexpected {type(error).__name__} at {where}: {error}; please report it")
     finally:
         sys.path[:] = path
     return DONE if args.exit_zero and status == FOUND else status
 
 
 def _report(args: argparse.Namespace) -> int:
-    from ..convert import plan_of
-    from ..report.gate.gate import with_totals
+    from ..report.reader.reader import model_name, with_totals
     from ..report.report import Report, report
 
     if args.target.endswith(".json"):
@@ -84,9 +86,9 @@ def _report(args: argparse.Namespace) -> int:
         # Standard output is for the report alone.
         printed = [] if args.quiet else [Printed(name, to_stderr) for name in dict.fromkeys(args.print_after)]
         with aside(), waiting(args, f"converting {args.target}"), watched(*printed):
-            module = _converted(args.target, args.policy, args.capture, args.device)
+            module = _converted(args.target, args.policy, args.device)
             plan, record = with_totals(module)
-            made = Report(plan_of(module), record=record, model=getattr(module, "original", args.target))
+            made = Report(replace(plan, totals={}), (), record, model_name(module))
     if args.save_plan:
         plan.save(args.save_plan)
     only = {"modules": args.module, "ops": args.op, "colours": args.colour, "reasons": args.reason}
@@ -98,7 +100,7 @@ def _report(args: argparse.Namespace) -> int:
         return DONE
     write(
         args, text=shown, markdown=lambda: shown(style="pipe", width=None), json=made.to_json,
-        html=lambda: made.to_html(**only), dot=lambda: made.to_dot(**only),
+        html=lambda: made.to_html(**only),
     )  # fmt: skip
     return DONE
 
@@ -129,7 +131,7 @@ def _sides(args: argparse.Namespace) -> list[Path | nn.Module]:
     asked = [Policy.of(policy) for policy in policies]
     made = {name: load_target(name) for name in dict.fromkeys(names) if name in targets}
     return [
-        _read(made[name], policy, args.capture, args.device) if name in made else Path(name)
+        _read(made[name], policy, args.device) if name in made else Path(name)
         for name, policy in zip(names, asked, strict=True)
     ]  # fmt: skip
 
@@ -153,7 +155,7 @@ def _check(args: argparse.Namespace) -> int:
     if args.targets and all(":" in target for target in args.targets):
         folder = Path.cwd()
         chosen = [
-            Target(args.name or t, t, args.policy, args.plan, tuple(args.budget), args.capture, args.device)
+            Target(args.name or t, t, args.policy, args.plan, tuple(args.budget), args.device)
             for t in args.targets
         ]
         if args.plan is None and not args.budget:
@@ -192,26 +194,22 @@ def _checked(target: Target, update: bool) -> Outcome:
 
     budgets = [Budget.parse(text) for text in target.budgets]
     with aside():  # standard output is for the outcome alone
-        make = functools.partial(_converted, target.target, target.policy, target.capture, target.device)
+        make = functools.partial(_converted, target.target, target.policy, target.device)
         return check(target.name, make, target.plan, budgets, update)
 
 
-def _converted(
-    target: str, policy: str | None, capture: str, device: str | None, replayed: Plan | None = None
-) -> nn.Module:
-    asked = Policy.of(policy)
-    return _read(load_target(target), asked, capture, device, replayed)
+def _converted(target: str, policy: str | None, device: str | None, replayed: Plan | None = None) -> nn.Module:
+    return _read(load_target(target), Policy.of(policy), device, replayed)
 
 
 def _read(
-    made: tuple[Any, Any, Any], policy: Policy, capture: str, device: str | None, replayed: Plan | None = None
+    made: tuple[Any, Any, Any], policy: Policy, device: str | None, replayed: Plan | None = None
 ) -> nn.Module:
-    from ..convert import called_to_read, to_read
+    from ..convert import to_read
 
     asked = policy if device is None else replace(policy, device=device)
-    if capture == "jit":
-        return called_to_read(*made, asked)
-    return to_read(*made, asked, capture, replayed=replayed)
+    view: nn.Module = to_read(*made, asked, replayed=replayed)
+    return view
 
 
 def _rules(args: argparse.Namespace) -> int:

@@ -16,6 +16,7 @@ from ..report.forms import harmless
 from .waiting import waiting as shown_while
 
 DONE, FOUND, UNKNOWN = 0, 1, 2  # exit statuses
+_FOR_PROGRAMS = ("json", "sarif", "html", "junit")  # the formats that say, or are by definition, UTF-8
 
 
 @contextlib.contextmanager
@@ -52,11 +53,22 @@ def write(args: argparse.Namespace, paint: Callable[[str], str] = str, **formats
         write_text(args.output, text)
         return
     try:
-        sys.stdout.write(paint(text) if args.output_format == "text" and _has_colours() else text)
-        sys.stdout.flush()
+        _print(paint(text) if args.output_format == "text" and _has_colours() else text, args.output_format)
     except BrokenPipeError:
         # The reader (`| head`) has seen enough. Python flushes once more at exit, so give it somewhere to flush to.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _print(text: str, form: str) -> None:
+    """Write to standard output: as UTF-8 what programs read, else with escapes for what its encoding lacks."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    buffer = getattr(sys.stdout, "buffer", None)
+    if form in _FOR_PROGRAMS and buffer is not None and not sys.stdout.isatty():
+        sys.stdout.flush()
+        buffer.write(text.encode())
+    else:
+        sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
+    sys.stdout.flush()
 
 
 def _has_colours() -> bool:

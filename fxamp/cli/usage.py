@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn, TypeAlias
@@ -11,18 +10,20 @@ from typing import NoReturn, TypeAlias
 from passes import NAMES
 from passes.contract.devices import DEVICES
 from passes.contract.errors import FxampError
+from passes.contract.plan import installed
 
 Run: TypeAlias = Callable[[argparse.Namespace], int]  # returns the exit status
-
-
-def _add_capture(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument("--capture", choices=("auto", "fx", "export", "jit"), default="auto", help="front end")
-    verb.add_argument("--device", choices=tuple(DEVICES), help="decide for this device, even if this machine has none")
 
 
 def _positive(text: str) -> int:
     if not text.isdecimal() or not 0 < int(text) < 1000:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of processes: give one from 1 to 999")
+    return int(text)
+
+
+def _levels(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of levels: give 0, 1, 2, ...")
     return int(text)
 
 
@@ -41,7 +42,7 @@ def parser_of(runs: Mapping[str, Run]) -> argparse.ArgumentParser:
         runs: the function of each verb.
     """
     parser = Parser(prog="fxamp", description="Automatic mixed precision for PyTorch as a compiler pass.")
-    parser.add_argument("--version", action="version", version=f"fxamp {_version()}")
+    parser.add_argument("--version", action="version", version=f"fxamp {installed() or '(not installed)'}")
     verbs = parser.add_subparsers(metavar="VERB", required=True)
 
     def verb(
@@ -58,15 +59,14 @@ def parser_of(runs: Mapping[str, Run]) -> argparse.ArgumentParser:
 
     report = verb(
         "report", "Show the dtype of every node, and the reason.",
-        formats=("text", "markdown", "json", "html", "dot", "model-explorer"),
+        formats=("text", "markdown", "json", "html", "model-explorer"),
     )  # fmt: skip
     report.add_argument("target", metavar="TARGET", help="package.module:callable, path/file.py:callable or plan.json")
     report.add_argument("--policy", help='such as "O1" or "O2,dtype=bf16,modules.fc3=fp32"')
-    _add_capture(report)
     report.add_argument("--nodes", action="store_true", help="list every node, with its reason and your line")
     report.add_argument("--lines", action="store_true", help="list the ten lines of your code that cost most")
     report.add_argument("--edits", action="store_true", help="show how often each rule of the passes fired")
-    report.add_argument("--depth", type=int, metavar="N", help="show N levels of modules")
+    report.add_argument("--depth", type=_levels, metavar="N", help="show N levels of modules")
     for name, what in (("module", "PATH"), ("op", "NAME"), ("colour", "DTYPE"), ("reason", "CODE")):
         report.add_argument(f"--{name}", metavar=what, action="append", default=[], help=f"only nodes of this {name}")
     report.add_argument(
@@ -84,7 +84,6 @@ def parser_of(runs: Mapping[str, Run]) -> argparse.ArgumentParser:
     diff.add_argument(
         "--policy", action="append", default=[], help="the policy of A and B; if given twice, first of A, then of B"
     )
-    _add_capture(diff)
 
     check = verb(
         "check", "Compare models with their committed plans and budgets; exit with 1 on a difference.",
@@ -100,7 +99,6 @@ def parser_of(runs: Mapping[str, Run]) -> argparse.ArgumentParser:
     check.add_argument("--budget", metavar="KEY=LIMIT", action="append", default=[], help='such as "casts=+0"')
     check.add_argument("--jobs", metavar="N", type=_positive, default=1, help="how many targets to check at once")
     check.add_argument("--name", help=argparse.SUPPRESS)
-    _add_capture(check)
 
     rules = verb("rules", "Show the op table, or the row of one op.")
     rules.add_argument("op", metavar="OP", nargs="?", help="canonical name, such as softmax")
@@ -108,10 +106,3 @@ def parser_of(runs: Mapping[str, Run]) -> argparse.ArgumentParser:
     demo = verb("demo", "Train two small models on digits in FP32, under autocast and with fxamp.")
     demo.add_argument("--seeds", type=int, default=1, metavar="N", help="how many seeds to average over")
     return parser
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("fxamp")
-    except importlib.metadata.PackageNotFoundError:
-        return "(not installed)"

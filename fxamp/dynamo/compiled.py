@@ -60,12 +60,17 @@ class Converted:
     @property
     def signature(self) -> Any:
         """Return a key that is equal for graphs of the same code that were captured for different sizes, or twice."""
+        return self.computed, tuple(d.source for d in self.plan.decisions)
+
+    @property
+    def computed(self) -> Any:
+        """Return a key that is equal for graphs that compute the same, wherever their code stands."""
         nodes = self.graph.graph.nodes
         given = tuple(str(dtypes_of(n.meta.get("val"))) for n in nodes if n.op == "placeholder" and _is_made(n))
         calls = [n for n in nodes if n.op.startswith("call") and not is_inserted(n)]
         made = filter(_is_made, calls)
         written = tuple((str(n.target), str(map_aggregate((n.args, dict(n.kwargs)), _unsized))) for n in made)
-        return self.broke, given, tuple((d.graph, d.key, d.op, d.source) for d in self.plan.decisions), written
+        return self.broke, given, tuple((d.graph, d.key, d.op) for d in self.plan.decisions), written
 
 
 def _is_made(node: Node) -> bool:

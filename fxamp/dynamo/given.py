@@ -21,7 +21,16 @@ from torch.fx.graph import CodeGen
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from passes import compile_graph
-from passes._torch import BatchNorm, FakeTensorMode, flat_by, pytree, quiet_fakes, without_transforms
+from passes._torch import (
+    BatchNorm,
+    FakeTensorMode,
+    codegen_of,
+    flat_by,
+    pytree,
+    quiet_fakes,
+    runs_its_forward_alone,
+    without_transforms,
+)
 from passes.contract.errors import CaptureError, PlanError
 from passes.contract.plan import Plan
 from passes.contract.plan_format import REMEDY
@@ -114,7 +123,7 @@ def _copied(given: GraphModule | ExportedProgram) -> GraphModule:
     gm: Any = given.module(check_guards=False) if isinstance(given, ExportedProgram) else given
     graph = Graph(tracer_cls=RuntimeTracer)
     graph.output(graph.graph_copy(gm.graph, {}))
-    graph.set_codegen(copy.deepcopy(gm.graph._codegen))
+    graph.set_codegen(copy.copy(codegen_of(gm.graph)))
     made = GraphModule(gm, graph, type(gm).__name__)
     made.training = gm.training
     held: dict[str, Any] = {}
@@ -193,10 +202,7 @@ _MISSING = object()
 
 def _body_of(module: nn.Module) -> Graph | None:
     """Return the graph of a module of torch.nn; None for one that cannot be traced, or is not of torch.nn."""
-    plain = type(module).__module__.startswith("torch.nn.modules") and not any(
-        (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    )
-    if not plain:
+    if not type(module).__module__.startswith("torch.nn.modules") or not runs_its_forward_alone(module):
         return None
     if isinstance(module, BatchNorm):
         module = copy.copy(module)
@@ -221,7 +227,7 @@ def _fill(made: GraphModule, inputs: Inputs | None) -> None:
             node.meta["val"] = node.meta["example_value"]
     lacking = [n for n in nodes if "val" not in n.meta and n.op != "get_attr"]
     if not lacking:
-        for node in nodes:
+        for node in made.graph.find_nodes(op="get_attr"):
             value = _attribute(made, str(node.target)) if "val" not in node.meta else None
             if isinstance(value, torch.Tensor):
                 node.meta["val"] = FakeTensorMode().from_tensor(value)
@@ -232,7 +238,7 @@ def _fill(made: GraphModule, inputs: Inputs | None) -> None:
             "inputs, fxamp.convert(graph, args, kwargs), which are propagated as fake tensors."
         )
     args, kwargs = inputs
-    codegen: Any = made.graph._codegen
+    codegen: Any = codegen_of(made.graph)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with quiet_fakes():
         try:

@@ -32,6 +32,11 @@ def only_read() -> Iterator[None]:
         _reading.reset(token)
 
 
+def is_only_read() -> bool:
+    """Say whether a model is captured to read its decisions, and not to run."""
+    return _reading.get()
+
+
 def low_parameters(named: Iterable[tuple[str, Any]]) -> list[tuple[str, torch.dtype]]:
     """Return the names and dtypes of trainable parameters in FP16 or BF16, among parameters and other values."""
     return [(n, p.dtype) for n, p in named if isinstance(p, nn.Parameter) and p.requires_grad and p.dtype in LOW_DTYPES]
@@ -51,7 +56,7 @@ def refuse_low_parameters(
     if not low:
         return ()
     listed = ", ".join(f"'{n}' ({str(d).removeprefix('torch.')})" for n, d in low[:3])
-    if not training or not torch.is_grad_enabled() or _reading.get():
+    if not training or not torch.is_grad_enabled() or is_only_read():
         return (
             f"{len(low)} trainable parameter(s) are low: {listed}; in train mode, with gradients, they are refused",
         )

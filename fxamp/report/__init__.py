@@ -2,6 +2,3 @@
 
 Imports the compiler's plans, and what a converted module and a training step are. The command uses it.
 """
-
-from .report import Report as Report
-from .report import report as report

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from passes.contract.devices import DEVICES
 
 from ..dynamo import compiled
+from ..view.view import is_view
 from .checkpoint import settings
 from .given import policies_of
 from .ranks.refused import refuse_unfit_ranks
@@ -77,7 +78,7 @@ def _warn_of_eval(step: TrainStep) -> None:
 
 def is_converted(step: TrainStep) -> bool:
     """Say whether a step's model, or a part of it, is converted, or will be by the step."""
-    return bool(step.compiled is not None and step.compiled.settings.converts) or bool(policies_of(step.model))
+    return any(map(is_view, step.model.modules())) or bool(policies_of(step.model))
 
 
 def _told(step: TrainStep) -> dict[str, Any]:
@@ -94,9 +95,5 @@ def _told(step: TrainStep) -> dict[str, Any]:
 
 def _policies(step: TrainStep) -> list[str]:
     """Return the policies by which parts of the model were, or will be, converted."""
-    plans = [getattr(module, "plan", None) for module in step.model.modules()]
-    found = [getattr(plan, "policy", None) for plan in plans]
-    found += [compiled.asked_of(module) for module in step.model.modules()]
-    if step.compiled is not None:
-        found.append(getattr(step.compiled.settings.backend, "policy", None))
+    found = [compiled.asked_of(module) for module in step.model.modules()]
     return [str(policy) for policy in found if policy is not None]

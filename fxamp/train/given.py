@@ -15,6 +15,7 @@ from passes.contract.errors import CaptureError, PolicyError
 from passes.contract.policy import Policy
 
 from ..dynamo import compiled
+from ..view.view import is_view, runner_of
 from .scale.scaler import LossScaler
 from .scale.settings import refuse_low_parameters, require_scale
 from .window.conditional import parameters
@@ -28,14 +29,17 @@ def low_dtype_of(model: nn.Module) -> torch.dtype | None:
 
 
 def policies_of(model: nn.Module) -> list[Policy]:
-    """Return the policies by which parts of a model were converted; parts that are not converted (yet) have none."""
-    plans = [getattr(module, "plan", None) for module in model.modules()]
+    """Return the policies by which parts of a model are converted; parts that are not converted (yet) have none."""
+    found: list[Policy] = []
     for module in model.modules():
-        if module is model or compiled.is_compiled(module):
+        if is_view(module):
+            runner = runner_of(module)
+            if runner.device or runner.policy.dtype is not None:
+                found.append(runner.policy)
+        elif module is model or compiled.is_compiled(module):
             with contextlib.suppress(CaptureError):
-                plans.append(compiled.plan_of(module))
-    found = [getattr(plan, "policy", None) for plan in plans]
-    return [policy for policy in found if isinstance(policy, Policy)]
+                found.append(compiled.plan_of(module).policy)
+    return found
 
 
 def scaler_of(scaler: object, low_dtype: torch.dtype | None) -> LossScaler:

@@ -27,7 +27,7 @@ from passes.contract.errors import NotAModuleError, PolicyError
 from ..dynamo import compiled
 from . import checkpoint
 from .checks import before_micro_batch, begin, warn_of_fp32
-from .compiled.compile_settings import refuse_unfit, settings_of
+from .compiled.compile_settings import converted_by, refuse_unfit, settings_of
 from .compiled.compiled_step import CompiledStep
 from .describe import reasons_to_wait
 from .ema import averages_of
@@ -157,18 +157,19 @@ class TrainStep:
         settings = settings_of(compile, cuda_graph)
         if settings is not None:
             refuse_unfit(model, self.optimizers, settings)
-        self.compiled = None if settings is None else CompiledStep(settings)
+            model, settings = converted_by(model, settings)
+            self.model = model
         self.ranks = Ranks(model, self.optimizers)
         refuse_unfit_model(model, weights)
         if weights == "auto" and settings is not None and self.ranks.replicated > 1:
             weights = "per_use"
         self.weights = WeightCasts(model, weights, accumulate_steps)
+        self.compiled = None if settings is None else CompiledStep(settings, model, self.weights)
         self._low_dtype = low_dtype_of(model)
         self.scaler = scaler_of(scaler, self._low_dtype)
         self.scaler.name_parameters(model.named_parameters())
         # A compiled model is converted at its first call; its low dtype is not known before.
         compiles = any(compiled.is_compiled(module) for module in model.modules())
-        compiles |= settings is not None and settings.converts
         self._undecided = isinstance(scaler, str) and self._low_dtype is None and compiles
         self._scaler_state: Mapping[str, Any] | None = None  # a state that was loaded before that call
         self._warned = self._begun = self._seen = False  # warned of unscaled FP16; compared ranks; looked for FP32
@@ -272,17 +273,21 @@ class TrainStep:
     def __getstate__(self) -> dict[str, Any]:
         if self._position:
             raise PolicyError("a TrainStep cannot be copied within a window: call flush() first, or save state_dict()")
-        return self.__dict__
+        compiled = None if self.compiled is None else self.compiled.settings
+        return {**self.__dict__, "weights": self.weights.asked, "compiled": compiled}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        self.weights = WeightCasts(self.model, state["weights"], self.accumulate_steps)
+        settings = state["compiled"]
+        self.compiled = None if settings is None else CompiledStep(settings, self.model, self.weights)
         self.scaler.name_parameters(self.model.named_parameters())
 
     def _micro_batch(self, inputs: Any, target: Any) -> None:
         """Run forward and backward; gradients are those of the window so far."""
         before_micro_batch(self)
         last = self._position + 1 == self.accumulate_steps and self._kept is None
-        with self.weights.in_use(), exchanging(self.ranks.replicas, last):
+        with exchanging(self.ranks.replicas, last):
             loss = self._loss_of(inputs, target)
             refuse_constant(loss, self.optimizers)
             warn_of_fp32(self)
@@ -292,8 +297,7 @@ class TrainStep:
                 self._kept.before_backward()
             if loss.requires_grad:
                 self._window_scaler.scale(loss / self.accumulate_steps).backward()
-            if self.compiled is not None:
-                self.compiled.after_backward(self.weights)
+            self.weights.after_backward()
             if self._kept is not None:
                 self._kept.after_backward()
         self._position += 1
@@ -307,7 +311,7 @@ class TrainStep:
     def _loss_of(self, inputs: Any, target: Any) -> torch.Tensor:
         if self.compiled is None:
             return loss_of(self.model, self.loss_fn, inputs, target)
-        return self.compiled.loss_of(self.weights, self.model, self.loss_fn, inputs, target)
+        return self.compiled.loss_of(self.loss_fn, inputs, target)
 
     @property
     def _in_place(self) -> bool:
@@ -317,6 +321,7 @@ class TrainStep:
     def _open_window(self, scale: float | None) -> None:
         if scale is not None:
             require_scale("scale", scale)
+        self.weights.open()
         if self._position == 0:
             self._use_scale(scale)
             self._cleared = [p for p in self.model.parameters() if p.grad is None]
@@ -355,7 +360,7 @@ class TrainStep:
             self._window_scaler = LossScaler(init_scale=scale, dynamic=False)
 
     def _finish_window(self, total: int | None = None) -> StepResult:
-        self.weights.forget()  # frees the kept casts before the optimizers allocate memory
+        self.weights.end()
         self.windows += 1
         try:
             mean, update = Mean(self._position * self.ranks.replicated if total is None else total), Update({}, None)
@@ -384,17 +389,15 @@ class TrainStep:
         self._scale_now()
 
         def run() -> torch.Tensor:
-            with self.weights.in_use():
-                loss = run_window(*told, in_backward=total is None)
-            self.weights.forget()
-            return loss
+            with self.weights.window():
+                return run_window(*told, self.weights, in_backward=total is None)
 
         held_back = step_by_closure(optimizer, scaler, run, self.ranks)
         scaler.update()
         return Update({optimizer: held_back}, None)
 
     def _close_window(self) -> None:
-        self.weights.forget()
+        self.weights.end()
         self._window_scaler._forget_step()
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=not self._in_place)

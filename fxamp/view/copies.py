@@ -9,22 +9,24 @@ After:  graph(w, low): linear(x, low)        low = copies.of(w, bfloat16)
 
 from __future__ import annotations
 
+import threading
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule, Node
 
-from passes._torch import copy_together, mark_static_address
+from passes._torch import SET_GRAD, copy_together, mark_static_address, of_fixed_sizes, run_as_soon_as_ready
+from passes.contract.errors import CaptureError
+from passes.graph.aliases import mutated_operands
 from passes.graph.notes import is_inserted
+from passes.runtime.casts import cast_weight
 
-Key = tuple[int, torch.dtype]
 
-
-class _Kept(torch.autograd.Function):
-    """A low copy as a function of its FP32 master: its gradient arrives at the master, in the master's dtype."""
+class _Reader(torch.autograd.Function):
+    """A second reader of a low copy before backward: its gradient arrives at the master by itself, in FP32."""
 
     @staticmethod
     def forward(ctx: Any, master: Tensor, low: Tensor) -> Tensor:
@@ -36,85 +38,260 @@ class _Kept(torch.autograd.Function):
         return gradient.to(ctx.dtype), None
 
 
+class _Copy:
+    """The low copy of one parameter.
+
+    Attributes:
+        master: the parameter.
+        low: the copy, without a history.
+        node: the same memory as a cast of the parameter that autograd has recorded; `low`, if the parameter is frozen.
+        valid: it holds what the parameter held when it was cast.
+        taken: a graph has read `node`, and no backward has run since.
+        read: it was read in the present window, or in the last one.
+    """
+
+    __slots__ = ("_like", "_state", "low", "master", "node", "read", "taken", "valid")
+
+    def __init__(self, master: Tensor, dtype: torch.dtype, forget: Callable[[Any], None]) -> None:
+        self.master = weakref.ref(master, forget)
+        with torch.inference_mode(False), torch.set_grad_enabled(master.requires_grad):
+            self.node = master.to(dtype, copy=True)
+        self.low = self.node.detach()
+        if master.requires_grad:
+            run_as_soon_as_ready(self.node)
+        for tensor in (self.node, self.low):
+            mark_static_address(tensor)
+        self._like, self.read = _like(master), False
+        self.filled(master)
+
+    def filled(self, master: Tensor) -> None:
+        """Note that the copy holds what the parameter holds now."""
+        self.valid, self.taken, self._state = True, False, _state(master)
+
+    def holds(self, master: Tensor) -> bool:
+        """Say whether the parameter is, as far as it can be told, what it was when it was cast."""
+        return self.valid and self._state == _state(master)
+
+    def fits(self, master: Tensor | None) -> bool:
+        """Say whether the parameter can be cast into this memory."""
+        return master is not None and self._like == _like(master)
+
+
+def _state(master: Tensor) -> tuple[Any, ...]:
+    return (None if master.is_inference() else master._version), master.data_ptr(), master.requires_grad
+
+
+def _like(master: Tensor) -> tuple[Any, ...]:
+    return master.shape, master.dtype, master.device, master.stride(), master.requires_grad
+
+
 class Copies:
     """Low copies of parameters: one buffer for a parameter and dtype, at one address as long as this object lives.
+
+    A parameter that is written to, moved or frozen while copies are open is cast again, into other memory: what was
+    saved for a backward stays as it was.
+
+    Args:
+        owner: what they are open for, as an error names it.
+        keeps_edits_out: read what was cast when the copies were opened, whatever becomes of a parameter; no gradient
+            reaches it.
 
     Attributes:
         casts: how many casts were made.
     """
 
-    def __init__(self) -> None:
-        self.casts = 0
-        self._buffers: dict[Key, tuple[weakref.ref[Tensor], Tensor]] = {}
-        self._valid: dict[tuple[int, torch.dtype, bool], Tensor] = {}
+    def __init__(self, owner: str = "a window of a TrainStep", keeps_edits_out: bool = False) -> None:
+        self.owner, self.casts = owner, 0
+        self._frozen = keeps_edits_out
+        self._copies: dict[tuple[int, torch.dtype], _Copy] = {}
 
-    def of(self, master: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the copy of a parameter, which is made if there is none that is valid."""
-        graded = master.requires_grad and torch.is_grad_enabled()
-        kept = self._valid.get((id(master), dtype, graded))
-        if kept is None:
-            low = self._buffer(master, dtype)
-            kept = _Kept.apply(master, low) if graded else low  # type: ignore[no-untyped-call]
-            self._valid[id(master), dtype, graded] = kept
-        return kept
+    def of(self, master: Tensor, dtype: torch.dtype, flagged: bool = False) -> Tensor:
+        """Return the copy of a parameter, which is made if there is none that is valid.
 
-    def _buffer(self, master: Tensor, dtype: torch.dtype) -> Tensor:
-        held, low = self._buffers.get((id(master), dtype), (None, None))
-        same = held is not None and held() is master
-        if low is None or not same or (low.shape, low.device) != (master.shape, master.device):
-            with torch.inference_mode(False), torch.no_grad():  # a window may be opened inside inference mode
-                low = torch.empty_like(master, dtype=dtype, requires_grad=False).copy_(master)
-            mark_static_address(low)
-            self._buffers[id(master), dtype] = weakref.ref(master), low
-            self.casts += 1
-        return low
+        Args:
+            master: the parameter.
+            dtype: the low dtype.
+            flagged: it requires a gradient as the parameter does, also where none are computed.
+        """
+        copy = self._copies.get((id(master), dtype))
+        if copy is None or not (copy.holds(master) or (self._frozen and copy.valid)):
+            copy = self._cast(master, dtype, copy)
+        copy.read = True
+        if not torch.is_grad_enabled():
+            return copy.node if flagged and not torch.is_inference_mode_enabled() else copy.low
+        if self._frozen or not master.requires_grad:
+            return copy.low
+        if not copy.taken:
+            copy.taken = True
+            return copy.node
+        reader: Tensor = _Reader.apply(master, copy.low)  # type: ignore[no-untyped-call]
+        run_as_soon_as_ready(reader)
+        return reader
 
-    def refresh(self) -> None:
-        """Cast all parameters again, in place, as the start of a new autograd history."""
-        self._valid.clear()
-        found = [(low, master) for held, low in self._buffers.values() if (master := held()) is not None]
-        if found:
+    def _cast(self, master: Tensor, dtype: torch.dtype, copy: _Copy | None) -> _Copy:
+        key = (id(master), dtype)
+        self.casts += 1
+        if copy is None or copy.valid or not copy.fits(master):
+            ours = weakref.ref(self)
+            copy = self._copies[key] = _Copy(master, dtype, lambda _: _forget(ours(), key))
+        else:
             with torch.no_grad():
-                copy_together([low for low, _ in found], [master for _, master in found])
-        self.casts += len(found)
+                copy.low.copy_(master)
+            copy.filled(master)
+        return copy
+
+    def open(self) -> None:
+        """Begin a window: cast again, in place and together, all that was read in the last one."""
+        found = [(copy, master) for copy in self._copies.values() if copy.read and copy.fits(master := copy.master())]
+        self.end()
+        if found and not torch.is_inference_mode_enabled():
+            with torch.no_grad():
+                copy_together([copy.low for copy, _ in found], [master for _, master in found if master is not None])
+            for copy, master in found:
+                if master is not None:
+                    copy.filled(master)
+            self.casts += len(found)
+        for copy in self._copies.values():
+            copy.read = False
+
+    def after_backward(self) -> None:
+        """Let the next forward read each copy as the first one did."""
+        for copy in self._copies.values():
+            copy.taken = False
 
     def end(self) -> None:
-        """Say that no copy is valid any more; the buffers stay."""
-        self._valid.clear()
+        """Say that no copy is valid any more; the memory stays."""
+        for copy in self._copies.values():
+            copy.valid = False
+
+    def __len__(self) -> int:
+        return len(self._copies)
 
 
-def lift(gm: GraphModule, inputs: Sequence[Any]) -> tuple[GraphModule, list[Any], list[tuple[int, torch.dtype]]]:
+def _forget(copies: Copies | None, key: tuple[int, torch.dtype]) -> None:
+    if copies is not None:
+        copies._copies.pop(key, None)
+
+
+class Opened:
+    """The copies that are open on a view: one at a time, and not kept alive."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._copies: weakref.ref[Copies] | None = None
+
+    def __call__(self) -> Copies | None:
+        """Return them, None if there are none."""
+        return None if self._copies is None else self._copies()
+
+    def open(self, copies: Copies, view: str) -> None:
+        """Open copies.
+
+        Raises:
+            CaptureError: others are open; `view` is the name that the error gives to the view.
+        """
+        with self._lock:
+            other = self()
+            if other is not None and other is not copies:
+                raise CaptureError(
+                    f"{copies.owner} cannot be opened over {view}, on which {other.owner} is open: end that first. "
+                    "TrainStep(weights='per_use') needs no weights of its own, and step.flush() ends a window."
+                )
+            self._copies = weakref.ref(copies)
+
+    def close(self, copies: Copies) -> None:
+        """Close copies, if they are the ones that are open."""
+        with self._lock:
+            if self() is copies:
+                self._copies = None
+
+
+class Lifted(NamedTuple):
+    """A cast of a parameter that is an input of the graph.
+
+    Attributes:
+        place: which input the parameter is.
+        dtype: the low dtype.
+        flagged: it keeps `requires_grad` where no gradients are computed.
+    """
+
+    place: int
+    dtype: torch.dtype
+    flagged: bool
+
+
+def weight_casts(graph: Graph, kept: Mapping[int, Any], *, sums_inside: bool = False) -> Iterator[tuple[Node, Lifted]]:
+    """Yield the casts that can be lifted out of a graph.
+
+    Args:
+        graph: a graph whose parameters are inputs.
+        kept: the parameters, by place.
+        sums_inside: gradients are summed inside the graph's own backward. The gradient of an input is added after that,
+            so that the sum of three or more would have another order: then the cast stays.
+    """
+    places = [n for n in graph.nodes if n.op == "placeholder"]
+    at = {n: i for i, n in enumerate(places) if i in kept}
+    casts = [n for n in graph.nodes if n.op == "call_function" and is_inserted(n) and n.args[0] in at]
+    known, counted = set(casts), _with_gradients(graph) if sums_inside else set()
+    for node in casts:
+        master: Any = node.args[0]
+        others = [user for user in master.users if user not in known and user in counted]
+        leaves = any(user.op == "output" or node in mutated_operands(user) for user in node.users)
+        if not leaves and len(others) < 2:
+            dtype: Any = node.args[1]
+            yield node, Lifted(at[master], dtype, node.target is cast_weight)
+
+
+def _with_gradients(graph: Graph) -> set[Node]:
+    """Return the nodes of a graph that run with gradients on."""
+    found, enabled = set(), True
+    for node in graph.nodes:
+        if node.target is SET_GRAD:
+            enabled = bool(node.args[0])
+        elif enabled:
+            found.add(node)
+    return found
+
+
+def lift(
+    gm: GraphModule, inputs: Sequence[Any], *, sums_inside: bool = False
+) -> tuple[GraphModule, list[Any], list[Lifted]]:
     """Return a graph in which casts of parameters are further inputs, example inputs, and what each is a cast of.
 
     The graph is a copy without Dynamo's notes on its placeholders.
     """
     graph = torch.fx.Graph()
     graph.output(graph.graph_copy(gm.graph, {}))
-    examples, lifted = list(inputs), list[tuple[int, torch.dtype]]()
+    examples, lifted = list(inputs), list[Lifted]()
     places = [n for n in graph.nodes if n.op == "placeholder"]
-    at = {n: i for i, n in enumerate(places) if isinstance(inputs[i], nn.Parameter)}
-    for node in [n for n in graph.nodes if is_inserted(n) and n.args and n.args[0] in at]:
-        place, dtype = at[node.args[0]], node.args[1]
+    kept = {i: v for i, v in enumerate(inputs) if type(v) is nn.Parameter}
+    for node, what in list(weight_casts(graph, kept, sums_inside=sums_inside)):
         with graph.inserting_after(places[-1]):
-            new = graph.placeholder(f"low_{place}_{len(lifted)}")
+            new = graph.placeholder(f"low_{what.place}_{len(lifted)}")
         new.meta = {k: v for k, v in node.meta.items() if k in ("val", "example_value")}
         places.append(new)
-        lifted.append((place, dtype))
-        master = inputs[place]
-        examples.append(master.detach().to(dtype).requires_grad_(master.requires_grad))
+        lifted.append(what)
+        master = inputs[what.place]
+        low = master.detach().to(what.dtype).requires_grad_(master.requires_grad)
+        examples.append(of_fixed_sizes(low))
         node.replace_all_uses_with(new)
         graph.erase_node(node)
     return GraphModule(gm, graph), examples, lifted
 
 
 def with_copies(
-    run: Callable[..., Any], lifted: Sequence[tuple[int, torch.dtype]], opened: Callable[[], Copies | None]
+    run: Callable[..., Any], lifted: Sequence[Lifted], opened: Callable[[], Copies | None]
 ) -> Callable[..., Any]:
     """Return a function that calls a graph with the casts that were lifted out of it."""
 
     def call(*args: Any) -> Any:
         copies = opened()
-        of: Callable[[Tensor, torch.dtype], Tensor] = torch.Tensor.to if copies is None else copies.of
-        return run(*args, *(of(args[place], dtype) for place, dtype in lifted))
+        if copies is None:
+            return run(*args, *(_cast(args[place], dtype, flagged) for place, dtype, flagged in lifted))
+        return run(*args, *(copies.of(args[place], dtype, flagged) for place, dtype, flagged in lifted))
 
     return call
+
+
+def _cast(master: Tensor, dtype: torch.dtype, flagged: bool) -> Tensor:
+    return cast_weight(master, dtype) if flagged else master.to(dtype)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +39,7 @@ from ..dynamo.backend import at_call, inner_of, leave_sharing_to_the_compiler, r
 from ..dynamo.call import current
 from ..dynamo.compiled import Converted, break_of, copied, elsewhere
 from ..dynamo.outputs import leaving
-from .copies import lift, with_copies
+from .copies import Lifted, lift, with_copies
 from .replay import Replaying
 from .state import State, state_of
 
@@ -96,7 +96,7 @@ class Function:
         self.expected: dict[int, int] = {}
         self.stale: Callable[[], bool] | None = None
         self.called = False
-        function = _function(runner, method)
+        function = function_of(runner, method)
         self.code = function.__code__
         backend = _Backend(self)
         self.call: Callable[..., Any]
@@ -116,20 +116,26 @@ class Function:
         self.stale, self.called = None, False
 
 
-def _function(runner: Runner, method: str) -> Callable[..., Any]:
-    """Return the function to compile, with code of its own."""
+def function_of(
+    runner: Runner, method: str, leave: Callable[[Any], Any] = leaving, **region: Any
+) -> Callable[..., Any]:
+    """Return the function to compile, with code of its own: `forward(model, *args, **kwargs)`.
+
+    `leave` marks its outputs, and `region` holds further arguments of its autocast region.
+    """
     device, low = runner.device, runner.low
     rounds = runner.policy.level.rounds and runner.traces_autocast
     author: Any = getattr(type(runner.model), method) if method else None
-    dtypes = (low, torch.float32)  # under torch.vmap, a trace has FP32 where autocast makes low values
+    # Under torch.vmap a trace has FP32 where autocast makes low values; and autocast makes no half complex numbers.
+    dtypes = (low, torch.float32, torch.complex64)
     restores = runner.policy.level.rounds and runner.policy.output_dtype == "original"
-    mark = torch.compiler.allow_in_graph(leaving) if restores else None
+    mark = torch.compiler.allow_in_graph(leave) if restores else None
 
     def marked(value: Any) -> Any:
         return mark(value) if mark is not None and isinstance(value, Tensor) and value.dtype in dtypes else value
 
     def rounded(model: Any, /, *args: Any, **kwargs: Any) -> Any:
-        with torch.autocast(device, dtype=low):
+        with torch.autocast(device, dtype=low, **region):
             outputs = model(*args, **kwargs) if author is None else author(model, *args, **kwargs)
         return outputs if mark is None else pytree.tree_map(marked, outputs, is_leaf=is_whole)
 
@@ -181,10 +187,10 @@ class _Backend:
         runner.note(*replaying.notes(converted.plan))
         if inner != "eager":
             leave_sharing_to_the_compiler(gm)
-        whole, lifted = gm, list[tuple[int, torch.dtype]]()
+        whole, lifted = gm, list[Lifted]()
         inputs = list(example_inputs)
         if function.kind == "window":
-            whole, inputs, lifted = lift(gm, inputs)
+            whole, inputs, lifted = lift(gm, inputs, sums_inside=inner != "eager")
         started = time.perf_counter()
         with no_autocast():
             run = inner_backend(inner, runner.mode, dict(runner.options))(whole, inputs)
@@ -192,13 +198,21 @@ class _Backend:
         if lifted:
             run = with_copies(run, lifted, runner.opened)
         run = at_call(run, converted, example_inputs, outputs)
-        number = len(runner.entries) if real else -1
+        number = -1
         if real:
             state = state_of(model, function.method)
+            number = len(runner.entries) if model is runner.model else known_as(runner.entries, converted, state)
+        if number == len(runner.entries):
             runner.entries.append(Entry(number, converted, captured, named, constants, state, seconds))
         if global_module_hooks():
             function.stale = _other_global_hooks()
         return _tokened(run, captured, number, _Reader(runner, number, converted, example_inputs))
+
+
+def known_as(entries: Sequence[Entry], converted: Converted, state: State) -> int:
+    """Return the number of a graph of a twin: that of the model's own, if Dynamo captured the same code once more."""
+    same = (e.number for e in entries if e.state == state and e.converted.computed == converted.computed)
+    return next(same, len(entries))
 
 
 def _is_op(node: Node) -> bool:
@@ -250,7 +264,7 @@ def _tokened(run: Callable[..., Any], captured: GraphModule, number: int, reader
             return run(*args)
         if under_way.does == "compare":
             found: Any = reader.runner()
-            with found.region():
+            with found.region(cache=False):
                 return captured(*args)
         under_way.ran.append(number)
         if not under_way.modes:
@@ -268,4 +282,4 @@ def _tokened(run: Callable[..., Any], captured: GraphModule, number: int, reader
     return call
 
 
-__all__ = ["LIMIT", "Captured", "Entry", "Function", "is_whole", "leaving"]
+__all__ = ["LIMIT", "Captured", "Entry", "Function", "function_of", "is_whole", "leaving"]

@@ -24,11 +24,12 @@ from passes._torch import OWN_CACHE, forget_compiled, pytree
 from passes.contract.errors import FxampError, NotFaithfulError, PlanError
 from passes.contract.plan_format import REMEDY
 from passes.contract.policy import check_used
+from passes.graph.aliases import Aliases
 from passes.graph.values import LOW_DTYPES
 from passes.ops import ops
 
 from ..trust.preserved import fresh, same_random_state
-from ..trust.tensors import same
+from ..trust.tensors import kept, same
 from .function import Captured
 from .replay import place_of
 from .runner import Runner
@@ -40,7 +41,7 @@ GRADIENT_TOLERANCE = 1e-6
 
 
 class _NoTwinError(Exception):
-    """There is no copy of the model to run."""
+    """There is no copy of the model to run, or it does not run."""
 
 
 def capture_states(runner: Runner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -61,9 +62,8 @@ def capture_states(runner: Runner, args: tuple[Any, ...], kwargs: dict[str, Any]
             with in_state(model, state):
                 capture(runner, args, kwargs, check=False)
         except Exception as e:  # whatever a model raises in a mode that it is not made for
-            why = f"{type(e).__name__}: {str(e).strip().partition(chr(10))[0]}"
-            logger.warning("fxamp: %s is not captured in %s: %s", type(model).__name__, state, why)
-            runner.note(f"not captured in {state}: {why}")
+            logger.warning("fxamp: %s is not captured in %s: %s", type(model).__name__, state, _line(e))
+            runner.note(f"not captured in {state}: {_line(e)}")
 
 
 def capture(runner: Runner, args: tuple[Any, ...], kwargs: dict[str, Any], check: bool | str = True) -> None:
@@ -88,7 +88,8 @@ def capture(runner: Runner, args: tuple[Any, ...], kwargs: dict[str, Any], check
         return
     try:
         if check or broken:
-            _check(runner, args, kwargs, check)
+            with kept(_written_parameters(runner, first)):
+                _check(runner, args, kwargs, check)
     except _NoTwinError as e:
         runner.complete = runner.complete and not broken
         what = "checked" if not broken else "checked, and what comes after its first graph break not captured"
@@ -98,6 +99,16 @@ def capture(runner: Runner, args: tuple[Any, ...], kwargs: dict[str, Any], check
     _refuse_unmatched_ops(runner)
     if broken and runner.replayed is not None:
         _refuse_unfit(runner)
+
+
+def _written_parameters(runner: Runner, first: int) -> list[Tensor]:
+    """Return the parameters that graphs write to, such as an embedding's with max_norm: twins share them."""
+    names: set[str] = set()
+    for entry in runner.entries[first:]:
+        written = {n for together in Aliases(entry.captured.graph).sets().values() for n in together}
+        places = entry.captured.graph.find_nodes(op="placeholder")
+        names |= {name for at, name in entry.names.items() if places[at] in written}
+    return [p for name, p in runner.model.named_parameters(remove_duplicate=False) if name in names]
 
 
 def _refuse_unmatched_ops(runner: Runner) -> None:
@@ -152,7 +163,12 @@ def _check(runner: Runner, args: tuple[Any, ...], kwargs: dict[str, Any], check:
     if not check:  # only to capture what comes after a graph break
         _run(runner, "graphs", args, kwargs, graded)
         return
-    expected = _run(runner, "model", args, kwargs, graded)
+    try:
+        expected = _run(runner, "model", args, kwargs, graded)
+    except (FxampError, torch.OutOfMemoryError):
+        raise
+    except Exception as e:  # autocast mixes dtypes, and its kernels refuse numbers: a graph may run where it does not
+        raise _NoTwinError(f"the model itself raises under autocast ({_line(e)})") from e
     got = _run(runner, "graphs", args, kwargs, graded)
     difference = _difference(expected, got, runner.model)
     if not difference:
@@ -190,12 +206,13 @@ def _called(runner: Runner, twin: nn.Module, args: Any, kwargs: Any, compiled: b
     def forward(model: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         return model(*args, **kwargs)
 
+    # Without autocast's cache, whose entries know no dtype: a region of another dtype inside the model would read them.
     if not compiled:
-        with runner.region():
+        with runner.region(cache=False):
             return forward(twin, *args, **kwargs)
     forward.__code__ = forward.__code__.replace(co_name="plain")
     try:
-        with runner.region():
+        with runner.region(cache=False):
             return torch.compile(forward, backend="eager", **OWN_CACHE)(twin, *args, **kwargs)
     finally:
         forget_compiled(forward.__code__)
@@ -210,7 +227,7 @@ def twin_of(model: nn.Module) -> nn.Module:
     try:
         return copy.deepcopy(model, {id(p): p for p in model.parameters()})
     except Exception as e:  # whatever a class raises that does not let itself be copied
-        raise _NoTwinError(f"it cannot be copied ({type(e).__name__}: {str(e).partition(chr(10))[0]})") from e
+        raise _NoTwinError(f"it cannot be copied ({_line(e)})") from e
 
 
 def _gradients(outputs: Any, twin: nn.Module) -> list[Tensor | None] | None:
@@ -248,6 +265,10 @@ def _allowed(gradient: Tensor, run: _Run) -> float:
 
 def _norm(value: Tensor) -> float:
     return float(value.double().norm())
+
+
+def _line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
 def _relative(a: Tensor, b: Any) -> str:

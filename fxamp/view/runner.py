@@ -34,6 +34,7 @@ from passes._torch import (
     dynamo_settings,
     dynamo_stance,
     in_transform,
+    is_replica_running,
     is_traced_by_fx,
     is_traced_by_jit,
     mark_batch,
@@ -52,8 +53,9 @@ from ..dynamo import recompile_limit
 from ..dynamo.backend import Inner
 from ..dynamo.call import Call, begin, current
 from ..dynamo.outputs import restored
+from ..dynamo.parameters import is_only_read
 from ..dynamo.resolve import device_of, resolve
-from .copies import Copies
+from .copies import Opened
 from .function import LIMIT, Entry, Function
 from .hooks import HookWatch
 from .state import state_of
@@ -84,7 +86,7 @@ class Runner:
         device: the kind of device that the model runs on.
         low: the low dtype.
         entries: the graphs, in the order of capture.
-        copies: the open copies of parameters, if there are any.
+        opened: the copies of parameters that are open.
         override: what somebody wrote to `forward` of the view.
         notes: what capture and its check have to say, for the plan.
         complete: all graphs were captured, those after a graph break too.
@@ -101,7 +103,7 @@ class Runner:
         self.fullgraph, self.dynamic, self.on_change, self.methods = fullgraph, dynamic, on_change, methods
         self.device, self.low = "", torch.bfloat16
         self.entries: list[Entry] = []
-        self.copies: Copies | None = None
+        self.opened = Opened()
         self.override: Callable[..., Any] | None = None
         self.notes: tuple[str, ...] = ()
         self.complete = True
@@ -133,19 +135,16 @@ class Runner:
         """Keep what is to be said in the plan."""
         self.notes = tuple(dict.fromkeys((*self.notes, *notes)))
 
-    def opened(self) -> Copies | None:
-        """Return the open copies of parameters."""
-        return self.copies
-
     def clear(self) -> None:
         """Forget what was compiled; the plan stays readable."""
         for function in self._functions.values():
             function.clear()
 
-    def region(self) -> Any:
+    def region(self, cache: bool = True) -> Any:
         """Return the autocast of this view, as a context."""
         rounds = self.policy.level.rounds
-        return torch.autocast(self.device, dtype=self.low if rounds else None, enabled=rounds)
+        keeps = cache and torch.is_autocast_cache_enabled()
+        return torch.autocast(self.device, dtype=self.low if rounds else None, enabled=rounds, cache_enabled=keeps)
 
     def in_region(self) -> bool:
         """Say whether the present autocast is that of this view."""
@@ -168,6 +167,8 @@ class Runner:
         name = type(self.model).__name__
         if moved:
             logger.info("fxamp: %s has moved from '%s' to '%s', and is captured anew", name, moved, here)
+        if is_only_read():
+            return
         if self.policy.device != here and self.policy.level.rounds:
             logger.warning(
                 "fxamp: %s was converted for '%s' and runs on '%s', where torch.autocast casts other ops. For the "
@@ -206,7 +207,7 @@ class Runner:
         if self._hooks.moved():
             self.clear()
         transformed = in_transform()
-        kind = "transform" if transformed else "window" if self.copies is not None else "plain"
+        kind = "transform" if transformed else "window" if self.opened() is not None else "plain"
         function = self._function(kind, method, call.model)
         before = len(self.entries)
         started = time.perf_counter()
@@ -249,8 +250,11 @@ class Runner:
                 stack.enter_context(without_module_trackers())
             if torch.is_autocast_enabled(self.device):
                 stack.enter_context(torch.autocast(self.device, enabled=False))
-            if self._settings:
-                stack.enter_context(dynamo_settings(self._settings))
+            change = dict(self._settings)
+            if self.backend == "eager" and is_replica_running():
+                change["optimize_ddp"] = False  # gradients of ops that run one by one leave early without a split
+            if change:
+                stack.enter_context(dynamo_settings(change))
             yield
 
     def _traced(self, function: Function, call: Call) -> tuple[Function, Any]:

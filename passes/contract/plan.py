@@ -39,7 +39,8 @@ _SURROGATE = re.compile("[\ud800-\udfff]")  # characters that a path may hold an
 
 
 @functools.cache
-def _installed() -> str:
+def installed() -> str:
+    """Return the version of the fxamp that is installed, "" if it is not."""
     try:
         return importlib.metadata.version("fxamp")
     except importlib.metadata.PackageNotFoundError:
@@ -148,7 +149,7 @@ class Plan:
     states: tuple[str, ...] = ()
     edits: Mapping[str, int] = field(default_factory=dict, compare=False)
     totals: Mapping[str, float] = field(default_factory=dict, compare=False)
-    fxamp_version: str = field(default_factory=_installed, compare=False)
+    fxamp_version: str = field(default_factory=installed, compare=False)
     machine: str = field(default="", compare=False)
     complete: bool = True
     version: int = FORMAT_VERSION

@@ -50,35 +50,41 @@ ARROWS = {
     "fxamp.capture": (
         ".capture.model .module .trust passes._torch passes.contract passes.graph passes.ops passes.runtime"
     ),
-    "fxamp.report.record": (
-        ".capture.model .module .trust passes._torch passes.contract passes.graph passes.ops passes.runtime"
-    ),
+    "fxamp.report.record": ".capture.model .trust passes._torch passes.contract passes.graph passes.ops passes.runtime",
     "fxamp.dynamo": (
         ".capture.model .module .report.record passes passes._torch passes.contract passes.graph passes.ops "
         "passes.runtime"
     ),
     "fxamp.view": ".capture.model .dynamo .trust passes._torch passes.contract passes.graph",
     "fxamp.measure": ".capture .capture.model .module .trust passes._torch passes.contract passes.graph",
-    "fxamp.report.forms": ".report.record",
+    "fxamp.report.forms": ".report.record passes.contract",
     "fxamp.convert": (
         ".capture .capture.model .dynamo .measure .module .trust .view passes passes._torch passes.contract "
         "passes.graph"
     ),
     "fxamp.report.page": ".report.forms .report.record passes.contract",
     "fxamp.train.weights": ".dynamo .measure .module passes._torch passes.contract passes.graph passes.runtime",
-    "fxamp.report.diff": ".convert .dynamo .module .report.forms passes._torch passes.contract passes.graph passes.ops",
+    "fxamp.report.reader": ".convert .dynamo .module .report.record passes.contract",
+    "fxamp.report.diff": (
+        ".report.forms .report.reader .report.record passes._torch passes.contract passes.graph passes.ops"
+    ),
     "fxamp.train.compiled": (
         ".dynamo .module .train.ranks .train.scale .train.weights .train.window passes._torch passes.contract "
         "passes.ops"
     ),
-    "fxamp.report.gate": ".convert .module .report.diff .report.forms .report.record passes.contract passes.ops",
+    "fxamp.report.gate": (
+        ".convert .module .report.diff .report.forms .report.reader .report.record passes.contract passes.ops"
+    ),
     "fxamp.train": (
         ".dynamo .train.compiled .train.ranks .train.scale .train.weights .train.window passes._torch passes.contract"
     ),
     "fxamp.demo": ".convert .measure .train .train.weights passes.contract",
     "fxamp.pytest_plugin": ".report.gate",
-    "fxamp.report": ".dynamo .module .report.diff .report.forms .report.page .report.record .train passes.contract",
-    "fxamp.cli": (".convert .demo .report .report.diff .report.forms .report.gate passes passes.contract passes.ops"),
+    "fxamp.report": ".dynamo .report.forms .report.page .report.reader .report.record .train passes.contract",
+    "fxamp.cli": (
+        ".convert .demo .report .report.diff .report.forms .report.gate .report.reader passes passes.contract "
+        "passes.ops"
+    ),
     "fxamp.__main__": ".cli",
 }
 # What of the compiler anyone may use. The others are its passes, which only its entrance reaches.

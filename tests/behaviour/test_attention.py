@@ -44,7 +44,7 @@ def test_attention_gets_its_operands_in_one_dtype(front_end: str, ambient: bool,
 
     model = Two(lambda self, x, mask: attend(kernels["attention"], self, x, mask)).requires_grad_(False)
     args = (example(), torch.tensor([[0.5, 1.5], [1.25, 0.0]]))
-    with torch.autocast("cpu", enabled=ambient):
+    with torch.autocast("cpu", enabled=ambient and front_end == "view"):  # an export under autocast has its casts
         module = convert(model, args, front_end, check=False)  # in FP32 the model does not run
         got = module(*args)
     assert decided(module, "scaled_dot_product_attention") == ["bfloat16", "bfloat16"]

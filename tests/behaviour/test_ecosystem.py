@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fxamp
 from passes.graph.notes import is_inserted
+from tests.support.front_ends import FRONT_ENDS, convert
 
 accelerate: Any = pytest.importorskip("accelerate")
 transformers: Any = pytest.importorskip("transformers")
@@ -200,10 +201,10 @@ def test_a_frozen_low_base_is_not_cast() -> None:
         def forward(self, x: Tensor) -> Any:
             return self.base(x.to(torch.bfloat16)) + self.b(self.a(x))
 
-    model = LoRA()
-    for capture in ("view", "graph"):
-        module = fxamp.convert(model, torch.randn(2, 8), policy="O1,dtype=bf16", capture=capture)
-        module(torch.randn(2, 8)).sum().backward()
+    model, x = LoRA(), torch.randn(2, 8)
+    for front_end in FRONT_ENDS:
+        module = convert(model, (x,), front_end, "O1,dtype=bf16")
+        module(x).sum().backward()
         [graph] = fxamp.graphs(module)
         inserted = [n for n in graph.graph.nodes if is_inserted(n)]
         assert not [n for n in inserted if "base" in str(n.args[0].target)]
@@ -214,7 +215,7 @@ def test_a_frozen_low_base_is_not_cast() -> None:
         assert model.base.weight.grad is None
 
 
-def test_fabric_runs_a_converted_module_in_full_precision_and_a_compiled_one_in_mixed() -> None:
+def test_fabric_runs_a_view_in_any_precision() -> None:
     lightning: Any = pytest.importorskip("lightning")
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)), torch.randn(4, 8)
@@ -223,6 +224,4 @@ def test_fabric_runs_a_converted_module_in_full_precision_and_a_compiled_one_in_
     converted = fxamp.convert(model, (x,))
     full, mixed = (lightning.Fabric(accelerator="cpu", precision=p) for p in ("32-true", "bf16-mixed"))
     assert torch.equal(full.setup(converted)(x), expected.float())
-    with pytest.raises(fxamp.CaptureError, match="32-true"):
-        mixed.setup(converted)(x)
-    assert torch.equal(mixed.setup(fxamp.compile(model, backend="eager"))(x), expected.float())
+    assert torch.equal(mixed.setup(converted)(x), expected.float())

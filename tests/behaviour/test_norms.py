@@ -148,12 +148,11 @@ def test_the_output_of_a_norm_that_upcasts_and_restores_is_low_at_o2(front_end: 
     assert decided(module, "linear") == ["bfloat16", "bfloat16"]
 
 
-@each_front_end
-def test_running_statistics_are_those_of_fp32_after_fifty_steps(front_end: str) -> None:
+def test_running_statistics_are_those_of_fp32_after_fifty_steps() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 4))
     eager = copy.deepcopy(model)
-    module = convert(model, one(), front_end, dynamic_shapes="auto")
+    module = convert(model, one())
     for i in range(50):
         x = torch.randn(16, 6, generator=torch.Generator().manual_seed(i))
         module(x)
@@ -169,15 +168,14 @@ def test_running_statistics_are_those_of_fp32_after_fifty_steps(front_end: str) 
     torch.testing.assert_close(module(example()), eager(example()), rtol=0.02, atol=0.02)
 
 
-@each_front_end
-def test_a_frozen_batch_norm_inside_a_training_model_stays_frozen(front_end: str) -> None:
+def test_a_frozen_batch_norm_inside_a_training_model_stays_frozen() -> None:
     model = Two(lambda self, x: self.m(self.norm(self.l(x))), norm=nn.BatchNorm1d(6))
-    module = convert(model, one(), front_end)
+    module = convert(model, one())
     norm: Any = model.norm
-    (norm if front_end == "view" else module.norm).eval()
+    norm.eval()
     module(example())
     assert int(norm.num_batches_tracked) == 0
     assert torch.equal(norm.running_mean, torch.zeros(6))
-    (norm if front_end == "view" else module.norm).train()
+    norm.train()
     module(example())
     assert int(norm.num_batches_tracked) == 1

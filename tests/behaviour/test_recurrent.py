@@ -46,16 +46,14 @@ class Recurrent(nn.Module):
 
 
 RECURRENT: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str]] = {
-    "LSTM, two ways": (partial(Recurrent, nn.LSTM, bidirectional=True), (2, 3, 5), "graph"),
+    "LSTM, two ways": (partial(Recurrent, nn.LSTM, bidirectional=True), (2, 3, 5), "view"),
     "LSTM, packed": (partial(Recurrent, nn.LSTM, packed=True), (1, 3, 5), "view"),  # of which Dynamo captures nothing
     "GRU": (partial(Recurrent, nn.GRU), (1, 3, 5), "graph"),
-    "LSTMCell": (partial(Recurrent, nn.LSTMCell), (3, 5), "graph"),
-    "LSTMCell at the first call": (partial(Recurrent, nn.LSTMCell), (3, 5), "view"),
+    "LSTMCell": (partial(Recurrent, nn.LSTMCell), (3, 5), "view"),
     "GRUCell": (partial(Recurrent, nn.GRUCell), (3, 5), "view"),
 }
 
 
-# fx cannot tell a state that is given from one that is not.
 @pytest.mark.parametrize(
     "kind", [pytest.param(k, marks=pytest.mark.matrix) if k in ("GRU", "GRUCell") else k for k in RECURRENT]
 )
@@ -65,9 +63,6 @@ def test_a_carried_state_keeps_its_dtype(kind: str) -> None:
     model = build().eval()
     x = torch.randn(2, 3, 6)
     state = (torch.zeros(size),) * (2 if "LSTM" in kind else 1)
-    if "packed" in kind:  # torch.export's own limit: lengths are data
-        with pytest.raises(fxamp.CaptureError, match=r"pack_padded_sequence(.|\n)*fxamp\.compile\(model\)"):
-            convert(model, (x, *state), "graph")
     module = convert(model, (x, *state), front_end)
     ours = eager = state
     with torch.no_grad():

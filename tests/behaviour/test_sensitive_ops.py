@@ -27,8 +27,7 @@ pytestmark = [*WARNINGS, pytest.mark.usefixtures("fresh")]
 __all__ = ["fresh"]
 
 
-@each_front_end
-def test_the_operands_of_a_scatter_get_one_dtype(front_end: str) -> None:
+def test_the_operands_of_a_scatter_get_one_dtype() -> None:  # in a graph: torch.autocast itself fails on these
     index = torch.tensor([0, 2])
     everywhere = torch.zeros(4, 6, dtype=torch.long)
 
@@ -59,7 +58,7 @@ def test_the_operands_of_a_scatter_get_one_dtype(front_end: str) -> None:
 
     torch.manual_seed(0)  # a dot product of values that cancel has any error
     model = Two(mixed)
-    for made in at_levels(model, one(), front_end, "O1,dtype=bf16", "O1,dtype=fp16"):
+    for made in at_levels(model, one(), "graph", "O1,dtype=bf16", "O1,dtype=fp16"):
         module = made()
         got = module(*one())
         assert all(t.dtype == F32 for t in got.values())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from fxamp.report.record.record import RECORD_VERSION, Cast, NodeRecord, Read, Record, Totals
+from fxamp.report.record.record import RECORD_VERSION, Cast, NodeRecord, Read, Record, State, Totals
 from fxamp.report.report import Report
 from passes.contract.plan import Decision, Plan
 from passes.contract.policy import Policy
@@ -50,8 +50,8 @@ def report_of(nodes: Sequence[NodeRecord], *, model: str = "Net", note: str = "a
     plan = Plan(decisions, Policy("O1", dtype="bf16", device="cpu"), notes=(note,))
     totals = Totals(len(nodes), len(nodes), 0, 0, 0, 0, 0, 6, 100.0, 2, 100.0, 6, 12, 6, 0)
     record = Record(
-        RECORD_VERSION, "O1,dtype=bf16,device=cpu", "cpu", "export", "fake", plan.torch_version, "0", (), 1, totals,
-        tuple(nodes), (note,),
+        RECORD_VERSION, "O1,dtype=bf16,device=cpu", "cpu", "export", "fake", plan.torch_version, "0",
+        (State("", totals, (), ()),), 1, tuple(nodes), (note,),
     )  # fmt: skip
     return Report(plan, ((note, note),), record, model)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -28,17 +26,10 @@ class Net(nn.Module):
         return self.second(F.gelu(self.norm(self.first(x))))
 
 
-@functools.cache
-def _converted(kind: Callable[[], nn.Module], policy: str, dynamic_shapes: Any) -> Any:
+def converted(policy: str = FP16, kind: Callable[[], nn.Module] = Net) -> Any:
+    """Return a view of a new model, always with the same weights."""
     torch.manual_seed(0)
-    return fxamp.convert(kind(), (X[0],), policy=policy, dynamic_shapes=dynamic_shapes)
-
-
-def converted(
-    policy: str = FP16, kind: Callable[[], nn.Module] = Net, dynamic_shapes: Any = None
-) -> Any:
-    """Return a model converted for micro-batches of X, a copy of its own."""
-    return copy.deepcopy(_converted(kind, policy, dynamic_shapes))
+    return fxamp.convert(kind(), policy=policy)
 
 
 def loss_times(output: Tensor, factor: float = 1.0) -> Tensor:

@@ -9,9 +9,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 from passes.contract.plan import Plan
 
@@ -20,6 +21,22 @@ from .match import Item, Matching, corresponding
 from .sequences import in_order
 
 PLAN_KEY, MODULES, RULE = "(plan)", "(modules)", "(rule"
+SIGNS = {"added": "+", "removed": "-", "changed": "!"}
+_LABELS = {
+    "colour": "runs in", "autocast_dtype": "under autocast", "kind": "rule",
+    "inserted_casts": "casts inserted", "casts": "casts after elimination", "cast_bytes": "bytes cast",
+    "saved_bytes": "bytes saved for backward", "low_bytes": "low, % of bytes", "low_flops": "low, % of FLOPs",
+    "fp32_ops": "ops in FP32", "unknown_ops": "ops without a rule",
+}  # fmt: skip
+
+
+class Place(Protocol):
+    """Where the user made a node."""
+
+    @property
+    def file(self) -> str: ...  # noqa: D102 - a field
+    @property
+    def line(self) -> int: ...  # noqa: D102 - a field
 
 
 @dataclass(frozen=True)
@@ -44,15 +61,11 @@ class Change:
 
     def __str__(self) -> str:
         """Write the change as one line of the listing."""
-        if self.kind == "added":
-            return visible(f"+ {self.key}  {self.field}: {self.after}")
-        if self.kind == "removed":
-            return visible(f"- {self.key}  {self.field}: {self.before}")
         if self.key.startswith(RULE):
             rule, count = self.key.strip("()"), len(self.nodes)
             many = f"{count} decision{'s' * (count > 1)}"
             return visible(f"! {self.field}: {rule}, {many}: {self.before} -> {self.after}")
-        return visible(f"! {self.key}  {self.field}: {self.before} -> {self.after}")
+        return visible(f"{SIGNS[self.kind]} {self.key}  {said(self, self.field)}")
 
     @property
     def counted(self) -> tuple[str, ...]:
@@ -63,6 +76,68 @@ class Change:
     def module(self) -> str:
         """Return the path of the module that the node is in, "" for the outermost."""
         return self.key.rpartition("/")[0]
+
+
+def said(change: Change, label: str) -> str:
+    """Write the change of a field; an added or removed node has one value only."""
+    if change.before is None or change.after is None:
+        return f"{label}: {change.after if change.before is None else change.before}"
+    return f"{label}: {change.before} -> {change.after}"
+
+
+def lines(changes: Iterable[Change], places: Mapping[str, Place] | None = None) -> list[tuple[str, str]]:
+    """Return (key, line) for every changed node, with all its changes in one line, and for every changed total.
+
+    Args:
+        changes: what changed.
+        places: the user's lines of nodes, by key; written behind the line of a node.
+    """
+    out = []
+    for kind, key, text in rows(changes):
+        place = (places or {}).get(key)
+        where = f"  ({place.file}:{place.line})" if place is not None else ""
+        named = "" if key.startswith("(") else f"{key}  "
+        out.append((key, visible(f"{SIGNS[kind]} {named}{text}{where}")))
+    return out
+
+
+def rows(changes: Iterable[Change]) -> list[tuple[str, str, str]]:
+    """Return the same as cells of a table: the kind of change, the key of the node, and the text."""
+    return [(group[0].kind, group[0].key, _text(group)) for group in _groups(changes)]
+
+
+def counted(changes: Iterable[Change]) -> str:
+    """Say how many lines there are of each kind."""
+    kinds = Counter(kind for kind, _, _ in rows(changes))
+    return ", ".join(f"{kinds[kind]} {kind}" for kind in SIGNS)
+
+
+def _groups(changes: Iterable[Change]) -> list[list[Change]]:
+    groups: dict[tuple[str, ...], list[Change]] = {}
+    for change in changes:
+        alone = change.key.startswith("(")  # a change of the whole plan, not of a node
+        group = (change.kind, change.key, change.field, str(len(groups))) if alone else (change.kind, change.key)
+        groups.setdefault(group, []).append(change)
+    return list(groups.values())
+
+
+def _text(changes: Sequence[Change]) -> str:
+    """Write the changes of one node, in the words of a report."""
+    first = changes[0]
+    if first.key.startswith("(") and first.key != PLAN_KEY:
+        return str(first)[2:]
+    # A change of autocast's dtype is left out where the dtype that the node runs in has changed likewise.
+    own = {(c.before, c.after) for c in changes if c.field == "colour"}
+    told = [c for c in changes if c.field != "autocast_dtype" or (c.before, c.after) not in own]
+    return "; ".join(said(c, _label(c)) for c in told)
+
+
+def _label(change: Change) -> str:
+    """Return the name of the changed field in reports; that of a total may name its graph behind it."""
+    field, space, graph = change.field.partition(" ")
+    if field == "casts" and change.key != PLAN_KEY:
+        return "casts"
+    return f"{_LABELS.get(field, field)}{space}{graph}"
 
 
 def compared(before: Sequence[Item], after: Sequence[Item], pairs: Mapping[int, int], shown: str) -> list[Change]:

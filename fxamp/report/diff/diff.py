@@ -7,10 +7,8 @@ nothing at the other nodes.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import TypeAlias, Union
 
 from torch import nn
 from torch.fx import GraphModule
@@ -18,9 +16,7 @@ from torch.fx import GraphModule
 from passes.contract.errors import FxampError
 from passes.contract.plan import Plan
 
-from ...convert import plan_of
-from ...dynamo import compiled
-from ...module.module import ConvertedModule
+from ..reader.reader import Readable, emitted, plan_in
 from . import listing
 from .changes import PLAN_KEY as PLAN_KEY
 from .changes import Change as Change
@@ -29,8 +25,6 @@ from .items import arguments, node_keys, of_graph, of_plan
 from .marked import Marked, marked
 from .match import match
 from .renamed import renamed
-
-Diffable: TypeAlias = Union[Plan, nn.Module, str, "os.PathLike[str]"]
 
 PLAN_FIELDS = ("capture", "inserted_casts", "casts")  # the policy is not among them: both titles show it
 
@@ -116,7 +110,7 @@ class GraphDiff:
         return ", ".join(f"{sum(k == kind for k, _ in nodes)} {kind}" for kind in ("added", "removed", "changed"))
 
 
-def diff(before: Diffable, after: Diffable) -> GraphDiff:
+def diff(before: Readable, after: Readable) -> GraphDiff:
     """Compare two plans, two converted modules, two graphs, or a graph with the module that it was converted to.
 
     Args:
@@ -147,29 +141,9 @@ def diff(before: Diffable, after: Diffable) -> GraphDiff:
     return _of_graphs(titles, old_graph, new_graph)
 
 
-def plan_in(value: object) -> Plan | None:
-    """Find the plan in an argument: the plan itself, the path of one, or a module that has one; else None.
-
-    Raises:
-        CaptureError: nothing was converted yet for a module that is compiled.
-        PlanError: the file cannot be read.
-    """
-    if isinstance(value, Plan):
-        return value
-    if isinstance(value, str | os.PathLike):
-        return Plan.load(value, newer=True)
-    plan = getattr(value, "plan", None)
-    if isinstance(plan, Plan):
-        return plan
-    if not isinstance(value, nn.Module):
-        return None
-    inside = compiled.is_compiled(value) or any(isinstance(m, ConvertedModule) for m in value.modules())
-    return plan_of(value) if inside else None
-
-
-def _of_plans(before: Diffable, after: Diffable, old: Plan, new: Plan) -> GraphDiff:
+def _of_plans(before: Readable, after: Readable, old: Plan, new: Plan) -> GraphDiff:
     sides = (before, old), (after, new)
-    left, right = (of_plan(p, given if isinstance(given, ConvertedModule) else None) for given, p in sides)
+    left, right = (of_plan(p, emitted(given, p) if isinstance(given, nn.Module) else ()) for given, p in sides)
     named = bool(old.fxamp_version and new.fxamp_version) and old.fxamp_version != new.fxamp_version
     titles = _plan_title(old, named), _plan_title(new, named)
     found = match(left, right)

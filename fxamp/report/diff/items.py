@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch.fx import Graph, Node
@@ -16,20 +16,20 @@ from passes.graph.notes import is_inserted
 from passes.graph.values import keys, module_path
 from passes.ops import ops
 
-from ...module.module import ConvertedModule
+from ..record.build import Emitted
 from .match import Item
 
 DECISION_FIELDS = ("colour", "autocast_dtype", "kind", "reason")
 
 
-def of_plan(plan: Plan, module: ConvertedModule | None = None) -> list[Item]:
+def of_plan(plan: Plan, graphs: Sequence[Emitted] = ()) -> list[Item]:
     """Return the decisions as items, in order. Each has the one before it as its operand, since a plan has no edges.
 
     Args:
         plan: plan whose decisions are returned.
-        module: module that carries the plan out; it also tells which casts are in front of each node.
+        graphs: graphs that carry the plan out, which tell which casts are in front of each node.
     """
-    nodes = _by_key(plan, module) if module is not None else {}
+    nodes = {g.first: {k: n for n, k in keys(_own(g.module.graph)).items()} for g in graphs}
     last: dict[int, int] = {}
     items = []
     for at, d in enumerate(plan.decisions):
@@ -43,13 +43,9 @@ def of_plan(plan: Plan, module: ConvertedModule | None = None) -> list[Item]:
     return items
 
 
-def _by_key(plan: Plan, module: ConvertedModule) -> dict[int, dict[str, Node]]:
-    """Return the user's nodes by the keys that they had before anything was inserted, for every graph of a module."""
-    firsts = [int(state.partition(":")[0]) for state in plan.states] or [0]
-    return {
-        first: {key: n for n, key in keys(n for n in variant.graph.nodes if not is_inserted(n)).items()}
-        for first, variant in zip(firsts, module.variants, strict=True)
-    }
+def _own(graph: Graph) -> Iterator[Node]:
+    """Yield the user's nodes, so that keys are those that they had before anything was inserted."""
+    return (node for node in graph.nodes if not is_inserted(node))
 
 
 def _in_graph(d: Decision, text: str) -> str:

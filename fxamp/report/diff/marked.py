@@ -20,18 +20,17 @@ import torch
 from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
-from passes.contract.dtypes import dtype_name
 from passes.graph.notes import is_inserted
-from passes.graph.values import LOW_DTYPES, dtypes_of, module_path
+from passes.graph.values import dtypes_of, module_path
 from passes.ops import ops
 from passes.ops.rules import row_named
 
 from ..forms.harmless import visible
+from ..record.colours import LOW
 from .changes import Change, another_model
 from .items import arguments, arrow, dtype_of, node_keys, target_of
 from .match import Item, match
 
-_LOW = tuple(map(dtype_name, LOW_DTYPES))
 _NO_CALLS = ("placeholder", "get_attr", "module _guards_fn")
 _WIDE = 60
 
@@ -175,7 +174,7 @@ class _Writer:
         self._casts(unit, module_path(node))
         old, now = _dtype(node), _dtype(unit.nodes[-1])
         known = node.meta.get("val") is not None
-        changed = node.op.startswith("call") and (old != now if known else now in _LOW)
+        changed = node.op.startswith("call") and (old != now if known else now in LOW)
         line = _written(node)
         if changed:
             self.changes.append(Change("changed", self.keys[node], "dtype", old if known else "as captured", now))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ..record.colours import LOW
 from ..record.record import Cast, NodeRecord, Record
-from .tree import LOW, mb, share
+from .tree import mb, share
 
 HEADERS = ("line", "module", "nodes", "casts", "MB cast", "MB saved", "low, % of bytes")
 MOST = 10
@@ -54,4 +55,4 @@ def _row(nodes: Sequence[NodeRecord]) -> tuple[str, ...]:
 
 def source(node: NodeRecord) -> str:
     """Return the user's line of a node, with its code; "" where it is not known."""
-    return f"{node.file}:{node.line}: {node.code}" if node.file else ""
+    return f"{node.file}:{node.line}" + f": {node.code}" * bool(node.code) if node.file else ""

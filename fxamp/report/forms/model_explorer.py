@@ -10,10 +10,8 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from ..record.colours import PALETTE, style_of
 from ..record.record import NodeRecord
-from .tree import LOW
-
-_COLOURS = {"low": "#7ea6ff", "fp32": "#ffb168", "other": "#d5d9e0"}
 
 
 def to_model_explorer(nodes: Sequence[NodeRecord], model: str) -> tuple[str, str]:
@@ -75,7 +73,7 @@ def _data(nodes: Sequence[NodeRecord]) -> dict[str, Any]:
     results = {
         node.key: {
             "value": node.colour,
-            "bgColor": _COLOURS["low" if node.colour in LOW else "fp32" if node.colour == "float32" else "other"],
+            "bgColor": PALETTE[style_of(node.colour)],
         }
         for node in nodes
     }

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 
 from tabulate import tabulate
 
-from ..record.record import NodeRecord, Record
+from ..record.colours import LOW
+from ..record.record import NodeRecord, Record, State
 
 CASTS, SIZES = "casts", ("MB out", "low, % of bytes", "low, % of FLOPs", "MB saved")
 HEADERS = ("module", "nodes", "low", "FP32", CASTS, *SIZES)
-LOW = ("bfloat16", "float16")
 
 
 @dataclass
@@ -58,9 +58,9 @@ def rows(branch: Branch, casts: bool, depth: int | None = None, prefix: str = ""
     return out
 
 
-def elsewhere(record: Record) -> list[tuple[str, int]]:
-    """Return (label, number) for the casts that are in front of no node."""
-    found = [("(outputs)", len(record.output_casts)), ("(other graphs)", record.casts_elsewhere)]
+def elsewhere(record: Record, state: State) -> list[tuple[str, int]]:
+    """Return (label, number) for the casts of a state that are in front of no node."""
+    found = [("(outputs)", len(state.output_casts)), ("(inner graphs)", record.casts_elsewhere(state))]
     return [(name, count) for name, count in found if count > 0]
 
 
@@ -83,26 +83,6 @@ def share(part: Sequence[NodeRecord], whole: Sequence[NodeRecord], name: str) ->
     """Return the share of some nodes in a total size, in percent; "" if the total is zero."""
     total = sum(getattr(n, name) or 0 for n in whole)
     return f"{100 * sum(getattr(n, name) or 0 for n in part) / total:.0f}" if total else ""
-
-
-def chosen(
-    record: Record,
-    *,
-    modules: Sequence[str] = (),
-    ops: Sequence[str] = (),
-    colours: Sequence[str] = (),
-    reasons: Sequence[str] = (),
-) -> list[NodeRecord]:
-    """Return the nodes that pass all filters: by module (or one below it), op, colour and reason code."""
-
-    def within(node: NodeRecord) -> bool:
-        return any(node.module == m or node.module.startswith(f"{m}.") for m in modules)
-
-    return [
-        n for n in record.nodes
-        if (not modules or within(n)) and (not ops or n.op in ops)
-        and (not colours or n.colour in colours) and (not reasons or n.reason_code in reasons)
-    ]  # fmt: skip
 
 
 def table(body: Sequence[tuple[str, ...]], style: str, width: int | None = None, unknown: Sequence[str] = ()) -> str:

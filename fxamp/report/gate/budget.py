@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from passes.contract.errors import PolicyError
 from passes.contract.policy import nearest
 
-CEILINGS = ("casts", "cast_bytes", "saved_bytes", "fp32_ops", "unknown_ops")
-FLOORS = ("low_flops", "low_bytes")  # in percent
-KEYS = CEILINGS + FLOORS
+from ..record.record import CEILINGS, FLOORS
+from ..record.record import TOTALS as KEYS
+
 _LIMIT = re.compile(r"([+-]?)(\d{1,18}(?:\.\d{1,6})?)(%?)")
 
 
@@ -65,36 +65,43 @@ class Budget:
     def __str__(self) -> str:
         return f"{self.key}={self.sign}{self.limit:g}{'%' * self.percent}"
 
-    def broken(self, now: Mapping[str, float], before: Mapping[str, float] | None) -> str | None:
-        """Describe how the totals exceed the budget; return None if they do not.
+    def broken(self, now: Mapping[str, float], before: Mapping[str, float] | None) -> list[str]:
+        """Describe how the totals exceed the budget, in each state of the model; return nothing where they do not.
 
         Args:
-            now: the totals.
+            now: the totals, by key; "casts (evaluation)" is that of a state, where there are several.
             before: those of the plan; None where there is no plan.
 
         Raises:
             PolicyError: the total is not known, now or in the plan.
         """
-        value = _total(self, now, "the graph was captured without example inputs or just in time, or cannot be sized")
+        keys = [key for key in now if key.partition(" ")[0] == self.key]
+        if not keys:
+            why = "the graph was captured without example inputs or just in time, or cannot be sized"
+            raise PolicyError(f"budget {self}: the total {self.key} is not known for this model: {why}")
+        return [text for key in keys if (text := self._broken(key, now[key], before))]
+
+    def _broken(self, key: str, value: float, before: Mapping[str, float] | None) -> str | None:
         limit = self.limit
         if self.sign:
-            was = _total(self, before, "the plan does not have it; write a new plan with --update")
+            was = self._before(key, before)
             if self.key in FLOORS:
                 limit = was - self.limit
             else:
                 limit = was * (1 + self.limit / 100) if self.percent else was + self.limit
         if value < limit - 1e-9 if self.key in FLOORS else value > limit + 1e-9:
             word = "at least" if self.key in FLOORS else "at most"
-            return f"{self.key} is {value:g}, and the budget {self} allows {word} {limit:g}"
+            return f"{key} is {value:g}, and the budget {self} allows {word} {limit:g}"
         return None
 
-
-def _total(budget: Budget, totals: Mapping[str, float] | None, why: str) -> float:
-    if totals is None:
-        raise PolicyError(f"budget {budget}: a change needs a plan to compare with; give --plan FILE")
-    if budget.key not in totals:
-        raise PolicyError(f"budget {budget}: the total {budget.key} is not known for this model: {why}")
-    return totals[budget.key]
+    def _before(self, key: str, totals: Mapping[str, float] | None) -> float:
+        """Return a total of the plan."""
+        if totals is None:
+            raise PolicyError(f"budget {self}: a change needs a plan to compare with; give --plan FILE")
+        if key not in totals:
+            why = "the plan does not have it; write a new plan with --update"
+            raise PolicyError(f"budget {self}: the total {key} is not known for this model: {why}")
+        return totals[key]
 
 
 def _example(key: str) -> str:

@@ -18,16 +18,15 @@ from passes.contract.errors import PlanError
 from passes.contract.plan import Plan
 from passes.ops.facts import Machine, as_on
 
-from ...convert import plan_of
-from ...module.module import ConvertedModule
-from ..diff.diff import Change, GraphDiff, diff
-from ..record.build import record_of
+from ..diff.changes import PLAN_KEY, Change, counted
+from ..diff.diff import GraphDiff, diff
+from ..diff.match import ALIKE
+from ..reader.reader import with_totals
 from ..record.record import Record
-from .budget import KEYS, Budget
-from .listed import counted
+from .budget import Budget
 
 KEPT, CHANGED, UNKNOWN = 0, 1, 2  # exit statuses
-_SAME_MODEL = 0.2  # with a smaller share of known nodes the plan is that of another model
+WAY_OUT = "If this is intended, run fxamp check --update with the same arguments, and commit what it writes."
 
 
 @dataclass(frozen=True)
@@ -73,17 +72,6 @@ class Outcome:
         return made
 
 
-def with_totals(module: nn.Module) -> tuple[Plan, Record]:
-    """Return the plan of a converted module with its totals, and its record.
-
-    For a model that was compiled at its first call the record has no sizes, and the totals count decisions only.
-    """
-    plan = plan_of(module)
-    record = record_of(module if isinstance(module, ConvertedModule) else plan)
-    found = {key: getattr(record.totals, key) for key in KEYS}
-    return replace(plan, totals={k: v for k, v in found.items() if v is not None}), record
-
-
 def check(
     target: str, make: Callable[[Plan | None], nn.Module], plan: str | os.PathLike[str] | None,
     budgets: Sequence[Budget], update: bool,
@@ -112,7 +100,7 @@ def check(
         return Outcome(target, CHANGED, said, plan=name)
     found = GraphDiff("", "", ()) if before is None else _difference(before, now, name, update)
     against = now if update else before
-    broken = [text for b in budgets if (text := b.broken(now.totals, against.totals if against else None))]
+    broken = [text for b in budgets for text in b.broken(now.totals, against.totals if against else None)]
     wrote = bool(name) and update and (before is None or bool(found))
     if wrote:
         now.save(name)
@@ -172,7 +160,7 @@ def _difference(before: Plan, now: Plan, name: str, update: bool) -> GraphDiff:
     found = diff(before, now)
     old, new = len(before.decisions), len(now.decisions)
     known = 0 if found.another_model else new - sum(c.kind == "added" for c in found.changes)
-    if not update and old and known < _SAME_MODEL * min(old, new or 1):
+    if not update and old and known < ALIKE * min(old, new or 1):
         raise PlanError(
             f"{name} is the plan of another model: this model has {known} of its {old} nodes; "
             "if that is intended, write a new plan with --update"
@@ -182,14 +170,17 @@ def _difference(before: Plan, now: Plan, name: str, update: bool) -> GraphDiff:
 
 def _policy(before: Plan, now: Plan) -> Iterable[Change]:
     if before.policy != now.policy:
-        yield Change("changed", "(plan)", "policy", str(before.policy), str(now.policy))
+        yield Change("changed", PLAN_KEY, "policy", str(before.policy), str(now.policy))
 
 
 def _totals(before: Plan, now: Plan) -> Iterable[Change]:
-    for key in KEYS:
+    """Yield the totals that changed; casts of a model of one state are compared with the plan."""
+    if not before.totals:
+        return
+    for key in dict.fromkeys((*before.totals, *now.totals)):
         old, new = before.totals.get(key), now.totals.get(key)
-        if before.totals and key != "casts" and old != new:  # casts are compared with the plan
-            yield Change("changed", "(plan)", key, _text(old), _text(new))
+        if key != "casts" and old != new:
+            yield Change("changed", PLAN_KEY, key, _text(old), _text(new))
 
 
 def _text(value: float | None) -> str:

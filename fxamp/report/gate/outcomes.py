@@ -7,10 +7,10 @@ from collections.abc import Iterable, Sequence
 
 from tabulate import tabulate
 
+from ..diff.changes import lines as listed
+from ..diff.changes import rows
 from ..forms.harmless import markdown, visible
-from .gate import KEPT, Outcome
-from .listed import WAY_OUT, rows
-from .listed import lines as listed
+from .gate import KEPT, WAY_OUT, Outcome
 
 _SUMMARY = 1_000_000  # bytes; GitHub drops a job summary of more than 1 MiB as a whole
 _SHOWN = 200  # changes of a target, in Markdown
@@ -28,9 +28,7 @@ def to_text(outcomes: Sequence[Outcome], way_out: str = WAY_OUT) -> str:
     for outcome in outcomes:
         lines.append(visible(outcome.message))
         lines += [f"  over budget: {visible(text)}" for text in outcome.broken]
-        for key, line in listed(outcome.changes):
-            place = outcome.places.get(key)
-            lines.append(f"  {line}" + (f"  ({visible(place.file)}:{place.line})" if place else ""))
+        lines += [f"  {line}" for _, line in listed(outcome.changes, outcome.places)]
     if way_out and any(outcome.changes for outcome in outcomes):
         lines.append(way_out)
     return "\n".join(lines) + "\n"

@@ -19,9 +19,9 @@ from passes.contract.errors import PlanError
 from passes.contract.plan import Plan
 from passes.contract.policy import Policy
 
-from ...convert import to_read
-from ...module.module import ConvertedModule
-from .gate import KEPT, check, with_totals
+from ...convert import converted_in, to_read
+from ..reader.reader import with_totals
+from .gate import KEPT, check
 from .outcomes import to_text
 
 OPTION = "--update-precision-plans"
@@ -66,9 +66,8 @@ class PrecisionPlan:
             pytest.fail(f"there is no {shown} yet: write it with pytest {OPTION}, and commit it", pytrace=False)
         asked = Policy.of(policy)
 
-        def make(replayed: Plan | None) -> nn.Module:
-            given = isinstance(model, ConvertedModule)
-            return model if given else to_read(model, args, kwargs, asked, replayed=replayed)
+        def make(replayed: Plan | None) -> Any:
+            return model if converted_in(model) else to_read(model, args, kwargs, asked, replayed=replayed)
 
         said = "there was none" if not path.exists() else _changed(shown, make, path)
         if said is None:

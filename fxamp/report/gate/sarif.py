@@ -1,23 +1,21 @@
 """The result of the gate as SARIF 2.1.0, which code scanning reads: a result for each changed decision.
 
-The classes are the few objects of the standard that are used here; the tests validate the result by its schema.
+The tests validate what is written by the schema of the standard.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import PurePath, PureWindowsPath
-from typing import Literal
+from typing import Any
 from urllib.parse import quote
 
-import msgspec
-
-from ..diff.changes import Change
+from ..diff.changes import PLAN_KEY, Change, lines
 from ..forms.harmless import visible
 from .gate import UNKNOWN, Outcome
-from .listed import lines
 
 MOST = 5_000  # results of a run; GitHub keeps no more
 _SCHEMA = "https://raw.githubusercontent.com/oasis-tcs/sarif-spec/master/Schemata/sarif-schema-2.1.0.json"
@@ -31,173 +29,65 @@ _RULES = {
     "over-budget": "A total is over its budget.",
 }
 
-Level = Literal["warning", "error"]
-
-
-class _Shape(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
-    """The base of every object of a log."""
-
-
-class Message(_Shape, frozen=True):
-    """A text."""
-
-    text: str
-
-
-class ArtifactLocation(_Shape, frozen=True):
-    """A file, relative to the root of the sources."""
-
-    uri: str
-    uri_base_id: str | None = None
-
-
-class Region(_Shape, frozen=True):
-    """A line."""
-
-    start_line: int
-
-
-class PhysicalLocation(_Shape, frozen=True):
-    """A line of a file."""
-
-    artifact_location: ArtifactLocation
-    region: Region
-
-
-class LogicalLocation(_Shape, frozen=True):
-    """A node, by its key."""
-
-    fully_qualified_name: str
-
-
-class Location(_Shape, frozen=True):
-    """Where a result is."""
-
-    physical_location: PhysicalLocation
-    logical_locations: tuple[LogicalLocation, ...] = ()
-
-
-class Result(_Shape, frozen=True):
-    """One changed decision, or one budget that is exceeded."""
-
-    rule_id: str
-    level: Level
-    message: Message
-    locations: tuple[Location, ...] = ()
-    partial_fingerprints: dict[str, str] = {}
-
-
-class Rule(_Shape, frozen=True):
-    """A kind of results."""
-
-    id: str
-    short_description: Message
-
-
-class Driver(_Shape, frozen=True):
-    """This program."""
-
-    name: str
-    rules: tuple[Rule, ...]
-
-
-class Tool(_Shape, frozen=True):
-    """This program."""
-
-    driver: Driver
-
-
-class Notification(_Shape, frozen=True):
-    """The messages about the run itself."""
-
-    level: Level
-    message: Message
-
-
-class Invocation(_Shape, frozen=True):
-    """How the run ended."""
-
-    execution_successful: bool
-    tool_execution_notifications: tuple[Notification, ...] = ()
-
-
-class Run(_Shape, frozen=True):
-    """All that one run found."""
-
-    tool: Tool
-    invocations: tuple[Invocation, ...]
-    results: tuple[Result, ...] = msgspec.field()
-
-
-class Log(_Shape, frozen=True):
-    """The whole file."""
-
-    runs: tuple[Run, ...]
-    version: str = msgspec.field()
-    schema: str = msgspec.field(name="$schema")
-
 
 def to_sarif(outcomes: Sequence[Outcome]) -> str:
     """Write one run for all targets."""
     results = [*_budgets(outcomes), *_decisions(outcomes)]
-    said = [Notification("error", _message(o.message)) for o in outcomes if o.status == UNKNOWN]
+    said = [{"level": "error", "message": _message(o.message)} for o in outcomes if o.status == UNKNOWN]
     if len(results) > MOST:
-        said.append(Notification("warning", _message(f"{len(results) - MOST} of {len(results)} results are left out.")))
-    rules = tuple(Rule(name, Message(text)) for name, text in _RULES.items())
-    run = Run(
-        Tool(Driver("fxamp", rules)), (Invocation(all(o.status != UNKNOWN for o in outcomes), tuple(said)),),
-        tuple(results[:MOST]),
-    )  # fmt: skip
-    return msgspec.json.format(msgspec.json.encode(Log((run,), "2.1.0", _SCHEMA)), indent=1).decode() + "\n"
+        left_out = f"{len(results) - MOST} of {len(results)} results are left out."
+        said.append({"level": "warning", "message": _message(left_out)})
+    rules = [{"id": name, "shortDescription": {"text": text}} for name, text in _RULES.items()]
+    invocation: dict[str, Any] = {"executionSuccessful": all(o.status != UNKNOWN for o in outcomes)}
+    if said:
+        invocation["toolExecutionNotifications"] = said
+    run = {
+        "tool": {"driver": {"name": "fxamp", "rules": rules}}, "invocations": [invocation], "results": results[:MOST],
+    }  # fmt: skip
+    return json.dumps({"runs": [run], "version": "2.1.0", "$schema": _SCHEMA}, indent=2, ensure_ascii=False) + "\n"
 
 
-def _budgets(outcomes: Sequence[Outcome]) -> Iterator[Result]:
+def _budgets(outcomes: Sequence[Outcome]) -> Iterator[dict[str, Any]]:
     for outcome in outcomes:
         for text in outcome.broken:
-            key = text.partition(" ")[0]
-            yield Result(
-                "over-budget", "error", _message(f"{outcome.target}: {text}"), _locations(outcome, key),
-                _fingerprint(outcome.target, "budget", key),
-            )  # fmt: skip
+            key = text.partition(" is ")[0]
+            yield _result("over-budget", "error", outcome, text, key, ("budget", key))
 
 
-def _decisions(outcomes: Sequence[Outcome]) -> Iterator[Result]:
+def _decisions(outcomes: Sequence[Outcome]) -> Iterator[dict[str, Any]]:
     for outcome in outcomes:
         by_node: dict[tuple[str, str], list[Change]] = {}
         for change in outcome.changes:
-            rule = "plan-changed" if change.key == "(plan)" else f"decision-{change.kind}"
+            rule = "plan-changed" if change.key == PLAN_KEY else f"decision-{change.kind}"
             by_node.setdefault((rule, change.key), []).append(change)
         for (rule, key), changes in by_node.items():
-            texts = (line for _, line in lines(changes))
-            yield Result(
-                rule, "warning", _message(f"{outcome.target}: {'; '.join(texts)}"), _locations(outcome, key),
-                _fingerprint(outcome.target, rule, key),
-            )  # fmt: skip
+            text = "; ".join(line for _, line in lines(changes))
+            yield _result(rule, "warning", outcome, text, key, (rule, key))
 
 
-def _locations(outcome: Outcome, key: str) -> tuple[Location, ...]:
-    """Return the user's line of a node, else the plan file: code scanning shows no result without a place."""
+def _result(rule: str, level: str, outcome: Outcome, text: str, key: str, same: Sequence[str]) -> dict[str, Any]:
+    """Return one result; what is the `same` in two runs is the same result, also when its line has moved."""
+    made: dict[str, Any] = {"ruleId": rule, "level": level, "message": _message(f"{outcome.target}: {text}")}
+    # Code scanning shows no result without a place: where no line is known it is the plan.
     place = outcome.places.get(key)
     file, line = (place.file, place.line) if place is not None else (outcome.plan, 1)
-    if not file:
-        return ()
-    return (Location(PhysicalLocation(_artifact(file), Region(line)), (LogicalLocation(visible(key)),)),)
+    if file:
+        physical: dict[str, Any] = {"artifactLocation": _artifact(file), "region": {"startLine": line}}
+        logical: list[Any] = [{"fullyQualifiedName": visible(key)}]
+        made["locations"] = [{"physicalLocation": physical, "logicalLocations": logical}]
+    known = "\0".join((outcome.target, *same)).encode(errors="surrogatepass")
+    return made | {"partialFingerprints": {"fxampDecision/v1": hashlib.sha256(known).hexdigest()[:32]}}
 
 
-def _artifact(file: str) -> ArtifactLocation:
+def _artifact(file: str) -> dict[str, str]:
+    """Return a file, relative to the root of the sources unless its path is absolute."""
     for path in (PurePath(file), PureWindowsPath(file)):
         if path.is_absolute():
-            return ArtifactLocation(path.as_uri())
-    return ArtifactLocation(quote(file.replace("\\", "/"), errors="replace"), "%SRCROOT%")
+            return {"uri": path.as_uri()}
+    return {"uri": quote(file.replace("\\", "/"), errors="replace"), "uriBaseId": "%SRCROOT%"}
 
 
-def _message(text: str) -> Message:
+def _message(text: str) -> dict[str, str]:
     """Return a text in which nothing is a placeholder or a link."""
     shown = _PLACEHOLDER.sub(r"\g<0>\g<0>", visible(text).replace("\\", "\\\\"))
-    return Message(_LINK.sub(r"\\\g<0>", shown))
-
-
-def _fingerprint(*parts: str) -> dict[str, str]:
-    """Return a fingerprint of a result, which stays the same when lines move."""
-    text = "\0".join(parts).encode(errors="surrogatepass")
-    return {"fxampDecision/v1": hashlib.sha256(text).hexdigest()[:32]}
+    return {"text": _LINK.sub(r"\\\g<0>", shown)}

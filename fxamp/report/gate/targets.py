@@ -29,7 +29,7 @@ else:
     import tomli as tomllib
 
 _FIELDS: dict[str, type[Any]] = {
-    "target": str, "policy": str, "plan": str, "budget": list, "capture": str, "device": str,
+    "target": str, "policy": str, "plan": str, "budget": list, "device": str,
 }  # fmt: skip
 
 
@@ -43,7 +43,6 @@ class Target:
         policy: as text; None for the default.
         plan: path of the committed plan; None for none.
         budgets: as text.
-        capture: front end.
         device: device to decide for; None for the device of the model.
     """
 
@@ -52,12 +51,11 @@ class Target:
     policy: str | None = None
     plan: str | None = None
     budgets: tuple[str, ...] = ()
-    capture: str = "auto"
     device: str | None = None
 
     def arguments(self) -> list[str]:
         """Return the command line that checks only this target."""
-        given = {"--policy": self.policy, "--plan": self.plan, "--device": self.device, "--capture": self.capture}
+        given = {"--policy": self.policy, "--plan": self.plan, "--device": self.device}
         words = [self.target, "--name", self.name]
         words += [f"{option}={value}" for option, value in given.items() if value is not None]
         return [*words, *(f"--budget={budget}" for budget in self.budgets)]
@@ -110,8 +108,7 @@ def _target(file: Path, name: str, table: Any) -> Target:
     if "plan" not in table and not budgets:
         raise FxampError(f"{where} has neither a plan nor a budget, so there is nothing to check")
     return Target(
-        name, table["target"], table.get("policy"), table.get("plan"), budgets, table.get("capture", "auto"),
-        table.get("device"),
+        name, table["target"], table.get("policy"), table.get("plan"), budgets, table.get("device"),
     )  # fmt: skip
 
 

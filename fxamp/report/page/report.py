@@ -10,7 +10,8 @@ import msgspec
 from passes.contract.reasons import Code
 
 from ..forms.lines import HEADERS, costliest
-from ..forms.tree import LOW, Branch, elsewhere, grown
+from ..forms.tree import Branch, elsewhere, grown
+from ..record.colours import LOW
 from ..record.record import NodeRecord, Record
 from .render import render
 from .views import MOST, views
@@ -100,15 +101,27 @@ def page(
         said.append(f"{len(rows)} modules are more than the {MOST_ROWS} that a page can hold: it shows {level} levels.")
         rows = [replace(row, children=row.children and row.level < level) for row in rows if row.level <= level]
     data = {
-        "nodes": msgspec.to_builtins(shown), "views": [asdict(view) for view in views(shown, record.states)],
+        "nodes": msgspec.to_builtins(shown), "views": [asdict(view) for view in views(shown, _named(record))],
         "meanings": {code.value: code.meaning for code in Code}, "most": MOST,
     }  # fmt: skip
     return render(
         "report.html", title=f"{model}: precision under {record.policy}", data=data, scripts=SCRIPTS, record=record,
         model=model, training=training, rows=rows, unfolded=_levels(rows, UNFOLDED), said=said,
-        elsewhere=elsewhere(record) if whole else [], lines=costliest(record, chosen), heads=HEADERS,
+        elsewhere=elsewhere(record, record.states[0]) if whole else [], lines=costliest(record, chosen), heads=HEADERS,
         compared=_compared(record),
     )  # fmt: skip
+
+
+def _named(record: Record) -> list[str]:
+    """Return the states, each after the number of its first graph that no earlier state has."""
+    if len(record.states) == 1:
+        return []
+    out, seen = [], set[int]()
+    for state in record.states:
+        new = {node.graph for node in record.of(state)} - seen
+        out += [f"{min(new)}: {state.name}"] if new else []
+        seen |= new
+    return out
 
 
 def _levels(rows: Sequence[Row], most: int) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
-from ..forms.tree import LOW
+from ..record.colours import LOW, style_of
 from ..record.record import NodeRecord
 from .layout import layered
 
@@ -198,8 +198,7 @@ def _box(graph: _Graph, module: str, run: _Run) -> Box:
     (place,) = places
     node = graph.nodes[place]
     casts = tuple(f"{read.value} to {read.cast}" for read in node.reads if read.kind == "attribute" and read.cast)
-    style = "low" if node.colour in LOW else "fp32" if node.colour == "float32" else "other"
-    return _sized(Box(place, "", node.op, _below(node.module, module), style, casts=casts))
+    return _sized(Box(place, "", node.op, _below(node.module, module), style_of(node.colour), casts=casts))
 
 
 def _module(module: str, path: str, nodes: Sequence[NodeRecord]) -> Box:

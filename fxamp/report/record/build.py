@@ -1,50 +1,69 @@
-"""Make the record of a converted module: its plan, joined with what its graphs cost."""
+"""Make the record of a converted model: its plan, joined with what its graphs cost."""
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import torch
+from torch import nn
 from torch.fx import GraphModule, Node
 
-from passes.contract.dtypes import dtype_name
-from passes.contract.plan import Decision, Plan
-from passes.contract.reasons import Code
+from passes.contract.plan import Decision, Plan, installed
+from passes.contract.policy import Policy
+from passes.contract.reasons import DEVIATIONS, Code
 from passes.graph.notes import is_inserted
-from passes.graph.values import LOW_DTYPES, frames, own_frame
+from passes.graph.values import frames, own_frame
 from passes.ops.rules import RULES
 from passes.runtime.casts import again
 
-from ...module.module import ConvertedModule
+from .colours import LOW
 from .reads import dtype, named, origins, reads
-from .record import RECORD_VERSION, Cast, NodeRecord, Read, Record, Totals
+from .record import RECORD_VERSION, TOTALS, Cast, NodeRecord, Read, Record, State, Totals
 from .sizes import Size, SizeError, sizes_of
 
-_LOW = tuple(map(dtype_name, LOW_DTYPES))
 _NONE = Size()
 
 
-def record_of(given: Plan | ConvertedModule) -> Record:
-    """Return the record of a converted module; or of a plan, without sizes and the places of casts."""
-    plan = given if isinstance(given, Plan) else given.plan
-    parts = _parts(given) if isinstance(given, ConvertedModule) else {}
-    sized = bool(parts) and all(part.sizes is not None for part in parts.values())
+@dataclass(frozen=True)
+class Emitted:
+    """One emitted graph.
+
+    Attributes:
+        first: its number in the plan; the graphs inside it, such as the body of a loop, follow.
+        state: the state that it is for; "" if there is no other. A state that capture breaks has several graphs.
+        module: the graph, with the example's shapes and dtypes in `meta["val"]` of its inputs.
+        inputs: the user's names of its inputs; empty if its placeholders have them.
+    """
+
+    first: int
+    state: str
+    module: GraphModule
+    inputs: Sequence[str]
+
+
+def record_of(plan: Plan, graphs: Sequence[Emitted] = (), model: nn.Module | None = None) -> Record:
+    """Return the record of a plan; without its graphs it has no sizes and no places of casts.
+
+    Args:
+        plan: decisions on all graphs.
+        graphs: the graphs that carry them out.
+        model: whose parameters are counted.
+    """
+    autocast = _autocast(plan.policy, model)
+    parts = [_part(graph, plan, autocast) for graph in graphs]
+    at = _Places(plan, parts)
     seen = set[Node]()
-    decided = [(d, parts.get(d.graph, _Part())) for d in plan.decisions]
-    nodes = [_node(d, part, seen) for d, part in decided]
-    saved = [_saved(decided, name) for name in ("fp32", "autocast")]
-    cast_bytes = sum(_bytes(part.sizes or {}, node) for part in parts.values() for node in part.sizes or ())
+    nodes = tuple(_node(d, at.part(d), seen) for d in plan.decisions)
     return Record(
         version=RECORD_VERSION, policy=str(plan.policy), device=plan.policy.device or "cpu", capture=plan.capture,
-        verified=plan.verified, torch=plan.torch_version, fxamp=_version(), states=plan.states,
-        parameters=sum(p.numel() for p in given.parameters()) if isinstance(given, ConvertedModule) else None,
-        totals=_totals(nodes, plan, cast_bytes, sized, saved), nodes=tuple(nodes), notes=plan.notes,
-        output_casts=tuple(_cast(c, part) for part in parts.values() for c in part.outputs if c not in seen),
+        verified=plan.verified, torch=plan.torch_version, fxamp=installed() or "(not installed)",
+        states=_states(plan, nodes, parts, at), nodes=nodes, notes=plan.notes, inserted_casts=plan.inserted_casts,
+        parameters=sum(p.numel() for p in model.parameters()) if model is not None and parts else None,
     )  # fmt: skip
 
 
@@ -55,31 +74,83 @@ class _Part:
     There are three costs: of the graph as it is, without mixed precision, and under torch.autocast.
     """
 
-    nodes: dict[str, Node] = field(default_factory=dict)
-    names: dict[Node, str] = field(default_factory=dict)
-    origins: dict[Node, tuple[Read, ...]] = field(default_factory=dict)
-    sizes: dict[Node, Size] | None = None
-    fp32: dict[Node, Size] | None = None
-    autocast: dict[Node, Size] | None = None
-    outputs: tuple[Node, ...] = ()  # casts that the outputs read
+    first: int
+    state: str
+    nodes: dict[str, Node]
+    names: dict[Node, str]
+    origins: dict[Node, tuple[Read, ...]]
+    casts: tuple[Node, ...]  # every inserted cast, also those in bodies
+    outputs: tuple[Node, ...]  # casts that the outputs read
+    sizes: dict[Node, Size] | None
+    fp32: dict[Node, Size] | None
+    autocast: dict[Node, Size] | None
 
 
-def _parts(module: ConvertedModule) -> dict[int, _Part]:
-    """Return every graph of the plan, by its number, except bodies of other graphs."""
-    firsts = [int(state.partition(":")[0]) for state in module.plan.states] or [0]
-    decided = {d.key for d in module.plan.decisions}
-    parts: dict[int, _Part] = {}
-    for at, first in enumerate(firsts):
-        part = module.only(at) if len(firsts) > 1 else module
-        call = part.variants[0].call_spec
-        names = named(part.graph, [leaf.name for leaf in call.leaves if leaf.tensor])
-        sizes = _sizes(part)
-        fp32 = _sizes(part, casts=False) if sizes else None
-        autocast = _sizes(part, casts=False, autocast=_autocast(module)) if sizes and _autocast(module) else None
-        nodes = {name: node for node, name in names.items() if node.op.startswith("call")}
-        outputs = tuple(filter(is_inserted, part.graph.output_node().all_input_nodes))
-        parts[first] = _Part(nodes, names, origins(part.graph, names, decided), sizes, fp32, autocast, outputs)
-    return parts
+class _Places:
+    """Where the decisions of a plan are carried out."""
+
+    def __init__(self, plan: Plan, parts: Sequence[_Part]) -> None:
+        self.parts = list(parts)
+        self.named = [state.partition(": ") for state in plan.states]
+        self.firsts = [p.first for p in parts] or [int(number) for number, _, _ in self.named] or [0]
+
+    def number(self, d: Decision) -> int:
+        """Return which of the graphs a decision is listed for."""
+        return max(at for at, first in enumerate(self.firsts) if first <= d.graph)
+
+    def part(self, d: Decision) -> _Part | None:
+        return self.parts[self.number(d)] if self.parts else None
+
+    def of(self, at: int, decisions: Sequence[Decision]) -> list[int]:
+        """Return the places of the decisions that one graph carries out."""
+        return [i for i, d in enumerate(decisions) if self.number(d) == at]
+
+    def state(self, at: int) -> str:
+        if self.parts:
+            return self.parts[at].state
+        return self.named[at][2] if self.named else ""
+
+
+def _states(plan: Plan, nodes: Sequence[NodeRecord], parts: Sequence[_Part], at: _Places) -> tuple[State, ...]:
+    """Return the states, in the order of their first graphs, each with the sums over its graphs."""
+    found: dict[str, list[int]] = {}
+    for number in range(len(at.firsts)):
+        found.setdefault(at.state(number), []).append(number)
+    seen = {c for p in parts for n in p.nodes.values() for c in n.all_input_nodes}
+    out = []
+    for name, numbers in found.items():
+        places = [(number, place) for number in numbers for place in at.of(number, plan.decisions)]
+        own = [parts[number] for number in numbers] if parts else []
+        outputs = tuple(_cast(c, part) for part in own for c in part.outputs if c not in seen)
+        totals = _totals([(nodes[place], own and parts[number]) for number, place in places], own)
+        several = len(found) > 1
+        if not own:
+            totals = _as_saved(totals, plan, name if several else "")
+        shown = tuple(place for _, place in places) if several else ()
+        out.append(State(name if several else "", totals, shown, outputs))
+    return tuple(out)
+
+
+def _as_saved(totals: Totals, plan: Plan, state: str) -> Totals:
+    """Return the totals that a plan without its graphs has saved."""
+    saved = {key: plan.totals.get(f"{key} ({state})" if state else key) for key in TOTALS}
+    kept: dict[str, Any] = {key: value for key, value in saved.items() if value is not None}
+    whole = {} if state else {"casts": plan.casts}
+    return msgspec.structs.replace(totals, **kept | whole)
+
+
+def _part(graph: Emitted, plan: Plan, autocast: tuple[str, torch.dtype] | None) -> _Part:
+    module = graph.module
+    names = named(module.graph, graph.inputs)
+    sizes = _sizes(module)
+    fp32 = _sizes(module, casts=False) if sizes else None
+    ambient = _sizes(module, casts=False, autocast=autocast) if sizes and autocast else None
+    nodes = {name: node for node, name in names.items() if node.op.startswith("call")}
+    outputs = tuple(filter(is_inserted, module.graph.output_node().all_input_nodes))
+    inner = (m.graph for m in module.modules() if isinstance(m, GraphModule))
+    casts = tuple(n for g in inner for n in g.nodes if is_inserted(n))
+    given = origins(module.graph, names, {d.key for d in plan.decisions})
+    return _Part(graph.first, graph.state, nodes, names, given, casts, outputs, sizes, fp32, ambient)
 
 
 def _sizes(module: GraphModule, **how: Any) -> dict[Node, Size] | None:
@@ -89,18 +160,17 @@ def _sizes(module: GraphModule, **how: Any) -> dict[Node, Size] | None:
         return None
 
 
-def _autocast(module: ConvertedModule) -> tuple[str, torch.dtype] | None:
-    """Return the autocast to compare a module with; None if the model is on another device or nothing is rounded."""
-    policy = module.plan.policy
-    if policy.dtype is None or policy.device is None or not policy.level.rounds:
+def _autocast(policy: Policy, model: nn.Module | None) -> tuple[str, torch.dtype] | None:
+    """Return the autocast to compare a model with; None if it is on another device or nothing is rounded."""
+    if model is None or policy.dtype is None or policy.device is None or not policy.level.rounds:
         return None
-    here = all(t.device.type == policy.device for t in (*module.parameters(), *module.buffers()))
+    here = all(t.device.type == policy.device for t in (*model.parameters(), *model.buffers()))
     return (policy.device, policy.dtype) if here else None
 
 
-def _node(d: Decision, part: _Part, seen: set[Node]) -> NodeRecord:
-    node, sizes = part.nodes.get(d.key), part.sizes
-    size = sizes.get(node, _NONE) if sizes is not None and node is not None else None
+def _node(d: Decision, part: _Part | None, seen: set[Node]) -> NodeRecord:
+    node = part.nodes.get(d.key) if part is not None else None
+    size = part.sizes.get(node, _NONE) if part is not None and part.sizes is not None and node is not None else None
     frame = own_frame(node) if node is not None else None
     file, line, code = frame or ("", 0, "")
     if frame is None and d.source:
@@ -115,14 +185,14 @@ def _node(d: Decision, part: _Part, seen: set[Node]) -> NodeRecord:
         kind=d.kind, reason_code=d.code, reason=d.reason.removeprefix(f"{d.code}:").strip(), causes=d.causes,
         dtypes=size.dtypes if size else (), shapes=_shapes(node), bytes=size.bytes if size else None,
         flops=size.flops if size else None, saved_bytes=size.saved_bytes if size else None,
-        casts=_casts(node, part, seen) if node is not None else (),
-        reads=reads(node, part.origins) if node is not None else (),
+        casts=_casts(node, part, seen) if node is not None and part is not None else (),
+        reads=reads(node, part.origins) if node is not None and part is not None else (),
     )  # fmt: skip
 
 
-def _original(node: Node | None, part: _Part) -> str:
+def _original(node: Node | None, part: _Part | None) -> str:
     """Return the dtype of a node's result without mixed precision, "" if it is unknown or there is none."""
-    size = (part.fp32 or {}).get(node, _NONE) if node is not None else _NONE
+    size = (part.fp32 or {}).get(node, _NONE) if node is not None and part is not None else _NONE
     return size.dtypes[0] if size.dtypes else ""
 
 
@@ -164,43 +234,29 @@ def _relative(file: str) -> str:
     return file.removeprefix(here) if file.startswith(here) else file.rsplit("/", 1)[-1]
 
 
-def _saved(decided: Iterable[tuple[Decision, _Part]], variant: str) -> int | None:
-    """Return the bytes that nodes keep for backward without mixed precision, or under autocast."""
-    total = 0
-    for decision, part in decided:
-        sizes: dict[Node, Size] | None = getattr(part, variant)
-        if sizes is None:
+def _totals(run: Sequence[tuple[NodeRecord, Any]], graphs: Sequence[_Part]) -> Totals:
+    """Sum over the nodes that a state runs, each with the graph that it is in."""
+    nodes = [node for node, _ in run]
+    low = Counter("low" if n.colour in LOW else n.colour for n in nodes)
+    sized = bool(graphs) and all(g.sizes is not None for g in graphs)
+
+    def total(field: str, sizes: str = "sizes", only: tuple[str, ...] = ()) -> int | None:
+        if not graphs or any(getattr(g, sizes) is None for g in graphs):
             return None
-        node = part.nodes.get(decision.key)
-        total += sizes[node].saved_bytes if node in sizes else 0
-    return total
-
-
-def _totals(
-    nodes: Sequence[NodeRecord], plan: Plan, cast_bytes: int, sized: bool, saved: Sequence[int | None]
-) -> Totals:
-    colours = Counter("low" if n.colour in _LOW else n.colour for n in nodes)
-
-    def total(field: str, low: bool = False) -> int:
-        return sum(getattr(n, field) or 0 for n in nodes if not low or n.colour in _LOW)
+        found = ((getattr(g, sizes), g.nodes.get(n.key)) for n, g in run if not only or n.colour in only)
+        return sum(int(getattr(sizes[node], field)) for sizes, node in found if node in sizes)
 
     def share(field: str) -> float | None:
-        return round(100 * total(field, low=True) / total(field), 2) if sized and total(field) else None
+        whole, part = total(field), total(field, only=LOW)
+        return round(100 * part / whole, 2) if whole and part is not None else None
 
     return Totals(
-        nodes=len(nodes), low_ops=colours["low"], fp32_ops=colours["float32"],
+        nodes=len(nodes), low_ops=low["low"], fp32_ops=low["float32"],
         unknown_ops=sum(n.op not in RULES and n.reason_code in (Code.KEEP, Code.AS_AUTOCAST) for n in nodes),
-        user_casts=sum(n.kind == "cast" for n in nodes), casts=plan.casts,
-        cast_bytes=cast_bytes if sized else None,
-        bytes=total("bytes") if sized else None, low_bytes=share("bytes"),
-        flops=total("flops") if sized else None, low_flops=share("flops"),
-        saved_bytes=total("saved_bytes") if sized else None, saved_bytes_fp32=saved[0], saved_bytes_autocast=saved[1],
-        deviations=len(plan.deviations),
+        user_casts=sum(n.kind == "cast" for n in nodes), casts=sum(len(g.casts) for g in graphs) if graphs else None,
+        cast_bytes=sum(_bytes(g.sizes or {}, n) for g in graphs for n in g.sizes or ()) if sized else None,
+        bytes=total("bytes"), low_bytes=share("bytes"), flops=total("flops"), low_flops=share("flops"),
+        saved_bytes=total("saved_bytes"), saved_bytes_fp32=total("saved_bytes", "fp32"),
+        saved_bytes_autocast=total("saved_bytes", "autocast"),
+        deviations=sum(n.reason_code in DEVIATIONS for n in nodes),
     )  # fmt: skip
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("fxamp")
-    except importlib.metadata.PackageNotFoundError:
-        return "(not installed)"

@@ -15,7 +15,10 @@ import msgspec
 from passes.contract.errors import PlanError
 from passes.contract.plan_format import strictly
 
-RECORD_VERSION = 1
+RECORD_VERSION = 2
+# The totals that are saved with a plan, and that budgets limit: by a ceiling, or by a floor in percent.
+CEILINGS, FLOORS = ("casts", "cast_bytes", "saved_bytes", "fp32_ops", "unknown_ops"), ("low_flops", "low_bytes")
+TOTALS = CEILINGS + FLOORS
 SCHEMA = Path(__file__).parents[2] / "schemas" / "record.json"
 
 
@@ -104,7 +107,7 @@ class NodeRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Totals(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Sums over the nodes of all graphs, None where sizes are not known.
+    """Sums over the nodes that one call in one state runs, None where they are not known.
 
     Attributes:
         nodes: number of nodes with a decision.
@@ -129,7 +132,7 @@ class Totals(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     fp32_ops: int
     unknown_ops: int
     user_casts: int
-    casts: int
+    casts: int | None
     cast_bytes: int | None
     bytes: int | None
     low_bytes: float | None
@@ -139,6 +142,25 @@ class Totals(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     saved_bytes_fp32: int | None
     saved_bytes_autocast: int | None
     deviations: int
+
+
+class State(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What one call runs while the model is in one state: one graph, or several if capture breaks it.
+
+    Attributes:
+        name: such as "training" or "eval, no_grad"; "" if the model has no other state.
+        totals: sums over the nodes that it runs.
+        nodes: their places among the nodes of the record; empty if the state is the only one, and runs all of them.
+        output_casts: casts of its outputs, inserted after all nodes.
+        stage: where the sums are from: "planned" is the emitted graph, run eagerly; a compiler behind it may recompute
+            what is counted as saved.
+    """
+
+    name: str
+    totals: Totals
+    nodes: tuple[int, ...]
+    output_casts: tuple[Cast, ...]
+    stage: Literal["planned", "measured"] = "planned"
 
 
 class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -152,12 +174,11 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         verified: "fake" or "symbolic".
         torch: version of torch that made it.
         fxamp: version of fxamp that made it.
-        states: states of the model that the graphs are for.
+        states: states of the model, each with its totals; at least one.
         parameters: number of parameter elements of the model.
-        totals: sums over all nodes.
         nodes: nodes in the order of the graphs.
         notes: sentences on what was done differently from usual.
-        output_casts: casts of the outputs, inserted after all nodes.
+        inserted_casts: number of casts that were inserted into all graphs, before elimination.
     """
 
     version: int
@@ -167,23 +188,36 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     verified: str
     torch: str
     fxamp: str
-    states: tuple[str, ...]
+    states: tuple[State, ...]
     parameters: int | None
-    totals: Totals
     nodes: tuple[NodeRecord, ...]
     notes: tuple[str, ...]
-    output_casts: tuple[Cast, ...] = ()
+    inserted_casts: int = 0
+
+    @property
+    def totals(self) -> Totals:
+        """The totals of the first state, which is training wherever the model has a graph for it."""
+        return self.states[0].totals
+
+    @property
+    def output_casts(self) -> tuple[Cast, ...]:
+        """The casts of the outputs in the first state."""
+        return self.states[0].output_casts
+
+    def of(self, state: State) -> tuple[NodeRecord, ...]:
+        """Return the nodes that a state runs."""
+        return tuple(self.nodes[place] for place in state.nodes) if len(self.states) > 1 else self.nodes
 
     @property
     def has_casts(self) -> bool:
         """Whether the places of casts are known. For a plan alone, or a compiled model, only their number is known."""
-        return self.totals.casts == 0 or bool(self.output_casts) or any(n.casts for n in self.nodes)
+        outputs = any(state.output_casts for state in self.states)
+        return self.totals.casts == 0 or outputs or any(n.casts for n in self.nodes)
 
-    @property
-    def casts_elsewhere(self) -> int:
-        """How many casts are in front of no listed node: in states that repeat decisions, or inside bodies."""
-        listed = len(self.output_casts) + sum(len(n.casts) for n in self.nodes)
-        return self.totals.casts - listed if self.has_casts else 0
+    def casts_elsewhere(self, state: State) -> int:
+        """How many casts of a state are in front of no listed node: those inside bodies, such as that of a loop."""
+        listed = len(state.output_casts) + sum(len(n.casts) for n in self.of(state))
+        return max(0, (state.totals.casts or 0) - listed) if self.has_casts else 0
 
     def to_json(self) -> str:
         """Write the record as JSON; equal records give equal texts."""

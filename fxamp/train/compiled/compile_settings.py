@@ -16,7 +16,7 @@ from passes.contract.policy import nearest
 
 from ...dynamo import backend as dynamo
 from ...dynamo import compiled
-from ...module.module import ConvertedModule
+from ...view.view import is_view, make_view
 from ..window.closure import needs_closure
 
 _KEYS = ("backend", "mode", "options", "dynamic", "fullgraph")
@@ -35,6 +35,7 @@ class CompileSettings:
         fullgraph: As `torch.compile` takes it; the loss function is in the graph.
         cuda_graph: Whether Inductor is asked to capture CUDA graphs of what it compiles.
         captures: Whether Inductor can do that: whether there is CUDA.
+        by_fxamp: Whether the backend that was asked for was fxamp's own, around this one.
     """
 
     backend: dynamo.Inner | dynamo.Backend = "inductor"
@@ -44,10 +45,13 @@ class CompileSettings:
     fullgraph: bool = False
     cuda_graph: bool = False
     captures: bool = False
+    by_fxamp: bool = False
 
     @property
     def name(self) -> str:
         """The name of the backend."""
+        if self.by_fxamp:
+            return "fxamp"
         return self.backend if isinstance(self.backend, str) else getattr(self.backend, "__name__", str(self.backend))
 
     @property
@@ -126,13 +130,23 @@ def refuse_unfit(model: nn.Module, optimizers: Sequence[Optimizer], settings: Co
         )
     for path, module in model.named_modules():
         what = f"'{path}'" if path else "the model"
-        if compiled.is_compiled(module):
+        if settings.converts and is_view(module):
+            raise PolicyError(f"compile='fxamp' converts the model, and {what} is converted already: set compile=True")
+        original = compiled.is_compiled(module) and not is_view(module)
+        if original:
             raise PolicyError(
                 f"{what} is compiled by torch.compile already: leave compile at False, or give TrainStep what "
                 "fxamp.convert returns, or the model as it is with compile='fxamp'"
             )
-        if settings.converts and isinstance(module, ConvertedModule):
-            raise PolicyError(f"compile='fxamp' converts the model, and {what} is converted already: set compile=True")
+
+
+def converted_by(model: nn.Module, settings: CompileSettings) -> tuple[nn.Module, CompileSettings]:
+    """Return a view of the model where the backend is fxamp's, and the settings for what it then runs."""
+    backend = settings.backend
+    if not isinstance(backend, dynamo.Backend):
+        return model, settings
+    dynamo.refuse_unmatched(backend.policy, model)
+    return make_view(model, backend.policy), replace(settings.inner, by_fxamp=True)
 
 
 def _backend(backend: Any, mode: str | None, options: Mapping[str, Any]) -> dynamo.Inner | dynamo.Backend:

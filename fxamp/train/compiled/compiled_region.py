@@ -34,7 +34,7 @@ class Region:
         name: str,
         function: Callable[..., Any],
         settings: CompileSettings,
-        prepare: Callable[[GraphModule, list[Any]], None] | None = None,
+        backend: Callable[[GraphModule, list[Any]], Callable[..., Any]] | None = None,
         **given: Any,
     ) -> None:
         """Compile nothing yet.
@@ -43,7 +43,7 @@ class Region:
             name: What the function computes.
             function: A plain function, without a closure.
             settings: What compiles it.
-            prepare: Called with each graph and its inputs before the backend is; it may change the graph.
+            backend: What compiles each graph, given with its inputs; that of the settings by default.
             given: Options of `torch.compile`, which replace those in the settings.
         """
         self.name = name
@@ -54,17 +54,16 @@ class Region:
         self.fallbacks: list[str] = []
         self.uncaptured: list[str] = []
         self.failed = False
-        self._backend = settings.run()
-        self._prepare = prepare
+        self._backend = backend or settings.run()
         # Dynamo keeps what it compiles by code object: two steps would compete for one limit of recompiles.
         own = types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
         how = {"dynamic": settings.dynamic, "fullgraph": settings.fullgraph, **given}
 
-        def backend(gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        def compiler(gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
             return self._compile(gm, example_inputs)
 
-        backend.__name__ = settings.name  # the name by which torch calls the backend in errors
-        self._run = torch.compile(own, backend=backend, **how)
+        compiler.__name__ = settings.name  # the name by which torch calls the backend in errors
+        self._run = torch.compile(own, backend=compiler, **how)
 
     def __call__(self, *args: Any) -> Any:
         """Run the function; compile it first if it is not compiled yet.
@@ -86,8 +85,6 @@ class Region:
     def _compile(self, gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         if reason := break_of(gm):
             self.breaks.append(reason)
-        if self._prepare is not None:
-            self._prepare(gm, example_inputs)
         try:
             run: Callable[..., Any] = self._backend(gm, example_inputs)
         except Exception:

@@ -2,51 +2,63 @@
 
     graph 1:  low copies of weights, inputs, target -> loss       its backward is compiled with it
     Python:   scale the loss, backward, count micro-batches
-    graph 2:  gradients of low copies, and of weights so far -> their sums
-    graph 3:  gradients -> unscaled, checked, clipped; parameters and optimizer state -> stepped, or as they were
+    graph 2:  gradients -> unscaled, checked, clipped; parameters and optimizer state -> stepped, or as they were
 
-The casts of weights that are kept for a window are made before the first, and are inputs of it.
+A view in the model is traced into the first graph. In a window that keeps casts of weights, these are inputs of it.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from ...dynamo import backend as dynamo
-from ...dynamo.outputs import under_autocast
-from ..weights.kept import Given, GraphInputs
+from passes.graph.values import no_autocast
+
+from ...dynamo.backend import inner_of
+from ...view.copies import Lifted, lift, with_copies
+from ...view.function import Entry
+from ...view.runner import Runner
+from ...view.view import is_view, runner_of
+from ..ranks.refused import is_sharded
 from ..weights.weights import WeightCasts
 from ..window.loss import LossFunction, loss_of
 from .compile_settings import CompileSettings
 from .compiled_region import Region
 from .compiled_update import CompiledUpdate
-from .gradient_sums import GradientSums
-from .order_of_sums import Read, keep_order_of_sums
 from .recompute import recompute_weight_casts
+from .traced_views import convert_views, traced
 
 
 class CompiledStep:
     """The compiled parts of a TrainStep, with counts of their graphs.
 
-    Attributes:
+    Args:
         settings: What compiles it.
+        model: The model of the step.
+        weights: The casts of weights that the step keeps.
+
+    Attributes:
+        settings: As given.
         loss: Model and loss.
-        sums: What adds the gradients of low copies to those of the weights, after each backward.
         update: What comes after the backward of a window.
     """
 
-    def __init__(self, settings: CompileSettings) -> None:
+    def __init__(self, settings: CompileSettings, model: nn.Module, weights: WeightCasts) -> None:
         self.settings = settings
-        self.loss = Region("model and loss", loss_region, settings, self._prepare)
-        self.sums = GradientSums(settings)
+        self._model, self._weights = model, weights
+        self.loss = Region("model and loss", loss_of, settings, self._compile)
         self.update = CompiledUpdate(settings)
-        self._reads: list[Read] = []  # what the graphs of the present call read
+        views = [m for m in model.modules() if is_view(m)]
+        # The hooks by which FSDP2 gathers break graphs: there a view runs graphs of its own.
+        self._runners = [runner_of(view) for view in views if not any(map(is_sharded, view.modules()))]
+        self._traced: dict[tuple[Runner, str], Callable[..., Any]] = {}
+        self._inlined: list[Runner] = []  # in the present call
+        self._entries: list[Entry] = []  # the graphs of views that were captured here
 
     @property
     def cuda_graph(self) -> str:
@@ -59,60 +71,54 @@ class CompiledStep:
         return f"none: {'; '.join(dict.fromkeys(skipped))}" if skipped else "captured by Inductor, each graph by itself"
 
     @property
-    def regions(self) -> tuple[Region, Region, Region]:
+    def regions(self) -> tuple[Region, Region]:
         """All compiled functions."""
-        return self.loss, self.sums.region, self.update.region
+        return self.loss, self.update.region
 
-    def loss_of(
-        self, weights: WeightCasts, model: nn.Module, loss_fn: LossFunction | None, inputs: Any, target: Any
-    ) -> Tensor:
+    def loss_of(self, loss_fn: LossFunction | None, inputs: Any, target: Any) -> Tensor:
         """Return the loss of a micro-batch; arguments and errors are those of `fxamp.train.window.loss.loss_of`."""
         if self.settings.captures:
             torch.compiler.cudagraph_mark_step_begin()
-        given = self._given(weights)
-        with contextlib.ExitStack() as stack:
-            backend = self.settings.backend
-            if isinstance(backend, dynamo.Backend):  # fxamp's backend converts what Dynamo captures under autocast
-                stack.enter_context(under_autocast(backend.policy, model, inputs, {}))
-            try:
-                loss: Tensor = self.loss(weights.inputs, given, model, loss_fn, inputs, target)
-            finally:
-                self._reads.clear()  # which hold the copies
+        with self._inlining(inputs):
+            loss: Tensor = self.loss(self._model, loss_fn, inputs, target)
         return loss
 
-    def after_backward(self, weights: WeightCasts) -> None:
-        """Complete the gradients of the weights, once the backward of a micro-batch has run."""
-        self.sums(weights.casts)
+    @contextlib.contextmanager
+    def _inlining(self, inputs: Any) -> Iterator[None]:
+        """Let the views be traced into the graph, except those whose `forward` somebody has replaced."""
+        for runner in self._runners:
+            runner.settle((inputs,))
+        self._inlined = [r for r in self._runners if r.override is None and r.traces_autocast]
+        with contextlib.ExitStack() as stack:
+            for runner in self._inlined:
+                stack.callback(setattr, runner, "override", None)
+                if (runner, runner.device) not in self._traced:
+                    self._traced[runner, runner.device] = traced(runner)
+                runner.override = self._traced[runner, runner.device]
+                if torch.is_autocast_enabled(runner.device):
+                    stack.enter_context(torch.autocast(runner.device, enabled=False))
+            yield
 
-    def _given(self, weights: WeightCasts) -> list[Given | None]:
-        if self.settings.captures or self.loss.breaks or self.loss.fallbacks:
-            for cast in weights.casts:  # code outside of the graphs may read the weights too
-                cast.alone = False
-        given = weights.make_ready()
-        self._reads = [(cast, *pair) for cast, pair in zip(weights.casts, given, strict=True) if pair is not None]
-        return given
+    def _compile(self, gm: GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        """Convert the views in a graph, lift casts of weights out of it, and compile it."""
+        backend = self.settings.run()
+        if not self._inlined:
+            plain: Callable[..., Any] = backend(gm, inputs)
+            return plain
+        inner, _ = inner_of(self.settings.backend, gm)
+        convert_views(gm, inputs, self._inlined, self._entries, eager=inner == "eager")
+        lifted, examples = list[Lifted](), list(inputs)
+        if self._weights.is_open:
+            gm, examples, lifted = lift(gm, inputs, sums_inside=inner != "eager")
+        else:
+            recompute_weight_casts(gm, inputs)
+        with no_autocast():
+            run: Callable[..., Any] = backend(gm, examples)
+        run = with_copies(run, lifted, lambda: self._weights.copies if self._weights.is_open else None)
+        devices = list({runner.device for runner in self._inlined})
 
-    def _prepare(self, gm: GraphModule, example_inputs: Sequence[Any]) -> None:
-        keep_order_of_sums(gm, example_inputs, self._reads)
-        recompute_weight_casts(gm, example_inputs)
+        def call(*args: Any) -> Any:
+            with no_autocast(devices):  # after a break inside a view, Python is in its region
+                return run(*args)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> CompiledStep:
-        """Compile again for the copy: compiled code refers to the objects that it was compiled for."""
-        return CompiledStep(self.settings)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Compile again where it is loaded."""
-        return CompiledStep, (self.settings,)
-
-
-def loss_region(
-    graph_inputs: GraphInputs,
-    given: Sequence[Given | None],
-    model: nn.Module,
-    loss_fn: LossFunction | None,
-    inputs: Any,
-    target: Any,
-) -> Tensor:
-    """Return the loss; `torch.compile` compiles this. The model reads low copies of weights, which are inputs."""
-    graph_inputs.begin(given)
-    return loss_of(model, loss_fn, inputs, target)
+        return call

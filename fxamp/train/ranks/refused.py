@@ -4,76 +4,39 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.fx import Node
 from torch.nn.parallel import DistributedDataParallel
 
 from passes._torch import communication_hook, communication_states, gathering
 from passes.contract.errors import PolicyError
 
-from ...module.module import ConvertedModule
+from ...view.view import is_view
 from .ranks import Ranks
 
 
 def refuse_unfit_model(model: nn.Module, weights: str) -> None:
     """Raise PolicyError for a model that cannot be trained in the way in which it is sharded."""
     for path, module in model.named_modules():
+        if not is_sharded(module):
+            continue
         where = f"'{path}'" if path else "the model"
-        if isinstance(module, ConvertedModule):
-            inside = next((p for p, part in module.named_modules() if part is not module and is_sharded(part)), None)
-            if inside is not None:
-                raise PolicyError(
-                    f"'{inside}' is sharded by itself inside {where}, which was converted as a whole: its graph does "
-                    f"not call '{inside}', so FSDP2 would never gather it. Call fully_shard only on the converted "
-                    "module; or convert each block, call fully_shard on each block, then on the root."
-                )
-        if is_sharded(module):
-            _refuse_gathered(module, where, weights)
-
-
-def _refuse_gathered(module: nn.Module, where: str, weights: str) -> None:
-    """Refuse settings of FSDP2 about dtypes that contradict the graphs."""
-    dtype, casts_inputs = gathering(module)
-    if weights == "per_step":
-        does = (
-            f"FSDP2 casts each shard once before it gathers, by param_dtype={dtype}"
-            if dtype
-            else "To cast each shard once before it is gathered, set MixedPrecisionPolicy(param_dtype=...)"
-        )
-        raise PolicyError(
-            f"weights='per_step' does not work under FSDP2, which shards {where}: it gathers weights again for every "
-            f"call, so no cast can be kept longer than a call. {does}. Leave weights at 'auto'."
-        )
-    if dtype is None or dtype == torch.float32:
-        return
-    for path, part in module.named_modules():
-        if isinstance(part, ConvertedModule):
-            if casts_inputs:
-                raise PolicyError(
-                    f"FSDP2 casts the inputs of {where} to {dtype}, but the graph does its own casts: set "
-                    "cast_forward_inputs=False in its MixedPrecisionPolicy"
-                )
-            read = _read_otherwise(part, dtype)
-            if read:
-                raise PolicyError(
-                    f"FSDP2 gathers '{'.'.join(filter(None, (path, read)))}' of {where} in {dtype}, but the graph "
-                    "reads it in float32: do not set param_dtype in its MixedPrecisionPolicy, since the graph casts "
-                    "parameters itself; or convert with a policy that reads all parameters in 16 bits"
-                )
-
-
-def _read_otherwise(module: ConvertedModule, dtype: torch.dtype) -> str:
-    """Return the first trained parameter that a graph uses without a cast to this dtype, "" if there is none."""
-    for variant in module.variants:
-        for node in variant.graph.find_nodes(op="get_attr"):
-            owner, _, name = str(node.target).rpartition(".")
-            p = module.get_submodule(owner)._parameters.get(name)
-            if p is not None and p.requires_grad and not all(_casts(user, dtype) for user in node.users):
-                return str(node.target)
-    return ""
-
-
-def _casts(node: Node, dtype: torch.dtype) -> bool:
-    return node.target is torch.ops.aten.to.dtype and node.args[1] == dtype
+        dtype, casts_inputs = gathering(module)
+        if weights == "per_step":
+            does = (
+                f"FSDP2 casts each shard once before it gathers, by param_dtype={dtype}"
+                if dtype
+                else "To cast each shard once before it is gathered, set MixedPrecisionPolicy(param_dtype=...)"
+            )
+            raise PolicyError(
+                f"weights='per_step' does not work under FSDP2, which shards {where}: it gathers weights again for "
+                f"every call, so no cast can be kept longer than a call. {does}. Leave weights at 'auto'."
+            )
+        if dtype in (None, torch.float32) or not casts_inputs:
+            continue
+        if any(map(is_view, module.modules())):
+            raise PolicyError(
+                f"FSDP2 casts the inputs of {where} to {dtype}, but the graph does its own casts: set "
+                "cast_forward_inputs=False in its MixedPrecisionPolicy"
+            )
 
 
 def refuse_unfit_ranks(ranks: Ranks, *, accumulate_steps: int, on_overflow: str, scaled: bool) -> None:

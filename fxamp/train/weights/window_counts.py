@@ -24,8 +24,6 @@ def window_counts(loss: Callable[[], Tensor], micro_batches: int, weights: Weigh
     found = step_counts(lambda: last_loss(loss, micro_batches, weights))
     with torch.random.fork_rng(), _in_use(weights):
         saved = saved_bytes(loss)
-    if weights is not None:
-        weights.forget()
     return replace(found, saved_bytes=saved)
 
 
@@ -35,12 +33,9 @@ def last_loss(loss: Callable[[], Tensor], micro_batches: int, weights: WeightCas
         for _ in range(micro_batches - 1):
             loss().backward()
             if weights is not None:
-                weights.next_micro_batch()
-        last = loss()
-    if weights is not None:
-        weights.forget()
-    return last
+                weights.after_backward()
+        return loss()
 
 
 def _in_use(weights: WeightCasts | None) -> contextlib.AbstractContextManager[None]:
-    return contextlib.nullcontext() if weights is None else weights.in_use()
+    return contextlib.nullcontext() if weights is None else weights.window()

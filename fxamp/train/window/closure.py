@@ -16,6 +16,7 @@ from passes.contract.errors import PolicyError
 from ..ranks.ranks import Ranks
 from ..ranks.replicas import exchange, exchanging
 from ..scale.scaler import LossScaler
+from ..weights.weights import WeightCasts
 from .conditional import gradients, holds_inf_or_nan, parameters
 from .loss import LossFunction, loss_of
 
@@ -91,6 +92,7 @@ def run_window(
     scaler: LossScaler,
     ranks: Ranks,
     share: float | Tensor,
+    weights: WeightCasts,
     *,
     in_backward: bool,
 ) -> Tensor:
@@ -106,6 +108,7 @@ def run_window(
         scaler: Loss scaler of the window.
         ranks: The ranks that exchange gradients.
         share: Micro-batches of a rank, in the mean of all that exchange gradients.
+        weights: The casts that are kept for the window.
         in_backward: Whether they do so in the last backward, or after it, since not all may have seen as many.
     """
     count, losses = len(micro_batches), []
@@ -113,6 +116,7 @@ def run_window(
         with exchanging(ranks.replicas, in_backward and index + 1 == count):
             loss = loss_of(model, loss_fn, inputs, target) / share
             scaler.scale(loss).backward()
+            weights.after_backward()
             losses.append(loss.detach())
     if not ranks.groups:
         return torch.stack(losses).sum()

@@ -84,7 +84,7 @@ def test_columns_are_left_out_from_the_right_until_the_tree_fits() -> None:
         assert "module" in text
 
 
-@pytest.mark.parametrize("form", ["text", "markdown", "json", "html", "dot"])
+@pytest.mark.parametrize("form", ["text", "markdown", "json", "html"])
 def test_quiet_prints_nothing_and_still_writes_the_file(
     plan: Path, form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -119,7 +119,7 @@ def test_what_takes_long_is_said_on_a_terminal_alone_and_taken_away() -> None:
     assert stream.getvalue() == ""
 
 
-@pytest.mark.parametrize("form", ["html", "dot", "model-explorer"])
+@pytest.mark.parametrize("form", ["html", "model-explorer"])
 def test_a_place_that_cannot_be_written_to_is_named(
     plan: Path, form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

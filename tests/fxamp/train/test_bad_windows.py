@@ -66,7 +66,7 @@ def test_what_steps_by_hand_too_is_named_once(caplog: pytest.LogCaptureFixture) 
     again = copy.deepcopy(step)
     again.load_state_dict(step.state_dict())
     again(X[0], 1.0)
-    assert caplog.text == ""
+    assert not [r for r in caplog.records if r.levelname == "WARNING"]
     for _ in range(2):
         step(X[0], 1.0)
         optimizer.step()
@@ -114,7 +114,7 @@ def test_after_an_error_in_backward_the_masters_are_back_and_the_next_window_is_
     with pytest.raises(RuntimeError, match="in a hook"):
         step(X[2])
     assert all(a is b and a.grad is None for a, b in zip(masters, model.parameters(), strict=True))
-    assert not any(cast._low is not None for cast in step.weights.casts)
+    assert not step.weights.is_open
     other = TrainStep(expected, loss_times, sgd(expected), accumulate_steps=4, weights="per_use")
     assert [step(x).reason for x in X] == [other(x).reason for x in X]
     assert equal(state(model), state(expected))

@@ -252,9 +252,8 @@ def test_packed_sequence_is_one_input() -> None:
 
 
 def with_plan(dtype: torch.dtype | None, level: str = "O1") -> nn.Module:
-    model = nn.Linear(4, 1)
-    setattr(model, "plan", SimpleNamespace(policy=fxamp.Policy(level, dtype=dtype)))  # noqa: B010
-    return model
+    view: nn.Module = fxamp.convert(nn.Linear(4, 1), policy=fxamp.Policy(level, dtype=dtype))
+    return view
 
 
 def auto_scaler(model: nn.Module) -> LossScaler:

@@ -7,6 +7,7 @@ import functools
 import io
 import itertools
 import math
+import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -27,9 +28,8 @@ import fxamp
 from fxamp.measure.counts import _Counter, step_counts
 from fxamp.train.step import TrainStep
 from fxamp.train.weights.weights import WeightCasts
-from passes.contract.errors import PolicyError
-from passes.graph.notes import is_inserted
-from reports.subjects import compiled, subject, unchanged
+from passes.contract.errors import CaptureError, PolicyError
+from reports.subjects import subject, unchanged
 from reports.zoo import BY_NAME
 
 WIDTH, VOCABULARY = 16, 11
@@ -54,14 +54,10 @@ class Tied(nn.Module):
         return self.head(F.gelu(self.last(self.norm(x))))
 
 
-@functools.cache
-def _converted(policy: str) -> Any:
+def converted(policy: str = "O1,dtype=bf16", captured: bool = False) -> Any:
+    """Return a view of a new model with the same weights; one that is captured knows what it casts."""
     torch.manual_seed(0)
-    return fxamp.convert(Tied(), (batch(0),), policy=policy)
-
-
-def converted(policy: str = "O1,dtype=bf16") -> Any:
-    return copy.deepcopy(_converted(policy))
+    return fxamp.convert(Tied(), (batch(0),) if captured else None, policy=policy, check=False)
 
 
 def batch(seed: int) -> Tensor:
@@ -200,7 +196,7 @@ EVERYDAY = ("resnet18", "lstm_tagger")
 def test_gradients_of_real_models_are_those_of_casts_at_every_use(name: str, policy: str) -> None:
     found = subject(name)
     model, args, kwargs = found.model.train(), found.args, found.kwargs
-    module = compiled(found, policy).train()
+    module = fxamp.convert(model, args, kwargs, policy=policy, check=False)
     with unchanged(model):
         _compare_weights(module, model, found.zoo.loss, kwargs or args)
 
@@ -254,11 +250,10 @@ def test_a_model_called_twice_in_a_micro_batch_sums_gradients_as_before() -> Non
 def test_a_window_casts_each_weight_once(policy: str) -> None:
     counts = {}
     for weights in ("per_use", "per_step"):
-        model = converted(policy)
-        step = make_step(model, weights, accumulate_steps=4)
+        step = make_step(converted(policy), weights, accumulate_steps=4)
         counts[weights] = casts_of(functools.partial(run_window, step, [0] * 4))
-    kept = len(make_step(converted(policy)).weights.kept)
-    assert kept == 5
+    kept = len(step.weights.kept)
+    assert kept == len(step.weights.copies) == 5
     assert counts["per_use"] - counts["per_step"] == 3 * kept
 
 
@@ -270,7 +265,7 @@ def test_what_is_saved_for_backward_is_no_more_than_under_autocast() -> None:
         with torch.autocast("cpu", torch.bfloat16):
             return loss_of(torch_model(batch(0)), (batch(0), 1.0))
 
-    with step.weights.in_use():
+    with step.weights.window():
         saved = step_counts(lambda: loss_of(model(batch(0)), (batch(0), 1.0))).saved_bytes
     assert saved <= step_counts(autocast).saved_bytes
 
@@ -318,20 +313,62 @@ def test_the_peak_of_a_window_at_o2_is_no_more_than_under_autocast() -> None:
     assert 0 < peaks[1] < peaks[0]
 
 
-def test_copies_live_no_longer_than_the_last_backward() -> None:
-    model = converted()
-    step = make_step(model, accumulate_steps=2)
+def test_copies_keep_their_memory_and_are_made_anew_for_each_window_by_one_launch() -> None:
+    step = make_step(converted(), accumulate_steps=2)
+    addresses, launches = [], []
+    for _ in range(3):
+        with Launches() as counter:
+            run_window(step, range(2))
+        addresses.append(sorted(copy.low.data_ptr() for copy in step.weights.copies._copies.values()))
+        launches.append(counter.sizes)
+    assert launches == [[], [5], [5]]
+    assert addresses[0] == addresses[1] == addresses[2]
 
-    def kept() -> int:
-        return sum(cast._low is not None for cast in step.weights.casts)
 
-    seen = []
-    for optimizer in step.optimizers:
-        optimizer.register_step_pre_hook(lambda *_: seen.append(kept()))
-    step(batch(0), (batch(0), 1.0))
-    assert kept() == 5
-    step(batch(1), (batch(1), 1.0))
-    assert (seen, kept()) == ([0], 0)
+class Launches(TorchDispatchMode):
+    """Counts the batched copies, and how many tensors each copied."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._foreach_copy_.default:
+            self.sizes.append(len(args[0]))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_copy_that_a_window_does_not_read_is_not_made_for_the_next() -> None:
+    model = nn.ModuleDict({"a": converted(), "b": converted()})
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = model
+
+        def forward(self, ids: Tensor, which: str) -> dict[str, Tensor]:
+            return {"loss": sum(loss_of(self.parts[one](ids), (ids, 1.0)) for one in which)}  # type: ignore[dict-item]
+
+    step = make_step(Both(), loss_fn=None, accumulate_steps=1)
+    with Launches() as launches:
+        for which in ("ab", "a", "a", "ab", "ab"):
+            step((batch(0), which))
+    assert launches.sizes == [10, 5, 5, 10]
+
+
+def test_a_backward_through_the_copies_of_an_earlier_window_is_an_error() -> None:
+    outputs: list[Tensor] = []
+
+    def loss(output: Tensor, target: Any) -> Tensor:
+        outputs.append(output)
+        return loss_of(output, target)
+
+    step = make_step(converted(), loss_fn=loss, accumulate_steps=1)
+    run_window(step, [0])
+    kept = outputs[0].sum()
+    run_window(step, [1])
+    with pytest.raises(RuntimeError):
+        kept.backward()
 
 
 @pytest.mark.parametrize("compile", [False, True])
@@ -348,8 +385,9 @@ def test_in_a_window_of_one_a_weight_that_is_cast_once_is_cast_once_either_way()
         run_window(step, [0])
         with _Counter() as counter:
             run_window(step, [0])
-        counts.append((counter.casts, counter.cast_bytes, counter.ops))
-    assert counts[0] == counts[1]
+        counts.append((counter.casts, counter.cast_bytes))
+    assert counts[0][1] == counts[1][1]
+    assert counts[0][0] - counts[1][0] == 4  # five casts by one launch
 
 
 class Distilled(nn.Module):
@@ -365,25 +403,31 @@ class Distilled(nn.Module):
         return self.encoder(ids) - teacher
 
 
-@functools.cache
-def _distilled() -> Any:
-    torch.manual_seed(0)
-    return fxamp.convert(Distilled(), (batch(0),), policy="O2,dtype=bf16")
-
-
 @pytest.mark.usefixtures("eager_and_traced")
-@pytest.mark.parametrize(("make", "times", "kept"), [(_distilled, 2, 5), (lambda: _converted(NEVER), 2, 5)])
+@pytest.mark.parametrize(("kind", "policy"), [(Distilled, "O2,dtype=bf16"), (Tied, NEVER)])
 def test_auto_counts_a_weight_that_is_cast_at_two_places_of_the_graph(
-    make: Callable[[], fxamp.ConvertedModule], times: int, kept: int
+    kind: Callable[[], nn.Module], policy: str
 ) -> None:
-    ours, theirs = copy.deepcopy(make()), copy.deepcopy(make())
-    step, other = make_step(ours, "auto", accumulate_steps=1), make_step(theirs, "per_use", accumulate_steps=1)
-    assert (step.weights.mode, step.weights.times, len(step.weights.kept)) == ("per_step", times, kept)
-    casts = [casts_of(functools.partial(run_window, s, [0])) for s in (other, step)]
-    places = sum(1 for node in ours.graph.nodes if is_inserted(node) and node.args[0].op == "get_attr")
-    assert casts[0] - casts[1] == places - kept
-    assert len(step.weights.casts) == kept
-    assert all(map(torch.equal, ours.parameters(), theirs.parameters()))
+    views = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        views.append(fxamp.convert(kind(), (batch(0),), policy=policy, check=False))
+    step, other = (make_step(v, w, accumulate_steps=1) for v, w in zip(views, ("auto", "per_use"), strict=True))
+    assert (step.weights.mode, step.weights.times, len(step.weights.kept)) == ("per_step", 2, 5)
+    for one in (step, other):
+        run_window(one, [0])
+    with _Counter() as kept:
+        run_window(step, [0])
+    with _Counter() as cast:
+        run_window(other, [0])
+    assert kept.cast_bytes < cast.cast_bytes
+    assert len(step.weights.copies) == 5
+    assert all(map(torch.equal, views[0].parameters(), views[1].parameters()))
+
+
+def test_auto_of_a_model_that_is_not_captured_yet_takes_each_weight_for_cast_once() -> None:
+    assert make_step(converted(), "auto", accumulate_steps=1).weights.mode == "per_use"
+    assert make_step(converted(), "auto", accumulate_steps=2).weights.mode == "per_step"
 
 
 def test_a_weight_that_many_graphs_read_is_kept_once() -> None:
@@ -392,13 +436,13 @@ def test_a_weight_that_many_graphs_read_is_kept_once() -> None:
     x = torch.randn(3, WIDTH)
     one, other = (fxamp.convert(inner, (x,), policy="O1,dtype=bf16") for _ in range(2))
     assert WeightCasts(one, "auto", 1).mode == "per_use"  # each of its graphs casts a weight once
-    both = nn.Sequential(one, other)  # the same weights in two converted modules
+    both = nn.Sequential(one, other)  # the same weights in two views
     step = TrainStep(both, lambda o: o.mean(), SGD(inner.parameters(), lr=0.1), accumulate_steps=2)
     assert step.weights.times == 4
     step(x)
     both.eval()
     step(x)
-    assert len(step.weights.casts) == 4
+    assert len(step.weights.copies) == 4
 
 
 # ------------------------------------------------------------------------------------- nothing left behind
@@ -412,7 +456,9 @@ def test_between_calls_the_module_is_as_it_was() -> None:
     assert set(model.__dict__) == attributes
     assert all(a is b for a, b in zip(masters, model.parameters(), strict=True))
     assert all(p.dtype == p.grad.dtype == torch.float32 for p in model.parameters() if p.grad is not None)
-    assert casts_of(lambda: model(batch(0))) == casts_of(lambda: converted()(batch(0)))
+    expected = converted()
+    assert torch.equal(model(batch(0)), expected(batch(0)))
+    assert casts_of(lambda: model(batch(0))) == casts_of(lambda: expected(batch(0))) - 5  # which the window keeps
     assert {t.dtype for t in model.state_dict().values()} == {torch.float32}
     again = copy.deepcopy(model)
     assert torch.equal(again(batch(1)), model(batch(1)))
@@ -426,7 +472,7 @@ def test_an_error_in_the_third_micro_batch_leaves_masters_and_no_window() -> Non
         step(batch(0), (batch(0), 1.0))
     with pytest.raises((ValueError, RuntimeError), match="to match target"):
         step(batch(0), (batch(0)[:, :2], 1.0))
-    assert "graph_forward" not in model.__dict__
+    assert not step.weights.is_open
     assert all(p.grad is None for p in model.parameters())
     other = make_step(expected, "per_use", accumulate_steps=4)
     for seed in range(4):
@@ -499,7 +545,7 @@ def test_inside_an_outer_autocast_region_no_weight_is_stale() -> None:
 def test_a_first_call_without_gradients_costs_no_weight_its_gradient() -> None:
     model = converted()
     step = make_step(model)
-    with step.weights.in_use():
+    with step.weights.window():
         with torch.no_grad():
             model(batch(0))
         loss_of(model(batch(0)), (batch(0), 1.0)).backward()
@@ -651,7 +697,7 @@ def test_a_copy_of_a_step_trains_its_own_model_the_same_and_is_made_between_wind
     assert not {id(p) for p in step.model.parameters()} & {id(p) for p in twin.model.parameters()}
     for one in (step, twin):
         run_window(one, range(3, 5))
-        assert all(cast._low is not None for cast in one.weights.casts)
+        assert (one.weights.mode, len(one.weights.copies)) == ("per_step", 5)
     assert_same_gradients(step.model, twin.model)
     with pytest.raises(PolicyError, match=r"within a window: call flush\(\)"):
         copied(step)
@@ -660,29 +706,74 @@ def test_a_copy_of_a_step_trains_its_own_model_the_same_and_is_made_between_wind
     assert all(map(torch.equal, step.model.parameters(), twin.model.parameters()))
 
 
-def test_inside_a_frozen_region_nothing_more_is_kept() -> None:
+def test_a_window_and_a_frozen_region_over_one_view_refuse_each_other() -> None:
     model = converted()
     step = make_step(model)
-    with fxamp.frozen(model), torch.no_grad(), step.weights.in_use():
-        expected = model(batch(0))
-    assert torch.equal(expected, model(batch(0)))
+    with (
+        fxamp.frozen(model),
+        pytest.raises(CaptureError, match=r"a window of a TrainStep .* over Tied, on which fxamp"),
+    ):
+        step(batch(0), (batch(0), 1.0))
     step(batch(0), (batch(0), 1.0))
+    with (
+        pytest.raises(CaptureError, match=r"fxamp\.frozen cannot be opened over Tied, on which a window"),
+        fxamp.frozen(model),
+    ):
+        pass
+    run_window(step, range(2))
+    with fxamp.frozen(model):
+        model(batch(0))
+
+
+def test_a_second_window_over_one_view_is_refused_until_the_first_ends_or_its_step_is_gone() -> None:
+    model = converted()
+    first, second = make_step(model), make_step(model)
+    first(batch(0), (batch(0), 1.0))
+    with pytest.raises(CaptureError, match=r"a window of a TrainStep is open: end that first.*weights='per_use'"):
+        second(batch(0), (batch(0), 1.0))
+    first.flush()
+    second(batch(0), (batch(0), 1.0))
+    del second
+    first(batch(0), (batch(0), 1.0))
+
+
+def test_two_steps_in_two_threads_over_one_view_do_not_share_a_window() -> None:
+    model, errors = converted(), list[BaseException]()
+    step, other = make_step(model), make_step(model)
+
+    def elsewhere() -> None:
+        try:
+            other(batch(1), (batch(1), 1.0))
+        except CaptureError as e:
+            errors.append(e)
+
+    step(batch(0), (batch(0), 1.0))
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    assert len(errors) == 1
+    run_window(step, range(1, 3))
+    model.get_parameter("last.weight").data.mul_(2)
+    assert torch.equal(model(batch(0)), _again(model)(batch(0)))
+
+
+def _again(model: nn.Module) -> nn.Module:
+    fresh = converted()
+    fresh.load_state_dict(model.state_dict())
+    return fresh  # type: ignore[no-any-return]
 
 
 # ------------------------------------------------------------------------------------- refused
 
 
 def test_per_step_is_refused_where_nothing_was_converted() -> None:
-    with pytest.raises(PolicyError, match=r"no part of this model was converted ahead of time.*fxamp\.convert"):
+    with pytest.raises(PolicyError, match=r"no part of this model is converted: give what fxamp\.convert"):
         make_step(Tied())
 
 
-def _compiled_by_fxamp() -> nn.Module:
-    return fxamp.compile(Tied(), backend="eager")
-
-
-def _captured_at_the_first_call() -> nn.Module:
-    return fxamp.convert(Tied())
+def _compiled_by_torch() -> nn.Module:
+    made: Any = torch.compile(Tied(), backend="eager")
+    return made
 
 
 def _compiled_in_place() -> nn.Module:
@@ -691,30 +782,39 @@ def _compiled_in_place() -> nn.Module:
     return model
 
 
-def _converted_and_compiled() -> nn.Module:
-    made: Any = torch.compile(converted(), backend="eager")
-    return made
-
-
-@pytest.mark.parametrize(
-    "make", [_compiled_by_fxamp, _captured_at_the_first_call, _compiled_in_place, _converted_and_compiled]
-)
+@pytest.mark.parametrize("make", [_compiled_by_torch, _compiled_in_place])
 def test_per_step_is_refused_for_a_compiled_model_with_the_reason(make: Callable[[], nn.Module]) -> None:
     model = make()
-    with pytest.raises(PolicyError, match=r"'the model' is compiled by torch\.compile.*'per_use'"):
+    with pytest.raises(PolicyError, match=r"'the model' is compiled .*'per_use'"):
         make_step(model)
     inside = nn.Sequential(model)
-    with pytest.raises(PolicyError, match=r"'0' is compiled by torch\.compile"):
+    with pytest.raises(PolicyError, match=r"'0' is compiled"):
         make_step(inside)
     weights = make_step(inside, "auto").weights
-    assert (weights.mode, list(weights.per_use)) == ("per_use", ["0"])
+    assert (weights.mode, next(iter(weights.per_use))) == ("per_use", "0")
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_view_that_is_compiled_keeps_casts_too(backend: str) -> None:
+    torch.compiler.reset()
+    found = []
+    for weights in ("per_step", "per_use"):
+        torch.manual_seed(0)
+        model: Any = torch.compile(fxamp.compile(Tied(), policy="O1,dtype=bf16", backend=backend), backend="eager")
+        step = make_step(model, weights)
+        run_window(step, range(6))
+        assert step.weights.mode == weights
+        assert len(step.weights.copies) == (5 if weights == "per_step" else 0)
+        found.append([p.detach().clone() for p in model.parameters()])
+    assert all(map(torch.equal, *found))
 
 
 def test_per_step_is_refused_where_parameters_are_gone() -> None:
-    model = fxamp.convert(nn.Linear(4, 4, bias=False), (torch.randn(2, 4),))
+    model = nn.Linear(4, 4, bias=False)
     parametrize.register_parametrization(model, "weight", nn.Identity())
-    with pytest.raises(PolicyError, match="'weight' is not a parameter of its module any more"):
-        WeightCasts(model, "per_step", 4)
+    view = fxamp.convert(model, (torch.randn(2, 4),), policy="O0")
+    with pytest.raises(PolicyError, match="this model has no cast that can be kept"):
+        WeightCasts(view, "per_step", 4)
 
 
 def test_an_unknown_word_is_refused() -> None:

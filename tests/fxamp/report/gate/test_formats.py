@@ -13,10 +13,9 @@ import pytest
 import xmlschema
 
 from fxamp.cli.main import main
-from fxamp.report.diff.diff import Change
+from fxamp.report.diff.changes import Change, counted
 from fxamp.report.gate.gate import Outcome, Place
 from fxamp.report.gate.junit import to_junit
-from fxamp.report.gate.listed import counted
 from fxamp.report.gate.outcomes import to_github, to_json, to_markdown, to_text
 from fxamp.report.gate.sarif import MOST, to_sarif
 from passes.contract.plan import Plan
@@ -182,13 +181,3 @@ def test_the_command_writes_them(
         assert any(r["ruleId"] == "decision-added" for r in json.loads(text)["runs"][0]["results"])
     else:
         junit_schema.validate(text)
-
-
-def test_junit_without_its_library_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-
-    from passes.contract.errors import FxampError
-
-    monkeypatch.setitem(sys.modules, "junitparser", None)
-    with pytest.raises(FxampError, match=r"pip install 'fxamp\[ci\]'"):
-        to_junit([KEPT])

@@ -1,0 +1,82 @@
+"""Read the plan, the graphs and the record of a converted model, of a plan, or of the path of a saved one."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import TypeAlias, Union
+
+from torch import nn
+
+from passes.contract.plan import Plan
+
+from ...convert import converted_in, graphs, plan_of
+from ...dynamo import compiled
+from ..record.build import Emitted
+from ..record.build import record_of as record_of_plan
+from ..record.record import TOTALS, Record
+
+Readable: TypeAlias = Union[Plan, nn.Module, str, "os.PathLike[str]"]
+
+
+def plan_in(value: object) -> Plan | None:
+    """Find the plan in an argument: the plan itself, the path of one, or a module that has one; else None.
+
+    Raises:
+        CaptureError: nothing was converted yet for a module that is compiled.
+        PlanError: the file cannot be read.
+    """
+    if isinstance(value, Plan):
+        return value
+    if isinstance(value, str | os.PathLike):
+        return Plan.load(value, newer=True)
+    if not isinstance(value, nn.Module):
+        return None
+    return plan_of(value) if converted_in(value) or compiled.is_compiled(value) else None
+
+
+def emitted(module: nn.Module) -> list[Emitted]:
+    """Return the graphs of a converted model, numbered as in its plan; none for one that torch.compile returned."""
+    found = converted_in(module)
+    if not found or found[0][0]:
+        return []
+    records = [(gm, gm.meta["fxamp"]) for gm in graphs(module)]
+    return [Emitted(record["number"], record["state"], gm, ()) for gm, record in records]
+
+
+def record_of(given: object, plan: Plan | None = None) -> Record:
+    """Return the record of a converted module; or of a plan, without sizes and the places of casts.
+
+    Args:
+        given: a module or a plan.
+        plan: that of the module, if it is known already.
+
+    Raises:
+        CaptureError: the module was compiled and not called yet, or not converted at all.
+    """
+    if not isinstance(given, nn.Module):
+        found = plan if plan is not None else plan_in(given)
+        assert found is not None, "a plan, or the path of one"
+        return record_of_plan(found)
+    found = plan_of(given) if plan is None else plan
+    return record_of_plan(found, emitted(given), given)
+
+
+def model_name(given: object) -> str:
+    """Return the name of the class of the model that was converted."""
+    runner = compiled.runner_of(given)
+    return type(runner.model).__name__ if runner is not None else "model"
+
+
+def with_totals(module: nn.Module) -> tuple[Plan, Record]:
+    """Return the plan of a converted module with its totals, and its record.
+
+    A model of one state has the totals by name; one of several has those of each, as "casts (evaluation)". Where no
+    sizes are known, the totals count decisions only.
+    """
+    record = record_of(module)
+    totals = {
+        f"{key} ({state.name})" if len(record.states) > 1 else key: value
+        for state in record.states for key in TOTALS if (value := getattr(state.totals, key)) is not None
+    }  # fmt: skip
+    return replace(plan_of(module), totals=totals), record

@@ -1,0 +1,163 @@
+"""Views that are traced as a part of a larger graph, with their own autocast regions, and converted there.
+
+Before: a = enter_autocast(..., cache_enabled=False); linear(x, w); exit_autocast(a); cross_entropy(linear, y)
+After:  to = w.to(bfloat16); ...; linear(...); float; cross_entropy(float, y)
+
+What is inside the region of a view is converted as the graph that the view would capture itself. What is outside, as
+the loss, stays as it was traced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+
+from passes._torch import enter_autocast, exit_autocast
+from passes.graph.values import LOW_DTYPES, dtypes_of
+from passes.ops.ops import NOTE
+
+from ...dynamo.backend import leave_sharing_to_the_compiler, rewrite
+from ...dynamo.call import Call, begin
+from ...dynamo.compiled import Converted, copied
+from ...dynamo.outputs import leaving
+from ...view.function import Entry, function_of
+from ...view.runner import Runner
+from ...view.state import state_of
+
+_MARK = {"cache_enabled": False}  # by which the region of a view is told from those of the author
+
+
+def traced(runner: Runner) -> Callable[..., Any]:
+    """Return what a view calls while it is traced: the model in a marked region; in other code, the view itself."""
+    forward = function_of(runner, "", in_original_dtype, **_MARK)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return forward(runner.model, *args, **kwargs)
+        return runner(args, kwargs)
+
+    return call
+
+
+def in_original_dtype(value: Tensor) -> Tensor:
+    """Return an output of a view as the code around it reads it; in a graph this marks it."""
+    return value.float() if value.dtype in LOW_DTYPES else value
+
+
+def convert_views(
+    gm: GraphModule, inputs: Sequence[Any], runners: Sequence[Runner], made: list[Entry], *, eager: bool
+) -> None:
+    """Convert the regions of views in a graph from Dynamo, in place; a view that has no graph yet keeps this one.
+
+    Args:
+        gm: The graph.
+        inputs: Its example inputs.
+        runners: Those of the views.
+        made: The graphs that views have from earlier calls of this function; those that are new are added.
+        eager: The graph runs as it is, so that casts may share a storage.
+    """
+    places = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    given = dict(zip(places, inputs, strict=False))
+    entered = [n for n in gm.graph.nodes if n.target is enter_autocast and n.args[3] is False]
+    for enter in entered:
+        _Region(gm, enter, given, runners).convert(made, eager)
+    if not entered and torch.is_autocast_enabled(runners[0].device) and not torch.is_autocast_cache_enabled():
+        _convert(gm, inputs, _runner_of(runners, inputs), made, eager)  # after a break inside the region of a view
+    gm.recompile()
+
+
+def _convert(gm: GraphModule, inputs: Sequence[Any], runner: Runner, made: list[Entry], eager: bool) -> None:
+    captured = copied(gm)
+    converted = _rewritten(runner, gm, list(inputs))
+    if not eager:
+        leave_sharing_to_the_compiler(gm)
+    state = state_of(runner.model)
+    own = any(e.state == state for e in runner.entries if not any(e is m for m in made))
+    if not own and converted.plan.decisions:
+        held = {id(t): n for n, t in (*runner.model.named_parameters(), *runner.model.named_buffers())}
+        names = {i: held[id(v)] for i, v in enumerate(inputs) if id(v) in held}
+        made.append(Entry(len(runner.entries), converted, captured, names, {}, state, 0.0))
+        runner.entries.append(made[-1])
+
+
+def _runner_of(runners: Sequence[Runner], inputs: Sequence[Any]) -> Runner:
+    """Return what runs the view whose parameters are among some inputs."""
+    given = {id(value) for value in inputs}
+    reads = (r for r in runners if any(id(t) in given for t in (*r.model.parameters(), *r.model.buffers())))
+    return next(reads, runners[0])
+
+
+class _Region:
+    """One region: what is in it, and what goes in and out."""
+
+    def __init__(self, gm: GraphModule, enter: Node, given: dict[Node, Any], runners: Sequence[Runner]) -> None:
+        self.gm = gm
+        nodes = list(gm.graph.nodes)
+        leave = next(n for n in nodes if n.target is exit_autocast and n.args[0] is enter)
+        between = nodes[nodes.index(enter) : nodes.index(leave) + 1]
+        self.nodes = [n for n in between if n.op != "placeholder"]  # of which torch may make some after the switch
+        self.leave = leave
+        inside = set(self.nodes)
+        self.nodes += [n for n in nodes if n.target is in_original_dtype and n.args[0] in inside]
+        inside.update(self.nodes)
+        self.inputs = list(dict.fromkeys(i for n in self.nodes for i in n.all_input_nodes if i not in inside))
+        self.outputs = [n for n in self.nodes if any(user not in inside for user in n.users)]
+        self.examples = [given.get(n, n.meta.get("example_value")) for n in self.inputs]
+        self.runner = _runner_of(runners, self.examples)
+
+    def convert(self, made: list[Entry], eager: bool) -> None:
+        """Convert it in a graph of its own, and put that in its place."""
+        part = self._cut_out()
+        _convert(part, self.examples, self.runner, made, eager)
+        self._put_in_place(part)
+
+    def _cut_out(self) -> GraphModule:
+        graph, env = Graph(), dict[Node, Node]()
+        for node in self.inputs:
+            env[node] = graph.placeholder(node.name)
+            env[node].meta = {k: v for k, v in node.meta.items() if k != NOTE}  # as of a cast behind another view
+        for node in self.nodes:
+            env[node] = graph.node_copy(node, env.__getitem__)
+            if node.target is in_original_dtype:
+                env[node].target = leaving
+                env[node].meta["example_value"] = node.args[0].meta["example_value"]
+        graph.output(tuple(env[node] for node in self.outputs))
+        return GraphModule(self.gm, graph)
+
+    def _put_in_place(self, part: GraphModule) -> None:
+        graph, env = self.gm.graph, dict[Node, Any]()
+        places = [n for n in part.graph.nodes if n.op == "placeholder"]
+        env.update(zip(places, self.inputs, strict=True))
+        with graph.inserting_before(self.leave):
+            for node in part.graph.nodes:
+                if node.op == "output":
+                    made = [env[n] for n in node.args[0]]
+                elif node.op != "placeholder":
+                    env[node] = graph.node_copy(node, env.__getitem__)
+                    if node.op == "get_attr" and not hasattr(self.gm, str(node.target)):
+                        setattr(self.gm, str(node.target), getattr(part, str(node.target)))
+        for old, new in zip(self.outputs, made, strict=True):
+            if old.target is in_original_dtype and dtypes_of(new.meta.get("val")) in LOW_DTYPES:
+                with graph.inserting_before(self.leave):  # low in the model itself; the code around it is traced
+                    new = graph.call_method("float", (new,))
+            old.replace_all_uses_with(new, delete_user_cb=lambda user: user not in self.nodes)
+        for node in reversed(self.nodes):
+            graph.erase_node(node)
+
+
+def _rewritten(runner: Runner, part: GraphModule, examples: list[Any]) -> Converted:
+    """Convert a graph, with the model of a view for the one that is called: whoever asks finds this frame."""
+    outer = begin(Call(runner.model, (), {}, _CODE))
+    try:
+        return rewrite(part, examples, runner.policy, runs_on=runner.device)[0]
+    finally:
+        begin(outer)
+
+
+_CODE = _rewritten.__code__
+
+__all__ = ["convert_views", "traced"]
