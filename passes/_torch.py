@@ -31,6 +31,7 @@ from torch.amp.autocast_mode import _enter_autocast as enter_autocast
 from torch.amp.autocast_mode import _exit_autocast as exit_autocast
 from torch.autograd.function import BackwardCFunction as FunctionContext  # one is made at every `apply`
 from torch.fx import Node
+from torch.fx._pytree import tree_flatten_spec as flat_by  # `Graph.process_inputs` takes no keyword arguments
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode as TorchFunctionMode
@@ -450,6 +451,7 @@ __all__ = [
     "enter_autocast",
     "example_sizes",
     "exit_autocast",
+    "flat_by",
     "gathering",
     "global_module_hooks",
     "in_transform",

@@ -27,6 +27,7 @@ from passes._torch import (
     BatchNorm,
     FakeTensorMode,
     codegen_of,
+    flat_by,
     pytree,
     quiet_fakes,
     runs_its_forward_alone,
@@ -253,13 +254,18 @@ def _fill(made: GraphModule, inputs: Inputs | None) -> None:
             "inputs, fxamp.convert(graph, args, kwargs), which are propagated as fake tensors."
         )
     args, kwargs = inputs
-    plain = type(codegen_of(made.graph)) is CodeGen
-    flat = _bound(made, args, kwargs) if plain else made.graph.process_inputs(*args, **kwargs)
+    codegen: Any = codegen_of(made.graph)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with quiet_fakes():
-        fake = [mode.from_tensor(v, static_shapes=True) if isinstance(v, torch.Tensor) else v for v in flat]
         try:
+            if type(codegen) is CodeGen:
+                flat = _bound(made, args, kwargs)
+            else:
+                flat = flat_by((args, kwargs), codegen.pytree_info.in_spec)
+            fake = [mode.from_tensor(v, static_shapes=True) if isinstance(v, torch.Tensor) else v for v in flat]
             _Propagation(made, mode).propagate_dont_convert_inputs(*fake)
+        except CaptureError:
+            raise
         except Exception as e:  # whatever an op raises for operands that it rejects
             raise CaptureError(
                 f"the graph rejects the example inputs: {type(e).__name__}: {str(e).strip().partition(chr(10))[0]}"

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from passes._torch import OWN_CACHE, forget_compiled, pytree
-from passes.contract.errors import CaptureError, FxampError, PlanError
+from passes.contract.errors import FxampError, NotFaithfulError, PlanError
 from passes.contract.plan_format import REMEDY
 from passes.contract.policy import check_used
 from passes.graph.aliases import Aliases
@@ -192,7 +192,7 @@ def _check(twins: _Twins, check: bool | str) -> None:
     plain = _run(twins, "torch.compile", graded)
     name = type(runner.model).__name__
     if _difference(got, plain, runner.model):
-        raise CaptureError(
+        raise NotFaithfulError(
             f"what was captured of {name} does not compute what {name} computes: {difference}. torch.compile of it "
             "does, so this is a defect of fxamp; please report it. check=False converts it nevertheless."
         )

@@ -28,8 +28,8 @@ class CaptureError(FxampError, RuntimeError):
     """
 
 
-class RejectedError(CaptureError):
-    """The model itself raises for the example inputs."""
+class NotFaithfulError(CaptureError):
+    """The captured graphs do not compute what the model computes, and what `torch.compile` captures does."""
 
 
 class NotAModuleError(CaptureError, TypeError):
