@@ -72,6 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _report(args: argparse.Namespace) -> int:
+    from ..report.forms.filters import chosen
     from ..report.reader.reader import model_name, with_totals
     from ..report.report import Report, report
 
@@ -92,6 +93,7 @@ def _report(args: argparse.Namespace) -> int:
     if args.save_plan:
         plan.save(args.save_plan)
     only = {"modules": args.module, "ops": args.op, "colours": args.colour, "reasons": args.reason}
+    chosen(made.record, **only)  # what matches nothing is an error in every format
     shown = functools.partial(
         made.to_tree, depth=args.depth, nodes=args.nodes, lines=args.lines, edits=args.edits, width=width(args), **only
     )
