@@ -6,8 +6,6 @@ import itertools
 import linecache
 import random
 import re
-import sys
-import types
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -107,9 +105,7 @@ class Program:
         """Return the model and its inputs."""
         name, text = f"program_{self.seed}_{self.serial}.py", self.source()
         linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
-        module = sys.modules["program"] = types.ModuleType("program")  # Dynamo imports what it inlines by this name
-        scope = vars(module)
-        scope.update(environment())
+        scope: dict[str, Any] = {**environment(), "__name__": "program"}
         exec(compile(text, name, "exec"), scope)  # what this file is for
         torch.manual_seed(self.seed)
         random.seed(self.seed)

@@ -11,8 +11,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from fxamp.capture.model.snapshot import untouched
-from fxamp.trust.check import GRADIENT_NOISE, GRADIENT_TOLERANCE
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
