@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -144,7 +144,7 @@ class _Run:
 
     outputs: list[Any]
     buffers: dict[str, Tensor]
-    gradients: list[Tensor | None] | None
+    gradients: dict[str, Tensor | None] | None
 
 
 @dataclass(frozen=True)
@@ -185,13 +185,13 @@ def _check(twins: _Twins, check: bool | str) -> None:
         raise
     except Exception as e:  # autocast mixes dtypes, and its kernels refuse numbers: a graph may run where it does not
         raise _NoTwinError(f"the model itself raises under autocast ({_line(e)})") from e
-    got = _run(twins, "graphs", graded)
-    difference = _difference(expected, got, runner.model)
+    got = _run(twins, "graphs", graded, against=expected)
+    difference = _difference(expected, got)
     if not difference:
         return
-    plain = _run(twins, "torch.compile", graded)
+    got, plain = _run(twins, "graphs", graded), _run(twins, "torch.compile", graded)
     name = type(runner.model).__name__
-    if _difference(got, plain, runner.model):
+    if _difference(got, plain):
         raise NotFaithfulError(
             f"what was captured of {name} does not compute what {name} computes: {difference}. torch.compile of it "
             "does, so this is a defect of fxamp; please report it. check=False converts it nevertheless."
@@ -201,8 +201,11 @@ def _check(twins: _Twins, check: bool | str) -> None:
     runner.note(note)
 
 
-def _run(twins: _Twins, what: str, graded: bool) -> _Run:
-    """Run the model's own code, the captured graphs or torch.compile's, on a twin and on copies of the inputs."""
+def _run(twins: _Twins, what: str, graded: bool, against: _Run | None = None) -> _Run:
+    """Run the model's own code, the captured graphs or torch.compile's, on a twin and on copies of the inputs.
+
+    Gradients are compared with those of `against` as they come, one parameter at a time, and not kept.
+    """
     runner = twins.runner
     twin = twin_of(runner.model, twins.written)
     given, named = pytree.tree_map(fresh, (twins.args, twins.kwargs))
@@ -212,7 +215,7 @@ def _run(twins: _Twins, what: str, graded: bool) -> _Run:
                 outputs = runner(given, named, model=twin, does="compare")
             else:
                 outputs = _called(runner, twin, given, named, compiled=what != "model")
-            gradients = _gradients(outputs, twin) if graded else None
+            gradients = _gradients(outputs, twin, None if against is None else against.gradients) if graded else None
     except torch.OutOfMemoryError as e:
         raise _NoTwinError("there is not enough memory to run it beside itself") from e
     leaves = [t.detach() if isinstance(t, Tensor) else t for t in pytree.tree_leaves(outputs)]
@@ -252,19 +255,51 @@ def twin_of(model: nn.Module, written: Collection[str] = ()) -> nn.Module:
         raise _NoTwinError(f"it cannot be copied ({_line(e)})") from e
 
 
-def _gradients(outputs: Any, twin: nn.Module) -> list[Tensor | None] | None:
+Gradients = dict[str, Tensor | None]
+
+
+def _gradients(outputs: Any, twin: nn.Module, against: Gradients | None = None) -> Gradients | None:
+    """Return the gradients of a weighted sum of the outputs by name; None for a model without a backward of its own.
+
+    If there are others to compare with, those that are equal to these are returned in the place of what was computed.
+    """
     leaves = [t for t in pytree.tree_leaves(outputs) if isinstance(t, Tensor) and t.requires_grad]
-    sources = [p for p in twin.parameters() if p.requires_grad]
+    sources = {name: p for name, p in twin.named_parameters() if p.requires_grad}
     if not leaves or not sources:
         return None
-    weights = [torch.linspace(0.5, 1.5, max(t.numel(), 1), dtype=t.dtype)[: t.numel()].view(t.shape) for t in leaves]
+    weights = [_weights(t) for t in leaves]
+    alike: dict[str, bool] = {}
+    floor = _floor(against)
+    handles = [p.register_hook(_comparing(name, against[name], floor, alike)) for name, p in sources.items() if against]
     try:
-        return list(torch.autograd.grad(leaves, sources, weights, allow_unused=True))
-    except RuntimeError:  # a model without a backward of its own
+        found = torch.autograd.grad(leaves, list(sources.values()), weights, allow_unused=True)
+    except RuntimeError:
         return None
+    finally:
+        for handle in handles:
+            handle.remove()
+    pairs = zip(sources, found, strict=True)
+    return {name: against[name] if against and alike.get(name) else g for name, g in pairs}
 
 
-def _difference(expected: _Run, got: _Run, model: nn.Module) -> str:
+def _weights(output: Tensor) -> Tensor:
+    numbers = torch.linspace(0.5, 1.5, max(output.numel(), 1), dtype=output.dtype, device=output.device)
+    return numbers[: output.numel()].view(output.shape)
+
+
+def _comparing(
+    name: str, expected: Tensor | None, floor: float, alike: dict[str, bool]
+) -> Callable[[Tensor], Tensor | None]:
+    """Return a hook that compares a gradient, and lets go of its memory if it is the expected one."""
+
+    def hook(gradient: Tensor) -> Tensor | None:
+        alike[name] = expected is not None and _are_alike(expected, gradient, floor)
+        return gradient.new_zeros(()).expand(gradient.shape) if alike[name] else None
+
+    return hook
+
+
+def _difference(expected: _Run, got: _Run) -> str:
     """Return how two runs differ, "" where they do not."""
     if len(expected.outputs) != len(got.outputs):
         return f"{len(got.outputs)} outputs instead of {len(expected.outputs)}"
@@ -276,15 +311,26 @@ def _difference(expected: _Run, got: _Run, model: nn.Module) -> str:
             return f"buffer '{name}' has other values afterwards"
     if (expected.gradients is None) != (got.gradients is None):
         return "only one of them has gradients"
-    names = [name for name, p in model.named_parameters() if p.requires_grad]
-    for name, a, b in zip(names, expected.gradients or (), got.gradients or (), strict=False):
-        if (a is None) != (b is None) or (a is not None and b is not None and _norm(a - b) > _allowed(a, expected)):
+    return _gradient_difference(expected.gradients or {}, got.gradients or {})
+
+
+def _gradient_difference(expected: Gradients, got: Gradients) -> str:
+    floor = _floor(expected)
+    for name, gradient in expected.items():
+        other = got.get(name)
+        both = gradient is not None and other is not None
+        if (gradient is None) != (other is None) or (both and not _are_alike(gradient, other, floor)):
             return f"the gradient of '{name}' differs"
     return ""
 
 
-def _allowed(gradient: Tensor, run: _Run) -> float:
-    return max(GRADIENT_TOLERANCE * _norm(gradient), 1e-9 * max(_norm(g) for g in run.gradients or () if g is not None))
+def _are_alike(a: Any, b: Any, floor: float) -> bool:
+    return a is b or _norm(a - b) <= max(GRADIENT_TOLERANCE * _norm(a), floor)
+
+
+def _floor(gradients: Gradients | None) -> float:
+    """Return the distance that does not count: a billionth of the largest gradient's norm."""
+    return 1e-9 * max((_norm(g) for g in (gradients or {}).values() if g is not None), default=0.0)
 
 
 def _norm(value: Tensor) -> float:
