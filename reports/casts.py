@@ -169,14 +169,13 @@ def measure(name: str, device: str, low: torch.dtype, rounds: int) -> list[Row]:
 
 def _variants(model: nn.Module, inputs: Inputs, device: str, low: torch.dtype) -> Iterator[tuple[str, Variant]]:
     modules: dict[str, tuple[nn.Module, Inputs]] = {FP32: (model, inputs), AUTOCAST: (model, inputs)}
-    for level in LEVELS:
-        policy = fxamp.Policy(level, dtype=low, device=device)
-        modules[f"fxamp {level}"] = fxamp.convert(model, (), inputs, policy=policy).train(), inputs
+    policies = {f"fxamp {level}": fxamp.Policy(level, dtype=low, device=device) for level in LEVELS}
+    modules |= {kind: (fxamp.convert(model, (), inputs, policy=policy), inputs) for kind, policy in policies.items()}
     halved = {k: v.to(low) if v.is_floating_point() else v for k, v in inputs.items()}
     modules[ALL_LOW] = copy.deepcopy(model).to(low), halved
     for kind, (module, given) in modules.items():
         loss = _loss(module, given, device, low, autocast=kind == AUTOCAST)
-        if isinstance(module, fxamp.ConvertedModule):
+        if kind in policies:
             yield kind, Variant(module, loss, _train_step(module, given, "per_use"))
             kept = WeightCasts(module, "per_step", WINDOW)
             yield kind + PER_STEP, Variant(module, loss, _train_step(module, given, "per_step"), weights=kept)
@@ -184,7 +183,7 @@ def _variants(model: nn.Module, inputs: Inputs, device: str, low: torch.dtype) -
             yield kind, Variant(module, loss, _by_hand(module, loss))
     if device == "cuda":
         for kind, (module, given) in modules.items():
-            compiled: Any = torch.compile(module)
+            compiled: Any = fxamp.compile(model, policy=policies[kind]) if kind in policies else torch.compile(module)
             loss = _loss(compiled, given, device, low, autocast=kind == AUTOCAST)
             yield kind + COMPILED, Variant(module, loss, _by_hand(module, loss), counted=False)
 

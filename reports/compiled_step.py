@@ -122,13 +122,14 @@ def variants(size: tuple[int, int, int, int], window: int, options: dict[str, An
         yield name, own, _by_hand(own, torch.compile(called, options=options), inputs, window), None
     for name, (policy, weights) in POLICIES.items():
         own = copy.deepcopy(model)
+        # Graphs are captured here, and again when the step is compiled, which is before the next variant.
         with mock.patch.object(ByteCosts, "cast", return_value=0) if name == FUSED else contextlib.nullcontext():
-            converted = fxamp.convert(own, (), inputs, policy=f"{policy},dtype=bf16").train()
-        step = fxamp.TrainStep(
-            converted, None, _adamw(own), scaler=None, weights=weights, accumulate_steps=window,  # type: ignore[arg-type]
-            compile={"options": options},
-        )  # fmt: skip
-        yield name, own, lambda step=step: step(inputs).loss, step.weights
+            converted = fxamp.convert(own, (), inputs, policy=f"{policy},dtype=bf16")
+            step = fxamp.TrainStep(
+                converted, None, _adamw(own), scaler=None, weights=weights,  # type: ignore[arg-type]
+                accumulate_steps=window, compile={"options": options},
+            )  # fmt: skip
+            yield name, own, lambda step=step: step(inputs).loss, step.weights
 
 
 def _adamw(model: nn.Module) -> torch.optim.AdamW:
@@ -172,35 +173,30 @@ def counting() -> Iterator[tuple[list[int], list[str]]]:
 def count(model: nn.Module, step: Callable[[], Tensor], weights: WeightCasts | None = None, window: int = 1) -> Counts:
     """Compile a step, run three windows, and count what was made, and what is cast and added outside the graphs."""
     saved: list[int] = []
-    kept: list[tuple[Tensor, Tensor]] = []  # weights and their copies
     backward: Any = torch.Tensor.backward
     run = _repeated(step, window)
 
     def look(loss: Tensor, *args: Any, **kwargs: Any) -> None:
         if not saved:
             saved.append(saved_by(loss, model))
-        if weights is not None and not kept:
-            kept.extend(given for given in weights.make_ready() if given is not None)
         backward(loss, *args, **kwargs)
 
     moved, launches = 0.0, 0.0
     with counting() as (bytes_made, code_made), mock.patch.object(torch.Tensor, "backward", look):
         for share in (1.0, 1 - 1 / window):  # the second window compiles what adds gradients, in all but its first call
-            kept.clear()
             run()
             moved += share * sum(bytes_made)
             launches += share * sum(len(_KERNEL.findall(code)) for code in code_made)
             bytes_made.clear()
             code_made.clear()
-    together = {id(weight) for weight, low in kept if low.is_leaf}
-    for weight, low in kept:
-        times = 1 / window + (1 / window if id(weight) in together else 1)  # of the weight, and of its gradient
-        moved += times * low.numel() * (weight.element_size() + low.element_size())
-        launches += times
-    for weight in model.parameters():
-        if id(weight) not in together:  # autograd loads two and stores one
-            moved += (1 - 1 / window) * 3 * weight.numel() * weight.element_size()
-            launches += 1 - 1 / window
+    copies: Any = () if weights is None else weights.copies._copies.values()
+    for kept in copies:  # the weight is cast once a window, its gradient each time
+        weight, low = kept.master(), kept.low
+        moved += (1 / window + 1) * low.numel() * (weight.element_size() + low.element_size())
+        launches += 1 / window + 1
+    for weight in model.parameters():  # autograd loads two and stores one
+        moved += (1 - 1 / window) * 3 * weight.numel() * weight.element_size()
+        launches += 1 - 1 / window
     return Counts(moved, launches, saved[0], peak_of(run))  # by now there is optimizer state
 
 

@@ -1,4 +1,4 @@
-"""Convert many `transformers` architectures and compare each with `torch.autocast`, by both front ends.
+"""Convert many `transformers` architectures and compare each with `torch.autocast`: views, and exported graphs.
 
     python reports/coverage.py                              # every architecture of architectures.py
     python reports/coverage.py --only BertForMaskedLM
@@ -12,8 +12,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
-import functools
-import io
 import json
 import logging
 import multiprocessing
@@ -29,7 +27,6 @@ from typing import Any
 import torch
 from tabulate import tabulate
 from torch import Tensor, nn
-from torch.fx import GraphModule, Node
 from torch.overrides import TorchFunctionMode
 from tqdm import tqdm
 
@@ -37,19 +34,16 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
 import fxamp  # noqa: E402  (the path comes first)
-from fxamp.capture.states import capture  # noqa: E402
-from fxamp.convert import autocast_for, emit  # noqa: E402
-from fxamp.dynamo.resolve import resolve  # noqa: E402
-from fxamp.measure.counts import _Counter, step_counts  # noqa: E402
+from fxamp.measure.counts import step_counts  # noqa: E402
 from fxamp.trust.distance import UnderAutocast, distance, floats  # noqa: E402
 from passes._torch import pytree  # noqa: E402
 from passes.contract.reasons import DEVIATIONS  # noqa: E402
-from passes.graph.notes import note_of  # noqa: E402
 from reports.architectures import BY_NAME, Inputs  # noqa: E402
-from reports.trial.first import Record, Stopped, unequal  # noqa: E402
+from reports.trial.first import NOWHERE, Calls, Pair, first_difference  # noqa: E402
+from reports.trial.judge import as_graph, pair_of  # noqa: E402
 
 POLICY, LOW = "O1,dtype=bf16", torch.bfloat16
-EXPORT, BACKEND = "export", "backend"
+VIEW, GRAPH = "view", "graph"
 BATCHES = (2, 3)
 SECONDS = 600
 OUTSIDE = "outside"  # no node of a graph differs: what does runs between graphs
@@ -60,10 +54,11 @@ class Row:
     """What became of one architecture by one front end.
 
     `captured` is whether torch does it without fxamp, which is tried where fxamp fails, for fxamp captures by the same
-    means; `problem` is why the first thing that failed did. Numbers are None where they could not be had. `outputs`
-    and `gradients` are ratios of distances from float64 to those of autocast. `equal` is for a call as it is; `ambient`
-    for one of `fxamp.backend` under `torch.autocast`, as trainers make it, with its dtypes; `deviation` is the code of
-    the first node that differs from autocast in eval, found at `where`.
+    means; `problem` is why the first thing that failed did. Numbers are None where they could not be had. `same` is
+    whether outputs at O0 are those of eager PyTorch, `equal` whether those at O1 are those of autocast, both in eval
+    mode; `ambient` is the latter for `fxamp.backend` called under `torch.autocast`, with its dtypes. `deviation` is the
+    code of the first node that differs from autocast, found at `where`. `outputs` and `gradients` are ratios of
+    distances from float64 to those of autocast.
     """
 
     architecture: str
@@ -72,8 +67,8 @@ class Row:
     captured: bool = False
     converted: bool = False
     runs: bool = False
-    verified: str = ""
     graphs: int = 0
+    same: bool | None = None
     equal: bool | None = None
     ambient: bool | None = None
     deviation: str = ""
@@ -155,16 +150,14 @@ def _floats_to(inputs: Inputs, dtype: torch.dtype) -> Inputs:
 
 
 def _loss_under_autocast(model: nn.Module, inputs: Inputs) -> Tensor:
-    with torch.autocast("cpu", dtype=LOW):
+    with _ambient():
         return loss_of(model(**inputs))
 
 
 def _measure(module: nn.Module, model: nn.Module, inputs: Inputs) -> Measured:
     """Run a module that shares the parameters of a model, in eval and in train mode."""
     _set_mode(module, model, False)
-    torch.manual_seed(0)  # some draw numbers, in eval mode too
-    with torch.no_grad():
-        outputs = floats(module(**inputs))
+    outputs = _evaluated(module, inputs)
     _set_mode(module, model, True)
     model.zero_grad(set_to_none=True)
     torch.manual_seed(0)
@@ -200,154 +193,94 @@ def loss_of(output: Any) -> Tensor:
 # The front ends.
 
 
-def by_export(name: str) -> Row:
-    """Convert one architecture ahead of time."""
-    row = Row(name, BY_NAME[name].family, EXPORT)
+def by_view(name: str) -> Row:
+    """Convert one architecture to a view, and call it with two batch sizes, in train and in eval mode."""
+    row = Row(name, BY_NAME[name].family, VIEW)
     model, inputs = BY_NAME[name]()
-    convert = functools.partial(fxamp.convert, model, (), inputs, dynamic_shapes=_dynamic(inputs))
     try:
-        model.train()
-        module = convert(policy=POLICY)
-    except Exception as e:
-        model, inputs = BY_NAME[name]()
-        return _refused(row, e, lambda: _torch_export(model.train(), inputs))
-    row = replace(row, captured=True, converted=True, verified=module.plan.verified, graphs=len(module.variants))
-    row = _compared(row, module, model, inputs, lambda: step_counts(lambda: loss_of(module(**inputs))).casts)
-    if row.equal is not False:
-        return row
-    plain = _unrounded(model.eval(), inputs)
-    module.eval()
-    with torch.no_grad():
-        expected, got = _AsUnderAutocast(plain), Record(module)
-        flat = module.call_spec.bind((), inputs)
-        with torch.autocast("cpu", dtype=LOW), contextlib.suppress(Stopped):
-            expected.run(*flat, enable_io_processing=False)
-        got.run(*flat, enable_io_processing=False)
-    return _explained(row, [(0, expected, got)], module.plan)
-
-
-def _unrounded(model: nn.Module, inputs: Inputs) -> Any:
-    """Return the graph that is converted, nothing rounded; its nodes say which dtype autocast gives each."""
-    low, none = (resolve(fxamp.Policy.parse(text), model, ((), inputs)) for text in (POLICY, "O0"))
-    autocast = autocast_for(low, model, ((), inputs))
-    captures = capture(model, (), inputs, front_end="export", dynamic_shapes=_dynamic(inputs), autocast=autocast)
-    return emit(captures, none)
-
-
-def _torch_export(model: nn.Module, inputs: Inputs) -> None:
-    """Let torch export the model with dynamic sizes or, failing that, with static ones."""
-    with contextlib.redirect_stderr(io.StringIO()):
-        try:
-            torch.export.export(model, (), inputs, dynamic_shapes=_dynamic(inputs))
-        except Exception:
-            torch.export.export(model, (), inputs)
-
-
-def _dynamic(inputs: Inputs) -> dict[str, Any]:
-    """Return dynamic shapes: every dimension, but of images the batch; torch takes minutes over those of windows."""
-    return {k: _auto(v) if isinstance(v, Tensor) else None for k, v in inputs.items()}
-
-
-def _auto(tensor: Tensor) -> dict[int, Any]:
-    return dict.fromkeys(range(tensor.dim() if tensor.dim() < 4 else 1), torch.export.Dim.AUTO)
-
-
-class _Inner:
-    """Runs converted graphs as they are, as "eager" does; a call can be counted, or recorded."""
-
-    def __init__(self) -> None:
-        self.graphs = 0
-        self.counter: _Counter | None = None
-        self.records: list[tuple[int, Record]] | None = None
-
-    def __call__(self, converted: GraphModule, _: list[Any]) -> Callable[..., Any]:
-        index, author = self.graphs, {n.name for n in converted.graph.nodes if not note_of(n).made_by}
-        self.graphs += 1
-        return functools.partial(self._call, converted, index, author)
-
-    def _call(self, converted: GraphModule, index: int, author: set[str], *args: Any) -> Any:
-        if self.records is not None:
-            record = Record(converted, author)
-            self.records.append((index, record))
-            return record.run(*args, enable_io_processing=False)
-        with self.counter or contextlib.nullcontext():
-            return converted(*args)
-
-
-def _compiled(model: nn.Module, backend: _Inner) -> Any:
-    return fxamp.compile(model, policy=POLICY, backend=backend)
-
-
-def by_backend(name: str) -> Row:
-    """Convert one architecture just in time, for two batch sizes in train and in eval mode; then measure it afresh."""
-    row = Row(name, BY_NAME[name].family, BACKEND)
-    model, inputs = BY_NAME[name]()
-    backend = _Inner()
-    module: Any = _compiled(model, backend)
-    try:
+        module = fxamp.convert(model.train(), (), inputs, policy=POLICY)
         _train_and_eval(module, name)
-        plan = fxamp.plan_of(module)
+        exact = fxamp.convert(model.eval(), (), inputs, policy="O0")
     except Exception as e:
         torch._dynamo.reset()
         plain: Any = torch.compile(BY_NAME[name]()[0], backend="eager")
         return _refused(row, e, lambda: _train_and_eval(plain, name))
-    row = replace(row, captured=True, converted=True, verified=plan.verified)
-    model, inputs = BY_NAME[name]()
-    torch._dynamo.reset()  # or the graphs and the limits of the run before would count
-    backend = _Inner()
-    module = _compiled(model, backend)
-    module.eval()
+    model.zero_grad(set_to_none=True)
+    row = replace(row, captured=True, converted=True)
+    row = _compared(row, module, model, inputs)
+    if not row.runs:
+        return row
+    row = replace(row, same=_same(exact, model, inputs), ambient=_equal_under_autocast(model, inputs))
+    in_eval = [graph for graph in fxamp.graphs(module) if "eval, no_grad" in graph.meta["fxamp"]["state"]]
+    row = replace(row, graphs=len(in_eval))
+    if row.equal is not False:
+        return row
+    torch._dynamo.reset()
     with torch.no_grad():
-        module(**inputs)
-    row = replace(row, graphs=backend.graphs)
-    row = _compared(row, module, model, inputs, lambda: _casts_of_compiled(module, backend, inputs))
-    row = replace(row, ambient=_equal_under_autocast(model, inputs) if row.equal is not None else None)
-    return row if row.equal is not False else _explained(row, *_recorded(model, inputs))
+        return _explained(row, Calls(_ambient).of_view(model.eval(), (), inputs, POLICY))
+
+
+def by_graph(name: str) -> Row:
+    """Convert the graph that torch exports of one architecture in eval mode, and compare it with that graph."""
+    row = Row(name, BY_NAME[name].family, GRAPH)
+    model, inputs = BY_NAME[name]()
+    try:
+        program = torch.export.export(model.eval(), (), inputs, strict=False)
+    except Exception as e:
+        return replace(row, problem=f"torch.export: {_line(e)}")
+    row = replace(row, captured=True, graphs=1)
+    given = as_graph(program)
+    try:
+        exact, module = (fxamp.convert(program, policy=policy) for policy in ("O0", POLICY))
+        row = replace(row, converted=True, same=_same(exact, given, inputs), runs=True)
+    except Exception as e:
+        return replace(row, problem=_line(e))
+    try:
+        row = replace(row, equal=_same(module, UnderAutocast(given, LOW), inputs))
+    except Exception as e:
+        return replace(row, problem=f"torch.autocast: {_line(e)}")
+    if row.equal:
+        return row
+    with torch.no_grad():
+        return _explained(row, [pair_of(_Given(given, (), inputs), module)])
+
+
+@dataclass(frozen=True)
+class _Given:
+    """A graph as a model, and its inputs."""
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: Inputs
+
+    def ambient(self) -> torch.autocast:
+        return _ambient()
+
+
+def _ambient() -> torch.autocast:
+    return torch.autocast("cpu", dtype=LOW)
+
+
+def _evaluated(module: Any, inputs: Inputs) -> list[Tensor]:
+    torch.manual_seed(0)  # some draw numbers, in eval mode too
+    with torch.no_grad():
+        return floats(module(**inputs))
+
+
+def _same(module: Any, model: Any, inputs: Inputs) -> bool:
+    """Say whether two modules have outputs of the same values, whatever they are stored in."""
+    pairs = zip(_evaluated(module, inputs), _evaluated(model, inputs), strict=True)
+    return all(torch.equal(a.float(), b.float()) for a, b in pairs)
 
 
 def _equal_under_autocast(model: nn.Module, inputs: Inputs) -> bool:
     """Say whether `fxamp.backend` gives in eval mode, called under autocast, what autocast alone gives, dtypes too."""
     model.eval()
     torch._dynamo.reset()
-    outputs = []
-    for module in (model, torch.compile(model, backend=_Inner())):
-        torch.manual_seed(0)
-        with torch.no_grad(), torch.autocast("cpu", dtype=LOW):
-            outputs.append(floats(module(**inputs)))
+    with _ambient():
+        ours: Any = torch.compile(model, backend=fxamp.backend("O1", "eager"))
+        outputs = [_evaluated(module, inputs) for module in (model, ours)]
     return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(*outputs, strict=True))
-
-
-def _under_autocast(model: nn.Module, inputs: Inputs) -> Any:
-    """Call a model as a view's function does, so that equal nodes of the captured graphs have equal names."""
-    with torch.autocast("cpu", dtype=LOW):
-        outputs = model(**inputs)
-    return outputs  # noqa: RET504  (nodes are named after variables)
-
-
-def _recorded(model: nn.Module, inputs: Inputs) -> tuple[list[tuple[int, Record, Record]], fxamp.Plan]:
-    """Record what the graphs captured under autocast make there, and what ours make, in eval mode."""
-    expected: list[Record] = []
-
-    def under_autocast(gm: GraphModule, _: list[Any]) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
-            expected.append(Record(gm))
-            return expected[-1].run(*args, enable_io_processing=False)
-
-        return call
-
-    backend = _Inner()
-    backend.records = []
-    model.eval()
-    with torch.no_grad():
-        torch._dynamo.reset()
-        torch.manual_seed(0)
-        torch.compile(_under_autocast, backend=under_autocast)(model, inputs)
-        torch._dynamo.reset()
-        torch.manual_seed(0)
-        compiled = _compiled(model, backend)
-        compiled(**inputs)
-    calls = zip(expected, backend.records, strict=False)
-    return [(index, theirs, ours) for theirs, (index, ours) in calls], fxamp.plan_of(compiled)
 
 
 def _train_and_eval(module: nn.Module, name: str) -> None:
@@ -359,29 +292,17 @@ def _train_and_eval(module: nn.Module, name: str) -> None:
                 loss.backward()
 
 
-def _casts_of_compiled(module: nn.Module, backend: _Inner, inputs: Inputs) -> int:
-    """Count the casts of a training step inside the graphs: under a dispatch mode torch would not run those at all."""
-    counter = backend.counter = _Counter()
-    try:
-        loss = loss_of(module(**inputs))
-    finally:
-        backend.counter = None
-    with counter:
-        loss.backward()
-    return counter.casts
-
-
 # The comparison.
 
 
-def _compared(row: Row, module: nn.Module, model: nn.Module, inputs: Inputs, casts: Callable[[], int]) -> Row:
-    """Fill in what running a converted module shows."""
+def _compared(row: Row, module: nn.Module, model: nn.Module, inputs: Inputs) -> Row:
+    """Fill in what running a view shows."""
     found = reference(model, inputs)
     row = replace(row, autocast_casts=found.casts, problem=found.problem)
     try:
         got = _measure(module, model, inputs)
         _set_mode(module, model, True)
-        row = replace(row, runs=True, casts=casts())
+        row = replace(row, runs=True, casts=step_counts(lambda: loss_of(module(**inputs))).casts)
         model.zero_grad(set_to_none=True)
         _set_mode(module, model, False)
     except Exception as e:
@@ -411,25 +332,12 @@ def _ratio(got: dict[str, Tensor], autocast: dict[str, Tensor], truth: dict[str,
     return ours / theirs if theirs else None
 
 
-class _AsUnderAutocast(Record):
-    """Gives every value the dtype that it has under autocast: a dtype that the program read there is in no graph."""
-
-    def run_node(self, n: Node) -> Any:
-        made = super().run_node(n)
-        dtype = note_of(n).autocast
-        if isinstance(made, Tensor) and made.is_floating_point() and isinstance(dtype, torch.dtype):
-            made = made.to(dtype)
-            if n.name in self.made:
-                self.made[n.name] = made.detach().clone()
-        return made
-
-
-def _explained(row: Row, runs: list[tuple[int, Record, Record]], plan: fxamp.Plan) -> Row:
-    """Fill in the first node whose value differs from what autocast gives the unrounded graph, and its decision."""
-    found = unequal(runs, plan)
-    if found is not None:
-        return replace(row, deviation=found[0], where=found[1])
-    return replace(row, deviation=OUTSIDE, where="what Dynamo leaves to Python") if row.graphs > 1 else row
+def _explained(row: Row, pairs: list[Pair]) -> Row:
+    """Fill in the first node whose value differs from what autocast gives the captured graph, and its decision."""
+    code, where = first_difference(pairs)
+    if where == NOWHERE and row.graphs > 1:
+        code, where = OUTSIDE, "what Dynamo leaves to Python"
+    return replace(row, deviation=code, where=where)
 
 
 def _refused(row: Row, error: Exception, plain: Callable[[], object]) -> Row:
@@ -449,7 +357,7 @@ def _line(error: BaseException) -> str:
 
 # The run.
 
-FRONT_ENDS: dict[str, Callable[[str], Row]] = {EXPORT: by_export, BACKEND: by_backend}
+FRONT_ENDS: dict[str, Callable[[str], Row]] = {VIEW: by_view, GRAPH: by_graph}
 
 
 def _work(name: str, front_end: str, out: Connection) -> None:
@@ -507,8 +415,8 @@ def to_markdown(rows: Sequence[Row], versions: Mapping[str, str]) -> str:
         "# Coverage: `transformers` architectures\n\n"
         f"Written by `reports/coverage.py` on a CPU, torch {versions['torch']}, transformers\n"
         f"{versions['transformers']}: small random configs, policy `{POLICY}`, one step and one evaluation each.\n"
-        f"`export` is `fxamp.convert` ahead of time; `backend` is `fxamp.compile`, without an\n"
-        f"inner compiler. Batches of {BATCHES[0]} and {BATCHES[1]} run in train and in eval mode.\n",
+        f"`view` is `fxamp.convert` of the model; batches of {BATCHES[0]} and {BATCHES[1]} in both modes.\n"
+        "`graph` is `fxamp.convert` of what `torch.export` makes of it in eval mode, compared with that graph.\n",
         _totals(rows),
     ]
     for front_end in FRONT_ENDS:
@@ -518,15 +426,14 @@ def to_markdown(rows: Sequence[Row], versions: Mapping[str, str]) -> str:
     parts.append(
         "The columns mean:\n\n"
         "- torch: whether torch captures the model without fxamp.\n"
+        "- O0: whether outputs at O0 in eval mode equal those of eager PyTorch bit for bit.\n"
         "- equal: `yes` if outputs in eval mode equal those of `torch.autocast` bit for bit; if not, the reason code\n"
         "  of the first node that differs, or `outside` if the difference is in code that Dynamo leaves to Python.\n"
-        "- under autocast: the same for a model that is called under `torch.autocast`, as trainers do; dtypes must be\n"
-        "  equal too.\n"
+        "- under autocast: the same for a model compiled in place and called under `torch.autocast`, dtypes too.\n"
         "- outputs (in eval mode) and gradients (in train mode, of all parameters): the distance from float64,\n"
         "  divided by that of autocast; below 1 means more accurate than autocast.\n"
-        "- casts: those executed in a training step. Casts in code between graphs count only for autocast.\n"
-        "- graphs: with `export` two if the model computes differently in eval mode; with `backend` those of a first\n"
-        "  call in eval mode.\n"
+        "- casts: those executed in a training step.\n"
+        "- graphs: those of eval mode without gradients.\n"
     )
     different = [(r.architecture, r.front_end, r.deviation or "none", f"`{r.where}`") for r in rows if r.equal is False]
     if different:
@@ -548,31 +455,33 @@ def _totals(rows: Sequence[Row]) -> str:
         under = [r for r in mine if r.ambient is not None]
         table.append((
             front_end, len(mine), len(captured), f"{sum(r.runs for r in captured)} of {len(captured)}",
+            f"{sum(bool(r.same) for r in mine)} of {sum(r.same is not None for r in mine)}",
             f"{equal} of {len(compared)}", f"{coded} of {len(compared) - equal}",
             f"{sum(bool(r.ambient) for r in under)} of {len(under)}" if under else "",
         ))  # fmt: skip
     headers = (
-        "front end", "architectures", "torch captures", "of those, fxamp converts and runs", "equal to autocast",
-        "the others, with a code", "equal, called under autocast",
+        "front end", "architectures", "torch captures", "of those, fxamp converts and runs", "O0 equal to eager",
+        "O1 equal to autocast", "the others, with a code", "equal, called under autocast",
     )  # fmt: skip
     return tabulate(table, headers, "pipe", disable_numparse=True) + "\n"
 
 
 def _table(rows: Sequence[Row]) -> str:
     headers = (
-        "architecture", "family", "torch", "converted", "verified", "graphs", "equal", "under autocast", "outputs",
+        "architecture", "family", "torch", "converted", "graphs", "O0", "equal", "under autocast", "outputs",
         "gradients", "casts", "autocast's",
     )  # fmt: skip
     table = [
         (
-            r.architecture, r.family, _yes(r.captured), _yes(r.converted and r.runs), r.verified, r.graphs or "",
+            r.architecture, r.family, _yes(r.captured), _yes(r.converted and r.runs), r.graphs or "",
+            "" if r.same is None else _yes(r.same),
             "" if r.equal is None else "yes" if r.equal else r.deviation or "no",
             "" if r.ambient is None else _yes(r.ambient), _number(r.outputs), _number(r.gradients),
             _known(r.casts), _known(r.autocast_casts),
         )
         for r in rows
     ]  # fmt: skip
-    aligned = ("left", "left", "left", "left", "left", "right", "left", "left", *["right"] * 4)
+    aligned = ("left", "left", "left", "left", "right", "left", "left", "left", *["right"] * 4)
     return tabulate(table, headers, "pipe", disable_numparse=True, colalign=aligned)
 
 

@@ -42,18 +42,14 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
 import fxamp  # noqa: E402  (the path comes first)
-from fxamp.capture.model.captured import as_inputs  # noqa: E402
-from fxamp.capture.states import capture, copied  # noqa: E402
-from fxamp.convert import autocast_for, emit  # noqa: E402
-from fxamp.dynamo.resolve import resolve  # noqa: E402
 from fxamp.measure.counts import interleaved  # noqa: E402
 from fxamp.train.describe import compiled_rows  # noqa: E402
 from passes.contract.reasons import DEVIATIONS  # noqa: E402
 from passes.ops.facts import NAMES  # noqa: E402
 from reports import measure_facts  # noqa: E402
 from reports.casts import _machine, _word  # noqa: E402
-from reports.trial.cuda import beside  # noqa: E402
-from reports.trial.first import Record  # noqa: E402
+from reports.trial.cuda import rows_of  # noqa: E402
+from reports.trial.first import Calls  # noqa: E402
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -134,16 +130,10 @@ SUBJECTS = {
 }  # fmt: skip
 
 
-def converted(
-    model: nn.Module, inputs: Inputs, low: torch.dtype, *levels: str, **settings: Any
-) -> Iterator[fxamp.ConvertedModule]:
-    """Yield a model converted at each level, in train mode; it is captured once for all of them."""
-    given = as_inputs((), inputs)
-    policies = [resolve(fxamp.Policy(level, dtype=low, **settings), model, given) for level in levels]
-    under = autocast_for(policies[-1], model, given)
-    captures = capture(model, (), inputs, autocast=under)
-    for policy in policies:
-        yield emit(copied(captures), policy).train()
+def converted(model: nn.Module, inputs: Inputs, low: torch.dtype, *levels: str, **settings: Any) -> Iterator[Any]:
+    """Yield a view of a model at each level, in train mode."""
+    for level in levels:
+        yield fxamp.convert(model.train(), (), inputs, policy=fxamp.Policy(level, dtype=low, **settings))
 
 
 # A TrainStep: what it waits for, CUDA graphs, and whether it trains as a loop by hand does.
@@ -306,12 +296,13 @@ def agrees(name: str, low: torch.dtype, small: bool, until: float) -> Rows:
     """Compare the dtypes of every value, outputs and gradients of O1 with those of autocast, two layers deep."""
     model, inputs = SUBJECTS[name].build(2, small, **({} if small else SUBJECTS[name].shallow))
     model.eval()
-    plain, module = (one.eval() for one in converted(model, inputs, low, "O0", "O1"))
-    record = Record(plain)
-    with torch.no_grad(), torch.autocast(DEVICE, dtype=low):
-        record.run(*plain.call_spec.bind((), inputs), enable_io_processing=False)
-    dtypes = {node: value.dtype for node, value in record.made.items()}
-    rows = beside(plain, module, dtypes)
+    policy = fxamp.Policy("O1", dtype=low)
+    with torch.no_grad():
+        pairs = Calls(lambda: torch.autocast(DEVICE, dtype=low)).of_view(model, (), inputs, policy)
+    rows = []
+    for pair in pairs:
+        dtypes = {node: value.dtype for node, value in pair.expected.made.items()}
+        rows += rows_of(pair.got.module, pair.plan, dtypes)
     wrong = [
         f"{key} ({op}): autocast gives {expected}, planned {autocast}, runs {got}"
         for key, op, expected, autocast, got, code in rows
@@ -325,6 +316,7 @@ def agrees(name: str, low: torch.dtype, small: bool, until: float) -> Rows:
         "first": wrong[0] if wrong else "",
     }
     yield [row]
+    module = fxamp.convert(model, (), inputs, policy=policy)
     first, again = (_outcome(model, model, inputs, low) for _ in range(2))
     ours = _outcome(module, model, inputs, None)
     row["output"] = (

@@ -37,13 +37,12 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
 import fxamp  # noqa: E402  (the path comes first)
-from fxamp.capture.export import without_fused_layers  # noqa: E402
 from passes.contract.errors import FxampError  # noqa: E402
 from passes.contract.reasons import DEVIATIONS  # noqa: E402
 from reports.trial.first import first_difference  # noqa: E402
-from reports.trial.judge import Subject, captured, emitted, quiet  # noqa: E402
+from reports.trial.judge import FAILURES, TORCH, Subject, judged, quiet, recorded  # noqa: E402
 from reports.trial.options import add_options, write  # noqa: E402
-from reports.trial.runs import distance, norm, run, values_differ  # noqa: E402
+from reports.trial.runs import distance, norm, run, values_differ, without_fused_layers  # noqa: E402
 from reports.trial.workers import Found, Record, code, run_all  # noqa: E402
 
 RECORD = HERE.parent / "build" / "trial" / "libraries.jsonl"
@@ -365,13 +364,15 @@ def work(case: str) -> Found:
             return {"built": False, "problem": f"eager: {type(e).__name__}: {e}"[:200]}
         row: Found = {"built": True, "autocast_runs": found.autocast is not None}
         try:
-            captures = captured(found, "export")
+            modules = {
+                level: fxamp.convert(model, args, kwargs, policy=f"{level},dtype=bf16") for level in ("O0", "O1", "O2")
+            }
         except FxampError as e:
-            return {**row, "problem": f"{e}"[:300], **at_first_call(found)}
-        modules = {level: emitted(found, captures, level) for level in ("O0", "O1", "O2")}
-        row |= {"by": "export", **compared(found, modules)}
-        if row.get("equal") is False and not any(c.without is not None for c in captures.graphs):
-            row["code"], row["where"] = first_difference(found, modules["O0"], modules["O1"])
+            return {**row, "problem": f"{e}"[:300]}
+        row |= compared(found, modules)
+        if row.get("equal") is False:
+            row["code"], row["where"] = first_difference(recorded(found, "view", "O1"))
+        row["graph"] = judged(found, "graph", ("O1",))["O1"].kind
         return {**row, "states": in_every_state(found, modules["O1"]), **trained(model, modules["O1"], args, kwargs)}
 
 
@@ -397,20 +398,6 @@ def in_every_state(found: Subject, module: nn.Module) -> list[str]:
     found.model.eval()
     module.eval()
     return missed
-
-
-def at_first_call(found: Subject) -> Found:
-    """Convert what is not captured ahead of time just in time."""
-    modules = {}
-    for level in ("O0", "O1", "O2"):
-        torch._dynamo.reset()
-        modules[level] = fxamp.compile(found.model, policy=f"{level},dtype=bf16", backend="eager")
-    row = {"by": "jit", **compared(found, modules)}
-    deviations = fxamp.plan_of(modules["O1"]).deviations
-    if row.get("equal") is False and deviations:
-        row["code"], row["where"] = deviations[0].code, "one of the plan's"
-    states = in_every_state(found, modules["O1"])
-    return {**row, "states": states, **trained(found.model, modules["O1"], found.args, found.kwargs)}
 
 
 def compared(found: Subject, modules: dict[str, Any]) -> Found:
@@ -457,27 +444,28 @@ def summary(found: dict[str, Found]) -> dict[str, Any]:
 def to_markdown(data: dict[str, Any]) -> str:
     """Return the report: totals against what is wanted, and a row for every model."""
     rows = [r for r in data["rows"] if r.get("built") and r.get("autocast_runs")]
-    converted = [r for r in rows if "by" in r]
-    ahead, equal = sum(r["by"] == "export" for r in converted), [r for r in converted if r.get("equal")]
+    converted = [r for r in rows if "same" in r]
+    equal, graphs = [r for r in converted if r.get("equal")], [r["graph"] for r in converted if r["graph"] != TORCH]
     others = [r for r in converted if r.get("equal") is False]
     named = sum(r.get("code") in DEVIATIONS for r in others)
     far = [r["case"] for r in converted if "autocast" in r and _ratio(r) > (2 if r["autocast"] > 1e-4 else 10)]
     totals = (
         ("run in eager and under autocast", len(rows)), ("of those, converted", f"{len(converted)} of {len(rows)}"),
-        ("ahead of time", _share(ahead, len(converted))), ("O0 equal to eager", f"{sum(r['same'] for r in converted)}"),
+        ("O0 equal to eager", f"{sum(r['same'] for r in converted)}"),
         ("O1 in eval equal to autocast", _share(len(equal), len(converted))),
         ("the others, with a deviation at the first node that differs", f"{named} of {len(others)}"),
         ("O2 further from FP32 than it may be", ", ".join(far) or "none"),
         ("autocast's bits in every state from one module", _states(converted)),
+        ("exported by torch, and of those the graph at O1 as promised", f"{len(graphs)}, {_kept(graphs)}"),
         ("gradients there and finite at O1", f"{sum(r.get('trains', True) for r in converted)}"),
     )  # fmt: skip
     versions = ", ".join(f"{k} {v}" for k, v in data["versions"].items())
     table = [
-        (r["case"], r["by"], _yes(r["same"]), _yes(r.get("equal")) if r.get("equal") else r.get("code") or "no",
-         f"{r['autocast']:.1e}" if "autocast" in r else "", f"{_ratio(r):.2f}", _yes(r.get("trains", True)))
+        (r["case"], _yes(r["same"]), _yes(r.get("equal")) if r.get("equal") else r.get("code") or "no",
+         f"{r['autocast']:.1e}" if "autocast" in r else "", f"{_ratio(r):.2f}", _yes(r.get("trains", True)), r["graph"])
         for r in converted
     ]  # fmt: skip
-    headers = ("model", "by", "O0", "O1", "autocast's error", "O2's / that", "trains")
+    headers = ("model", "O0", "O1", "autocast's error", "O2's / that", "trains", "exported graph")
     problems = [
         f"- {r['case']}: {r.get('problem') or r.get('died') or r.get('harness')}"
         for r in data["rows"] if r.get("problem") or r.get("died") or r.get("harness")
@@ -489,8 +477,12 @@ def to_markdown(data: dict[str, Any]) -> str:
         "the\noutput in FP32, relative to the norm of that output.\n\n"
         f"{tabulate(totals, (), 'pipe')}\n",
         tabulate(table, headers, "pipe") + "\n",
-        "## Not built, captured at the first call, or failed\n\n" + ("\n".join(problems) or "None.") + "\n",
+        "## Not built, refused, or failed\n\n" + ("\n".join(problems) or "None.") + "\n",
     ])  # fmt: skip
+
+
+def _kept(graphs: Sequence[str]) -> str:
+    return _share(sum(kind not in FAILURES for kind in graphs), len(graphs))
 
 
 def _states(rows: Sequence[Found]) -> str:
@@ -528,7 +520,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.stdout.write(json.dumps(work(options.case), indent=1) + "\n")
         return
     record = Record(options.record)
-    record.forget(options.again, lambda e: "by" not in e or not e.get("equal", True) or "problem" in e)
+    record.forget(options.again, lambda e: "same" not in e or not e.get("equal", True) or "problem" in e)
     until = None if options.seconds is None else time.monotonic() + options.seconds
     each = [[f"{lib}:{n}" for n in BUILDERS[lib][1][: options.limit]] for lib in options.only or BUILDERS]
     cases = [c for row in itertools.zip_longest(*each) for c in row if c is not None]  # of every library some first

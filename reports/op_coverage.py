@@ -2,11 +2,11 @@
 
     python reports/op_coverage.py                                  # all of it; goes on where the record ends
     python reports/op_coverage.py --only op:softmax. --only module:nn.Linear
-    python reports/op_coverage.py --case "export fp32 product op:softmax."
+    python reports/op_coverage.py --case "view fp32 product op:softmax."
 
-A case is a front end (`export`, `jit`, or `cuda`: planned for CUDA, its dtypes against the autocast kernels on fake
-tensors), the dtype of the inputs, `plain` or behind a `product`, and what is called. Each case runs in a process of its
-own, which may crash. Writes `op_coverage.md` and `op_coverage.json` beside this file.
+A case is a front end (`view`, `graph`, or `cuda`: a graph planned for CUDA, its dtypes against the autocast kernels on
+fake tensors), the dtype of the inputs, `plain` or behind a `product`, and what is called. Each case runs in a process
+of its own, which may crash. Writes `op_coverage.md` and `op_coverage.json` beside this file.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import logging
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +26,10 @@ from tabulate import tabulate
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
-from passes.contract.reasons import DEVIATIONS  # noqa: E402  (the path comes first)
-from passes.graph.notes import note_of  # noqa: E402
+import fxamp  # noqa: E402  (the path comes first)
+from passes.contract.reasons import DEVIATIONS  # noqa: E402
 from reports.trial import samples  # noqa: E402
-from reports.trial.cuda import dtypes_under_cuda  # noqa: E402
+from reports.trial.cuda import POLICY, dtypes_under_cuda  # noqa: E402
 from reports.trial.judge import (  # noqa: E402
     FAILURES,
     LEVELS,
@@ -38,16 +37,15 @@ from reports.trial.judge import (  # noqa: E402
     OK,
     RAISES,
     REFUSED,
+    TORCH,
     Subject,
     Verdict,
     as_verdict,
-    captured,
-    emitted,
+    exported,
     judged,
     quiet,
 )
 from reports.trial.options import add_options, write  # noqa: E402
-from reports.trial.runs import changed  # noqa: E402
 from reports.trial.workers import Found, Record, code, run_all  # noqa: E402
 
 RECORD = HERE.parent / "build" / "trial" / "op_coverage.jsonl"
@@ -55,8 +53,8 @@ NONE, BANNED, ALONE, RANDOM = "no sample", "banned", "refused by fxamp alone", "
 # Dtype of the inputs, whether they come from a product, and the front ends. Every op has its first sample by every one
 # before any has its second.
 KINDS = (
-    ("fp32", "product", ("export", "jit", "cuda")), ("fp32", "plain", ("export", "jit")),
-    ("fp16", "plain", ("export", "jit", "cuda")),
+    ("fp32", "product", ("view", "graph", "cuda")), ("fp32", "plain", ("view", "graph")),
+    ("fp16", "plain", ("view", "graph", "cuda")),
 )  # fmt: skip
 
 
@@ -68,24 +66,19 @@ def work(case: str) -> Found:
     if found is None:
         return {"found": {level: [NONE, ""] for level in (("O1",) if front == "cuda" else LEVELS)}}
     if front == "cuda":
-        verdict, unrun = planned_for_cuda(replace(found, low="fp16"))
-        why = _exports(found, deterministic) if verdict.kind == REFUSED else ""
-        return {"found": {"O1": _settled(verdict, why, deterministic)}, "unrun": unrun}
+        verdict, unrun = planned_for_cuda(found)
+        return {"found": {"O1": _settled(verdict, deterministic)}, "unrun": unrun}
     low = "fp16" if dtype == "fp16" else "bf16"
     try:
         subject = Subject(found.model, found.args, low=low, deterministic=deterministic)
     except Exception as e:
         return {"found": {level: [RAISES, f"{type(e).__name__}: {e}"[:200]] for level in LEVELS}}
     verdicts = judged(subject, front)
-    odd = any(v.kind in (REFUSED, MISMATCH) for v in verdicts.values())
-    why = _exports(found, deterministic) if front == "export" and odd else ""
-    return {"found": {level: _settled(v, why, deterministic) for level, v in verdicts.items()}}
+    return {"found": {level: _settled(v, deterministic) for level, v in verdicts.items()}}
 
 
-def _settled(verdict: Verdict, exports: str, deterministic: bool) -> list[str]:
-    """Say who refuses what was refused."""
-    if verdict.kind in (REFUSED, MISMATCH) and exports:
-        return [REFUSED, f"torch.export: {exports}"]
+def _settled(verdict: Verdict, deterministic: bool) -> list[str]:
+    """Say why fxamp refuses what it refuses."""
     if verdict.kind == REFUSED and not deterministic:
         return [RANDOM, verdict.why]
     if verdict.kind == REFUSED and "bans" in verdict.why:
@@ -93,36 +86,22 @@ def _settled(verdict: Verdict, exports: str, deterministic: bool) -> list[str]:
     return [ALONE if verdict.kind == REFUSED else verdict.kind, verdict.why]
 
 
-def _exports(found: samples.Sample, deterministic: bool) -> str:
-    """Say why torch.export itself refuses a model, or what it makes of it that is not the model; "" if it is."""
-    try:
-        with quiet():
-            program = torch.export.export(found.model, found.args)
-            if not deterministic:
-                return ""
-            subject = Subject(found.model, found.args)
-            made = program.module()  # over the model's own parameters
-            why = changed(subject.run(made), subject.plain)
-    except Exception as e:
-        return f"{type(e).__name__}: {' '.join(str(e).split())}"[:160]
-    return f"its program is not the model: {why}" if why else ""
-
-
 def planned_for_cuda(found: samples.Sample) -> tuple[Verdict, list[str]]:
-    """Judge the plan for CUDA; and return the ops that fake tensors cannot run."""
-    try:
-        with quiet():
-            captures = captured(found, "export", "cuda")
-            plain, module = emitted(found, captures, "O0"), emitted(found, captures, "O1", "cuda")
-    except Exception as e:
-        return as_verdict(e), []
+    """Judge the plan for CUDA of what torch exports; and return the ops that fake tensors cannot run."""
+    with quiet():
+        try:
+            program = exported(found)
+        except Exception as e:
+            return Verdict(TORCH, f"torch.export: {as_verdict(e).why}"), []
+        try:
+            plain, module = (fxamp.convert(program, policy=policy) for policy in ("O0", POLICY))
+        except Exception as e:
+            return as_verdict(e), []
     try:
         with quiet():
             rows, unrun = dtypes_under_cuda(plain, module, found.args, {})
     except Exception as e:  # what no fake CUDA tensor gets through
         return Verdict(OK, f"not run: {type(e).__name__}: {e}"[:200]), ["(none of it)"]
-    if any(note_of(n).read is not None or note_of(n).cast == "relative" for n in module.graph.nodes):
-        return Verdict(OK, "not compared: it reads a dtype, which the unrounded graph has as it is"), unrun
     deviated = False  # a value that is not autocast's makes others so
     for key, op, expected, autocast, got, why in rows:
         deviated = deviated or why in DEVIATIONS
@@ -151,7 +130,7 @@ def summary(found: dict[str, Found], there_are: int) -> dict[str, Any]:
                 failures.append((case, level, kind, why))
             if kind == ALONE:
                 alone.append((case, level, why))
-            if kind == REFUSED and level == "O1":
+            if kind == TORCH and level == "O1":
                 refused[why.partition(":")[0] + ":" + why.partition(":")[2][:60]] += 1
             if kind == "deviation" and level == "O1":
                 named[why.partition(" at ")[0] if " at " in why else "named in the plan"] += 1
@@ -187,7 +166,7 @@ def to_markdown(data: dict[str, Any]) -> str:
     ]
     for title, headers, of in (
         ("Deviations at O1, by code", ("code", "cases"), data["deviations"]),
-        ("Refused by `torch.export` itself", ("why", "cases"), data["refused"]),
+        ("What torch alone refuses or changes", ("why", "cases"), data["refused"]),
     ):
         parts.append(f"## {title}\n\n{tabulate(of, headers, 'pipe')}\n" if of else "")
     lists = (

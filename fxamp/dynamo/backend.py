@@ -141,7 +141,7 @@ def backend(
     chosen = Policy.of(policy)
     if chosen.cost == "measured":
         raise PolicyError(
-            "cost='measured' needs example inputs before training: use fxamp.convert(model, args), or cost='bytes' here."
+            "cost='measured' needs example inputs before training: use fxamp.convert, or cost='bytes' here."
         )
     require_inner(backend)
     return Backend(chosen, backend, mode, tuple(sorted((options or {}).items())))

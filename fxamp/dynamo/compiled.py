@@ -212,7 +212,7 @@ def break_of(gm: GraphModule) -> str:
 
 
 def entries(module: nn.Module) -> list[Converted]:
-    """Return the converted graphs of a compiled module, in order; one that was captured repeatedly is returned once.
+    """Return the converted graphs of a compiled module, in order; of one that was captured repeatedly the last.
 
     Raises:
         CaptureError: nothing was captured.
@@ -225,7 +225,7 @@ def entries(module: nn.Module) -> list[Converted]:
         raise CaptureError(_nothing(module))
     once: dict[Any, Converted] = {}
     for entry in found.values():
-        once.setdefault(entry.signature, entry)
+        once[entry.signature] = entry  # a model may have been compiled before, under another policy
     return list(once.values())
 
 

@@ -27,6 +27,7 @@ from passes._torch import (
     BatchNorm,
     FakeTensorMode,
     codegen_of,
+    flat_by,
     pytree,
     quiet_fakes,
     runs_its_forward_alone,
@@ -98,7 +99,7 @@ def store_low(made: GraphModule) -> None:
     reads: dict[str, list[Node]] = {}
     for node in made.graph.find_nodes(op="get_attr"):
         reads.setdefault(str(node.target), []).extend(node.users)
-    shared = {id(p): [] for p in made.parameters()}
+    shared: dict[int, list[str]] = {id(p): [] for p in made.parameters()}
     for path, p in made.named_parameters(remove_duplicate=False):
         shared[id(p)].append(path)
     for paths in shared.values():
@@ -253,13 +254,18 @@ def _fill(made: GraphModule, inputs: Inputs | None) -> None:
             "inputs, fxamp.convert(graph, args, kwargs), which are propagated as fake tensors."
         )
     args, kwargs = inputs
-    plain = type(codegen_of(made.graph)) is CodeGen
-    flat = _bound(made, args, kwargs) if plain else made.graph.process_inputs(*args, **kwargs)
+    codegen: Any = codegen_of(made.graph)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with quiet_fakes():
-        fake = [mode.from_tensor(v, static_shapes=True) if isinstance(v, torch.Tensor) else v for v in flat]
         try:
+            if type(codegen) is CodeGen:
+                flat = _bound(made, args, kwargs)
+            else:
+                flat = flat_by((args, kwargs), codegen.pytree_info.in_spec)
+            fake = [mode.from_tensor(v, static_shapes=True) if isinstance(v, torch.Tensor) else v for v in flat]
             _Propagation(made, mode).propagate_dont_convert_inputs(*fake)
+        except CaptureError:
+            raise
         except Exception as e:  # whatever an op raises for operands that it rejects
             raise CaptureError(
                 f"the graph rejects the example inputs: {type(e).__name__}: {str(e).strip().partition(chr(10))[0]}"
@@ -286,7 +292,7 @@ class _Propagation(FakeTensorProp):
 def _bound(made: GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """Return the inputs in the order of a graph's placeholders."""
     places = made.graph.find_nodes(op="placeholder")
-    rest = [n for n in places[len(args) :]]
+    rest = list(places[len(args) :])
     names = {str(n.target) for n in rest}
     missing = [str(n.target) for n in rest if str(n.target) not in kwargs and not n.args]
     extra = [name for name in kwargs if name not in names]

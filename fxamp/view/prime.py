@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from passes._torch import OWN_CACHE, forget_compiled, pytree
-from passes.contract.errors import CaptureError, FxampError, PlanError
+from passes.contract.errors import FxampError, NotFaithfulError, PlanError
 from passes.contract.plan_format import REMEDY
 from passes.contract.policy import check_used
 from passes.graph.aliases import Aliases
@@ -29,8 +29,8 @@ from passes.graph.values import LOW_DTYPES
 from passes.ops import ops
 
 from ..trust.preserved import fresh, same_random_state
-from ..trust.tensors import kept, same
-from .function import Captured
+from ..trust.tensors import same
+from .function import Captured, Entry
 from .replay import place_of
 from .runner import Runner
 from .state import STATES, in_state, state_of
@@ -88,8 +88,7 @@ def capture(runner: Runner, args: tuple[Any, ...], kwargs: dict[str, Any], check
         return
     try:
         if check or broken:
-            with kept(_written_parameters(runner, first)):
-                _check(runner, args, kwargs, check)
+            _check(_Twins(runner, args, kwargs, _written(runner.entries[first:])), check)
     except _NoTwinError as e:
         runner.complete = runner.complete and not broken
         what = "checked" if not broken else "checked, and what comes after its first graph break not captured"
@@ -99,16 +98,6 @@ def capture(runner: Runner, args: tuple[Any, ...], kwargs: dict[str, Any], check
     _refuse_unmatched_ops(runner)
     if broken and runner.replayed is not None:
         _refuse_unfit(runner)
-
-
-def _written_parameters(runner: Runner, first: int) -> list[Tensor]:
-    """Return the parameters that graphs write to, such as an embedding's with max_norm: twins share them."""
-    names: set[str] = set()
-    for entry in runner.entries[first:]:
-        written = {n for together in Aliases(entry.captured.graph).sets().values() for n in together}
-        places = entry.captured.graph.find_nodes(op="placeholder")
-        names |= {name for at, name in entry.names.items() if places[at] in written}
-    return [p for name, p in runner.model.named_parameters(remove_duplicate=False) if name in names]
 
 
 def _refuse_unmatched_ops(runner: Runner) -> None:
@@ -155,28 +144,55 @@ class _Run:
 
     outputs: list[Any]
     buffers: dict[str, Tensor]
-    gradients: list[Tensor | None] | None
+    gradients: dict[str, Tensor | None] | None
 
 
-def _check(runner: Runner, args: tuple[Any, ...], kwargs: dict[str, Any], check: bool | str) -> None:
+@dataclass(frozen=True)
+class _Twins:
+    """What copies of a model are run with.
+
+    Attributes:
+        runner: the view's.
+        args: inputs.
+        kwargs: keyword inputs.
+        written: names of the parameters that are written, of which each copy has its own.
+    """
+
+    runner: Runner
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    written: frozenset[str]
+
+
+def _written(entries: Sequence[Entry]) -> frozenset[str]:
+    """Return the names of the parameters that captured graphs write."""
+    found: set[str] = set()
+    for entry in entries:
+        aliases, places = Aliases(entry.captured.graph), entry.captured.graph.find_nodes(op="placeholder")
+        found.update(name for i, name in entry.names.items() if aliases.is_mutated(places[i]))
+    return frozenset(found)
+
+
+def _check(twins: _Twins, check: bool | str) -> None:
+    runner = twins.runner
     graded = check is True and not runner.policy.level.rounds and torch.is_grad_enabled()
     if not check:  # only to capture what comes after a graph break
-        _run(runner, "graphs", args, kwargs, graded)
+        _run(twins, "graphs", graded)
         return
     try:
-        expected = _run(runner, "model", args, kwargs, graded)
-    except (FxampError, torch.OutOfMemoryError):
+        expected = _run(twins, "model", graded)
+    except (FxampError, _NoTwinError, torch.OutOfMemoryError):
         raise
     except Exception as e:  # autocast mixes dtypes, and its kernels refuse numbers: a graph may run where it does not
         raise _NoTwinError(f"the model itself raises under autocast ({_line(e)})") from e
-    got = _run(runner, "graphs", args, kwargs, graded)
-    difference = _difference(expected, got, runner.model)
+    got = _run(twins, "graphs", graded, against=expected)
+    difference = _difference(expected, got)
     if not difference:
         return
-    plain = _run(runner, "torch.compile", args, kwargs, graded)
+    got, plain = _run(twins, "graphs", graded), _run(twins, "torch.compile", graded)
     name = type(runner.model).__name__
-    if _difference(got, plain, runner.model):
-        raise CaptureError(
+    if _difference(got, plain):
+        raise NotFaithfulError(
             f"what was captured of {name} does not compute what {name} computes: {difference}. torch.compile of it "
             "does, so this is a defect of fxamp; please report it. check=False converts it nevertheless."
         )
@@ -185,19 +201,23 @@ def _check(runner: Runner, args: tuple[Any, ...], kwargs: dict[str, Any], check:
     runner.note(note)
 
 
-def _run(runner: Runner, what: str, args: tuple[Any, ...], kwargs: dict[str, Any], graded: bool) -> _Run:
-    """Run the model's own code, the captured graphs or torch.compile's, on a twin and on copies of the inputs."""
-    twin = twin_of(runner.model)
-    given, named = pytree.tree_map(fresh, (args, kwargs))
+def _run(twins: _Twins, what: str, graded: bool, against: _Run | None = None) -> _Run:
+    """Run the model's own code, the captured graphs or torch.compile's, on a twin and on copies of the inputs.
+
+    Gradients are compared with those of `against` as they come, one parameter at a time, and not kept.
+    """
+    runner = twins.runner
+    twin = twin_of(runner.model, twins.written)
+    given, named = pytree.tree_map(fresh, (twins.args, twins.kwargs))
     try:
         with same_random_state():
             if what == "graphs":
                 outputs = runner(given, named, model=twin, does="compare")
             else:
                 outputs = _called(runner, twin, given, named, compiled=what != "model")
-            gradients = _gradients(outputs, twin) if graded else None
-    except (FxampError, torch.OutOfMemoryError, Captured):
-        raise
+            gradients = _gradients(outputs, twin, None if against is None else against.gradients) if graded else None
+    except torch.OutOfMemoryError as e:
+        raise _NoTwinError("there is not enough memory to run it beside itself") from e
     leaves = [t.detach() if isinstance(t, Tensor) else t for t in pytree.tree_leaves(outputs)]
     return _Run(leaves, dict(twin.named_buffers()), gradients)
 
@@ -218,31 +238,68 @@ def _called(runner: Runner, twin: nn.Module, args: Any, kwargs: Any, compiled: b
         forget_compiled(forward.__code__)
 
 
-def twin_of(model: nn.Module) -> nn.Module:
-    """Return a copy of a model that shares its parameters, and has buffers and Python state of its own."""
+def twin_of(model: nn.Module, written: Collection[str] = ()) -> nn.Module:
+    """Return a copy of a model that shares its parameters, and has buffers and Python state of its own.
+
+    Args:
+        model: is not changed.
+        written: names of parameters that are not shared.
+    """
     if any(type(p).__name__ == "DTensor" for p in model.parameters()):
         raise _NoTwinError("its parameters are sharded")
     if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
         raise _NoTwinError("it is on the meta device")
     try:
-        return copy.deepcopy(model, {id(p): p for p in model.parameters()})
+        return copy.deepcopy(model, {id(p): p for name, p in model.named_parameters() if name not in written})
     except Exception as e:  # whatever a class raises that does not let itself be copied
         raise _NoTwinError(f"it cannot be copied ({_line(e)})") from e
 
 
-def _gradients(outputs: Any, twin: nn.Module) -> list[Tensor | None] | None:
+Gradients = dict[str, Tensor | None]
+
+
+def _gradients(outputs: Any, twin: nn.Module, against: Gradients | None = None) -> Gradients | None:
+    """Return the gradients of a weighted sum of the outputs by name; None for a model without a backward of its own.
+
+    If there are others to compare with, those that are equal to these are returned in the place of what was computed.
+    """
     leaves = [t for t in pytree.tree_leaves(outputs) if isinstance(t, Tensor) and t.requires_grad]
-    sources = [p for p in twin.parameters() if p.requires_grad]
+    sources = {name: p for name, p in twin.named_parameters() if p.requires_grad}
     if not leaves or not sources:
         return None
-    weights = [torch.linspace(0.5, 1.5, max(t.numel(), 1), dtype=t.dtype)[: t.numel()].view(t.shape) for t in leaves]
+    weights = [_weights(t) for t in leaves]
+    alike: dict[str, bool] = {}
+    floor = _floor(against)
+    handles = [p.register_hook(_comparing(name, against[name], floor, alike)) for name, p in sources.items() if against]
     try:
-        return list(torch.autograd.grad(leaves, sources, weights, allow_unused=True))
-    except RuntimeError:  # a model without a backward of its own
+        found = torch.autograd.grad(leaves, list(sources.values()), weights, allow_unused=True)
+    except RuntimeError:
         return None
+    finally:
+        for handle in handles:
+            handle.remove()
+    pairs = zip(sources, found, strict=True)
+    return {name: against[name] if against and alike.get(name) else g for name, g in pairs}
 
 
-def _difference(expected: _Run, got: _Run, model: nn.Module) -> str:
+def _weights(output: Tensor) -> Tensor:
+    numbers = torch.linspace(0.5, 1.5, max(output.numel(), 1), dtype=output.dtype, device=output.device)
+    return numbers[: output.numel()].view(output.shape)
+
+
+def _comparing(
+    name: str, expected: Tensor | None, floor: float, alike: dict[str, bool]
+) -> Callable[[Tensor], Tensor | None]:
+    """Return a hook that compares a gradient, and lets go of its memory if it is the expected one."""
+
+    def hook(gradient: Tensor) -> Tensor | None:
+        alike[name] = expected is not None and _are_alike(expected, gradient, floor)
+        return gradient.new_zeros(()).expand(gradient.shape) if alike[name] else None
+
+    return hook
+
+
+def _difference(expected: _Run, got: _Run) -> str:
     """Return how two runs differ, "" where they do not."""
     if len(expected.outputs) != len(got.outputs):
         return f"{len(got.outputs)} outputs instead of {len(expected.outputs)}"
@@ -252,15 +309,28 @@ def _difference(expected: _Run, got: _Run, model: nn.Module) -> str:
     for name, buffer in expected.buffers.items():
         if name not in got.buffers or not same(buffer, got.buffers[name]):
             return f"buffer '{name}' has other values afterwards"
-    names = [name for name, p in model.named_parameters() if p.requires_grad]
-    for name, a, b in zip(names, expected.gradients or (), got.gradients or (), strict=False):
-        if (a is None) != (b is None) or (a is not None and b is not None and _norm(a - b) > _allowed(a, expected)):
+    if (expected.gradients is None) != (got.gradients is None):
+        return "only one of them has gradients"
+    return _gradient_difference(expected.gradients or {}, got.gradients or {})
+
+
+def _gradient_difference(expected: Gradients, got: Gradients) -> str:
+    floor = _floor(expected)
+    for name, gradient in expected.items():
+        other = got.get(name)
+        both = gradient is not None and other is not None
+        if (gradient is None) != (other is None) or (both and not _are_alike(gradient, other, floor)):
             return f"the gradient of '{name}' differs"
     return ""
 
 
-def _allowed(gradient: Tensor, run: _Run) -> float:
-    return max(GRADIENT_TOLERANCE * _norm(gradient), 1e-9 * max(_norm(g) for g in run.gradients or () if g is not None))
+def _are_alike(a: Any, b: Any, floor: float) -> bool:
+    return a is b or _norm(a - b) <= max(GRADIENT_TOLERANCE * _norm(a), floor)
+
+
+def _floor(gradients: Gradients | None) -> float:
+    """Return the distance that does not count: a billionth of the largest gradient's norm."""
+    return 1e-9 * max((_norm(g) for g in (gradients or {}).values() if g is not None), default=0.0)
 
 
 def _norm(value: Tensor) -> float:

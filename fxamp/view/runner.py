@@ -117,6 +117,11 @@ class Runner:
         self._marks = dynamic is None
         self.traces_autocast = True
         self._hooks = HookWatch(model)
+        self._settings: dict[str, Any] = {} if LIMIT_IS_ARGUMENT else {"recompile_limit": LIMIT}
+        if on_change == "error":
+            self._settings["error_on_recompile"] = True
+        if any(isinstance(module, nn.RNNBase) for module in model.modules()):
+            self._settings["allow_rnn"] = True  # or Dynamo leaves what calls a recurrent layer to Python
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -245,9 +250,7 @@ class Runner:
                 stack.enter_context(without_module_trackers())
             if torch.is_autocast_enabled(self.device):
                 stack.enter_context(torch.autocast(self.device, enabled=False))
-            change: Any = {} if LIMIT_IS_ARGUMENT else {"recompile_limit": LIMIT}
-            if self.on_change == "error":
-                change["error_on_recompile"] = True
+            change = dict(self._settings)
             if self.backend == "eager" and is_replica_running():
                 change["optimize_ddp"] = False  # gradients of ops that run one by one leave early without a split
             if change:

@@ -29,11 +29,7 @@ class CaptureError(FxampError, RuntimeError):
 
 
 class NotFaithfulError(CaptureError):
-    """This front end would lose something of the model; `capture="jit"` keeps it."""
-
-
-class RejectedError(CaptureError):
-    """The model itself raises for the example inputs."""
+    """The captured graphs do not compute what the model computes, and what `torch.compile` captures does."""
 
 
 class NotAModuleError(CaptureError, TypeError):
@@ -97,9 +93,6 @@ class ScaleCollapseError(FxampError, FloatingPointError):
         passes.contract.errors.ScaleCollapseError: 1 steps in a row were skipped, because gradients were not finite...
     """
 
-
-# The way out of every refusal of a front end that captures ahead of time.
-INSTEAD = "Use capture='jit' or fxamp.compile(model), which keep it, or change that construct"
 
 # The way out for a model with trainable parameters in 16 bits. Since version 5 of transformers the dtype of the
 # checkpoint is the default.

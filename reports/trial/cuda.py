@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Interpreter, Node
+from torch.fx import GraphModule, Interpreter, Node
 
+import fxamp
 from passes._torch import FakeTensorMode, pytree
-from passes.contract.plan import Decision
-from passes.graph.notes import SETTLE, is_inserted, note_of
+from passes.graph.notes import is_inserted, note_of
 from passes.graph.values import keys
 from passes.ops import ops
 from passes.ops.rules import FP32, LOW, lookup
@@ -27,10 +27,9 @@ POLICY = "O1,dtype=fp16,device=cuda"
 class Oracle(Interpreter):
     """Runs a graph on fake CUDA tensors under CUDA autocast."""
 
-    def __init__(self, module: torch.fx.GraphModule, mode: FakeTensorMode, read: dict[str, torch.dtype]) -> None:
+    def __init__(self, module: GraphModule) -> None:
         super().__init__(module)
-        self.mode, self.dtypes, self.unrun = mode, dict[str, torch.dtype](), list[str]()
-        self.read = read  # dtype arguments by node: what the author's code read of another value under autocast
+        self.dtypes, self.unrun = dict[str, torch.dtype](), list[str]()
 
     def fake(self, value: Any) -> Any:
         """Return a fake CUDA tensor in a tensor's place."""
@@ -51,8 +50,6 @@ class Oracle(Interpreter):
     def _called(self, n: Node, args: Any, kwargs: dict[str, Any]) -> Any:
         if ops.name(n) == "_assert_tensor_metadata":
             return None
-        if n.name in self.read and "dtype" in kwargs:
-            kwargs["dtype"] = self.read[n.name]  # the plain graph has what it read in FP32
         moved: Any = lambda a: torch.device("cuda", 0) if isinstance(a, torch.device) else a  # noqa: E731
         args, kwargs = pytree.tree_map(moved, (args, kwargs))
         try:
@@ -71,64 +68,47 @@ def _sizes(shape: Any) -> list[int]:
     return [int(s) if isinstance(s, int) else int(s.node.hint) for s in shape]
 
 
-def dtypes_under_cuda(plain: Any, module: Any, args: Any, kwargs: Any) -> tuple[list[list[str]], list[str]]:
+def dtypes_under_cuda(
+    plain: GraphModule, module: GraphModule, args: Any, kwargs: Any
+) -> tuple[list[list[str]], list[str]]:
     """Return a row for each node, and the ops that fake tensors cannot run.
 
     A row is [key, op, the dtype under the real kernels, what the plan says of autocast, what the converted graph gives,
     the code of the reason].
 
     Args:
-        plain: the model converted at O0.
+        plain: an exported model converted at O0.
         module: the same converted under POLICY.
-        args: its example inputs.
-        kwargs: its example inputs by keyword.
+        args: example inputs.
+        kwargs: example inputs by keyword.
     """
-    decided = decisions(module).values()
-    read = {
-        n.name: getattr(torch, d.autocast_dtype) for n, d in decided if d is not None and d.code == "dtype_argument"
-    }
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         torch.set_autocast_enabled("cuda", True)
         torch.set_autocast_dtype("cuda", LOW_DTYPE)
         try:
-            oracle = Oracle(plain, mode, read)
-            inputs = [oracle.fake(t) for t in plain.call_spec.bind(args, kwargs)]
+            oracle = Oracle(plain)
+            inputs = [oracle.fake(t) for t in pytree.tree_leaves((args, kwargs))]
             oracle.run(*inputs, enable_io_processing=False)
         finally:
             torch.set_autocast_enabled("cuda", False)
-    return beside(plain, module, oracle.dtypes), sorted(set(oracle.unrun))
+    return rows_of(module, fxamp.plan_of(module), oracle.dtypes), sorted(set(oracle.unrun))
 
 
-def beside(plain: Any, module: Any, dtypes: dict[str, torch.dtype]) -> list[list[str]]:
+def rows_of(module: torch.nn.Module, plan: fxamp.Plan, dtypes: dict[str, torch.dtype]) -> list[list[str]]:
     """Return a row for each node of floating dtype, as `dtypes_under_cuda` does.
 
     Args:
-        plain: the model converted at O0.
-        module: the same converted at O1.
-        dtypes: what autocast gives the values of the first graph of `plain`, by the name of the node.
+        module: a converted graph.
+        plan: what was decided on it.
+        dtypes: what autocast gives the values of the graph that it was made of, by the name of the node.
     """
-    # By key: the graph of another capture has other names.
-    decided, rows = decisions(module), []
-    ours = {key: decided.get(node.name) for node, key in _keys(module).items()}
-    for node, key in _keys(plain).items():
-        expected, found = dtypes.get(node.name), ours.get(key)
-        if expected is None or not expected.is_floating_point or found is None:
+    graph: Any = module.graph
+    decided, rows = {d.key: d for d in plan.decisions if not d.graph}, []
+    for node, key in keys(n for n in graph.nodes if not is_inserted(n)).items():
+        expected = dtypes.get(node.name)
+        if expected is None or not expected.is_floating_point or note_of(node).made_by:
             continue
-        got = str(found[0].meta["val"].dtype)[6:]
-        autocast, code = (found[1].autocast_dtype, found[1].code) if found[1] is not None else (got, "")
+        got, decision = str(node.meta["val"].dtype)[6:], decided.get(key)
+        autocast, code = (got, "") if decision is None else (decision.autocast_dtype, decision.code)
         rows.append([key, ops.name(node), str(expected)[6:], autocast, got, code])
     return rows
-
-
-def _keys(module: Any) -> dict[Node, str]:
-    """Return keys that count the author's calls alone: decomposition makes calls of ops that the author calls too."""
-    return keys(n for n in module.graph.nodes if note_of(n).made_by in ("", SETTLE))
-
-
-def decisions(module: Any) -> dict[str, tuple[Node, Decision | None]]:
-    """Return the author's nodes of a converted graph, by name, and what was decided on each.
-
-    A name is the same in all graphs of one capture; a key counts the calls of an op, and more where one is decomposed.
-    """
-    decided = {d.key: d for d in module.plan.decisions}
-    return {n.name: (n, decided.get(key)) for n, key in keys(module.graph.nodes).items() if not is_inserted(n)}

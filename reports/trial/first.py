@@ -1,21 +1,24 @@
-"""The first node at which a converted graph differs from what `torch.autocast` gives the unrounded one."""
+"""The first node at which an emitted graph differs from what `torch.autocast` gives the captured one."""
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
 import fxamp
-from fxamp.trust.preserved import preserved
+from fxamp.dynamo import compiled
+from fxamp.dynamo.call import current
+from fxamp.trust.preserved import fresh, preserved, same_random_state
+from fxamp.view.view import runner_of
+from passes._torch import pytree
 from passes.contract.policy import Policy
-from passes.graph.notes import is_inserted
 from passes.graph.values import keys, source
 from passes.ops import ops
 
@@ -57,38 +60,80 @@ class Record(Interpreter):
 _PARTS = ("getitem", "slice", "select", "narrow")
 
 
-def unequal(runs: Iterable[tuple[int, Record, Record]], plan: fxamp.Plan) -> tuple[str, str] | None:
-    """Return the code and the key of the first node whose value differs, for the numbers of graphs and their records.
+@dataclass(frozen=True)
+class Pair:
+    """One call of a graph: as it was captured, under autocast, and as it was emitted.
 
-    The code is "" where the plan has no decision on it; None where no node of a graph differs.
+    Attributes:
+        plan: what was decided on this graph.
+        expected: what the captured graph gave.
+        got: what the emitted graph gave.
     """
-    for index, expected, got in runs:
-        names = {n.name: key for n, key in (expected.names | got.names).items()}  # where both have a node, ours
-        ours = {n.name for n in got.names}
-        differs: dict[Node, bool] = {}  # by node, whether more differs than how it is stored
-        for node in expected.names:
-            a, b = expected.made.get(node.name), got.made.get(node.name)
-            if isinstance(a, Tensor) and isinstance(b, Tensor) and not torch.equal(a.double(), b.double()):
-                # What is only stored low early is no difference as long as every reader rounds it.
-                differs[node] = not torch.equal(a.to(b.dtype), b)
-            elif isinstance(a, Tensor) and not a.is_complex() and node.name not in ours:
-                differs[node] = False  # decomposed: what reads it shows whether it differs
-            if not differs.get(node) and node is not expected.stopped:
-                continue
-            first = node
-            while before := [n for n in first.all_input_nodes if n in differs and n is not first]:
-                first = before[0]
-            # A value that is held in another dtype is equal, and what reads it is not: that one was decided on.
-            held = [n for n in first.all_input_nodes if _dtype(expected, n) != _dtype(got, n)]
-            named = {d.key for d in plan.deviations if d.graph == index}
-            first = next((n for n in held if names.get(n.name) in named), first)
-            while ops.name(first) == "getitem" and isinstance(first.args[0], Node):
-                first = first.args[0]  # what gave several values is what was decided on
-            key, line = names[first.name], source(first)
-            found = [d for d in plan.decisions if d.key == key and d.graph == index]
-            found = found or [d for d in plan.decisions if (d.op, d.source) == (ops.name(first), line)]
-            found = found or [d for d in plan.deviations if d.source == line]  # a part of what was decomposed
-            return (found[0].code if found else ""), key
+
+    plan: fxamp.Plan
+    expected: Record
+    got: Record
+
+
+def beside(captured: GraphModule, emitted: GraphModule, plan: fxamp.Plan, args: Iterable[Any], context: Any) -> Pair:
+    """Run a captured graph under autocast on copies of the inputs, and prepare the run of its emitted graph."""
+    pair = Pair(plan, Record(captured), Record(emitted, {n.name for n in captured.graph.nodes}))
+    with same_random_state(), context, contextlib.suppress(Stopped):
+        pair.expected.run(*map(fresh, args), enable_io_processing=False)
+    return pair
+
+
+def first_difference(pairs: Iterable[Pair]) -> tuple[str, str]:
+    """Return the code and the key of the first node whose value differs; the code is "" where none is planned.
+
+    Where no node differs, it is the first deviation of a node that the captured graph has not.
+    """
+    pairs = list(pairs)
+    found = next((shown for pair in pairs if (shown := _unequal(pair)) is not None), None)
+    if found is not None:
+        return found
+    known = {key for pair in pairs for key in _common(pair).values()}
+    inside = next((d for pair in pairs for d in pair.plan.deviations if d.key not in known), None)
+    return ("", NOWHERE) if inside is None else (inside.code, inside.key)
+
+
+NOWHERE = "what no node shows"
+
+
+def _common(pair: Pair) -> dict[str, str]:
+    """Return the keys of the nodes that are in both graphs."""
+    ours = {n.name for n in pair.got.names}
+    return {n.name: key for n, key in pair.expected.names.items() if n.name in ours}
+
+
+def _unequal(pair: Pair) -> tuple[str, str] | None:
+    expected, got, plan = pair.expected, pair.got, pair.plan
+    names = {n.name: key for n, key in (expected.names | got.names).items()}  # where both have a node, ours
+    ours = {n.name for n in got.names}
+    differs: dict[Node, bool] = {}  # by node, whether more differs than how it is stored
+    for node in expected.names:
+        a, b = expected.made.get(node.name), got.made.get(node.name)
+        if isinstance(a, Tensor) and isinstance(b, Tensor) and not torch.equal(a.double(), b.double()):
+            # What is only stored low early is no difference as long as every reader rounds it.
+            differs[node] = not torch.equal(a.to(b.dtype), b)
+        elif isinstance(a, Tensor) and not a.is_complex() and node.name not in ours:
+            differs[node] = False  # decomposed: what reads it shows whether it differs
+        if not differs.get(node) and node is not expected.stopped:
+            continue
+        first = node
+        while before := [n for n in first.all_input_nodes if n in differs and n is not first]:
+            first = before[0]
+        # A value that is held in another dtype is equal, and what reads it is not: that one was decided on.
+        held = [n for n in first.all_input_nodes if _dtype(expected, n) != _dtype(got, n)]
+        named = {d.key for d in plan.deviations if not d.graph}
+        first = next((n for n in held if names.get(n.name) in named), first)
+        while ops.name(first) == "getitem" and isinstance(first.args[0], Node):
+            first = first.args[0]  # what gave several values is what was decided on
+        key, line = names[first.name], source(first)
+        found = [d for d in plan.decisions if d.key == key and not d.graph]
+        found = found or [d for d in plan.decisions if (d.op, d.source) == (ops.name(first), line)]
+        found = found or [d for d in plan.deviations if d.source == line]  # a part of what was decomposed
+        return (found[0].code if found else ""), key
     return None
 
 
@@ -97,89 +142,64 @@ def _dtype(record: Record, node: Node) -> torch.dtype | None:
     return made.dtype if isinstance(made, Tensor) else None
 
 
-class Compared(Protocol):
-    """A model with its inputs, and the autocast that it is compared with."""
+@dataclass
+class Calls:
+    """An inner backend that runs each graph that it is given node by node, and beside it the captured one.
 
-    model: torch.nn.Module
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-    def ambient(self) -> torch.autocast:
-        """Return that autocast."""
-
-
-def first_difference(
-    found: Compared, plain: Any, module: Any, *, grad: bool = True
-) -> tuple[str, str]:
-    """Return the code and the key of the first node at which a converted module differs from autocast.
-
-    `plain` is the same model converted at O0. The code is "" where there is none.
+    Attributes:
+        context: makes what the captured graphs run in.
+        module: what has it as its inner backend: a view, or what `torch.compile` returned.
+        pairs: one for each call of a graph, in order.
     """
-    with preserved(found.model), torch.set_grad_enabled(grad):
-        # An inserted cast has no key: it is not in the plan.
-        expected, got = Record(plain), Record(module, {n.name for n in module.graph.nodes if not is_inserted(n)})
-        torch.manual_seed(0)
-        with found.ambient(), contextlib.suppress(Stopped):
-            expected.run(*_flat(plain, found), enable_io_processing=False)
-    with preserved(found.model), torch.set_grad_enabled(grad), contextlib.suppress(Stopped):
-        torch.manual_seed(0)
-        got.run(*_flat(module, found), enable_io_processing=False)
-    shown = unequal([(0, expected, got)], module.plan)
-    if shown is not None:
-        return shown
-    return _inside([(0, expected, got)], module.plan)
 
-
-def _inside(runs: Iterable[tuple[int, Record, Record]], plan: fxamp.Plan) -> tuple[str, str]:
-    """Return the code and the key of the first deviation that is of a node which is not in both, where none differs."""
-    known = {key for _, a, b in runs for n, key in a.names.items() if n.name in {m.name for m in b.names}}
-    inside = next((d for d in plan.deviations if d.key not in known), None)
-    return ("", "what no node shows") if inside is None else (inside.code, inside.key)
-
-
-class Recorded:
-    """A `torch.compile` backend that records each call of a graph: as Dynamo captured it, or converted to a policy."""
-
-    def __init__(self, policy: Policy | None = None) -> None:
-        self.policy, self.graphs = policy, 0
-        self.calls: list[tuple[int, Record]] = []  # with the number of the graph
+    context: Callable[[], Any]
+    module: Any = None
+    pairs: list[Pair] = field(default_factory=list)
+    captured: list[GraphModule] = field(default_factory=list)  # by torch.compile, of which fxamp keeps none
 
     def __call__(self, gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         """Compile one graph."""
-        index, author = self.graphs, {node.name for node in gm.graph.nodes}
-        self.graphs += 1
+        return functools.partial(self._call, gm, len(self.captured) - 1)
 
-        def inner(graph: GraphModule, _: list[Any]) -> Callable[..., Any]:
-            return functools.partial(self._call, graph, index, author)
+    def _call(self, gm: GraphModule, index: int, *args: Any) -> Any:
+        captured, plan = self._of_compiled(gm, index) if self.captured else self._of_view()
+        if captured is None:
+            return gm(*args)
+        self.pairs.append(beside(captured, gm, plan, args, self.context()))
+        return self.pairs[-1].got.run(*args, enable_io_processing=False)
 
-        if self.policy is None:
-            return inner(gm, example_inputs)
-        return fxamp.backend(self.policy, inner)(gm, example_inputs)
+    def _of_view(self) -> tuple[GraphModule | None, Any]:
+        """Return the captured graph of the call that is under way, and its plan; None where it has no op."""
+        call = current()
+        if self.module is None or call is None or call.ran[-1] < 0:
+            return None, None
+        entry = runner_of(self.module).entries[call.ran[-1]]
+        return entry.captured, entry.converted.plan
 
-    def _call(self, graph: GraphModule, index: int, author: set[str], *args: Any) -> Any:
-        record = Record(graph, author)
-        self.calls.append((index, record))
-        return record.run(*args, enable_io_processing=False)
+    def _of_compiled(self, gm: GraphModule, index: int) -> tuple[GraphModule, fxamp.Plan]:
+        names = [n.name for n in gm.graph.nodes]
+        found = [e.plan for e in compiled.entries(self.module) if [n.name for n in e.graph.graph.nodes] == names]
+        return self.captured[index], found[-1]
 
+    def of_view(self, model: torch.nn.Module, args: Any, kwargs: Any, policy: Policy | str) -> list[Pair]:
+        """Call a new view of a model, and return a pair for each graph that ran."""
+        self.module = fxamp.convert(model, args, kwargs, policy=policy, backend=self, check=False)
+        return self._called(model, args, kwargs)
 
-def first_difference_at_calls(found: Compared, policy: Policy, *, grad: bool = True) -> tuple[str, str]:
-    """Return the code and the key of the first node at which a model compiled under autocast differs from autocast.
+    def of_compiled(self, model: torch.nn.Module, args: Any, kwargs: Any, policy: Policy | str) -> list[Pair]:
+        """Do the same with a model compiled by `torch.compile`, called in the context."""
 
-    The code is "" where there is none.
-    """
-    expected, got = Recorded(), Recorded(policy)
-    for backend in (expected, got):
-        torch._dynamo.reset()
-        compiled: Any = torch.compile(found.model, backend=backend)
-        args, kwargs = copy.deepcopy((found.args, found.kwargs))
-        with preserved(found.model), torch.set_grad_enabled(grad), found.ambient(), contextlib.suppress(Stopped):
+        def backend(gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+            self.captured.append(compiled.copied(gm))
+            return fxamp.backend(policy, self)(gm, example_inputs)
+
+        self.module = torch.compile(model, backend=backend)
+        with self.context():
+            return self._called(model, args, kwargs)
+
+    def _called(self, model: torch.nn.Module, args: Any, kwargs: Any) -> list[Pair]:
+        args, kwargs = pytree.tree_map(fresh, (args, kwargs))
+        with preserved(model), contextlib.suppress(Stopped):
             torch.manual_seed(0)
-            compiled(*args, **kwargs)
-    runs = [(index, theirs, ours) for (_, theirs), (index, ours) in zip(expected.calls, got.calls, strict=False)]
-    plan = fxamp.plan_of(compiled)
-    return unequal(runs, plan) or _inside(runs, plan)
-
-
-def _flat(module: Any, found: Compared) -> list[Any]:
-    args, kwargs = copy.deepcopy((found.args, found.kwargs))
-    return module.call_spec.bind(args, kwargs)
+            self.module(*args, **kwargs)
+        return self.pairs

@@ -11,35 +11,33 @@ import contextlib
 import io
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import nn
+from torch.export import ExportedProgram
+from torch.fx import GraphModule
 
 import fxamp
-from fxamp.capture.export import without_fused_layers
-from fxamp.capture.model.captured import Captures, as_inputs
-from fxamp.capture.states import capture, copied
-from fxamp.convert import autocast_for, checked, emit
-from fxamp.dynamo.resolve import resolve
-from fxamp.trust.check import check_runs
+from fxamp.trust.preserved import fresh, preserved
 from passes._torch import pytree
-from passes.contract.errors import FxampError, RejectedError, VerificationError
+from passes.contract.errors import FxampError, NotFaithfulError, VerificationError
 from passes.contract.policy import Policy
 from passes.contract.reasons import DEVIATIONS
+from passes.ops import ops
 
 from .alone import torch_alone
-from .first import first_difference, first_difference_at_calls
+from .first import Calls, Pair, Stopped, beside, first_difference
 from .own import Called, given_back, names_low, now_fp32, now_low, with_dtypes
-from .runs import Allowed, Run, changed, gradients_differ, run, tensors, values_differ
+from .runs import Allowed, Run, changed, gradients_differ, run, tensors, values_differ, without_fused_layers
 
 LEVELS = ("O0", "O1", "O2", "O3")
-# Without inputs; with them; at the first call; at a call under autocast, by the name of the backend.
-FRONT_ENDS = ("fx", "export", "jit", "ambient")
+# A view of the model; the compiler alone, on what torch exports; in place by torch.compile, and called under autocast.
+FRONT_ENDS = ("view", "graph", "ambient")
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
-OK, DEVIATION, REFUSED, RAISES, TORCH = "ok", "deviation", "refused", "eager raises", "torch.compile alone"
+OK, DEVIATION, REFUSED, RAISES, TORCH = "ok", "deviation", "refused", "eager raises", "torch alone"
 MISMATCH, ERROR, VERIFICATION, DIED = "mismatch", "error", "verification", "died"
 FAILURES = (MISMATCH, ERROR, VERIFICATION, DIED)
 
@@ -111,13 +109,14 @@ class Subject:
 def judged(found: Subject, front_end: str, levels: tuple[str, ...] = LEVELS) -> dict[str, Verdict]:
     """Convert a subject at every level, and judge each."""
     with quiet(), without_fused_layers():
-        if front_end in ("jit", "ambient"):
-            return {level: _at_first_call(found, front_end, level) for level in levels}
+        if front_end != "graph":
+            return {level: _judged_at_call(found, front_end, level) for level in levels}
         try:
-            captures = captured(found, front_end)
+            program = exported(found)
+            given = replace(found, model=as_graph(program))
         except Exception as e:
-            return dict.fromkeys(levels, as_verdict(e))
-        return {level: _ahead_of_time(found, captures, level) for level in levels}
+            return dict.fromkeys(levels, Verdict(TORCH, f"torch.export: {as_verdict(e).why}"))
+        return {level: _graph(given, program, level) for level in levels}
 
 
 @contextlib.contextmanager
@@ -128,72 +127,61 @@ def quiet() -> Iterator[None]:
         yield
 
 
-class Tried(Called, Protocol):
-    """A model with its inputs, and what is low for it."""
-
-    @property
-    def low(self) -> str: ...  # noqa: D102
-
-
-def captured(found: Tried, front_end: str, device: str | None = None) -> Captures:
-    """Capture once for all levels, as `fxamp.convert` does for one, and check it as that does."""
-    inputs = (found.args, found.kwargs) if front_end == "export" else (None, None)
-    settled = resolve(_policy(found, "O1", device), found.model, as_inputs(*inputs))
-    autocast = autocast_for(settled, found.model, as_inputs(*inputs))
-    options: Any = {"dynamic_shapes": None} if front_end == "export" else {}
-    captures = capture(found.model, *inputs, front_end=front_end, autocast=autocast, **options)
-    if front_end == "export":
-        captures = checked(captures, autocast, found.args, found.kwargs)
-    return captures
+def exported(found: Called) -> ExportedProgram:
+    """Export a model in its present mode, for the sizes of its inputs."""
+    with preserved(found.model):
+        return torch.export.export(found.model, found.args, found.kwargs, strict=False)
 
 
-def emitted(found: Tried, captures: Captures, level: str, device: str | None = None) -> Any:
-    """Return a subject that was captured converted at one level, and run once as `fxamp.convert` does."""
-    inputs = as_inputs(found.args, found.kwargs) if captures.graphs[0].front_end == "export" else None
-    settled = resolve(_policy(found, level, device), found.model, inputs)
-    captures = copied(captures)
-    present = captures.graphs[0]
-    converted = emit(captures, settled)
-    if inputs is not None:
-        check_runs(converted, present, *inputs)
-    return converted
+def as_graph(program: ExportedProgram) -> GraphModule:
+    """Return the graph of a program as a model, without the assertions on dtypes, which autocast breaks."""
+    made: GraphModule = program.module(check_guards=False)  # type: ignore[assignment]
+    for node in list(made.graph.nodes):
+        if ops.name(node) == "_assert_tensor_metadata":
+            made.graph.erase_node(node)
+    made.recompile()
+    return made
 
 
-def _policy(found: Tried, level: str, device: str | None = None) -> Policy:
-    return Policy(level, dtype=LOW[found.low], device=device)
+def _policy(found: Subject, level: str) -> Policy:
+    return Policy(level, dtype=LOW[found.low])
 
 
-def _ahead_of_time(found: Subject, captures: Captures, level: str) -> Verdict:
+def _graph(found: Subject, program: ExportedProgram, level: str) -> Verdict:
+    """Convert an exported program, and judge it beside its own graph, which is the truth."""
     try:
-        module = emitted(found, captures, level)
-        got = found.run(module)
-        # Without inputs nothing says whether 0-dim values promote.
-        verdict = _judge(found, got, level, module.plan, wider=module.plan.verified == "symbolic")
+        module = fxamp.convert(program, policy=_policy(found, level))
+        verdict = _judge(found, found.run(module), level, fxamp.plan_of(module))
     except Exception as e:
         return as_verdict(e)
-    if verdict.kind == DEVIATION and level == "O1":
-        if any(c.without is not None for c in captures.graphs):
-            return verdict  # two programs, which cannot be laid side by side
-        code, where = first_difference(found, emitted(found, captures, "O0"), module)
-        # Without inputs neither ranks are known, nor that an input is not FP32: O1's promise is not for those.
-        others = any(t.is_floating_point() and t.dtype != torch.float32 for t in tensors(found.args))
-        symbolic = module.plan.verified == "symbolic" and (code == "unknown_rank" or others)
-        if code not in DEVIATIONS and not symbolic:
-            return _unnamed(verdict, code, where)
-        return Verdict(DEVIATION, f"{code} at {where}")
-    return verdict
+    return _named(found, level, verdict, [pair_of(found, module)]) if verdict.kind == DEVIATION else verdict
 
 
-def _unnamed(verdict: Verdict, code: str, where: str) -> Verdict:
-    return Verdict(MISMATCH, f"{verdict.why}; first at {where}, of which the plan says {code!r}")
+def pair_of(found: Subject, module: GraphModule) -> Pair:
+    """Run a graph and what it was converted to beside each other; the subject has the graph as its model."""
+    graph: Any = found.model
+    flat = pytree.tree_leaves((found.args, found.kwargs))
+    with preserved(graph):
+        pair = beside(graph, module, fxamp.plan_of(module), flat, found.ambient())
+    with preserved(graph), contextlib.suppress(Stopped):
+        pair.got.run(*map(fresh, flat), enable_io_processing=False)
+    return pair
 
 
-def _at_first_call(found: Subject, front_end: str, level: str) -> Verdict:
+def _named(found: Subject, level: str, verdict: Verdict, pairs: list[Pair]) -> Verdict:
+    """Name the first node that differs at O1; a difference of which the plan says nothing is a mismatch."""
+    if level != "O1":
+        return verdict
+    code, where = first_difference(pairs)
+    if code not in DEVIATIONS:
+        return Verdict(MISMATCH, f"{verdict.why}; first at {where}, of which the plan says {code!r}")
+    return Verdict(DEVIATION, f"{code} at {where}")
+
+
+def _judged_at_call(found: Subject, front_end: str, level: str) -> Verdict:
     verdict, got, plan = _compiled(found, front_end, level)
     if verdict.kind == DEVIATION:
-        code, where = first_difference_at_calls(found, _policy(found, level))
-        named = Verdict(DEVIATION, f"{code} at {where}")
-        verdict = named if code in DEVIATIONS else _unnamed(verdict, code, where)
+        verdict = _named(found, level, verdict, recorded(found, front_end, level))
     if verdict.kind not in (MISMATCH, ERROR):
         return verdict
     for alone in torch_alone(found, level):
@@ -206,13 +194,21 @@ def _at_first_call(found: Subject, front_end: str, level: str) -> Verdict:
     return verdict
 
 
+def recorded(found: Subject, front_end: str, level: str) -> list[Pair]:
+    """Run the captured graphs of a subject under autocast beside the emitted ones, one pair for each call of one."""
+    torch._dynamo.reset()
+    calls = Calls(found.ambient)
+    of = calls.of_view if front_end == "view" else calls.of_compiled
+    return of(found.model, found.args, found.kwargs, _policy(found, level))
+
+
 def _compiled(found: Subject, front_end: str, level: str) -> tuple[Verdict, Run | None, fxamp.Plan | None]:
     """Compile a subject and call it: what becomes of it, what it gave, and its plan."""
-    policy = f"{level},dtype={found.low}"
+    policy = _policy(found, level)
     torch._dynamo.reset()
     try:
-        if front_end == "jit":
-            module = fxamp.compile(found.model, policy=policy, backend="eager")
+        if front_end == "view":
+            module = fxamp.convert(found.model, found.args, found.kwargs, policy=policy)
             got = found.run(module)
         else:
             module = torch.compile(found.model, backend=fxamp.backend(policy, "eager"))
@@ -255,7 +251,7 @@ def _judge(found: Subject, got: Run, level: str, plan: fxamp.Plan | None, *, wid
         if not why and not torch.equal(got.random, found.autocast.random):
             why = "another random state"
         if why:
-            named = plan is not None and bool(plan.deviations or plan.verified == "symbolic")
+            named = plan is not None and bool(plan.deviations)
             far = found.allowed.too_far(got, level)
             return Verdict(DEVIATION, why) if named and not far else Verdict(MISMATCH, far if named else why)
         if not gradients_differ(got, found.autocast) and got.spec == found.plain.spec:
@@ -296,8 +292,8 @@ def as_verdict(error: BaseException) -> Verdict:
         chain = getattr(chain, "inner_exception", None) or chain.__cause__
     if isinstance(chain, VerificationError):
         return Verdict(VERIFICATION, line)
-    if isinstance(error, RejectedError):
-        return Verdict(RAISES, line)
+    if isinstance(chain, NotFaithfulError):
+        return Verdict(MISMATCH, line)
     if isinstance(chain, FxampError):
         return Verdict(REFUSED, f"{type(chain).__name__}: {line}")
     return Verdict(ERROR, f"{type(error).__name__}: {line}")

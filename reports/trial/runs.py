@@ -6,7 +6,7 @@ import contextlib
 import copy
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,11 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fxamp.capture.model.snapshot import untouched
-from fxamp.trust.check import GRADIENT_NOISE, GRADIENT_TOLERANCE
 from fxamp.trust.preserved import preserved
+from fxamp.view.prime import GRADIENT_TOLERANCE
 from passes._torch import pytree
 
+# A fraction of the norm of all gradients together. A gradient that is zero up to rounding, such as that of the bias of
+# attention keys, keeps no digit when its sum is reordered.
+GRADIENT_NOISE = torch.finfo(torch.float32).eps
 # How much further from FP32 than autocast, or than one rounding an op, a result may be; and at O3, which sums in low.
 FACTOR, FACTOR_OF_O3 = 4.0, 8.0
 TRIES = (3, 20)  # how often a model is run with noise; more often where that did not explain a difference
@@ -58,6 +60,30 @@ def tensors(value: Any) -> list[Tensor]:
     return [t for t in pytree.tree_leaves(value) if isinstance(t, Tensor)]
 
 
+@contextlib.contextmanager
+def without_fused_layers() -> Iterator[None]:
+    """Keep attention layers from calling their fused kernel in eval mode: it rounds differently."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
+@contextlib.contextmanager
+def same_attributes(model: nn.Module) -> Iterator[None]:
+    """Give the modules of a model back the attributes and buffers that a call rebinds."""
+    before = [(table, dict(table)) for module in model.modules() for table in (vars(module), module._buffers)]
+    try:
+        yield
+    finally:
+        for table, held in before:
+            if len(table) != len(held) or any(table.get(name) is not value for name, value in held.items()):
+                table.clear()
+                table.update(held)
+
+
 def run(
     module: Callable[..., Any], model: nn.Module, args: Any, kwargs: Any = None, *, context: Any = None,
     noise: Noise | None = None, backward: bool = True,
@@ -73,7 +99,7 @@ def run(
         for t in given:
             with contextlib.suppress(RuntimeError):  # one that overlaps itself is left as it is
                 noise.round(t)
-    with untouched(model), preserved(model), warnings.catch_warnings():
+    with same_attributes(model), preserved(model), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.manual_seed(0)
         with context or contextlib.nullcontext(), noise or contextlib.nullcontext():

@@ -27,12 +27,11 @@ UNINITIALISED = ("empty", "empty_like", "empty_permuted", "empty_strided", "new_
 
 @dataclass(frozen=True)
 class Sample:
-    """A model that calls one op or module, its inputs, and what is low for it."""
+    """A model that calls one op or module, and its inputs."""
 
     model: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any] = field(default_factory=dict)
-    low: str = "bf16"
 
 
 class Call(nn.Module):

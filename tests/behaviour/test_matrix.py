@@ -8,19 +8,18 @@ from __future__ import annotations
 import pytest
 import torch
 
-from passes.contract.errors import CaptureError
-from reports.subjects import converted, run, set_mode, subject
+import fxamp
+from reports.subjects import run
 from reports.zoo import BY_NAME
 from tests.behaviour import test_o0, test_o1
+from tests.support.front_ends import FRONT_ENDS
 
 pytestmark = [
     pytest.mark.matrix,
     # FP16 gradients are looked at here, not trained on.
     pytest.mark.filterwarnings("ignore:FP16 gradients without a loss scale"),
 ]
-CAPTURES = [*((name, "graph") for name in BY_NAME), *((name, "fx") for name in test_o0.FX)]
-
-every_capture = pytest.mark.parametrize(("name", "front_end"), CAPTURES)
+every_capture = pytest.mark.parametrize(("name", "front_end"), [(n, f) for n in BY_NAME for f in FRONT_ENDS])
 every_model = pytest.mark.parametrize("name", BY_NAME)
 both_dtypes = pytest.mark.parametrize("low", test_o1.DTYPES)
 both_modes = pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
@@ -30,13 +29,7 @@ both_modes = pytest.mark.parametrize("training", [True, False], ids=["train", "e
 @both_modes
 def test_o0_is_the_original_bit_for_bit(name: str, front_end: str, training: bool) -> None:
     test_o0.check(name, training, front_end)
-    assert converted(name, "O0", front_end).plan.casts == 0
-
-
-@pytest.mark.parametrize("name", [name for name in BY_NAME if name not in test_o0.FX])
-def test_symbolic_tracing_refuses_the_other_models(name: str) -> None:
-    with pytest.raises(CaptureError):
-        converted(name, "O0", "fx")
+    assert fxamp.plan_of(test_o0.converted_by(front_end, name, "O0", training)[1]).casts == 0
 
 
 @every_model
@@ -68,8 +61,7 @@ def test_forward_and_backward_run_and_stay_finite(
     name: str, front_end: str, training: bool, low: str, level: str
 ) -> None:
     test_o1.needs_kernels(name, low)
-    found, module = subject(name, front_end), converted(name, f"{level},dtype={low}", front_end)
-    set_mode(found, module, training)
+    found, module = test_o0.converted_by(front_end, name, f"{level},dtype={low}", training)
     expected = run(found.model, found)
     outputs, gradients, buffers, _ = run(module, found)
     assert [o.dtype for o in outputs] == [o.dtype for o in expected[0]]

@@ -7,12 +7,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
-from torch.fx import Interpreter, Node
 
 from fxamp.trust.distance import UnderAutocast, distance, floats
 from passes.contract.reasons import DEVIATIONS
-from passes.graph.values import keys
 from reports.subjects import (
     converted,
     oracle,
@@ -22,6 +19,7 @@ from reports.subjects import (
     training_counts,
     unchanged,
 )
+from reports.trial.first import Calls, first_difference
 from reports.zoo import NO_FP16_ON_CPU, SOME
 
 # FP16 gradients are counted here, not trained on.
@@ -29,33 +27,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:FP16 gradients without a loss sc
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class _Record(Interpreter):
-    """Keeps what every node gave."""
-
-    def __init__(self, module: torch.fx.GraphModule) -> None:
-        super().__init__(module)
-        self.made: dict[str, object] = {}
-
-    def run_node(self, n: Node) -> object:
-        self.made[n.name] = super().run_node(n)
-        return self.made[n.name]
-
-
-def first_difference(name: str, low: str) -> str:
-    """Return the key of the first node whose value differs from what autocast gives the unrounded graph."""
-    found, plain, module = subject(name), converted(name, "O0"), converted(name, f"O1,dtype={low}")
-    flat = module.call_spec.bind(found.args, found.kwargs)
-    expected, got = _Record(plain), _Record(module)
+def first_deviation(name: str, low: str) -> tuple[str, str]:
+    """Return the code and the key of the first node whose value differs from what autocast gives the captured graph."""
+    found = subject(name)
+    calls = Calls(lambda: torch.autocast("cpu", dtype=DTYPES[low]))
     with torch.no_grad():
-        with torch.autocast("cpu", dtype=DTYPES[low]):
-            expected.run(*flat, enable_io_processing=False)
-        got.run(*flat, enable_io_processing=False)
-    names = keys(plain.graph.nodes)
-    for node in plain.graph.nodes:
-        a, b = expected.made.get(node.name), got.made.get(node.name)
-        if isinstance(a, Tensor) and isinstance(b, Tensor) and node in names and not torch.equal(a.float(), b.float()):
-            return names[node]
-    return ""
+        return first_difference(calls.of_view(found.model, found.args, found.kwargs, f"O1,dtype={low}"))
 
 
 def needs_kernels(name: str, low: str, *, gradients: bool = False) -> None:
@@ -83,9 +60,8 @@ def check_forward(name: str, low: str) -> None:
     assert len(expected) == len(got) > 0
     if all(torch.equal(a.float(), b.float()) for a, b in zip(expected, got, strict=True)):
         return
-    key = first_difference(name, low)
-    decision = next(d for d in module.plan.decisions if d.key == key)
-    assert decision.code in DEVIATIONS, decision
+    code, where = first_deviation(name, low)
+    assert code in DEVIATIONS, where
 
 
 def check_gradients(name: str, low: str) -> None:

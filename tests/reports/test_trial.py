@@ -64,18 +64,24 @@ def test_an_ordinary_model_is_ok_at_every_level(front_end: str) -> None:
     assert {level: verdict.kind for level, verdict in found.items()} == dict.fromkeys(LEVELS, "ok")
 
 
-def test_a_changed_value_is_a_mismatch_at_every_level(monkeypatch: pytest.MonkeyPatch) -> None:
-    emitted = judge.emitted
+@pytest.mark.parametrize("front_end", judge.FRONT_ENDS[:2])
+def test_a_changed_value_is_a_mismatch_at_every_level(front_end: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    convert = fxamp.convert
 
-    def twice_as_much(*args: Any) -> Any:
-        module = emitted(*args)
-        module.register_forward_hook(lambda m, a, out: out * 2)
-        return module
+    def twice_as_much(*args: Any, **kwargs: Any) -> Any:
+        module = convert(*args, **kwargs)
+        return _plan_kept(module, lambda *args, **kwargs: module(*args, **kwargs) * 2)
 
     torch.manual_seed(0)
-    monkeypatch.setattr(judge, "emitted", twice_as_much)
-    found = judged(Subject(Net(), (torch.randn(4, 6),)), "export")
+    monkeypatch.setattr(fxamp, "convert", twice_as_much)
+    found = judged(Subject(Net(), (torch.randn(4, 6),)), front_end)
     assert {verdict.kind for verdict in found.values()} == {"mismatch"}
+
+
+def test_what_fxamp_captures_wrongly_is_a_mismatch_and_no_refusal() -> None:
+    error = NotFaithfulError("what was captured of Net does not compute what Net computes")
+    assert judge.as_verdict(error).kind == "mismatch"
+    assert judge.as_verdict(fxamp.CaptureError("this Net is a view of fxamp")).kind == "refused"
 
 
 class Tiny(nn.Module):

@@ -8,8 +8,10 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-from reports.subjects import converted, subject
+import fxamp
+from reports.subjects import subject
 from reports.trial.cuda import POLICY, dtypes_under_cuda
+from reports.trial.judge import exported
 
 
 def compare(names: list[str]) -> list[dict[str, Any]]:
@@ -25,5 +27,7 @@ def compare(names: list[str]) -> list[dict[str, Any]]:
 
 def _compare(name: str) -> dict[str, Any]:
     found = subject(name)
-    rows, unrun = dtypes_under_cuda(converted(name, "O0"), converted(name, POLICY), found.args, found.kwargs)
+    program = exported(found)
+    plain, module = (fxamp.convert(program, policy=policy) for policy in ("O0", POLICY))
+    rows, unrun = dtypes_under_cuda(plain, module, found.args, found.kwargs)
     return {"name": name, "rows": rows, "unrun": unrun}

@@ -98,6 +98,9 @@ def check(
     except _NoLonger as e:
         said = f"{target}: the model no longer fits {name}, made with measured costs: {e}"
         return Outcome(target, CHANGED, said, plan=name)
+    if not now.complete:
+        why = next((note for note in now.notes if note.startswith("not checked")), "graphs are missing")
+        return Outcome(target, UNKNOWN, f"{target}: the plan is not complete: {why}", plan=name)
     found = GraphDiff("", "", ()) if before is None else _difference(before, now, name, update)
     against = now if update else before
     broken = [text for b in budgets for text in b.broken(now.totals, against.totals if against else None)]
