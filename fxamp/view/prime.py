@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,8 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from passes._torch import OWN_CACHE, forget_compiled, pytree
-from passes.contract.errors import FxampError, NotFaithfulError, PlanError
+from passes._torch import OWN_CACHE, dynamo_errors, forget_compiled, pytree
+from passes.contract.errors import CaptureError, FxampError, NotFaithfulError, PlanError
 from passes.contract.plan_format import REMEDY
 from passes.contract.policy import check_used
 from passes.graph.aliases import Aliases
@@ -37,6 +38,7 @@ from .state import STATES, in_state, state_of
 
 logger = logging.getLogger(__name__)
 
+_GOT = re.compile(r": got (.*)")  # what an op raised, in the text of Dynamo's error
 GRADIENT_TOLERANCE = 1e-6
 
 
@@ -76,13 +78,19 @@ def capture(runner: Runner, args: tuple[Any, ...], kwargs: dict[str, Any], check
         check: True compares at O0 gradients too; "forward" never does; False compares nothing.
 
     Raises:
-        CaptureError: a captured graph does not compute what the model computes, and what `torch.compile` does is right.
+        CaptureError: the model rejects the inputs; or a captured graph does not compute what the model computes, and
+            what `torch.compile` does is right.
         PlanError: the plan that is replayed is of another model.
         PolicyError: an override of the policy matches nothing.
     """
     first = len(runner.entries)
     with same_random_state(), _attributes(runner.model), contextlib.suppress(Captured):
-        runner(args, kwargs, does="capture")
+        try:
+            runner(args, kwargs, does="capture")
+        except (TypeError, dynamo_errors().TorchRuntimeError) as e:
+            why = _GOT.search(str(e))
+            said = why[1] if why else _line(e)
+            raise CaptureError(f"{type(runner.model).__name__} rejects the example inputs: {said}") from e
     broken = any(entry.converted.broke for entry in runner.entries[first:])
     if len(runner.entries) == first:
         return
