@@ -199,12 +199,17 @@ def _check(twins: _Twins, check: bool | str) -> None:
         return
     got, plain = _run(twins, "graphs", graded), _run(twins, "torch.compile", graded)
     name = type(runner.model).__name__
-    if _difference(got, plain):
-        raise NotFaithfulError(
-            f"what was captured of {name} does not compute what {name} computes: {difference}. torch.compile of it "
-            "does, so this is a defect of fxamp; please report it. check=False converts it nevertheless."
-        )
     note = f"capture: torch.compile of {name} alone does not compute what {name} computes: {difference}"
+    if _difference(got, plain):
+        if not _difference(expected, _run(twins, "model", graded)):
+            raise NotFaithfulError(
+                f"what was captured of {name} does not compute what {name} computes: {difference}. torch.compile of it "
+                "does, so this is a defect of fxamp; please report it. check=False converts it nevertheless."
+            )
+        note = (
+            f"not checked: {name} itself does not compute the same twice: it has state outside of the model, which the "
+            "check has advanced, or a kernel that varies; check=False leaves such state alone"
+        )
     logger.warning("fxamp: %s", note)
     runner.note(note)
 
