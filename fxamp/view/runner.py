@@ -140,6 +140,12 @@ class Runner:
         for function in self._functions.values():
             function.clear()
 
+    def switch(self, asked: Policy, policy: Policy) -> None:
+        """Follow another policy from now on; graphs are captured again."""
+        self.asked, self.policy = asked, policy
+        self.entries.clear()
+        self._functions.clear()
+
     def region(self, cache: bool = True) -> Any:
         """Return the autocast of this view, as a context."""
         rounds = self.policy.level.rounds

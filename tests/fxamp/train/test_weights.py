@@ -216,7 +216,7 @@ def _compare_weights(module: nn.Module, model: nn.Module, loss: Callable[[Any], 
             step(inputs)
         found.append(gradients(model))
         states.append([b.clone() for b in model.buffers()])
-        step._close_window()
+        step.close_window()
     assert found[0].keys() == found[1].keys()
     assert all(torch.equal(g, found[1][n]) for n, g in found[0].items())
     assert all(map(torch.equal, *states))
