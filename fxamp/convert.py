@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
@@ -98,8 +98,8 @@ def convert(
 
     Raises:
         NotAModuleError: `model` is not a module.
-        CaptureError: The model is a view, is wrapped in DataParallel, or compiled already; its captured graph does not
-            compute what the model computes; or a graph has no shapes, and there are no inputs.
+        CaptureError: The model is a view, is wrapped in DataParallel, or is converted or compiled already; its captured
+            graph does not compute what the model computes; or a graph has no shapes, and there are no inputs.
         PolicyError: The policy is wrong or does not fit the model; there is no such backend; or an argument is not for
             this kind of model.
         PlanError: The plan cannot be read, or does not fit the model.
@@ -167,9 +167,15 @@ def _graph(
     model: GraphModule | ExportedProgram, inputs: Inputs | None, policy: Policy, replayed: Plan | None, weights: str,
     given: Mapping[str, Any],
 ) -> GraphModule:  # fmt: skip
+    if isinstance(model, GraphModule) and compiled.record_on(model) is not None:
+        raise CaptureError(
+            f"this graph of {type(model).__name__} is converted already: fxamp.plan_of reads what was decided; convert "
+            "the graph that it was made of."
+        )
     for name, value in given.items():
         if value != _VIEW[name] and name != "check":
-            raise PolicyError(f"{name}= is for a module; a {type(model).__name__} is a graph already, and is only converted.")
+            kind = type(model).__name__
+            raise PolicyError(f"{name}= is for a module; a {kind} is a graph already, and is only converted.")
     if weights not in ("fp32", "low"):
         raise PolicyError(f"weights is 'fp32' or 'low', not {weights!r}.")
     timer = None
@@ -193,8 +199,7 @@ def _view(
             f"options go to the inner backend, and {', '.join(map(repr, ours))} are arguments: write "
             "fxamp.compile(model, policy=...)."
         )
-    if settings["on_change"] not in ("recompile", "error"):
-        raise PolicyError(f"on_change is 'recompile' or 'error', not {settings['on_change']!r}.")
+    _refuse_settings(check, settings["on_change"], settings["methods"])
     settings = {**settings, "methods": tuple(settings["methods"]), "replayed": replayed}
     refuse_unmatched(policy, model)
     view = make_view(model, policy, **settings)
@@ -208,6 +213,16 @@ def _view(
         return view
     best = fastest_plan(view, inputs)
     return _view(model, inputs, best.policy, best, False, settings)
+
+
+def _refuse_settings(check: Any, on_change: Any, methods: Any) -> None:
+    """Raise PolicyError for a value that an argument of a module does not take."""
+    if check not in (True, "forward", False):
+        raise PolicyError(f"check is True, 'forward' or False, not {check!r}.")
+    if on_change not in ("recompile", "error"):
+        raise PolicyError(f"on_change is 'recompile' or 'error', not {on_change!r}.")
+    if isinstance(methods, str):
+        raise PolicyError(f"methods is a tuple of names: write methods=({methods!r},).")
 
 
 def plan(
@@ -343,6 +358,8 @@ def _refuse(model: Any) -> None:
     kind = type(model).__name__
     if is_view(model):
         raise CaptureError(f"this {kind} is a view of fxamp: use it as it is, or convert the original model.")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise CaptureError(f"this {kind} is of TorchScript, which cannot be captured: convert the original model.")
     if original_of(model) is not None:
         raise CaptureError(
             f"this {kind} is what torch.compile returned: convert the original model; backend=, mode= and options= of "

@@ -18,7 +18,6 @@ from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import library as operators
 from torch import nn
 from torch._jit_internal import boolean_dispatched as boolean_dispatched
 from torch._library.custom_ops import _maybe_get_opdef
@@ -26,22 +25,16 @@ from torch._logging._internal import trace_structured
 from torch._ops import HigherOrderOperator as HigherOrderOperator
 from torch._ops import OpOverload as OpOverload
 from torch._ops import OpOverloadPacket as OpOverloadPacket
-from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.amp.autocast_mode import _enter_autocast as enter_autocast
 from torch.amp.autocast_mode import _exit_autocast as exit_autocast
 from torch.autograd.function import BackwardCFunction as FunctionContext  # one is made at every `apply`
-from torch.export import ExportedProgram
 from torch.fx import Node
 from torch.fx._pytree import tree_flatten_spec as flat_by  # `Graph.process_inputs` takes no keyword arguments
-from torch.fx.experimental.proxy_tensor import _ModuleStackTracer as ExportTracer
-from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP as GUARD_NAMES
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode as TorchFunctionMode
-from torch.utils import _contextlib as decorators  # the file in which `no_grad` becomes a decorator
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
@@ -49,7 +42,6 @@ from torch.utils._python_dispatch import _pop_mode as pop_mode
 from torch.utils._python_dispatch import _push_mode as push_mode
 
 from .contract.devices import DEVICES
-from .contract.errors import CaptureError
 
 if TYPE_CHECKING:
     from torch._dynamo import OptimizedModule as OptimizedModule
@@ -64,11 +56,9 @@ else:
 
 SET_GRAD = torch._C._set_grad_enabled  # what `set_grad_enabled` is in an exported graph
 DATA_OF = torch._C._autograd._get_data_attr  # type: ignore[attr-defined]  # what `tensor.data` is in a graph of Dynamo
-C_NN = torch._C._nn  # functions of torch.nn.functional that take the arguments of their overloads
 VF = torch._VF  # the kernels of recurrent layers
 # The classes whose `apply` runs an autograd function: the second also one that a program bound early, as in
 # `scale = Scale.apply` at the head of a file. (In torch 2.15 that is a function of C, which nothing can replace.)
-APPLIES: tuple[type, ...] = (torch.autograd.Function, torch.autograd.function._SingleLevelFunction)
 MODULE_CALLS = (torch.nn.Module._call_impl.__code__, torch.nn.Module._wrapped_call_impl.__code__)
 
 # A function compiled with these has a cache and a recompile limit of its own, also below a graph break, where Dynamo
@@ -267,16 +257,6 @@ def codegen_of(graph: torch.fx.Graph) -> Any:
     return graph._codegen
 
 
-def function_of(context: FunctionContext) -> Any:
-    """Return the class of the autograd function that a context was made for."""
-    return context._forward_cls  # type: ignore[attr-defined]
-
-
-def temporary_operators(namespace: str) -> contextlib.AbstractContextManager[Any]:
-    """Return a context that gives a library of operators; at its end torch forgets those that were defined in it."""
-    return operators._scoped_library(namespace, "FRAGMENT")
-
-
 def autocast_registrations(device: str) -> frozenset[str]:
     """Return the names of ops (`namespace::op` or `namespace::op.overload`) with an autocast kernel for a device.
 
@@ -304,47 +284,11 @@ def global_module_hooks() -> list[Any]:
     return [hook for name in _GLOBAL_HOOKS for hook in getattr(torch.nn.modules.module, name).values()]
 
 
-def guards_of(program: ExportedProgram) -> list[str]:
-    """Return the exporter's assumptions on sizes, as Python expressions over `L['argument'][i].size()[j]`.
-
-    Raises:
-        CaptureError: this torch keeps them elsewhere; without them, calls of other sizes would go unchecked.
-    """
-    found = getattr(program, "_guards_code", None)
-    if found is None:
-        raise CaptureError(
-            f"torch {torch.__version__} does not report its guards on sizes; fxamp supports torch 2.11 to 2.15"
-        )
-    return list(found)
-
-
-def longest_guard(env: Any, first: int) -> int:
-    """Return the number of operations in the longest comparison of sizes that a trace has made.
-
-    Args:
-        env: the ShapeEnv of its fake tensors.
-        first: the number of comparisons to skip, in the order in which they were made.
-    """
-    return max((int(guard.expr.count_ops()) for guard in env.guards[first:]), default=0)
-
-
 def example_sizes(size: torch.SymInt | torch.SymFloat | torch.SymBool) -> dict[Any, Any]:
     """Return the value that each symbol for an input size has in the example."""
     env = size.node.shape_env
     known = getattr(env, "backed_var_to_val", None)
     return dict(env.var_to_val if known is None else known)  # the older name
-
-
-def undecided_by_fakes(error: Exception) -> bool:
-    """Say whether an error means that fake tensors lack the data to continue; else the program itself raised it."""
-    kinds = (
-        fake_tensor.DataDependentOutputException,
-        fake_tensor.DynamicOutputShapeException,
-        fake_tensor.UnsupportedFakeTensorException,
-        fake_tensor.UnsupportedOperatorException,
-        GuardOnDataDependentSymNode,
-    )
-    return isinstance(error, kinds)
 
 
 @contextlib.contextmanager
@@ -399,17 +343,6 @@ def in_transform() -> bool:
 def copy_together(to: list[torch.Tensor], source: list[torch.Tensor]) -> None:
     """Copy many tensors, on an accelerator by one launch; the dtypes may differ."""
     torch._foreach_copy_(to, source)
-
-
-def add_together(to: list[torch.Tensor], source: list[torch.Tensor]) -> None:
-    """Add to many tensors in place, on an accelerator by one launch if it is compiled; the dtypes may differ."""
-    torch._foreach_add_(to, source)
-
-
-def has_hooks(weight: torch.Tensor) -> bool:
-    """Say whether a parameter has hooks for its gradient, or wants it in another dtype than its own."""
-    other_dtype = getattr(weight, "grad_dtype", weight.dtype) != weight.dtype  # not in every torch
-    return bool(weight._backward_hooks or weight._post_accumulate_grad_hooks) or other_dtype
 
 
 def run_as_soon_as_ready(value: torch.Tensor) -> None:
@@ -494,14 +427,11 @@ def gathering(module: nn.Module) -> tuple[torch.dtype | None, bool]:
 
 
 __all__ = [
-    "C_NN",
     "DATA_OF",
-    "GUARD_NAMES",
     "MODULE_CALLS",
     "SET_GRAD",
     "VF",
     "BatchNorm",
-    "ExportTracer",
     "FakeTensor",
     "FakeTensorMode",
     "FunctionContext",
@@ -517,23 +447,18 @@ __all__ = [
     "communication_states",
     "compile_records",
     "copy_together",
-    "decorators",
-    "drop_hooks",
     "dynamo_errors",
     "enter_autocast",
     "example_sizes",
     "exit_autocast",
     "flat_by",
-    "function_of",
     "gathering",
     "global_module_hooks",
-    "guards_of",
     "in_transform",
     "inner_backend",
     "is_compiled_in_place",
     "is_composite",
     "is_replica_running",
-    "longest_guard",
     "on_recompile_limit",
     "original_of",
     "overload_name",
@@ -548,7 +473,5 @@ __all__ = [
     "source_name",
     "storage_id",
     "store_of_ranks",
-    "temporary_operators",
-    "undecided_by_fakes",
     "without_transforms",
 ]  # fmt: skip

@@ -26,6 +26,7 @@ from tqdm import tqdm
 
 import fxamp
 from fxamp.demo import LeNet5
+from reports.made import made, sentence
 
 PARTS = ("convert", "compile")
 ROUNDS = 5
@@ -121,7 +122,7 @@ def to_markdown(found: dict[str, Any]) -> str:
     headers = ("model, 12 layers", "torch.compile, s", "with fxamp, s", "ratio", "spread of the ratio")
     columns = ("model", "processor, s", "clock, s", "minimum of processor, s")
     return (
-        f"# Time of a conversion\n\nOn a CPU, torch {torch.__version__}. Made by `python reports/compile_time.py`.\n\n"
+        f"# Time of a conversion\n\nMade by `python reports/compile_time.py` on a CPU. {_made(found)}\n\n"
         "## Ahead of time: fxamp.convert\n\n"
         f"The table shows medians of {rounds['convert']} rounds at O1 with example inputs. Each round is the first "
         "conversion of a new process, on one thread, and includes the imports of torch and all "
@@ -134,6 +135,14 @@ def to_markdown(found: dict[str, Any]) -> str:
     )
 
 
+def _made(found: dict[str, Any]) -> str:
+    """Say where each part was measured, and under which load."""
+    said = {part: sentence(at) for part, at in found.get("made", {}).items()}
+    left = [part for part in PARTS if part not in said]
+    missing = [f"The commit and the load at which {' and '.join(left)} was measured were not recorded."] if left else []
+    return " ".join([*(f"`{part}`: {text}" for part, text in said.items()), *missing])
+
+
 def main(parts: Sequence[str] = PARTS, rounds: int = ROUNDS, folder: Path = HERE) -> None:
     """Measure, and write both reports."""
     warnings.filterwarnings("ignore")
@@ -142,6 +151,7 @@ def main(parts: Sequence[str] = PARTS, rounds: int = ROUNDS, folder: Path = HERE
     with tqdm(
         total=sum({"convert": 2, "compile": 4}[part] for part in parts) * rounds, desc="compile_time"
     ) as progress:
+        found["made"] = found.get("made", {}) | dict.fromkeys(parts, made())  # before anything loads the machine
         if "convert" in parts:
             found["convert"] = {name: measure_convert(name, rounds, progress) for name in CONVERTED}
         if "compile" in parts:

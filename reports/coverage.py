@@ -415,7 +415,7 @@ def to_markdown(rows: Sequence[Row], versions: Mapping[str, str]) -> str:
         "# Coverage: `transformers` architectures\n\n"
         f"Written by `reports/coverage.py` on a CPU, torch {versions['torch']}, transformers\n"
         f"{versions['transformers']}: small random configs, policy `{POLICY}`, one step and one evaluation each.\n"
-        f"`view` is `fxamp.convert` of the model; batches of {BATCHES[0]} and {BATCHES[1]} run in train and eval mode.\n"
+        f"`view` is `fxamp.convert` of the model; batches of {BATCHES[0]} and {BATCHES[1]} in both modes.\n"
         "`graph` is `fxamp.convert` of what `torch.export` makes of it in eval mode, compared with that graph.\n",
         _totals(rows),
     ]

@@ -7,11 +7,12 @@
 
 "eager" runs the graphs of fxamp by the kernels of eager mode, without Inductor and torch's decompositions: O1 promises
 equality there. Where it is not equal, the same is tried by `torch.compile(backend="eager")` under autocast alone, and
-"capture" says that fxamp has the bits of that. By default Inductor leaves out roundings between two low ops that it
-fuses; with its exact-numerics options it keeps them. Each architecture runs in a process of its own, with a time limit.
-Low is BF16, the device a CPU, the model in training without dropout. `exact_numerics.md` and `exact_numerics.json` are
-written beside this file after each one; what they have of this torch and CPU stays, unless `--only` names it. What is
-not done in time is not in them, and the next run takes it up.
+"capture" says that fxamp has the bits of that. Elsewhere the ops at which the plan names deviations are forced into
+autocast's dtype; if everything then is equal, the codes of these deviations are the cause. By default Inductor leaves
+out roundings between two low ops that it fuses; with its exact-numerics options it keeps them. Each architecture runs
+in a process of its own, with a time limit. Low is BF16, the device a CPU, the model in training without dropout.
+`exact_numerics.md` and `exact_numerics.json` are written beside this file after each one; what they have of this torch
+and CPU stays, unless `--only` names it. What is not done in time is not in them, and the next run takes it up.
 """
 
 from __future__ import annotations
@@ -115,16 +116,31 @@ def compare(name: str, ways: Sequence[str]) -> Iterator[tuple[str, dict[str, Any
         except Exception as error:
             yield way, {"failed": _line(error)}
             continue
-        equal = [len(a) == len(b) and all(map(torch.equal, a, b)) for a, b in zip(expected, got, strict=True)]
+        equal = _equal(expected, got)
         distances = [distance(a, b) for a, b in zip(expected, got, strict=True)]
         cell = {"outputs": equal[0], "gradients": equal[1], "distances": distances}
         if not all(equal) and how.get("backend") == "eager":
             torch.compiler.reset()
             captured = run(torch.compile(UnderAutocast(model, LOW), backend="eager"), model, inputs)
-            cell["capture"] = all(
-                len(a) == len(b) and all(map(torch.equal, a, b)) for a, b in zip(got, captured, strict=True)
-            )
+            cell["capture"] = all(_equal(got, captured))
+            if not cell["capture"]:
+                cell["codes"] = _causes(called, model, inputs, expected)
         yield way, cell
+
+
+def _equal(expected: list[list[Tensor]], got: list[list[Tensor]]) -> list[bool]:
+    """Say whether outputs are bit-equal, and whether gradients are."""
+    return [len(a) == len(b) and all(map(torch.equal, a, b)) for a, b in zip(expected, got, strict=True)]
+
+
+def _causes(called: Any, model: nn.Module, inputs: dict[str, Any], expected: list[list[Tensor]]) -> list[str]:
+    """Return the codes of the deviations that explain a difference: with their ops forced, everything is equal."""
+    deviations = fxamp.plan_of(called).deviations
+    forced = {d.op: "fp32" if d.autocast_dtype == "float32" else "low" for d in deviations}
+    torch.compiler.reset()
+    policy = fxamp.Policy("O1", dtype=LOW, ops=forced)
+    got = run(fxamp.compile(model, policy=policy, backend="eager"), model, inputs)
+    return sorted({d.code for d in deviations}) if all(_equal(expected, got)) else []
 
 
 def _line(error: Exception) -> str:
@@ -153,12 +169,14 @@ def to_markdown(made: dict[str, Any]) -> str:
     for way in ways:
         cells = [row[way] for row in found.values() if way in row]
         counts = [sum(cell.get(what) is True for cell in cells) for what in ("outputs", "gradients", "capture")]
+        counts.append(sum(bool(cell.get("codes")) for cell in cells))
         close = [sum(_far(cell, i) < FP32_ROUNDING for cell in cells) for i in (0, 1)]
         failed = [cell["failed"].startswith(EAGER) for cell in cells if "failed" in cell]
         rows.append((way, *counts, *close, failed.count(False), failed.count(True), len(cells)))
     headers = (
-        "way", "outputs bit-equal", "gradients bit-equal", "not, by capture alone", f"outputs to {FP32_ROUNDING:.0e}",
-        f"gradients to {FP32_ROUNDING:.0e}", "failed", f"{EAGER} failed", "architectures",
+        "way", "outputs bit-equal", "gradients bit-equal", "not, by capture alone", "not, by code",
+        f"outputs to {FP32_ROUNDING:.0e}", f"gradients to {FP32_ROUNDING:.0e}", "failed", f"{EAGER} failed",
+        "architectures",
     )  # fmt: skip
     marks = [(name, *(_mark(row[way]) if way in row else "" for way in ways)) for name, row in sorted(found.items())]
     return (
@@ -169,7 +187,9 @@ def to_markdown(made: dict[str, Any]) -> str:
         f"{tabulate(rows, headers, 'pipe')}\n\n"
         f"A difference below {FP32_ROUNDING:.0e} means that every rounding to BF16 is the same, and that FP32 numbers "
         'are summed in another order. "Not, by capture alone" counts models that are not bit-equal, but have the bits '
-        'of `torch.compile(backend="eager")` under autocast, without fxamp: capture itself changes them. Two causes of '
+        'of `torch.compile(backend="eager")` under autocast, without fxamp: capture itself changes them. "Not, by '
+        'code" counts those whose plans name deviations, and which are bit-equal once the ops of these have '
+        "autocast's dtype; the next table has the codes. Two causes of "
         'larger differences of gradients are known. First, `share_casts="always"` casts a value once for all ops that '
         "read it, so that its gradients are summed in BF16; autocast sums them in FP32. Second, torch decomposes the "
         "backward of a layer norm of BF16 values for Inductor; the eager kernel rounds in between, so its gradients "
@@ -191,7 +211,8 @@ def _mark(cell: dict[str, Any]) -> str:
         return f"{EAGER} fails" if cell["failed"].startswith(EAGER) else "failed"
     pairs = zip(("outputs", "gradients"), cell["distances"], strict=True)
     said = ", ".join("equal" if cell[what] else f"{far:.0e}" for what, far in pairs)
-    return said + " (capture)" * bool(cell.get("capture"))
+    codes = ["capture"] * bool(cell.get("capture")) + cell.get("codes", [])
+    return said + f" ({', '.join(codes)})" * bool(codes)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

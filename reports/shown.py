@@ -1,7 +1,7 @@
-"""Make the two examples of a report in the README: the printed report, and a picture of the page.
+"""Make the examples of a report in the README: the printed report, and pictures of the page, light and dark.
 
-    python reports/shown.py             # both
-    python reports/shown.py --printed   # without the picture, which needs chromium and playwright
+    python reports/shown.py             # all
+    python reports/shown.py --printed   # without the pictures, which need chromium and playwright
 
 The printed report is that of the README's own example, and a test holds that it is; the page is of BERT with 12 layers.
 """
@@ -13,6 +13,7 @@ import re
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Literal
 
 import torch
 from transformers import BertConfig, BertForMaskedLM
@@ -22,7 +23,7 @@ from fxamp.demo import LeNet5
 
 HERE = Path(__file__).resolve().parent
 README = HERE.parent / "README.md"
-PICTURE = HERE / "page.png"
+PICTURES: dict[Literal["light", "dark"], Path] = {"light": HERE / "page.png", "dark": HERE / "page-dark.png"}
 LAYER = "bert.encoder.layer.0.attention"
 # The example, and the block of text under it.
 BLOCK = re.compile(r"(report\(converted\)\.to_tree\(\)\).*\n```\n\n```text\n)((?s:.*?))(?=```)")
@@ -44,36 +45,39 @@ def page() -> str:
         attn_implementation="eager",
     )  # fmt: skip
     inputs = {"input_ids": torch.randint(0, 1000, (2, 16)), "attention_mask": torch.ones(2, 16, dtype=torch.long)}
-    converted = fxamp.convert(BertForMaskedLM(config), (), inputs, policy="O1,dtype=bf16")
+    converted = fxamp.convert(BertForMaskedLM(config), (), inputs, policy="O2,dtype=bf16")
     text: str = fxamp.report(converted).to_html()
     return text
 
 
-def picture(text: str, to: Path) -> None:
-    """Open a page, choose a node of one layer, and save what is seen."""
+def pictures(text: str) -> None:
+    """Open a page, choose a node of one layer, and save what is seen, in both colour schemes."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright, tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "report.html"
         file.write_text(text, encoding="utf-8")
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
-        seen = browser.new_page(viewport={"width": 1400, "height": 860}, color_scheme="light")
-        seen.goto(f"{file.as_uri()}#{LAYER}.self%2Fsoftmax%230")
-        seen.screenshot(path=to)
+        for scheme, to in PICTURES.items():
+            seen = browser.new_page(
+                viewport={"width": 1400, "height": 860}, color_scheme=scheme, reduced_motion="reduce"
+            )
+            seen.goto(f"{file.as_uri()}#{LAYER}.self%2Fsoftmax%230")
+            seen.screenshot(path=to)
         browser.close()
 
 
 def main() -> None:
-    """Write the block of the README, and the picture."""
+    """Write the block of the README, and the pictures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--printed", action="store_true", help="without the picture")
+    parser.add_argument("--printed", action="store_true", help="without the pictures")
     args = parser.parse_args()
     text, found = BLOCK.subn(lambda block: block.group(1) + printed(), README.read_text(encoding="utf-8"))
     if found != 1:
         raise SystemExit("the README has no such example")
     README.write_text(text, encoding="utf-8")
     if not args.printed:
-        picture(page(), PICTURE)
+        pictures(page())
 
 
 if __name__ == "__main__":

@@ -5,5 +5,6 @@
 .. include:: ranks.md
 .. include:: checking.md
 .. include:: capture.md
+.. include:: moving.md
 .. include:: glossary.md
 """

@@ -72,6 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _report(args: argparse.Namespace) -> int:
+    from ..report.forms.filters import chosen
     from ..report.reader.reader import model_name, with_totals
     from ..report.report import Report, report
 
@@ -92,6 +93,7 @@ def _report(args: argparse.Namespace) -> int:
     if args.save_plan:
         plan.save(args.save_plan)
     only = {"modules": args.module, "ops": args.op, "colours": args.colour, "reasons": args.reason}
+    chosen(made.record, **only)  # what matches nothing is an error in every format
     shown = functools.partial(
         made.to_tree, depth=args.depth, nodes=args.nodes, lines=args.lines, edits=args.edits, width=width(args), **only
     )
@@ -155,8 +157,7 @@ def _check(args: argparse.Namespace) -> int:
     if args.targets and all(":" in target for target in args.targets):
         folder = Path.cwd()
         chosen = [
-            Target(args.name or t, t, args.policy, args.plan, tuple(args.budget), args.device)
-            for t in args.targets
+            Target(args.name or t, t, args.policy, args.plan, tuple(args.budget), args.device) for t in args.targets
         ]
         if args.plan is None and not args.budget:
             raise FxampError("check: there is nothing to compare with; give --plan FILE, --budget KEY=LIMIT, or both")
@@ -202,9 +203,7 @@ def _converted(target: str, policy: str | None, device: str | None, replayed: Pl
     return _read(load_target(target), Policy.of(policy), device, replayed)
 
 
-def _read(
-    made: tuple[Any, Any, Any], policy: Policy, device: str | None, replayed: Plan | None = None
-) -> nn.Module:
+def _read(made: tuple[Any, Any, Any], policy: Policy, device: str | None, replayed: Plan | None = None) -> nn.Module:
     from ..convert import to_read
 
     asked = policy if device is None else replace(policy, device=device)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import NoReturn, TypeAlias
 
 from passes import NAMES
-from passes.contract.devices import DEVICES
 from passes.contract.errors import FxampError
 from passes.contract.plan import installed
 

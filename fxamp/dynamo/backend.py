@@ -27,7 +27,7 @@ from passes.contract.errors import PolicyError
 from passes.contract.plan import Plan
 from passes.contract.policy import Policy, check_used, nearest, type_names
 from passes.contract.timing import Timer
-from passes.graph.notes import note, note_of
+from passes.graph.notes import note, note_buffer, note_of
 from passes.graph.values import LOW_DTYPES, no_autocast, retyped
 from passes.ops.rules import row_of
 from passes.runtime.casts import CAST, again
@@ -141,7 +141,7 @@ def backend(
     chosen = Policy.of(policy)
     if chosen.cost == "measured":
         raise PolicyError(
-            "cost='measured' needs example inputs before training: use fxamp.convert(model, args), or cost='bytes' here."
+            "cost='measured' needs example inputs before training: use fxamp.convert, or cost='bytes' here."
         )
     require_inner(backend)
     return Backend(chosen, backend, mode, tuple(sorted((options or {}).items())))
@@ -208,7 +208,10 @@ def rewrite(
     notes = (*notes, *refuse_low_parameters(named, is_training(), is_gathered), *opaque_parameters(named))
     device = policy.device or _device(example_inputs)
     for node, value in zip(places, example_inputs, strict=False):
-        note(node, role="parameter" if isinstance(value, nn.Parameter) else "buffer" if is_attribute(node) else "")
+        if is_attribute(node):
+            note_buffer(node, value)
+        else:
+            note(node, role="parameter" if isinstance(value, nn.Parameter) else "")
         if isinstance(value, torch.Tensor):  # torch may have split the graph into parts, after another trace
             for key in {"example_value", "val"} & node.meta.keys():
                 node.meta[key] = retyped(node.meta[key], value.dtype)

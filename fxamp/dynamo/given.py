@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.export import ExportedProgram
-from torch.fx import Graph, GraphModule, Node, Tracer
+from torch.fx import Graph, GraphModule, Node, Proxy, Tracer
 from torch.fx.graph import CodeGen
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
@@ -36,6 +38,7 @@ from passes.contract.plan import Plan
 from passes.contract.plan_format import REMEDY
 from passes.contract.policy import Policy
 from passes.contract.timing import Timer
+from passes.graph.by_rows import SWITCHES
 from passes.graph.notes import is_inserted, note
 from passes.graph.splice import copy_body, put_in_place
 from passes.runtime.sizes import check_sizes
@@ -96,7 +99,7 @@ def store_low(made: GraphModule) -> None:
     reads: dict[str, list[Node]] = {}
     for node in made.graph.find_nodes(op="get_attr"):
         reads.setdefault(str(node.target), []).extend(node.users)
-    shared = {id(p): [] for p in made.parameters()}
+    shared: dict[int, list[str]] = {id(p): [] for p in made.parameters()}
     for path, p in made.named_parameters(remove_duplicate=False):
         shared[id(p)].append(path)
     for paths in shared.values():
@@ -159,10 +162,24 @@ def _check_sizes_first(made: GraphModule, program: ExportedProgram) -> None:
 
 
 class _Through(Tracer):
-    """Traces one module of torch.nn, of which nothing is left whole."""
+    """Traces one module of torch.nn, of which nothing is left whole, with the arguments that are known."""
+
+    proxy_buffer_attributes = True  # a write to a buffer is one of the graph's
+
+    def __init__(self, known: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.known = known
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return False
+
+    def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> tuple[Any, list[Any]]:
+        run, args = super().create_args_for_root(root_fn, is_module, concrete_args)
+        for i, value in enumerate(args):
+            if isinstance(value, Proxy) and (name := str(value.node.target)) in self.known:
+                self.graph.erase_node(value.node)
+                args[i] = self.known[name]
+        return run, args
 
 
 def _inline_modules(made: GraphModule) -> None:
@@ -175,17 +192,15 @@ def _inline_modules(made: GraphModule) -> None:
         stack = {**(node.meta.get("nn_module_stack") or {}), path: (path, type(module))}
         node.meta["nn_module_stack"] = stack
         note(node, leaf=type(module).__name__)
-        body = _body_of(module)
+        bound = inspect.signature(module.forward).bind(*node.args, **node.kwargs)
+        bound.apply_defaults()
+        operands = bound.arguments
+        body = _body_of(module, {name: value for name, value in operands.items() if not _holds_node(value)})
         if body is None:
             continue
-        names = [str(n.target) for n in body.find_nodes(op="placeholder")]
-        operands = [*node.args, *(node.kwargs.get(name, _MISSING) for name in names[len(node.args) :])]
-        defaults = [n.args[0] if n.args else _MISSING for n in body.find_nodes(op="placeholder")]
-        operands = [d if o is _MISSING else o for o, d in zip(operands, defaults, strict=True)]
-        if _MISSING in operands:
-            continue
         with made.graph.inserting_before(node):
-            copied, result = copy_body(made.graph, body, operands)
+            places = body.find_nodes(op="placeholder")
+            copied, result = copy_body(made.graph, body, [operands[str(n.target)] for n in places])
         for new in copied:
             new.meta = {**node.meta, **new.meta, "nn_module_stack": stack}
             new.meta.pop("val", None)
@@ -197,10 +212,11 @@ def _inline_modules(made: GraphModule) -> None:
         put_in_place(made.graph, node, result)
 
 
-_MISSING = object()
+def _holds_node(value: Any) -> bool:
+    return any(isinstance(leaf, Node) for leaf in pytree.tree_leaves(value))
 
 
-def _body_of(module: nn.Module) -> Graph | None:
+def _body_of(module: nn.Module, known: Mapping[str, Any]) -> Graph | None:
     """Return the graph of a module of torch.nn; None for one that cannot be traced, or is not of torch.nn."""
     if not type(module).__module__.startswith("torch.nn.modules") or not runs_its_forward_alone(module):
         return None
@@ -208,7 +224,7 @@ def _body_of(module: nn.Module) -> Graph | None:
         module = copy.copy(module)
         module.__dict__["_check_input_dim"] = lambda _: None  # a branch on the rank
     try:
-        body = _Through().trace(module)
+        body = _Through(known).trace(module)
     except Exception:  # whatever a branch on a traced value raises
         return None
     simple = isinstance(body.output_node().args[0], (Node, tuple))
@@ -225,7 +241,7 @@ def _fill(made: GraphModule, inputs: Inputs | None) -> None:
     for node in nodes:
         if "val" not in node.meta and "example_value" in node.meta:
             node.meta["val"] = node.meta["example_value"]
-    lacking = [n for n in nodes if "val" not in n.meta and n.op != "get_attr"]
+    lacking = [n for n in nodes if "val" not in n.meta and n.op != "get_attr" and n.target not in SWITCHES]
     if not lacking:
         for node in made.graph.find_nodes(op="get_attr"):
             value = _attribute(made, str(node.target)) if "val" not in node.meta else None
@@ -247,7 +263,7 @@ def _fill(made: GraphModule, inputs: Inputs | None) -> None:
             else:
                 flat = flat_by((args, kwargs), codegen.pytree_info.in_spec)
             fake = [mode.from_tensor(v, static_shapes=True) if isinstance(v, torch.Tensor) else v for v in flat]
-            FakeTensorProp(made, mode).propagate_dont_convert_inputs(*fake)
+            _Propagation(made, mode).propagate_dont_convert_inputs(*fake)
         except CaptureError:
             raise
         except Exception as e:  # whatever an op raises for operands that it rejects
@@ -256,10 +272,27 @@ def _fill(made: GraphModule, inputs: Inputs | None) -> None:
             ) from e
 
 
+class _Propagation(FakeTensorProp):
+    """Runs a graph on fake tensors, without a write to a buffer."""
+
+    def __init__(self, made: GraphModule, mode: FakeTensorMode) -> None:
+        super().__init__(made, mode)
+        shared = {id(p): p for p in made.parameters()}
+        whole = {str(n.target) for n in made.graph.find_nodes(op="call_module")}
+        self.whole = {path: copy.deepcopy(made.get_submodule(path), shared) for path in whole}
+
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        value = super().get_attr(target, args, kwargs)
+        return self._mode.from_tensor(value, static_shapes=True) if isinstance(value, torch.Tensor) else value
+
+    def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
+        return self.whole[target](*args, **kwargs)
+
+
 def _bound(made: GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """Return the inputs in the order of a graph's placeholders."""
     places = made.graph.find_nodes(op="placeholder")
-    rest = [n for n in places[len(args) :]]
+    rest = list(places[len(args) :])
     names = {str(n.target) for n in rest}
     missing = [str(n.target) for n in rest if str(n.target) not in kwargs and not n.args]
     extra = [name for name in kwargs if name not in names]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -15,14 +16,18 @@ from .tensors import held, kept
 
 @contextlib.contextmanager
 def same_random_state() -> Iterator[None]:
-    """Restore the random states of torch, of its devices and of Python."""
+    """Restore the random states of torch, of its devices, of Python, and of NumPy where it is loaded."""
     state, python = torch.get_rng_state(), random.getstate()
+    numpy = sys.modules.get("numpy")
+    drawn = numpy.random.get_state() if numpy is not None else None
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else None
     try:
         yield
     finally:
         torch.set_rng_state(state)
         random.setstate(python)
+        if numpy is not None:
+            numpy.random.set_state(drawn)
         if cuda is not None:
             torch.cuda.set_rng_state_all(cuda)
 

@@ -11,21 +11,20 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
 from torch.fx import Graph, GraphModule, Node, map_arg
 
-from passes._torch import source_name
+from passes._torch import enter_autocast, exit_autocast, source_name
 from passes.contract.errors import CaptureError
 from passes.contract.plan import Plan, joined
 from passes.runtime.tracing import RuntimeTracer
 
 from ..dynamo import recompile_limit
 from ..dynamo.compiled import coverage, together, with_record
+from ..dynamo.outputs import leaving
 from .function import Entry
 from .replay import OR
 from .runner import Runner
@@ -111,6 +110,19 @@ def graphs_of(runner: Runner) -> tuple[GraphModule, ...]:
     return tuple(made)
 
 
+def captured_of(runner: Runner, entry: Entry) -> GraphModule:
+    """Return a graph as captured, without the marks of the view's own region and outputs."""
+    gm = _Binding(runner, entry, entry.captured).module()
+    calls = [n for n in gm.graph.nodes if n.op == "call_function"]
+    for node in reversed(calls):
+        if node.target is leaving:
+            node.replace_all_uses_with(node.args[0])
+        if node.target in (leaving, exit_autocast, enter_autocast) and not node.users:
+            gm.graph.erase_node(node)
+    gm.recompile()
+    return gm
+
+
 def nothing_captured(runner: Runner) -> str:
     """Say that a view has no graphs yet."""
     return (
@@ -122,9 +134,9 @@ def nothing_captured(runner: Runner) -> str:
 class _Binding:
     """Turns the inputs of one graph into attributes, arguments and sizes."""
 
-    def __init__(self, runner: Runner, entry: Entry) -> None:
+    def __init__(self, runner: Runner, entry: Entry, source: GraphModule | None = None) -> None:
         self.runner, self.entry = runner, entry
-        self.source = entry.converted.graph
+        self.source = entry.converted.graph if source is None else source
         self.graph, self.env = Graph(tracer_cls=RuntimeTracer), dict[Node, Any]()
         model = runner.model
         self.attributes: dict[str, Any] = {
@@ -201,9 +213,3 @@ class _Binding:
 
 
 _KEPT = ("val", "example_value", "stack_trace", "nn_module_stack", "fxamp")
-
-
-def runners_in(module: nn.Module) -> Sequence[tuple[str, Runner]]:
-    """Return what runs the views inside a module, with their paths."""
-    found = ((path, getattr(type(m), "_fxamp_runner", None)) for path, m in module.named_modules())
-    return [(path, runner) for path, runner in found if runner is not None]

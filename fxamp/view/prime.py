@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,8 +29,8 @@ from passes.graph.values import LOW_DTYPES
 from passes.ops import ops
 
 from ..trust.preserved import fresh, same_random_state
-from ..trust.tensors import kept, same
-from .function import Captured
+from ..trust.tensors import same
+from .function import Captured, Entry
 from .replay import place_of
 from .runner import Runner
 from .state import STATES, in_state, state_of
@@ -88,8 +88,7 @@ def capture(runner: Runner, args: tuple[Any, ...], kwargs: dict[str, Any], check
         return
     try:
         if check or broken:
-            with kept(_written_parameters(runner, first)):
-                _check(runner, args, kwargs, check)
+            _check(_Twins(runner, args, kwargs, _written(runner.entries[first:])), check)
     except _NoTwinError as e:
         runner.complete = runner.complete and not broken
         what = "checked" if not broken else "checked, and what comes after its first graph break not captured"
@@ -99,16 +98,6 @@ def capture(runner: Runner, args: tuple[Any, ...], kwargs: dict[str, Any], check
     _refuse_unmatched_ops(runner)
     if broken and runner.replayed is not None:
         _refuse_unfit(runner)
-
-
-def _written_parameters(runner: Runner, first: int) -> list[Tensor]:
-    """Return the parameters that graphs write to, such as an embedding's with max_norm: twins share them."""
-    names: set[str] = set()
-    for entry in runner.entries[first:]:
-        written = {n for together in Aliases(entry.captured.graph).sets().values() for n in together}
-        places = entry.captured.graph.find_nodes(op="placeholder")
-        names |= {name for at, name in entry.names.items() if places[at] in written}
-    return [p for name, p in runner.model.named_parameters(remove_duplicate=False) if name in names]
 
 
 def _refuse_unmatched_ops(runner: Runner) -> None:
@@ -158,22 +147,49 @@ class _Run:
     gradients: list[Tensor | None] | None
 
 
-def _check(runner: Runner, args: tuple[Any, ...], kwargs: dict[str, Any], check: bool | str) -> None:
+@dataclass(frozen=True)
+class _Twins:
+    """What copies of a model are run with.
+
+    Attributes:
+        runner: the view's.
+        args: inputs.
+        kwargs: keyword inputs.
+        written: names of the parameters that are written, of which each copy has its own.
+    """
+
+    runner: Runner
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    written: frozenset[str]
+
+
+def _written(entries: Sequence[Entry]) -> frozenset[str]:
+    """Return the names of the parameters that captured graphs write."""
+    found: set[str] = set()
+    for entry in entries:
+        aliases, places = Aliases(entry.captured.graph), entry.captured.graph.find_nodes(op="placeholder")
+        found.update(name for i, name in entry.names.items() if aliases.is_mutated(places[i]))
+    return frozenset(found)
+
+
+def _check(twins: _Twins, check: bool | str) -> None:
+    runner = twins.runner
     graded = check is True and not runner.policy.level.rounds and torch.is_grad_enabled()
     if not check:  # only to capture what comes after a graph break
-        _run(runner, "graphs", args, kwargs, graded)
+        _run(twins, "graphs", graded)
         return
     try:
-        expected = _run(runner, "model", args, kwargs, graded)
-    except (FxampError, torch.OutOfMemoryError):
+        expected = _run(twins, "model", graded)
+    except (FxampError, _NoTwinError, torch.OutOfMemoryError):
         raise
     except Exception as e:  # autocast mixes dtypes, and its kernels refuse numbers: a graph may run where it does not
         raise _NoTwinError(f"the model itself raises under autocast ({_line(e)})") from e
-    got = _run(runner, "graphs", args, kwargs, graded)
+    got = _run(twins, "graphs", graded)
     difference = _difference(expected, got, runner.model)
     if not difference:
         return
-    plain = _run(runner, "torch.compile", args, kwargs, graded)
+    plain = _run(twins, "torch.compile", graded)
     name = type(runner.model).__name__
     if _difference(got, plain, runner.model):
         raise NotFaithfulError(
@@ -185,10 +201,11 @@ def _check(runner: Runner, args: tuple[Any, ...], kwargs: dict[str, Any], check:
     runner.note(note)
 
 
-def _run(runner: Runner, what: str, args: tuple[Any, ...], kwargs: dict[str, Any], graded: bool) -> _Run:
+def _run(twins: _Twins, what: str, graded: bool) -> _Run:
     """Run the model's own code, the captured graphs or torch.compile's, on a twin and on copies of the inputs."""
-    twin = twin_of(runner.model)
-    given, named = pytree.tree_map(fresh, (args, kwargs))
+    runner = twins.runner
+    twin = twin_of(runner.model, twins.written)
+    given, named = pytree.tree_map(fresh, (twins.args, twins.kwargs))
     try:
         with same_random_state():
             if what == "graphs":
@@ -196,8 +213,8 @@ def _run(runner: Runner, what: str, args: tuple[Any, ...], kwargs: dict[str, Any
             else:
                 outputs = _called(runner, twin, given, named, compiled=what != "model")
             gradients = _gradients(outputs, twin) if graded else None
-    except (FxampError, torch.OutOfMemoryError, Captured):
-        raise
+    except torch.OutOfMemoryError as e:
+        raise _NoTwinError("there is not enough memory to run it beside itself") from e
     leaves = [t.detach() if isinstance(t, Tensor) else t for t in pytree.tree_leaves(outputs)]
     return _Run(leaves, dict(twin.named_buffers()), gradients)
 
@@ -218,14 +235,19 @@ def _called(runner: Runner, twin: nn.Module, args: Any, kwargs: Any, compiled: b
         forget_compiled(forward.__code__)
 
 
-def twin_of(model: nn.Module) -> nn.Module:
-    """Return a copy of a model that shares its parameters, and has buffers and Python state of its own."""
+def twin_of(model: nn.Module, written: Collection[str] = ()) -> nn.Module:
+    """Return a copy of a model that shares its parameters, and has buffers and Python state of its own.
+
+    Args:
+        model: is not changed.
+        written: names of parameters that are not shared.
+    """
     if any(type(p).__name__ == "DTensor" for p in model.parameters()):
         raise _NoTwinError("its parameters are sharded")
     if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
         raise _NoTwinError("it is on the meta device")
     try:
-        return copy.deepcopy(model, {id(p): p for p in model.parameters()})
+        return copy.deepcopy(model, {id(p): p for name, p in model.named_parameters() if name not in written})
     except Exception as e:  # whatever a class raises that does not let itself be copied
         raise _NoTwinError(f"it cannot be copied ({_line(e)})") from e
 
@@ -252,6 +274,8 @@ def _difference(expected: _Run, got: _Run, model: nn.Module) -> str:
     for name, buffer in expected.buffers.items():
         if name not in got.buffers or not same(buffer, got.buffers[name]):
             return f"buffer '{name}' has other values afterwards"
+    if (expected.gradients is None) != (got.gradients is None):
+        return "only one of them has gradients"
     names = [name for name, p in model.named_parameters() if p.requires_grad]
     for name, a, b in zip(names, expected.gradients or (), got.gradients or (), strict=False):
         if (a is None) != (b is None) or (a is not None and b is not None and _norm(a - b) > _allowed(a, expected)):

@@ -75,6 +75,11 @@ class View:
 
     _fxamp_runner: Runner
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Make an instance of the author's class: `type(view)(...)`, and `view[1:]` of a sequence, are new models."""
+        author = cls.__mro__[cls.__mro__.index(View) + 1]
+        return author(*args, **kwargs)
+
     def __init_subclass__(cls, **_: Any) -> None:
         """Do nothing: a view's class is none of the author's subclasses."""
 

@@ -94,9 +94,6 @@ class ScaleCollapseError(FxampError, FloatingPointError):
     """
 
 
-# The way out of every refusal of a front end that captures ahead of time.
-INSTEAD = "Use capture='jit' or fxamp.compile(model), which keep it, or change that construct"
-
 # The way out for a model with trainable parameters in 16 bits. Since version 5 of transformers the dtype of the
 # checkpoint is the default.
 FP32_PARAMETERS = (

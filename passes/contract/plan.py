@@ -119,8 +119,8 @@ class Plan:
         inserted_casts: How many casts were inserted.
         casts: How many inserted casts are left after elimination.
         torch_version: The torch it was made with.
-        states: One entry per state, as "NUMBER: NAME", where NUMBER is that of its first graph; empty if what is decided
-            is the same in all states. Each state lists all of its decisions.
+        states: One entry per state, as "NUMBER: NAME", where NUMBER is that of its first graph; empty if the same is
+            decided in all states. Each state lists all of its decisions.
         edits: How often each rewrite of the passes fired, as "pass/rewrite"; empty in plans of an older format.
         totals: The costs of the graphs at the example's sizes, as `fxamp check` compares them; empty if not computed.
         fxamp_version: The fxamp it was made with; "" in plans of an older format.

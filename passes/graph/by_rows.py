@@ -59,7 +59,7 @@ class SymbolicInference:
         name = ops.name(node)
         if row_of(node).asks == "item":
             return _item(dtype_of(node.args[0]), node.args[1])  # type: ignore[arg-type]
-        if not row_of(node).out or node.target in _SWITCHES:
+        if not row_of(node).out or node.target in SWITCHES:
             return None
         reference = dtype_reference(node)
         if reference is not None:
@@ -77,7 +77,7 @@ class SymbolicInference:
 
 
 # What switches a mode.
-_SWITCHES = (torch.is_grad_enabled, SET_GRAD, enter_autocast, exit_autocast)
+SWITCHES = (torch.is_grad_enabled, SET_GRAD, enter_autocast, exit_autocast)
 
 
 Given: TypeAlias = "list[tuple[str, ValueDtype]]"  # the name of each operand, and its dtype

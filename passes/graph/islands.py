@@ -33,15 +33,14 @@ def islands(graph: Graph) -> frozenset[Node]:
 
 def _quotients(node: Node) -> Iterator[tuple[Node, Node]]:
     """Yield (value, divisor) for each way to read a call as a quotient: x / y, x * (1 / y), x - log(y)."""
-    name = ops.name(node)
-    if not _is(node, "quotient"):
+    if not _is(node, "quotient", "product", "difference"):
         return
     first, second = (*node.args, None, None)[:2]
     if not isinstance(first, Node) or not isinstance(second, Node):
         return
-    if name == "div" or _inverts(second, name):
+    if _is(node, "quotient") or _inverts(second, node):
         yield first, second
-    if name == "mul" and _inverts(first, name):
+    if _is(node, "product") and _inverts(first, node):
         yield second, first
 
 
@@ -51,14 +50,14 @@ def _is(node: Node, *parts: str) -> bool:
     return any(part in found for part in parts)
 
 
-def _inverts(node: Node, name: str) -> bool:
-    """Say whether a value is a reciprocal; for a difference, whether it is a logarithm."""
-    while _is_move(node) or ops.name(node) == "to" or (ops.name(node) == "mul" and len(node.all_input_nodes) == 1):
+def _inverts(node: Node, end: Node) -> bool:
+    """Say whether an operand of `end` is a reciprocal; of a difference, whether it is a logarithm."""
+    while _is_move(node) or row_of(node).is_cast or (_is(node, "product") and len(node.all_input_nodes) == 1):
         node = node.all_input_nodes[0]  # its one tensor, which may follow a number
-    if name == "sub":
+    if _is(end, "difference"):
         return _is(node, "logarithm")
     exponent = node.args[1] if ops.name(node) == "pow" else 0
-    if ops.name(node) == "div":
+    if _is(node, "quotient"):
         return not isinstance(node.args[0], Node)
     return _is(node, "reciprocal") or (isinstance(exponent, (int, float)) and exponent < 0)
 
@@ -105,7 +104,7 @@ def _before(order: dict[Node, int], node: Node) -> set[Node]:
     inside: set[Node] = set()
     if _is(node, "exponential") and isinstance(node.args[0], Node):
         inside, node = {node}, node.args[0]
-    if ops.name(node) == "sub" and all(isinstance(a, Node) for a in node.args[:2]):
+    if _is(node, "difference") and all(isinstance(a, Node) for a in node.args[:2]):
         inside |= _island(order, node, *node.args[:2])  # type: ignore[arg-type]
     return inside
 

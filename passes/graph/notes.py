@@ -22,8 +22,7 @@ Region = tuple[str, bool, torch.dtype | None]  # device type, enabled, dtype
 # The rewrites that make nodes, as "pass/rewrite". The first two make casts, which are then not the user's.
 CAST_OPERAND, RESTORE_OUTPUT = "insert-casts/operand", "insert-casts/output"
 CLAMP_OPERAND = "insert-casts/clamp"
-SPLIT_LOSS, DECOMPOSE, APPLY_READS = "legalize/loss", "legalize/composite", "legalize/read"
-SETTLE = "capture/settle"
+SPLIT_LOSS, DECOMPOSE, CAST_NORM = "legalize/loss", "legalize/composite", "legalize/norm"
 _CASTS = (CAST_OPERAND, RESTORE_OUTPUT)
 
 
@@ -40,8 +39,6 @@ class Note:
         cast: For a cast: "literal", "relative" or "undecided". Just in time also "autocast", if the program has this
             dtype under autocast, or "baked", if nothing is known but the dtype.
         read: The dtype that the program reads at this place under autocast.
-        replaced: The literals that the call has under autocast, each with its path in the arguments.
-        constant_read: The constant that the program uses at this place under autocast.
         autocast: The dtypes of its value under autocast, if they were seen.
         under_autocast: The call runs under autocast as a whole.
         low_of_its_own: For an output: its low dtype, if the model itself makes it low without autocast.
@@ -62,8 +59,6 @@ class Note:
     constant: float | None = None
     cast: str = ""
     read: torch.dtype | None = None
-    replaced: tuple[tuple[tuple[Any, ...], Any], ...] = ()
-    constant_read: str = ""
     autocast: Any = None
     under_autocast: bool = False
     low_of_its_own: torch.dtype | None = None
@@ -74,11 +69,6 @@ class Note:
     fused: bool = False
     absorbed_cast: bool = False
     dtype_argument: torch.dtype | None = None
-
-    @property
-    def reads(self) -> tuple[Any, ...]:
-        """The result of comparing the node with a capture under autocast."""
-        return self.cast, self.read, self.replaced, self.constant_read
 
 
 _NOTHING = Note()
@@ -103,9 +93,14 @@ def note_buffers(graph: Graph, attribute: Callable[[str], Any]) -> None:
     for node in graph.nodes:
         value = attribute(str(node.target)) if node.op == "get_attr" else None
         if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
-            known = not isinstance(value, FakeTensor) and not value.is_meta
-            number = known and value.dim() == 0 and value.is_floating_point()
-            note(node, role="buffer", constant=float(value) if number else None)
+            note_buffer(node, value)
+
+
+def note_buffer(node: Node, value: Tensor) -> None:
+    """Note that a value is a buffer or constant, and the number in a 0-dim one."""
+    known = not isinstance(value, FakeTensor) and not value.is_meta
+    number = known and value.dim() == 0 and value.is_floating_point()
+    note(node, role="buffer", constant=float(value) if number else None)
 
 
 def is_parameter(value: Node) -> bool:

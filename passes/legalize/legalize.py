@@ -5,8 +5,11 @@ Before: einsum("bi,ij->bj", x, w)                    After: the permutes, views 
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
 import operator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -22,7 +25,7 @@ from ..graph.splice import copy_body, put_in_place
 from ..ops import ops
 from ..ops.facts import rule_of
 from ..ops.rules import COMPOSITE, row_of
-from .reads import apply_reads, cast_before_norms
+from .cast_norms import cast_before_norms
 from .split_loss import split_losses
 
 logger = logging.getLogger("fxamp")
@@ -33,7 +36,7 @@ class Legalize:
     """Bring one graph into the form that the rules are written for.
 
     Attributes:
-        policy: with device filled in.
+        policy: with dtype and device filled in.
     """
 
     name: ClassVar = "legalize"
@@ -41,17 +44,16 @@ class Legalize:
     policy: Policy
 
     def __call__(self, unit: Unit) -> dict[str, int]:
-        """Apply reads, drop switches, index fields, cast before norms, split losses, decompose; note buffers."""
+        """Drop switches, index fields, cast before norms, split losses, decompose; note buffers."""
         level, graph = self.policy.level, unit.graph
         splits = level.keeps_sums_fp32 and "cross_entropy_loss" not in dict(self.policy.ops)
         edits = {
-            "read": apply_reads(graph, exact=level.is_autocasts),
             "switch": drop_autocast_switches(graph),
             "field": index_fields(graph),
             "norm": cast_before_norms(graph),
             "loss": split_losses(graph) if splits else 0,
         }
-        edits["composite"] = decompose_composites(graph, self.policy.device or "cpu")
+        edits["composite"] = decompose_composites(graph, self.policy.device or "cpu", self.policy.dtype)
         note_buffers(graph, unit.attribute)
         return edits
 
@@ -80,11 +82,16 @@ def index_fields(graph: Graph) -> int:
     return edits
 
 
-def decompose_composites(graph: Graph, device: str) -> int:
+def decompose_composites(graph: Graph, device: str, low: torch.dtype | None = None) -> int:
     """Replace each op that has no colour of its own by the ops it calls for the shapes at hand, in place.
 
     The ops that it calls, and their gradients, are those that eager runs: the op's own kernel is traced above autograd,
     one level deep, and composites among its ops are decomposed in turn.
+
+    Args:
+        graph: changed in place.
+        device: decides which ops are composites.
+        low: the dtype of the autocast that operands of several dtypes were captured under; None for the device's own.
 
     Returns the number of ops decomposed. Those that cannot be stay whole.
     """
@@ -93,7 +100,7 @@ def decompose_composites(graph: Graph, device: str) -> int:
     found = [n for n in reversed(graph.nodes) if _is_composite(n, device)]
     while found:
         node = found.pop()
-        body = _body_of(node, memo)
+        body = _body_of(node, memo, functools.partial(torch.autocast, device, low))
         if body is None:
             continue
         with graph.inserting_before(node):
@@ -111,8 +118,11 @@ def _is_composite(node: Node, device: str) -> bool:
     return node.op in ("call_function", "call_method") and rule_of(node, device)[1] == COMPOSITE
 
 
-def _body_of(node: Node, memo: dict[Any, Graph | None]) -> Graph | None:
-    """Return what a composite calls, as a graph over its operands; None if there is none."""
+def _body_of(node: Node, memo: dict[Any, Graph | None], region: Callable[[], Any]) -> Graph | None:
+    """Return what a composite calls, as a graph over its operands; None if there is none.
+
+    A capture under autocast may give it operands of several dtypes, which its ops take together in such a region alone.
+    """
     target: Any = node.target
     inputs = node.all_input_nodes
     values = [n.meta.get("val") for n in inputs]
@@ -125,7 +135,10 @@ def _body_of(node: Node, memo: dict[Any, Graph | None]) -> Graph | None:
     place = {n: i for i, n in enumerate(inputs)}
     key = (target, str(torch.fx.map_arg((node.args, dict(node.kwargs)), place.__getitem__)), *map(_shape, known))
     if key not in memo:
-        memo[key] = _trace(node, inputs, known, tensors[0].fake_mode)
+        mode, several = tensors[0].fake_mode, len({t.dtype for t in tensors if t.is_floating_point()}) > 1
+        memo[key] = _trace(node, inputs, known, mode)
+        if memo[key] is None and several:
+            memo[key] = _trace(node, inputs, known, mode, region())
     return memo[key]
 
 
@@ -135,7 +148,7 @@ def _shape(value: Any) -> Any:
     return value.dtype, str(value.shape), str(value.stride()), value.device
 
 
-def _trace(node: Node, inputs: list[Node], values: list[Any], mode: Any) -> Graph | None:
+def _trace(node: Node, inputs: list[Node], values: list[Any], *modes: Any) -> Graph | None:
     target: Any = node.target
 
     def run(*operands: Any) -> Any:
@@ -148,7 +161,9 @@ def _trace(node: Node, inputs: list[Node], values: list[Any], mode: Any) -> Grap
     # A function of torch's becomes the operators that it calls; if that is one composite, it is decomposed next.
     table = {target: target.decompose} if isinstance(target, OpOverload) else {}
     tracer = make_fx(run, table, pre_dispatch=True, _allow_non_fake_inputs=True)
-    with quiet_fakes(), mode:
+    with quiet_fakes(), contextlib.ExitStack() as entered:
+        for mode in modes:
+            entered.enter_context(mode)
         try:
             body: GraphModule = tracer(*(v.detach() if isinstance(v, FakeTensor) else v for v in values))
         except Exception as e:  # whatever a fake kernel raises: the op stays whole, and the report says so

@@ -6,11 +6,11 @@ import inspect
 
 from torch.fx import Tracer
 
-from . import casts, modes, regions, rnn, sizes
+from . import casts, regions, rnn, sizes
 
 FUNCTIONS = tuple(
     function
-    for module in (casts, modes, regions, rnn, sizes)
+    for module in (casts, regions, rnn, sizes)
     for name, function in vars(module).items()
     if inspect.isfunction(function) and function.__module__ == module.__name__ and not name.startswith("_")
 )

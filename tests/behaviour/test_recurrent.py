@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-import fxamp
 from tests.support.front_ends import (
     F32,
     WARNINGS,

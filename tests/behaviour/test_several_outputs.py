@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import fxamp
 from tests.support.front_ends import (
     F32,
     WARNINGS,

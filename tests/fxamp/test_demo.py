@@ -15,7 +15,6 @@ def test_prints_and_writes_one_row_per_model_and_variant(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "demo.md"
-    monkeypatch.setattr(demo, "convert", fxamp.convert)
     monkeypatch.setattr(demo, "TEST_IMAGES", demo.BATCH)  # for which it has been converted
 
     rows = demo.run(output=path, tasks=[_short(demo.TASKS[0], 6)])

@@ -48,7 +48,7 @@ def compiled(gm: GraphModule, level: str) -> tuple[GraphModule, Plan]:
     """Return a compiled copy of a graph and its plan."""
     new = copy.deepcopy(gm)
     plan = compile_graph(
-        new.graph, Policy(level, dtype=torch.bfloat16, device="cpu"), functools.partial(attribute, new)
+        new.graph, Policy(level, dtype=torch.bfloat16, device="cpu"), functools.partial(attribute, new), capture="graph"
     )
     new.recompile()
     return new, plan
@@ -154,7 +154,7 @@ def test_eliminating_casts_changes_no_output_gradient_write_or_alias(seeds: rang
 def test_o2_is_finite_where_fp32_is_and_within_four_times_autocasts_distance(seed: int, low: torch.dtype) -> None:
     original = drawn(seed)
     new = copy.deepcopy(original)
-    compile_graph(new.graph, Policy("O2", dtype=low, device="cpu"), functools.partial(attribute, new))
+    compile_graph(new.graph, Policy("O2", dtype=low, device="cpu"), functools.partial(attribute, new), capture="graph")
     new.recompile()
     exact = copy.deepcopy(original).double()
     truth = _draw(exact, [x.double() for x in random_inputs(original)])
@@ -194,7 +194,7 @@ def _seconds_per_node(nodes: int) -> float:
     count = len(gm.graph.nodes)
     start = time.process_time()
     compile_graph(
-        gm.graph, Policy("O1", dtype=torch.bfloat16, device="cpu"), functools.partial(attribute, gm)
+        gm.graph, Policy("O1", dtype=torch.bfloat16, device="cpu"), functools.partial(attribute, gm), capture="graph"
     )
     return (time.process_time() - start) / count
 

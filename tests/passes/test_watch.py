@@ -37,7 +37,7 @@ TEXT = """
 
 def compiled(policy: Policy = POLICY) -> tuple[GraphModule, Plan]:
     gm = parse(TEXT)
-    return gm, compile_graph(gm.graph, policy, functools.partial(attribute, gm))
+    return gm, compile_graph(gm.graph, policy, functools.partial(attribute, gm), capture="graph")
 
 
 def test_a_pass_is_its_configuration() -> None:

@@ -1,4 +1,4 @@
-"""Graphs as `torch.export` gives them, with its regions and after these are inlined."""
+"""Graphs as `torch.export` gives them: with its regions, after these are inlined, and converted."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx import GraphModule
+from torch.fx import GraphModule, symbolic_trace
 from torch.fx.graph import CodeGen
 
+import fxamp
 from fxamp.dynamo.regions import inline_regions
+from passes.contract.plan import Plan
+from passes.contract.policy import Policy
 
 
 class Model(nn.Module):
@@ -58,3 +61,27 @@ def inlined(model: nn.Module, *args: Tensor) -> tuple[GraphModule, dict[str, Any
     gm.graph.lint()
     gm.recompile()
     return gm, constants, edits
+
+
+def graph_of(model: nn.Module, args: Any, policy: Policy | str = "O1") -> GraphModule:
+    """Convert what `torch.export` makes of a model in its present mode; its nodes have the names of ATen's ops."""
+    made = fxamp.convert(program_of(model, args), policy=policy)
+    assert isinstance(made, GraphModule)
+    return made
+
+
+def traced_of(model: nn.Module, args: Any, policy: Policy | str = "O1") -> GraphModule:
+    """Convert what `torch.fx` makes of a model, in which what Python reads of a tensor is a node of its own."""
+    made = fxamp.convert(symbolic_trace(model), args, policy=policy)
+    assert isinstance(made, GraphModule)
+    return made
+
+
+def plan_of(model: nn.Module, args: Any, policy: Policy | str = "O1") -> Plan:
+    """Return the plan of the same graph, for a device that need not be here."""
+    return fxamp.plan(program_of(model, args), policy=policy)
+
+
+def program_of(model: nn.Module, args: Any) -> torch.export.ExportedProgram:
+    """Export a model in its present mode, for these sizes."""
+    return torch.export.export(model, args if isinstance(args, tuple) else (args,), strict=False)

@@ -16,7 +16,7 @@ from torch.fx import GraphModule
 from passes.contract.errors import FxampError
 from passes.contract.plan import Plan
 
-from ..reader.reader import Readable, emitted, plan_in
+from ..reader.reader import Readable, captured_and_emitted, emitted, plan_in
 from . import listing
 from .changes import PLAN_KEY as PLAN_KEY
 from .changes import Change as Change
@@ -110,11 +110,12 @@ class GraphDiff:
         return ", ".join(f"{sum(k == kind for k, _ in nodes)} {kind}" for kind in ("added", "removed", "changed"))
 
 
-def diff(before: Readable, after: Readable) -> GraphDiff:
+def diff(before: Readable, after: Readable | None = None) -> GraphDiff:
     """Compare two plans, two converted modules, two graphs, or a graph with the module that it was converted to.
 
     Args:
-        before: A plan, the path of a saved one, a converted module, or any `torch.fx.GraphModule`.
+        before: A plan, the path of a saved one, a converted module, or any `torch.fx.GraphModule`. A view alone is
+            compared with itself: each graph as captured, beside the graph as emitted.
         after: Likewise.
 
     Returns:
@@ -123,6 +124,7 @@ def diff(before: Readable, after: Readable) -> GraphDiff:
         of the graph with casts marked.
 
     Raises:
+        CaptureError: A view alone has no graph yet.
         PlanError: A file cannot be read, or holds no plan.
         FxampError: The two cannot be compared.
 
@@ -130,6 +132,8 @@ def diff(before: Readable, after: Readable) -> GraphDiff:
         >>> print(fxamp.diff(torch.fx.symbolic_trace(model), converted))
         --- ...
     """
+    if after is None:
+        return _of_view(before)
     old, new = plan_in(before), plan_in(after)
     if old and new:
         return _of_plans(before, after, old, new)
@@ -141,9 +145,23 @@ def diff(before: Readable, after: Readable) -> GraphDiff:
     return _of_graphs(titles, old_graph, new_graph)
 
 
+def _of_view(view: object) -> GraphDiff:
+    """Put each captured graph of a view beside the emitted one."""
+    code: list[str] = []
+    changes: list[Change] = []
+    pairs = captured_and_emitted(view)
+    for state, captured, made in pairs:
+        found: Marked = marked(captured, made)
+        code += [f"{state}:" if len(pairs) > 1 else "", *found.code]
+        changes += found.changes
+    nodes = [sum(len(graph.graph.nodes) for graph in side) for side in list(zip(*pairs, strict=True))[1:]]
+    titles = f"as captured  {nodes[0]} nodes", f"as emitted  {nodes[1]} nodes"
+    return GraphDiff(*titles, tuple(changes), code=tuple(code))
+
+
 def _of_plans(before: Readable, after: Readable, old: Plan, new: Plan) -> GraphDiff:
     sides = (before, old), (after, new)
-    left, right = (of_plan(p, emitted(given, p) if isinstance(given, nn.Module) else ()) for given, p in sides)
+    left, right = (of_plan(p, emitted(given) if isinstance(given, nn.Module) else ()) for given, p in sides)
     named = bool(old.fxamp_version and new.fxamp_version) and old.fxamp_version != new.fxamp_version
     titles = _plan_title(old, named), _plan_title(new, named)
     found = match(left, right)
@@ -175,6 +193,8 @@ def _of_graphs(titles: tuple[str, str], before: GraphModule, after: GraphModule)
 def _graph_in(name: str, value: object) -> GraphModule:
     if isinstance(value, GraphModule):
         return value
+    if isinstance(value, nn.Module) and len(found := captured_and_emitted(value)) == 1:
+        return found[0][2]
     raise FxampError(
         f"diff: {name} is a {type(value).__name__}, which cannot be compared here; give two plans (or converted "
         "modules, or paths of saved plans), or two GraphModules"

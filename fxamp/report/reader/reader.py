@@ -7,11 +7,15 @@ from dataclasses import replace
 from typing import TypeAlias, Union
 
 from torch import nn
+from torch.fx import GraphModule
 
+from passes.contract.errors import FxampError
 from passes.contract.plan import Plan
 
 from ...convert import converted_in, graphs, plan_of
 from ...dynamo import compiled
+from ...view.graphs import captured_of, graphs_of, parts_of
+from ...view.view import is_view, runner_of
 from ..record.build import Emitted
 from ..record.build import record_of as record_of_plan
 from ..record.record import TOTALS, Record
@@ -42,6 +46,22 @@ def emitted(module: nn.Module) -> list[Emitted]:
         return []
     records = [(gm, gm.meta["fxamp"]) for gm in graphs(module)]
     return [Emitted(record["number"], record["state"], gm, ()) for gm, record in records]
+
+
+def captured_and_emitted(view: object) -> list[tuple[str, GraphModule, GraphModule]]:
+    """Return the state, the captured graph and the emitted graph of each graph of a view.
+
+    Raises:
+        FxampError: it is no view.
+        CaptureError: nothing was captured yet.
+    """
+    if not isinstance(view, nn.Module) or not is_view(view):
+        raise FxampError(f"a {type(view).__name__} alone has nothing to be compared with; give a view, or two sides")
+    plan_of(view)  # says that nothing was captured yet
+    runner = runner_of(view)
+    entries = [entry for part in parts_of(runner) for entry in part.entries]
+    pairs = zip(entries, graphs_of(runner), strict=True)
+    return [(str(entry.state), captured_of(runner, entry), made) for entry, made in pairs]
 
 
 def record_of(given: object, plan: Plan | None = None) -> Record:

@@ -76,7 +76,7 @@ def refuse_untold_writes(graph: Graph, device: str) -> None:
 
 def _written(node: Node, device: str) -> list[Node]:
     """Return the operands that a call on numbers other than zero is seen to write to."""
-    values: dict[Node, Any] = {}
+    values: dict[Node, object] = {}
 
     def halves(arg: Node) -> Any:
         values[arg] = pytree.tree_map(lambda v: _filled(v, None, 0.5), _value(arg, device))

@@ -261,7 +261,8 @@ def user_cast(state: State, site: Site) -> Colouring | None:
     baked = state.user_casts.baked(node)
     changed = intent.dtype if baked is not None and baked != intent.dtype else None
     value = next(ops.operands(node))
-    number = 0.0 if intent.literal else state.extremes.constants.get(value.node, 0.0)
+    named = intent.literal and note_of(node).read is None
+    number = 0.0 if named else state.extremes.constants.get(value.node, 0.0)
     if state.autocast or intent.dtype not in LOW_DTYPES or not literals.is_extreme(number, intent.dtype):
         return Colouring(intent.dtype, "cast", intent.reason, set_dtype=changed)
     if abs(number) != literals.FP32_MAX:

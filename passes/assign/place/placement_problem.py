@@ -184,7 +184,7 @@ def _left_of_upcasts(
     """Return how many upcasts of a value are left where its reader casts it up by itself; None if it does not.
 
     It casts the value up by its `dtype=` argument, or promotes it beside an FP32 tensor of at least one dimension. Of
-    two operands that may both be low only the first counts.
+    operands that may all be low one stays cast: rather one whose cast another reader needs anyway, as `promote` has it.
     """
     row = row_of(reader)
     if row.absorbs_cast:
@@ -194,12 +194,25 @@ def _left_of_upcasts(
     if times > 1:  # a cast for each operand, of which the other one is read in FP32
         return None if shared else times - 1
     operands = [o.node for o in ops.operands(reader)]
+
+    def order(operand: Node) -> tuple[bool, bool, int]:
+        stays = shared and _is_cast_up_anyway(operand, simulation, uses)
+        return stays, operand in uses.free, operands.index(operand)
+
     for other in operands:
         fp32 = simulation.dtypes[other] == torch.float32 and other not in uses.free
-        later = other in uses.free and (value not in uses.free or operands.index(other) > operands.index(value))
-        if other is not value and (fp32 or later) and _rank(other) > 0:
+        if other is not value and (fp32 or order(value) < order(other)) and _rank(other) > 0:
             return 0
     return None
+
+
+def _is_cast_up_anyway(value: Node, simulation: Simulation, uses: Uses) -> bool:
+    """Say whether a reader whose dtype is fixed needs a value in FP32, and does not cast it up by itself."""
+    return any(
+        _side(reader, where, simulation, uses) is Side.FP32
+        and not (row_of(reader).promotes_inside or row_of(reader).absorbs_cast)
+        for reader, where in uses.readers[value]
+    )
 
 
 def _rank(node: Node) -> int:

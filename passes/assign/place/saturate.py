@@ -3,7 +3,7 @@
 The values that it may change are those that no 16-bit value has touched: inputs, buffers, and what is computed from
 them. The example may have shown a mask of zeros, and the next batch one with `finfo(float32).min`, which a plain cast
 turns into infinity, and a row of them into NaN. A range is proved where the op that makes the value bounds it.
-Parameters are left out: autocast casts those as they are.
+Parameters are left out: autocast casts those as they are. So is a constant that is infinite.
 
 Before: add(scores: bf16, to(mask, bf16))
 After:  add(scores: bf16, to(clamp(mask, -3.39e38, 3.39e38), bf16))
@@ -11,13 +11,14 @@ After:  add(scores: bf16, to(clamp(mask, -3.39e38, 3.39e38), bf16))
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import torch
 from torch.fx import Graph, Node
 
 from ...colouring import Colours, Position
-from ...graph.notes import is_parameter
+from ...graph.notes import is_parameter, note_of
 from ...graph.values import LOW_DTYPES, Dtypes, is_floating, mutated_operands
 from ...ops import ops
 from ...ops.rules import row_of
@@ -99,7 +100,7 @@ class _Ranges:
 
     def _is_open(self, node: Node) -> bool:
         if not node.op.startswith("call"):
-            return not is_parameter(node)
+            return not is_parameter(node) and not math.isinf(note_of(node).constant or 0.0)
         row, operands = row_of(node), list(ops.operands(node))
         if mutated_operands(node):
             return True

@@ -14,12 +14,16 @@ ROWS = (
         ),
         of(
             "sub",
-            promotes_inside=True, casts_out=True, free_backward=True, of_integers=True, in_norm="arithmetic quotient",
-            direct="Tensor",
+            promotes_inside=True, casts_out=True, free_backward=True, of_integers=True,
+            in_norm="arithmetic difference", direct="Tensor",
         ),
         of("rsub", promotes_inside=True, of_integers=True, in_norm="arithmetic"),
         of(
-            "mul div",
+            "mul",
+            promotes_inside=True, casts_out=True, of_integers=True, in_norm="arithmetic product", direct="Tensor",
+        ),
+        of(
+            "div",
             promotes_inside=True, casts_out=True, of_integers=True, in_norm="arithmetic quotient", direct="Tensor",
         ),
         of("floor_divide fmod remainder fmax fmin hypot copysign nextafter ldexp kron igamma igammac", casts_out=True),

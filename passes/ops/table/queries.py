@@ -29,7 +29,7 @@ QUERIES = (
         of("getitem", asks="item", may_alias="first", commutes="both"),
         of("getattr size stride dim numel is_contiguous", asks="shape", out=""),
         of("sym_size sym_stride sym_numel sym_storage_offset", asks="shape", out=""),
-        of("is_floating_point is_complex element_size", asks="dtype", out=""),
+        of("is_floating_point is_complex element_size result_type", asks="dtype", out=""),
     ),
     *group(KEEP, KEEP, "chooses kernels of attention for a region of the program",
         "torch.nn.attention._backend_from_string torch.nn.attention._sdpa_kernel",

@@ -74,8 +74,9 @@ class Rule:
         limits: The op clamps a value to numbers among its arguments: "" (no), "bounds", or "from_one" if the number is
             the distance from zero and from one.
         holds_eps: The kernel holds its eps in FP32, whatever the dtypes of its operands.
-        in_norm: What it may be in a norm or a softmax that is written by hand: "arithmetic", "statistic", "quotient"
-            (it may divide by a statistic), "reciprocal", "logarithm", "exponential".
+        in_norm: What it may be in a norm or a softmax that is written by hand: "arithmetic", "statistic", "quotient",
+            "product" (with a reciprocal) and "difference" (of a logarithm) where it may divide by a statistic,
+            "reciprocal", "logarithm", "exponential".
         no_low: Devices without a low kernel for the op; devices that share their lists lack it too.
         no_low_for: Arguments for which it lacks a low kernel on every device.
         no_low_backward: Its low kernel is for the forward only, as torch's own tests say.

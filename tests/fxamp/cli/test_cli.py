@@ -12,6 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -65,9 +66,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, ...]]:
     """Note what is to be converted, and convert a model of one layer instead."""
     calls: list[tuple[object, ...]] = []
 
-    def to_read(
-        model: object, args: object, kwargs: object, policy: object, capture: str, replayed: object
-    ) -> Any:
+    def to_read(model: object, args: object, kwargs: object, policy: object, capture: str, replayed: object) -> Any:
         calls.append((model, args, kwargs, str(policy)))
         return converted()
 

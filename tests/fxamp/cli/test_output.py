@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import fcntl
 import io
+import json
 import os
 import pty
 import struct
+import subprocess
+import sys
 import termios
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+import fxamp
 from fxamp.cli.main import main
 from fxamp.cli.waiting import waiting
 from passes.contract.plan import Decision, Plan
@@ -129,3 +133,45 @@ def test_a_place_that_cannot_be_written_to_is_named(
         said, error = capsys.readouterr()
         assert said == ""
         assert str(place.parent if place.name == "out.json" else place) in error
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("--module=nothere", "no node has the module 'nothere'"),
+        ("--op=lniear", "no node has the op 'lniear'; the nearest name is 'linear'"),
+        ("--colour=bf16", "no node has the colour 'bf16'"),
+        ("--reason=lo", "no node has the reason 'lo'"),
+        ("--depth=-1", "'-1' is not a number of levels"),
+    ],
+)
+def test_a_filter_that_matches_nothing_is_an_error(
+    plan: Path, option: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for form in ("text", "json", "html"):
+        assert main(["report", str(plan), option, f"--output-format={form}"]) == 2
+        assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("encoding", ["cp1252", "ascii"])
+@pytest.mark.parametrize(
+    "words", [("report", "--nodes"), ("report", "--output-format=json"), ("check", "--output-format=markdown")]
+)
+def test_an_output_that_lacks_a_character_fails_nothing(
+    words: tuple[str, ...], encoding: str, tmp_path: Path, plan: Path
+) -> None:
+    verb, *options = words
+    target = str(plan)
+    if verb == "check":
+        (tmp_path / "net.py").write_text(
+            "import torch\ndef make():\n    return torch.nn.Linear(4, 4), torch.ones(2, 4)\n"
+        )
+        target, options = "net.py:make", [*options, "--budget=casts=100"]
+    command = [sys.executable, "-m", "fxamp", verb, target, *options]
+    environment = {**os.environ, "PYTHONIOENCODING": encoding, "PYTHONPATH": str(Path(fxamp.__file__).parents[1])}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+    if "json" in options[0]:
+        assert json.loads(done.stdout.decode("utf-8"))["plan"]
+    else:
+        assert done.stdout.decode(encoding)

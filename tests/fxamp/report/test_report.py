@@ -13,11 +13,12 @@ import torch
 from torch import nn
 
 import fxamp
-from fxamp.report import report
+from fxamp.report.report import report
 from fxamp.train.describe import describe
 from passes.contract.errors import FxampError
 from passes.contract.plan import Decision, Plan
 from passes.contract.policy import Policy
+from tests.fxamp.report.page.test_page import Page
 
 PLAN = Plan(
     decisions=(
@@ -108,7 +109,8 @@ def test_json_holds_the_whole_plan() -> None:
 def test_html_has_the_totals_and_every_node() -> None:
     text = report(PLAN).to_html()
     assert text.startswith("<!doctype html>")
-    assert all(decision.key in text for decision in PLAN.decisions)
+    assert Page(text).keys() == [decision.key for decision in PLAN.decisions]
+    assert Page(text).data["states"][0]["totals"]["casts"] == 2
     assert "O1,dtype=bf16,device=cpu" in text
 
 

@@ -39,7 +39,7 @@ def loss_times(output: Tensor, factor: float) -> Tensor:
 
 
 @functools.cache
-def converted(policy: str) -> fxamp.ConvertedModule:
+def converted(policy: str) -> Any:
     return fxamp.convert(Net(), (X[0],), policy=policy)
 
 

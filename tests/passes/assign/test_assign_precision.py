@@ -15,9 +15,9 @@ from torch.utils.checkpoint import checkpoint
 import fxamp
 from passes.contract.plan import Decision
 from reports.zoo import LeNet5
+from tests.support.exported import graph_of, plan_of, traced_of
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
-
 
 
 class Net(nn.Module):
@@ -35,6 +35,11 @@ class Net(nn.Module):
 
 
 def convert(between: Callable[..., Any], policy: Any = "O1", x: Tensor = X) -> Any:
+    return graph_of(Net(between), x, policy)
+
+
+def view(between: Callable[..., Any], policy: Any = "O1", x: Tensor = X) -> Any:
+    """Convert the model itself: only Dynamo records what the author cast, and what Python read of dtypes."""
     return fxamp.convert(Net(between), (x,), policy=policy)
 
 
@@ -49,14 +54,14 @@ def under_autocast(module: nn.Module, x: Tensor = X, dtype: torch.dtype | None =
 
 
 def test_every_decision_names_its_reason_its_source_and_its_autocast_dtype() -> None:
-    plan = fxamp.plan(Net(lambda m, x: m.second(F.relu(m.first(x)))), (X,))
+    plan = plan_of(Net(lambda m, x: m.second(F.relu(m.first(x)))), (X,))
     assert [d.op for d in plan.decisions] == ["linear", "relu", "linear"]
     assert all(d.reason and d.source and d.autocast_dtype == "bfloat16" for d in plan.decisions)
     assert plan.decisions[1].causes == (plan.decisions[0].key,)
 
 
 def test_a_path_override_keeps_one_layer_in_fp32() -> None:
-    plan = fxamp.plan(LeNet5(), (torch.randn(2, 1, 28, 28),), policy=fxamp.Policy(modules={"fc3": "fp32"}))
+    plan = plan_of(LeNet5(), (torch.randn(2, 1, 28, 28),), policy=fxamp.Policy(modules={"fc3": "fp32"}))
     colours = {d.module_path: d.colour for d in plan.decisions if d.op in ("linear", "conv2d")}
     assert colours == {"conv1": "bfloat16", "conv2": "bfloat16", "fc1": "bfloat16", "fc2": "bfloat16", "fc3": "float32"}
 
@@ -69,7 +74,7 @@ def test_a_path_beats_a_type_and_a_type_beats_an_op() -> None:
 
 def test_an_op_override_lowers_an_op() -> None:
     policy = fxamp.Policy(device="cuda", dtype="bf16", ops={"softmax": "low"})
-    plan = fxamp.plan(Net(lambda m, x: torch.softmax(m.first(x), -1)), (X,), policy=policy)
+    plan = plan_of(Net(lambda m, x: torch.softmax(m.first(x), -1)), (X,), policy=policy)
     assert {d.op: d.colour for d in plan.decisions} == {"linear": "bfloat16", "softmax": "bfloat16"}
     assert {d.op: d.autocast_dtype for d in plan.decisions}["softmax"] == "float32"
 
@@ -95,7 +100,7 @@ def test_a_matmul_of_operands_that_the_author_upcast_stays_fp32() -> None:
         f = m.first.bias.float()[:, None] @ positions.float()[None]
         return torch.cat([f.sin(), f.cos()], -1)
 
-    module = convert(rotary)
+    module = view(rotary)
     assert torch.equal(module(X), Net(rotary)(X))
     assert decided(module, "matmul")[0].code == "user_cast"
     assert not torch.equal(under_autocast(Net(rotary)), Net(rotary)(X))
@@ -118,7 +123,7 @@ def test_a_relative_cast_follows_its_reference(low: str) -> None:
         dtype = y.dtype
         return m.second(y.to(torch.float32).pow(2).to(dtype)) + y.exp().to(y.dtype).to(torch.float32)
 
-    module = convert(upcast_and_back, f"O1,dtype={low}")
+    module = view(upcast_and_back, f"O1,dtype={low}")
     assert torch.equal(module(X), under_autocast(Net(upcast_and_back), dtype=fxamp.plan_of(module).policy.dtype))
 
 
@@ -131,7 +136,7 @@ def test_masks_never_overflow(low: str, value: Any) -> None:
         scores = scores.masked_fill(torch.ones(4, 8).tril().bool().logical_not(), fill)
         return m.second(torch.softmax(scores, -1))
 
-    module = convert(masked, f"O1,dtype={low}")
+    module = view(masked, f"O1,dtype={low}")
     out = module(X)
     assert torch.isfinite(out).all()
     torch.testing.assert_close(out, Net(masked)(X), rtol=0.05, atol=0.05)
@@ -205,7 +210,7 @@ def test_storage_that_is_written_has_one_dtype_and_aliases_stay() -> None:
         wide.add_(1)
         return y * 2
 
-    module = convert(write)
+    module = view(write)
     assert torch.allclose(module(X), Net(write)(X), atol=0.05)
     assert {d.colour for d in fxamp.plan_of(module).decisions} == {"float32"}
 
@@ -225,7 +230,7 @@ def test_a_view_whose_bits_are_read_is_as_wide_as_in_the_model(level: str) -> No
         view = m.first(x).t()
         return torch.ones(1) * view.element_size(), view.contiguous().view(torch.int32)
 
-    module, model = fxamp.convert(Net(read), policy=level), Net(read)
+    module, model = traced_of(Net(read), X, level), Net(read)
     (size, bits), (expected, others) = module(X), model(X)
     assert torch.equal(size, expected)
     assert bits.shape == others.shape
@@ -262,7 +267,7 @@ def test_a_copy_that_autocast_makes_of_written_storage_is_a_deviation_by_name() 
         y.mul_(2)
         return wide
 
-    module = convert(write)
+    module = view(write)
     assert torch.equal(module(X), Net(write)(X))
     assert {d.code for d in fxamp.plan_of(module).deviations} == {"mutated"}
 
@@ -362,7 +367,7 @@ def test_an_in_place_op_runs_in_the_dtype_of_its_target() -> None:
 
 
 def test_an_explicit_dtype_argument_wins() -> None:
-    plan = fxamp.plan(
+    plan = plan_of(
         Net(lambda m, x: torch.softmax(m.first(x), -1, dtype=torch.float32)),
         (X,),
         policy=fxamp.Policy(device="cuda", dtype="fp16"),
@@ -371,7 +376,7 @@ def test_an_explicit_dtype_argument_wins() -> None:
 
 
 def test_a_norm_that_is_told_a_low_dtype_gives_it_on_cuda_as_under_autocast() -> None:
-    plan = fxamp.plan(
+    plan = plan_of(
         Net(lambda m, x: torch.linalg.vector_norm(x.half(), dtype=torch.float16)),
         (X,),
         policy=fxamp.Policy(device="cuda", dtype="fp16"),
@@ -383,9 +388,9 @@ def test_a_norm_that_is_told_a_low_dtype_gives_it_on_cuda_as_under_autocast() ->
 def test_binary_cross_entropy_is_refused_on_cuda_and_allowed_by_an_override() -> None:
     net = Net(lambda m, x: F.binary_cross_entropy(torch.sigmoid(m.first(x)), torch.ones(4, 8)))
     with pytest.raises(fxamp.PolicyError, match="binary_cross_entropy_with_logits"):
-        fxamp.plan(net, (X,), policy=fxamp.Policy(device="cuda"))
+        plan_of(net, (X,), policy=fxamp.Policy(device="cuda"))
     allowed = fxamp.Policy(device="cuda", ops={"binary_cross_entropy": "fp32"})
-    assert fxamp.plan(net, (X,), policy=allowed).decisions[-1].colour == "float32"
+    assert plan_of(net, (X,), policy=allowed).decisions[-1].colour == "float32"
 
 
 @pytest.fixture(scope="module")
@@ -403,16 +408,16 @@ def custom() -> Any:
 def test_an_unknown_op_keeps_the_dtypes_it_had_where_the_policy_says_so(custom: Any) -> None:
     with torch.no_grad():
         model = Net(lambda m, x: m.second(custom(m.first(x)))).requires_grad_(False)
-        module = fxamp.convert(model, (X,), policy="O1,unknown_ops=keep")
+        module = graph_of(model, X, "O1,unknown_ops=keep")
     assert module(X).dtype == torch.float32
     decision = decided(module, "fxamp_tests::strict")[0]
     assert (decision.code, decision.colour) == ("keep", "float32")
     with pytest.raises(fxamp.PolicyError, match="register_rule"):
-        fxamp.plan(Net(lambda m, x: custom(m.first(x))), (X,), policy=fxamp.Policy(unknown_ops="error"))
+        plan_of(Net(lambda m, x: custom(m.first(x))), (X,), policy=fxamp.Policy(unknown_ops="error"))
 
 
 def test_o0_lists_what_runs_as_written() -> None:
-    (decision,) = fxamp.plan(Net(lambda m, x: m.first(x)), (X,), policy="O0").decisions
+    (decision,) = plan_of(Net(lambda m, x: m.first(x)), (X,), policy="O0").decisions
     assert (decision.op, decision.colour, decision.code) == ("linear", "float32", "as_written")
 
 
@@ -421,12 +426,12 @@ def test_o2_keeps_losses_and_range_sensitive_ops_in_fp32_and_lowers_the_rest() -
         h = F.layer_norm(x + m.first(x), (8,))
         return F.mse_loss(m.second(h).exp().sum(-1), torch.ones(4))
 
-    fp16 = {d.op: d.colour for d in fxamp.plan(Net(body), (X,), policy="O2,dtype=fp16").decisions}
+    fp16 = {d.op: d.colour for d in plan_of(Net(body), (X,), policy="O2,dtype=fp16").decisions}
     assert fp16 == {
         "linear": "float16", "add": "float16", "layer_norm": "float16",
         "exp": "float32", "sum": "float32", "ones": "float32", "broadcast_tensors": "float32", "mse_loss": "float32",
     }  # fmt: skip
-    bf16 = {d.op: d.colour for d in fxamp.plan(Net(body), (X,), policy="O2").decisions}
+    bf16 = {d.op: d.colour for d in plan_of(Net(body), (X,), policy="O2").decisions}
     assert (bf16["exp"], bf16["mse_loss"]) == ("bfloat16", "float32")
 
 
@@ -434,7 +439,7 @@ def test_o3_runs_everything_low_that_has_a_low_kernel() -> None:
     def body(m: Any, x: Tensor) -> Tensor:
         return torch.linalg.inv(m.first(x)[:, :4] + torch.eye(4)).exp().sum(-1)
 
-    colours = {d.op: d.colour for d in fxamp.plan(Net(body), (X,), policy="O3,dtype=fp16").decisions}
+    colours = {d.op: d.colour for d in plan_of(Net(body), (X,), policy="O3,dtype=fp16").decisions}
     assert colours["exp"] == colours["sum"] == colours["linear"] == "float16"
     assert colours["linalg_inv"] == "float32"
 
@@ -444,7 +449,7 @@ def test_what_is_in_the_other_low_dtype_stays_in_it_at_o3() -> None:
         wide = x.bfloat16() * 1e30  # which FP16 does not hold
         return (wide + wide.exp().long().sum()).max(-1)[0], m.first(x).exp()
 
-    colours = {d.op: d.colour for d in fxamp.plan(Net(body), (X,), policy="O3,dtype=fp16").decisions}
+    colours = {d.op: d.colour for d in plan_of(Net(body), (X,), policy="O3,dtype=fp16").decisions}
     assert colours["mul"] == colours["add"] == colours["max"] == "bfloat16"
     assert colours["linear"] == "float16"
     wide, _ = convert(body, "O3,dtype=fp16")(X)
@@ -574,9 +579,7 @@ def test_a_low_dtype_that_autocast_does_not_make_is_the_authors() -> None:
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_without_inputs_a_value_of_64_bits_stays_one(level: str) -> None:
-    converted = fxamp.convert(
-        Net(lambda m, x: torch.rand_like(x @ x.t()) + x @ x.t()), policy=f"{level},dtype=bf16"
-    )
+    converted = fxamp.convert(Net(lambda m, x: torch.rand_like(x @ x.t()) + x @ x.t()), policy=f"{level},dtype=bf16")
     assert converted(X.double()).dtype == torch.float64
 
 
@@ -600,7 +603,7 @@ def test_a_cast_that_did_nothing_shares_what_is_written_as_before() -> None:
     assert torch.equal(convert(write, "O2")(X), torch.full(X.shape[:-1], 3.0))
 
 
-def test_without_inputs_a_cast_that_did_nothing_shares_what_is_written_as_before() -> None:
+def test_a_cast_to_a_dtype_that_is_read_at_run_time_shares_what_is_written_as_before() -> None:
     def write(m: Any, x: Tensor) -> Tensor:
         half = x.half()
         spread = half.std(0)  # FP16, which O3 with BF16 would compute in FP32
@@ -608,7 +611,7 @@ def test_without_inputs_a_cast_that_did_nothing_shares_what_is_written_as_before
         spread.zero_()
         return same
 
-    converted = fxamp.convert(Net(write), policy="O3,dtype=bf16")
+    converted = traced_of(Net(write), X, "O3,dtype=bf16")
     assert torch.equal(converted(X), torch.zeros(X.shape[-1]))
 
 

@@ -31,7 +31,7 @@ def plan_for(text: str, plan: Plan | None = None, stack_trace: str = "") -> Plan
         node.meta["nn_module_stack"] = {"k": ("fc", nn.Linear)}
         node.meta["stack_trace"] = stack_trace
     policy = plan.policy if plan is not None else Policy("O1", dtype=torch.bfloat16, device="cpu")
-    return compile_graph(gm.graph, policy, gm.get_parameter, plan=plan)
+    return compile_graph(gm.graph, policy, gm.get_parameter, plan=plan, capture="graph")
 
 
 def test_a_plan_replays_to_itself() -> None:
@@ -44,10 +44,10 @@ def test_a_saved_plan_replays_to_the_same_graph(seed: int) -> None:
     original = random_graph(seed)
     first, second = copy.deepcopy(original), copy.deepcopy(original)
     policy = Policy("O2", dtype=torch.bfloat16, device="cpu")
-    plan = compile_graph(first.graph, policy, functools.partial(attribute, first))
+    plan = compile_graph(first.graph, policy, functools.partial(attribute, first), capture="graph")
     loaded = Plan.from_json(plan.to_json())
     assert (
-        compile_graph(second.graph, loaded.policy, functools.partial(attribute, second), plan=loaded)
+        compile_graph(second.graph, loaded.policy, functools.partial(attribute, second), plan=loaded, capture="graph")
         == plan
     )
     first.recompile()

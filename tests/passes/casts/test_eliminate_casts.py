@@ -12,13 +12,12 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-import fxamp
 from fxamp.measure.counts import step_counts
 from passes.casts.eliminate_casts import eliminate_casts
 from passes.graph.notes import is_inserted, note_buffers
+from tests.support.exported import graph_of, plan_of
 from tests.support.graphs import as_it_stands, assert_rewrites, assert_unchanged, parse, random_inputs, render
 from tests.support.helpers import Two, example
-
 
 
 def eliminate(gm: GraphModule, share: str = "always") -> dict[str, int]:
@@ -539,7 +538,7 @@ def test_a_reduction_of_values_that_were_captured_low_takes_the_dtype(
 
     model = Two(f)
     model.l.requires_grad_(False).half()
-    plan = fxamp.plan(model, example(), policy=policy)
+    plan = plan_of(model, example(), policy)
     reductions = [d for d in plan.decisions if d.op in ("sum", "linalg_vector_norm")]
     assert [d.colour for d in reductions] == ["float32"]
 
@@ -563,7 +562,7 @@ def test_a_layer_called_on_a_transposed_and_on_a_plain_input_casts_its_weights_o
             return self.l(self.l(x).transpose(0, 1)).relu(), self.l(x)
 
     model, x = Twice(), torch.randn(3, 4, 6)
-    module = fxamp.convert(model, x, policy="O1")
+    module = graph_of(model, x)
     casts = [n for n in module.graph.nodes if is_inserted(n)]
     assert sorted(c.args[0].op for c in casts) == ["call_function"] * 2 + ["get_attr"] * 2 + ["placeholder"]
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-import fxamp
 from passes.casts.spec import LAWS, broken
 from passes.casts.verify import verify
 from passes.colouring import Assignment, Colouring
@@ -20,6 +19,7 @@ from passes.contract.reasons import Code
 from passes.graph.aliases import mutated_operands
 from passes.graph.notes import CAST_OPERAND, is_inserted, note
 from passes.runtime.casts import CAST
+from tests.support.exported import traced_of
 from tests.support.graphs import Builder, as_it_stands, parse
 
 BF16 = torch.bfloat16
@@ -297,12 +297,12 @@ torch.fx.wrap("touch")
 
 def test_a_compiler_that_forgets_that_unknown_functions_may_write_is_found_out() -> None:
     x = torch.randn(2, 4)
-    fxamp.convert(Touched(), (x,), policy="O1,dtype=bf16", check=False)
+    traced_of(Touched(), x, "O1,dtype=bf16")
     with (
         mock.patch("passes.assign.colour.simulate.may_write", mutated_operands),
         pytest.raises(VerificationError, match="law: written copy"),
     ):
-        fxamp.convert(Touched(), (x,), policy="O1,dtype=bf16", check=False)
+        traced_of(Touched(), x, "O1,dtype=bf16")
 
 
 def _chain(outputs: int) -> GraphModule:

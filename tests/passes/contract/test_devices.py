@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-import fxamp
 from passes._torch import autocast_registrations
 from passes.contract.devices import DEVICES, Device
 from passes.contract.policy import Policy
 from passes.ops.rules import LOW, PROMOTE, RULES, lookup
+from tests.support.exported import plan_of
 
 
 @pytest.mark.parametrize("device", DEVICES.values(), ids=lambda d: d.name)
@@ -23,7 +23,7 @@ def test_torch_has_autocast_for_each_device_by_that_key(device: Device) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_policy_names_any_device_and_a_plan_for_it_is_made_wherever_one_is(device: str) -> None:
     assert str(Policy.parse(f"O1,device={device}")) == f"O1,device={device}"
-    plan = fxamp.plan(nn.Sequential(nn.Linear(4, 4), nn.Softmax(1)), torch.randn(2, 4), policy=f"O1,device={device}")
+    plan = plan_of(nn.Sequential(nn.Linear(4, 4), nn.Softmax(1)), torch.randn(2, 4), f"O1,device={device}")
     linear, softmax = plan.decisions
     low = str(torch.get_autocast_dtype(device)).removeprefix("torch.")
     assert (linear.colour, softmax.colour) == (low, low if DEVICES[device].lists == "cpu" else "float32")

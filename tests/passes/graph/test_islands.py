@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,10 +13,11 @@ from torch import Tensor, nn
 import fxamp
 from passes.graph.islands import islands
 from passes.ops import ops
+from tests.support.exported import graph_of, traced_of
+from tests.support.front_ends import FRONT_ENDS, convert
 from tests.support.graphs import parse
 
 EPS = 1e-6
-
 
 
 def rms(x: Tensor) -> Tensor:
@@ -124,7 +126,7 @@ def colours(module: Any, start: int = 1, stop: int = -3) -> dict[str, set[str]]:
 
 def activation_casts(module: Any) -> list[torch.dtype]:
     """Return the dtypes that values other than parameters are cast to, by fxamp or the user, in order."""
-    to = [n for n in module.graph.nodes if n.op == "call_function" and ops.name(n) in ("to", "type_as")]
+    to = [n for n in module.graph.nodes if n.op.startswith("call") and ops.name(n) in ("to", "type_as")]
     return [n.meta["val"].dtype for n in to if n.args[0].op != "get_attr"]
 
 
@@ -132,7 +134,7 @@ def activation_casts(module: Any) -> list[torch.dtype]:
 def test_a_norm_written_by_hand_is_one_fp32_island_with_one_cast_in_and_one_out(
     norm: Callable[[Tensor], Tensor], low: str
 ) -> None:
-    module = fxamp.convert(Block(norm), (inputs(),), policy=f"O2,dtype={low}")
+    module = graph_of(Block(norm), inputs(), f"O2,dtype={low}")
     dtype = fxamp.plan_of(module).policy.dtype
     assert colours(module) == {"island": {"float32"}}
     affine = [d.colour for d in fxamp.plan_of(module).decisions[-3:-1]]
@@ -142,7 +144,7 @@ def test_a_norm_written_by_hand_is_one_fp32_island_with_one_cast_in_and_one_out(
 
 @pytest.mark.parametrize("policy", ["O1,dtype=fp16", "O1"])
 def test_at_o1_there_are_no_islands(policy: str) -> None:
-    assert "island" not in colours(fxamp.convert(Block(rms), (inputs(),), policy=policy))
+    assert "island" not in colours(graph_of(Block(rms), inputs(), policy))
 
 
 @every_norm(("O2,dtype=fp16",), "policy", "O3,dtype=fp16")
@@ -155,7 +157,7 @@ def test_a_norm_of_large_values_matches_fp32(norm: Callable[[Tensor], Tensor], p
             return norm(x @ torch.eye(64) + 300)  # 300 squared is out of FP16's range
 
     x = inputs(8)
-    module = fxamp.convert(Large(), (x,), policy=policy)
+    module = graph_of(Large(), x, policy)
     expected = norm((x.half() + 300).float())
     assert torch.isfinite(module(x)).all()
     bound = 2 * torch.finfo(torch.float16).eps * (1 + expected.abs().max())
@@ -166,9 +168,9 @@ def test_a_norm_of_large_values_matches_fp32(norm: Callable[[Tensor], Tensor], p
 def test_the_norm_of_a_zero_row_is_zero(low: str) -> None:
     x = torch.cat([torch.zeros(1, 64), inputs(3)])
     for norm in (F.normalize, unit):
-        for capture in ("view", "graph"):
+        for front_end in FRONT_ENDS:
             model = nn.Sequential(nn.Linear(64, 64, bias=False), _Call(norm))
-            module = fxamp.convert(model, (x,), policy=f"O2,dtype={low}", capture=capture)
+            module = convert(model, (x,), front_end, f"O2,dtype={low}")
             assert torch.equal(module(x)[0], torch.zeros(64))
             assert torch.isfinite(module(x)).all()
 
@@ -210,14 +212,14 @@ class T5Norm(LlamaNorm):
 def test_a_stack_of_the_norms_of_transformers_has_one_cast_in_and_one_out_each(norm: type[nn.Module], low: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), norm(), nn.Linear(64, 64), norm(), nn.Linear(64, 64))
-    module = fxamp.convert(model, (inputs(),), policy=f"O2,dtype={low}")
+    module = fxamp.convert(model, (inputs(),), policy=f"O2,dtype={low}")  # Dynamo records what the author cast
     dtype = fxamp.plan_of(module).policy.dtype
     decisions = fxamp.plan_of(module).decisions
     internal = [d.colour for d in decisions if d.op in ("pow", "mean", "add", "rsqrt")]
     assert internal == ["float32"] * 8
     products = [d.colour for d in decisions if d.op == "mul"]
     assert products == ["float32", str(dtype).removeprefix("torch.")] * 2
-    assert activation_casts(module) == [dtype, *[torch.float32, dtype] * 2, torch.float32]
+    assert activation_casts(*fxamp.graphs(module)) == [dtype, *[torch.float32, dtype] * 2, torch.float32]
 
 
 @both_dtypes
@@ -233,7 +235,7 @@ def test_biases_gammas_and_scales_follow_the_activation(low: str) -> None:
         def forward(self, x: Tensor) -> Tensor:
             return ((x @ self.first + self.bias) * self.gamma * self.scale) @ self.second
 
-    module = fxamp.convert(Chain(), (inputs(),), policy=f"O2,dtype={low}")
+    module = graph_of(Chain(), inputs(), f"O2,dtype={low}")
     dtype = fxamp.plan_of(module).policy.dtype
     assert {d.colour for d in fxamp.plan_of(module).decisions} == {str(dtype).removeprefix("torch.")}
     assert activation_casts(module) == [dtype, torch.float32]  # input and output
@@ -310,7 +312,7 @@ def test_another_quotient_is_no_island(body: str) -> None:
 
 def test_an_override_beats_an_island() -> None:
     policy = fxamp.Policy("O2", ops={"pow": "low"})
-    module = fxamp.convert(Block(rms), (inputs(),), policy=policy)
+    module = graph_of(Block(rms), inputs(), policy)
     assert {d.op: d.colour for d in fxamp.plan_of(module).decisions}["pow"] == "bfloat16"
 
 
@@ -326,7 +328,7 @@ def test_gradients_through_an_island_are_near_float64(norm: Callable[[Tensor], T
         return torch.cat([p.grad.double().flatten() for p in of.parameters() if p.grad is not None])
 
     truth = gradients(double := Block(norm).double(), double, x.double())
-    got = gradients(fxamp.convert(model, (x,), policy=policy), model, x)
+    got = gradients(graph_of(model, x, policy), model, x)
     assert (got - truth).norm() <= 0.004 * truth.norm()
 
 
@@ -340,5 +342,5 @@ def test_a_number_may_come_first_in_a_product() -> None:
             return 0.5 * self.l(x) * x * (2 * torch.rsqrt(x.square().mean(-1, keepdim=True)))
 
     model, x = Model(), torch.randn(4, 8)
-    converted = fxamp.convert(model, policy="O2,dtype=bf16")
+    converted = traced_of(model, x, "O2,dtype=bf16")
     assert torch.allclose(converted(x), model(x), rtol=0.05, atol=0.05)

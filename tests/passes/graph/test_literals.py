@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,16 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxamp
-from fxamp.capture.model.captured import Captures
-from fxamp.capture.states import capture, copied
-from fxamp.convert import autocast_for, emit
-from fxamp.dynamo.resolve import resolve
-from passes.contract.levels import Level
-from passes.contract.policy import Policy
 from passes.graph import literals
+from tests.support.exported import graph_of, plan_of, program_of
+from tests.support.front_ends import FRONT_ENDS, convert, fresh
 from tests.support.graphs import parse
 
-pytestmark = [pytest.mark.filterwarnings("ignore:FP16 gradients")]
+pytestmark = [pytest.mark.filterwarnings("ignore:FP16 gradients"), pytest.mark.usefixtures("fresh")]
+__all__ = ["fresh"]
 LOWEST = torch.finfo(torch.float32).min
 X = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
 MASK = torch.ones(8, 8).triu(1).bool()
@@ -99,32 +95,23 @@ class Several(nn.Module):
 
 
 @functools.cache
-def captured(spelling: str, fills: tuple[float, ...], front_end: str, policy: Policy) -> tuple[Several, Captures]:
+def captured(spelling: str, fills: tuple[float, ...], front_end: str) -> tuple[Several, Any]:
     model = Several(spelling, fills)
-    inputs: Any = ((X,), {})
-    autocast = autocast_for(policy, model, inputs)
-    return model, capture(model, *inputs, front_end=front_end, autocast=autocast)
+    return model, program_of(model, X) if front_end == "graph" else model
 
 
-def converted(
-    spelling: str, fills: tuple[float, ...], front_end: str, policy: str
-) -> tuple[Several, fxamp.ConvertedModule]:
-    settled = resolve(Policy.parse(policy), Several(spelling, fills), ((X,), {}))
-    level_apart = replace(settled, level=Level.O1 if settled.level.rounds else Level.O0)
-    model, captures = captured(spelling, fills, front_end, level_apart)
-    return model, emit(copied(captures), settled)
+def converted(spelling: str, fills: tuple[float, ...], front_end: str, policy: str) -> tuple[Several, Any]:
+    model, given = captured(spelling, fills, front_end)
+    return model, fxamp.convert(given, None if given is not model else (X,), policy=policy)
 
 
 def leg(front_end: str, policy: str, at: int, spelling: str) -> Any:
-    """Return what a mask is tried with: every second spelling by export, for symbolic tracing takes a tenth."""
-    everyday = "fp16" in policy and (front_end == "fx" or at % 2 == 0)
-    return pytest.param(front_end, policy, spelling, marks=() if everyday else pytest.mark.matrix)
+    """Return what a mask is tried with: every day by one way at O1 and by the other at O2, which take turns."""
+    turns = (front_end == "view") == ((at + ("O2" in policy)) % 2 == 0)
+    return pytest.param(front_end, policy, spelling, marks=() if "fp16" in policy and turns else pytest.mark.matrix)
 
 
-LEGS = [
-    *(("graph", policy) for policy in ("O1,dtype=fp16", "O2,dtype=fp16", "O1", "O2")),  # two of each capture
-    *(("fx", policy) for policy in ("O1,dtype=fp16", "O2,dtype=fp16")),
-]
+LEGS = [(f, policy) for f in FRONT_ENDS for policy in ("O1,dtype=fp16", "O2,dtype=fp16", "O1", "O2")]
 
 
 @pytest.mark.parametrize(
@@ -144,7 +131,7 @@ def test_a_mask_gives_what_it_gives_in_fp32(front_end: str, policy: str, spellin
 @pytest.mark.parametrize("policy", ["O1", "O1,dtype=fp16"])
 @pytest.mark.parametrize("spelling", ["masked_fill", "added product"])
 def test_a_mask_of_a_number_that_fits_is_as_under_autocast(spelling: str, policy: str) -> None:
-    model, module = converted(spelling, (-1e4,), "graph", policy)
+    model, module = converted(spelling, (-1e4,), "view", policy)
     with torch.autocast("cpu", fxamp.plan_of(module).policy.dtype):
         assert torch.equal(module(X)[0], model(X)[0].float())
     assert "literal" not in {d.code for d in fxamp.plan_of(module).decisions}
@@ -162,7 +149,7 @@ def test_a_lowest_number_is_the_low_dtypes_own_in_the_mask_of_an_attention(mask:
         def forward(self, x: Tensor) -> Tensor:
             return attention(self.first(x), MASKS[mask](MASK, self.lowest))
 
-    module = fxamp.convert(Attention(LOWEST), (X,), policy=f"O1,dtype={low}")
+    module = graph_of(Attention(LOWEST), X, f"O1,dtype={low}")
     with torch.no_grad(), torch.autocast("cpu", DTYPES[low]):
         expected = Attention(torch.finfo(DTYPES[low]).min)(X)
     assert torch.equal(module(X), expected.float())
@@ -180,7 +167,7 @@ def test_a_mask_of_other_numbers_is_as_under_autocast() -> None:
             return attention(self.first(x), torch.zeros(8, 8).masked_fill(MASK, float("-inf")))
 
     model = Attention()
-    module = fxamp.convert(model, (X,), policy="O1,dtype=fp16")
+    module = graph_of(model, X, "O1,dtype=fp16")
     with torch.autocast("cpu", torch.float16):
         assert torch.equal(module(X), model(X).float())
 
@@ -263,25 +250,25 @@ class Small(nn.Module):
 @pytest.mark.parametrize(("name", "level"), [*((name, "O2") for name in EPSILONS), ("log", "O3"), ("rsqrt", "O3")])
 def test_a_tiny_eps_keeps_its_node_fp32_and_what_it_protects_finite(name: str, level: str) -> None:
     model = Small(EPSILONS[name])
-    for front_end in ("view", "graph"):
-        module = fxamp.convert(model, (X,), policy=f"{level},dtype=fp16", capture=front_end)
+    for front_end in FRONT_ENDS:
+        module = convert(model, (X,), front_end, f"{level},dtype=fp16")
         torch.testing.assert_close(module(X), model(X), rtol=2e-3, atol=0)
 
 
 def test_a_tiny_eps_that_bf16_holds_changes_nothing() -> None:
-    plan = fxamp.plan(Small(EPSILONS["log"]), (X,), policy="O2")
+    plan = plan_of(Small(EPSILONS["log"]), X, "O2")
     colours = {d.op: d.colour for d in plan.decisions if d.op != "log"}  # which leaves the graph
     assert colours == {"linear": "bfloat16", "relu": "bfloat16", "add": "bfloat16"}
 
 
 def test_at_o1_a_tiny_eps_is_rounded_as_under_autocast() -> None:
-    module = fxamp.convert(Small(EPSILONS["log"]), (X,), policy="O1,dtype=fp16")
+    module = graph_of(Small(EPSILONS["log"]), X, "O1,dtype=fp16")
     assert {d.op: d.colour for d in fxamp.plan_of(module).decisions}["add"] == "float16"
 
 
 def test_the_eps_of_a_norm_is_held_in_fp32_by_its_kernel() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8, eps=1e-12), nn.Linear(8, 8))
-    module = fxamp.convert(model, (X,), policy="O2,dtype=fp16")
+    module = graph_of(model, X, "O2,dtype=fp16")
     assert {d.op: d.colour for d in fxamp.plan_of(module).decisions}["layer_norm"] == "float16"
 
 
@@ -325,12 +312,12 @@ BOUNDS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_at_o2_a_bound_that_would_round_to_one_keeps_its_node_fp32(name: str, dtype: str) -> None:
     model = Saturated(BOUNDS[name])
-    for front_end in ("view", "graph"):
-        module = fxamp.convert(model, (X,), policy=f"O2,dtype={dtype}", capture=front_end)
+    for front_end in FRONT_ENDS:
+        module = convert(model, (X,), front_end, f"O2,dtype={dtype}")
         torch.testing.assert_close(module(X), model(X), rtol=0.02, atol=0)
 
 
 def test_bounds_that_the_low_dtype_holds_change_nothing() -> None:
     model = Saturated(lambda h: h.clamp(-1, 1).sigmoid().clamp(0.25, 0.5) * h.logit(eps=0.125))
-    plan = fxamp.plan(model, (X,), policy="O2,dtype=bf16,ops.logit=low")
+    plan = plan_of(model, X, "O2,dtype=bf16,ops.logit=low")
     assert {d.colour for d in plan.decisions} == {"bfloat16"}

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule
 
-import fxamp
 from passes.graph import notes
 from passes.graph.notes import Note, is_inserted, loaded, note, note_of, saved
+from tests.support.exported import graph_of
 
 ROOT = Path(__file__).parents[2]
 # Keys that torch writes, or reads: its own, and Dynamo's and the partitioner's.
@@ -38,7 +38,7 @@ class Masked(nn.Module):
 @pytest.fixture(scope="module")
 def converted() -> GraphModule:
     inputs = (torch.randn(4, 6), torch.tensor([0, 1, 2, 3]))
-    return fxamp.convert(Masked(), inputs, policy="O2,dtype=bf16", check=False)
+    return graph_of(Masked(), inputs, "O2,dtype=bf16")
 
 
 def made_by(module: GraphModule, rule: str) -> set[str]:
@@ -56,7 +56,7 @@ def test_what_was_captured_is_signed_by_nobody(converted: GraphModule) -> None:
 
 
 def test_a_cast_that_restores_an_output_is_not_one_of_an_operand() -> None:
-    module = fxamp.convert(nn.Linear(2, 2), torch.randn(3, 2), policy="O1,dtype=bf16", check=False)
+    module = graph_of(nn.Linear(2, 2), torch.randn(3, 2), "O1,dtype=bf16")
     (last,) = module.graph.output_node().all_input_nodes
     assert note_of(last).made_by == notes.RESTORE_OUTPUT
     assert is_inserted(last)

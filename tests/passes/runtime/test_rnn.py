@@ -12,8 +12,11 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 import fxamp
 from passes.runtime import rnn
+from tests.support.exported import graph_of, plan_of
 
-pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:LSTM with projections is not supported with oneDNN", "ignore:The tensor attributes self.rnn._flat_weights"
+)
 
 FEATURES, HIDDEN, LAYERS, BATCH = 5, 6, 2, 3
 
@@ -130,43 +133,36 @@ class Recurrent(nn.Module):
 RECURRENT: list[dict[str, bool]] = [{}, {"bidirectional": True}, {"bias": False}]
 
 
-@pytest.mark.parametrize(
-    ("capture", "config"),
-    [
-        ("graph", {"bidirectional": True}),
-        ("fx", {}),
-        *(pytest.param("graph", config, marks=pytest.mark.matrix) for config in ({}, {"bias": False})),
-        *(pytest.param("fx", config, marks=pytest.mark.matrix) for config in RECURRENT[1:]),
-    ],
-    ids=str,
+EVERY_CONFIG = pytest.mark.parametrize(
+    "config", [RECURRENT[0], *(pytest.param(c, marks=pytest.mark.matrix) for c in RECURRENT[1:])], ids=str
 )
-def test_an_lstm_with_projections_is_kept_whole_on_a_cpu(capture: str, config: dict[str, bool]) -> None:
+
+
+@EVERY_CONFIG
+def test_an_lstm_with_projections_is_kept_whole_on_a_cpu(config: dict[str, bool]) -> None:
     model, x = Recurrent(proj_size=4, **config).eval(), torch.randn(2, 3, FEATURES)
-    module = fxamp.convert(model, x, capture=capture)
-    decided = {d.op: d for d in module.plan.decisions}
-    assert decided["lstm"] in module.plan.deviations
+    module = graph_of(model, x)
+    plan = fxamp.plan_of(module)
+    decided = {d.op: d for d in plan.decisions}
+    assert decided["lstm"] in plan.deviations
     assert (decided["lstm"].colour, decided["lstm"].code) == ("float32", "composite")
-    assert "composite kept whole: lstm" in module.plan.notes
+    assert "composite kept whole: lstm" in plan.notes
     with torch.no_grad():
         whole = model.rnn(x)[0]
         with torch.autocast("cpu", torch.bfloat16):
             assert torch.equal(module(x), model.last(whole).float())
 
 
-@pytest.mark.parametrize(
-    "config", [RECURRENT[0], *(pytest.param(c, marks=pytest.mark.matrix) for c in RECURRENT[1:])], ids=str
-)
+@EVERY_CONFIG
 def test_an_lstm_without_projections_runs_low(config: dict[str, bool]) -> None:
-    plan = fxamp.plan(Recurrent(**config).eval(), torch.randn(2, 3, FEATURES))
+    plan = plan_of(Recurrent(**config).eval(), torch.randn(2, 3, FEATURES))
     assert {d.op: d.colour for d in plan.decisions if d.op in ("lstm", "linear")} == dict.fromkeys(
         ["lstm", "linear"], "bfloat16"
     )
 
 
 def test_an_lstm_with_projections_runs_low_on_cuda() -> None:
-    plan = fxamp.plan(
-        Recurrent(proj_size=4), torch.randn(2, 3, FEATURES), policy="O1,device=cuda,dtype=fp16"
-    )
+    plan = plan_of(Recurrent(proj_size=4), torch.randn(2, 3, FEATURES), policy="O1,device=cuda,dtype=fp16")
     assert {d.op: d.colour for d in plan.decisions if d.op in ("lstm", "linear")} == dict.fromkeys(
         ["lstm", "linear"], "float16"
     )

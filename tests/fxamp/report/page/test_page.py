@@ -4,27 +4,26 @@ from __future__ import annotations
 
 import functools
 import html.parser
-import itertools
 import json
 import re
 import time
+from pathlib import Path
 from typing import Any
 
 import msgspec
-import networkx as nx
 import pytest
 import torch
 from transformers import BertConfig, BertForMaskedLM
 
 import fxamp
-from fxamp.report.page.layout import GAP, layered
-from fxamp.report.page.report import MOST_NODES, MOST_ROWS, page
-from fxamp.report.page.views import MOST, View, views
+from fxamp.report.page.page import MOST_NODES, SCRIPTS, page
+from fxamp.report.page.sources import excerpts
 from fxamp.report.record.record import Record
 from reports.subjects import converted
 from tests.support.records import node
 
 EMPTY_TAGS = {"meta", "input", "br", "link", "rect", "path"}
+TEMPLATES = Path(fxamp.__file__).parent / "report" / "page" / "templates"
 
 
 class Page(html.parser.HTMLParser):
@@ -56,12 +55,19 @@ class Page(html.parser.HTMLParser):
     def all(self, tag: str) -> list[dict[str, str | None]]:
         return [attributes for name, attributes in self.tags if name == tag]
 
+    def column(self, name: str) -> list[str]:
+        """Return what the nodes have in a column of texts."""
+        return [self.data["strings"][number] for number in self.data["columns"][name]]
+
+    def keys(self) -> list[str]:
+        """Return the keys of the nodes, of which a column has only what follows the module."""
+        both = zip(self.column("module"), self.column("key"), strict=True)
+        return [module + key if module and key.startswith("/") else key for module, key in both]
+
 
 @pytest.fixture(scope="module")
 def record() -> Record:
-    found = fxamp.report(converted("hf_bert", "O2,dtype=bf16")).record
-    assert found is not None
-    return found
+    return fxamp.report(converted("hf_bert", "O2,dtype=bf16")).record
 
 
 @functools.cache
@@ -81,14 +87,23 @@ def test_a_page_is_well_formed_and_asks_for_nothing() -> None:
     assert "unsafe" not in policy
 
 
-def test_a_page_holds_every_node_and_a_row_for_every_module(record: Record) -> None:
+def test_its_script_is_ours_and_short() -> None:
+    lines = [line.strip() for name in SCRIPTS for line in TEMPLATES.joinpath(name).read_text().splitlines()]
+    assert sum(bool(line) and not line.startswith("//") for line in lines) <= 1_200
+    assert max(map(len, lines)) <= 300
+
+
+def test_a_page_holds_every_node_with_what_it_reads_and_why(record: Record) -> None:
     found = Page(page_of("hf_bert", "O2,dtype=bf16"))
-    assert [n["key"] for n in found.data["nodes"]] == [n.key for n in record.nodes]
-    rows = {a["data-path"] for a in found.all("tr") if "data-path" in a}
-    assert rows >= {n.module for n in record.nodes} | {""}
-    levels = [int(a["aria-level"] or 0) for a in found.all("tr") if "data-path" in a]
-    assert levels[0] == 1
-    assert all(after <= before + 1 for before, after in itertools.pairwise(levels))
+    keys = found.keys()
+    assert keys == [n.key for n in record.nodes]
+    assert found.column("reason") == [n.reason for n in record.nodes]
+    reads, causes = found.data["columns"]["reads"], found.data["columns"]["causes"]
+    for made, given, because in zip(record.nodes, reads, causes, strict=True):
+        assert [keys[at] for kind, at, _ in given if not kind] == [r.value for r in made.reads if r.kind == "node"]
+        assert [keys[at] for at in because] == list(made.causes)
+    (state,) = found.data["states"]
+    assert state["totals"] == msgspec.to_builtins(record.totals)
 
 
 def test_what_a_node_reads_leads_back_to_the_graph(record: Record) -> None:
@@ -103,128 +118,57 @@ def test_what_a_node_reads_leads_back_to_the_graph(record: Record) -> None:
     assert any(r.kind == "input" for n in record.nodes for r in n.reads)
 
 
-def test_every_node_is_drawn_once_in_its_own_module_or_the_one_round_it(record: Record) -> None:
-    drawn = views(record.nodes)
-    modules = {v.module for v in drawn}
-    assert modules >= {n.module.rpartition(".")[0] for n in record.nodes}
-    for module in {n.module for n in record.nodes} & modules:
-        own = [v for v in drawn if v.module == module]
-        boxes = [b.node for v in own for b in v.boxes if b.style != "outside" and b.node >= 0]
-        direct = [i for i, n in enumerate(record.nodes) if n.module == module]
-        assert set(direct) <= set(boxes)
-        assert len(boxes) == len(set(boxes))
-
-
-def test_a_cast_of_the_record_is_a_mark_of_a_drawing(record: Record) -> None:
-    drawn = views(record.nodes)
-    for module in {n.module for n in record.nodes if any(r.cast for r in n.reads)}:
-        own = [v for v in drawn if v.module == module] or [v for v in drawn if v.module == module.rpartition(".")[0]]
-        assert any(b.casts for v in own for b in v.boxes) or any(e.cast for v in own for e in v.edges)
-
-
-def test_no_drawing_is_too_large_to_read() -> None:
-    many = [node(i) for i in range(3 * MOST + 7)]
-    drawn = views(many)
-    assert [v.title for v in drawn] == [f"part {i} of 4" for i in (1, 2, 3, 4)]
-    assert all(sum(b.style != "outside" for b in v.boxes) <= MOST for v in drawn)
-    assert sorted(b.node for v in drawn for b in v.boxes if b.style != "outside") == list(range(len(many)))
-    layers = [node(i, module=f"layers.{i // 50}.block{i // 25 % 2}") for i in range(600)]
-    whole, *_ = views(layers)
-    assert {b.module for b in whole.boxes} == {f"layers.{i}.block{j}" for i in range(12) for j in (0, 1)}
-
-
-def test_a_module_that_runs_twice_is_drawn_twice() -> None:
-    many = [node(i, module="act" if i in (3, 4, 9, 10) else f"layer{i}.x{i % 2}") for i in range(12)]
-    (whole,) = [v for v in views([*many, *(node(i, module=f"more.{i}") for i in range(12, 90))]) if not v.module]
-    twice = [b for b in whole.boxes if b.module == "act"]
-    assert [b.label for b in twice] == ["act (2)", "act (2)"]
-    assert all(whole.boxes[e.start].y < whole.boxes[e.end].y for e in whole.edges)
-
-
-def test_a_graph_of_another_state_reads_what_the_first_one_has() -> None:
-    first = [node(i) for i in range(4)]
-    second = [msgspec.structs.replace(node(i), graph=1) for i in (1, 3)]
-    training, evaluation = views([*first, *second], ("0: training", "1: evaluation"))
-    assert (training.title, evaluation.title) == ("training", "evaluation")
-    outside = {b.node for b in evaluation.boxes if b.style == "outside"}
-    assert outside == {0, 2}
-    assert [b.node for b in evaluation.boxes if b.style != "outside"] == [4, 5]
-
-
-def overlaps(view: View) -> list[tuple[int, int]]:
-    boxes = list(enumerate(view.boxes))
-    return [
-        (i, j) for i, a in boxes for j, b in boxes[i + 1 :]
-        if a.y == b.y and abs(a.x - b.x) < (a.width + b.width) / 2 + GAP - 2
-    ]  # fmt: skip
-
-
-def test_boxes_of_a_drawing_do_not_overlap_and_edges_lead_down(record: Record) -> None:
-    for view in views(record.nodes):
-        assert overlaps(view) == []
-        assert all(b.width / 2 - 1 <= b.x <= view.width - b.width / 2 + 1 for b in view.boxes)
-        for edge in view.edges:
-            assert edge.points[0] == (view.boxes[edge.start].x, view.boxes[edge.start].y)
-            assert edge.points[-1] == (view.boxes[edge.end].x, view.boxes[edge.end].y)
-            ys = [y for _, y in edge.points]
-            assert ys in (sorted(ys), sorted(ys, reverse=True))
-
-
-def test_a_layout_is_layered_and_the_same_every_time() -> None:
-    graph = nx.gnp_random_graph(60, 0.06, seed=3)
-    edges = sorted((min(e), max(e)) for e in graph.edges)
-    first, second = (layered(dict.fromkeys(range(60), 40.0), edges) for _ in range(2))
-    assert first == second
-    assert all(first.places[a][1] < first.places[b][1] for a, b in edges)
-
-
-def test_a_straight_line_is_drawn_straight() -> None:
-    made = layered({i: 50.0 + i for i in range(9)}, [(i, i + 1) for i in range(8)])
-    assert len({x for x, _ in made.places.values()}) == 1
-
-
-def test_an_edge_back_is_drawn_upwards() -> None:
-    made = layered({"a": 30.0, "b": 30.0}, [("a", "b"), ("b", "a")])
-    assert made.routes["b", "a"] == made.routes["a", "b"][::-1]
-
-
 def test_very_many_nodes_are_left_out_with_a_word(record: Record) -> None:
-    many = tuple(node(i, module=f"layers.{i // 10}.part{i % 3}") for i in range(50_000))
+    many = tuple(node(i, module=f"layers.{i // 10}.part{i % 3}") for i in range(100_000))
     text = page(msgspec.structs.replace(record, nodes=many), "Net")
-    found = Page(text)
-    assert found.data["nodes"] == []
-    assert f"50000 nodes are more than the {MOST_NODES} that a page can hold" in text
-    assert 0 < len([a for a in found.all("tr") if "data-path" in a]) <= MOST_ROWS
-    assert len(text) < 1_500_000
+    assert Page(text).keys() == []
+    assert f"100000 nodes are more than the {MOST_NODES} that a page can hold" in text
+    assert len(text) < 200_000
 
 
 @pytest.mark.matrix
-def test_twelve_layers_make_a_page_of_less_than_a_megabyte_and_a_half_in_less_than_three_seconds() -> None:
+def test_sixty_layers_make_a_page_of_less_than_a_megabyte_and_a_half_in_less_than_three_seconds() -> None:
     config = BertConfig(
-        vocab_size=1000, hidden_size=96, num_hidden_layers=12, num_attention_heads=4, intermediate_size=384,
+        vocab_size=100, hidden_size=16, num_hidden_layers=60, num_attention_heads=2, intermediate_size=32,
         attn_implementation="eager",
     )  # fmt: skip
-    inputs = {"input_ids": torch.randint(0, 1000, (2, 16)), "attention_mask": torch.ones(2, 16, dtype=torch.long)}
-    module = fxamp.convert(BertForMaskedLM(config), (), inputs, policy="O2,dtype=bf16")
+    inputs = {"input_ids": torch.randint(0, 100, (2, 16)), "attention_mask": torch.ones(2, 16, dtype=torch.long)}
+    report = fxamp.report(fxamp.convert(BertForMaskedLM(config), (), inputs, policy="O2,dtype=bf16"))
     begin = time.process_time()
-    text = fxamp.report(module).to_html()
+    text = report.to_html()
     assert time.process_time() - begin < 3
+    assert len(report.record.nodes) > 1_700
     assert len(text.encode()) < 1_500_000
 
 
 def test_a_page_of_a_part_says_what_it_is_of(record: Record) -> None:
     text = fxamp.report(converted("hf_bert", "O2,dtype=bf16")).to_html(ops=["layer_norm"])
     found = Page(text)
-    assert {n["op"] for n in found.data["nodes"]} == {"layer_norm"}
-    assert f"{len(found.data['nodes'])} of {len(record.nodes)} nodes were chosen for this page" in text
+    assert set(found.column("op")) == {"layer_norm"}
+    assert f"{len(found.keys())} of {len(record.nodes)} nodes were chosen for this page" in text
 
 
 def test_a_plan_alone_gives_a_page_without_sizes() -> None:
     found = Page(fxamp.report(converted("lenet5", "O1,dtype=bf16").plan).to_html())
-    assert found.data["views"] == []
-    assert found.data["nodes"]
+    assert found.keys()
+    assert not any(found.data["columns"]["reads"])
+    assert found.data["states"][0]["totals"]["bytes"] is None
 
 
 def test_a_page_is_the_same_every_time() -> None:
     module = converted("lenet5", "O1,dtype=bf16")
     assert fxamp.report(module).to_html() == fxamp.report(module).to_html()
+
+
+def test_the_lines_of_a_file_are_shown_with_what_is_round_them() -> None:
+    here = Path(__file__)
+    at = 1 + next(i for i, line in enumerate(here.read_text().splitlines()) if "def test_the_lines_of_a_file" in line)
+    code = here.read_text().splitlines()[at - 1]
+    (lines,) = excerpts([node(0, file=here.name, line=at, code=code)]).values()
+    assert [number for number, _ in lines] == list(range(at - 3, at + 4))
+    assert dict(lines)[at] == code
+
+
+@pytest.mark.parametrize("file", ["test_page.py", "/dev/zero", "nowhere.py", "a\0b.py", "/etc/hostname", "../x.py"])
+def test_of_a_file_that_has_changed_or_is_not_here_only_the_known_line_is_shown(file: str) -> None:
+    assert excerpts([node(0, file=file, line=3, code="x = gone()")]) == {file: [(3, "x = gone()")]}

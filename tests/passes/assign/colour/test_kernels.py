@@ -13,11 +13,12 @@ from torch import library as operators
 import fxamp
 from passes.assign.colour import kernels
 from passes.ops import rules
+from tests.support.exported import plan_of
+from tests.support.front_ends import convert
 from tests.support.helpers import Two, example
 
 FP32_ONLY = "fxamp_kernels::fp32_only"
 ANY_FLOAT = "fxamp_kernels::any_float"
-
 
 
 @operators.custom_op(FP32_ONLY, mutates_args=())
@@ -43,15 +44,15 @@ def _rules(monkeypatch: pytest.MonkeyPatch) -> None:
         fxamp.register_rule(name, "low")
 
 
-@pytest.mark.parametrize("capture", ["view", "graph"])
-def test_a_custom_op_that_fails_in_low_is_kept(capture: str) -> None:
+@pytest.mark.parametrize("front_end", ["view", "graph"])
+def test_a_custom_op_that_fails_in_low_is_kept(front_end: str) -> None:
     def f(self: Two, x: Tensor) -> Any:
         return self.m(any_float(fp32_only(self.l(x))))
 
     torch._dynamo.reset()
     model, x = Two(f), example()
     with torch.no_grad():
-        module = fxamp.convert(model, x, capture=capture)
+        module = convert(model, (x,), front_end)
         assert torch.allclose(module(x), model(x), atol=0.05)
     decided = {d.op: d for d in fxamp.plan_of(module).decisions}
     assert decided[FP32_ONLY].colour == "float32"
@@ -63,7 +64,7 @@ def test_a_custom_op_that_fails_in_low_is_kept(capture: str) -> None:
     assert decided[ANY_FLOAT].colour == "bfloat16"
 
 
-@pytest.mark.filterwarnings("ignore:FP16 gradients")
+@pytest.mark.filterwarnings("ignore:FP16 gradients", "ignore:The tensor attributes self.lstm._flat_weights")
 def test_an_lstm_in_fp16_runs_wherever_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
     class Tagger(nn.Module):
         def __init__(self) -> None:
@@ -74,7 +75,7 @@ def test_an_lstm_in_fp16_runs_wherever_it_can(monkeypatch: pytest.MonkeyPatch) -
             return self.head(self.lstm(x)[0])
 
     model, x = Tagger(), torch.randn(2, 4, 6)
-    module = fxamp.convert(model, x, policy="O1,dtype=fp16")
+    module = convert(model, (x,), "graph", "O1,dtype=fp16")
     module(x).sum().backward()
     assert torch.allclose(module(x), model(x), atol=0.02)
     [lstm] = [d for d in fxamp.plan_of(module).decisions if d.op == "lstm"]
@@ -100,22 +101,22 @@ def test_to_try_an_op_draws_no_random_numbers(monkeypatch: pytest.MonkeyPatch) -
     model, x = Two(f), example()
     before = torch.get_rng_state()
     with mock.patch.object(kernels, "_runs", wraps=kernels._runs) as tried:
-        fxamp.plan(model, x)
+        plan_of(model, x)
     assert tried.called
     assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.filterwarnings("ignore:FP16 gradients")
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-@pytest.mark.parametrize("capture", ["view", "graph"])
-def test_an_op_that_one_low_dtype_lacks_in_training_alone(capture: str, level: str) -> None:
+@pytest.mark.parametrize("front_end", ["view", "graph"])
+def test_an_op_that_one_low_dtype_lacks_in_training_alone(front_end: str, level: str) -> None:
     def f(self: Two, x: Tensor) -> Any:
         y = self.l(x)
         return nn.functional.rrelu(y, training=True), nn.functional.rrelu(y)
 
     torch._dynamo.reset()
     model, x = Two(f), example()
-    module = fxamp.convert(model, x, policy=f"{level},dtype=fp16", capture=capture)
+    module = convert(model, (x,), front_end, f"{level},dtype=fp16")
     torch.manual_seed(0)
     with torch.no_grad():
         got = module(x)
@@ -129,8 +130,8 @@ def test_an_op_that_one_low_dtype_lacks_in_training_alone(capture: str, level: s
         assert plain == "float16" or level == "O2"  # which places it where it is read
 
 
-@pytest.mark.parametrize("capture", ["view", "graph"])
-def test_an_op_of_torchs_without_a_low_kernel_is_kept(capture: str) -> None:
+@pytest.mark.parametrize("front_end", ["view", "graph"])
+def test_an_op_of_torchs_without_a_low_kernel_is_kept(front_end: str) -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -142,7 +143,7 @@ def test_an_op_of_torchs_without_a_low_kernel_is_kept(capture: str) -> None:
             return torch.complex(y, y).abs()  # which autocast would give BF16
 
     model, x = Model(), torch.randn(4, 6)
-    converted = fxamp.convert(model, (x,), policy="O1,dtype=bf16", capture=capture)
+    converted = convert(model, (x,), front_end, "O1,dtype=bf16")
     got = converted(x)
     with torch.autocast("cpu"):
         y = model.l(x).float()
@@ -150,8 +151,8 @@ def test_an_op_of_torchs_without_a_low_kernel_is_kept(capture: str) -> None:
     assert {d.code for d in fxamp.plan_of(converted).decisions if d.op == "complex"} == {"keep"}
 
 
-@pytest.mark.parametrize("capture", ["view", "graph"])
-def test_a_graph_over_two_devices(capture: str) -> None:
+@pytest.mark.parametrize("front_end", ["view", "graph"])
+def test_a_graph_over_two_devices(front_end: str) -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -163,7 +164,7 @@ def test_a_graph_over_two_devices(capture: str) -> None:
             return y, self.there(y.to("meta"))
 
     model, x = Model(), torch.randn(2, 4)
-    converted = fxamp.convert(model, (x,), policy="O1,dtype=bf16", capture=capture)
+    converted = convert(model, (x,), front_end, "O1,dtype=bf16")
     here, there = converted(x)
     with torch.autocast("cpu"):
         assert torch.equal(here, model.here(x).float())
@@ -178,8 +179,8 @@ def test_a_matrix_norm_that_has_no_low_kernel_is_fp32(kind: Any, policy: str) ->
         return torch.linalg.matrix_norm(self.l(x), kind)
 
     model, x = Two(f), example()
-    for capture in ("view", "graph"):
-        module = fxamp.convert(model, x, policy=policy, capture=capture)
+    for front_end in ("view", "graph"):
+        module = convert(model, (x,), front_end, policy)
         assert {d.op: d.colour for d in fxamp.plan_of(module).decisions} == {
             "linear": "bfloat16",
             "linalg_matrix_norm": "float32",
@@ -191,17 +192,18 @@ def test_a_norm_of_low_values_that_only_its_kernel_refuses_is_fp32() -> None:
     def f(self: Two, x: Tensor) -> Any:
         return torch.linalg.norm(self.l(x), 2)  # of a matrix, though its arguments alone do not say so
 
-    plan = fxamp.plan(Two(f), example())
+    plan = plan_of(Two(f), example())
     assert {d.op: d.colour for d in plan.decisions} == {"linear": "bfloat16", "linalg_norm": "float32"}
     assert plan.decisions[-1].reason == "keep: no kernel for torch.bfloat16 on this cpu"
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")  # which torch says once in a process
 def test_complex_numbers_of_low_values_that_the_author_made_stay_as_written() -> None:
     def f(self: Two, x: Tensor) -> Any:
         return torch.complex(x.half(), x.half())
 
     policy = "O1,device=cuda,dtype=fp16"
-    decided = {d.op: d for d in fxamp.plan(Two(f), example(), policy=policy).decisions}
+    decided = {d.op: d for d in plan_of(Two(f), example(), policy=policy).decisions}
     assert decided["complex"].reason == "as_written: no kernel for torch.float16 on this cuda"
     module = fxamp.convert(Two(f), example())
     assert module(example()).dtype == torch.complex32
@@ -212,9 +214,9 @@ def test_what_fake_tensors_cannot_run_stays_as_it_was_captured() -> None:
         return self.l(x.float()), *torch.tensor_split(x, at)  # into pieces whose sizes are values of a tensor
 
     args = (example().half(), torch.tensor([1, 3]))
-    module = fxamp.convert(Two(f), args, policy="O1,dtype=fp16")
+    module = convert(Two(f), args, "graph", "O1,dtype=fp16")
     assert [t.dtype for t in module(*args)] == [torch.float32, *[torch.float16] * 3]
-    decided = {d.op: d.reason for d in module.plan.decisions}
+    decided = {d.op: d.reason for d in fxamp.plan_of(module).decisions}
     assert decided["tensor_split"] == "as_written: fake tensors cannot run it"
 
 
@@ -230,9 +232,9 @@ def writer(x: Tensor, scale: Tensor) -> Tensor:
 writer.register_fake(lambda x, scale: torch.empty_like(x))
 
 
-@pytest.mark.parametrize("capture", ["view", "graph"])
+@pytest.mark.parametrize("front_end", ["view", "graph"])
 @pytest.mark.parametrize("kind", ["low", "fp32", "promote", "follow", "keep"])
-def test_a_registered_op_that_writes_and_does_not_say_so_is_refused_by_name(capture: str, kind: str) -> None:
+def test_a_registered_op_that_writes_and_does_not_say_so_is_refused_by_name(front_end: str, kind: str) -> None:
     def f(self: Two, x: Tensor) -> Any:
         y = self.l(x)
         return self.m(writer(y, x[0, :1])) + y
@@ -243,4 +245,4 @@ def test_a_registered_op_that_writes_and_does_not_say_so_is_refused_by_name(capt
         torch.no_grad(),
         pytest.raises(fxamp.PolicyError, match=rf"register_rule\('{WRITER}'\): the op writes .*mutates_args"),
     ):
-        fxamp.convert(Two(f), example(), capture=capture, check=False)(example())
+        convert(Two(f), (example(),), front_end)(example())

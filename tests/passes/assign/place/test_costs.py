@@ -137,7 +137,7 @@ def test_a_filler_says_what_it_is() -> None:
 
 def compiled(times: Times | None, policy: Policy = MEASURED, text: str = TEXT, plan: Plan | None = None) -> Plan:
     gm = parse(text)
-    return compile_graph(gm.graph, policy, gm.get_parameter, plan=plan, timer=times)
+    return compile_graph(gm.graph, policy, gm.get_parameter, plan=plan, timer=times, capture="graph")
 
 
 SLOW = {"aten.linear.default(bfloat16": 1000, "aten.linear.default(float32": 1500, "aten.relu": 10}
@@ -194,4 +194,4 @@ def test_costs_cannot_be_measured_without_a_timer_or_shapes() -> None:
     for node in gm.graph.nodes:
         node.meta.pop("val", None)
     with pytest.raises(PolicyError, match="needs shapes"):
-        compile_graph(gm.graph, MEASURED, gm.get_parameter, timer=Times())
+        compile_graph(gm.graph, MEASURED, gm.get_parameter, timer=Times(), capture="graph")

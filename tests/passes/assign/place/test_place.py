@@ -10,10 +10,10 @@ import networkx
 import pytest
 import torch
 import torch.nn.functional as F
+from fxamp.capture.states import copied
 from torch import Tensor, nn
 
 import fxamp
-from fxamp.capture.states import copied
 from passes.assign.colour.simulate import Simulation
 from passes.assign.place import choose_storage as placing
 from passes.contract.errors import VerificationError

@@ -1,0 +1,20 @@
+"""Where version 0.1 had the class of converted modules; what it has pickled names this module.
+
+Version 0.1 captured models by `torch.export`; its converted modules cannot be made again from their graphs.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, NoReturn
+
+from passes.contract.errors import CaptureError
+
+sys.modules[f"{__name__}.module"] = sys.modules[__name__]  # by which a pickle names it
+
+
+def _load(*_: Any) -> NoReturn:
+    raise CaptureError(
+        "this converted module was saved by fxamp 0.1, and cannot be loaded: load the state_dict of its model, then "
+        "call fxamp.convert(model, args) again."
+    )

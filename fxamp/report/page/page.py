@@ -1,0 +1,159 @@
+"""The page of a report: one HTML file that needs no other file. Its data is here; its script draws it.
+
+The page can run no other script and fetch nothing. Data is put into it as JSON that cannot end early, and the script
+puts texts into elements, never markup. The page's own policy (CSP) names the hashes of its style and its script, so
+that not even markup that got in could run or load anything.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import hashlib
+import html
+import json
+from collections.abc import Mapping, Sequence
+from importlib import resources
+from string import Template
+from typing import Any
+
+import msgspec
+
+from passes.contract.reasons import Code
+
+from ..forms.harmless import visible
+from ..forms.tree import elsewhere
+from ..record.colours import PALETTE, style_of
+from ..record.record import NodeRecord, Record, State
+from .sources import excerpts
+
+MOST_NODES = 60_000  # most nodes on a page; browsers are slow with larger files
+SCRIPTS = ("data.js", "layout.js", "drawing.js", "views.js", "main.js")
+# Characters that could end the data early in HTML or in the script. In JSON their escapes mean the same text.
+_ENDS = {ord(c): f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"}
+_KINDS = ("node", "input", "attribute")
+
+
+def page(
+    record: Record,
+    model: str = "model",
+    training: Sequence[tuple[str, str]] = (),
+    nodes: Sequence[NodeRecord] | None = None,
+) -> str:
+    """Return the page of a record.
+
+    Args:
+        record: record of the whole model.
+        model: the name of its class.
+        training: facts about the training step, as (name, text) pairs.
+        nodes: those to show; all of them where it is None.
+    """
+    shown = record.nodes if nodes is None else tuple(nodes)
+    said = []
+    if len(shown) < len(record.nodes):
+        said.append(f"{len(shown)} of {len(record.nodes)} nodes were chosen for this page; the totals count all nodes.")
+    if len(shown) > MOST_NODES:
+        said.append(
+            f"{len(shown)} nodes are more than the {MOST_NODES} that a page can hold: it shows totals only. "
+            "Choose some of them with --module PATH, or take --output-format json."
+        )
+        shown = ()
+    data = {
+        "model": model, "policy": record.policy, "notes": record.notes, "training": training, "said": said,
+        "made": f"{record.device} · captured by {record.capture} · torch {record.torch} · fxamp {record.fxamp}",
+        "meanings": {code.value: code.meaning for code in Code}, "files": excerpts(shown),
+        "states": [_state(record, state, shown) for state in record.states], **_columns(shown),
+    }  # fmt: skip
+    return _render(f"{model}: precision under {record.policy}", data)
+
+
+def _state(record: Record, state: State, shown: Sequence[NodeRecord]) -> dict[str, Any]:
+    """Return the totals of one state, and the places of its nodes among those shown; None for all of them."""
+    places: list[int] | None = None
+    if len(record.states) > 1:
+        at = {id(node): i for i, node in enumerate(shown)}
+        places = [at[id(n)] for n in record.of(state) if id(n) in at]
+    outside = [(name, count) for name, count in elsewhere(record, state) if len(shown) == len(record.nodes)]
+    return {
+        "name": state.name, "stage": state.stage, "totals": msgspec.to_builtins(state.totals), "nodes": places,
+        "elsewhere": outside, "output_bytes": sum(c.bytes or 0 for c in state.output_casts),
+    }  # fmt: skip
+
+
+class _Strings(dict[str, int]):
+    """Number texts, since most of a page's are there many times."""
+
+    def __missing__(self, text: str) -> int:
+        self[text] = number = len(self)
+        return number
+
+
+def _columns(nodes: Sequence[NodeRecord]) -> dict[str, Any]:
+    """Return the nodes as columns, which refer to texts and to other nodes by number."""
+    strings = _Strings()
+    at = {(n.graph, n.key): i for i, n in enumerate(nodes)}
+    first = min((n.graph for n in nodes), default=0)
+
+    def place(node: NodeRecord, key: str) -> int:
+        """Return the place of a node of the same graph, or of the first; or the number of the text, below zero."""
+        return at.get((node.graph, key), at.get((first, key), -1 - strings[key]))
+
+    texts: Mapping[str, list[str]] = {
+        # A key begins with its module nearly always.
+        "key": [n.key.removeprefix(n.module) if n.key.startswith(f"{n.module}/") else n.key for n in nodes],
+        "op": [n.op for n in nodes], "module": [n.module for n in nodes], "file": [n.file for n in nodes],
+        "code": [n.code for n in nodes], "inside": [n.torch_source for n in nodes],
+        "colour": [n.colour for n in nodes], "autocast": [n.autocast for n in nodes],
+        "original": [n.original for n in nodes], "because": [n.reason_code for n in nodes],
+        "reason": [n.reason for n in nodes], "gives": [_gives(n) for n in nodes],
+    }  # fmt: skip
+    columns: dict[str, Any] = {name: [strings[text] for text in column] for name, column in texts.items()}
+    columns |= {name: [getattr(n, name) for n in nodes] for name in ("graph", "line", "bytes", "flops", "saved_bytes")}
+    columns["causes"] = [[place(n, key) for key in n.causes] for n in nodes]
+    columns["casts"] = [
+        [(strings[c.operand], strings[c.before], strings[c.after], c.bytes, c.shared) for c in n.casts] for n in nodes
+    ]
+    columns["reads"] = [
+        [(_KINDS.index(r.kind), place(n, r.value) if r.kind == "node" else -1 - strings[r.value], strings[r.cast])
+         for r in n.reads] for n in nodes
+    ]  # fmt: skip
+    dtypes = dict.fromkeys(name for n in nodes for name in (n.colour, n.autocast, n.original) if name)
+    return {"columns": columns, "strings": list(strings), "styles": {name: style_of(name) for name in dtypes}}
+
+
+def _gives(node: NodeRecord) -> str:
+    shapes = ", ".join(f"[{', '.join(shape)}]" for shape in node.shapes)
+    return f"{', '.join(node.dtypes)} {shapes}".strip()
+
+
+def _render(title: str, data: Any) -> str:
+    style = _source("page.css") + "".join(f":root{{--{name}-solid:{value}}}" for name, value in PALETTE.items())
+    code = "\n".join(_source(name) for name in SCRIPTS)
+    text = json.dumps(_all_shown(data), ensure_ascii=False, separators=(",", ":")).translate(_ENDS)
+    return Template(_source("page.html")).substitute(
+        title=html.escape(visible(title)), style=style, code=code, data=text, style_hash=_hash(style),
+        code_hash=_hash(code),
+    )  # fmt: skip
+
+
+def _all_shown(data: Any) -> Any:
+    """Return data with every text made harmless, since a script shows texts as they are."""
+    if isinstance(data, str):
+        return _cached(data)
+    if isinstance(data, dict):
+        return {_cached(key): _all_shown(value) for key, value in data.items()}
+    return [_all_shown(value) for value in data] if isinstance(data, (list, tuple)) else data
+
+
+_cached = functools.lru_cache(maxsize=10_000)(visible)
+
+
+@functools.cache
+def _source(name: str) -> str:
+    """Return the text of a file of the page, which is ours."""
+    return resources.files(__package__).joinpath("templates", name).read_text(encoding="utf-8")
+
+
+def _hash(text: str) -> str:
+    """Return the hash of the content of an element, in the form of a content security policy."""
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

@@ -1,0 +1,156 @@
+"""The totals of each state of a model: the same in every form, and what one call in that state moves."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxamp
+from fxamp.measure.counts import saved_bytes
+from fxamp.report.gate.budget import Budget
+from fxamp.report.gate.gate import check
+from fxamp.report.reader.reader import with_totals
+from fxamp.report.record.record import TOTALS, Record, State
+from passes.graph.notes import is_inserted
+from reports.subjects import converted, subject, unchanged
+from reports.zoo import ZOO
+from tests.fxamp.report.page.test_page import Page
+
+FEW = ("lenet5", "hf_bert", "hf_gpt2", "resnet18")
+MODELS = [name if name in FEW else pytest.param(name, marks=pytest.mark.matrix) for name in (z.name for z in ZOO)]
+
+
+class Modes(nn.Module):
+    """A model with one cast more in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        return self.b(torch.softmax(x, -1).exp()) if self.training else x
+
+
+@pytest.fixture(scope="module")
+def view() -> Any:
+    """Return a view of a model that was called in three states."""
+    view = fxamp.compile(Modes(), policy="O1,dtype=bf16,ops.softmax=fp32", backend="eager")
+    view(torch.randn(2, 4))
+    view.eval()
+    view(torch.randn(2, 4))
+    with torch.no_grad():
+        view(torch.randn(2, 4))
+    return view
+
+
+def casts_of(module: nn.Module) -> list[int]:
+    return [sum(is_inserted(n) for n in graph.graph.nodes) for graph in fxamp.graphs(module)]
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("policy", ["O1,dtype=bf16", "O2,dtype=bf16"])
+def test_every_form_of_every_state_has_the_same_totals(name: str, policy: str) -> None:
+    module = converted(name, policy)
+    report = fxamp.report(module)
+    states = report.record.states
+    assert [state.totals.casts for state in states] == casts_of(module)
+    assert sum(state.totals.casts or 0 for state in states) == report.plan.casts
+    data = json.loads(report.to_json())
+    assert Record.from_json(json.dumps(data["record"])) == report.record
+    assert data["totals"]["casts after elimination"] == states[0].totals.casts
+    assert data["totals"]["nodes"] == states[0].totals.nodes
+    shown = Page(report.to_html()).data["states"]
+    for state, on_page in zip(states, shown, strict=True):
+        assert {key: on_page["totals"][key] for key in TOTALS} == {key: getattr(state.totals, key) for key in TOTALS}
+        listed = sum(len(n.casts) for n in report.record.of(state)) + len(state.output_casts)
+        if len(states) == 1:
+            assert listed + report.record.casts_elsewhere(state) == state.totals.casts
+    plan, _ = with_totals(module)
+    for state in states:
+        behind = f" ({state.name})" if state.name else ""
+        assert plan.totals[f"casts{behind}"] == state.totals.casts
+    table = report.to_tree().partition("Modules")[0]
+    (row,) = [line for line in table.splitlines() if line.startswith("casts after elimination")]
+    assert [int(cell) for cell in row.split()[3:]] == [state.totals.casts for state in states]
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_the_totals_of_a_state_are_what_a_call_in_it_keeps(name: str) -> None:
+    found, module = subject(name), converted(name, "O1,dtype=bf16")
+    for state, training in zip(fxamp.report(module).record.states, (True, False), strict=False):
+        module.train(training)
+        with unchanged(found.model):
+            counted = saved_bytes(lambda: module(*found.args, **found.kwargs))
+        assert state.totals.saved_bytes == pytest.approx(counted, rel=0.01)
+
+
+def named(states: tuple[State, ...]) -> dict[str, int | None]:
+    return {state.name: state.totals.casts for state in states}
+
+
+def test_a_view_has_the_totals_of_each_state(view: Any) -> None:
+    record = fxamp.report(view).record
+    found = named(record.states)
+    assert list(found) == ["train, grad", "eval, grad", "eval, no_grad"]
+    assert list(found.values()) == casts_of(view)
+    assert (found["train, grad"] or 0) > (found["eval, grad"] or 0) > 0
+    assert all(state.totals.cast_bytes for state in record.states)
+    text = fxamp.report(view).to_tree()
+    assert "one call in state" in text
+    assert "train, grad" in text
+    assert "Modules: eval, no_grad: as in eval, grad" in text
+
+
+def test_graphs_of_one_state_are_one_state() -> None:
+    class Broken(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.a(x)
+            torch._dynamo.graph_break()
+            return self.b(x)
+
+    view = fxamp.compile(Broken(), policy="O1,dtype=bf16", backend="eager")
+    view(torch.ones(2, 4))
+    assert len(fxamp.graphs(view)) == 2
+    (state,) = fxamp.report(view).record.states
+    assert (state.name, state.totals.casts, state.totals.nodes) == ("", sum(casts_of(view)), 2)
+
+
+def test_budgets_hold_for_each_state(view: Any, tmp_path: Path) -> None:
+    most = max(casts_of(view))
+    plan = tmp_path / "plan.json"
+
+    def broken(*budgets: str) -> tuple[str, ...]:
+        return check("net", lambda _: view, plan, [Budget.parse(text) for text in budgets], False).broken
+
+    with_totals(view)[0].save(plan)
+    assert broken(f"casts={most}", "casts=+0", "cast_bytes=+0", "low_bytes=-1%") == ()
+    (said,) = broken(f"casts={most - 1}")
+    assert said.startswith(f"casts (train, grad) is {most}, and the budget casts={most - 1} allows at most")
+
+
+def test_a_saved_plan_keeps_the_totals_of_its_states() -> None:
+    plan, record = with_totals(fxamp.convert(Modes(), (torch.randn(2, 4),), policy="O1,dtype=bf16"))
+    assert len(record.states) == 2
+    again = fxamp.report(plan).record
+    assert named(again.states) == named(record.states)
+    assert [state.totals.saved_bytes for state in again.states] == [s.totals.saved_bytes for s in record.states]
+    without = fxamp.report(dataclasses.replace(plan, totals={})).record
+    assert named(without.states) == dict.fromkeys(named(record.states))
+    assert "not known of a state" in fxamp.report(dataclasses.replace(plan, totals={})).to_tree()
+
+
+def test_a_view_that_was_not_called_has_no_report() -> None:
+    view = fxamp.compile(Modes(), policy="O1,dtype=bf16", backend="eager")
+    with pytest.raises(fxamp.CaptureError, match="not"):
+        fxamp.report(view)

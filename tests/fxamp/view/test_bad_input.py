@@ -1,0 +1,251 @@
+"""What cannot be converted is refused by its name, with the way out, and the model is as it was."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fxamp
+from tests.support.front_ends import WARNINGS, fresh, under_autocast
+from tests.support.helpers import Two, assert_untouched, example, fingerprint
+
+pytestmark = [*WARNINGS, pytest.mark.usefixtures("fresh")]
+__all__ = ["fresh"]
+X = example()
+
+
+@pytest.mark.parametrize(
+    ("bad", "said"),
+    [(3, "not int"), (Two, "the class Two: make an instance"), (None, "not NoneType"), ("x", "not str")],
+)
+@pytest.mark.parametrize("convert", [fxamp.convert, fxamp.compile, fxamp.plan])
+def test_what_is_no_module_is_refused(convert: Callable[..., Any], bad: Any, said: str) -> None:
+    with pytest.raises(fxamp.NotAModuleError, match=said):
+        convert(bad, (X,))
+
+
+# Converted, compiled and wrapped models.
+
+
+def in_place(module: nn.Module, backend: str = "fxamp") -> nn.Module:
+    module.compile(backend=backend)
+    return module
+
+
+ALREADY: dict[str, tuple[Callable[[], Any], str]] = {
+    "a view": (lambda: fxamp.convert(Two()), r"this Two is a view of fxamp: use it as it is, or convert the original"),
+    "a view's copy": (lambda: copy.deepcopy(fxamp.convert(Two())), "this Two is a view of fxamp"),
+    "a converted graph": (
+        lambda: fxamp.convert(torch.fx.symbolic_trace(Two()), (X,)), r"converted already.*plan_of.*it was made of"
+    ),
+    "a view's graph": (lambda: fxamp.graphs(fxamp.convert(Two(), (X,)))[0], "converted already"),
+    "torch.compile": (lambda: torch.compile(Two(), backend="eager"), r"what torch\.compile returned: convert the orig"),
+    "in place, fxamp": (lambda: in_place(Two()), r"compiled in place, by its compile\(\).*copy\.deepcopy\(model\)"),
+    "in place, another": (lambda: in_place(Two(), "eager"), r"compiled in place, by its compile\(\)"),
+    "DataParallel": (lambda: nn.DataParallel(Two()), r"'\(root\)' \(DataParallel\) .*Convert the module inside it"),
+    "DataParallel inside": (lambda: nn.Sequential(nn.DataParallel(Two())), r"module '0' \(DataParallel\)"),
+    "TorchScript": (lambda: torch.jit.freeze(torch.jit.script(nn.Linear(6, 6).eval())), "TorchScript.*the original"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("convert", [fxamp.convert, fxamp.plan])
+@pytest.mark.parametrize("what", ALREADY)
+def test_what_is_converted_compiled_or_wrapped_is_refused(what: str, convert: Callable[..., Any]) -> None:
+    make, said = ALREADY[what]
+    with pytest.raises(fxamp.CaptureError, match=said):
+        convert(make(), (X,))
+
+
+INSIDE: dict[str, Callable[[nn.Module], Any]] = {
+    "a view": lambda m: fxamp.convert(m, policy="O1,dtype=bf16"),
+    "torch.compile": lambda m: torch.compile(m, backend="eager"),
+    "in place, another": lambda m: in_place(m, "eager"),
+}
+
+
+@pytest.mark.parametrize("what", INSIDE)
+def test_a_part_that_is_converted_or_compiled_already_is_run_by_its_plan_or_captured(what: str) -> None:
+    inner = Two()
+    expected = under_autocast(nn.Sequential(nn.Tanh(), inner, nn.ReLU()), (X,)).float()
+    model = nn.Sequential(nn.Tanh(), INSIDE[what](inner), nn.ReLU())
+    view = fxamp.convert(model, (X,), policy="O1,dtype=bf16")
+    assert torch.equal(view(X).float(), expected)
+
+
+def test_a_copy_of_a_model_that_is_compiled_in_place_is_converted() -> None:
+    view = fxamp.convert(copy.deepcopy(in_place(Two())), (X,))
+    assert len(fxamp.plan_of(view).decisions) == 2
+
+
+# Inputs.
+
+
+class OwnError(ValueError):
+    """An author's."""
+
+
+def raising(self: Any, x: Tensor) -> Any:
+    self.calls = 1
+    h = self.l(x)
+    if x.shape[-1] == 6:
+        raise OwnError("the author's words")
+    return h
+
+
+def needs_one_dtype(self: Any, x: Tensor) -> Any:
+    return torch.mm(x, torch.ones(6, 6))
+
+
+INPUTS: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
+    "the author's error": (raising, {"args": (X,)}, OwnError, "^the author's words$"),
+    "another width": (None, {"args": (torch.zeros(2, 5),)}, RuntimeError, r"same reduction dim.*\[6, 6\]"),
+    "too many": (None, {"args": (X, X)}, TypeError, r"forward\(\) takes 2 positional arguments but 3 were given"),
+    "none": (None, {"args": ()}, TypeError, r"forward\(\) missing 1 required positional argument: 'x'"),
+    "an unknown keyword": (None, {"args": (X,), "kwargs": {"y": X}}, TypeError, "unexpected keyword argument 'y'"),
+    "no tensor": (None, {"args": ("a",)}, TypeError, "must be Tensor, not str"),
+    "another device": (None, {"args": (X.to("meta"),)}, RuntimeError, "Tensor device mismatch|same device"),
+    "another dtype": (needs_one_dtype, {"args": (X.double(),), "policy": "O0"}, RuntimeError, "same dtype"),
+    "args a number": (None, {"args": 3}, fxamp.CaptureError, r"args is a tuple .*not int; write \(x,\)"),
+    "args a dict": (None, {"args": {"x": X}}, fxamp.CaptureError, "not dict; pass kwargs="),
+    "kwargs a list": (None, {"kwargs": [X]}, fxamp.CaptureError, "kwargs is a dict of example inputs, not list"),
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("what", INPUTS)
+def test_inputs_that_the_model_refuses_raise_its_own_error_and_leave_it_alone(what: str) -> None:
+    forward, given, error, said = INPUTS[what]
+    model = Two(forward)
+    before = fingerprint(model)
+    with pytest.raises(error, match=said):
+        fxamp.convert(model, **given)
+    assert_untouched(model, before)
+    if forward is None:  # the same model is converted afterwards
+        assert torch.equal(fxamp.convert(model, (X,))(X), under_autocast(model, (X,)).float())
+
+
+def test_an_error_of_the_author_at_a_later_call_is_his_and_raised_once() -> None:
+    ran: list[int] = []
+
+    def sometimes(self: Any, x: Tensor) -> Any:
+        h = self.l(x)
+        torch._dynamo.graph_break()
+        ran.append(1)
+        if self.fail:
+            raise OwnError("later")
+        return self.m(h)
+
+    model = Two(sometimes)
+    model.fail = False  # type: ignore[assignment]
+    view = fxamp.convert(model)
+    expected = view(X)
+    model.fail = True  # type: ignore[assignment]
+    ran.clear()
+    with pytest.raises(OwnError, match="later"):
+        view(X)
+    assert ran == [1]
+    assert not torch.is_autocast_enabled("cpu")
+    model.fail = False  # type: ignore[assignment]
+    assert torch.equal(view(X), expected)
+
+
+def test_lazy_layers_get_their_shapes_at_the_first_call() -> None:
+    model = nn.Sequential(nn.LazyLinear(3))
+    view = fxamp.convert(model)
+    assert view(X).shape == (4, 3)
+    assert torch.equal(view(X), under_autocast(model, (X,)).float())
+
+
+# Arguments.
+
+
+def _saved(folder: Path) -> dict[str, Any]:
+    (folder / "plan.json").write_text("{")
+    return {"plan": folder / "plan.json"}
+
+
+ARGUMENTS: dict[str, tuple[Any, type[Exception], str]] = {
+    "policy": ({"policy": "O7"}, fxamp.PolicyError, "unknown level 'O7'; legal: O0, O1, O2, O3"),
+    "a module": ({"policy": "O1,modules.k=fp32"}, fxamp.PolicyError, "modules.k=fp32 matches no module"),
+    "an op": ({"policy": "O1,ops.lineer=fp32"}, fxamp.PolicyError, "matches no op of this model; the nearest name is"),
+    "on_change": ({"on_change": "raise"}, fxamp.PolicyError, "'recompile' or 'error', not 'raise'"),
+    "check": ({"check": "all"}, fxamp.PolicyError, "check is True, 'forward' or False, not 'all'"),
+    "methods": ({"methods": ("encode",)}, fxamp.PolicyError, "Two has no method 'encode'"),
+    "methods, a name": ({"methods": "forward"}, fxamp.PolicyError, r"write methods=\('forward',\)"),
+    "weights": ({"weights": "low"}, fxamp.PolicyError, r"for graphs: export the model.*fxamp\.frozen\(view\)"),
+    "backend": ({"backend": "inducter"}, fxamp.PolicyError, "no torch.compile backend 'inducter'; .* 'inductor'"),
+    "backend, fxamp": ({"backend": "fxamp"}, fxamp.PolicyError, "inner backend of fxamp cannot be fxamp itself"),
+    "backend, ours": ({"backend": fxamp.backend("O1")}, fxamp.PolicyError, "cannot be fxamp itself"),
+    "backend, a number": ({"backend": 3}, fxamp.PolicyError, "a name or a callable, not int"),
+    "options": ({"options": {"policy": "O2", "mode": "x"}}, fxamp.PolicyError, "'policy', 'mode' are arguments"),
+    "plan and policy": (lambda _: {"plan": fxamp.plan(Two(), (X,)), "policy": "O1"}, fxamp.PolicyError, "not both"),
+    "no plan": (lambda f: {"plan": f / "absent.json"}, fxamp.PlanError, "cannot read the plan .*No such file"),
+    "a broken plan": (_saved, fxamp.PlanError, "plan.json"),
+    "another model's plan": (
+        lambda _: {"plan": fxamp.plan(nn.Sequential(nn.Linear(6, 6)), (X,))}, fxamp.PlanError,
+        r"does not fit this model: .* does not have: 0/linear#0; 1 missing, 2 new",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", ARGUMENTS)
+def test_arguments_that_are_wrong_are_named(what: str, tmp_path: Path) -> None:
+    made, error, said = ARGUMENTS[what]
+    given = made(tmp_path) if callable(made) else made
+    model = Two()
+    before = fingerprint(model)
+    with pytest.raises(error, match=said):
+        fxamp.convert(model, (X,), **given)
+    assert_untouched(model, before)
+
+
+def test_the_plan_of_another_model_is_refused_at_a_first_call_too() -> None:
+    view = fxamp.convert(Two(), plan=fxamp.plan(nn.Sequential(nn.Linear(6, 6)), (X,)))
+    with pytest.raises(fxamp.PlanError, match="does not fit this model"):
+        view(X)
+
+
+@pytest.mark.parametrize("inputs", [(X.bfloat16(),), None], ids=["inputs", "first call"])
+def test_trainable_low_parameters_are_refused_in_train_mode(inputs: Any) -> None:
+    model = Two().bfloat16()
+
+    def convert() -> Any:
+        return fxamp.convert(model, inputs)(X.bfloat16())
+
+    with pytest.raises(fxamp.PolicyError, match=r"'l\.weight' \(bfloat16\).*model\.float\(\).*requires_grad_\(False\)"):
+        convert()
+    with torch.no_grad():
+        convert()
+    model.requires_grad_(False)
+    assert convert().dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "said"),
+    [
+        (lambda: fxamp.plan(Two()), fxamp.CaptureError, "give those of Two as args and kwargs"),
+        (lambda: fxamp.plan_of(Two()), fxamp.CaptureError, "Two was not converted by fxamp"),
+        (lambda: fxamp.graphs(Two()), fxamp.CaptureError, "Two was not converted by fxamp"),
+        (lambda: fxamp.plan_of(fxamp.convert(Two())), fxamp.CaptureError, "Two is captured at its first call, or when"),
+        (lambda: fxamp.graphs(fxamp.convert(Two())), fxamp.CaptureError, "nothing was captured yet"),
+        (lambda: fxamp.plan_of(3), fxamp.NotAModuleError, "a converted module is needed, not int"),  # type: ignore[arg-type]
+    ],
+)  # fmt: skip
+def test_what_was_not_converted_or_not_captured_has_no_plan(
+    call: Callable[[], Any], error: type[Exception], said: str
+) -> None:
+    with pytest.raises(error, match=said):
+        call()
+
+
+def test_a_view_of_fp16_weights_in_eval_is_not_refused_and_notes_them() -> None:
+    model = Two(lambda self, x: F.relu(self.l(x))).bfloat16().eval()
+    view = fxamp.convert(model, (X.bfloat16(),))
+    assert any("trainable parameter(s) are low" in note for note in fxamp.plan_of(view).notes)

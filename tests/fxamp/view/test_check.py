@@ -1,0 +1,236 @@
+"""The check on twins: it finds a graph that is not the model's, and leaves model, random states and inputs alone."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.fx import Graph
+
+import fxamp
+from fxamp.view import function
+from passes._torch import TorchDispatchMode
+from tests.support.front_ends import WARNINGS, fresh, under_autocast
+from tests.support.helpers import Two, assert_same, assert_untouched, example, fingerprint
+
+pytestmark = [*WARNINGS, pytest.mark.usefixtures("fresh")]
+__all__ = ["fresh"]
+
+
+# A graph that is not the model's.
+
+
+def _another_op(graph: Graph) -> None:
+    [node] = [n for n in graph.nodes if n.op == "call_function" and "relu" in str(n.target)]
+    node.target, node.kwargs = torch.abs, {}
+
+
+def _to_output(graph: Graph, change: Callable[[Any], Any]) -> None:
+    output: Any = graph.output_node()
+    (value, *rest), *_ = output.args
+    with graph.inserting_before(output):
+        output.args = ((change(value), *rest),)
+
+
+def _twice_the_gradient(graph: Graph) -> None:
+    def change(value: Any) -> Any:
+        twice = graph.call_function(torch.mul, (value, 2.0))
+        return graph.call_function(torch.sub, (twice, graph.call_function(torch.detach, (value,))))
+
+    _to_output(graph, change)
+
+
+def _no_gradient(graph: Graph) -> None:
+    _to_output(graph, lambda value: graph.call_function(torch.detach, (value,)))
+
+
+def _no_statistics(graph: Graph) -> None:
+    for node in graph.nodes:
+        if "batch_norm" in str(node.target):
+            node.args = (node.args[0], None, None, *node.args[3:])
+
+
+@pytest.fixture
+def spoiled(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Graph], None]], nn.Module]:
+    """Return what has graphs of a model captured wrong."""
+
+    def make(spoil: Callable[[Graph], None]) -> nn.Module:
+        def copied(gm: Any) -> Any:
+            made = original(gm)
+            spoil(made.graph)
+            made.recompile()
+            return made
+
+        original = function.copied  # type: ignore[attr-defined]
+        monkeypatch.setattr(function, "copied", copied)
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.ReLU())
+
+    return make
+
+
+FOUND: dict[str, tuple[Callable[[Graph], None], str, str, tuple[bool | str, ...]]] = {
+    "an op": (_another_op, "O0", "output 0 differs by", (True, "forward")),
+    "an op at O1": (_another_op, "O1", "output 0 differs by", (True, "forward")),
+    "a gradient": (_twice_the_gradient, "O0", r"the gradient of '0\.weight' differs", (True,)),
+    "no gradient": (_no_gradient, "O0", "only one of them has gradients", (True,)),
+    "a buffer": (_no_statistics, "O1", r"buffer '1\.running_mean' has other values", (True, "forward")),
+}
+
+
+@pytest.mark.parametrize("wrong", FOUND)
+@pytest.mark.parametrize("check", [True, "forward", False])
+def test_a_wrong_graph_is_found_by_what_it_loses(wrong: str, check: bool | str, spoiled: Any) -> None:
+    spoil, level, said, found_by = FOUND[wrong]
+    model = spoiled(spoil)
+    before = fingerprint(model)
+    if check in found_by:
+        with pytest.raises(fxamp.CaptureError, match=f"does not compute what Sequential computes: {said}.*check=False"):
+            fxamp.convert(model, (example(),), policy=f"{level},dtype=bf16", check=check)
+    else:
+        fxamp.convert(model, (example(),), policy=f"{level},dtype=bf16", check=check)
+    assert_untouched(model, before)
+
+
+# What cannot be checked, or torch.compile alone computes otherwise: a note and a warning.
+
+
+class ByCompile(Two):
+    def forward(self, x: Tensor) -> Any:
+        return self.l(x) * (2.0 if torch.compiler.is_compiling() else 1.0)
+
+
+class NoCopies(Two):
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise TypeError("no copies of me")
+
+
+class NoCopiesOfTwoGraphs(NoCopies):
+    def forward(self, x: Tensor) -> Any:
+        h = self.l(x)
+        torch._dynamo.graph_break()
+        return self.m(h)
+
+
+@pytest.mark.parametrize(
+    ("kind", "said", "complete"),
+    [
+        (ByCompile, r"capture: torch\.compile of ByCompile alone does not compute .* output 0 differs by 1 of", True),
+        (NoCopies, r"not checked: it cannot be copied \(TypeError: no copies of me\)", True),
+        (NoCopiesOfTwoGraphs, "not checked, and what comes after its first graph break not captured: it cannot", False),
+    ],
+)
+def test_what_is_not_checked_is_a_note_and_one_warning(
+    kind: type[Two], said: str, complete: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    view = fxamp.convert(kind(), (example(),), policy="O1,dtype=bf16")
+    plan = fxamp.plan_of(view)
+    assert plan.complete is complete
+    assert len([note for note in plan.notes if re.match(said, note)]) == 1
+    warned = [r.getMessage() for r in caplog.records if r.levelname == "WARNING" and r.name.startswith("fxamp")]
+    assert len(warned) == 1
+    assert re.search(said, warned[0])
+    view(example())
+
+
+def test_on_the_meta_device_nothing_is_checked_and_the_plan_says_so() -> None:
+    with torch.device("meta"):
+        model, x = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)), torch.empty(4, 6)
+    view = fxamp.convert(model, (x,), policy="O1,dtype=bf16")
+    assert [note for note in fxamp.plan_of(view).notes if "meta device" in note]
+    assert (view(x).device.type, view(x).dtype) == ("meta", torch.float32)
+
+
+# What is right is not refused.
+
+
+def own_backward_fails(self: Any, x: Tensor) -> Any:
+    y = torch.exp(self.l(x))
+    z = y * 2
+    y.add_(1)
+    return z + y
+
+
+RIGHT: dict[str, Callable[..., Any]] = {
+    "not a number, and integers": lambda self, x: (self.l(x) / 0 * 0, x.argmax(1), x > 0),
+    "no tensor": lambda self, x: (self.l(x), f"{x.dtype}", None, 3),
+    "only a backward of its own that fails": own_backward_fails,
+    "a transform": lambda self, x: self.m(torch.vmap(self.l)(x)),
+    "Python's random": lambda self, x: self.l(x) * random.random(),
+    "NumPy's random": lambda self, x: self.l(x) * float(numpy.random.rand()),
+    "torch's random": lambda self, x: self.l(x) * torch.rand(1),
+    "a write to a parameter": lambda self, x: (self.l.bias.data.mul_(0.5), self.l(x))[1],
+    "a write to the input": lambda self, x: self.l(x.mul_(2)),
+}
+
+
+@pytest.mark.parametrize("level", ["O0", "O1"])
+@pytest.mark.parametrize("what", RIGHT)
+def test_what_is_right_is_converted_and_nothing_is_used_up(what: str, level: str) -> None:
+    torch.manual_seed(0)
+    model, x = Two(RIGHT[what]), example()
+    random.seed(0)
+    numpy.random.seed(0)
+    expected = random.getstate(), str(numpy.random.get_state())
+    before = fingerprint(model)
+    view = fxamp.convert(model, (x,), policy=f"{level},dtype=bf16")
+    assert (random.getstate(), str(numpy.random.get_state())) == expected
+    assert torch.equal(x, example())
+    assert_untouched(model, before)
+    assert not [note for note in fxamp.plan_of(view).notes if "capture" in note or "not checked" in note]
+
+
+def test_without_gradients_outputs_alone_are_compared() -> None:
+    with torch.no_grad():
+        fxamp.convert(Two(), (example(),), policy="O0")
+    fxamp.convert(Two().requires_grad_(False), (example(),), policy="O0")
+    fxamp.convert(nn.Sequential(nn.Embedding(5, 6, sparse=True)), (torch.tensor([0, 3, 3]),), policy="O0")
+
+
+def test_gradients_buffers_attributes_and_renormalised_rows_are_as_before() -> None:
+    class Counting(nn.Sequential):
+        calls = 0
+
+        def forward(self, at: Tensor) -> Any:
+            self.calls += 1
+            self.seen = super().forward(at)  # type: ignore[no-untyped-call]
+            return self.seen
+
+    table = nn.Embedding(5, 6, max_norm=0.1)
+    model = Counting(table, nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Dropout())
+    model(torch.tensor([1, 2])).sum().backward()
+    before, rows = fingerprint(model), torch.tensor([0, 3, 4])
+    view = fxamp.convert(model, (rows,), policy="O1,dtype=bf16")
+    assert_untouched(model, before)
+    view(rows)
+    assert model.calls == 2
+    assert model.seen.dtype == torch.float32
+    assert float(table.weight[3].detach().norm()) <= 0.11
+
+
+class Products(TorchDispatchMode):
+    """Counts the matrix products of eager code; graphs that are only compared run without modes."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten.addmm.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("check", "products"), [(True, 2), ("forward", 2), (False, 0)])
+def test_the_code_of_the_model_runs_once_to_be_checked(check: bool | str, products: int) -> None:
+    model, x = Two(), example()
+    with torch.no_grad(), Products() as mode:
+        view = fxamp.convert(model, (x,), policy="O1,dtype=bf16", check=check)
+    assert mode.count == products
+    with torch.no_grad():
+        assert_same(view(x), under_autocast(model, (x,)).float())
