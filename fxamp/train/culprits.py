@@ -14,6 +14,7 @@ from passes._torch import pytree
 
 from ..trust.preserved import preserved
 from ..view.graphs import bound, entries_of
+from ..view.state import State
 from ..view.view import is_view, runner_of
 from .window.loss import LossFunction
 
@@ -49,7 +50,7 @@ def first_bad_node(model: nn.Module, loss_fn: LossFunction | None, batch: tuple[
     if batch is None or not is_view(model):
         return ""
     runner = runner_of(model)
-    entries = [e for e in entries_of(runner) if e.training == model.training and e.grad == "grad" and not e.method]
+    entries = [e for e in entries_of(runner) if e.state == State("", model.training, "grad")]
     if len(entries) != 1:
         return ""
     inputs, _ = batch

@@ -11,8 +11,8 @@ from passes.contract.plan import Plan
 from passes.contract.policy import Policy
 
 from ..dynamo.backend import refuse_unmatched
-from ..view.graphs import runners_in
 from ..view.runner import Runner
+from ..view.view import is_view, runner_of
 
 
 def switch_views(model: nn.Module, policy_or_plan: Policy | Plan | str) -> Policy:
@@ -22,7 +22,7 @@ def switch_views(model: nn.Module, policy_or_plan: Policy | Plan | str) -> Polic
         PolicyError: There is no view; the policy or plan does not fit one of them, or has another low dtype. Nothing
             changed then.
     """
-    runners = [runner for _, runner in runners_in(model)]
+    runners: list[Runner] = [runner_of(module) for module in model.modules() if is_view(module)]
     if not runners:
         raise PolicyError("no part of this model is a view, whose policy could be switched: convert it first")
     policy = policy_or_plan.policy if isinstance(policy_or_plan, Plan) else Policy.of(policy_or_plan)
@@ -32,7 +32,7 @@ def switch_views(model: nn.Module, policy_or_plan: Policy | Plan | str) -> Polic
         if isinstance(policy_or_plan, Plan):
             _refuse_another_model(policy_or_plan, runner)
     for runner, one in zip(runners, settled, strict=True):
-        runner.switch(policy, one)
+        runner.switch(policy, one, policy_or_plan if isinstance(policy_or_plan, Plan) else None)
     return policy
 
 

@@ -140,9 +140,9 @@ class Runner:
         for function in self._functions.values():
             function.clear()
 
-    def switch(self, asked: Policy, policy: Policy) -> None:
-        """Follow another policy from now on; graphs are captured again."""
-        self.asked, self.policy = asked, policy
+    def switch(self, asked: Policy, policy: Policy, replayed: Plan | None = None) -> None:
+        """Follow another policy, or plan, from now on; graphs are captured again."""
+        self.asked, self.policy, self.replayed = asked, policy, replayed
         self.entries.clear()
         self._functions.clear()
 
