@@ -760,7 +760,7 @@ def test_two_steps_in_two_threads_over_one_view_do_not_share_a_window() -> None:
 def _again(model: nn.Module) -> nn.Module:
     fresh = converted()
     fresh.load_state_dict(model.state_dict())
-    return fresh  # type: ignore[no-any-return]
+    return fresh
 
 
 # ------------------------------------------------------------------------------------- refused
