@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.fx import GraphModule
+from torch.fx import GraphModule, symbolic_trace
 
 import fxamp
 
@@ -43,3 +43,39 @@ def test_a_keyword_input_that_an_exported_graph_needs_and_is_not_given_is_named(
     del named["shift"]
     with pytest.raises(fxamp.CaptureError, match="the graph rejects the example inputs: KeyError: 'shift'"):
         fxamp.convert(graph, (x,), named)
+
+
+def test_modules_of_torch_in_a_traced_graph_write_their_buffers_when_it_runs_and_not_while_it_is_converted() -> None:
+    model, x = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)), torch.randn(2, 3, 5, 5)
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    converted = fxamp.convert(symbolic_trace(model), (x,), policy="O1,dtype=bf16")
+    assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
+    converted(x)
+    assert model.get_buffer("1.num_batches_tracked") == 1
+    assert not torch.equal(model.get_buffer("1.running_mean"), before["1.running_mean"])
+
+
+def test_a_module_of_torch_is_inlined_though_an_argument_of_it_is_not_given() -> None:
+    model, x = nn.Sequential(nn.ConvTranspose2d(3, 4, 3)), torch.randn(2, 3, 5, 5)
+    converted = fxamp.convert(symbolic_trace(model), (x,), policy="O1,dtype=bf16")
+    assert [(d.op, d.colour) for d in fxamp.plan_of(converted).decisions] == [("conv_transpose2d", "bfloat16")]
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(converted(x), model(x).float())
+
+
+def test_an_exported_region_that_switches_a_mode_needs_no_shapes() -> None:
+    class Regions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Any:
+            with torch.no_grad():
+                fixed = self.layer(x)
+            with torch.autocast("cpu", enabled=False):
+                return fixed, self.layer(x)
+
+    model, x = Regions(), torch.randn(4, 6)
+    fixed, plain = fxamp.convert(torch.export.export(model, (x,), strict=False), policy="O1,dtype=bf16")(x)
+    assert not fixed.requires_grad
+    assert torch.equal(plain, model.layer(x))
