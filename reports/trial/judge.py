@@ -183,7 +183,7 @@ def _judged_at_call(found: Subject, front_end: str, level: str) -> Verdict:
     verdict, got, plan = _compiled(found, front_end, level)
     if verdict.kind == DEVIATION:
         verdict = _named(level, verdict, lambda: recorded(found, front_end, level))
-    if verdict.kind not in (MISMATCH, ERROR):
+    if verdict.kind not in (MISMATCH, ERROR, REFUSED):
         return verdict
     for alone in torch_alone(found, level):
         if got is None and alone.raised:
