@@ -47,6 +47,7 @@ from passes._torch import (
 from passes.contract.errors import CaptureError, FxampError, PolicyError
 from passes.contract.plan import Plan
 from passes.contract.policy import Policy, nearest
+from passes.contract.reasons import Code
 from passes.contract.timing import Timer
 
 from ..dynamo import recompile_limit
@@ -105,7 +106,8 @@ class Runner:
         self.entries: list[Entry] = []
         self.opened = Opened()
         self.override: Callable[..., Any] | None = None
-        self.notes: tuple[str, ...] = ()
+        kept = () if replayed is None else replayed.notes
+        self.notes = tuple(note for note in kept if note.startswith(Code.NOT_WORTH_CASTS.value))
         self.complete = True
         self.replayed = replayed
         self.timer: Timer | None = None
