@@ -129,7 +129,7 @@ def quiet() -> Iterator[None]:
 
 def exported(found: Called) -> ExportedProgram:
     """Export a model in its present mode, for the sizes of its inputs."""
-    with preserved(found.model):
+    with preserved(found.model), quiet():
         return torch.export.export(found.model, found.args, found.kwargs, strict=False)
 
 
