@@ -29,11 +29,12 @@ from passes.graph.aliases import Aliases
 from passes.graph.values import LOW_DTYPES
 from passes.ops import ops
 
+from ..dynamo.call import Call, begin
 from ..trust.preserved import fresh, same_random_state
 from ..trust.tensors import same
 from .function import Captured, Entry
 from .replay import place_of
-from .runner import Runner
+from .runner import RUN, Runner
 from .state import STATES, in_state, state_of
 
 logger = logging.getLogger(__name__)
@@ -223,6 +224,7 @@ def _run(twins: _Twins, what: str, graded: bool, against: _Run | None = None) ->
     runner = twins.runner
     twin = twin_of(runner.model, twins.written)
     given, named = pytree.tree_map(fresh, (twins.args, twins.kwargs))
+    before = begin(Call(twin, given, named, RUN, "compare"))  # views inside the model run unconverted too
     try:
         with same_random_state():
             if what == "graphs":
@@ -232,6 +234,8 @@ def _run(twins: _Twins, what: str, graded: bool, against: _Run | None = None) ->
             gradients = _gradients(outputs, twin, None if against is None else against.gradients) if graded else None
     except torch.OutOfMemoryError as e:
         raise _NoTwinError("there is not enough memory to run it beside itself") from e
+    finally:
+        begin(before)
     leaves = [t.detach() if isinstance(t, Tensor) else t for t in pytree.tree_leaves(outputs)]
     return _Run(leaves, dict(twin.named_buffers()), gradients)
 

@@ -204,9 +204,13 @@ class Runner:
         outer = current()
         self.settle((args, kwargs))
         call = Call(model or self.model, args, kwargs, RUN, does or (outer.does if outer is not None else "run"))
+        grad = torch.is_grad_enabled()
         begin(call)
         try:
             outputs = self._run(call, method)
+        except BaseException:
+            torch.set_grad_enabled(grad)  # graphs switch it where the model has a region, which an error leaves open
+            raise
         finally:
             begin(outer)
         return outputs
