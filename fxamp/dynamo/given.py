@@ -267,14 +267,10 @@ def _fill(made: GraphModule, inputs: Inputs | None) -> None:
             "inputs, fxamp.convert(graph, args, kwargs), which are propagated as fake tensors."
         )
     args, kwargs = inputs
-    codegen: Any = codegen_of(made.graph)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with quiet_fakes():
         try:
-            if type(codegen) is CodeGen:
-                flat = _bound(made, args, kwargs)
-            else:
-                flat = flat_by((args, kwargs), codegen.pytree_info.in_spec)
+            flat = flat_inputs(made, args, kwargs)
             fake = [mode.from_tensor(v, static_shapes=True) if isinstance(v, torch.Tensor) else v for v in flat]
             _Propagation(made, mode).propagate_dont_convert_inputs(*fake)
         except CaptureError:
@@ -300,6 +296,18 @@ class _Propagation(FakeTensorProp):
 
     def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
         return self.whole[target](*args, **kwargs)
+
+
+def flat_inputs(made: GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Return the inputs of a graph, one for each placeholder, as it flattens those of a call.
+
+    Raises:
+        CaptureError: they do not fit.
+    """
+    codegen: Any = codegen_of(made.graph)
+    if type(codegen) is CodeGen:
+        return _bound(made, args, kwargs)
+    return list(flat_by((args, kwargs), codegen.pytree_info.in_spec))
 
 
 def _bound(made: GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:

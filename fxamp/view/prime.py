@@ -13,7 +13,7 @@ import contextlib
 import copy
 import logging
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,7 +30,7 @@ from passes.graph.values import LOW_DTYPES
 from passes.ops import ops
 
 from ..dynamo.call import Call, begin
-from ..trust.preserved import fresh, same_random_state
+from ..trust.preserved import fresh, same_attributes, same_random_state
 from ..trust.tensors import same
 from .function import Captured, Entry
 from .replay import place_of
@@ -85,7 +85,7 @@ def capture(runner: Runner, args: tuple[Any, ...], kwargs: dict[str, Any], check
         PolicyError: an override of the policy matches nothing.
     """
     first = len(runner.entries)
-    with same_random_state(), _attributes(runner.model), contextlib.suppress(Captured):
+    with same_random_state(), same_attributes(runner.model), contextlib.suppress(Captured):
         try:
             runner(args, kwargs, does="capture")
         except (TypeError, dynamo_errors().TorchRuntimeError) as e:
@@ -132,20 +132,6 @@ def _refuse_unfit(runner: Runner) -> None:
                 f"the plan does not fit this model: it decides on a node that the model does not have: {missing[0]}; "
                 f"{len(missing)} missing. {REMEDY}"
             )
-
-
-@contextlib.contextmanager
-def _attributes(model: nn.Module) -> Iterator[None]:
-    """Give back the attributes that are rebound, where Dynamo leaves code to Python."""
-    before = [(module, dict(module.__dict__)) for module in model.modules()]
-    try:
-        yield
-    finally:
-        for module, held in before:
-            now = module.__dict__
-            if len(now) != len(held) or any(now.get(name) is not value for name, value in held.items()):
-                now.clear()
-                now.update(held)
 
 
 @dataclass(frozen=True)
