@@ -9,6 +9,7 @@ structured trace of a compilation, and the settings of replicas and shards.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import inspect
 import logging
 import re
@@ -103,6 +104,17 @@ def number_of_hooks() -> int:
 def mark_static_address(tensor: torch.Tensor) -> None:
     """Promise compilers that a tensor keeps its address, so that CUDA graphs neither copy it nor record anew."""
     torch._dynamo.mark_static_address(tensor)
+
+
+def is_profiling() -> bool:
+    """Say whether a profiler of torch is on; `record_function` costs some microseconds also where none is."""
+    return torch.autograd.profiler._is_profiler_enabled
+
+
+def global_optimizer_hooks() -> bool:
+    """Say whether there are hooks on the steps of all optimizers."""
+    found: Any = importlib.import_module("torch.optim.optimizer")
+    return bool(found._global_optimizer_pre_hooks or found._global_optimizer_post_hooks)
 
 
 def of_fixed_sizes(tensor: torch.Tensor) -> torch.Tensor:

@@ -8,10 +8,15 @@ from pathlib import Path
 from typing import NoReturn, TypeAlias
 
 from passes import NAMES
+from passes.contract.devices import DEVICES
 from passes.contract.errors import FxampError
 from passes.contract.plan import installed
 
 Run: TypeAlias = Callable[[argparse.Namespace], int]  # returns the exit status
+
+
+def _add_device(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("--device", choices=tuple(DEVICES), help="decide for this device, even if this machine has none")
 
 
 def _positive(text: str) -> int:
@@ -62,6 +67,7 @@ def parser_of(runs: Mapping[str, Run]) -> argparse.ArgumentParser:
     )  # fmt: skip
     report.add_argument("target", metavar="TARGET", help="package.module:callable, path/file.py:callable or plan.json")
     report.add_argument("--policy", help='such as "O1" or "O2,dtype=bf16,modules.fc3=fp32"')
+    _add_device(report)
     report.add_argument("--nodes", action="store_true", help="list every node, with its reason and your line")
     report.add_argument("--lines", action="store_true", help="list the ten lines of your code that cost most")
     report.add_argument("--edits", action="store_true", help="show how often each rule of the passes fired")
@@ -83,6 +89,7 @@ def parser_of(runs: Mapping[str, Run]) -> argparse.ArgumentParser:
     diff.add_argument(
         "--policy", action="append", default=[], help="the policy of A and B; if given twice, first of A, then of B"
     )
+    _add_device(diff)
 
     check = verb(
         "check", "Compare models with their committed plans and budgets; exit with 1 on a difference.",
@@ -102,6 +109,8 @@ def parser_of(runs: Mapping[str, Run]) -> argparse.ArgumentParser:
     )  # fmt: skip
     check.add_argument("--jobs", metavar="N", type=_positive, default=1, help="how many targets to check at once")
     check.add_argument("--name", help=argparse.SUPPRESS)
+
+    _add_device(check)
 
     rules = verb("rules", "Show the op table, or the row of one op.")
     rules.add_argument("op", metavar="OP", nargs="?", help="canonical name, such as softmax")

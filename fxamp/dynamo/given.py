@@ -96,6 +96,7 @@ def store_low(made: GraphModule) -> None:
     Before: linear(to(x, bfloat16), to(self.weight, bfloat16))     self.weight: float32
     After:  linear(to(x, bfloat16), self.weight)                   self.weight: bfloat16
     """
+    _own_modules(made)
     reads: dict[str, list[Node]] = {}
     for node in made.graph.find_nodes(op="get_attr"):
         reads.setdefault(str(node.target), []).extend(node.users)
@@ -117,6 +118,16 @@ def store_low(made: GraphModule) -> None:
     made.recompile()
 
 
+def _own_modules(made: GraphModule) -> None:
+    """Put copies in the place of modules that a trace shares with its model, over the same tensors."""
+    for path, module in list(made.named_modules()):
+        parent, _, name = path.rpartition(".")
+        shared = type(module) is not nn.Module and not isinstance(module, GraphModule)
+        if shared and made.get_submodule(path) is module:
+            memo = {id(t): t for t in (*module.parameters(), *module.buffers())}
+            setattr(made.get_submodule(parent), name, copy.deepcopy(module, memo))
+
+
 def _attribute(root: nn.Module, path: str) -> Any:
     return functools.reduce(getattr, path.split("."), root)
 
@@ -135,6 +146,8 @@ def _copied(given: GraphModule | ExportedProgram) -> GraphModule:
             name = str(node.target).replace(".", "_")
             held.setdefault(name, copy.deepcopy(body, {id(p): p for p in made.parameters()}))
             node.target = f"{_HELD}.{name}"
+        if isinstance(node.type, str):
+            node.type = None  # an annotation that is not evaluated, with which a graph cannot be pickled
         if "val" in node.meta:
             node.meta["val"] = pytree.tree_map(without_transforms, node.meta["val"])
     inline_regions(made.graph, held)

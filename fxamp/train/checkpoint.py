@@ -2,44 +2,67 @@
 
 from __future__ import annotations
 
+import os
+import random
+import sys
+import tempfile
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from passes.contract.errors import PolicyError
 
+from .given import policies_asked
+from .scale.events import SkipsInARow
+from .state import Tally, TrainState
 from .window.by_hand import ByHand
-from .window.conditional import parameters
+from .window.closure import needs_closure
+from .window.gradients import parameters
+from .window.window import Window
 
-if TYPE_CHECKING:
-    from .step import TrainStep
-
-_KEYS = (
-    "settings", "model", "beside", "optimizers", "schedulers", "ema", "scaler", "windows", "position", "given_scale",
-    "kept", "gradients", "rng",
-)  # fmt: skip
+_KEYS = ("settings", "model", "beside", "optimizers", "schedulers", "ema", "scaler", "windows", "position",
+         "gradients", "rng")  # fmt: skip
+MAY_DIFFER = ("policy", "max_grad_norm", "accumulate_steps")  # where it is allowed
 
 
-def state_of(step: TrainStep) -> dict[str, Any]:
+def state_of(step: TrainState) -> dict[str, Any]:
     """Return the state of a step, of plain values and tensors."""
-    kept = step._kept
+    window = step.opened or Window(step.scaler, None, None, again=False)
     return {
         **course_of(step),
         "model": step.model.state_dict(),
         "beside": beside(step),
         "optimizers": [optimizer.state_dict() for optimizer in step.optimizers],
         "ema": [average.state_dict() for average in step.averages],
-        "position": step._position,
-        "given_scale": step._given_scale,
-        "kept": None if kept is None else int(kept.kept),
+        **window.state(),
         "gradients": [[None if p.grad is None else p.grad.detach() for p in parameters(o)] for o in step.optimizers],
         "rng": random_state(),
     }
 
 
-def beside(step: TrainStep) -> dict[str, Tensor]:
+def write(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
+    """Write a state beside a file, and put it in the place of that when it is complete.
+
+    Raises:
+        OSError: The folder cannot be written to, or the disk is full; the file is as it was.
+    """
+    target = Path(path)
+    file = tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}-", suffix=".tmp", delete=False)  # noqa: SIM115
+    try:
+        with file:
+            torch.save(dict(state), file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(file.name, target)
+    except BaseException:
+        os.unlink(file.name)
+        raise
+
+
+def beside(step: TrainState) -> dict[str, Tensor]:
     """Return the tensors themselves that the loss and the optimizers train or keep outside the model."""
     held: dict[str, Any] = {}
     if isinstance(step.loss_fn, nn.Module):
@@ -52,32 +75,42 @@ def beside(step: TrainStep) -> dict[str, Tensor]:
     return {name: held[name].detach() for name in named.values()}
 
 
-def course_of(step: TrainStep) -> dict[str, Any]:
+def course_of(step: TrainState) -> dict[str, Any]:
     """Return the part of the state that is the same on all ranks between two windows: scaler, schedulers, counters."""
     return {
         "settings": settings(step),
         "schedulers": [scheduler.state_dict() for scheduler in step.schedulers],
-        "scaler": step._scaler_state or {} if step._undecided else step.scaler.state_dict(),
+        "scaler": step.pending_scaler or {} if step.undecided else step.scaler.state_dict(),
         "windows": step.windows,
+        "steps": step.steps,
+        "skipped": step.skipped,
+        "skips_in_a_row": step.skips_in_a_row.read(),
+        "switches": [list(one) for one in step.switches],
     }
 
 
-def load_course(step: TrainStep, state: Mapping[str, Any]) -> None:
+def load_course(step: TrainState, state: Mapping[str, Any]) -> None:
     """Load the state that `course_of` returned, with no window open."""
-    step._close_window()
-    if step._undecided:
-        step._scaler_state = state["scaler"]
+    step.close_window()
+    if step.undecided:
+        step.pending_scaler = state["scaler"]
     else:
         step.scaler.load_state_dict(state["scaler"])
     for scheduler, saved in zip(step.schedulers, state["schedulers"], strict=True):
         scheduler.load_state_dict(saved)
-    step.windows = state["windows"]
-    step._by_hand = ByHand()  # schedulers and gradients are those of the state now
-    step._begun = False  # compare again: other ranks may have loaded another state
+    step.windows, step.aborted = state["windows"], ""
+    step.tallies = {name: Tally(state.get(name, 0)) for name in ("steps", "skipped")}
+    step.skips_in_a_row = SkipsInARow(state.get("skips_in_a_row", 0))
+    switches = tuple((window, policy) for window, policy in state.get("switches", ()))
+    if switches and switches != step.switches:
+        step.switch_to(switches[-1][1])
+    step.switches = switches
+    step.by_hand = ByHand()  # schedulers and gradients are those of the state now
+    step.said.discard("ranks")  # compare again: other ranks may have loaded another state
 
 
-def load(step: TrainStep, state: Mapping[str, Any]) -> None:
-    """Load a state into a step.
+def load(step: TrainState, state: Mapping[str, Any], allow: Sequence[str] = ()) -> None:
+    """Load a state into a step; settings in `allow` may differ.
 
     Raises:
         PolicyError: It does not fit; nothing was changed.
@@ -85,20 +118,19 @@ def load(step: TrainStep, state: Mapping[str, Any]) -> None:
     missing = sorted(set(_KEYS) - set(state))
     if missing:
         raise PolicyError(f"not the state of a TrainStep: it lacks {', '.join(missing)}")
-    refuse_other_settings(step, state["settings"])
+    refuse_other_settings(step, state["settings"], _allowed(allow, state["position"]))
     _refuse_other_tensors("the model", step.model.state_dict(), state["model"])
     _refuse_other_tensors("what is trained or kept outside the model", beside(step), state["beside"])
     for index, (average, saved) in enumerate(zip(step.averages, state["ema"], strict=True)):
         _refuse_other_tensors(f"ema {index}", average.state_dict(), saved)
     _refuse_other_gradients(step, state["gradients"])
-    if step._again is not None and state["position"]:
+    if state["position"] and any(map(needs_closure, step.optimizers)):
         raise PolicyError(
             "the state was saved in the middle of a window, and an optimizer such as LBFGS runs the whole window "
             "again; micro-batches are not saved. Save at the end of a window, or call flush() first"
         )
 
     load_course(step, state)
-    step._cleared = [p for p in step.model.parameters() if p.grad is None]
     step.model.load_state_dict(state["model"])
     with torch.no_grad():
         for name, tensor in beside(step).items():
@@ -106,23 +138,35 @@ def load(step: TrainStep, state: Mapping[str, Any]) -> None:
     parts: list[Any] = [*step.optimizers, *step.averages]
     for part, saved in zip(parts, [*state["optimizers"], *state["ema"]], strict=True):
         part.load_state_dict(saved)
-    step._position = state["position"]
-    step._use_scale(state["given_scale"])
-    if step._kept is not None:
-        step._kept.seen, step._kept.kept = state["position"], state["kept"]
+    for p in step.model.parameters():
+        p.grad = None
+    if state["position"]:
+        step.open_window(state["given_scale"]).load(dict(state))
     for optimizer, gradients in zip(step.optimizers, state["gradients"], strict=True):
-        for p, gradient in zip(parameters(optimizer), gradients, strict=True):
-            p.grad = None if gradient is None else gradient.to(p.device, copy=True)
+        for held, gradient in zip(parameters(optimizer), gradients, strict=True):
+            held.grad = None if gradient is None else gradient.to(held.device, copy=True)
     set_random_state(state["rng"])
 
 
-def settings(step: TrainStep) -> dict[str, Any]:
+def _allowed(allow: Sequence[str], position: int) -> Sequence[str]:
+    names = (allow,) if isinstance(allow, str) else tuple(allow)
+    for name in names:
+        if name not in MAY_DIFFER:
+            raise PolicyError(f"allow takes {', '.join(map(repr, MAY_DIFFER))}, got {name!r}")
+    if position and "accumulate_steps" in names:
+        raise PolicyError("the state was saved within a window: its accumulate_steps cannot change")
+    return names
+
+
+def settings(step: TrainState) -> dict[str, Any]:
     """Return the settings that two runs must share, so that one can continue the other."""
     scaler = step.scaler
     return {
         "accumulate_steps": step.accumulate_steps,
         "on_overflow": step.on_overflow,
-        "loss scaling": "undecided" if step._undecided else scaler.kind,
+        "policy": policies_asked(step.model) if not step.switches else None,
+        "max_grad_norm": step.max_grad_norm,
+        "loss scaling": "undecided" if step.undecided else scaler.kind,
         "optimizers": [type(o).__name__ for o in step.optimizers],
         "parameters": [[len(group["params"]) for group in o.param_groups] for o in step.optimizers],
         "schedulers": [type(s).__name__ for s in step.schedulers],
@@ -130,16 +174,18 @@ def settings(step: TrainStep) -> dict[str, Any]:
     }
 
 
-def refuse_other_settings(step: TrainStep, saved: Mapping[str, Any], free: Sequence[str] = ()) -> None:
+def refuse_other_settings(step: TrainState, saved: Mapping[str, Any], free: Sequence[str] = ()) -> None:
     """Raise PolicyError where a state was saved with other settings; settings in `free` may differ."""
     for name, ours in settings(step).items():
         if name in free:
             continue
         theirs = saved.get(name)
-        if theirs != ours and "undecided" not in (theirs, ours):
+        unknown = name in MAY_DIFFER and (name not in saved or (name == "policy" and None in (theirs, ours)))
+        if theirs != ours and "undecided" not in (theirs, ours) and not unknown:
+            way = f"; to go on with {ours!r}, pass allow=[{name!r}]" if name in MAY_DIFFER else ""
             raise PolicyError(
                 f"the state was saved with {name} {theirs!r}, and here it is {ours!r}: make the TrainStep as it was "
-                "when saved, or load only the parts that fit (state['model'], state['optimizers'], ...)"
+                f"when saved, or load only the parts that fit (state['model'], state['optimizers'], ...){way}"
             )
 
 
@@ -150,7 +196,7 @@ def _refuse_other_tensors(what: str, ours: Mapping[str, Any], theirs: Mapping[st
             raise PolicyError(f"the state is that of another model: {what} differs at '{name}'")
 
 
-def _refuse_other_gradients(step: TrainStep, saved: Sequence[Sequence[Tensor | None]]) -> None:
+def _refuse_other_gradients(step: TrainState, saved: Sequence[Sequence[Tensor | None]]) -> None:
     for optimizer, gradients in zip(step.optimizers, saved, strict=True):
         for index, (p, gradient) in enumerate(zip(parameters(optimizer), gradients, strict=True)):
             if gradient is not None and gradient.shape != p.shape:
@@ -161,13 +207,22 @@ def _refuse_other_gradients(step: TrainStep, saved: Sequence[Sequence[Tensor | N
 
 
 def random_state() -> dict[str, Any]:
-    """Return the states of torch's random number generators."""
+    """Return the states of the random number generators of torch, Python and, if it is loaded, NumPy."""
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else []
-    return {"cpu": torch.get_rng_state(), "cuda": cuda}
+    state: dict[str, Any] = {"cpu": torch.get_rng_state(), "cuda": cuda, "python": random.getstate()}
+    if (numpy := sys.modules.get("numpy")) is not None:
+        kind, words, *rest = numpy.random.get_state()
+        state["numpy"] = [kind, words.tolist(), *rest]
+    return state
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
-    """Set torch's random number generators to the states that `random_state` returned."""
+    """Set the random number generators to the states that `random_state` returned."""
     torch.set_rng_state(state["cpu"])
     if state["cuda"] and torch.cuda.is_available():
         torch.cuda.set_rng_state_all(state["cuda"][: torch.cuda.device_count()])
+    if "python" in state:
+        version, words, gauss = state["python"]
+        random.setstate((version, tuple(words), gauss))
+    if "numpy" in state and (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.set_state(tuple(state["numpy"]))

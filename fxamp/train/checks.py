@@ -3,57 +3,54 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from passes.contract.devices import DEVICES
 
-from ..dynamo import compiled
 from ..view.view import is_view
 from .checkpoint import settings
-from .given import policies_of
+from .given import policies_asked, policies_of
 from .ranks.refused import refuse_unfit_ranks
 from .ranks.same import compare
-
-if TYPE_CHECKING:
-    from .step import TrainStep
+from .state import TrainState, trained_without_optimizer
 
 logger = logging.getLogger("fxamp")
 
 
-def begin(step: TrainStep) -> None:
+def begin(step: TrainState) -> None:
     """Refuse settings that ranks cannot share, or that differ between ranks. Only the first call checks.
 
     Raises:
         PolicyError: There is such a setting; all ranks raise it.
     """
-    if step._begun:
+    if "ranks" in step.said:
         return
-    scaled = step.scaler.is_enabled() or step._undecided
+    scaled = step.scaler.is_enabled() or step.undecided
     refuse_unfit_ranks(step.ranks, accumulate_steps=step.accumulate_steps, on_overflow=step.on_overflow, scaled=scaled)
     if step.ranks.groups or (step.ranks.shared and dist.get_world_size() > 1):
         compare(_told(step), step.ranks.groups, step.model)
-    step._begun = True
+    step.said.add("ranks")
 
 
-def before_micro_batch(step: TrainStep) -> None:
+def before_micro_batch(step: TrainState) -> None:
     """Make the checks of each micro-batch, and of the first one `begin`'s.
 
     Raises:
         PolicyError: Ranks cannot share the settings, or gradients were cleared within a window.
     """
     begin(step)
-    step._by_hand.check(step.optimizers, step.schedulers, step._position, step.accumulate_steps)
+    step.by_hand.check(step.optimizers, step.schedulers, step.position, step.accumulate_steps)
     _warn_of_eval(step)
 
 
-def warn_of_fp32(step: TrainStep) -> None:
+def warn_of_fp32(step: TrainState) -> None:
     """Say that a model is not converted, once, after its first forward: it trains in FP32, perhaps by mistake."""
-    if step._seen:
+    if "fp32" in step.said:
         return
-    step._seen = True
+    step.said.add("fp32")
     if any(torch.is_autocast_enabled(device) for device in DEVICES) or is_converted(step):
         return
     name = type(step.model).__name__
@@ -63,37 +60,51 @@ def warn_of_fp32(step: TrainStep) -> None:
     )  # fmt: skip
 
 
-def _warn_of_eval(step: TrainStep) -> None:
+def _warn_of_eval(step: TrainState) -> None:
     """Warn each time that a model was switched to eval mode and then trains: that may be a mistake."""
-    if step._training is step.model.training:
-        return
-    step._training = step.model.training
-    if not step.model.training:
+    if step.model.training:
+        step.said.discard("eval")
+    elif "eval" not in step.said:
+        step.said.add("eval")
         logger.warning(
             "fxamp: TrainStep trains %s in eval mode: dropout is off and statistics of batch norms stay. Call train() "
-            "on the module that the step was given; that of its original does not switch a converted module.",
-            type(step.model).__name__,
-        )
+            "before.", type(step.model).__name__,
+        )  # fmt: skip
 
 
-def is_converted(step: TrainStep) -> bool:
+def warn_of_settings(step: TrainState) -> None:
+    """Name settings that look like mistakes: a scheduler made for epochs, and a model that is hardly trained."""
+    left_out = trained_without_optimizer(step.model, step.optimizers)
+    if left_out >= 0.5:
+        logger.warning(
+            "fxamp: no optimizer of this TrainStep trains %.0f %% of the trainable weights of %s: give it the other "
+            "optimizers too, or call requires_grad_(False) on what stays.", 100 * left_out, type(step.model).__name__,
+        )  # fmt: skip
+    for scheduler in step.schedulers:
+        length = next((getattr(scheduler, name) for name in _LENGTHS if hasattr(scheduler, name)), None)
+        if isinstance(length, int) and _EPOCHS[0] <= length <= _EPOCHS[1]:
+            logger.warning(
+                "fxamp: %s steps after each window, and %d windows are few: if it counts epochs, leave it out of the "
+                "TrainStep, and call scheduler.step() yourself after each epoch.", type(scheduler).__name__, length,
+            )  # fmt: skip
+
+
+_LENGTHS = ("step_size", "T_max", "T_0")  # after which a scheduler changes the rate, or begins again
+_EPOCHS = (10, 300)  # as many steps as runs have epochs
+
+
+def is_converted(step: TrainState) -> bool:
     """Say whether a step's model, or a part of it, is converted, or will be by the step."""
     return any(map(is_view, step.model.modules())) or bool(policies_of(step.model))
 
 
-def _told(step: TrainStep) -> dict[str, Any]:
+def _told(step: TrainState) -> dict[str, Any]:
     """Return the settings that all ranks must share, by the names that users know."""
     return {
-        "the policy": _policies(step),
+        "the policy": policies_asked(step.model),
         "the number of ranks": [dist.get_world_size(group) for group in step.ranks.groups],
-        "the loss scaler": "undecided" if step._undecided else {"kind": step.scaler.kind, **step.scaler.state_dict()},
+        "the loss scaler": "undecided" if step.undecided else {"kind": step.scaler.kind, **step.scaler.state_dict()},
         **settings(step),
         "max_grad_norm": step.max_grad_norm,
         "the number of finished windows": step.windows,
     }
-
-
-def _policies(step: TrainStep) -> list[str]:
-    """Return the policies by which parts of the model were, or will be, converted."""
-    found = [compiled.asked_of(module) for module in step.model.modules()]
-    return [str(policy) for policy in found if policy is not None]

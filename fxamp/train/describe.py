@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from .compiled.compiled_step import CompiledStep
-from .window.conditional import waits
-
-if TYPE_CHECKING:
-    from .step import TrainStep
+from .state import TrainState
+from .window.update import waits
 
 _SHOWN = 5  # weights and events named one by one
 
 
-def describe(step: TrainStep) -> tuple[tuple[str, str], ...]:
+def describe(step: TrainState) -> tuple[tuple[str, str], ...]:
     """Return facts about a step as (name, text) pairs. The history of its scaler is read from the device."""
     weights, scaler = step.weights, step.scaler
     casts = "at every use"
@@ -24,6 +20,7 @@ def describe(step: TrainStep) -> tuple[tuple[str, str], ...]:
     named = list(weights.per_use.items())
     rows = [
         ("window", f"{step.accumulate_steps} micro-batches, {step.windows} windows finished"),
+        *((f"policy from window {window} on", policy) for window, policy in step.switches),
         ("weights", f"{weights.mode}: {casts}"),
         *((f"per use: {path}", reason) for path, reason in named[:_SHOWN]),
         *[("per use", f"{len(named) - _SHOWN} more, listed in step.weights.per_use")] * (len(named) > _SHOWN),
@@ -65,15 +62,15 @@ def compiled_rows(compiled: CompiledStep | None) -> list[tuple[str, str]]:
     return rows
 
 
-def reasons_to_wait(step: TrainStep) -> tuple[str, ...]:
+def reasons_to_wait(step: TrainState) -> tuple[str, ...]:
     """Return why a step waits for the device once, at the end of a window; nothing if it never waits."""
-    if not step.scaler.is_enabled() and step.max_grad_norm is None and step._kept is None:
+    if not step.scaler.is_enabled() and step.max_grad_norm is None and step.on_overflow == "skip_window":
         return ()
     in_graph = step.compiled is not None and step.windows > 1 and not step.compiled.update.eager
     deciding = [] if in_graph else [o for o in step.optimizers if waits(o)]
     reasons = [f"Python decides whether {type(o).__name__} steps" for o in deciding]
     reasons += [f"{type(s).__name__} follows the steps that were taken" for s in step.schedulers]
     reasons += ["the average of the weights follows the steps that were taken"] * bool(step.averages)
-    if step._kept is not None and step.ranks.replicas:
+    if step.on_overflow == "skip_microbatch" and step.ranks.replicas:
         reasons.append("ranks ask each other which gradients there are, before they exchange them")
     return tuple(dict.fromkeys(reasons))

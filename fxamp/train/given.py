@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.swa_utils import AveragedModel
 
 from passes.contract.errors import CaptureError, PolicyError
 from passes.contract.policy import Policy
@@ -18,7 +19,10 @@ from ..dynamo import compiled
 from ..view.view import is_view, runner_of
 from .scale.scaler import LossScaler
 from .scale.settings import refuse_low_parameters, require_scale
-from .window.conditional import parameters
+from .window.gradients import parameters
+
+# What wrappers put before the names of a model's parameters.
+_WRAPPERS = ("_orig_mod.", "module.")
 
 
 def low_dtype_of(model: nn.Module) -> torch.dtype | None:
@@ -40,6 +44,12 @@ def policies_of(model: nn.Module) -> list[Policy]:
             with contextlib.suppress(CaptureError):
                 found.append(compiled.plan_of(module).policy)
     return found
+
+
+def policies_asked(model: nn.Module) -> list[str]:
+    """Return the policies that were asked for, for the parts of a model that are converted."""
+    asked = (runner_of(m).asked if is_view(m) else compiled.asked_of(m) for m in model.modules())
+    return [str(policy) for policy in asked if policy is not None]
 
 
 def scaler_of(scaler: object, low_dtype: torch.dtype | None) -> LossScaler:
@@ -111,6 +121,38 @@ def schedulers_of(scheduler: object, optimizers: Sequence[Optimizer]) -> tuple[L
         if not any(one.optimizer is optimizer for optimizer in optimizers):
             raise PolicyError(f"scheduler {type(one).__name__} belongs to none of the optimizers given")
     return schedulers
+
+
+def averages_of(ema: object, model: nn.Module) -> tuple[AveragedModel, ...]:
+    """Return one average or several as a tuple.
+
+    Raises:
+        PolicyError: Something else was given, or the average of another model.
+    """
+    averages = () if ema is None else tuple(ema) if isinstance(ema, (list, tuple)) else (ema,)
+    ours = _signature(model)
+    for one in averages:
+        if not isinstance(one, AveragedModel):
+            raise PolicyError(
+                f"ema must be a torch.optim.swa_utils.AveragedModel or a list of them, got {type(one).__name__}"
+            )
+        theirs = _signature(one.module)
+        if theirs != ours:
+            first = next((name for name, _ in [*(theirs ^ ours)]), "")
+            raise PolicyError(
+                f"ema averages another model: '{first}' is not the same in both. Make it from this model: "
+                "AveragedModel(model)."
+            )
+    return averages
+
+
+def _signature(model: nn.Module) -> set[tuple[str, tuple[int, ...]]]:
+    named = set()
+    for name, p in model.named_parameters():
+        for wrapper in _WRAPPERS:
+            name = name.replace(wrapper, "")
+        named.add((name, tuple(p.shape)))
+    return named
 
 
 def _several(name: str, value: object, kind: type[Any]) -> tuple[Any, ...]:

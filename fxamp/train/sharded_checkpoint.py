@@ -10,8 +10,8 @@ import contextlib
 import os
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,13 +27,11 @@ from passes._torch import OptimizedModule
 from passes.contract.errors import PolicyError
 
 from .checkpoint import beside, course_of, load_course, random_state, refuse_other_settings, set_random_state
-from .window.conditional import parameters
-
-if TYPE_CHECKING:
-    from .step import TrainStep
+from .state import TrainState
+from .window.gradients import parameters
 
 
-def save_checkpoint(step: TrainStep, folder: str | os.PathLike[str], *, group: Any = None) -> None:
+def save_checkpoint(step: TrainState, folder: str | os.PathLike[str], *, group: Any = None) -> None:
     """Save everything that a run needs to continue on any number of ranks. All ranks call this, between two windows.
 
     The file that marks a checkpoint as complete is written last. Use a new folder for each checkpoint: the folder then
@@ -45,12 +43,20 @@ def save_checkpoint(step: TrainStep, folder: str | os.PathLike[str], *, group: A
         group: The process group of the ranks that train; None for all ranks.
 
     Raises:
-        PolicyError: The step is within a window, whose gradients belong to this rank only.
+        PolicyError: The step is within a window, whose gradients belong to this rank only; its last window was left by
+            an error; or the folder holds a checkpoint already.
 
     Example:
         >>> fxamp.save_checkpoint(step, "checkpoints/1")
     """
-    if step._position:
+    if step.aborted:
+        raise PolicyError(
+            f"the last window of this step did not come to its end: {step.aborted}. Finish another window, or load a "
+            "checkpoint, before you save one"
+        )
+    if os.path.exists(os.path.join(os.fspath(folder), ".metadata")):
+        raise PolicyError(f"'{os.fspath(folder)}' holds a checkpoint already: give each checkpoint a folder of its own")
+    if step.position:
         raise PolicyError(
             "within a window each rank has its own gradients, and another number of ranks could not continue with "
             "them: save at the end of a window, or call flush() first"
@@ -61,7 +67,9 @@ def save_checkpoint(step: TrainStep, folder: str | os.PathLike[str], *, group: A
         save({"course": (course,), **tensors}, checkpoint_id=folder, process_group=group)
 
 
-def load_checkpoint(step: TrainStep, folder: str | os.PathLike[str], *, group: Any = None) -> None:
+def load_checkpoint(
+    step: TrainState, folder: str | os.PathLike[str], *, group: Any = None, allow: Sequence[str] = ()
+) -> None:
     """Load a checkpoint that `save_checkpoint` wrote into a TrainStep made in the same way. All ranks call this.
 
     The number of ranks and `accumulate_steps` may differ from those that were saved. With the same number of ranks the
@@ -71,6 +79,7 @@ def load_checkpoint(step: TrainStep, folder: str | os.PathLike[str], *, group: A
         step: The TrainStep to load into.
         folder: A folder that all ranks can read.
         group: The process group of the ranks that train; None for all ranks.
+        allow: Settings that may differ from those of the checkpoint: "policy", "max_grad_norm".
 
     Raises:
         PolicyError: The folder holds no checkpoint of a TrainStep, or one of another model, optimizer or scaler;
@@ -88,7 +97,7 @@ def load_checkpoint(step: TrainStep, folder: str | os.PathLike[str], *, group: A
     with _quiet():
         load(given, checkpoint_id=folder, process_group=group)
     (course,) = given["course"]
-    refuse_other_settings(step, course["settings"], free=("accumulate_steps",))
+    refuse_other_settings(step, course["settings"], free=("accumulate_steps", *allow))
     state = {name: tensor for name, tensor in _states(step)[0].items() if not name.startswith("optimizer.")}
     for name, tensor in state.items():
         if name not in known or tuple(known[name].size) != tuple(tensor.shape):
@@ -113,7 +122,7 @@ def load_checkpoint(step: TrainStep, folder: str | os.PathLike[str], *, group: A
         set_random_state(course["random"][dist.get_rank(group) if _several() else 0])
 
 
-def _states(step: TrainStep) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
+def _states(step: TrainState) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
     """Return the tensors of a step's model, averages and optimizers by name, and what else optimizers keep."""
     tensors = {f"model.{_plain(step.model, name)}": t for name, t in step.model.state_dict().items()}
     for index, average in enumerate(step.averages):
@@ -130,7 +139,7 @@ def _states(step: TrainStep) -> tuple[dict[str, Tensor], dict[str, dict[str, Any
     return {name: t for name, t in tensors.items() if isinstance(t, Tensor)}, dict(rest)
 
 
-def _like_saved(step: TrainStep, known: Mapping[str, Any]) -> list[tuple[int, int, str, Tensor]]:
+def _like_saved(step: TrainState, known: Mapping[str, Any]) -> list[tuple[int, int, str, Tensor]]:
     """Return tensors to load the states of optimizers into: optimizer, place of the parameter, name and tensor.
 
     A tensor with the shape of its parameter is sharded as the parameter is.
@@ -149,7 +158,7 @@ def _like_saved(step: TrainStep, known: Mapping[str, Any]) -> list[tuple[int, in
     return states
 
 
-def _names(step: TrainStep, optimizer: Optimizer) -> list[str]:
+def _names(step: TrainState, optimizer: Optimizer) -> list[str]:
     """Return the names of an optimizer's parameters, in order; for one outside the model its place."""
     known = {p: _plain(step.model, name) for name, p in step.model.named_parameters()}
     return [known.get(p, f"parameter {place}") for place, p in enumerate(parameters(optimizer))]  # type: ignore[call-overload]
@@ -166,7 +175,7 @@ def _plain(model: nn.Module, name: str) -> str:
     return ".".join(plain) or name
 
 
-def _groups(step: TrainStep) -> list[list[dict[str, Any]]]:
+def _groups(step: TrainState) -> list[list[dict[str, Any]]]:
     """Return the settings of each optimizer's groups of parameters."""
     return [
         [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]

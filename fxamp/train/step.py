@@ -10,46 +10,53 @@ A *window* is the micro-batches whose gradients one optimizer step takes: `accum
 
 from __future__ import annotations
 
+import contextlib
 import copy
-import math
+import logging
+import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
-from passes.contract.errors import NotAModuleError, PolicyError
+from passes.contract.errors import NotAModuleError, PolicyError, ScaleCollapseError
+from passes.contract.plan import Plan
+from passes.contract.policy import Policy
 
 from ..dynamo import compiled
 from . import checkpoint
-from .checks import before_micro_batch, begin, warn_of_fp32
+from .checks import before_micro_batch, begin, warn_of_fp32, warn_of_settings
 from .compiled.compile_settings import converted_by, refuse_unfit, settings_of
 from .compiled.compiled_step import CompiledStep
+from .culprits import first_bad_node
 from .describe import reasons_to_wait
-from .ema import averages_of
-from .given import low_dtype_of, optimizers_of, scaler_of, schedulers_of
+from .given import averages_of, low_dtype_of, optimizers_of, scaler_of, schedulers_of
 from .ranks.ranks import Ranks
 from .ranks.refused import refuse_unfit_model
 from .ranks.replicas import exchanging
-from .scale.scaler import LossScaler
+from .scale.events import SkipsInARow
+from .scale.scaler import LossScaler, collapse_message
 from .scale.settings import require_count, require_number, require_scale
+from .state import Tally, TrainState
+from .switch import switch_views
 from .weights.weights import Mode, WeightCasts
-from .window.average import Mean, average
 from .window.by_hand import ByHand
 from .window.closure import needs_closure, refuse_company, run_window, step_by_closure
-from .window.conditional import parameters
-from .window.following import follow
-from .window.loss import LossFunction, loss_of, refuse_constant
-from .window.microbatches import KeptMicroBatches
-from .window.result import StepResult
-from .window.update import Update, take_step
+from .window.gradients import KeptMicroBatches, Mean, average, first_with_gradient, parameters
+from .window.loss import LossFunction, loss_of, refuse_constant, require_loss
+from .window.result import HostFlag, StepResult
+from .window.update import AtEnd, Update, take_step
+from .window.window import UNWEIGHTED, Weight, Window, range_of
+
+logger = logging.getLogger("fxamp")
 
 
-class TrainStep:
+class TrainStep(TrainState):
     """Run one training step per call.
 
     Results are bit for bit those of a hand-written loop with `torch.amp.GradScaler`: an optimizer with a gradient that
@@ -61,7 +68,15 @@ class TrainStep:
       That holds without loss scaling too.
     - A call that raises an error abandons its window: gradients are set to None, and the next call begins a new window.
 
-    After a window all gradients are None, also those of parameters that are in no optimizer.
+    After a window all gradients of model and loss are None, also those of parameters that are in no optimizer.
+    Gradients that the optimizers find when a window opens are cleared, and a log line says so.
+
+    A call is a window of `backward` and, at its end, `update`, which are there for losses of one's own:
+
+        with step.window():
+            loss = F.cross_entropy(step.model(x), y) + penalty
+            step.backward(loss)
+        result = step.update()
 
     Args:
         model: A module that `fxamp.convert` or `fxamp.compile` returned, or a wrapper of one. An unconverted model
@@ -78,18 +93,22 @@ class TrainStep:
             `float("inf")` measures the norm and clips nothing.
         scheduler: One or several, each for one of the optimizers. A scheduler steps when its optimizer has stepped.
         ema: One `torch.optim.swa_utils.AveragedModel` of the model or several, updated when a step was taken.
-        weights: "per_step" casts each weight that a converted model reads in 16 bits once a window, and keeps the copy
-            until the last backward. "per_use" casts at every call, and with `compile` in backward too. Gradients are
-            the same, bit for bit. A weight that is written to, moved or replaced is cast again; an edit through `.data`
-            takes effect in the next window. "auto" is "per_step" if the forwards of a window would cast a weight more
-            than once, else "per_use". With `compile` under DistributedDataParallel it is "per_use", since torch
-            exchanges gradients during backward only for graphs that read the weights, not copies of them. Parts of the
-            model that are already compiled by `torch.compile` cast at every call; `step.weights.per_use` names them.
+        weights: "per_step" casts each weight that a view reads in 16 bits once a window, and keeps the copy, whose
+            memory stays from window to window. "per_use" casts at every call, and with `compile` in backward too.
+            Gradients are the same, bit for bit. A weight that is written to, moved or replaced is cast again; an edit
+            through `.data` takes effect in the next window. Only one window at a time is open over a view. "auto" is
+            "per_step" if the forwards of a window would cast a weight more than once, else "per_use". With `compile`
+            under DistributedDataParallel it is "per_use", since torch exchanges gradients during backward only for
+            graphs that read the weights, not copies of them. `step.weights.per_use` names what is cast at every call.
             Under FSDP2 "per_step" is refused.
         on_overflow: "skip_window" skips a step if any micro-batch had gradients that were not finite. "skip_microbatch"
             leaves out those micro-batches, and the gradients are the mean of the others; the scale backs off in both
             cases. "skip_microbatch" needs memory for a second set of gradients, and under DistributedDataParallel an
             exchange of gradients after the window instead of during its last backward.
+        max_skips: So many skipped steps in a row raise ScaleCollapseError, which names the first parameter and the
+            first node with a value that is not finite. A scaler's own limit wins where it is set.
+        on_gradients: Called once a window with the parameters that have gradients, after these are unscaled and before
+            they are clipped. With it the end of a window is not compiled.
         compile: With True, Inductor compiles model and loss as one graph and, from the second window on, everything
             after the last backward as another; fused optimizers are not compiled. It may also be the name of another
             backend, or a mapping of `torch.compile`'s backend, mode, options, dynamic and fullgraph. Backend "fxamp"
@@ -104,6 +123,9 @@ class TrainStep:
         compiled: Counts of the compiled graphs; None if nothing is compiled.
         ranks: The ranks that share the step; with a single process it holds no groups of ranks.
         windows: How many windows were finished.
+        steps: How many of them ended with a step.
+        skipped: How many of them ended with a skipped step of an optimizer.
+        switches: The policies that `switch` has set, each with the number of windows before it.
 
     Raises:
         PolicyError: An argument is invalid, or does not fit another one; the message says what is valid.
@@ -132,6 +154,8 @@ class TrainStep:
         ema: AveragedModel | Sequence[AveragedModel] | None = None,
         weights: Mode = "auto",
         on_overflow: Literal["skip_window", "skip_microbatch"] = "skip_window",
+        max_skips: int = 20,
+        on_gradients: Callable[[list[Tensor]], Any] | None = None,
         compile: bool | str | Mapping[str, Any] = False,
         cuda_graph: bool = False,
     ) -> None:
@@ -139,51 +163,43 @@ class TrainStep:
             raise PolicyError(f'on_overflow must be "skip_window" or "skip_microbatch", got {on_overflow!r}')
         if not isinstance(model, nn.Module):
             raise NotAModuleError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-        if loss_fn is not None and not callable(loss_fn):
-            raise PolicyError(f"loss_fn must be callable, or None for the output's .loss, got {loss_fn!r}")
+        if loss_fn is not None and (not callable(loss_fn) or isinstance(loss_fn, Optimizer)):
+            raise PolicyError(f"loss_fn must be callable, or None for the output's .loss, got {type(loss_fn).__name__}")
         require_count("accumulate_steps", accumulate_steps)
+        require_count("max_skips", max_skips)
         if max_grad_norm is not None:
             require_number("max_grad_norm", max_grad_norm, "a number greater than 0, or None", lambda x: x > 0)
 
-        self.model = model
-        self.loss_fn = loss_fn
-        self.accumulate_steps = accumulate_steps
-        self.max_grad_norm = max_grad_norm
+        self.loss_fn, self.accumulate_steps, self.max_grad_norm = loss_fn, accumulate_steps, max_grad_norm
+        self.max_skips, self.on_gradients, self.on_overflow = max_skips, on_gradients, on_overflow
         self.optimizers = optimizers_of(optimizer, model)
         self.schedulers = schedulers_of(scheduler, self.optimizers)
         self.averages = averages_of(ema, model)
-        self.on_overflow = on_overflow
-        refuse_company(self.optimizers, max_grad_norm, on_overflow)
+        refuse_company(self.optimizers, max_grad_norm, on_overflow, on_gradients)
         settings = settings_of(compile, cuda_graph)
         if settings is not None:
             refuse_unfit(model, self.optimizers, settings)
             model, settings = converted_by(model, settings)
-            self.model = model
+        self.model = model
         self.ranks = Ranks(model, self.optimizers)
         refuse_unfit_model(model, weights)
         if weights == "auto" and settings is not None and self.ranks.replicated > 1:
             weights = "per_use"
         self.weights = WeightCasts(model, weights, accumulate_steps)
         self.compiled = None if settings is None else CompiledStep(settings, model, self.weights)
-        self._low_dtype = low_dtype_of(model)
-        self.scaler = scaler_of(scaler, self._low_dtype)
+        self.low_dtype = low_dtype_of(model)
+        self.scaler = scaler_of(scaler, self.low_dtype)
         self.scaler.name_parameters(model.named_parameters())
         # A compiled model is converted at its first call; its low dtype is not known before.
         compiles = any(compiled.is_compiled(module) for module in model.modules())
-        self._undecided = isinstance(scaler, str) and self._low_dtype is None and compiles
-        self._scaler_state: Mapping[str, Any] | None = None  # a state that was loaded before that call
-        self._warned = self._begun = self._seen = False  # warned of unscaled FP16; compared ranks; looked for FP32
-
-        self.windows = 0
-        self._position = 0  # micro-batches of the open window seen so far
-        self._by_hand, self._training = ByHand(), True  # the model's mode at the last micro-batch
-        self._given_scale: float | None = None  # scale given for the open window
-        self._window_scaler = self.scaler
-        self._window_scale: float | torch.Tensor | None = None
-        self._cleared: list[nn.Parameter] = []  # had no gradient when the open window began
-        self._loss: torch.Tensor | None = None  # of the last micro-batch
-        self._again: list[tuple[Any, Any]] | None = [] if any(map(needs_closure, self.optimizers)) else None
-        self._kept = KeptMicroBatches(self.optimizers) if on_overflow == "skip_microbatch" else None
+        self.undecided = isinstance(scaler, str) and self.low_dtype is None and compiles
+        self.pending_scaler = None
+        self.windows, self.opened, self.switches, self.aborted = 0, None, (), ""
+        self.tallies = {"steps": Tally(), "skipped": Tally()}
+        self.skips_in_a_row = SkipsInARow()
+        self.by_hand, self.said = ByHand(), set()
+        self._closes = any(map(needs_closure, self.optimizers))
+        warn_of_settings(self)
 
     @property
     def waits(self) -> tuple[str, ...]:
@@ -196,7 +212,9 @@ class TrainStep:
         inside = self.weights.parts
         return inside[0] if len(inside) == 1 else self.model
 
-    def __call__(self, inputs: Any, target: Any = None, *, scale: float | None = None) -> StepResult:
+    def __call__(
+        self, inputs: Any, target: Any = None, *, scale: float | None = None, weight: Weight = UNWEIGHTED
+    ) -> StepResult:
         """Run one micro-batch forward and backward; at the end of a window, step the optimizers.
 
         Args:
@@ -205,28 +223,107 @@ class TrainStep:
             target: The second argument of `loss_fn`.
             scale: The loss scale of this window, instead of the scaler's. The scale, growth and count of skipped steps
                 of the scaler do not change in such a window. Within a window leave `scale` out or repeat it.
+            weight: The weight of this micro-batch in the mean of its window, for example its number of tokens: a number
+                from 0 on, or a tensor of one element, which Python does not read. Gradients are the weighted mean over
+                the micro-batches of the window, and over ranks. Give it on all ranks or on none.
 
         Raises:
             PolicyError: An argument cannot be used.
-            ScaleCollapseError: The scaler's `max_skips` steps in a row were skipped.
+            ScaleCollapseError: `max_skips` steps in a row were skipped.
 
         Example:
             >>> step(x, y, scale=128.0).scale
             128.0
+            >>> step(x, y, weight=len(x)).stepped
+            True
         """
-        self._open_window(scale)
-        try:
-            self._micro_batch(inputs, target)
-        except BaseException:
-            self._close_window()
-            raise
-        return self._result(None) if self._position < self.accumulate_steps else self._finish_window()
+        window = self.open_window(scale)
+        with self._abandoning():
+            output = self._micro_batch(window, inputs, target, weight)
+        if window.position < self.accumulate_steps:
+            return self._result(window, None, output)
+        return self._finish(window, output)
+
+    @contextlib.contextmanager
+    def window(self, scale: float | None = None) -> Iterator[Window]:
+        """Open a window for forwards of one's own: inside, each weight is cast once.
+
+        `backward` takes their losses, and `update` ends the window, inside this context or after it. An error inside
+        leaves the window as if it had not been opened. Entered again, it goes on with a window that is open.
+
+        Raises:
+            PolicyError: The step is compiled, so that its loss is a part of a graph.
+
+        Example:
+            >>> with step.window():
+            ...     step.backward(nn.functional.cross_entropy(step.model(x), y))
+            >>> step.update().reason
+            'stepped'
+        """
+        self._refuse_compiled()
+        with self._abandoning():
+            window = self.open_window(scale)
+            before_micro_batch(self)
+            with self._exchanging(window):
+                yield window
+
+    def backward(self, loss: Tensor, weight: Weight = UNWEIGHTED) -> None:
+        """Run backward for a loss of the model, as one micro-batch of the window.
+
+        Args:
+            loss: A tensor of one element, not scaled and not divided. For several losses of one micro-batch give their
+                sum.
+            weight: As for a call.
+
+        Raises:
+            PolicyError: The loss does not depend on what the optimizers train, or the step is compiled.
+
+        Example:
+            >>> with step.window():
+            ...     output = step.model(x)
+            ...     step.backward(nn.functional.cross_entropy(output, y) + 0.01 * output.square().mean())
+            >>> step.update().stepped
+            True
+        """
+        self._refuse_compiled()
+        if self.opened is None and self.weights.asked != "per_use":
+            self._say("forward", "a forward outside of `with step.window():` casts weights at each use")
+        window = self.open_window(None)
+        with self._abandoning():
+            require_loss(loss)
+            refuse_constant(loss, self.optimizers)
+            self._backward(window, loss, weight, None)
+            if window.position == 1 and all(first_with_gradient(o) is None for o in self.optimizers):
+                raise PolicyError(
+                    "this loss gives no gradient to any parameter that the optimizers train: compute it from "
+                    "step.model's output"
+                )
+
+    def update(self) -> StepResult:
+        """End the window: unscale, clip, and step.
+
+        Raises:
+            PolicyError: No backward has run since the last window ended.
+            ScaleCollapseError: `max_skips` steps in a row were skipped.
+
+        Example:
+            >>> with step.window():
+            ...     step.backward(nn.functional.cross_entropy(step.model(x), y))
+            >>> step.update().kept
+            1
+        """
+        window = self.opened
+        if window is None or not window.position:
+            self.close_window()
+            raise PolicyError("there is no window to end: call step.backward(loss) first, once a window or more often")
+        complete = window.position == self.accumulate_steps
+        return self._finish(window, None, None if complete and not self.ranks.replicas else self._seen(window))
 
     def flush(self) -> StepResult:
         """End an unfinished window now, for example at the end of an epoch, and step. If no window is open, do nothing.
 
-        Gradients are multiplied by `accumulate_steps / seen`, so that they are the mean over the micro-batches seen.
-        Under DistributedDataParallel all ranks have to call this, and the mean is over the micro-batches of all ranks.
+        Gradients are the mean over the micro-batches seen, by their weights. Under DistributedDataParallel all ranks
+        have to call this, and the mean is over the micro-batches of all ranks.
 
         Example:
             >>> step = fxamp.TrainStep(converted, nn.functional.cross_entropy, optimizer, accumulate_steps=4)
@@ -234,26 +331,57 @@ class TrainStep:
             ('accumulating', 'stepped')
         """
         begin(self)
-        if not (total := self.ranks.seen(self._position)):
-            return self._result(Update({}, None))
-        # A scaler has no scale before it scales: perhaps only other ranks did, or the run that saved this window.
-        self._window_scaler.scale(torch.zeros((), device=next(self.model.parameters()).device))
-        return self._finish_window(total)
+        window = self.opened or Window(self.scaler, None, None, again=False)
+        total = self.ranks.seen(window.position)
+        if not total:
+            return self._result(window, Update({}, None))
+        return self._finish(self.open_window(None), None, self._seen(self.opened or window, total))
+
+    def switch(self, policy_or_plan: Policy | Plan | str) -> None:
+        """Let the model follow another policy from the next window on, for all its callers.
+
+        Weights stay as they are, in FP32, so nothing is converted; graphs are captured again. The low dtype has to be
+        the same. It is recorded in the state of the step, and set again where that is loaded.
+
+        Raises:
+            PolicyError: A window is open; no part of the model is converted; the policy or plan does not fit the model,
+                or has another low dtype.
+
+        Example:
+            >>> step.switch("O2,dtype=bf16")
+            >>> step(x, y).reason, step.switches
+            ('stepped', ((0, 'O2,dtype=bf16'),))
+            >>> step.switch("O1,dtype=bf16")
+        """
+        if self.position:
+            raise PolicyError("a policy is switched between two windows: call flush() first, or wait for its end")
+        self.close_window()
+        policy = switch_views(self.model, policy_or_plan)
+        self.switches = (*self.switches, (self.windows, str(policy)))
+
+    def switch_to(self, policy: str) -> None:  # noqa: D102
+        switch_views(self.model, policy)
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that a run needs to continue bit for bit, as plain values and tensors.
 
         It holds the states of the model, of a loss that is a module, of the optimizers, schedulers, averages and
-        scaler, and of the random number generators. It also holds parameters that the optimizers train outside the
-        model, and the position in the window with the gradients so far. Tensors are the ones in use, not copies.
+        scaler, and of the random number generators of torch, Python and NumPy. It also holds parameters that the
+        optimizers train outside the model, and the position in the window with the gradients so far. Tensors are the
+        ones in use, not copies.
 
         Example:
             >>> torch.save(step.state_dict(), "step.pt")
         """
         return checkpoint.state_of(self)
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any], *, allow: Sequence[str] = ()) -> None:
         """Load a state that `state_dict` returned into a TrainStep that was made in the same way.
+
+        Args:
+            state_dict: The state.
+            allow: Settings that may differ from those of the state, which are "policy", "max_grad_norm" and, between
+                two windows, "accumulate_steps". The present ones then hold.
 
         Raises:
             PolicyError: It is not the state of a TrainStep, or has other settings or another model. Nothing changed.
@@ -262,7 +390,28 @@ class TrainStep:
             >>> torch.save(step.state_dict(), "step.pt")
             >>> step.load_state_dict(torch.load("step.pt"))
         """
-        checkpoint.load(self, state_dict)
+        checkpoint.load(self, state_dict, allow)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the state to a file, which holds the old state or the new one whenever the process ends.
+
+        Raises:
+            OSError: The file, or the one beside it that then takes its place, cannot be written.
+
+        Example:
+            >>> step.save("step.pt")
+            >>> step.load("step.pt")
+        """
+        checkpoint.write(self.state_dict(), path)
+
+    def load(self, path: str | os.PathLike[str], *, allow: Sequence[str] = ()) -> None:
+        """Load a state that `save` wrote; arguments and errors are those of `load_state_dict`.
+
+        Example:
+            >>> step.save("step.pt")
+            >>> step.load("step.pt", allow=["max_grad_norm"])
+        """
+        self.load_state_dict(torch.load(path, map_location="cpu"), allow=allow)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TrainStep:
         """Copy the step with its model and optimizers, between windows: copies of parameters have no gradients."""
@@ -271,10 +420,10 @@ class TrainStep:
         return new
 
     def __getstate__(self) -> dict[str, Any]:
-        if self._position:
+        if self.position:
             raise PolicyError("a TrainStep cannot be copied within a window: call flush() first, or save state_dict()")
-        compiled = None if self.compiled is None else self.compiled.settings
-        return {**self.__dict__, "weights": self.weights.asked, "compiled": compiled}
+        settings = None if self.compiled is None else self.compiled.settings
+        return {**self.__dict__, "weights": self.weights.asked, "compiled": settings, "opened": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -283,151 +432,273 @@ class TrainStep:
         self.compiled = None if settings is None else CompiledStep(settings, self.model, self.weights)
         self.scaler.name_parameters(self.model.named_parameters())
 
-    def _micro_batch(self, inputs: Any, target: Any) -> None:
+    def open_window(self, scale: float | None) -> Window:
+        """Open a window with a scale of its own, or return the one that is open.
+
+        Raises:
+            PolicyError: The scale cannot be used, or is another one than that of the open window.
+        """
+        if scale is not None:
+            require_scale("scale", scale)
+        window = self.opened
+        if window is not None:
+            if scale is not None and scale != window.given_scale:
+                raise PolicyError(
+                    f"scale={scale!r} within a window that began with "
+                    f"{window.given_scale or 'the scale of the scaler'}: the gradients of a window add up, so they "
+                    "need the same scale. Change it at the start of a window."
+                )
+            self.weights.open()
+            return window
+        self.weights.open()
+        self._clear_stale()
+        scaler = self.scaler if scale is None else LossScaler(init_scale=scale, dynamic=False)
+        kept = KeptMicroBatches(self.optimizers) if self.on_overflow == "skip_microbatch" else None
+        self.opened = Window(scaler, scale, kept, again=self._closes)
+        if self.low_dtype == torch.float16 and not scaler.is_enabled() and "unscaled" not in self.said:
+            self.said.add("unscaled")
+            warnings.warn(
+                "training in FP16 without loss scaling: gradients below 6e-8 become zero. "
+                'Leave scaler at "auto", or give a LossScaler.',
+                stacklevel=3,
+            )
+        return self.opened
+
+    def close_window(self) -> None:
+        """Leave the window that is open, without a step; do nothing if none is."""
+        self.weights.end()
+        if self.opened is None:
+            return
+        self.opened.scaler._forget_step()
+        self.opened = None
+        self._clear(in_place=self._in_place)
+        self.by_hand.after_window(self.schedulers)
+
+    def _clear(self, *, in_place: bool) -> None:
+        """Clear the gradients of model, loss and optimizers."""
+        loss = self.loss_fn.parameters() if isinstance(self.loss_fn, nn.Module) else ()
+        trained = {id(p) for o in self.optimizers for p in parameters(o)} if in_place else set()
+        for p in (*self.model.parameters(), *loss, *(p for o in self.optimizers for p in parameters(o))):
+            if p.grad is not None and id(p) in trained:
+                p.grad.detach_().zero_()
+            elif p.grad is not None:
+                p.grad = None
+
+    def _clear_stale(self) -> None:
+        """Clear gradients that somebody has left; for CUDA graphs have one of zeros for each parameter."""
+        if self._in_place:
+            for p in (p for o in self.optimizers for p in parameters(o) if p.grad is None):
+                p.grad = torch.zeros_like(p)
+            return
+        stale = next(filter(lambda p: p is not None, map(first_with_gradient, self.optimizers)), None)
+        if stale is not None:
+            name = next((name for name, p in self.model.named_parameters() if p is stale), "a parameter outside of it")
+            self._say(
+                "stale", f"{type(self.model).__name__} had gradients that were there when its window opened, the first "
+                f"'{name}': they are cleared. A TrainStep adds up those of its own window only",
+            )  # fmt: skip
+            self._clear(in_place=False)
+
+    @contextlib.contextmanager
+    def _abandoning(self) -> Iterator[None]:
+        """Abandon the window where an error leaves this context."""
+        try:
+            yield
+        except BaseException:
+            self.close_window()
+            raise
+
+    def _micro_batch(self, window: Window, inputs: Any, target: Any, weight: Weight) -> Any:
         """Run forward and backward; gradients are those of the window so far."""
         before_micro_batch(self)
-        last = self._position + 1 == self.accumulate_steps and self._kept is None
-        with exchanging(self.ranks.replicas, last):
-            loss = self._loss_of(inputs, target)
+        with self._exchanging(window):
+            with range_of("forward"):
+                loss, output = self._forward(inputs, target)
             refuse_constant(loss, self.optimizers)
-            warn_of_fp32(self)
-            if self._undecided:
-                self._decide()
-            if self._kept is not None:
-                self._kept.before_backward()
-            if loss.requires_grad:
-                self._window_scaler.scale(loss / self.accumulate_steps).backward()
-            self.weights.after_backward()
-            if self._kept is not None:
-                self._kept.after_backward()
-        self._position += 1
-        self._by_hand.after_micro_batch(self.optimizers)
-        self._loss = loss.detach()
-        if self._in_place:
-            self._loss = self._loss.clone()  # the next replay of the CUDA graph overwrites it
-        if self._again is not None:
-            self._again.append((inputs, target))
+            self._backward(window, loss, weight, (inputs, target))
+        return output
 
-    def _loss_of(self, inputs: Any, target: Any) -> torch.Tensor:
+    def _exchanging(self, window: Window) -> Any:
+        """Return a context in which replicas exchange gradients, if the micro-batch is the last of its window."""
+        last = window.position + 1 == self.accumulate_steps and window.kept is None
+        return exchanging(self.ranks.replicas, last)
+
+    def _forward(self, inputs: Any, target: Any) -> tuple[Tensor, Any]:
         if self.compiled is None:
             return loss_of(self.model, self.loss_fn, inputs, target)
         return self.compiled.loss_of(self.loss_fn, inputs, target)
+
+    def _backward(self, window: Window, loss: Tensor, weight: Weight, batch: Any) -> None:
+        warn_of_fp32(self)
+        if self.undecided:
+            self._decide(window)
+        share = window.share_of(weight, self.ranks, loss.device)
+        if window.kept is not None:
+            window.kept.before_backward()
+        if loss.requires_grad:
+            weighted = loss if isinstance(share, float) and share == 1 else loss * share
+            with range_of("backward"):
+                window.scaler.scale(weighted / self.accumulate_steps).backward()
+        self.weights.after_backward()
+        if window.kept is not None:
+            window.kept.after_backward(share)
+        detached = loss.detach().view(())
+        # The next replay of a CUDA graph overwrites the loss.
+        window.took(detached.clone() if self._in_place else detached, share, batch)
+        self.by_hand.after_micro_batch(self.optimizers)
+
+    def _refuse_compiled(self) -> None:
+        if self.compiled is not None:
+            raise PolicyError(
+                "compile= makes model and loss one graph, which has no place for a loss of one's own: give it as "
+                "loss_fn, or leave compile out"
+            )
 
     @property
     def _in_place(self) -> bool:
         """Whether gradients keep their memory, since a CUDA graph has recorded their addresses."""
         return self.compiled is not None and self.compiled.settings.captures
 
-    def _open_window(self, scale: float | None) -> None:
-        if scale is not None:
-            require_scale("scale", scale)
-        self.weights.open()
-        if self._position == 0:
-            self._use_scale(scale)
-            self._cleared = [p for p in self.model.parameters() if p.grad is None]
-            if self._in_place:
-                for p in (p for o in self.optimizers for p in parameters(o) if p.grad is None):
-                    p.grad = torch.zeros_like(p)
-                self._cleared = [p for p in self._cleared if p.grad is None]
-        elif scale is not None and scale != self._given_scale:
-            raise PolicyError(
-                f"scale={scale!r} within a window that began with {self._given_scale or 'the scale of the scaler'}: "
-                "the gradients of a window add up, so they need the same scale. Change it at the start of a window."
-            )
-        if self._low_dtype == torch.float16 and not self._window_scaler.is_enabled() and not self._warned:
-            self._warned = True
-            warnings.warn(
-                "training in FP16 without loss scaling: gradients below 6e-8 become zero. "
-                'Leave scaler at "auto", or give a LossScaler.',
-                stacklevel=3,
-            )
-
-    def _decide(self) -> None:
+    def _decide(self, window: Window) -> None:
         """Choose the scaler that "auto" means, once the model is converted."""
-        self._undecided = False
-        self._low_dtype = low_dtype_of(self.model)
-        self.scaler = scaler_of("auto", self._low_dtype)
+        self.undecided = False
+        self.low_dtype = low_dtype_of(self.model)
+        self.scaler = scaler_of("auto", self.low_dtype)
         self.scaler.name_parameters(self.model.named_parameters())
-        if self._scaler_state:
-            self.scaler.load_state_dict(dict(self._scaler_state))
-        self._use_scale(self._given_scale)
+        if self.pending_scaler:
+            self.scaler.load_state_dict(dict(self.pending_scaler))
+        if window.given_scale is None:
+            window.scaled_by(self.scaler)
 
-    def _use_scale(self, scale: float | None) -> None:
-        self._given_scale = scale
-        self._window_scale = None
-        self._window_scaler = self.scaler
-        if scale is not None:
-            self._window_scaler = LossScaler(init_scale=scale, dynamic=False)
+    def _seen(self, window: Window, total: int | None = None) -> int:
+        """Return the micro-batches of all ranks, for a window whose gradients were not exchanged in backward."""
+        # A scaler has no scale before it scales: perhaps only other ranks did, or the run that saved this window.
+        window.scaler.scale(torch.zeros((), device=next(self.model.parameters()).device))
+        return self.ranks.seen(window.position) if total is None else total
 
-    def _finish_window(self, total: int | None = None) -> StepResult:
+    def _finish(self, window: Window, output: Any, total: int | None = None) -> StepResult:
+        """End a window; `total` is the number of micro-batches of all ranks, if they end it early."""
         self.weights.end()
-        self.windows += 1
+        self.aborted, rates = "an error left it", self.rates()
         try:
-            mean, update = Mean(self._position * self.ranks.replicated if total is None else total), Update({}, None)
-            if self._again is None:
-                seen = (self._position, self._kept, self.accumulate_steps)
-                mean = average(self.optimizers, self.ranks, *seen, in_backward=total is None)
-            others = self._again is not None and total is not None and bool(self.ranks.replicas)
-            live = [o for o in self.optimizers if others or any(p.grad is not None for p in parameters(o))]
-            if live:
-                update = self._update(live, mean) if self._again is None else self._update_by_closure(mean, total)
-                update = update._replace(held_back=follow(update.held_back, self.model, self.schedulers, self.averages))
-            return self._result(update, mean.kept)
+            with range_of("update"):
+                window.check_weights()
+                update, mean = self._end(window, total)
+            self.windows += 1
+            result = self._result(window, update, output, mean.kept, rates)
+            self._count(window, update)
+        except ScaleCollapseError:
+            self.windows += 1
+            raise
         finally:
-            self._close_window()
+            self.close_window()
+        self.aborted = ""
+        return result
 
-    def _update(self, live: Sequence[Optimizer], mean: Mean) -> Update:
-        self._scale_now()  # before the update changes it
-        told = (self._window_scaler, live, self.max_grad_norm, self.ranks, mean.nothing, mean.overflow)
-        if self.compiled is not None and self.compiled.update.takes(live, self.ranks):
-            return self.compiled.update(*told)
-        return take_step(*told, followed=bool(self.schedulers or self.averages))
+    def _end(self, window: Window, total: int | None) -> tuple[Update, Mean]:
+        update, early = Update({}, None), total is not None
+        mean = Mean(window.position * self.ranks.replicated if total is None else total)
+        if window.again is None:
+            seen = (window.position, window.share, window.kept, self.accumulate_steps)
+            mean = average(self.optimizers, self.ranks, *seen, weighted=window.weighted, in_backward=not early)
+        others = window.again is not None and early and bool(self.ranks.replicas)
+        live = [o for o in self.optimizers if others or first_with_gradient(o) is not None]
+        if not live:
+            return update, mean
+        window.scale  # noqa: B018 - read before the update changes it
+        if window.again is not None:
+            update = self._update_by_closure(window, mean, early)
+        else:
+            end = AtEnd(
+                window.scaler, live, self.max_grad_norm, self.ranks, mean.nothing, mean.overflow, self.on_gradients
+            )
+            update = self._update(end)
+        return update._replace(held_back=self._follow(update)), mean
 
-    def _update_by_closure(self, mean: Mean, total: int | None) -> Update:
-        (optimizer,), scaler, share = self.optimizers, self._window_scaler, mean.kept / self.ranks.replicated
-        told = (self.model, self.loss_fn, tuple(self._again or ()), scaler, self.ranks, share)
-        self._scale_now()
+    def _update(self, end: AtEnd) -> Update:
+        if self.compiled is not None and self.compiled.update.takes(end):
+            return self.compiled.update(end)
+        return take_step(end, followed=bool(self.schedulers or self.averages))
 
-        def run() -> torch.Tensor:
+    def _update_by_closure(self, window: Window, mean: Mean, early: bool) -> Update:
+        (optimizer,), scaler, share = self.optimizers, window.scaler, mean.kept / self.ranks.replicated
+        told = (self.model, self.loss_fn, tuple(window.again or ()), scaler, self.ranks, share)
+
+        def run() -> Tensor:
             with self.weights.window():
-                return run_window(*told, self.weights, in_backward=total is None)
+                return run_window(*told, self.weights, in_backward=not early)
 
         held_back = step_by_closure(optimizer, scaler, run, self.ranks)
         scaler.update()
         return Update({optimizer: held_back}, None)
 
-    def _close_window(self) -> None:
-        self.weights.end()
-        self._window_scaler._forget_step()
-        for optimizer in self.optimizers:
-            optimizer.zero_grad(set_to_none=not self._in_place)
-        for p in self._cleared:
-            p.grad = None
-        self._cleared.clear()
-        if self._kept is not None:
-            self._kept.reset()
-        if self._again is not None:
-            self._again.clear()
-        self._position = 0
-        self._by_hand.after_window(self.schedulers)
-        self._use_scale(None)
-        self._loss = None
+    def _follow(self, update: Update) -> Mapping[Optimizer, Any]:
+        """Let each scheduler step if its optimizer did, and each average take in the weights if any did.
 
-    def _scale_now(self) -> float | torch.Tensor:
-        """Return the scale of the window, a copy that no update changes; it stays on the device."""
-        if self._window_scale is None:
-            scale = self._window_scaler._scale if self._window_scaler.is_enabled() else None
-            self._window_scale = self._window_scaler.get_scale() if scale is None else scale.clone()
-        return self._window_scale
+        The host waits for the flags only if something depends on them; they are plain bools then.
+        """
+        if not self.schedulers and not self.averages:
+            return update.held_back
+        known = {optimizer: bool(held) for optimizer, held in update.held_back.items()}
+        for scheduler in self.schedulers:
+            if not known.get(scheduler.optimizer, True):
+                scheduler.step()
+        if not all(known.values()):
+            for one in self.averages:
+                one.update_parameters(self.model)
+        return known
 
-    def _result(self, update: Update | None, kept: int | torch.Tensor | None = None) -> StepResult:
+    def _count(self, window: Window, update: Update) -> None:
+        """Count steps and skips, without waiting for the device.
+
+        Raises:
+            ScaleCollapseError: `max_skips` steps in a row were skipped, and the scaler has no limit of its own.
+        """
+        flags = [bool(held) if isinstance(held, HostFlag) else held for held in update.held_back.values()]
+        if not flags:
+            return
+        on_device = [flag for flag in flags if isinstance(flag, Tensor)]
+        skipped: bool | Tensor = any(flag for flag in flags if isinstance(flag, bool))
+        stepped: bool | Tensor = not all(flag for flag in flags if isinstance(flag, bool))
+        if on_device:
+            together = torch.stack([flag.view(()).to(on_device[0].device) for flag in on_device]) != 0
+            skipped = together.any() if not skipped else True
+            stepped = ~together.all() if len(on_device) == len(flags) or not stepped else True
+        self.tallies["skipped"].add(skipped)
+        self.tallies["steps"].add(stepped)
+        self.skips_in_a_row.add(skipped if isinstance(skipped, bool) else skipped.float())
+        if skipped is True and not window.scaler.is_enabled():
+            bad = collapse_message(self.scaler._gradients(self.optimizers))[0]
+            self._say("skip", f"a step was skipped, because gradients are not finite, first {bad}; with max_skips="
+                      f"{self.max_skips} in a row that is an error")  # fmt: skip
+        if window.scaler.max_skips is None and self.skips_in_a_row.reaches(self.max_skips):
+            bad, hint = collapse_message(self.scaler._gradients(self.optimizers))
+            node = first_bad_node(self.model, self.loss_fn, window.batch)
+            raise ScaleCollapseError(
+                f"{self.skips_in_a_row.read()} steps in a row were skipped, because gradients were not finite. First "
+                f"bad parameters: {bad}.{node} {hint}"
+            )
+
+    def _say(self, about: str, text: str) -> None:
+        """Log a warning once."""
+        if about not in self.said:
+            self.said.add(about)
+            logger.warning("fxamp: %s", text)
+
+    def _result(
+        self, window: Window, update: Update | None, output: Any = None, kept: int | Tensor | None = None,
+        rates: tuple[float | Tensor, ...] | None = None,
+    ) -> StepResult:  # fmt: skip
         """Make the result of a call: `update` is None in an unfinished window, `kept` counts its micro-batches."""
-        own = self._kept.kept if self._kept is not None else self._position
+        own = window.kept.kept if window.kept is not None else window.position
         return StepResult(
-            loss=torch.tensor(math.nan) if self._loss is None else self._loss,
-            grad_norm=None if update is None else update.grad_norm,
-            accumulating=update is None,
-            held_back=tuple(None if update is None else update.held_back.get(o) for o in self.optimizers),
-            given_scale=self._scale_now(),
-            given_kept=own if kept is None else kept,
+            window.loss,
+            None if update is None else update.grad_norm,
+            output,
+            update is None,
+            tuple(None if update is None else update.held_back.get(o) for o in self.optimizers),
+            window.scale,
+            own if kept is None else kept,
+            tuple(window.losses),
+            self.rates() if rates is None else rates,
         )

@@ -103,11 +103,16 @@ def graphs_of(runner: Runner) -> tuple[GraphModule, ...]:
     made, number = [], 0
     for part in parts_of(runner):
         for entry in part.entries:
-            gm = _Binding(runner, entry).module()
+            gm = bound(runner, entry)
             record = {"state": OR.join(map(str, part.states)), "break": entry.converted.broke, "number": number}
             made.append(with_record(gm, entry.converted.plan, **record))
             number += entry.converted.plan.graphs
     return tuple(made)
+
+
+def bound(runner: Runner, entry: Entry) -> GraphModule:
+    """Return an emitted graph as a module over the model's own parameters and buffers."""
+    return _Binding(runner, entry).module()
 
 
 def captured_of(runner: Runner, entry: Entry) -> GraphModule:

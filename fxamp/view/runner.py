@@ -48,6 +48,7 @@ from passes._torch import (
 from passes.contract.errors import CaptureError, FxampError, PolicyError
 from passes.contract.plan import Plan
 from passes.contract.policy import Policy, nearest
+from passes.contract.reasons import Code
 from passes.contract.timing import Timer
 
 from ..dynamo import recompile_limit
@@ -107,7 +108,8 @@ class Runner:
         self.entries: list[Entry] = []
         self.opened = Opened()
         self.override: Callable[..., Any] | None = None
-        self.notes: tuple[str, ...] = ()
+        kept = () if replayed is None else replayed.notes
+        self.notes = tuple(note for note in kept if note.startswith(Code.NOT_WORTH_CASTS.value))
         self.complete = True
         self.replayed = replayed
         self.timer: Timer | None = None
@@ -141,6 +143,12 @@ class Runner:
         """Forget what was compiled; the plan stays readable."""
         for function in self._functions.values():
             function.clear()
+
+    def switch(self, asked: Policy, policy: Policy, replayed: Plan | None = None) -> None:
+        """Follow another policy, or plan, from now on; graphs are captured again."""
+        self.asked, self.policy, self.replayed = asked, policy, replayed
+        self.entries.clear()
+        self._functions.clear()
 
     def region(self, cache: bool = True) -> Any:
         """Return the autocast of this view, as a context."""
@@ -198,9 +206,13 @@ class Runner:
         outer = current()
         self.settle((args, kwargs))
         call = Call(model or self.model, args, kwargs, RUN, does or (outer.does if outer is not None else "run"))
+        grad = torch.is_grad_enabled()
         begin(call)
         try:
             outputs = self._run(call, method)
+        except BaseException:
+            torch.set_grad_enabled(grad)  # graphs switch it where the model has a region, which an error leaves open
+            raise
         finally:
             begin(outer)
         return outputs

@@ -235,6 +235,8 @@ class Inference:
 
     def _run(self, node: Node, dtype_of: Callable[[Node], ValueDtype]) -> ValueDtype:
         def fake(arg: Node) -> Any:
+            if (owner := dtype_owner(arg)) is not None:
+                return dtype_of(owner)
             leaves, spec = pytree.tree_flatten(arg.meta.get("val"))
             wanted = pytree.tree_leaves(dtype_of(arg), is_leaf=lambda d: d is None)
             if len(wanted) != len(leaves):
@@ -256,6 +258,8 @@ def _key(node: Node, dtype_of: Callable[[Node], ValueDtype]) -> Any:
 
     def token(arg: Any) -> Any:
         if isinstance(arg, Node):
+            if (owner := dtype_owner(arg)) is not None:
+                return dtype_of(owner)
             val = arg.meta.get("val")
             if isinstance(val, torch.Tensor):
                 return dtype_of(arg), val.dim(), val.device, val.layout

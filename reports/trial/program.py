@@ -6,6 +6,8 @@ import itertools
 import linecache
 import random
 import re
+import sys
+import types
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -103,9 +105,11 @@ class Program:
 
     def build(self) -> tuple[nn.Module, tuple[Any, ...]]:
         """Return the model and its inputs."""
-        name, text = f"program_{self.seed}_{self.serial}.py", self.source()
+        module, text = types.ModuleType(f"program_{self.seed}_{self.serial}"), self.source()
+        name, scope = f"{module.__name__}.py", module.__dict__
+        sys.modules[module.__name__] = module  # where Dynamo looks for what a function names
         linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
-        scope: dict[str, Any] = {**environment(), "__name__": "program"}
+        scope |= environment()
         exec(compile(text, name, "exec"), scope)  # what this file is for
         torch.manual_seed(self.seed)
         random.seed(self.seed)

@@ -60,12 +60,6 @@ class _Loss(nn.Module):
         return _Output(F.cross_entropy(self.layer(x), labels))
 
 
-@pytest.fixture
-def fixed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Capture for the sizes of the example alone, in half the time."""
-    monkeypatch.setattr(fxamp, "convert", fxamp.convert)
-
-
 def _tiny() -> tuple[nn.Module, dict[str, Tensor]]:
     return _Loss(), {"x": torch.randn(4, 6), "labels": torch.tensor([0, 1, 2, 3])}
 
@@ -74,7 +68,6 @@ def _committed(name: str) -> Any:
     return json.loads(REPORTS.joinpath(name).read_text())
 
 
-@pytest.mark.usefixtures("fixed")
 def test_casts_counts_and_times_every_variant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(casts, "MODELS", {"tiny": _tiny})
     casts.main(["tiny", "--rounds", "2", "-o", str(tmp_path)])
@@ -91,7 +84,6 @@ def test_casts_counts_and_times_every_variant(tmp_path: Path, monkeypatch: pytes
     assert "± " in tmp_path.joinpath("casts.md").read_text()
 
 
-@pytest.mark.usefixtures("fixed")
 def test_casts_goes_on_where_it_stopped_and_times_whole_windows_of_the_sizes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -119,7 +111,6 @@ def test_casts_goes_on_where_it_stopped_and_times_whole_windows_of_the_sizes(
     assert line[1] == f"{second[7].step_time:.2f} ± {(second[7].step_spread or 0) / 2:.2f}"
 
 
-@pytest.mark.usefixtures("fixed")
 def test_casts_without_times_is_the_same_on_every_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(casts, "MODELS", {"tiny": _tiny})
     texts = []
@@ -144,7 +135,6 @@ def test_training_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.M
     model = functools.partial(training.CharacterGPT, 8, 1, 2, 8)
     tiny = training.Task(torch.float16, model, **training._characters(8, 32), steps=2, learning_rate=1e-3)
     monkeypatch.setattr(training, "TASKS", {"tiny": tiny})
-    monkeypatch.setattr(fxamp, "convert", fxamp.convert)  # for batches of the 32 that are kept back
     with monkeypatch.context() as stopped:
         stopped.setattr(training, "VARIANTS", training.VARIANTS[:4])
         training.main(["--seeds", "1", "-o", str(tmp_path)])

@@ -183,7 +183,7 @@ def _node(d: Decision, part: _Part | None, seen: set[Node]) -> NodeRecord:
         key=d.key, graph=d.graph, op=d.op, module=d.module_path, file=_relative(file), line=line, code=code,
         torch_source=torch_source, colour=d.colour, autocast=d.autocast_dtype, original=_original(node, part),
         kind=d.kind, reason_code=d.code, reason=d.reason.removeprefix(f"{d.code}:").strip(), causes=d.causes,
-        dtypes=size.dtypes if size else (), shapes=_shapes(node), bytes=size.bytes if size else None,
+        dtypes=size.dtypes if size else (), shapes=_shapes(node, size), bytes=size.bytes if size else None,
         flops=size.flops if size else None, saved_bytes=size.saved_bytes if size else None,
         casts=_casts(node, part, seen) if node is not None and part is not None else (),
         reads=reads(node, part.origins) if node is not None and part is not None else (),
@@ -222,7 +222,10 @@ def _bytes(sizes: dict[Node, Size], node: Node) -> int:
     return sizes[node].read_bytes + sizes[node].bytes
 
 
-def _shapes(node: Node | None) -> tuple[tuple[str, ...], ...]:
+def _shapes(node: Node | None, size: Size | None) -> tuple[tuple[str, ...], ...]:
+    """Return the shapes of a node's results, at the example's sizes if these are known."""
+    if size is not None:
+        return tuple(tuple(map(str, shape)) for shape in size.shapes)
     value = node.meta.get("val") if node is not None else None
     found = [value] if isinstance(value, torch.Tensor) else value if isinstance(value, (tuple, list)) else []
     return tuple(tuple(map(str, v.shape)) for v in found if isinstance(v, torch.Tensor))

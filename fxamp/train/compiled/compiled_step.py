@@ -75,13 +75,13 @@ class CompiledStep:
         """All compiled functions."""
         return self.loss, self.update.region
 
-    def loss_of(self, loss_fn: LossFunction | None, inputs: Any, target: Any) -> Tensor:
-        """Return the loss of a micro-batch; arguments and errors are those of `fxamp.train.window.loss.loss_of`."""
+    def loss_of(self, loss_fn: LossFunction | None, inputs: Any, target: Any) -> tuple[Tensor, Any]:
+        """Return loss and output of a micro-batch; as `fxamp.train.window.loss.loss_of` does."""
         if self.settings.captures:
             torch.compiler.cudagraph_mark_step_begin()
         with self._inlining(inputs):
-            loss: Tensor = self.loss(self._model, loss_fn, inputs, target)
-        return loss
+            found: tuple[Tensor, Any] = self.loss(self._model, loss_fn, inputs, target)
+        return found
 
     @contextlib.contextmanager
     def _inlining(self, inputs: Any) -> Iterator[None]:

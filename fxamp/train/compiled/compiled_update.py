@@ -11,16 +11,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from passes._torch import dynamo_errors
+from passes._torch import dynamo_errors, global_optimizer_hooks
 
-from ..ranks.ranks import Ranks
-from ..scale.scaler import LossScaler
-from ..window.conditional import gradients, has_state, holds_inf_or_nan, is_fused, parameters
+from ..ranks.shards import total_norm
+from ..window.gradients import gradients, parameters
 from ..window.result import HeldBack
-from ..window.update import Update, clip, take_step
+from ..window.update import AtEnd, Update, clip, has_state, is_fused, take_step
 from .compile_settings import CompileSettings
 from .compiled_region import Region
 from .rates import Constants, rates_as_tensors
@@ -40,26 +39,25 @@ class CompiledUpdate:
         self._rates: dict[int, Tensor] = {}
         self._constants = Constants()
 
-    def takes(self, optimizers: Sequence[Optimizer], ranks: Ranks) -> bool:
+    def takes(self, end: AtEnd) -> bool:
         """Say whether the end of this window is compiled; if not, `eager` says why."""
-        self.eager = self._why_not(optimizers, ranks)
+        self.eager = self._why_not(end)
         return not self.eager
 
-    def _why_not(self, optimizers: Sequence[Optimizer], ranks: Ranks) -> str:
+    def _why_not(self, end: AtEnd) -> str:
+        optimizers, ranks = end.optimizers, end.ranks
+        if end.on_gradients is not None:
+            return "on_gradients looks at the gradients between unscaling and clipping"
+        if global_optimizer_hooks():
+            return "there are hooks on the steps of all optimizers"
         if ranks.spread or ranks.decide_apart:
             return "ranks agree on whether to step, between unscaling and stepping"
         if not self.region.settings.fuses:
             return f"'{self.region.settings.name}' makes no kernels, so nothing would be gained"
         if self.region.fallbacks:
             return self.region.fallbacks[-1]
-        for optimizer in optimizers:
-            name = type(optimizer).__name__
-            if is_fused(optimizer):
-                return f"{name} is fused"
-            if reason := _hidden(optimizer):
-                return f"{name} {reason}"
-            if any(gradient.is_sparse for gradient in gradients([optimizer])):
-                return f"{name} has sparse gradients"
+        if reason := next(filter(None, map(_unfit, optimizers)), ""):
+            return reason
         if name := self._constants.changing(optimizers):
             self.region.fallbacks.append(f"'{name}' changes from step to step, so that every step would compile again")
             return self.region.fallbacks[-1]
@@ -67,33 +65,26 @@ class CompiledUpdate:
             return "the optimizer has no state before its first step"
         return ""
 
-    def __call__(
-        self,
-        scaler: LossScaler,
-        optimizers: Sequence[Optimizer],
-        max_grad_norm: float | None,
-        ranks: Ranks,
-        nothing_kept: Tensor | None = None,
-        overflow: Tensor | None = None,
-    ) -> Update:
-        """Let optimizers step, and update the scale; arguments are those of `take_step`."""
+    def __call__(self, end: AtEnd) -> Update:
+        """Let optimizers step, and update the scale."""
+        optimizers, scaler = end.optimizers, end.scaler
         live = [[p for p in parameters(o) if p.grad is not None] for o in optimizers]
         states = [[t for p in ps for t in o.state.get(p, {}).values() if isinstance(t, Tensor)]
                   for o, ps in zip(optimizers, live, strict=True)]  # fmt: skip
-        inverse = scaler.inverse_scale() if scaler.is_enabled() else None
+        inverse = scaler._inverse_scale() if scaler.is_enabled() else None
         try:
             with rates_as_tensors(optimizers, self._rates), torch.no_grad():
-                founds, norm = self.region(optimizers, live, states, inverse, nothing_kept, max_grad_norm)
+                founds, norm = self.region(optimizers, live, states, inverse, end.nothing_kept, end.max_grad_norm)
         except _NotCompiled:
             self.eager = "torch.compile was disabled where the step was called"
-            return take_step(scaler, optimizers, max_grad_norm, ranks, nothing_kept, overflow)
+            return take_step(end)
         except (dynamo_errors().TorchDynamoException, dynamo_errors().FailOnRecompileLimitHit) as error:
             if self.region.failed:
                 raise
             # The region is one graph (fullgraph=True): when compiling fails, nothing of it has run.
             self.eager = str(error).strip().partition("\n")[0]
             self.region.fallbacks.append(self.eager)
-            return take_step(scaler, optimizers, max_grad_norm, ranks, nothing_kept, overflow)
+            return take_step(end)
         if self.region.settings.captures:  # the next replay of the CUDA graph overwrites them
             founds = [None if found is None else found.clone() for found in founds]
             norm = None if norm is None else norm.clone()
@@ -102,9 +93,9 @@ class CompiledUpdate:
             # On a CPU the flag is read at once, so that the scaler can name the parameter.
             held = False if found is None else bool(found) if found.device.type == "cpu" else found
             held_back[optimizer] = held
-            scaler.note(optimizer, held)
+            scaler._note(optimizer, held)
             optimizer._opt_called = True  # type: ignore[attr-defined]  # which a scheduler asks for
-        scaler.update_after(overflow)
+        scaler._update_after(end.overflow)
         return Update(held_back, norm)
 
 
@@ -136,13 +127,14 @@ def update_region(
     if inverse is not None:
         for index, params in enumerate(live):
             found = [p.grad for p in params if p.grad is not None]
-            founds[index] = holds_inf_or_nan(found)
+            founds[index] = _not_finite(found)
             for gradient in found:
                 gradient.mul_(inverse.to(gradient.device))
     if max_grad_norm is not None:
         together = [p for params in live for p in params]
-        founds = [holds_inf_or_nan([p.grad for p in together if p.grad is not None])] * len(optimizers)
-        norm = clip(together, max_grad_norm)
+        founds = [_not_finite([p.grad for p in together if p.grad is not None])] * len(optimizers)
+        norm = total_norm([p.grad for p in together if p.grad is not None])
+        clip(together, max_grad_norm, norm)
     for optimizer, params, state, held in zip(optimizers, live, states, founds, strict=True):
         changed = [*params, *state]
         before = [] if held is None else [t.clone() for t in changed]
@@ -161,6 +153,22 @@ def step_of(kind: type[Optimizer]) -> Callable[[Optimizer], Any]:
     """Return the step function of an optimizer without torch's wrappers: hooks, a profiler mark, and a graph break."""
     step: Callable[[Optimizer], Any] = inspect.unwrap(kind.step)
     return step
+
+
+def _not_finite(found: list[Tensor]) -> Tensor:
+    return (~nn.utils.get_total_norm(found, float("inf")).isfinite()).float()
+
+
+def _unfit(optimizer: Optimizer) -> str:
+    """Return why the step of an optimizer is not compiled, "" if it may be."""
+    name = type(optimizer).__name__
+    if is_fused(optimizer):
+        return f"{name} is fused"
+    if reason := _hidden(optimizer):
+        return f"{name} {reason}"
+    if any(gradient.is_sparse for gradient in gradients([optimizer])):
+        return f"{name} has sparse gradients"
+    return ""
 
 
 def _hidden(optimizer: Optimizer) -> str:

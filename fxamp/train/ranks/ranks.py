@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -57,6 +58,11 @@ class Ranks:
     def replicated(self) -> int:
         """How many ranks exchange gradients in backward."""
         return max((dist.get_world_size(replica.process_group) for replica in self.replicas), default=1)
+
+    @property
+    def averaged(self) -> int:
+        """Over how many ranks backward averages gradients."""
+        return math.prod(dist.get_world_size(group) for group in self.groups)
 
     def seen(self, count: int) -> int:
         """Return the number of micro-batches that all replicas together have processed; every rank has to call this."""

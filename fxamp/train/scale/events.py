@@ -5,7 +5,7 @@ Numbers that are on the device stay there until they are asked for.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -75,30 +75,30 @@ class Culprits:
 
 
 class SkipsInARow:
-    """The number of updates in a row that were skipped, computed only when it is read."""
+    """The number of updates in a row that were skipped; it stays on the device until it is read."""
 
     def __init__(self, known: int = 0) -> None:
         self._known = known
-        self._unread: list[list[torch.Tensor]] = []
+        self._count: torch.Tensor | None = None  # with what was added since the last read
+        self._added = 0
 
-    def add(self, found_infs: bool | Sequence[torch.Tensor]) -> None:
-        """Count one more update, given whether it was skipped, as a bool or as a flag on the device."""
-        if isinstance(found_infs, bool):
-            self._known = self.read() + 1 if found_infs else 0
-            self._unread.clear()
-        else:
-            self._unread.append(list(found_infs))
+    def add(self, skipped: bool | torch.Tensor) -> None:
+        """Count one more update, given whether it was skipped: a bool, or a flag of one element, 0 or 1."""
+        if isinstance(skipped, bool):
+            self._known = self.read() + 1 if skipped else 0
+            self._count, self._added = None, 0
+            return
+        before = self._known if self._count is None else self._count.to(skipped.device)
+        flag = skipped.view(()) != 0
+        self._count = torch.where(flag, before + flag.float(), torch.zeros_like(flag, dtype=torch.float32))
+        self._added += 1
 
     def reaches(self, count: int) -> bool:
         """Say whether so many updates in a row were skipped; wait for the device only if there were so many updates."""
-        return self._known + len(self._unread) >= count and self.read() >= count
+        return self._known + self._added >= count and self.read() >= count
 
     def read(self) -> int:
-        """Return the number; flags that are still on the device are read in one transfer."""
-        unread, self._unread = self._unread, []
-        if unread:
-            device = unread[0][0].device if unread[0] else torch.device("cpu")
-            flags = [sum((t.to(device) for t in found), torch.zeros((), device=device)).view(()) for found in unread]
-            for skipped in torch.stack(flags).tolist():
-                self._known = self._known + 1 if skipped else 0
+        """Return the number."""
+        if self._count is not None:
+            self._known, self._count, self._added = int(self._count), None, 0
         return self._known

@@ -114,6 +114,11 @@ class LossScaler(torch.amp.GradScaler):
         return "none" if not self._enabled else "dynamic" if self._extensions.dynamic else "static"
 
     @property
+    def max_skips(self) -> int | None:
+        """The number of skipped updates in a row at which `ScaleCollapseError` is raised, None if it never is."""
+        return self._extensions.max_skips if self._enabled else None
+
+    @property
     def history(self) -> tuple[ScaleEvent, ...]:
         """The last updates, oldest first. Reading this list waits for the device; recording it does not."""
         return tuple(event.read() for event in self._events)
@@ -157,123 +162,60 @@ class LossScaler(torch.amp.GradScaler):
         found = torch.autograd.grad(self.scale(loss), inputs, create_graph=create_graph)
         if not self._enabled or self._scale is None:
             return found
-        inverse = self.inverse_scale()
+        inverse = self._inverse_scale()
         return tuple(g.to(torch.promote_types(g.dtype, torch.float32)) * inverse.to(g.device) for g in found)
 
-    def found_inf(self, optimizer: Optimizer) -> bool:
-        """Whether a gradient of `optimizer` was not finite. Call it after `unscale_` or `step`, and before `update`.
-
-        After `step` of an ordinary optimizer the host knows the answer; otherwise it is read from the device, once.
-
-        Example:
-            >>> fxamp.LossScaler().found_inf(optimizer)  # nothing was unscaled yet
-            False
-        """
+    def _found_inf(self, optimizer: Optimizer) -> bool:
+        """Say whether a gradient was not finite; after `unscale_` or `step`, before `update`. May wait, once."""
         state = self._per_optimizer_states.get(id(optimizer)) if self._enabled else None
         return state is not None and _overflowed(state)
 
-    def held_back(self, optimizer: Optimizer) -> bool | torch.Tensor:
-        """Return the same as `found_inf` without waiting: if only the device knows it, a tensor of shape ().
-
-        Example:
-            >>> fxamp.LossScaler().held_back(optimizer)
-            False
-        """
+    def _held_back(self, optimizer: Optimizer) -> bool | torch.Tensor:
+        """Return the same as `_found_inf` without waiting: if only the device knows it, a tensor of shape ()."""
         state = self._per_optimizer_states.get(id(optimizer)) if self._enabled else None
         if state is None or "overflowed" in state:
             return state is not None and _overflowed(state)
         return _together(_found_infs([state]))
 
-    def unscaled_found_inf(self, optimizer: Optimizer) -> torch.Tensor:
-        """Unscale the gradients of `optimizer`, once; return a tensor of shape () that is 0 where all are finite.
-
-        Example:
-            >>> scaler = fxamp.LossScaler()
-            >>> scaler.scale(nn.functional.cross_entropy(converted(x), y)).backward()
-            >>> bool(scaler.unscaled_found_inf(optimizer))
-            False
-            >>> optimizer.zero_grad()
-        """
+    def _unscaled_found_inf(self, optimizer: Optimizer) -> torch.Tensor:
+        """Unscale the gradients of `optimizer`, once; return a tensor of shape () that is 0 where all are finite."""
         if self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
             self.unscale_(optimizer)
-        return torch.as_tensor(self.held_back(optimizer))
+        return torch.as_tensor(self._held_back(optimizer))
 
-    def unscale_again(self, optimizer: Optimizer) -> None:
-        """Unscale the gradients of `optimizer`, even if that was done before, without a check for inf and NaN.
-
-        Example:
-            >>> weight = nn.Parameter(torch.ones(1))
-            >>> sgd, scaler = torch.optim.SGD([weight]), fxamp.LossScaler(init_scale=8.0)
-            >>> scaler.scale(weight.sum()).backward()
-            >>> scaler.unscale_again(sgd)
-            >>> weight.grad
-            tensor([1.])
-        """
-        inverse = self.inverse_scale()
+    def _unscale_again(self, optimizer: Optimizer) -> None:
+        """Unscale the gradients of `optimizer`, even if that was done before, without a check for inf and NaN."""
+        inverse = self._inverse_scale()
         with torch.no_grad():
             for _, gradient in self._gradients([optimizer]):
                 gradient.mul_(inverse.to(gradient.device))
 
-    def inverse_scale(self) -> torch.Tensor:
-        """Return the factor that unscales gradients, as GradScaler computes it: an FP32 tensor of shape ().
+    def _known_scale(self) -> torch.Tensor:
+        if self._scale is None:
+            raise PolicyError("no loss was scaled yet: call scaler.scale(loss) first")
+        return self._scale
 
-        Example:
-            >>> scaler = fxamp.LossScaler(init_scale=8.0)
-            >>> _ = scaler.scale(torch.ones(()))
-            >>> scaler.inverse_scale()
-            tensor(0.1250)
-        """
-        assert self._scale is not None, "a loss was scaled"
-        return self._scale.double().reciprocal().float()
+    def _inverse_scale(self) -> torch.Tensor:
+        """Return the factor that unscales gradients, as GradScaler computes it: an FP32 tensor of shape ()."""
+        return self._known_scale().double().reciprocal().float()
 
-    def note(self, optimizer: Optimizer, held_back: bool | torch.Tensor) -> None:
-        """Record whether the step of an optimizer was skipped, if you step it yourself instead of by `scaler.step`.
-
-        `held_back` is a bool, or a tensor of one element.
-
-        Example:
-            >>> scaler = fxamp.LossScaler(init_scale=8.0)
-            >>> _ = scaler.scale(torch.ones(()))
-            >>> scaler.note(optimizer, held_back=True)
-            >>> scaler.update()
-            >>> scaler.get_scale()
-            4.0
-        """
+    def _note(self, optimizer: Optimizer, held_back: bool | torch.Tensor) -> None:
+        """Record whether the step of an optimizer was skipped that was not made by `step`: a bool, or one element."""
         if self._enabled:
-            assert self._scale is not None, "a loss was scaled"
+            scale = self._known_scale()
             state = self._per_optimizer_states[id(optimizer)]
             if isinstance(held_back, bool):
                 state["overflowed"] = held_back
-            found = torch.as_tensor(held_back, dtype=torch.float32, device=self._scale.device).view(())
+            found = torch.as_tensor(held_back, dtype=torch.float32, device=scale.device).view(())
             state.update(optimizer=optimizer, found_inf_per_device={found.device: found})
 
-    def found_infs(self, optimizers: Sequence[Optimizer]) -> list[torch.Tensor]:
-        """Return flags for each optimizer and device: nonzero if an unscaled gradient is not finite.
-
-        Returns:
-            Tensors of one element, on the devices of the gradients. The list is empty if the scaler is disabled.
-
-        Example:
-            >>> scaler = fxamp.LossScaler()
-            >>> scaler.scale(nn.functional.cross_entropy(converted(x), y)).backward()
-            >>> scaler.unscale_(optimizer)
-            >>> [found.item() for found in scaler.found_infs([optimizer])]
-            [0.0]
-            >>> optimizer.zero_grad()
-        """
+    def _found_infs_of(self, optimizers: Sequence[Optimizer]) -> list[torch.Tensor]:
+        """Return a flag of one element for each optimizer and device: 1 if an unscaled gradient is not finite."""
         return _found_infs([self._per_optimizer_states[id(o)] for o in optimizers]) if self._enabled else []
 
-    def join_found_inf(self, optimizers: Sequence[Optimizer]) -> None:
-        """Make all of these optimizers skip their step if one has to, without waiting. Call `unscale_` first.
-
-        Example:
-            >>> scaler = fxamp.LossScaler()
-            >>> scaler.scale(nn.functional.cross_entropy(converted(x), y)).backward()
-            >>> scaler.unscale_(optimizer)
-            >>> scaler.join_found_inf([optimizer])
-            >>> optimizer.zero_grad()
-        """
-        founds = self.found_infs(optimizers)
+    def _join_found_inf(self, optimizers: Sequence[Optimizer]) -> None:
+        """Make all of these optimizers, whose gradients are unscaled, skip their step if one has to."""
+        founds = self._found_infs_of(optimizers)
         together = _together(founds)
         for found in founds:
             found.copy_(together)
@@ -314,17 +256,8 @@ class LossScaler(torch.amp.GradScaler):
         """
         self._update(new_scale, None)
 
-    def update_after(self, overflow: torch.Tensor | None) -> None:
-        """Update the scale; if `overflow`, a tensor of shape (), is not 0, back off as if a step had been skipped.
-
-        Example:
-            >>> scaler = fxamp.LossScaler(init_scale=8.0)
-            >>> _ = scaler.scale(torch.ones(()))
-            >>> scaler.note(optimizer, held_back=False)
-            >>> scaler.update_after(torch.tensor(1.0))
-            >>> scaler.get_scale()
-            4.0
-        """
+    def _update_after(self, overflow: torch.Tensor | None) -> None:
+        """Update the scale; if `overflow`, a tensor of shape (), is not 0, back off as if a step had been skipped."""
         self._update(None, overflow)
 
     def _update(self, new_scale: float | torch.Tensor | None, overflow: torch.Tensor | None) -> None:
@@ -356,8 +289,8 @@ class LossScaler(torch.amp.GradScaler):
         """Count the update if a setting needs the number of skips in a row, or if its flags were read already."""
         if self._extensions.hysteresis > 1 or all("overflowed" in state for state in states):
             self._in_a_row.add(any(_overflowed(state) for state in states))
-        elif self._extensions.max_skips is not None:
-            self._in_a_row.add([found.clone() for found in _found_infs(states)])
+        elif self._extensions.max_skips is not None and (founds := _found_infs(states)):
+            self._in_a_row.add(_together(founds))
 
     def _waits_for_more_overflows(self) -> bool:
         hysteresis = self._extensions.hysteresis
@@ -407,7 +340,8 @@ class LossScaler(torch.amp.GradScaler):
         """
         state = super().state_dict()
         if self._enabled:
-            state["fxamp"] = {**self._extensions._asdict(), "overflows_in_a_row": self._in_a_row.read()}
+            skipped = {"overflows_in_a_row": self._in_a_row.read(), "updates": self._updates}
+            state["fxamp"] = {**self._extensions._asdict(), **skipped}
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -432,6 +366,7 @@ class LossScaler(torch.amp.GradScaler):
         super().load_state_dict(state_dict)
         self._extensions = extensions
         self._in_a_row = SkipsInARow(saved.get("overflows_in_a_row", 0))
+        self._updates = saved.get("updates", self._updates)
         self._init_scale = extensions.clamp(self._init_scale)
         if self._scale is not None:
             self._scale.fill_(self._init_scale)
@@ -490,17 +425,23 @@ class LossScaler(torch.amp.GradScaler):
 
     def _collapse_message(self, states: Sequence[dict[str, Any]]) -> str:
         optimizers = [state["optimizer"] for state in states if _found_infs([state])]
-        bad = Culprits(self._gradients(optimizers)).all()
-        shown = ", ".join(f"{name} ({kind})" for name, kind in bad[:3]) or "unknown: their gradients are gone already"
-        more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
-        if any("NaN" in kind for _, kind in bad):
-            hint = "A NaN seldom comes from the loss scale: look for bad data, 0/0 or log(0) in the model and the loss."
-        else:
-            hint = "An inf that stays while the scale falls is an overflow in the model: keep that part of it in FP32."
+        shown, hint = collapse_message(self._gradients(optimizers))
         return (
             f"{self._in_a_row.read()} steps in a row were skipped, because gradients were not finite; "
-            f"the loss scale is now {self.get_scale()}. First bad parameters: {shown}{more}. {hint}"
+            f"the loss scale is now {self.get_scale()}. First bad parameters: {shown}. {hint}"
         )
+
+
+def collapse_message(named: Iterable[tuple[str, torch.Tensor]]) -> tuple[str, str]:
+    """Return the first gradients that are not finite, each with its kind, and a hint; gradients are given by name."""
+    bad = Culprits(named).all()
+    shown = ", ".join(f"{name} ({kind})" for name, kind in bad[:3]) or "unknown: their gradients are gone already"
+    more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
+    if any("NaN" in kind for _, kind in bad):
+        hint = "A NaN seldom comes from the loss scale: look for bad data, 0/0 or log(0) in the model and the loss."
+    else:
+        hint = "An inf that stays while the scale falls is an overflow in the model: keep that part of it in FP32."
+    return shown + more, hint
 
 
 def _device_type(device: str | torch.device | None) -> str | None:
@@ -517,10 +458,10 @@ def _found_infs(states: Sequence[dict[str, Any]]) -> list[torch.Tensor]:
 
 
 def _together(found_infs: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return a new tensor that is not 0 where one of these is not."""
+    """Return a new tensor that is 1 where one of these flags is: fused optimizers compare with 1."""
     together = found_infs[0].clone()
     for found in found_infs[1:]:
-        together += found.to(together.device)
+        together = torch.maximum(together, found.to(together.device))
     return together
 
 

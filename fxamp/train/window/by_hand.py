@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from passes.contract.errors import PolicyError
 
-from .conditional import gradients, parameters
+from .gradients import first_with_gradient
 
 logger = logging.getLogger("fxamp")
 
@@ -21,18 +21,18 @@ class ByHand:
     def __init__(self) -> None:
         self._gradients = False  # whether the micro-batches of this window left any
         self._versions: list[int | None] = []  # of one weight of each optimizer, within a window
-        self._epochs: list[int] = []  # of each scheduler, between windows
+        self._epochs: list[tuple[int, ...]] = []  # of each scheduler, between windows
         self._warned: set[str] = set()
 
     def after_micro_batch(self, optimizers: Sequence[Optimizer]) -> None:
         """Note the state within a window."""
-        self._gradients = bool(gradients(optimizers))
+        self._gradients = any(first_with_gradient(o) is not None for o in optimizers)
         self._versions = _versions(optimizers)
 
     def after_window(self, schedulers: Sequence[LRScheduler]) -> None:
         """Note the state between windows."""
         self._gradients, self._versions = False, []
-        self._epochs = [scheduler.last_epoch for scheduler in schedulers]
+        self._epochs = list(map(_epochs_of, schedulers))
 
     def check(
         self, optimizers: Sequence[Optimizer], schedulers: Sequence[LRScheduler], position: int, accumulate_steps: int
@@ -50,7 +50,7 @@ class ByHand:
         Raises:
             PolicyError: Gradients were cleared within a window.
         """
-        if self._gradients and not gradients(optimizers):
+        if self._gradients and all(first_with_gradient(o) is None for o in optimizers):
             raise PolicyError(
                 f"the gradients of {position} of the window's {accumulate_steps} micro-batches were cleared "
                 "before the next one: leave out zero_grad(). A TrainStep clears gradients itself, after each window."
@@ -63,7 +63,7 @@ class ByHand:
                     type(optimizer).__name__, accumulate_steps,
                 )  # fmt: skip
         for scheduler, epoch in zip(schedulers, self._epochs, strict=False):
-            if scheduler.last_epoch == epoch + 1:
+            if _epochs_of(scheduler) == tuple(one + 1 for one in epoch):
                 self._warn(
                     "%s stepped outside its TrainStep, which steps it after each window: leave out scheduler.step(), "
                     "or do not give the scheduler to the TrainStep.", type(scheduler).__name__,
@@ -76,7 +76,11 @@ class ByHand:
             logger.warning(f"fxamp: {text}", *values)
 
 
+def _epochs_of(scheduler: LRScheduler) -> tuple[int, ...]:
+    """Return how often a scheduler stepped; for a chain of them how often each did."""
+    return tuple(one.last_epoch for one in getattr(scheduler, "_schedulers", [scheduler]) if hasattr(one, "last_epoch"))
+
+
 def _versions(optimizers: Sequence[Optimizer]) -> list[int | None]:
     """Return how often a weight of each optimizer was written to; None if no weight of it has a gradient."""
-    first = (next((p for p in parameters(o) if p.grad is not None), None) for o in optimizers)
-    return [None if p is None else p._version for p in first]
+    return [None if (p := first_with_gradient(o)) is None else p._version for o in optimizers]

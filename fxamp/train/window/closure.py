@@ -17,7 +17,7 @@ from ..ranks.ranks import Ranks
 from ..ranks.replicas import exchange, exchanging
 from ..scale.scaler import LossScaler
 from ..weights.weights import WeightCasts
-from .conditional import gradients, holds_inf_or_nan, parameters
+from .gradients import gradients, holds_inf_or_nan, parameters
 from .loss import LossFunction, loss_of
 
 
@@ -27,7 +27,9 @@ def needs_closure(optimizer: Optimizer) -> bool:
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
-def refuse_company(optimizers: Sequence[Optimizer], max_grad_norm: float | None, on_overflow: str) -> None:
+def refuse_company(
+    optimizers: Sequence[Optimizer], max_grad_norm: float | None, on_overflow: str, on_gradients: object = None
+) -> None:
     """Raise PolicyError where an optimizer that needs a closure has a setting that has no meaning for it."""
     found = next((o for o in optimizers if needs_closure(o)), None)
     if found is None:
@@ -36,6 +38,7 @@ def refuse_company(optimizers: Sequence[Optimizer], max_grad_norm: float | None,
         "another optimizer": len(optimizers) > 1,
         "max_grad_norm": max_grad_norm is not None,
         'on_overflow="skip_microbatch"': on_overflow == "skip_microbatch",
+        "on_gradients": on_gradients is not None,
     }
     refused = [what for what, given in with_it.items() if given]
     if refused:
@@ -65,7 +68,7 @@ def step_by_closure(optimizer: Optimizer, scaler: LossScaler, run: Callable[[], 
         with torch.enable_grad():
             loss = run()
         if scaler.is_enabled():
-            scaler.unscale_again(optimizer)
+            scaler._unscale_again(optimizer)
             found = holds_inf_or_nan(gradients([optimizer]))
             ranks.agree([found])
             if found.item():
@@ -81,7 +84,7 @@ def step_by_closure(optimizer: Optimizer, scaler: LossScaler, run: Callable[[], 
             for p, old in zip(parameters(optimizer), before, strict=True):
                 p.copy_(old)
         optimizer.load_state_dict(state)
-    scaler.note(optimizer, held_back)
+    scaler._note(optimizer, held_back)
     return held_back
 
 
@@ -114,7 +117,7 @@ def run_window(
     count, losses = len(micro_batches), []
     for index, (inputs, target) in enumerate(micro_batches):
         with exchanging(ranks.replicas, in_backward and index + 1 == count):
-            loss = loss_of(model, loss_fn, inputs, target) / share
+            loss = loss_of(model, loss_fn, inputs, target)[0] / share
             scaler.scale(loss).backward()
             weights.after_backward()
             losses.append(loss.detach())

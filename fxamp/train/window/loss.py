@@ -12,13 +12,13 @@ from torch.optim import Optimizer
 
 from passes.contract.errors import PolicyError
 
-from .conditional import parameters
+from .gradients import parameters
 
 LossFunction = Callable[..., torch.Tensor]
 
 
-def loss_of(model: nn.Module, loss_fn: LossFunction | None, inputs: Any, target: Any) -> torch.Tensor:
-    """Call the model, and then the loss function on the model's output.
+def loss_of(model: nn.Module, loss_fn: LossFunction | None, inputs: Any, target: Any) -> tuple[torch.Tensor, Any]:
+    """Call the model, and then the loss function on the model's output; return the loss and the output.
 
     Args:
         model: Called as `model(inputs)`, `model(*inputs)` for a tuple, `model(**inputs)` for a mapping.
@@ -30,11 +30,17 @@ def loss_of(model: nn.Module, loss_fn: LossFunction | None, inputs: Any, target:
     Raises:
         PolicyError: The inputs are of another kind, or there is no loss of one element.
     """
-    loss = _loss_in(_output(model, inputs), loss_fn, target)
+    output = _output(model, inputs)
+    loss = _loss_in(output, loss_fn, target)
+    require_loss(loss)
+    return loss, output
+
+
+def require_loss(loss: object) -> None:
+    """Raise PolicyError unless a loss is a tensor of one element."""
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         what = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
         raise PolicyError(f"the loss must be a tensor of one element, got {what}")
-    return loss
 
 
 def refuse_constant(loss: torch.Tensor, optimizers: Iterable[Optimizer]) -> None:

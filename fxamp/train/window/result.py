@@ -1,55 +1,96 @@
-"""`StepResult`: what one call of a TrainStep did. Nothing is read from the device before it is asked for."""
+"""`StepResult`: what one call of a TrainStep did. Nothing is read from the device before it is asked for.
+
+A read waits for all kernels launched before it. A copy of a flag that is launched before the optimizer's step does not
+wait for that step.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import torch
-
-from .on_the_way import OnTheWay
+from torch import Tensor
 
 Reason = Literal["stepped", "accumulating", "overflow", "no_gradients"]
-HeldBack = bool | torch.Tensor | OnTheWay  # whether gradients that were not finite held an optimizer back
 
 
-@dataclass(frozen=True, eq=False)
+class HostFlag:
+    """A flag of one element whose copy to the host has begun; `bool()` waits for it.
+
+    Args:
+        flag: On an accelerator; what is written to it later is not seen.
+    """
+
+    def __init__(self, flag: Tensor) -> None:
+        self._host = torch.empty(flag.shape, dtype=flag.dtype, pin_memory=True)
+        self._host.copy_(flag, non_blocking=True)
+        self._arrived = torch.get_device_module(flag.device).current_stream(flag.device).record_event()
+
+    def __bool__(self) -> bool:
+        self._arrived.synchronize()
+        return bool(self._host)
+
+
+HeldBack = bool | Tensor | HostFlag  # whether gradients that were not finite held an optimizer back
+
+
+def to_host(flag: bool | Tensor) -> bool | Tensor | HostFlag:
+    """Begin to copy a flag from an accelerator to the host; a flag on the host is returned itself."""
+    return HostFlag(flag) if isinstance(flag, Tensor) and flag.device.type != "cpu" else flag
+
+
+@dataclass(frozen=True, eq=False, repr=False)
 class StepResult:
     """The result of one call of a TrainStep.
 
-    `stepped`, `skipped`, `scale`, `kept` and `reason` are plain Python values. A value that only the device knows is
-    read, and waited for, when you first ask for it. `loss` and `grad_norm` are tensors.
+    What is not a tensor is a plain Python value. A value that only the device knows is read, and waited for, when you
+    first ask for it.
 
     Attributes:
-        loss: The loss of this micro-batch as `loss_fn` gave it, of shape (): undivided, unscaled, detached. `flush`
-            gives the loss of the last micro-batch, or NaN if there was none.
+        loss: The loss of this micro-batch as `loss_fn` gave it, of shape (): undivided, unscaled, detached. `flush` and
+            `update` give the loss of the last micro-batch, or NaN if there was none.
         grad_norm: The norm of the unscaled gradients before clipping, of shape (); None without `max_grad_norm`, and
             for a call that does not end a window.
-        accumulating: Whether the window is not finished yet.
-        held_back: For each optimizer, in order, whether its step was skipped because gradients were not finite; None
-            for one that had no gradients.
-        given_scale: See `scale`.
-        given_kept: See `kept`.
+        output: What the model returned, as it was; None for a loss that was handed to `backward`.
 
     Example:
         >>> result = step(x, y)
         >>> result.loss.shape, result.stepped, result.skipped, result.scale, result.kept, result.reason
         (torch.Size([]), True, False, 1.0, 1, 'stepped')
+        >>> sorted(result.metrics())
+        ['kept', 'loss', 'lr', 'mean_loss', 'scale', 'skipped']
     """
 
-    loss: torch.Tensor
-    grad_norm: torch.Tensor | None
-    accumulating: bool
-    held_back: tuple[HeldBack | None, ...]
-    given_scale: float | torch.Tensor
-    given_kept: int | torch.Tensor
+    loss: Tensor
+    grad_norm: Tensor | None
+    output: Any
+    _accumulating: bool
+    _flags: tuple[HeldBack | None, ...]
+    _scale: float | Tensor
+    _kept: int | Tensor
+    _losses: tuple[tuple[Tensor, float | Tensor], ...] = field(default=())
+    _rates: tuple[float | Tensor, ...] = field(default=())
 
     @cached_property
-    def stepped(self) -> bool | tuple[bool, ...]:
-        """Whether the optimizer stepped; one bool per optimizer when there are several."""
-        flags = tuple(held is not None and not held for held in self._held_back)
-        return flags if len(flags) > 1 else flags[0]
+    def mean_loss(self) -> Tensor:
+        """The mean of the losses of this window so far, by the weights of the micro-batches, of shape ()."""
+        if not self._losses:
+            return self.loss
+        total = sum(share for _, share in self._losses)
+        mean: Tensor = sum(loss * share for loss, share in self._losses) / total  # type: ignore[assignment]
+        return mean
+
+    @cached_property
+    def stepped_each(self) -> tuple[bool, ...]:
+        """Whether each optimizer stepped."""
+        return tuple(held is not None and not held for held in self._held_back)
+
+    @cached_property
+    def stepped(self) -> bool:
+        """Whether any optimizer stepped."""
+        return any(self.stepped_each)
 
     @cached_property
     def skipped(self) -> bool:
@@ -59,7 +100,7 @@ class StepResult:
     @cached_property
     def scale(self) -> float:
         """The loss scale of this window, 1.0 without loss scaling."""
-        return float(self.given_scale)
+        return float(self._scale)
 
     @cached_property
     def kept(self) -> int:
@@ -67,7 +108,7 @@ class StepResult:
 
         At the end of a window under DistributedDataParallel it counts the micro-batches of all ranks.
         """
-        return int(self.given_kept)
+        return int(self._kept)
 
     @cached_property
     def reason(self) -> Reason:
@@ -76,12 +117,44 @@ class StepResult:
         It is "accumulating" within a window; at its end "overflow" if any optimizer was held back, "no_gradients" if
         none had gradients, else "stepped".
         """
-        if self.accumulating:
+        if self._accumulating:
             return "accumulating"
-        if all(held is None for held in self.held_back):
+        if all(held is None for held in self._flags):
             return "no_gradients"
         return "overflow" if self.skipped else "stepped"
 
+    def metrics(self) -> dict[str, float]:
+        """Return what a tracker plots, as Python numbers by name, with one read from the device.
+
+        The names are "loss", "mean_loss", "scale", "skipped", "kept", "grad_norm" if it was measured, and "lr", or
+        "lr/0", "lr/1" where there are several groups of parameters: the learning rates of this window.
+        """
+        rates = {"lr" if len(self._rates) == 1 else f"lr/{i}": rate for i, rate in enumerate(self._rates)}
+        asked: dict[str, Any] = {
+            "loss": self.loss, "mean_loss": self.mean_loss, "scale": self._scale, "kept": self._kept, **rates
+        }  # fmt: skip
+        if self.grad_norm is not None:
+            asked["grad_norm"] = self.grad_norm
+        flags = [held for held in self._flags if isinstance(held, Tensor)]
+        if flags:
+            asked["skipped"] = torch.stack([flag.view(()).to(flags[0].device) for flag in flags]).max()
+        on_device = {
+            k: v.detach().to(self.loss.device, torch.float64).view(())
+            for k, v in asked.items()
+            if isinstance(v, Tensor)
+        }
+        read = dict(zip(on_device, torch.stack([*on_device.values()]).tolist(), strict=True)) if on_device else {}
+        rest = any(bool(held) for held in self._flags if held is not None and not isinstance(held, Tensor))
+        known = {k: float(v) for k, v in asked.items() if not isinstance(v, Tensor)}
+        return {**known, **read, "skipped": float(bool(read.get("skipped", 0.0)) or rest)}
+
     @cached_property
     def _held_back(self) -> tuple[bool | None, ...]:
-        return tuple(None if held is None else bool(held) for held in self.held_back)
+        return tuple(None if held is None else bool(held) for held in self._flags)
+
+    def __repr__(self) -> str:
+        """Return what the host knows, without waiting for the device."""
+        known = [f"reason={self.reason!r}"] if not any(isinstance(f, (Tensor, HostFlag)) for f in self._flags) else []
+        scale = [] if isinstance(self._scale, Tensor) else [f"scale={self._scale:g}"]
+        loss = [f"loss={self.loss.item():.6g}"] if self.loss.device.type == "cpu" else []
+        return f"StepResult({', '.join([*loss, *known, *scale])})"

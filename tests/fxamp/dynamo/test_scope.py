@@ -180,7 +180,7 @@ def test_a_part_that_autocast_told_low_inputs_takes_wider_ones(tmp_path: Path, i
         module = fxamp.compile(model, policy="O1,modules.net.1=fp32", backend=inner)
         got = nn.parallel.DistributedDataParallel(module, bucket_cap_mb=1)(x)
         got.sum().backward()
-        assert len(fxamp.graphs(module)) == 3
+        assert len(fxamp.graphs(module)) == (1 if inner == "eager" else 3)  # only compiled graphs are split
     finally:
         torch.distributed.destroy_process_group()
     first, second, third = model.net

@@ -132,9 +132,9 @@ def train_with_trainstep(
     for x, target in batches:
         result = step(x, target)
         if result.reason == "accumulating":
-            assert result.stepped == ((False, False) if two else False)
+            assert result.stepped is False
             continue
-        stepped = result.stepped if isinstance(result.stepped, tuple) else (result.stepped,)
+        stepped = result.stepped_each
         assert result.skipped == (not all(stepped))
         assert result.reason == ("stepped" if all(stepped) else "overflow")
         assert all(p.grad is None for p in model.parameters())
@@ -265,7 +265,7 @@ def test_with_clipping_an_overflow_in_one_optimizer_skips_all() -> None:
     step(x, (labels, 1.0, 1.0))  # gives the optimizers momentum, which would move parameters on zero gradients
     before = weights(model)
     result = step(x, (labels, math.inf, 1.0))
-    assert (result.stepped, result.skipped, result.reason) == ((False, False), True, "overflow")
+    assert (result.stepped_each, result.skipped, result.reason) == ((False, False), True, "overflow")
     assert all(map(torch.equal, before, weights(model)))
     assert [s.last_epoch for s in schedulers] == [1, 1]
     assert step.scaler.get_scale() == 2.0**15
@@ -284,6 +284,6 @@ def test_an_optimizer_idle_on_odd_steps_is_no_error() -> None:
     )
     images, labels = digits()
     results = [step(images[:8], (labels[:8], index % 2 == 0)) for index in range(4)]
-    assert [r.stepped for r in results] == [(True, True), (True, False)] * 2
+    assert [r.stepped_each for r in results] == [(True, True), (True, False)] * 2
     assert [r.reason for r in results] == ["stepped"] * 4
     assert [s.last_epoch for s in schedulers] == [4, 2]

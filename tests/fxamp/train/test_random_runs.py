@@ -99,7 +99,7 @@ class Run:
         ids, target = self.words_of(index), self.words_of(index + 1)
         if event == "micro-batch" or (event == "overflow" and self.scaled and not self.within):
             result = self.step(ids, target, scale=2.0**60 if event == "overflow" else None)
-            self.within = result.accumulating
+            self.within = result.reason == "accumulating"
             return result.loss, result.stepped, result.scale
         if event == "flush":
             self.within = False

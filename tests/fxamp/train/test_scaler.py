@@ -199,7 +199,7 @@ def test_disabled_it_behaves_as_the_disabled_gradscaler() -> None:
     assert model.weight.isnan().all()
     assert scaler.state_dict() == {}
     assert scaler.history == ()
-    assert not scaler.found_inf(optimizer)
+    assert not scaler._found_inf(optimizer)
     scaler.load_state_dict({"scale": 2.0})
     assert not pickle.loads(pickle.dumps(scaler)).is_enabled()
 
@@ -423,7 +423,7 @@ def test_max_skips_reads_the_device_of_a_fused_optimizer_once_in_as_many_updates
     unread = []
     for factor in (OK, OK, OK, OK, INF, INF, INF):
         run_step(scaler, model, optimizer, factor)
-        unread.append(len(scaler._in_a_row._unread))
+        unread.append(scaler._in_a_row._added)
     assert unread == [1, 2, 3, 0, 1, 2, 3]
     with pytest.raises(ScaleCollapseError, match="4 steps in a row"):
         run_step(scaler, model, optimizer, INF)
@@ -455,13 +455,13 @@ def test_found_inf_tells_whether_a_step_was_skipped() -> None:
     x = torch.ones(2, 4)
     scaler.scale(good(x).mean() + bad(x).mean() * INF).backward()
     scaler.unscale_(bad_optimizer)
-    assert scaler.found_inf(bad_optimizer)
-    assert not scaler.found_inf(good_optimizer)  # nothing known yet
+    assert scaler._found_inf(bad_optimizer)
+    assert not scaler._found_inf(good_optimizer)  # nothing known yet
     scaler.step(good_optimizer)
     scaler.step(bad_optimizer)
-    assert (scaler.found_inf(good_optimizer), scaler.found_inf(bad_optimizer)) == (False, True)
+    assert (scaler._found_inf(good_optimizer), scaler._found_inf(bad_optimizer)) == (False, True)
     scaler.update()
-    assert not scaler.found_inf(bad_optimizer)
+    assert not scaler._found_inf(bad_optimizer)
 
 
 # ------------------------------------------------------------------------------------- bad input

@@ -10,21 +10,30 @@ import networkx
 import pytest
 import torch
 import torch.nn.functional as F
-from fxamp.capture.states import copied
 from torch import Tensor, nn
+from torch.fx import GraphModule, symbolic_trace
 
 import fxamp
+from fxamp.dynamo import given
+from fxamp.dynamo.compiled import with_record
+from fxamp.dynamo.resolve import resolve
+from passes import compile_graph
 from passes.assign.colour.simulate import Simulation
 from passes.assign.place import choose_storage as placing
 from passes.contract.errors import VerificationError
+from passes.contract.plan import Plan
 from passes.contract.reasons import Code
 from passes.graph.by_rows import original_dtypes
 from passes.graph.grad import requires_grad
-from passes.graph.notes import is_inserted
+from passes.graph.notes import is_inserted, note
 from passes.graph.values import ELIGIBLE, Aliases, Inference
 from passes.ops import ops
-from reports.subjects import converted, subject
+from reports.subjects import subject
 from tests.passes.assign.test_assign_precision import Net, decided, under_autocast
+from tests.support import front_ends
+from tests.support.exported import graph_of, plan_of, traced_of
+from tests.support.front_ends import FRONT_ENDS
+from tests.support.graphs import attribute, parse
 from tests.support.helpers import Two, example
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
@@ -32,7 +41,7 @@ CUDA = fxamp.Policy(device="cuda", dtype="fp16")
 
 
 def convert(between: Any, policy: Any = "O1", x: Tensor = X) -> Any:
-    return fxamp.convert(Net(between), (x,), policy=policy)
+    return graph_of(Net(between), x, policy)
 
 
 def casts(module: Any, of: str = "") -> list[str]:
@@ -57,12 +66,12 @@ def test_a_downcast_stands_at_the_smallest_tensor_of_a_chain() -> None:
 
 
 def test_a_value_that_an_fp32_reader_sees_unrounded_is_not_stored_low() -> None:
-    plan = fxamp.plan(Net(lambda m, x: m.first(torch.softmax(F.relu(x * m.second.bias), -1))), (X,), policy=CUDA)
+    plan = plan_of(Net(lambda m, x: m.first(torch.softmax(F.relu(x * m.second.bias), -1))), X, CUDA)
     assert {d.op: d.colour for d in plan.decisions}["relu"] == "float32"
 
 
 def test_a_view_of_gamma_is_not_stored_low() -> None:
-    plan = fxamp.plan(Net(lambda m, x: F.layer_norm(m.first(x), (8,), m.second.bias.view(-1))), (X,), policy=CUDA)
+    plan = plan_of(Net(lambda m, x: F.layer_norm(m.first(x), (8,), m.second.bias.view(-1))), X, CUDA)
     assert {d.op: d.colour for d in plan.decisions}["view"] == "float32"
 
 
@@ -94,7 +103,7 @@ def test_a_gathered_row_is_cast_after_the_gather() -> None:
 
     index = torch.randint(0, 3, (64,), generator=torch.Generator().manual_seed(0))
     model = Rows()
-    module = fxamp.convert(model, (index,))
+    module = graph_of(model, index)
     assert "index" in casts(module)[0]
     module(index).square().sum().backward()
     got = model.table.grad
@@ -113,7 +122,7 @@ def test_a_cast_is_not_shared_across_an_in_place_write() -> None:
         return first + m.second(y)
 
     net = Net(write).requires_grad_(False)  # with gradients, eager itself refuses the write
-    module = fxamp.convert(net, (X,))
+    module = graph_of(net, X)
     assert torch.equal(module(X), under_autocast(net, X))
     assert len(casts(module, "mul")) == 2
 
@@ -143,7 +152,7 @@ def test_gradients_stay_near_the_truth(level: str) -> None:
 
     net, double = Net(block), Net(block).double()
     truth = gradient(double, X.double(), double)
-    got = gradient(fxamp.convert(net, (X,), policy=level), X, net)
+    got = gradient(graph_of(net, X, level), X, net)
 
     class Autocast(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -156,11 +165,21 @@ def test_gradients_stay_near_the_truth(level: str) -> None:
 
 
 def test_the_authors_own_upcast_serves_the_output_too() -> None:
-    def loss(m: Any, x: Tensor) -> Any:
-        y = m.first(x)
-        return y, F.cross_entropy(y.float(), torch.zeros(4, dtype=torch.long))
-
-    assert casts(convert(loss, "O1,share_casts=always")) == ["tensors_0 -> bfloat16"]
+    gm = parse(
+        """
+        x: f32[4, 8]
+        w: f32[8, 8] = param
+        y: f32[4, 8] = linear(x, w)
+        wide: f32[4, 8] = to.dtype(y, f32)
+        loss: f32[4, 8] = softmax.int(wide, -1)
+        return y, loss
+        """
+    )
+    note(next(n for n in gm.graph.nodes if n.name == "wide"), cast="literal")
+    policy = fxamp.Policy("O1", dtype="bf16", device="cpu", share_casts="always")
+    compile_graph(gm.graph, policy, gm.get_parameter, capture="graph")
+    assert casts(gm) == ["x -> bfloat16"]
+    assert [n.name for n in gm.graph.output_node().all_input_nodes] == ["wide", "loss"]
 
 
 def test_an_upcast_that_the_author_writes_to_does_not() -> None:
@@ -175,7 +194,7 @@ def test_an_upcast_that_the_author_writes_to_does_not() -> None:
 
 
 def test_what_the_author_upcast_is_read_in_fp32() -> None:
-    module = convert(lambda m, x: m.second(torch.softmax(m.first(x).float(), -1)), "O2")
+    module = fxamp.convert(Net(lambda m, x: m.second(torch.softmax(m.first(x).float(), -1))), (X,), policy="O2")
     assert decided(module, "softmax")[0].colour == "float32"
 
 
@@ -210,8 +229,9 @@ def naive_casts(name: str) -> int:
     """Count casts with one, unshared, at every operand whose dtype differs from the CUDA rule's; parameters apart."""
     found = subject(name)
     policy = fxamp.Policy("O1", dtype="fp16", device="cuda")
-    graph = copied(found.captures(policy)).graphs[0].graph
-    original = original_dtypes(graph, functools.partial(resolve_attribute, found.model))
+    made = given._copied(torch.export.export(found.model, found.args, found.kwargs, strict=False))
+    graph = made.graph
+    original = original_dtypes(graph, functools.partial(attribute, made))
     simulation = Simulation(policy, graph, original, Inference(), Aliases(graph))
     simulation.run()
     count = 0
@@ -225,21 +245,18 @@ def naive_casts(name: str) -> int:
     return count
 
 
-def resolve_attribute(model: nn.Module, path: str) -> Any:
-    value: Any = model
-    for atom in path.split("."):
-        value = getattr(value, atom, None)
-    return value
-
-
-@pytest.mark.parametrize(("level", "bound"), [("O2", 0.45), pytest.param("O1", 0.75, marks=pytest.mark.matrix)])
+@pytest.mark.parametrize(
+    ("level", "bound"), [("O2", 0.45), pytest.param("O1,share_casts=always", 0.75, marks=pytest.mark.matrix)]
+)
 @pytest.mark.parametrize(
     "name", ["hf_bert", *(pytest.param(n, marks=pytest.mark.matrix) for n in ("hf_vit", "hf_gpt2"))]
 )
 def test_under_cudas_lists_there_are_far_fewer_casts_than_one_at_every_operand(
     name: str, level: str, bound: float
 ) -> None:
-    graph = converted(name, f"{level},dtype=fp16,device=cuda").graph
+    found = subject(name)
+    program = torch.export.export(found.model, found.args, found.kwargs, strict=False)
+    graph = given.convert_given(program, None, fxamp.Policy.parse(f"{level},dtype=fp16,device=cuda")).graph
     made = sum(is_inserted(n) and n.args[0].op != "get_attr" for n in graph.nodes)
     assert 0 < made <= bound * naive_casts(name)
 
@@ -264,8 +281,18 @@ class Symbolic(nn.Module):
 INDEX = torch.randint(0, 50, (4,), generator=torch.Generator().manual_seed(0))
 
 
-def symbolic(policy: str = "O1") -> Any:
-    return fxamp.convert(Symbolic(), policy=policy)
+def unsized(model: nn.Module, policy: str = "O1", plan: Plan | None = None) -> GraphModule:
+    """Compile a traced graph, whose values have no shapes."""
+    gm = symbolic_trace(model)
+    given._inline_modules(gm)
+    settled = resolve(fxamp.Policy.parse(policy), gm, None)
+    made = compile_graph(gm.graph, settled, functools.partial(attribute, gm), capture="graph", plan=plan)
+    gm.recompile()
+    return with_record(gm, made)
+
+
+def symbolic(policy: str = "O1") -> GraphModule:
+    return unsized(Symbolic(), policy)
 
 
 def test_without_shapes_the_fewest_casts_are_taken_and_the_plan_says_so() -> None:
@@ -301,11 +328,11 @@ def test_without_shapes_the_forward_is_still_that_of_autocast() -> None:
 
 def test_without_shapes_a_plan_is_replayed() -> None:
     plan = fxamp.plan_of(symbolic("O2"))
-    assert fxamp.plan_of(fxamp.convert(Symbolic(), plan=plan)) == plan
+    assert fxamp.plan_of(unsized(Symbolic(), "O2", plan)) == plan
 
 
-@pytest.mark.parametrize("capture", ["graph", "fx", "view"])
-def test_a_number_that_is_rounded_with_a_value_keeps_it_low(capture: str) -> None:
+@pytest.mark.parametrize("way", [*FRONT_ENDS, "unsized"])
+def test_a_number_that_is_rounded_with_a_value_keeps_it_low(way: str) -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -318,13 +345,13 @@ def test_a_number_that_is_rounded_with_a_value_keeps_it_low(capture: str) -> Non
             return *filled, torch.cat([a, x])  # which wants it in FP32
 
     model, x = Model().eval(), torch.randn(3, 8)
-    module = fxamp.convert(model, (x,), policy="O1,dtype=bf16", capture=capture)
+    module = unsized(model) if way == "unsized" else front_ends.convert(model, (x,), way)
     with torch.no_grad():
         got = module(x)
         with torch.autocast("cpu"):
             expected = model(x)
     equal = [torch.equal(a.float(), b.float()) for a, b in zip(expected, got, strict=True)]
-    assert equal == [True, True, capture != "fx", True]  # without shapes a tensor may have any rank; the plan says so
+    assert equal == [True, True, way != "unsized", True]  # without shapes a tensor may have any rank; the plan says so
 
 
 @pytest.mark.parametrize("policy", ["O2,dtype=fp16", "O3,dtype=fp16", "O2,dtype=bf16"])
@@ -344,8 +371,8 @@ def test_a_dtype_that_is_read_of_a_moved_value_is_the_one_that_was_decided(
         h = h + h.sum(1, True) * 0.1
         return torch.softmax(between(h).float(), -1).to(h.dtype), h
 
-    module, model = fxamp.convert(Two(f), policy=policy), Two(f)
-    module.load_state_dict(model.state_dict())
+    module, model = traced_of(Two(f), example(), policy), Two(f)
+    model.load_state_dict(module.state_dict(), strict=False)
     for ours, theirs in zip(module(example()), model(example()), strict=True):
         assert ours.dtype == theirs.dtype
         assert torch.allclose(ours, theirs, atol=0.05)
@@ -369,10 +396,10 @@ class Encoder(nn.Module):
 )
 def test_what_leaves_the_graph_is_cast_before_its_last_op_and_not_rounded_behind_it(last: Any) -> None:
     x = torch.randn(64, 32, generator=torch.Generator().manual_seed(0))
-    module = fxamp.convert(Encoder(last), x, policy="O2")
+    module = graph_of(Encoder(last), x, "O2")
     assert [d.colour for d in decided(module, "layer_norm")] == ["float32"]
-    rounding = fxamp.convert(Encoder(last), x, policy="O2,ops.layer_norm=low")
-    assert module.plan.casts == rounding.plan.casts
+    rounding = graph_of(Encoder(last), x, "O2,ops.layer_norm=low")
+    assert fxamp.plan_of(module).casts == fxamp.plan_of(rounding).casts
     expected = Encoder(last)(x)
     error, rounded = ((m(x) - expected).norm() / expected.norm() for m in (module, rounding))
     assert error < 0.9 * rounded
@@ -384,7 +411,7 @@ def test_what_a_matrix_product_reads_too_is_rounded_once_for_both() -> None:
             y = self.norm(self.first(x))
             return y, self.second(y)
 
-    module = fxamp.convert(Both(), torch.randn(64, 32), policy="O2")
+    module = graph_of(Both(), torch.randn(64, 32), "O2")
     assert [d.colour for d in decided(module, "layer_norm")] == ["bfloat16"]
 
 
@@ -392,11 +419,15 @@ def test_without_shapes_of_placements_with_as_many_casts_the_one_that_rounds_lea
     def f(self: Two, x: Tensor) -> Any:
         return F.gelu(self.l(x)).sum()
 
-    module = fxamp.convert(Two(f), policy="O2,dtype=fp16")
-    assert {d.op: d.colour for d in module.plan.decisions} == {"linear": "float16", "gelu": "float32", "sum": "float32"}
+    module = unsized(Two(f), "O2,dtype=fp16")
+    assert {d.op: d.colour for d in fxamp.plan_of(module).decisions} == {
+        "linear": "float16",
+        "gelu": "float32",
+        "sum": "float32",
+    }
 
 
-def test_no_gradient_flows_from_a_buffer_that_is_captured_without_inputs() -> None:
+def test_without_shapes_no_gradient_flows_from_a_buffer() -> None:
     model = nn.Sequential(nn.BatchNorm1d(8, affine=False), nn.Conv1d(8, 8, 1)).eval()
     names: list[str] = []
 
@@ -407,7 +438,7 @@ def test_no_gradient_flows_from_a_buffer_that_is_captured_without_inputs() -> No
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(placing, "requires_grad", noted)
-        fxamp.convert(model, policy="O2,dtype=bf16")
+        unsized(model, "O2,dtype=bf16")
     assert sorted(n.rpartition("_")[2] for n in names) == ["bias", "weight"]  # of the convolution
 
 
@@ -426,8 +457,8 @@ def test_an_upcast_is_free_beside_an_fp32_tensor_and_not_beside_a_number() -> No
         return (y + 300) - (y + 300).mean(-1, keepdim=True)
 
     model = Two(f).requires_grad_(False)
-    module = fxamp.convert(model, example(), policy="O2,dtype=fp16")
-    assert {d.colour for d in module.plan.decisions if d.op == "add"} == {"float16"}
+    module = graph_of(model, example(), "O2,dtype=fp16")
+    assert {d.colour for d in fxamp.plan_of(module).decisions if d.op == "add"} == {"float16"}
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -435,7 +466,7 @@ def test_a_slice_is_cast_after_it_is_taken_so_that_a_product_reads_what_autocast
     torch.manual_seed(seed)
     model = Net(lambda m, x: m.first(x[..., :8]) + m.first(x[..., 8:]))
     x = torch.randn(2, 16, 16)
-    module = fxamp.convert(model, (x,), policy="O1,dtype=bf16")
+    module = graph_of(model, x, "O1,dtype=bf16")
     with torch.no_grad():
         assert torch.equal(module(x), under_autocast(model, x).float())
     assert [c for c in casts(module) if c.startswith("slice")] == ["slice_1 -> bfloat16", "slice_2 -> bfloat16"]
