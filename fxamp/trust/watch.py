@@ -95,6 +95,11 @@ class Seen:
     computes: bool
     reads_parameter: bool
 
+    @property
+    def dtype(self) -> str:
+        """The dtype that it ran in; of a product that of the first operand: attention also reads FP32 statistics."""
+        return dtype_of(self.operands or self.results, self.product)
+
 
 @dataclass
 class Sum:
@@ -291,6 +296,11 @@ def node_by_node(run: Callable[..., Any], graph: GraphModule, converted: Any, by
         return watch.run(converted, graph, "" if by == "eager" else name, run, args)
 
     return call
+
+
+def dtype_of(dtypes: Dtypes, product: bool) -> str:
+    """Return the dtype of an op in one word, from those of its operands."""
+    return dtypes[0] if product and dtypes else " and ".join(dict.fromkeys(dtypes))
 
 
 def dtypes_in(values: Any) -> Dtypes:

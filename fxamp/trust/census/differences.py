@@ -129,11 +129,11 @@ def of_products(watch: Watch, ledgers: Sequence[Ledger]) -> tuple[list[Differenc
             continue
         ledger = ledgers[place.graph]
         planned = _planned_colours(place, ledger)
-        if planned and not set(seen.operands) <= planned:
+        if planned and seen.dtype not in planned:
             where = ledger.key(place.where) if place.kind == "node" else f"graph {place.graph}"
             how = "backward" if place.backward else "forward"
             found = Difference(
-                "dtype", where, " or ".join(sorted(planned)), " ".join(dict.fromkeys(seen.operands)),
+                "dtype", where, " or ".join(sorted(planned)), seen.dtype,
                 f"{seen.op} in {how}", place.graph, total.flops,
             )  # fmt: skip
             (inside if place.kind == "node" and place in casting else differ).append(found)
@@ -190,7 +190,7 @@ def _why(seen: Seen, ops: Iterable[tuple[Seen, Sum]], watch: Watch, ledgers: Seq
         return place.by
     if not place.inside:
         return "called by hand, not by the view"
-    wide = any(s.product and not set(s.operands) & {*_LOW} for s, _ in ops)
+    wide = any(s.product and s.dtype not in _LOW for s, _ in ops)
     low = any(runner.policy.level.rounds for runner in watch.entered)
     off = ", where torch.autocast is off" if wide and low else ""
     limits = [text for runner in watch.entered for text in recompile_limit.reached(runner.model)]
@@ -223,20 +223,16 @@ def odd_products(watch: Watch, where: Mapping[Seen, str]) -> list[Difference]:
     products = {seen: total for seen, total in watch.sums.items() if seen.product and seen.operands}
     flops: dict[str, int] = {}
     for seen, total in products.items():
-        flops[_widest(seen)] = flops.get(_widest(seen), 0) + total.flops
+        flops[seen.dtype] = flops.get(seen.dtype, 0) + total.flops
     if len(flops) < 2:
         return []
     most = next((dtype for dtype in flops if dtype in _LOW), max(flops, key=lambda dtype: flops[dtype]))
     return [
         Difference(
-            "dtype", where[seen], "", f"{seen.op} in {_widest(seen)}", _others(seen, most), flops=total.flops
+            "dtype", where[seen], "", f"{seen.op} in {seen.dtype}", _others(seen, most), flops=total.flops
         )
-        for seen, total in products.items() if _widest(seen) != most
+        for seen, total in products.items() if seen.dtype != most
     ]  # fmt: skip
-
-
-def _widest(seen: Seen) -> str:
-    return next((d for d in seen.operands if d not in _LOW), seen.operands[0])
 
 
 def _others(seen: Seen, most: str) -> str:

@@ -12,7 +12,7 @@ from passes.graph.notes import is_inserted
 from passes.runtime.casts import again
 
 from ...report.record.reads import named
-from ..watch import Dtypes, Place, Ran, Seen, Sum, Watch, dtypes_in
+from ..watch import Dtypes, Place, Ran, Seen, Sum, Watch, dtype_of, dtypes_in
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,8 @@ class Row:
 
     @property
     def dtype(self) -> str:
-        """The dtype that it ran in: that of its operands, where these agree."""
-        found = dict.fromkeys(self.operands or self.results)
-        return " and ".join(found)
+        """The dtype that it ran in: that of its operands, and of a product that of the first."""
+        return dtype_of(self.operands or self.results, self.product)
 
 
 @dataclass(frozen=True)

@@ -52,8 +52,6 @@ def scaling_differences(scaling: Scaling, step: Step) -> list[Difference]:
     if scaling.low_gradients and not scaling.scaled:
         why = "gradients below 6e-8 become zero; give the TrainStep a LossScaler that is enabled"
         found.append(Difference("scaling", "loss", "scaled", f"unscaled, with a scaler that is {scaling.scaler}", why))
-    if scaling.skipped:
-        found.append(Difference("scaling", "optimizer", "a step", "", "it was skipped: gradients were not finite"))
     if step.ended and scaling.scaled and not scaling.skipped and not scaling.unscaled:
         found.append(Difference("scaling", "gradients", "unscaled once", "scaled gradients into the optimizer"))
     return found

@@ -355,10 +355,6 @@ def fp16_with_a_disabled_scaler() -> Any:
     return fxamp.census(step_of("O2,dtype=fp16", scaler=fxamp.LossScaler(enabled=False)), torch.randn(2, 4))
 
 
-def skipped_step() -> Any:
-    return fxamp.census(step_of("O2,dtype=fp16", loss=lambda out: out.sum() * 1e30), torch.randn(2, 4))
-
-
 def changed(change: Callable[[Any], None]) -> Any:
     graph = fxamp.convert(exported(Net(), (X,)), policy=O2)
     change(graph)
@@ -417,7 +413,6 @@ PLANTED = [
     (view_that_is_not_called, ("not called",)),
     (fp16_without_a_scaler, ("unscaled", "LossScaler")),
     (fp16_with_a_disabled_scaler, ("unscaled", "disabled")),
-    (skipped_step, ("skipped",)),
     (flipped_dtype, ("first/linear#0: planned bfloat16, ran float32", "mm in backward")),
     (removed_cast, ("planned 6 casts, ran 5 casts",)),
     (moved_out, ("first/linear#0", "did not run")),
@@ -431,6 +426,26 @@ def test_what_does_not_run_as_planned_is_named(plant: Callable[[], Any], words: 
     found = plant()
     assert not found
     assert all(word in said(found) for word in words), said(found)
+
+
+def test_a_skipped_step_is_said_and_is_no_difference() -> None:
+    """A scaler finds its scale by skipping steps."""
+    found = fxamp.census(step_of("O2,dtype=fp16", loss=lambda out: out.sum() * 1e30), torch.randn(2, 4))
+    assert found
+    assert found.scaling.skipped
+    assert "the step was skipped" in str(found)
+    assert "gradients were unscaled 1 times" in str(found)
+
+
+def test_attention_that_reads_its_statistics_in_fp32_runs_as_planned() -> None:
+    class Attention(Net):
+        def between(self, x: Tensor) -> Tensor:
+            q = x.view(6, 2, 2, 4)
+            return nn.functional.scaled_dot_product_attention(q, q, q).reshape(6, 16)
+
+    found = fxamp.census(view_of(Attention().eval()), X)
+    assert found, said(found)
+    assert any("attention" in row.op and row.phase == "backward" for row in found.ran)
 
 
 def test_a_plan_is_not_read_aloud() -> None:
