@@ -44,6 +44,7 @@ from passes.graph.splice import copy_body, put_in_place
 from passes.runtime.sizes import check_sizes
 from passes.runtime.tracing import RuntimeTracer
 
+from .capture_jit import describe_regions
 from .compiled import with_record
 from .inputs import Inputs
 from .parameters import opaque_parameters, refuse_low_parameters
@@ -151,6 +152,7 @@ def _copied(given: GraphModule | ExportedProgram) -> GraphModule:
         if "val" in node.meta:
             node.meta["val"] = pytree.tree_map(without_transforms, node.meta["val"])
     inline_regions(made.graph, held)
+    describe_regions(list(made.graph.nodes), None)
     if held:
         holder = nn.Module()
         for name, value in held.items():
