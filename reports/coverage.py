@@ -242,19 +242,7 @@ def by_graph(name: str) -> Row:
     if row.equal:
         return row
     with torch.no_grad():
-        return _explained(row, [pair_of(_Given(given, (), inputs), module)])
-
-
-@dataclass(frozen=True)
-class _Given:
-    """A graph as a model, and its inputs."""
-
-    model: nn.Module
-    args: tuple[Any, ...]
-    kwargs: Inputs
-
-    def ambient(self) -> torch.autocast:
-        return _ambient()
+        return _explained(row, [pair_of(given, module, (), inputs, _ambient())])
 
 
 def _ambient() -> torch.autocast:

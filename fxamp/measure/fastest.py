@@ -25,6 +25,7 @@ from passes.contract.levels import Level
 from passes.contract.plan import Plan
 from passes.contract.policy import Policy
 from passes.contract.reasons import Code
+from passes.contract.timing import Timer
 from passes.graph.values import no_autocast
 
 from ..dynamo.inputs import Inputs
@@ -81,7 +82,7 @@ def fastest_plan(view: Any, inputs: Inputs) -> Plan:
         rivals["O1"] = _captured(model, replace(policy, level=Level.O1), inputs, runner.timer)
     forced_low = any(colour == "low" for _, colour in (*policy.modules, *policy.ops))  # O0 ignores these
     if not forced_low:
-        rivals["FP32"] = _captured(model, replace(policy, level=Level.O0, modules=(), ops=()), inputs, runner.timer)
+        rivals["FP32"] = _captured(model, replace(policy, level=Level.O0, modules=(), ops=()), inputs, None)
     seconds = _race(rivals, model, inputs)
     best = fastest(seconds)
     if best == "O2":
@@ -89,7 +90,7 @@ def fastest_plan(view: Any, inputs: Inputs) -> Plan:
     return _explained(plan_of(runner_of(rivals[best])), plan_of(runner), best, min(seconds["O2"]) > min(seconds[best]))
 
 
-def _captured(model: nn.Module, policy: Policy, inputs: Inputs, timer: Any) -> Any:
+def _captured(model: nn.Module, policy: Policy, inputs: Inputs, timer: Timer | None) -> Any:
     view = make_view(model, policy)
     runner_of(view).timer = timer
     capture(runner_of(view), *inputs, check=False)

@@ -75,7 +75,7 @@ class Pair:
     got: Record
 
 
-def beside(captured: GraphModule, emitted: GraphModule, plan: fxamp.Plan, args: Iterable[Any], context: Any) -> Pair:
+def beside(captured: Any, emitted: GraphModule, plan: fxamp.Plan, args: Iterable[Any], context: Any) -> Pair:
     """Run a captured graph under autocast on copies of the inputs, and prepare the run of its emitted graph."""
     pair = Pair(plan, Record(captured), Record(emitted, {n.name for n in captured.graph.nodes}))
     with same_random_state(), context, contextlib.suppress(Stopped):

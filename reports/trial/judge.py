@@ -129,13 +129,13 @@ def quiet() -> Iterator[None]:
 
 def exported(found: Called) -> ExportedProgram:
     """Export a model in its present mode, for the sizes of its inputs."""
-    with preserved(found.model):
+    with preserved(found.model), quiet():
         return torch.export.export(found.model, found.args, found.kwargs, strict=False)
 
 
-def as_graph(program: ExportedProgram) -> GraphModule:
+def as_graph(program: ExportedProgram) -> nn.Module:
     """Return the graph of a program as a model, without the assertions on dtypes, which autocast breaks."""
-    made: GraphModule = program.module(check_guards=False)  # type: ignore[assignment]
+    made: Any = program.module(check_guards=False)
     for node in list(made.graph.nodes):
         if ops.name(node) == "_assert_tensor_metadata":
             made.graph.erase_node(node)
@@ -154,25 +154,26 @@ def _graph(found: Subject, program: ExportedProgram, level: str) -> Verdict:
         verdict = _judge(found, found.run(module), level, fxamp.plan_of(module))
     except Exception as e:
         return as_verdict(e)
-    return _named(found, level, verdict, [pair_of(found, module)]) if verdict.kind == DEVIATION else verdict
+    if verdict.kind != DEVIATION:
+        return verdict
+    return _named(level, verdict, lambda: [pair_of(found.model, module, found.args, found.kwargs, found.ambient())])
 
 
-def pair_of(found: Subject, module: GraphModule) -> Pair:
-    """Run a graph and what it was converted to beside each other; the subject has the graph as its model."""
-    graph: Any = found.model
-    flat = pytree.tree_leaves((found.args, found.kwargs))
+def pair_of(graph: nn.Module, module: GraphModule, args: Any, kwargs: Any, context: Any) -> Pair:
+    """Run a graph in a context, such as autocast, and beside it what it was converted to."""
+    flat = pytree.tree_leaves((args, kwargs))
     with preserved(graph):
-        pair = beside(graph, module, fxamp.plan_of(module), flat, found.ambient())
+        pair = beside(graph, module, fxamp.plan_of(module), flat, context)
     with preserved(graph), contextlib.suppress(Stopped):
         pair.got.run(*map(fresh, flat), enable_io_processing=False)
     return pair
 
 
-def _named(found: Subject, level: str, verdict: Verdict, pairs: list[Pair]) -> Verdict:
+def _named(level: str, verdict: Verdict, pairs: Callable[[], list[Pair]]) -> Verdict:
     """Name the first node that differs at O1; a difference of which the plan says nothing is a mismatch."""
     if level != "O1":
         return verdict
-    code, where = first_difference(pairs)
+    code, where = first_difference(pairs())
     if code not in DEVIATIONS:
         return Verdict(MISMATCH, f"{verdict.why}; first at {where}, of which the plan says {code!r}")
     return Verdict(DEVIATION, f"{code} at {where}")
@@ -181,8 +182,8 @@ def _named(found: Subject, level: str, verdict: Verdict, pairs: list[Pair]) -> V
 def _judged_at_call(found: Subject, front_end: str, level: str) -> Verdict:
     verdict, got, plan = _compiled(found, front_end, level)
     if verdict.kind == DEVIATION:
-        verdict = _named(found, level, verdict, recorded(found, front_end, level))
-    if verdict.kind not in (MISMATCH, ERROR):
+        verdict = _named(level, verdict, lambda: recorded(found, front_end, level))
+    if verdict.kind not in (MISMATCH, ERROR, REFUSED):
         return verdict
     for alone in torch_alone(found, level):
         if got is None and alone.raised:

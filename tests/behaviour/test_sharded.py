@@ -34,13 +34,12 @@ def one_process(tmp_path: Path) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("one_process")
-@pytest.mark.parametrize("front_end", ["view", "graph"])
-def test_converted_blocks_are_sharded_and_sharded_models_refused(front_end: str) -> None:
+def test_views_of_blocks_are_sharded_and_views_of_sharded_models_train() -> None:
     from torch.distributed.fsdp import fully_shard
 
     torch.manual_seed(0)
     eager = nn.Sequential(Two(), Two())
-    model = nn.Sequential(*(convert(block, one(), front_end) for block in copy.deepcopy(eager)))
+    model = nn.Sequential(*(convert(block, one()) for block in copy.deepcopy(eager)))
     for block in model:
         fully_shard(block)
     fully_shard(model)
@@ -51,11 +50,10 @@ def test_converted_blocks_are_sharded_and_sharded_models_refused(front_end: str)
     assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {F32}
     assert all(p.grad is not None for p in model.parameters())
     sharded: Any = fully_shard(nn.Sequential(Two()))
-    refused = r"sharded already\. Convert or compile each block first, then"
-    with pytest.raises(fxamp.CaptureError, match=refused):
-        convert(sharded, one(), front_end)
-    with pytest.raises(fxamp.CaptureError, match=refused):
-        fxamp.compile(sharded)
+    view = convert(sharded, one())
+    assert "its parameters are sharded" in fxamp.plan_of(view).notes[0]
+    view(x).sum().backward()
+    assert {p.grad.dtype for p in sharded.parameters()} == {F32}
 
 
 @pytest.mark.usefixtures("one_process")

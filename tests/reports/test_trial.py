@@ -243,13 +243,13 @@ def test_what_torch_does_not_export_is_torchs() -> None:
     assert verdict.why.startswith("torch.export: ")
 
 
-@pytest.mark.parametrize("kind", [judge.ERROR, judge.MISMATCH, judge.VERIFICATION])
+@pytest.mark.parametrize("kind", [judge.ERROR, judge.REFUSED, judge.MISMATCH, judge.VERIFICATION])
 def test_a_failure_is_torchs_only_where_it_fails_alike(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     subject = Subject(Net(), (torch.randn(4, 6),))
     got = subject.plain if kind == judge.MISMATCH else None
     monkeypatch.setattr(judge, "_compiled", lambda *args: (judge.Verdict(kind), got, None))
     assert judged(subject, "view", ("O0",))["O0"].kind == kind
-    if kind == judge.ERROR:
+    if kind in (judge.ERROR, judge.REFUSED):
         monkeypatch.delattr(torch, "compile")  # so it raises too
         assert judged(subject, "view", ("O0",))["O0"].kind == judge.TORCH
 

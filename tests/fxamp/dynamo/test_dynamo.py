@@ -120,6 +120,15 @@ def test_by_entry_point_with_options() -> None:
     assert colours == {"l": "bfloat16", "m": "float32"}
 
 
+def test_the_plan_of_a_model_that_was_compiled_twice_is_that_of_the_last_policy() -> None:
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU()), torch.randn(3, 8)
+    for policy, colour in [("O1,dtype=bf16", "bfloat16"), ("O0", "float32")]:
+        torch._dynamo.reset()
+        module: Any = torch.compile(model, backend=fxamp.backend(policy, "eager"))
+        module(x)
+        assert {d.colour for d in fxamp.plan_of(module).decisions} == {colour}
+
+
 def test_in_place_keeps_class_and_keys() -> None:
     model, x = Two(), example()
     keys = list(model.state_dict())
