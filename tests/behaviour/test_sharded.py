@@ -51,7 +51,7 @@ def test_views_of_blocks_are_sharded_and_views_of_sharded_models_train() -> None
     assert all(p.grad is not None for p in model.parameters())
     sharded: Any = fully_shard(nn.Sequential(Two()))
     view = convert(sharded, one())
-    assert "its parameters are sharded" in fxamp.plan_of(view).notes[0]
+    assert fxamp.plan_of(view).notes[0].startswith("not checked")
     view(x).sum().backward()
     assert {p.grad.dtype for p in sharded.parameters()} == {F32}
 
