@@ -135,8 +135,10 @@ def _copied(given: GraphModule | ExportedProgram) -> GraphModule:
             name = str(node.target).replace(".", "_")
             held.setdefault(name, copy.deepcopy(body, {id(p): p for p in made.parameters()}))
             node.target = f"{_HELD}.{name}"
-        if "val" in node.meta:
-            node.meta["val"] = pytree.tree_map(without_transforms, node.meta["val"])
+        # Where a model rebinds a buffer, an export copies into it; torch gives the copy the dtype of what is copied.
+        like: Any = node.args[0] if node.target is torch.ops.aten.copy_.default else node
+        if "val" in like.meta:
+            node.meta["val"] = pytree.tree_map(without_transforms, like.meta["val"])
     inline_regions(made.graph, held)
     if held:
         holder = nn.Module()
