@@ -36,7 +36,7 @@ def plan_in(value: object) -> Plan | None:
         return Plan.load(value, newer=True)
     if not isinstance(value, nn.Module):
         return None
-    return plan_of(value) if converted_in(value) or compiled.is_compiled(value) else None
+    return plan_of(value) if converted_in(value) or any(map(compiled.is_compiled, value.modules())) else None
 
 
 def emitted(module: nn.Module) -> list[Emitted]:
