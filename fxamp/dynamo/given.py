@@ -149,8 +149,10 @@ def _copied(given: GraphModule | ExportedProgram) -> GraphModule:
             node.target = f"{_HELD}.{name}"
         if isinstance(node.type, str):
             node.type = None  # an annotation that is not evaluated, with which a graph cannot be pickled
-        if "val" in node.meta:
-            node.meta["val"] = pytree.tree_map(without_transforms, node.meta["val"])
+        # Where a model rebinds a buffer, an export copies into it; torch gives the copy the dtype of what is copied.
+        like: Any = node.args[0] if node.target is torch.ops.aten.copy_.default else node
+        if "val" in like.meta:
+            node.meta["val"] = pytree.tree_map(without_transforms, like.meta["val"])
     inline_regions(made.graph, held)
     describe_regions(list(made.graph.nodes), None)
     if held:

@@ -138,10 +138,17 @@ def census(model_or_step: Any, inputs: Any, target: Any = None, *, loss: Callabl
     parts = converted_in(model)
     with watched_graphs([part for _, part in parts]):
         step = run(model_or_step, inputs, target, loss)
-    return _census(model, dict(parts), step, model_or_step is not model)
+    return census_of(model, dict(parts), step)
 
 
-def _census(model: nn.Module, parts: Mapping[str, nn.Module], step: Step, has_step: bool) -> Census:
+def census_of(model: nn.Module, parts: Mapping[str, nn.Module], step: Step) -> Census:
+    """Return what was seen in a step, compared with the plan.
+
+    Args:
+        model: the model that ran.
+        parts: the views and converted graphs in it, by path.
+        step: the step that was watched.
+    """
     watch = step.watch
     ledgers = ledgers_of(watch)
     rows = rows_of(watch, ledgers)
@@ -153,7 +160,7 @@ def _census(model: nn.Module, parts: Mapping[str, nn.Module], step: Step, has_st
         found = differences_of(watch, ledgers, views, whole)
     else:
         found = odd_products(watch, {seen: where_of(seen.place, ledgers) for seen in watch.sums})
-    found += scaling_differences(scaling, has_step, len(getattr(step, "optimizers", (1,))))
+    found += scaling_differences(scaling, step)
     unseen = [
         f"graph {ledger.number} ran as compiled by {ledger.ran.by}: inside its kernels the dtypes of "
         f"{len(ledger.decisions)} nodes cannot be seen; the products that it called are compared"

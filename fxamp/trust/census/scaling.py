@@ -44,9 +44,9 @@ def scaling_of(step: Step, rows: Iterable[Row]) -> Scaling:
     return Scaling(low, scaler, step.watch.scaled and scaler != "disabled", step.watch.unscaled, step.skipped)
 
 
-def scaling_differences(scaling: Scaling, has_step: bool, optimizers: int) -> list[Difference]:
+def scaling_differences(scaling: Scaling, step: Step) -> list[Difference]:
     """Return what of the scaling of a TrainStep is wrong; of a model alone the loop is not known."""
-    if not has_step:
+    if step.scaler is None:
         return []
     found = []
     if scaling.low_gradients and not scaling.scaled:
@@ -54,6 +54,6 @@ def scaling_differences(scaling: Scaling, has_step: bool, optimizers: int) -> li
         found.append(Difference("scaling", "loss", "scaled", f"unscaled, with a scaler that is {scaling.scaler}", why))
     if scaling.skipped:
         found.append(Difference("scaling", "optimizer", "a step", "", "it was skipped: gradients were not finite"))
-    if scaling.scaled and not scaling.skipped and scaling.unscaled == 0 < optimizers:
+    if step.ended and scaling.scaled and not scaling.skipped and not scaling.unscaled:
         found.append(Difference("scaling", "gradients", "unscaled once", "scaled gradients into the optimizer"))
     return found

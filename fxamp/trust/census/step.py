@@ -34,12 +34,14 @@ class Step:
         notes: what is to be said of the step.
         scaler: the loss scaler of a TrainStep; None for a model.
         skipped: the optimizer did not step, since gradients were not finite.
+        ended: the window of the TrainStep came to its end.
     """
 
     watch: Watch
     notes: tuple[str, ...]
     scaler: Any = None
     skipped: bool = False
+    ended: bool = True
 
 
 def model_of(model_or_step: Any) -> nn.Module:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 from collections.abc import Callable, Iterator
@@ -502,3 +503,33 @@ def test_bad_input_is_refused() -> None:
 def test_inputs_that_the_model_refuses_raise_its_own_error() -> None:
     with pytest.raises(RuntimeError, match="mat1 and mat2"):
         fxamp.census(Net(), torch.randn(6, 9))
+
+
+# In a training step.
+
+
+def test_a_training_step_watches_its_first_call_and_the_one_after_a_recompile() -> None:
+    model = Net()
+    view, optimizer = view_of(model), torch.optim.SGD(model.parameters(), 0.1)
+    step = fxamp.TrainStep(view, CE, optimizer, census="error", accumulate_steps=2)
+    assert step.census is not None
+    seen = []
+    for training in (True, True, True, False, False, False):
+        model.train(training)
+        step(X, Y)
+        seen.append(id(step.census.last))
+    assert [b != a for a, b in itertools.pairwise(seen)] == [False, False, False, True, False]
+
+
+def test_a_training_step_warns_or_raises_where_what_runs_is_not_planned() -> None:
+    def wrong(out: Tensor, y: Tensor) -> Tensor:
+        return CE(out, y) + view.first(X).sum()
+
+    model = Net()
+    view, optimizer = view_of(model), torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.warns(UserWarning, match=r"module first.*by hand"):
+        fxamp.TrainStep(view, wrong, optimizer, census="warn")(X, Y)
+    with pytest.raises(fxamp.VerificationError, match=r"module first.*by hand"):
+        fxamp.TrainStep(view, wrong, optimizer, census="error")(X, Y)
+    with pytest.raises(PolicyError, match="census"):
+        fxamp.TrainStep(view, CE, optimizer, census="always")  # type: ignore[arg-type]
