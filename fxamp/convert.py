@@ -104,7 +104,7 @@ def convert(
         PolicyError: The policy is wrong or does not fit the model; there is no such backend; or an argument is not for
             this kind of model.
         PlanError: The plan cannot be read, or does not fit the model.
-        VerificationError: A rewritten graph does not do what its plan says, or has an op without a kernel here.
+        VerificationError: A rewritten graph does not do what its plan says.
 
     Example:
         >>> converted = fxamp.convert(model, (x,), policy="O1,dtype=bf16")

@@ -82,8 +82,9 @@ class TrainStep(TrainState):
     Args:
         model: A module that `fxamp.convert` or `fxamp.compile` returned, or a wrapper of one. An unconverted model
             trains in FP32, except with `compile="fxamp"`. TrainStep never calls train() or eval().
-        loss_fn: It is called as `loss_fn(output, target)`, or without a target as `loss_fn(output)`. With None the loss
-            is an entry of the model's output: `output.loss` or `output["loss"]`.
+        loss_fn: It is called as `loss_fn(output, target)`, or without a target as `loss_fn(output)`, and returns a
+            tensor of one element. With None the loss is an entry of the model's output: `output.loss` or
+            `output["loss"]`.
         optimizer: One optimizer, or several over distinct parameters. One that evaluates the loss itself (LBFGS) has to
             be the only one; it runs the micro-batches of the window again whenever it evaluates the loss.
         scaler: A LossScaler that nothing else uses; a number for a static loss scale; None for no loss scaling. "auto"
@@ -361,8 +362,8 @@ class TrainStep(TrainState):
 
         Example:
             >>> step.switch("O2,dtype=bf16")
-            >>> step(x, y).reason, step.switches
-            ('stepped', ((0, 'O2,dtype=bf16'),))
+            >>> step(x, y).reason, [policy for _, policy in step.switches]
+            ('stepped', ['O2,dtype=bf16'])
             >>> step.switch("O1,dtype=bf16")
         """
         if self.position:
@@ -370,9 +371,6 @@ class TrainStep(TrainState):
         self.close_window()
         policy = switch_views(self.model, policy_or_plan)
         self.switches = (*self.switches, (self.windows, str(policy)))
-
-    def switch_to(self, policy: str) -> None:  # noqa: D102
-        switch_views(self.model, policy)
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that a run needs to continue bit for bit, as plain values and tensors.
@@ -449,6 +447,11 @@ class TrainStep(TrainState):
 
         Raises:
             PolicyError: The scale cannot be used, or is another one than that of the open window.
+
+        Example:
+            >>> step.open_window(2.0).given_scale
+            2.0
+            >>> step.close_window()
         """
         if scale is not None:
             require_scale("scale", scale)
@@ -477,7 +480,15 @@ class TrainStep(TrainState):
         return self.opened
 
     def close_window(self) -> None:
-        """Leave the window that is open, without a step; do nothing if none is."""
+        """Leave the window that is open, without a step; do nothing if none is.
+
+        Example:
+            >>> with step.window():
+            ...     step.backward(nn.functional.cross_entropy(step.model(x), y))
+            >>> step.close_window()
+            >>> step.position
+            0
+        """
         self.weights.end()
         if self.opened is None:
             return

@@ -250,7 +250,7 @@ class Plan:
 
         Example:
             >>> fxamp.Plan.from_json(fxamp.plan_of(converted).to_json()).capture
-            'export'
+            'dynamo'
         """
         data = strictly(text, name, "plan")
         if not isinstance(data, dict) or not isinstance(data.get("version"), int):
