@@ -58,6 +58,8 @@ if TYPE_CHECKING:
     from .train.sharded_checkpoint import save_checkpoint as save_checkpoint
     from .train.step import TrainStep as TrainStep
     from .train.window.result import StepResult as StepResult
+    from .trust.census.census import Census as Census
+    from .trust.census.census import census as census
     from .view.frozen import frozen as frozen
 
 __version__ = "0.1.0"
@@ -80,6 +82,7 @@ _FOUND_IN = {
     "fxamp.train.scale.scaler": ("LossScaler",),
     "fxamp.train.sharded_checkpoint": ("load_checkpoint", "save_checkpoint"),
     "fxamp.train.step": ("TrainStep",),
+    "fxamp.trust.census.census": ("Census", "census"),
     "fxamp.view.frozen": ("frozen",),
 }  # fmt: skip
 _MODULE_OF = {name: module for module, names in _FOUND_IN.items() for name in names}

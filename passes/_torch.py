@@ -177,6 +177,21 @@ def dispatch_modes() -> list[Any]:
     return _get_current_dispatch_mode_stack() if torch._C._len_torch_dispatch_stack() else []
 
 
+def ignores_compilers(mode: TorchDispatchMode) -> bool:
+    """Say whether Dynamo captures and runs graphs under a dispatch mode; under others it steps aside."""
+    return bool(mode.ignore_compile_internals())
+
+
+def current_autograd_node() -> Any:
+    """Return the node of autograd that is running in this thread, None outside of backward."""
+    return torch._C._current_autograd_node()
+
+
+def sequence_number() -> int:
+    """Return the number that autograd will give to the next op of this thread that it records."""
+    return int(torch._C._autograd._get_sequence_nr())
+
+
 def is_module_tracker(hook: object) -> bool:
     """Say whether a global hook is that of `FlopCounterMode`, which names the module that is running."""
     return getattr(hook, "__module__", "") == "torch.utils.module_tracker"

@@ -28,6 +28,7 @@ from passes.contract.plan import Plan
 from passes.contract.policy import Policy, nearest
 
 from .output import DONE, FOUND, aside, failed, to_stderr, waiting, width, write, write_pair
+from .run_target import run_target
 from .target import load_target
 from .usage import parser_of
 
@@ -157,17 +158,21 @@ def _check(args: argparse.Namespace) -> int:
     if args.targets and all(":" in target for target in args.targets):
         folder = Path.cwd()
         chosen = [
-            Target(args.name or t, t, args.policy, args.plan, tuple(args.budget), args.device) for t in args.targets
+            Target(args.name or t, t, args.policy, args.plan, tuple(args.budget), args.device, args.runs)
+            for t in args.targets
         ]
-        if args.plan is None and not args.budget:
-            raise FxampError("check: there is nothing to compare with; give --plan FILE, --budget KEY=LIMIT, or both")
+        if args.plan is None and not args.budget and not args.runs:
+            raise FxampError(
+                "check: there is nothing to compare with; give --plan FILE, --budget KEY=LIMIT, or both, or --run"
+            )
         if args.plan is not None and len(chosen) > 1:
             raise FxampError(
                 "check: --plan is the plan of a single TARGET; set those of several targets in pyproject.toml"
             )
     else:
         file = find_pyproject(Path.cwd())
-        folder, chosen = file.parent, configured(file, args.targets)
+        folder = file.parent
+        chosen = [replace(target, run=target.run or args.runs) for target in configured(file, args.targets)]
         if args.policy or args.plan or args.budget:
             raise FxampError(f"check: set the policy, plan and budget of targets of {file.name} in that file")
     if args.targets and len(chosen) == 1 and ":" in args.targets[0]:
@@ -191,12 +196,22 @@ def _check(args: argparse.Namespace) -> int:
 def _checked(target: Target, update: bool) -> Outcome:
     """Check one target in this process."""
     from ..report.gate.budget import Budget
-    from ..report.gate.gate import check
+    from ..report.gate.gate import check, with_run
 
     budgets = [Budget.parse(text) for text in target.budgets]
     with aside():  # standard output is for the outcome alone
-        make = functools.partial(_converted, target.target, target.policy, target.device)
-        return check(target.name, make, target.plan, budgets, update)
+        if not target.run:
+            make = functools.partial(_converted, target.target, target.policy, target.device)
+            return check(target.name, make, target.plan, budgets, update)
+        if target.device is not None:
+            raise FxampError("check: --run runs the model where it is; leave out --device, or set it for the model")
+        asked, made = Policy.of(target.policy), load_target(target.target)
+        read, differences = run_target(made, asked, own=target.policy is None)
+
+        def converted(replayed: Plan | None) -> nn.Module:
+            return read if read is not None else _read(made, asked, None, replayed)
+
+        return with_run(check(target.name, converted, target.plan, budgets, update), differences)
 
 
 def _converted(target: str, policy: str | None, device: str | None, replayed: Plan | None = None) -> nn.Module:

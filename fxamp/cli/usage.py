@@ -103,6 +103,10 @@ def parser_of(runs: Mapping[str, Run]) -> argparse.ArgumentParser:
     check.add_argument("--plan", metavar="FILE", help="the committed plan")
     check.add_argument("--update", action="store_true", help="write plans that are missing or have changed")
     check.add_argument("--budget", metavar="KEY=LIMIT", action="append", default=[], help='such as "casts=+0"')
+    check.add_argument(
+        "--run", action="store_true", dest="runs",
+        help="run one step of TARGET, and compare what ran with what was planned; it may return (TrainStep, batch)",
+    )  # fmt: skip
     check.add_argument("--jobs", metavar="N", type=_positive, default=1, help="how many targets to check at once")
     check.add_argument("--name", help=argparse.SUPPRESS)
 

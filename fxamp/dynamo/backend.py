@@ -32,6 +32,7 @@ from passes.graph.values import LOW_DTYPES, no_autocast, retyped
 from passes.ops.rules import row_of
 from passes.runtime.casts import CAST, again
 
+from ..trust.watch import node_by_node
 from . import compiled, recompile_limit
 from .capture_jit import ambient_dtype, attribute_of, describe, is_attribute, parameter_path
 from .fused import note_fused, without_gradients
@@ -94,6 +95,7 @@ class Backend:
             leave_sharing_to_the_compiler(gm)
         with no_autocast():
             run = inner_backend(inner, self.mode, dict(self.options))(gm, example_inputs)
+        run = node_by_node(run, gm, converted, inner)
         return at_call(run, converted, example_inputs, outputs, compiled.reused)
 
 

@@ -21,7 +21,7 @@ from passes.contract.policy import Policy, module_override, type_names
 from passes.graph.notes import Region, note, note_of, origin
 from passes.graph.values import ELIGIBLE, LOW_DTYPES, Inference, dtypes_of, is_floating, literal_dtype, retyped
 from passes.ops import ops
-from passes.ops.rules import row_of
+from passes.ops.rules import COMPOSITE, row_of
 
 from .own_dtypes import own_dtypes, without_low
 from .scope import Scope
@@ -119,7 +119,7 @@ class _Description:
         `inside` says that it is the body of a higher-order op, which stands in an autocast region of the model's own.
         """
         nodes, held = list(gm.graph.nodes), dict[Node, Any]()
-        _describe_regions(nodes, region)
+        describe_regions(nodes, region)
         regions = {note_of(n).region for n in nodes} - {None}
         self.by_autocast |= {dtype for _, on, dtype in regions if on and dtype in LOW_DTYPES}  # type: ignore[misc]
         for node in nodes:
@@ -154,9 +154,14 @@ class _Description:
         return value
 
     def _runs_under_autocast(self, node: Node) -> bool:
-        """Say whether a call is to be what it was in this trace: it has no rule, and the policy asks for autocast."""
+        """Say whether a call is to be what it was in this trace, and the policy asks for autocast.
+
+        An op without a rule is, and a recurrent layer that is not decomposed, since that would unroll it.
+        """
         asked = self.ambient and self.policy.level.rounds and self.policy.unknown_ops == "autocast"
-        return asked and not row_of(node).known
+        row = row_of(node)
+        whole = row.recurrent and row.kind(str(self.policy.device)) == COMPOSITE
+        return asked and (not row.known or whole)
 
     def _inferred(self, node: Node, value: Any, held: dict[Node, Any]) -> Any:
         """Return the dtypes of a node's outputs without autocast, even if fake tensors cannot run the node.
@@ -237,7 +242,7 @@ def _describe_origin(node: Node, scope: Scope | None) -> None:
         node.meta["nn_module_stack"] = {k: (_ROOT.sub("", path), kind) for k, (path, kind) in stack.items()}
 
 
-def _describe_regions(nodes: Iterable[Node], outside: Region | None) -> None:
+def describe_regions(nodes: Iterable[Node], outside: Region | None) -> None:
     """Note on each call the innermost autocast region that it lies in; the graph itself lies in `outside`."""
     regions: list[tuple[Node | None, Region]] = [] if outside is None else [(None, outside)]
     for node in nodes:

@@ -87,6 +87,8 @@ def _unsized(argument: Any) -> Any:
     return "int" if isinstance(argument, int) else str(argument)
 
 
+_RECORD = "fxamp"  # where a graph keeps what was decided on it
+
 _BY_PARAMETER: Any = WeakIdKeyDictionary()
 _BY_ROOT: weakref.WeakKeyDictionary[nn.Module, list[Converted]] = weakref.WeakKeyDictionary()
 
@@ -118,14 +120,14 @@ def converted_of(
 
 def with_record(gm: GraphModule, plan: Plan, **more: Any) -> GraphModule:
     """Keep on an emitted graph what was decided on it; pickling drops `meta`, and copying drops other attributes."""
-    gm.meta["fxamp"] = {"plan": plan, **more}
-    gm.fxamp = gm.meta["fxamp"]
+    gm.meta[_RECORD] = {"plan": plan, **more}
+    setattr(gm, _RECORD, gm.meta[_RECORD])
     return gm
 
 
 def record_on(gm: GraphModule) -> dict[str, Any] | None:
     """Return what `with_record` kept; None for any other graph."""
-    found: dict[str, Any] | None = gm.meta.get("fxamp") or gm.__dict__.get("fxamp")
+    found: dict[str, Any] | None = gm.meta.get(_RECORD) or gm.__dict__.get(_RECORD)
     return found
 
 

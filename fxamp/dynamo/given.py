@@ -44,6 +44,7 @@ from passes.graph.splice import copy_body, put_in_place
 from passes.runtime.sizes import check_sizes
 from passes.runtime.tracing import RuntimeTracer
 
+from .capture_jit import describe_regions
 from .compiled import with_record
 from .inputs import Inputs
 from .parameters import opaque_parameters, refuse_low_parameters
@@ -96,6 +97,7 @@ def store_low(made: GraphModule) -> None:
     Before: linear(to(x, bfloat16), to(self.weight, bfloat16))     self.weight: float32
     After:  linear(to(x, bfloat16), self.weight)                   self.weight: bfloat16
     """
+    _own_modules(made)
     reads: dict[str, list[Node]] = {}
     for node in made.graph.find_nodes(op="get_attr"):
         reads.setdefault(str(node.target), []).extend(node.users)
@@ -117,6 +119,16 @@ def store_low(made: GraphModule) -> None:
     made.recompile()
 
 
+def _own_modules(made: GraphModule) -> None:
+    """Put copies in the place of modules that a trace shares with its model, over the same tensors."""
+    for path, module in list(made.named_modules()):
+        parent, _, name = path.rpartition(".")
+        shared = type(module) is not nn.Module and not isinstance(module, GraphModule)
+        if shared and made.get_submodule(path) is module:
+            memo = {id(t): t for t in (*module.parameters(), *module.buffers())}
+            setattr(made.get_submodule(parent), name, copy.deepcopy(module, memo))
+
+
 def _attribute(root: nn.Module, path: str) -> Any:
     return functools.reduce(getattr, path.split("."), root)
 
@@ -135,11 +147,14 @@ def _copied(given: GraphModule | ExportedProgram) -> GraphModule:
             name = str(node.target).replace(".", "_")
             held.setdefault(name, copy.deepcopy(body, {id(p): p for p in made.parameters()}))
             node.target = f"{_HELD}.{name}"
+        if isinstance(node.type, str):
+            node.type = None  # an annotation that is not evaluated, with which a graph cannot be pickled
         # Where a model rebinds a buffer, an export copies into it; torch gives the copy the dtype of what is copied.
         like: Any = node.args[0] if node.target is torch.ops.aten.copy_.default else node
         if "val" in like.meta:
             node.meta["val"] = pytree.tree_map(without_transforms, like.meta["val"])
     inline_regions(made.graph, held)
+    describe_regions(list(made.graph.nodes), None)
     if held:
         holder = nn.Module()
         for name, value in held.items():
@@ -256,14 +271,10 @@ def _fill(made: GraphModule, inputs: Inputs | None) -> None:
             "inputs, fxamp.convert(graph, args, kwargs), which are propagated as fake tensors."
         )
     args, kwargs = inputs
-    codegen: Any = codegen_of(made.graph)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with quiet_fakes():
         try:
-            if type(codegen) is CodeGen:
-                flat = _bound(made, args, kwargs)
-            else:
-                flat = flat_by((args, kwargs), codegen.pytree_info.in_spec)
+            flat = flat_inputs(made, args, kwargs)
             fake = [mode.from_tensor(v, static_shapes=True) if isinstance(v, torch.Tensor) else v for v in flat]
             _Propagation(made, mode).propagate_dont_convert_inputs(*fake)
         except CaptureError:
@@ -289,6 +300,18 @@ class _Propagation(FakeTensorProp):
 
     def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
         return self.whole[target](*args, **kwargs)
+
+
+def flat_inputs(made: GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Return the inputs of a graph, one for each placeholder, as it flattens those of a call.
+
+    Raises:
+        CaptureError: they do not fit.
+    """
+    codegen: Any = codegen_of(made.graph)
+    if type(codegen) is CodeGen:
+        return _bound(made, args, kwargs)
+    return list(flat_by((args, kwargs), codegen.pytree_info.in_spec))
 
 
 def _bound(made: GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:

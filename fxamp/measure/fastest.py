@@ -25,6 +25,7 @@ from passes.contract.levels import Level
 from passes.contract.plan import Plan
 from passes.contract.policy import Policy
 from passes.contract.reasons import Code
+from passes.contract.timing import Timer
 from passes.graph.values import no_autocast
 
 from ..dynamo.inputs import Inputs
@@ -78,10 +79,10 @@ def fastest_plan(view: Any, inputs: Inputs) -> Plan:
         return plan_of(runner)
     rivals: dict[str, Any] = {"O2": view}
     with contextlib.suppress(PolicyError):  # an override may name an op that only the graph of O2 has
-        rivals["O1"] = _captured(model, replace(policy, level=Level.O1), inputs)
+        rivals["O1"] = _captured(model, replace(policy, level=Level.O1), inputs, runner.timer)
     forced_low = any(colour == "low" for _, colour in (*policy.modules, *policy.ops))  # O0 ignores these
     if not forced_low:
-        rivals["FP32"] = _captured(model, replace(policy, level=Level.O0, modules=(), ops=()), inputs)
+        rivals["FP32"] = _captured(model, replace(policy, level=Level.O0, modules=(), ops=()), inputs, None)
     seconds = _race(rivals, model, inputs)
     best = fastest(seconds)
     if best == "O2":
@@ -89,8 +90,9 @@ def fastest_plan(view: Any, inputs: Inputs) -> Plan:
     return _explained(plan_of(runner_of(rivals[best])), plan_of(runner), best, min(seconds["O2"]) > min(seconds[best]))
 
 
-def _captured(model: nn.Module, policy: Policy, inputs: Inputs) -> Any:
+def _captured(model: nn.Module, policy: Policy, inputs: Inputs, timer: Timer | None) -> Any:
     view = make_view(model, policy)
+    runner_of(view).timer = timer
     capture(runner_of(view), *inputs, check=False)
     return view
 

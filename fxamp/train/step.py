@@ -29,6 +29,7 @@ from passes.contract.plan import Plan
 from passes.contract.policy import Policy
 
 from ..dynamo import compiled
+from ..trust.census.calls import CallCensus
 from . import checkpoint
 from .checks import before_micro_batch, begin, warn_of_fp32, warn_of_settings
 from .compiled.compile_settings import converted_by, refuse_unfit, settings_of
@@ -109,6 +110,8 @@ class TrainStep(TrainState):
             first node with a value that is not finite. A scaler's own limit wins where it is set.
         on_gradients: Called once a window with the parameters that have gradients, after these are unscaled and before
             they are clipped. With it the end of a window is not compiled.
+        census: "warn" or "error": watch the first call, and the next one after a graph was captured, as `fxamp.census`
+            does, and say what did not run as planned in a warning or as a VerificationError. Other calls cost nothing.
         compile: With True, Inductor compiles model and loss as one graph and, from the second window on, everything
             after the last backward as another; fused optimizers are not compiled. It may also be the name of another
             backend, or a mapping of `torch.compile`'s backend, mode, options, dynamic and fullgraph. Backend "fxamp"
@@ -156,6 +159,7 @@ class TrainStep(TrainState):
         on_overflow: Literal["skip_window", "skip_microbatch"] = "skip_window",
         max_skips: int = 20,
         on_gradients: Callable[[list[Tensor]], Any] | None = None,
+        census: Literal["warn", "error"] | None = None,
         compile: bool | str | Mapping[str, Any] = False,
         cuda_graph: bool = False,
     ) -> None:
@@ -199,6 +203,7 @@ class TrainStep(TrainState):
         self.skips_in_a_row = SkipsInARow()
         self.by_hand, self.said = ByHand(), set()
         self._closes = any(map(needs_closure, self.optimizers))
+        self.census = None if census is None else CallCensus(census)
         warn_of_settings(self)
 
     @property
@@ -237,6 +242,13 @@ class TrainStep(TrainState):
             >>> step(x, y, weight=len(x)).stepped
             True
         """
+        if self.census is None or not self.census.is_due(self.model):
+            return self._run(inputs, target, scale, weight)
+        with self._abandoning():
+            result: StepResult = self.census(self, lambda: self._run(inputs, target, scale, weight))
+            return result
+
+    def _run(self, inputs: Any, target: Any, scale: float | None, weight: Weight) -> StepResult:
         window = self.open_window(scale)
         with self._abandoning():
             output = self._micro_batch(window, inputs, target, weight)

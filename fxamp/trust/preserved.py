@@ -60,3 +60,17 @@ def fresh(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.detach().clone().requires_grad_(value.requires_grad)
     return value
+
+
+@contextlib.contextmanager
+def same_attributes(model: nn.Module) -> Iterator[None]:
+    """Give back the attributes of a model's modules that are rebound inside."""
+    before = [(module, dict(module.__dict__)) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, held in before:
+            now = module.__dict__
+            if len(now) != len(held) or any(now.get(name) is not value for name, value in held.items()):
+                now.clear()
+                now.update(held)

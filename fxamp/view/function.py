@@ -39,6 +39,7 @@ from ..dynamo.backend import at_call, inner_of, leave_sharing_to_the_compiler, r
 from ..dynamo.call import current
 from ..dynamo.compiled import Converted, break_of, copied, elsewhere
 from ..dynamo.outputs import leaving
+from ..trust.watch import node_by_node
 from .copies import Lifted, lift, with_copies
 from .replay import Replaying
 from .state import State, state_of
@@ -195,6 +196,7 @@ class _Backend:
         with no_autocast():
             run = inner_backend(inner, runner.mode, dict(runner.options))(whole, inputs)
         seconds = time.perf_counter() - started
+        run = node_by_node(run, whole, converted, inner)
         if lifted:
             run = with_copies(run, lifted, runner.opened)
         run = at_call(run, converted, example_inputs, outputs)

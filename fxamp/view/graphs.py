@@ -200,8 +200,8 @@ class _Binding:
         else:
             self.env[node] = self.graph.placeholder(node.name)  # a size that crosses a break
         made = self.env.get(node)
-        if isinstance(made, Node):
-            made.meta = dict(node.meta)
+        if isinstance(made, Node):  # no module makes a size of an input
+            made.meta = {k: v for k, v in node.meta.items() if made.op != "call_method" or k != "nn_module_stack"}
 
     def _name(self, node: Node) -> str:
         """Return the name of the argument that an input is, or a name with its number for a part of one."""

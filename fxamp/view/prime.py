@@ -13,7 +13,7 @@ import contextlib
 import copy
 import logging
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,11 +29,12 @@ from passes.graph.aliases import Aliases
 from passes.graph.values import LOW_DTYPES
 from passes.ops import ops
 
-from ..trust.preserved import fresh, same_random_state
+from ..dynamo.call import Call, begin
+from ..trust.preserved import fresh, same_attributes, same_random_state
 from ..trust.tensors import same
 from .function import Captured, Entry
 from .replay import place_of
-from .runner import Runner
+from .runner import RUN, Runner
 from .state import STATES, in_state, state_of
 
 logger = logging.getLogger(__name__)
@@ -84,7 +85,7 @@ def capture(runner: Runner, args: tuple[Any, ...], kwargs: dict[str, Any], check
         PolicyError: an override of the policy matches nothing.
     """
     first = len(runner.entries)
-    with same_random_state(), _attributes(runner.model), contextlib.suppress(Captured):
+    with same_random_state(), same_attributes(runner.model), contextlib.suppress(Captured):
         try:
             runner(args, kwargs, does="capture")
         except (TypeError, dynamo_errors().TorchRuntimeError) as e:
@@ -103,7 +104,8 @@ def capture(runner: Runner, args: tuple[Any, ...], kwargs: dict[str, Any], check
         note = f"not {what}: {e}"
         logger.warning("fxamp: %s is %s", type(runner.model).__name__, note)
         runner.note(note)
-    _refuse_unmatched_ops(runner)
+    if runner.replayed is None:
+        _refuse_unmatched_ops(runner)
     if broken and runner.replayed is not None:
         _refuse_unfit(runner)
 
@@ -130,20 +132,6 @@ def _refuse_unfit(runner: Runner) -> None:
                 f"the plan does not fit this model: it decides on a node that the model does not have: {missing[0]}; "
                 f"{len(missing)} missing. {REMEDY}"
             )
-
-
-@contextlib.contextmanager
-def _attributes(model: nn.Module) -> Iterator[None]:
-    """Give back the attributes that are rebound, where Dynamo leaves code to Python."""
-    before = [(module, dict(module.__dict__)) for module in model.modules()]
-    try:
-        yield
-    finally:
-        for module, held in before:
-            now = module.__dict__
-            if len(now) != len(held) or any(now.get(name) is not value for name, value in held.items()):
-                now.clear()
-                now.update(held)
 
 
 @dataclass(frozen=True)
@@ -222,6 +210,7 @@ def _run(twins: _Twins, what: str, graded: bool, against: _Run | None = None) ->
     runner = twins.runner
     twin = twin_of(runner.model, twins.written)
     given, named = pytree.tree_map(fresh, (twins.args, twins.kwargs))
+    before = begin(Call(twin, given, named, RUN, "compare"))  # views inside the model run unconverted too
     try:
         with same_random_state():
             if what == "graphs":
@@ -231,6 +220,8 @@ def _run(twins: _Twins, what: str, graded: bool, against: _Run | None = None) ->
             gradients = _gradients(outputs, twin, None if against is None else against.gradients) if graded else None
     except torch.OutOfMemoryError as e:
         raise _NoTwinError("there is not enough memory to run it beside itself") from e
+    finally:
+        begin(before)
     leaves = [t.detach() if isinstance(t, Tensor) else t for t in pytree.tree_leaves(outputs)]
     return _Run(leaves, dict(twin.named_buffers()), gradients)
 
@@ -338,7 +329,7 @@ def _gradient_difference(expected: Gradients, got: Gradients) -> str:
 
 
 def _are_alike(a: Any, b: Any, floor: float) -> bool:
-    return a is b or _norm(a - b) <= max(GRADIENT_TOLERANCE * _norm(a), floor)
+    return a is b or _norm(a - b) <= max(GRADIENT_TOLERANCE * _norm(a), floor) or same(a, b)  # NaN, too
 
 
 def _floor(gradients: Gradients | None) -> float:

@@ -19,7 +19,7 @@ import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ from passes._torch import (
     dynamo_is_disabled,
     dynamo_settings,
     dynamo_stance,
+    ignores_compilers,
     in_transform,
     is_replica_running,
     is_traced_by_fx,
@@ -47,6 +48,7 @@ from passes._torch import (
 from passes.contract.errors import CaptureError, FxampError, PolicyError
 from passes.contract.plan import Plan
 from passes.contract.policy import Policy, nearest
+from passes.contract.reasons import Code
 from passes.contract.timing import Timer
 
 from ..dynamo import recompile_limit
@@ -55,6 +57,7 @@ from ..dynamo.call import Call, begin, current
 from ..dynamo.outputs import restored
 from ..dynamo.parameters import is_only_read
 from ..dynamo.resolve import device_of, resolve
+from ..trust.watch import watching
 from .copies import Opened
 from .function import LIMIT, Entry, Function
 from .hooks import HookWatch
@@ -105,7 +108,8 @@ class Runner:
         self.entries: list[Entry] = []
         self.opened = Opened()
         self.override: Callable[..., Any] | None = None
-        self.notes: tuple[str, ...] = ()
+        kept = () if replayed is None else replayed.notes
+        self.notes = tuple(note for note in kept if note.startswith(Code.NOT_WORTH_CASTS.value))
         self.complete = True
         self.replayed = replayed
         self.timer: Timer | None = None
@@ -202,9 +206,13 @@ class Runner:
         outer = current()
         self.settle((args, kwargs))
         call = Call(model or self.model, args, kwargs, RUN, does or (outer.does if outer is not None else "run"))
+        grad = torch.is_grad_enabled()
         begin(call)
         try:
             outputs = self._run(call, method)
+        except BaseException:
+            torch.set_grad_enabled(grad)  # graphs switch it where the model has a region, which an error leaves open
+            raise
         finally:
             begin(outer)
         return outputs
@@ -251,9 +259,7 @@ class Runner:
         with contextlib.ExitStack() as stack:
             stack.enter_context(_autocast_cache())
             if modes := dispatch_modes():
-                call.modes = modes
-                stack.enter_context(without_modes())
-                stack.enter_context(without_module_trackers())
+                stack.enter_context(self._without(modes, call))
             if torch.is_autocast_enabled(self.device):
                 stack.enter_context(torch.autocast(self.device, enabled=False))
             change = dict(self._settings)
@@ -261,6 +267,21 @@ class Runner:
                 change["optimize_ddp"] = False  # gradients of ops that run one by one leave early without a split
             if change:
                 stack.enter_context(dynamo_settings(change))
+            yield
+
+    @contextlib.contextmanager
+    def _without(self, modes: Sequence[Any], call: Call) -> Iterator[None]:
+        """Take off the dispatch modes under which Dynamo steps aside; a watch is told that this view is called."""
+        with contextlib.ExitStack() as stack:
+            if (watch := watching()) is not None:
+                stack.enter_context(watch.of_view(self))
+            call.modes = [mode for mode in modes if not ignores_compilers(mode)]
+            if call.modes:
+                stack.enter_context(without_modes())
+                stack.enter_context(without_module_trackers())
+                for mode in modes:
+                    if ignores_compilers(mode):
+                        stack.enter_context(mode)
             yield
 
     def _traced(self, function: Function, call: Call) -> tuple[Function, Any]:
@@ -342,6 +363,8 @@ class Runner:
         if cause == _DISABLED:
             function.stale = lambda: not dynamo_is_disabled()
         text = f"{type(self.model).__name__}: a call did not run its plan, but under autocast: {cause}"
+        if (watch := watching()) is not None:
+            watch.missed.append((self.model, cause))
         if self.on_change == "error" and cause != _NOTHING:
             raise CaptureError(text)
         if cause not in self._said:

@@ -203,7 +203,7 @@ def _captured(function: Any) -> Any:
 
 
 def _in_region(function: Any) -> Any:
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def in_region_of_view(self: Any, *args: Any, **kwargs: Any) -> Any:
         runner = runner_of(self)
         if torch.compiler.is_compiling():
             return function(self, *args, **kwargs)
@@ -215,7 +215,7 @@ def _in_region(function: Any) -> Any:
         with runner.region():
             return function(self, *args, **kwargs)
 
-    return _named_as(function, call)
+    return _named_as(function, in_region_of_view)
 
 
 def _named_as(author: Any, call: Any) -> Any:

@@ -20,33 +20,45 @@ from ..ops import ops
 
 aten = torch.ops.aten
 _NONE, _MEAN, _SUM = 0, 1, 2
+_REDUCTIONS = {"none": _NONE, "mean": _MEAN, "sum": _SUM}  # as torch.nn.functional has them
 
 
 def split_losses(graph: Graph) -> int:
     """Split every cross-entropy of FP32 over class indices without weights or smoothing; return how many."""
     edits = 0
     for node in list(graph.nodes):
-        if node.target is aten.cross_entropy_loss.default and _is_plain(node):
+        if ops.name(node) == "cross_entropy_loss" and _is_plain(node):
             _split(graph, node)
             edits += 1
     return edits
 
 
 def _is_plain(node: Node) -> bool:
-    logits, target = (ops.argument(node, n) for n in ("self", "target"))
+    logits, target = _logits(node), ops.argument(node, "target")
     values = [v.meta.get("val") if isinstance(v, Node) else None for v in (logits, target)]
     if not all(isinstance(v, FakeTensor) for v in values):
         return False
     smooth = ops.argument(node, "label_smoothing", 0.0)
     plain = ops.argument(node, "weight") is None and isinstance(smooth, (int, float)) and smooth == 0
+    plain = plain and _reduction(node) is not None and not {"size_average", "reduce"} & node.kwargs.keys()
     given: Any = values[0]
     # The loss of other logits has another dtype than FP32, and the program may read that dtype.
     return plain and given.dtype == torch.float32 and given.dim() == 2 and not values[1].is_floating_point()  # type: ignore[union-attr]
 
 
+def _logits(node: Node) -> Any:
+    return ops.argument(node, "self", ops.argument(node, "input"))  # torch.nn.functional calls it otherwise
+
+
+def _reduction(node: Node) -> int | None:
+    """Return the number of a reduction; None if it is not known."""
+    given = ops.argument(node, "reduction", _MEAN)
+    return _REDUCTIONS.get(given) if isinstance(given, str) else given if isinstance(given, int) else None
+
+
 def _split(graph: Graph, node: Node) -> None:
-    logits, target = ops.argument(node, "self"), ops.argument(node, "target")
-    reduction, ignored = ops.argument(node, "reduction", _MEAN), ops.argument(node, "ignore_index", -100)
+    logits, target = _logits(node), ops.argument(node, "target")
+    reduction, ignored = _reduction(node), ops.argument(node, "ignore_index", -100)
 
     def call(op: Any, *args: Any, **kwargs: Any) -> Node:
         with graph.inserting_before(node):

@@ -14,7 +14,7 @@ import fxamp
 WIDTH = 16
 X = torch.randn(48, 3, WIDTH, generator=torch.Generator().manual_seed(0))
 INF = torch.full_like(X[0], math.inf)
-SCALER = {"init_scale": 2.0**10, "growth_interval": 4}  # one rank's gradients fit into FP16 at it, and it grows
+SCALER: Any = {"init_scale": 2.0**10, "growth_interval": 4}  # one rank's gradients fit into FP16 at it, and it grows
 FP16, BF16 = "O1,dtype=fp16", "O1,dtype=bf16"
 
 

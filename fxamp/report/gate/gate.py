@@ -48,6 +48,7 @@ class Outcome:
         changes: changes relative to the plan.
         places: source lines of the changed nodes, by key, if known.
         broken: a sentence for each budget that is exceeded.
+        ran: a sentence for each thing that did not run as planned, if a step was run.
         totals: present totals.
         plan: path of the committed plan; "" for none.
     """
@@ -60,6 +61,7 @@ class Outcome:
     broken: tuple[str, ...] = ()
     totals: dict[str, float] = field(default_factory=dict)
     plan: str = ""
+    ran: tuple[str, ...] = ()
 
     def to_data(self) -> dict[str, object]:
         """Return the outcome as data for JSON."""
@@ -112,6 +114,14 @@ def check(
         target, CHANGED if changes or broken else KEPT, _message(target, found, before, now, broken, name, wrote),
         changes, _places(record, changes), tuple(broken), dict(now.totals), name,
     )  # fmt: skip
+
+
+def with_run(outcome: Outcome, differences: Sequence[str]) -> Outcome:
+    """Return an outcome with what a census of a step has found."""
+    found = f"{len(differences)} differences in what ran" if differences else "ran as planned"
+    message = f"{outcome.message}, {found}".replace(": as planned, ", ": as planned and ")
+    status = max(outcome.status, CHANGED if differences else KEPT)
+    return replace(outcome, status=status, message=message, ran=tuple(differences))
 
 
 class _NoLonger(Exception):  # noqa: N818 - a signal inside this file, not an error

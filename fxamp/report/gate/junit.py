@@ -47,3 +47,5 @@ def _tests(outcome: Outcome) -> Iterator[tuple[str, str, str, list[str]]]:
         yield "plan", "failure", outcome.message, [*told, *[f"and {left} more changes"] * (left > 0), WAY_OUT]
     for text in outcome.broken:
         yield f"budget {text.partition(' is ')[0]}", "failure", text, []
+    if outcome.ran:
+        yield "run", "failure", outcome.message, list(outcome.ran[:_SHOWN])

@@ -28,6 +28,7 @@ def to_text(outcomes: Sequence[Outcome], way_out: str = WAY_OUT) -> str:
     for outcome in outcomes:
         lines.append(visible(outcome.message))
         lines += [f"  over budget: {visible(text)}" for text in outcome.broken]
+        lines += [f"  {visible(text)}" for text in outcome.ran]
         lines += [f"  {line}" for _, line in listed(outcome.changes, outcome.places)]
     if way_out and any(outcome.changes for outcome in outcomes):
         lines.append(way_out)
@@ -44,6 +45,7 @@ def to_markdown(outcomes: Sequence[Outcome]) -> str:
         shown = found[:_SHOWN]
         section = [f"{mark} {markdown(outcome.message)}\n"]
         section += [f"- over budget: {markdown(text)}\n" for text in outcome.broken]
+        section += [f"- {markdown(text)}\n" for text in outcome.ran[:_SHOWN]]
         if shown:
             table = tabulate(shown, ("change", "node", "what"), "pipe", disable_numparse=True)
             section.append(f"\n{table}\n\n{WAY_OUT}\n")
@@ -70,7 +72,7 @@ def to_github(outcomes: Sequence[Outcome]) -> str:
     for outcome in outcomes:
         if outcome.status != KEPT:
             lines.append(_command("error", outcome.message + f"\n{WAY_OUT}" * bool(outcome.changes)))
-        lines += [_command("error", f"{outcome.target}: {text}") for text in outcome.broken]
+        lines += [_command("error", f"{outcome.target}: {text}") for text in (*outcome.broken, *outcome.ran)]
         lines += list(_annotations(outcome))
     return "".join(f"{line}\n" for line in lines) or "as planned\n"
 

@@ -49,7 +49,7 @@ def to_sarif(outcomes: Sequence[Outcome]) -> str:
 
 def _budgets(outcomes: Sequence[Outcome]) -> Iterator[dict[str, Any]]:
     for outcome in outcomes:
-        for text in outcome.broken:
+        for text in (*outcome.broken, *outcome.ran):
             key = text.partition(" is ")[0]
             yield _result("over-budget", "error", outcome, text, key, ("budget", key))
 

@@ -29,7 +29,7 @@ else:
     import tomli as tomllib
 
 _FIELDS: dict[str, type[Any]] = {
-    "target": str, "policy": str, "plan": str, "budget": list, "device": str,
+    "target": str, "policy": str, "plan": str, "budget": list, "device": str, "run": bool,
 }  # fmt: skip
 
 
@@ -44,6 +44,7 @@ class Target:
         plan: path of the committed plan; None for none.
         budgets: as text.
         device: device to decide for; None for the device of the model.
+        run: run a step of it, and compare what ran with what was planned.
     """
 
     name: str
@@ -52,11 +53,12 @@ class Target:
     plan: str | None = None
     budgets: tuple[str, ...] = ()
     device: str | None = None
+    run: bool = False
 
     def arguments(self) -> list[str]:
         """Return the command line that checks only this target."""
         given = {"--policy": self.policy, "--plan": self.plan, "--device": self.device}
-        words = [self.target, "--name", self.name]
+        words = [self.target, "--name", self.name, *["--run"] * self.run]
         words += [f"{option}={value}" for option, value in given.items() if value is not None]
         return [*words, *(f"--budget={budget}" for budget in self.budgets)]
 
@@ -103,12 +105,14 @@ def _target(file: Path, name: str, table: Any) -> Target:
         if key not in _FIELDS:
             raise FxampError(f"{where}: there is no setting {key!r}{nearest(key, list(_FIELDS))}")
         if not isinstance(value, _FIELDS[key]) or (key == "budget" and not all(isinstance(v, str) for v in value)):
-            raise FxampError(f"{where}: {key} must be {'a list of strings' if key == 'budget' else 'a string'}")
+            kind = {list: "a list of strings", bool: "true or false"}.get(_FIELDS[key], "a string")
+            raise FxampError(f"{where}: {key} must be {kind}")
     budgets = tuple(table.get("budget", ()))
-    if "plan" not in table and not budgets:
-        raise FxampError(f"{where} has neither a plan nor a budget, so there is nothing to check")
+    if "plan" not in table and not budgets and not table.get("run"):
+        raise FxampError(f"{where} has neither a plan nor a budget, and no run = true, so there is nothing to check")
     return Target(
         name, table["target"], table.get("policy"), table.get("plan"), budgets, table.get("device"),
+        table.get("run", False),
     )  # fmt: skip
 
 

@@ -36,7 +36,7 @@ def plan_in(value: object) -> Plan | None:
         return Plan.load(value, newer=True)
     if not isinstance(value, nn.Module):
         return None
-    return plan_of(value) if converted_in(value) or compiled.is_compiled(value) else None
+    return plan_of(value) if converted_in(value) or any(map(compiled.is_compiled, value.modules())) else None
 
 
 def emitted(module: nn.Module) -> list[Emitted]:
@@ -44,8 +44,8 @@ def emitted(module: nn.Module) -> list[Emitted]:
     found = converted_in(module)
     if not found or found[0][0]:
         return []
-    records = [(gm, gm.meta["fxamp"]) for gm in graphs(module)]
-    return [Emitted(record["number"], record["state"], gm, ()) for gm, record in records]
+    made = [(gm, record) for gm in graphs(module) if (record := compiled.record_on(gm)) is not None]
+    return [Emitted(record["number"], record["state"], gm, ()) for gm, record in made]
 
 
 def captured_and_emitted(view: object) -> list[tuple[str, GraphModule, GraphModule]]:

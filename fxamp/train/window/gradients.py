@@ -145,7 +145,8 @@ def average(
             params = exchanged(replica).values()
             _, total, everything = exchange(replica, counts.to(next(iter(params)).device), accumulate_steps).unbind()
             done.update(params)
-    factor: float | Tensor = accumulate_steps / weight
+    # A rank without micro-batches has taken part in the exchange, and has nothing of its own.
+    factor: float | Tensor = accumulate_steps / weight if isinstance(weight, Tensor) or weight else 1.0
     if weighted and ranks.groups and not done:
         factor = accumulate_steps * ranks.averaged / ranks.sum(torch.as_tensor(weight, dtype=torch.float64).clone())
     if isinstance(factor, Tensor) or factor != 1:

@@ -190,7 +190,11 @@ def _runs_under_autocast(node: Node) -> bool:
 
 
 def _composite(state: State, site: Site) -> Colouring:
-    """Colour a composite op that could not be decomposed, and is kept whole."""
+    """Colour a composite op that could not be decomposed, and is kept whole: as autocast runs it, if that was seen."""
+    seen = note_of(site.node).autocast is not None and ops.operator_of(site.node) is not None
+    as_under_it = as_autocast(state, site) if seen else None
+    if as_under_it is not None and (state.autocast or state.policy.unknown_ops == "autocast"):
+        return as_under_it
     if state.autocast:
         return _follow(state, site)
     why = Code.COMPOSITE("kept whole")

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import torch
 
 from ...colouring import AS_AUTOCAST, Colouring, Position
 from ...contract.reasons import Code, Reason
 from ...graph.aliases import may_write
+from ...graph.notes import note_of
 from ...graph.values import ANY, ELIGIBLE, LOW_DTYPES, Dtypes, ValueDtype, first_float, is_known
 from ...ops import ops
 from ...ops.rules import PROMOTE, Rule
@@ -84,7 +86,8 @@ def as_autocast(state: State, site: Site) -> Colouring | None:
     """
     why = Code.AS_AUTOCAST("runs under torch.autocast, on operands in autocast's dtypes")
     if state.autocast:
-        return natural(state, site.of_kind(AS_AUTOCAST), why)
+        found = natural(state, site.of_kind(AS_AUTOCAST), why)
+        return replace(found, dtype=first_float(note_of(site.node).autocast) or found.dtype)
     made, written = state.under_autocast(site.node), set(may_write(site.node))
     changed = [o for o in site.floats if state.under_autocast(o.node) != state.dtypes[o.node]]
     if any(not isinstance(state.under_autocast(o.node), torch.dtype) or o.node in written for o in changed):

@@ -128,7 +128,8 @@ def test_an_average_of_the_model_itself_follows_its_view() -> None:
     for x in X:
         assert step(x).stepped
     assert equal(state(averages[0]), state(averages[1]))
-    assert not torch.equal(averages[0].module.net.first.weight, model.net.first.weight)
+    theirs: Any = averages[0].module
+    assert not torch.equal(theirs.net.first.weight, model.net.first.weight)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # of a module that torch imports

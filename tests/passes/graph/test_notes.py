@@ -16,9 +16,18 @@ from passes.graph import notes
 from passes.graph.notes import Note, is_inserted, loaded, note, note_of, saved
 from tests.support.exported import graph_of
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 # Keys that torch writes, or reads: its own, and Dynamo's and the partitioner's.
-TORCHS = {"val", "nn_module_stack", "stack_trace", "example_value", "grapharg", "recompute", "ac_graph_id"}
+TORCHS = {
+    "val",
+    "nn_module_stack",
+    "stack_trace",
+    "example_value",
+    "grapharg",
+    "tensor_meta",
+    "recompute",
+    "ac_graph_id",
+}
 
 
 class Masked(nn.Module):

@@ -89,7 +89,7 @@ def by_two_dtypes(x: Tensor, accumulate_steps: int, wrapped: bool, compile: bool
     model = DistributedDataParallel(model) if wrapped else model
     step = step_of(model, scaler=SCALER, accumulate_steps=accumulate_steps, max_grad_norm=0.05, compile=compile)
     results = [step(one) for one in (mine(x, accumulate_steps) if wrapped else x)]
-    results = [r for r in results if not r.reason == "accumulating"]
+    results = [r for r in results if r.reason != "accumulating"]
     return [[r.scale for r in results], [r.skipped for r in results], [r.kept for r in results], weights_of(model)]
 
 

@@ -53,7 +53,7 @@ def sharded(how: str, policy: str = FP16, low: dict[str, Any] | None = None) -> 
 def train(model: dict[str, Any], x: Tensor, settings: dict[str, Any]) -> list[Any]:
     replica = sharded(**model)
     step = step_of(replica, **settings)
-    results = [r for r in map(step, mine(x, settings.get("accumulate_steps", 1))) if not r.reason == "accumulating"]
+    results = [r for r in map(step, mine(x, settings.get("accumulate_steps", 1))) if r.reason != "accumulating"]
     ranks_of_all = [r.kept * (2 if step.on_overflow == "skip_window" else 1) for r in results]
     culprits = [event.culprit for event in step.scaler.history if event.skipped]
     return [[r.scale for r in results], [r.skipped for r in results], ranks_of_all, weights_of(replica), culprits]
@@ -134,7 +134,7 @@ def shard_inside() -> list[Any]:
     fully_shard(model[0])
     fully_shard(model)
     step = step_of(model, **{**WINDOW, "scaler": fxamp.LossScaler(**SCALER)})
-    results = [r for r in map(step, mine(OVERFLOWS, 2)) if not r.reason == "accumulating"]
+    results = [r for r in map(step, mine(OVERFLOWS, 2)) if r.reason != "accumulating"]
     return [[r.scale for r in results], [r.skipped for r in results], [2 * r.kept for r in results], weights_of(model)]
 
 

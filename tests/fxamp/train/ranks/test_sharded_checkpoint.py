@@ -46,7 +46,7 @@ def share(batches: Tensor) -> Tensor:
 
 
 def outcome(step: fxamp.TrainStep, batches: Tensor) -> list[Any]:
-    results = [r for r in map(step, share(batches)) if not r.reason == "accumulating"]
+    results = [r for r in map(step, share(batches)) if r.reason != "accumulating"]
     rates = [group["lr"] for group in step.optimizers[0].param_groups]
     return [[r.scale for r in results], [r.skipped for r in results], step.windows, rates, weights_of(step.model)]
 

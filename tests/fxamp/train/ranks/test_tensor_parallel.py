@@ -47,7 +47,7 @@ def whole_loss(output: Any, factor: float = 1.0) -> Tensor:
 
 def seen(step: fxamp.TrainStep, batches: Any) -> list[Any]:
     """Return the scales, skipped steps, norms and the names of what overflowed."""
-    results = [r for r in map(step, batches) if not r.reason == "accumulating"]
+    results = [r for r in map(step, batches) if r.reason != "accumulating"]
     norms = [float(r.grad_norm) for r in results if r.grad_norm is not None]
     culprits = [event.culprit.removeprefix("0._orig_mod.").removeprefix("0.") for event in step.scaler.history]
     return [[r.scale for r in results], [r.skipped for r in results], norms, culprits]

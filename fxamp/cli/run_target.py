@@ -1,0 +1,61 @@
+"""Run one step of a TARGET for `fxamp check --run`: of a model that is converted, or of a TrainStep."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any
+
+from passes.contract.errors import FxampError, PolicyError
+from passes.contract.policy import Policy
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def run_target(made: tuple[Any, Any, Any], policy: Policy, *, own: bool) -> tuple[nn.Module | None, list[str]]:
+    """Run a step; return the module that has the plan, None for a model to be converted, and what ran otherwise.
+
+    Args:
+        made: what the target returned: (model, args, kwargs), (TrainStep, inputs) or (TrainStep, inputs, target).
+        policy: what a model is converted by.
+        own: no policy was given, so that of a converted model or of a TrainStep holds.
+
+    Raises:
+        FxampError: there is nothing to run it with.
+        PolicyError: a policy was given for what has its own.
+    """
+    from torch import nn
+
+    from ..convert import convert, converted_in
+    from ..trust.census.census import census
+
+    model, args, kwargs = made
+    if args is None and kwargs is None:
+        raise FxampError(f"check: --run needs a batch: let the target return ({type(model).__name__}, batch)")
+    whole = model if isinstance(model, nn.Module) else getattr(model, "model", None)
+    has_plan = isinstance(whole, nn.Module) and bool(converted_in(whole))
+    if has_plan and not own:
+        raise PolicyError("check: the target is converted already, by its own policy; leave out --policy")
+    if not isinstance(model, nn.Module):
+        inputs, target = _of_step(model, args, kwargs)
+        found = census(model, inputs, target)
+    else:
+        found = census(model if has_plan else convert(model, policy=policy), _batch(model, args, kwargs))
+    if found.planned is None:
+        return whole, ["nothing was converted: give the TrainStep what fxamp.convert returned"]
+    return whole if has_plan else None, list(map(str, found.differences))
+
+
+def _of_step(step: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Return inputs and target of a TrainStep: a pair is both where the step has a loss of its own."""
+    if kwargs is None and isinstance(args, tuple) and len(args) == 2 and getattr(step, "loss_fn", None) is not None:
+        return args
+    return args, kwargs
+
+
+def _batch(model: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Return what a model is called with as one batch."""
+    if not kwargs:
+        return tuple(args) if isinstance(args, list) else args
+    args = () if args is None else args if isinstance(args, (tuple, list)) else (args,)
+    return inspect.signature(model.forward).bind(*args, **kwargs).arguments

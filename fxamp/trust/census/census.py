@@ -1,0 +1,219 @@
+"""`fxamp.census`: what ran in one real step, in which dtype, and whether that is what was planned."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from tabulate import tabulate
+from torch import nn
+
+from passes._torch import is_compiled_in_place, original_of
+
+from ...convert import converted_in
+from ...dynamo.compiled import runner_of
+from .differences import Difference, differences_of, odd_products, of_products
+from .graphs import watched_graphs
+from .rows import Row, ledgers_of, planned_rows, rows_of, where_of
+from .scaling import Scaling, scaling_differences, scaling_of
+from .step import Step, model_of, run
+
+_SHOWN = 20  # differences in the text
+
+
+@dataclass(frozen=True, repr=False)
+class Census:
+    """What ran in one step.
+
+    Attributes:
+        name: The class of the model.
+        policy: The policy of the plan, "" without one.
+        planned: What was planned for the graphs that ran; None without a plan.
+        ran: What ran, by place, op and dtypes.
+        differences: What did not run as planned. Without a plan: products that ran in another dtype than most.
+        scaling: The facts of loss scaling.
+        notes: What is to be said of the step, and what could not be seen.
+
+    Example:
+        >>> found = fxamp.census(converted, x)
+        >>> bool(found), found.differences, found.share
+        (True, (), 1.0)
+        >>> [(row.where, row.dtype) for row in found.ran if row.product and row.phase == "forward"]
+        [('0/linear#0', 'bfloat16'), ('2/linear#0', 'bfloat16')]
+    """
+
+    name: str
+    policy: str
+    planned: tuple[Row, ...] | None
+    ran: tuple[Row, ...]
+    differences: tuple[Difference, ...]
+    scaling: Scaling
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def casts(self) -> tuple[Row, ...]:
+        """The casts that were executed.
+
+        Example:
+            >>> found = fxamp.census(converted, x)
+            >>> sum(row.casts for row in found.casts if row.phase == "forward")
+            6
+        """
+        return tuple(row for row in self.ran if row.casts)
+
+    @property
+    def share(self) -> float | None:
+        """The share of the FLOPs that ran as planned; None without a plan.
+
+        Example:
+            >>> fxamp.census(model, x).share is None
+            True
+        """
+        if self.planned is None:
+            return None
+        wrong = {(d.graph, d.where) for d in self.differences}
+        whole = sum(row.flops for row in self.ran)
+        kept = sum(row.flops for row in self.ran if row.graph >= 0 and (row.graph, row.where) not in wrong)
+        return kept / whole if whole else 1.0
+
+    def __bool__(self) -> bool:
+        if self.planned is None:
+            raise TypeError(
+                f"{self.name} has no plan, so nothing can be as planned: read .differences, which are the products "
+                "that ran in another dtype than most, or convert the model."
+            )
+        return not self.differences
+
+    def to_json(self) -> str:
+        """Return everything as JSON.
+
+        Example:
+            >>> sorted(__import__("json").loads(fxamp.census(model, x).to_json()))[:4]
+            ['casts', 'differences', 'name', 'notes']
+        """
+        casts = {"count": sum(r.casts for r in self.ran), "bytes": sum(r.cast_bytes for r in self.ran)}
+        said = [{**asdict(d), "text": str(d)} for d in self.differences]
+        data = {**asdict(self), "differences": said, "casts": casts, "share": self.share, "version": 1}
+        return json.dumps(data, indent=1, sort_keys=True) + "\n"
+
+    def __str__(self) -> str:
+        return _text(self)
+
+    def __repr__(self) -> str:
+        found = f"{len(self.differences)} differences" if self.differences else "no differences"
+        planned = f"planned by {self.policy}" if self.planned is not None else "no plan"
+        return f"<fxamp census of {self.name}: {planned}, {sum(r.count for r in self.ran)} ops ran, {found}>"
+
+
+def census(model_or_step: Any, inputs: Any, target: Any = None, *, loss: Callable[..., Any] | None = None) -> Census:
+    """Run one real step, forward, loss and backward, and say what ran in which dtype, and whether it was planned.
+
+    Everything is as before afterwards: parameters, their gradients, buffers, random states, and of a TrainStep the
+    optimizer and the scaler. An emitted graph runs node by node meanwhile, so that every op has the name that its
+    decision has. What the kernels of another compiler do inside cannot be seen; the products that they call are.
+
+    Args:
+        model_or_step: A view, a converted graph, a compiled or any other module, or a TrainStep, of which one window is
+            run, with its optimizer. For a module nobody converted, what ran is listed: call it under
+            `torch.autocast` as you train.
+        inputs: A tensor or a tuple for `model(*inputs)`, or a mapping for `model(**inputs)`.
+        target: The second argument of the loss.
+        loss: A function of the output, or, with a target, of output and target. None takes the output's loss, or the
+            mean of its float outputs. A TrainStep brings its own.
+
+    Raises:
+        PolicyError: The inputs are of another kind, or there is nothing to make a loss of.
+        CaptureError: The model is on the meta device.
+        NotAModuleError: It is neither a module nor a TrainStep.
+
+    Example:
+        >>> with torch.autocast("cpu", torch.bfloat16):
+        ...     found = fxamp.census(model, x)
+        >>> {row.dtype for row in found.ran if row.product}
+        {'bfloat16'}
+    """
+    model = model_of(model_or_step)
+    parts = converted_in(model)
+    with watched_graphs([part for _, part in parts]):
+        step = run(model_or_step, inputs, target, loss)
+    return census_of(model, dict(parts), step)
+
+
+def census_of(model: nn.Module, parts: Mapping[str, nn.Module], step: Step) -> Census:
+    """Return what was seen in a step, compared with the plan.
+
+    Args:
+        model: the model that ran.
+        parts: the views and converted graphs in it, by path.
+        step: the step that was watched.
+    """
+    watch = step.watch
+    ledgers = ledgers_of(watch)
+    rows = rows_of(watch, ledgers)
+    views = {path: runner for path, part in parts.items() if (runner := runner_of(part)) is not None}
+    whole = not parts and bool(ledgers)
+    scaling = scaling_of(step, rows)
+    has_plan = bool(parts) or whole or _is_compiled_by_us(model)
+    if has_plan:
+        found = differences_of(watch, ledgers, views, whole)
+    else:
+        found = odd_products(watch, {seen: where_of(seen.place, ledgers) for seen in watch.sums})
+    found += scaling_differences(scaling, step)
+    unseen = [
+        f"graph {ledger.number} ran as compiled by {ledger.ran.by}: inside its kernels the dtypes of "
+        f"{len(ledger.decisions)} nodes cannot be seen; the products that it called are compared"
+        for ledger in ledgers if ledger.ran.by
+    ]  # fmt: skip
+    if inside := of_products(watch, ledgers)[1]:
+        nodes = list(dict.fromkeys(d.where for d in inside))
+        unseen.append(
+            f"{len(nodes)} nodes read and give {inside[0].planned} as planned, and torch's op casts inside and "
+            f"computes products in {inside[0].ran}: {nodes[0]}"
+        )
+    policies = [str(ledger.ran.converted.plan.policy) for ledger in ledgers]
+    policies += [str(runner.policy) for runner in views.values()]
+    return Census(
+        name=type(original_of(model) or model).__name__, policy=next(iter(policies), ""),
+        planned=planned_rows(ledgers) if has_plan else None, ran=rows, differences=tuple(found), scaling=scaling,
+        notes=(*step.notes, *unseen),
+    )  # fmt: skip
+
+
+def _is_compiled_by_us(model: nn.Module) -> bool:
+    return any(is_compiled_in_place(m) and "fxamp" in str(m._compiled_call_impl) for m in model.modules())
+
+
+def _text(found: Census) -> str:
+    whole = sum(row.flops for row in found.ran)
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for row in found.ran:
+        if row.product:
+            groups.setdefault((row.op, row.dtype), []).append(row)
+    table = []
+    for (op, dtype), rows in sorted(groups.items(), key=lambda g: -sum(r.flops for r in g[1])):
+        flops = sum(r.flops for r in rows)
+        table.append((op, dtype, sum(r.count for r in rows), f"{flops / 1e9:.3g}", f"{100 * flops / (whole or 1):.1f}"))
+    for dtype, rows in _others(found).items():
+        table.append(("other ops", dtype, sum(r.count for r in rows), "", ""))
+    title = f"Census of {found.name}: {f'planned by {found.policy}' if found.policy else 'no plan'}"
+    casts = f"{sum(r.casts for r in found.ran)} casts, {sum(r.cast_bytes for r in found.ran) / 1e6:.3g} MB"
+    lines = [title, "", tabulate(table, ("op", "dtype", "ran", "GFLOP", "% of FLOPs"), disable_numparse=True), ""]
+    lines += [f"casts executed: {casts}", f"loss scaling: {found.scaling}"]
+    if found.share is not None:
+        lines.append(f"ran as planned: {100 * found.share:.1f} % of FLOPs")
+    lines += [f"note: {note}" for note in found.notes]
+    lines.append(f"differences: {len(found.differences) or 'none'}")
+    lines += [f"  {difference}" for difference in found.differences[:_SHOWN]]
+    if len(found.differences) > _SHOWN:
+        lines.append(f"  and {len(found.differences) - _SHOWN} more in .differences")
+    return "\n".join(lines)
+
+
+def _others(found: Census) -> dict[str, list[Row]]:
+    made: dict[str, list[Row]] = {}
+    for row in found.ran:
+        if not row.product and not row.casts:
+            made.setdefault(row.dtype, []).append(row)
+    return made

@@ -1,0 +1,244 @@
+"""Compare what ran with what was planned, node by node."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import GraphModule, Node
+
+from passes.graph.notes import is_inserted
+from passes.graph.values import LOW_DTYPES
+
+from ...dynamo import recompile_limit
+from ..watch import Place, Seen, Sum, Watch
+from .rows import Ledger, is_cast, planned_dtypes
+
+_LOW = tuple(str(dtype).removeprefix("torch.") for dtype in LOW_DTYPES)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Something that did not run as planned; without a plan, a product that did not run as the others.
+
+    Attributes:
+        kind: "dtype", "missing", "unplanned", "outside", "uncaptured" or "scaling".
+        where: The key of a node, a line, or the path of a module.
+        planned: What was planned, "" for nothing.
+        ran: What ran, "" for nothing.
+        why: The cause, if it is known.
+        graph: Which of the graphs that ran, -1 outside of all.
+        flops: Floating-point operations that ran so.
+    """
+
+    kind: str
+    where: str
+    planned: str
+    ran: str
+    why: str = ""
+    graph: int = -1
+    flops: int = 0
+
+    def __str__(self) -> str:
+        planned = f"planned {self.planned}, " if self.planned else ""
+        ran = f"ran {self.ran}" if self.ran else "did not run"
+        return f"{self.where}: {planned}{ran}{f' ({self.why})' if self.why else ''}"
+
+
+def differences_of(watch: Watch, ledgers: Sequence[Ledger], views: Mapping[str, Any], whole: bool) -> list[Difference]:
+    """Return all that did not run as planned, by where it is.
+
+    Args:
+        watch: what was seen.
+        ledgers: the graphs that ran.
+        views: the runners of the views in the model, by path.
+        whole: the model as a whole was compiled in place.
+    """
+    found = [d for ledger in ledgers for d in _of_graph(ledger)]
+    found += of_products(watch, ledgers)[0]
+    found += _outside(watch, ledgers, views, whole)
+    found += _uncaptured(watch, views)
+    return list(dict.fromkeys(found))
+
+
+def _of_graph(ledger: Ledger) -> Iterator[Difference]:
+    """Yield the nodes of a graph that did not run as they were emitted, or not at all."""
+    if ledger.ran.by:
+        return
+    at, lifted = ledger.number, _lifted(ledger)
+    for name, node in ledger.emitted.items():
+        if not node.op.startswith("call") or name in lifted:
+            continue
+        key, planned = ledger.key(name), planned_dtypes(node)
+        ran = ledger.ran.nodes.get(name)
+        what = f"the cast to {' '.join(planned[1])}" if is_inserted(node) else ""
+        if ran is None:
+            yield Difference("missing", key, what or _text(*planned), "", graph=at)
+        elif "val" in node.meta and _differ(node, planned, ran):
+            yield Difference("dtype", key, what or _text(*planned), _text(*ran), graph=at)
+    for name, ran in ledger.ran.nodes.items():
+        if name not in ledger.emitted:
+            yield Difference("unplanned", name, "", _text(*ran), "a node that is not in the plan", at)
+    modules = [m for m in ledger.ran.converted.graph.modules() if isinstance(m, GraphModule)]
+    casts, planned_casts = sum(is_cast(n) for m in modules for n in m.graph.nodes), ledger.ran.converted.plan.casts
+    if casts != planned_casts:
+        yield Difference("missing", f"graph {at}", f"{planned_casts} casts", f"{casts} casts", graph=at)
+    for key in ledger.decisions.keys() - set(ledger.keys.values()):
+        yield Difference("missing", key, ledger.decisions[key].colour, "", graph=at)
+
+
+def _differ(node: Node, planned: Any, ran: Any) -> bool:
+    """Say whether dtypes differ; an operand about which nothing is known is not compared."""
+    known = all("val" in n.meta or "example_value" in n.meta for n in node.all_input_nodes)
+    return planned[1] != ran[1] or (known and planned[0] != ran[0])
+
+
+def _lifted(ledger: Ledger) -> set[str]:
+    """Return the casts of parameters that a window keeps, and which are inputs of the graph."""
+    given = len(ledger.ran.graph.graph.find_nodes(op="placeholder"))
+    inputs = [n for n in ledger.emitted.values() if n.op == "placeholder"]
+    if given == len(inputs):
+        return set()
+    here = {n.name for n in ledger.ran.graph.graph.nodes}
+    own = set(inputs)
+    return {name for name, n in ledger.emitted.items() if is_inserted(n) and n.args[0] in own and name not in here}
+
+
+def _text(operands: Sequence[str], results: Sequence[str]) -> str:
+    """Return the dtypes of a node in short: what it reads, and what it gives."""
+    reads, gives = (" ".join(dict.fromkeys(dtypes)) for dtypes in (operands, results))
+    return gives if reads == gives or not reads else f"{reads} to {gives or 'no float'}"
+
+
+def of_products(watch: Watch, ledgers: Sequence[Ledger]) -> tuple[list[Difference], list[Difference]]:
+    """Return the products of nodes and of compiled graphs that ran in another dtype than the plan's.
+
+    Returns:
+        Those that differ; and those inside an op of torch's that casts its operands itself, as attention with dropout
+        does on a CPU: what it reads and gives is as planned.
+    """
+    differ: list[Difference] = []
+    inside: list[Difference] = []
+    casting = {seen.place for seen, total in watch.sums.items() if total.casts}
+    for seen, total in watch.sums.items():
+        place = seen.place
+        if not seen.product or place.kind not in ("node", "region"):
+            continue
+        ledger = ledgers[place.graph]
+        planned = _planned_colours(place, ledger)
+        if planned and not set(seen.operands) <= planned:
+            where = ledger.key(place.where) if place.kind == "node" else f"graph {place.graph}"
+            how = "backward" if place.backward else "forward"
+            found = Difference(
+                "dtype", where, " or ".join(sorted(planned)), " ".join(dict.fromkeys(seen.operands)),
+                f"{seen.op} in {how}", place.graph, total.flops,
+            )  # fmt: skip
+            (inside if place.kind == "node" and place in casting else differ).append(found)
+    return differ, inside
+
+
+def _planned_colours(place: Place, ledger: Ledger) -> set[str]:
+    """Return the dtypes that products may have at a place, by the plan; none where it leaves that open."""
+    decisions = list(ledger.decisions.values())
+    if place.kind == "node":
+        decision = ledger.decisions.get(ledger.key(place.where))
+        decisions = [] if decision is None else [decision]
+    colours = {d.colour for d in decisions if not d.op.startswith("higher_order::")}
+    return colours if all(isinstance(getattr(torch, c, None), torch.dtype) for c in colours) else set()
+
+
+def _outside(watch: Watch, ledgers: Sequence[Ledger], views: Mapping[str, Any], whole: bool) -> Iterator[Difference]:
+    """Yield code outside of all graphs that computes what the plan was made for, a line at a time."""
+    lines: dict[tuple[str, bool], list[tuple[Seen, Sum]]] = {}
+    for seen, total in watch.sums.items():
+        if seen.place.kind == "outside":
+            lines.setdefault((seen.place.where, seen.place.backward), []).append((seen, total))
+    for (line, backward), ops in lines.items():
+        inside = [(s, t) for s, t in ops if s.place.inside]
+        reads = any(s.reads_parameter for s, _ in ops)
+        by_hand = [(s, t) for s, t in ops if not s.place.inside and _is_planned(s, reads, views, whole)]
+        counted = [(s, t) for s, t in (*inside, *by_hand) if s.computes]
+        if not counted or (not views and not whole):
+            continue
+        seen = counted[0][0]
+        module = next((s.place.module for s, _ in counted if s.place.module), "")
+        ran = ", ".join(
+            dict.fromkeys(f"{s.op} in {' '.join(dict.fromkeys(s.operands or s.results))}" for s, _ in counted)
+        )
+        where = f"{line}{f', module {module}' if module else ''}"
+        why = f"outside of all graphs: {_why(seen, counted, watch, ledgers)}"
+        ran += " in backward" * backward
+        yield Difference("outside", where, "", ran, why, flops=sum(t.flops for _, t in counted))
+
+
+def _is_planned(seen: Seen, reads: bool, views: Mapping[str, Any], whole: bool) -> bool:
+    """Say whether code that runs in no call of a view does what a view was made for: its modules, or its weights."""
+    module = seen.place.module
+    held = whole or any(module == path or module.startswith(f"{path}.") for path in views if path)
+    if seen.place.backward and not module:
+        return seen.product
+    of_model = bool(module) and (held or "" in views)
+    return of_model or (seen.product and reads and (whole or "" in views))
+
+
+def _why(seen: Seen, ops: Iterable[tuple[Seen, Sum]], watch: Watch, ledgers: Sequence[Ledger]) -> str:
+    place = seen.place
+    if place.by:
+        return place.by
+    if not place.inside:
+        return "called by hand, not by the view"
+    wide = any(s.product and not set(s.operands) & {*_LOW} for s, _ in ops)
+    low = any(runner.policy.level.rounds for runner in watch.entered)
+    off = ", where torch.autocast is off" if wide and low else ""
+    limits = [text for runner in watch.entered for text in recompile_limit.reached(runner.model)]
+    breaks = [ledger.ran.converted.broke for ledger in ledgers if ledger.ran.converted.broke]
+    missed = [text for _, text in watch.missed]
+    cause = next(iter((*limits, *missed, *(f"graph break at {text}" for text in breaks))), "left to Python by Dynamo")
+    return f"{cause}{off}"
+
+
+def _uncaptured(watch: Watch, views: Mapping[str, Any]) -> Iterator[Difference]:
+    """Yield the views that did not run their plan, or were not called."""
+    for model, why in watch.missed:
+        yield Difference("uncaptured", _name(model), "a captured graph", "a call without it", why)
+    for path, runner in views.items():
+        if not any(entered is runner for entered in watch.entered):
+            yield Difference("uncaptured", path or _name(runner.model), "a call of the view", "", "it was not called")
+
+
+def _name(model: nn.Module) -> str:
+    return type(model).__name__
+
+
+def odd_products(watch: Watch, where: Mapping[Seen, str]) -> list[Difference]:
+    """Return, for a model without a plan, the products that ran in another dtype than most FLOPs did.
+
+    Args:
+        watch: what was seen.
+        where: how each place is called.
+    """
+    products = {seen: total for seen, total in watch.sums.items() if seen.product and seen.operands}
+    flops: dict[str, int] = {}
+    for seen, total in products.items():
+        flops[_widest(seen)] = flops.get(_widest(seen), 0) + total.flops
+    if len(flops) < 2:
+        return []
+    most = next((dtype for dtype in flops if dtype in _LOW), max(flops, key=lambda dtype: flops[dtype]))
+    return [
+        Difference(
+            "dtype", where[seen], "", f"{seen.op} in {_widest(seen)}", _others(seen, most), flops=total.flops
+        )
+        for seen, total in products.items() if _widest(seen) != most
+    ]  # fmt: skip
+
+
+def _widest(seen: Seen) -> str:
+    return next((d for d in seen.operands if d not in _LOW), seen.operands[0])
+
+
+def _others(seen: Seen, most: str) -> str:
+    how = "backward" if seen.place.backward else "forward"
+    return f"{how}, where other products ran in {most}{f'; {seen.place.where}' if seen.place.where else ''}"

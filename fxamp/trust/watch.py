@@ -1,0 +1,357 @@
+"""A dispatch mode that sees every op of a step: where it belongs, its dtypes, its FLOPs, and the bytes that it moves.
+
+    a node       of an emitted graph, which runs node by node meanwhile
+    a region     a graph that another compiler has compiled: what it dispatches is seen, what its kernels do is not
+    outside      code outside of all graphs, by the user's line
+    own          fxamp's own code, and torch's: copies of weights, the loss scale, gradients that are summed
+
+An op in backward belongs where the op of the forward belongs that autograd recorded: both have one sequence number.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import functools
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule, Interpreter, Node
+from torch.utils.flop_counter import flop_registry
+
+import passes
+from passes._torch import (
+    MODULE_CALLS,
+    OpOverload,
+    TorchDispatchMode,
+    current_autograd_node,
+    dispatch_modes,
+    own_schema,
+    pytree,
+    sequence_number,
+    storage_id,
+)
+from passes.contract.dtypes import dtype_name
+from passes.ops.rules import LOW, RULES
+
+_PACKAGES = tuple(
+    os.path.dirname(os.path.abspath(file)) + os.sep
+    for file in (torch.__file__, os.path.dirname(__file__), passes.__file__)
+)
+_DEMO = os.path.join(_PACKAGES[1], "demo.py")  # its models are such as users write
+_TO, _COPY = torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default
+_COPIES, _UNSCALE = torch.ops.aten._foreach_copy_.default, torch.ops.aten._amp_foreach_non_finite_check_and_unscale_
+Dtypes = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where an op belongs.
+
+    Attributes:
+        kind: "node", "region", "outside", "own" or "gradients".
+        where: the name of the node, or the user's line as "net.py:12".
+        graph: which of the graphs that ran it is in.
+        module: for code outside of graphs: the path of the module.
+        inside: it is code outside of graphs, in a call of a view.
+        backward: it is in backward.
+        by: for code outside of graphs: what called it, if that is known: "a method of a view", "a hook of backward".
+    """
+
+    kind: str
+    where: str = ""
+    graph: int = -1
+    module: str = ""
+    inside: bool = False
+    backward: bool = False
+    by: str = ""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One kind of op at one place.
+
+    Attributes:
+        place: where.
+        op: its name, such as "addmm".
+        operands: dtypes of its floating operands.
+        results: dtypes of its floating results.
+        product: it is a matrix product, a convolution or an attention.
+        computes: it reads floating values, and makes new ones from them.
+        reads_parameter: it reads a parameter or a buffer of the model.
+    """
+
+    place: Place
+    op: str
+    operands: Dtypes
+    results: Dtypes
+    product: bool
+    computes: bool
+    reads_parameter: bool
+
+
+@dataclass
+class Sum:
+    """How often ops of one kind ran, and what they cost."""
+
+    count: int = 0
+    flops: int = 0
+    bytes: int = 0
+    casts: int = 0
+    cast_bytes: int = 0
+
+
+@dataclass
+class Ran:
+    """One graph that ran.
+
+    Attributes:
+        converted: what is known of the graph.
+        graph: the graph that ran.
+        by: the compiler that ran it, "" where it ran node by node.
+        calls: how often it ran.
+        nodes: the dtypes of operands and of results of each node, by its name.
+    """
+
+    converted: Any
+    graph: GraphModule
+    by: str
+    calls: int = 0
+    nodes: dict[str, tuple[Dtypes, Dtypes]] = field(default_factory=dict)
+
+
+class Watch(TorchDispatchMode):
+    """Records what runs while it is on. Dynamo captures and runs graphs under it as without it.
+
+    Args:
+        model: whose modules and parameters are named.
+        frame: the code of the function that runs the step; what lies further out is not the user's.
+
+    Attributes:
+        sums: what was seen.
+        graphs: the graphs that ran.
+        missed: calls of views that did not run their plan: the view's model and why.
+        entered: the runners of the views that were called.
+        scaled: a gradient scaler has scaled a loss.
+        unscaled: how often gradients were unscaled.
+    """
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Stay off while Dynamo traces, and on while its graphs run."""
+        return True
+
+    def __init__(self, model: nn.Module, frame: CodeType) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.sums: dict[Seen, Sum] = {}
+        self.graphs: list[Ran] = []
+        self.missed: list[tuple[nn.Module, str]] = []
+        self.entered: list[Any] = []
+        self.scaled, self.unscaled = False, 0
+        self._names = {id(m): path for path, m in model.named_modules()}
+        self._parameters = {storage_id(t) for t in (*model.parameters(), *model.buffers())}
+        self._frame = frame
+        self._place: Place | None = None
+        self._view: Any = None
+        self._numbers: list[int] = []  # of autograd, and the places of the ops that were recorded with them
+        self._places: list[Place] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        named = kwargs or {}
+        out = func(*args, **named)
+        place = self._here()
+        if func.overloadpacket is _UNSCALE if isinstance(func, OpOverload) else False:
+            self.unscaled += 1
+        given, made = _floats((args, named)), _floats(out)
+        if (given or made) and not _is_view(func):
+            self._add(place, func, args, named, out, given, made)
+        return out
+
+    def _add(self, place: Place, func: Any, args: Any, kwargs: Any, out: Any, given: Any, made: Any) -> None:
+        op = _name(func)
+        reads = any(storage_id(t) in self._parameters for t in given)
+        computes = bool(given) and _makes_tensor(out) and not op.endswith("_like") and not op.startswith("new_")
+        seen = Seen(place, op, _dtypes(given), _dtypes(made), _is_product(func), computes, reads)
+        found = self.sums.setdefault(seen, Sum())
+        casts = _casts(func, args, out)
+        found.count += 1
+        found.flops += _flops(func, args, kwargs, out)
+        found.bytes += sum(t.nbytes for t in (*given, *made))
+        found.casts += bool(casts)
+        found.cast_bytes += sum(a.nbytes + b.nbytes for a, b in casts)
+
+    def _here(self) -> Place:
+        node = current_autograd_node()
+        if self._place is None and node is not None:
+            return self._in_backward(node)
+        place = self._place or self._outside()
+        number = sequence_number() - 1  # what an op of autograd is recorded with before it is dispatched
+        if number >= 0 and (not self._numbers or number > self._numbers[-1]):
+            self._numbers.append(number)
+            self._places.append(place)
+        return place
+
+    def _in_backward(self, node: Any) -> Place:
+        outside = self._outside()
+        if outside.kind == "outside":
+            return replace(outside, backward=True, by=outside.by or "a hook or a function of autograd")
+        at = bisect.bisect_right(self._numbers, node._sequence_nr()) - 1
+        if node.name() == "torch::autograd::AccumulateGrad" or at < 0:
+            return Place("gradients", backward=True)
+        return replace(self._places[at], backward=True)
+
+    def _outside(self) -> Place:
+        """Return the user's line that is running, the module, and whether it runs in a call of a view."""
+        frame: FrameType | None = sys._getframe(2)
+        line = module = by = ""
+        while frame is not None and frame.f_code is not self._frame:
+            code, file = frame.f_code, frame.f_code.co_filename
+            if code in MODULE_CALLS:
+                module = module or self._names.get(id(frame.f_locals["self"]), "")
+            elif not file.startswith(_PACKAGES) or file == _DEMO:
+                line = line or ("" if file.startswith("<") else f"{os.path.basename(file)}:{frame.f_lineno}")
+            elif code.co_name == "in_region_of_view":
+                by = "a method of a view that is not captured"
+            elif code.co_name == "scale" and "scaler" in file:
+                self.scaled = True
+            frame = frame.f_back
+        inside = self._view is not None
+        return Place("outside", line, -1, module, inside, by=by) if line else Place("own", inside=inside)
+
+    @contextlib.contextmanager
+    def of_view(self, runner: Any) -> Iterator[None]:
+        """Say that a view is called inside."""
+        before, self._view = self._view, runner
+        self.entered.append(runner)
+        try:
+            yield
+        finally:
+            self._view = before
+
+    def run(self, converted: Any, graph: GraphModule, by: str, run: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Run a graph node by node, or as it was compiled, and record what it does."""
+        at = next((i for i, ran in enumerate(self.graphs) if ran.converted is converted), len(self.graphs))
+        if at == len(self.graphs):
+            self.graphs.append(Ran(converted, graph, by))
+        self.graphs[at].calls += 1
+        before = self._place
+        try:
+            if not by:
+                return _Steps(self, at).run(*args, enable_io_processing=False)
+            self._place = Place("region", graph=at)
+            return run(*args)
+        finally:
+            self._place = before
+
+
+class _Steps(Interpreter):
+    """Runs a graph node by node, and tells the watch which node it is at."""
+
+    def __init__(self, watch: Watch, at: int) -> None:
+        super().__init__(watch.graphs[at].graph)
+        self._watch, self._at, self._nodes = watch, at, watch.graphs[at].nodes
+
+    def run_node(self, n: Node) -> Any:
+        self._watch._place = Place("node", n.name, self._at) if n.op.startswith("call") else self._watch._place
+        made = super().run_node(n)
+        if n.op.startswith("call"):
+            self._nodes[n.name] = (dtypes_in([self.env.get(o) for o in n.all_input_nodes]), dtypes_in(made))
+        return made
+
+
+def watching() -> Watch | None:
+    """Return the watch that is on, None where there is none."""
+    return next((mode for mode in reversed(dispatch_modes()) if isinstance(mode, Watch)), None)
+
+
+def node_by_node(run: Callable[..., Any], graph: GraphModule, converted: Any, by: Any) -> Callable[..., Any]:
+    """Return a compiled graph that a watch can see.
+
+    Args:
+        run: the compiled graph.
+        graph: what it was compiled from.
+        converted: what is known of it.
+        by: the compiler, "eager" for none.
+    """
+    name = by if isinstance(by, str) else getattr(by, "__name__", type(by).__name__)
+
+    @functools.wraps(run, updated=())
+    def call(*args: Any) -> Any:
+        watch = watching()
+        if watch is None:
+            return run(*args)
+        return watch.run(converted, graph, "" if by == "eager" else name, run, args)
+
+    return call
+
+
+def dtypes_in(values: Any) -> Dtypes:
+    """Return the dtypes of the floating and complex tensors in a value, in order."""
+    return _dtypes(_floats(values))
+
+
+def _dtypes(tensors: Sequence[Tensor]) -> Dtypes:
+    return tuple(dtype_name(t.dtype) for t in tensors)
+
+
+def _floats(values: Any) -> list[Tensor]:
+    leaves = pytree.tree_leaves(values)
+    return [t for t in leaves if isinstance(t, Tensor) and (t.is_floating_point() or t.is_complex())]
+
+
+def _makes_tensor(out: Any) -> bool:
+    return any(isinstance(t, Tensor) for t in pytree.tree_leaves(out))
+
+
+@functools.cache
+def _is_view(func: Any) -> bool:
+    """Say whether an op gives back its operand, or a view of it, and writes nothing."""
+    if not isinstance(func, OpOverload):
+        return False
+    returns = own_schema(func).returns
+    return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+
+
+@functools.cache
+def _name(func: Any) -> str:
+    return str(func.overloadpacket).rpartition(".")[2] if isinstance(func, OpOverload) else str(func)
+
+
+@functools.cache
+def _formula(func: Any) -> Any:
+    """Return what counts the FLOPs of an op; the fused attention of a CPU counts as that of other devices."""
+    if not isinstance(func, OpOverload):
+        return None
+    alike = getattr(torch.ops.aten, _name(func).replace("_for_cpu", ""), None)
+    return flop_registry.get(func.overloadpacket) or (flop_registry.get(alike) if alike is not None else None)
+
+
+@functools.cache
+def _is_product(func: Any) -> bool:
+    row = RULES.get(_name(func))
+    return _formula(func) is not None or (row is not None and LOW in (row.cpu, row.cuda))
+
+
+def _flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> int:
+    count = _formula(func)
+    return 0 if count is None else int(count(*args, **kwargs, out_val=out))
+
+
+def _casts(func: Any, args: tuple[Any, ...], out: Any) -> list[tuple[Tensor, Tensor]]:
+    """Return the tensors that an op casts, each with what it becomes."""
+    pairs: list[tuple[Tensor, Tensor]] = []
+    if func is _TO:
+        pairs = [(args[0], out)]
+    elif func is _COPY:
+        pairs = [(args[1], args[0])]
+    elif func is _COPIES:
+        pairs = list(zip(args[1], args[0], strict=True))
+    return [(a, b) for a, b in pairs if b.is_floating_point() and a.dtype != b.dtype]

@@ -1,0 +1,535 @@
+"""What ran is what was planned; what did not is named, with its line and its cause."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fxamp
+from passes.contract.errors import CaptureError, NotAModuleError, PolicyError
+from passes.graph.notes import is_inserted
+from tests.support.front_ends import exported
+
+O1, O2 = "O1,dtype=bf16", "O2,dtype=bf16"
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:torch"),
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    logging.getLogger("fxamp").setLevel(logging.ERROR)
+    yield
+    logging.getLogger("fxamp").setLevel(logging.NOTSET)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 4)
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(self.between(self.drop(self.norm(self.first(x)).relu())))
+        return out
+
+    def between(self, x: Tensor) -> Tensor:
+        return x
+
+    def encode(self, x: Tensor) -> Tensor:
+        out: Tensor = self.first(x)
+        return out
+
+
+X = torch.randn(6, 8)
+Y = torch.tensor([0, 1, 2, 3, 0, 1])
+CE = nn.functional.cross_entropy
+
+
+def view_of(model: nn.Module, policy: str = O2, **more: Any) -> Any:
+    return fxamp.convert(model, (X,), policy=policy, **more)
+
+
+def said(found: Any) -> str:
+    return "\n".join(map(str, found.differences))
+
+
+def bert() -> tuple[nn.Module, dict[str, Tensor]]:
+    tf = pytest.importorskip("transformers")
+    config = tf.BertConfig(
+        num_hidden_layers=1, hidden_size=32, num_attention_heads=2, intermediate_size=64, vocab_size=100
+    )
+    ids = torch.randint(0, 100, (2, 8))
+    return tf.BertForMaskedLM(config).train(), {"input_ids": ids, "labels": ids.clone()}
+
+
+def resnet() -> tuple[nn.Module, dict[str, Tensor]]:
+    tf = pytest.importorskip("transformers")
+    config = tf.ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic", num_labels=4)
+    model = tf.ResNetForImageClassification(config).train()
+    return model, {"pixel_values": torch.randn(2, 3, 32, 32), "labels": torch.tensor([1, 2])}
+
+
+class Counted(TorchDispatchMode):
+    """Casts and their bytes, counted as the figures of the reports are."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.casts = self.bytes = 0
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        pair = None
+        if func is torch.ops.aten._to_copy.default:
+            pair = (args[0], out)
+        if func is torch.ops.aten.copy_.default:
+            pair = (args[1], args[0])
+        if pair is not None and pair[1].is_floating_point() and pair[0].dtype != pair[1].dtype:
+            self.casts += 1
+            self.bytes += pair[0].nbytes + pair[1].nbytes
+        return out
+
+
+# What is not changed runs as planned.
+
+
+@pytest.mark.parametrize("policy", [O1, O2])
+@pytest.mark.parametrize("make", [bert, resnet])
+def test_views_of_real_models_run_as_planned(make: Any, policy: str) -> None:
+    model, batch = make()
+    view = fxamp.convert(model, kwargs=batch, policy=policy)
+    found = fxamp.census(view, batch)
+    assert found, said(found)
+    assert found.share == pytest.approx(1.0, abs=0.05)
+    assert found.planned is not None
+    decided = {d.key for d in fxamp.plan_of(view).decisions}
+    assert decided <= {row.where for row in found.planned}
+    assert {row.where for row in found.ran if row.graph >= 0 and row.product} <= decided
+    with Counted() as counted:
+        view(**batch).loss.backward()
+    assert (sum(r.casts for r in found.ran), sum(r.cast_bytes for r in found.ran)) == (counted.casts, counted.bytes)
+    casts_planned = sum(row.casts for row in found.planned)
+    casts_ran = sum(r.casts for r in found.ran if r.phase == "forward" and r.graph >= 0)
+    assert casts_planned == fxamp.plan_of(view).casts <= casts_ran
+
+
+@pytest.mark.parametrize("policy", [O1, O2])
+@pytest.mark.parametrize("make", [bert, resnet])
+def test_a_train_step_runs_as_planned_and_is_as_before(make: Any, policy: str) -> None:
+    model, batch = make()
+    view = fxamp.convert(model, kwargs=batch, policy=policy)
+    optimizer = torch.optim.AdamW(model.parameters())
+    step = fxamp.TrainStep(view, None, optimizer)
+    step(batch)
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    moments = [v.clone() for s in optimizer.state.values() for v in s.values()]
+    random = torch.get_rng_state()
+    found = fxamp.census(step, batch)
+    assert found, said(found)
+    assert any(row.op.startswith("_foreach") or row.op.startswith("addc") for row in found.ran)
+    assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
+    after = [v for s in optimizer.state.values() for v in s.values()]
+    assert all(torch.equal(a, b) for a, b in zip(moments, after, strict=True))
+    assert torch.equal(random, torch.get_rng_state())
+    assert step.windows == 1
+
+
+def test_a_converted_graph_runs_as_planned() -> None:
+    graph = fxamp.convert(exported(Net(), (X,)), policy=O2)
+    found = fxamp.census(graph, X, Y, loss=CE)
+    assert found, said(found)
+    assert "forward" not in vars(graph)
+
+
+def test_a_view_in_a_larger_model_runs_as_planned() -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = fxamp.convert(Net(), policy=O2), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.head(self.body(x))
+            return out
+
+    found = fxamp.census(Outer(), X)
+    assert found, said(found)
+    assert 0 < (found.share or 0) < 1
+
+
+def test_a_model_compiled_in_place_runs_as_planned() -> None:
+    model = Net()
+    model.compile(backend="fxamp", options={"policy": O2, "backend": "eager"})
+    found = fxamp.census(model, X)
+    assert found, said(found)
+    assert found.planned
+
+
+def test_an_autocast_region_inside_a_graph_is_planned() -> None:
+    class Region(Net):
+        def between(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", enabled=False):
+                return x.float() @ torch.ones(16, 16)
+
+    found = fxamp.census(view_of(Region()), X)
+    assert found, said(found)
+    assert any(row.product and row.dtype == "float32" for row in found.ran)
+
+
+def test_what_another_compiler_ran_is_said() -> None:
+    found = fxamp.census(view_of(Net(), backend="aot_eager"), X, Y, loss=CE)
+    assert found, said(found)
+    assert "compiled by aot_eager" in found.notes[0]
+    assert any(row.product and row.where.startswith("(graph 0") for row in found.ran)
+
+
+# Afterwards everything is as before.
+
+
+@pytest.mark.parametrize("policy", [None, O1, O2])
+def test_a_census_leaves_everything_as_it_was(policy: str | None) -> None:
+    model = Net()
+    used = model if policy is None else view_of(model, policy)
+    CE(model(X), Y).backward()
+    gradients = {n: p.grad for n, p in model.named_parameters()}
+    values = {n: g.clone() for n, g in gradients.items() if g is not None}
+    state = {n: t.clone() for n, t in model.state_dict().items()}
+    attributes = dict(vars(model))
+    random = torch.get_rng_state()
+    fxamp.census(used, X, Y, loss=CE)
+    assert all(p.grad is gradients[n] for n, p in model.named_parameters())
+    assert all(g is not None and torch.equal(g, values[n]) for n, g in gradients.items())
+    assert all(torch.equal(t, state[n]) for n, t in model.state_dict().items())
+    assert vars(model) == attributes
+    assert torch.equal(torch.get_rng_state(), random)
+
+
+def test_a_step_that_raises_leaves_everything_as_it_was() -> None:
+    model = Net()
+    before = {n: t.clone() for n, t in model.state_dict().items()}
+
+    def loss(out: Tensor) -> Tensor:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fxamp.census(view_of(model), X, loss=loss)
+    assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
+
+
+# What does not run as planned is named.
+
+
+class Breaks(Net):
+    def between(self, x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        out: Tensor = torch.compiler.disable(plain_product)(x)
+        return out
+
+
+def plain_product(x: Tensor) -> Tensor:
+    return x @ torch.ones(16, 16, dtype=x.dtype)
+
+
+class Region(Net):
+    def between(self, x: Tensor) -> Tensor:
+        out: Tensor = torch.compiler.disable(region)(x)
+        return out
+
+
+def region(x: Tensor) -> Tensor:
+    with torch.autocast("cpu", enabled=False):
+        return x.float() @ torch.ones(16, 16)
+
+
+def break_in_plain_code() -> Any:
+    return fxamp.census(view_of(Breaks()), X)
+
+
+def region_outside_of_graphs() -> Any:
+    return fxamp.census(view_of(Region()), X)
+
+
+def submodule_by_hand() -> Any:
+    view = view_of(Net())
+    return fxamp.census(view, X, loss=lambda out: out.float().sum() + view.first(X).sum())
+
+
+def functional_by_hand() -> Any:
+    view = view_of(Net())
+    return fxamp.census(view, X, loss=lambda out: nn.functional.linear(X, view.first.weight).sum())
+
+
+def method_of_the_view() -> Any:
+    view = view_of(Net())
+    return fxamp.census(view, X, loss=lambda out: view.encode(X).float().sum())
+
+
+def model_in_the_place_of_its_view() -> Any:
+    model = Net()
+    view = view_of(model)
+    return fxamp.census(view, X, loss=lambda out: model(X).sum())
+
+
+def computing_hook() -> Any:
+    model = Net()
+    model.norm.register_forward_hook(torch.compiler.disable(lambda m, i, out: out.float() @ torch.eye(16)))
+    return fxamp.census(fxamp.convert(model, policy=O2), X)
+
+
+def hook_in_backward() -> Any:
+    model = Net()
+    view = view_of(model)
+    return fxamp.census(view, X, loss=lambda out: _hooked(out).sum())
+
+
+def _hooked(out: Tensor) -> Tensor:
+    out.register_hook(lambda g: g @ torch.eye(4))
+    return out
+
+
+def stance() -> Any:
+    view = view_of(Net())
+    with torch.compiler.set_stance("force_eager"):
+        return fxamp.census(view, X)
+
+
+def recompile_limit() -> Any:
+    class Many(Net):
+        n = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * self.n
+
+    model = Many()
+    view = view_of(model, check=False)
+    for n in range(34):
+        model.n = n
+        view(X)
+    return fxamp.census(view, X)
+
+
+def view_that_is_not_called() -> Any:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            model = Net()
+            self.body = view_of(model)
+            self.__dict__["plain"] = model
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.__dict__["plain"](x)
+            return out
+
+    return fxamp.census(Outer(), X)
+
+
+def step_of(policy: str, **more: Any) -> Any:
+    model = nn.Linear(4, 2)
+    view = fxamp.convert(model, (torch.randn(2, 4),), policy=policy)
+    return fxamp.TrainStep(
+        view, more.pop("loss", lambda out: out.sum()), torch.optim.SGD(model.parameters(), 0.1), **more
+    )
+
+
+@pytest.mark.filterwarnings("ignore:training in FP16")
+def fp16_without_a_scaler() -> Any:
+    return fxamp.census(step_of("O2,dtype=fp16", scaler=None), torch.randn(2, 4))
+
+
+@pytest.mark.filterwarnings("ignore:training in FP16")
+def fp16_with_a_disabled_scaler() -> Any:
+    return fxamp.census(step_of("O2,dtype=fp16", scaler=fxamp.LossScaler(enabled=False)), torch.randn(2, 4))
+
+
+def skipped_step() -> Any:
+    return fxamp.census(step_of("O2,dtype=fp16", loss=lambda out: out.sum() * 1e30), torch.randn(2, 4))
+
+
+def changed(change: Callable[[Any], None]) -> Any:
+    graph = fxamp.convert(exported(Net(), (X,)), policy=O2)
+    change(graph)
+    graph.recompile()
+    return fxamp.census(graph, X, Y, loss=CE)
+
+
+def flipped_dtype() -> Any:
+    def change(graph: Any) -> None:
+        linear = next(n for n in graph.graph.nodes if "linear" in n.name)
+        for cast in linear.all_input_nodes:
+            cast.args = (cast.args[0], torch.float32)
+        with graph.graph.inserting_after(linear):
+            back = graph.graph.call_function(torch.ops.aten.to.dtype, (linear, torch.bfloat16))
+        linear.replace_all_uses_with(back, lambda user: user is not back)
+
+    return changed(change)
+
+
+def removed_cast() -> Any:
+    def change(graph: Any) -> None:
+        cast = next(n for n in reversed(graph.graph.nodes) if is_inserted(n) and n.op.startswith("call"))
+        cast.replace_all_uses_with(cast.args[0])
+        graph.graph.erase_node(cast)
+
+    return changed(change)
+
+
+def moved_out() -> Any:
+    def change(graph: Any) -> None:
+        linear = next(n for n in graph.graph.nodes if "linear" in n.name)
+        x = graph.graph.find_nodes(op="placeholder")[0]
+        with graph.graph.inserting_before(linear):
+            made = graph.graph.call_function(by_hand, (x, *linear.args[1:]))
+        linear.replace_all_uses_with(made)
+        graph.graph.erase_node(linear)
+
+    return changed(change)
+
+
+def by_hand(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return nn.functional.linear(x, weight.float(), bias.float()).bfloat16()
+
+
+PLANTED = [
+    (break_in_plain_code, ("mm in", "test_census.py", "graph break")),
+    (region_outside_of_graphs, ("mm in float32", "test_census.py", "autocast is off")),
+    (submodule_by_hand, ("addmm in float32", "module first", "by hand")),
+    (functional_by_hand, ("mm in float32", "by hand")),
+    (method_of_the_view, ("addmm", "module first", "method of a view")),
+    (model_in_the_place_of_its_view, ("addmm in float32", "module first", "module last", "by hand")),
+    (computing_hook, ("mm in bfloat16", "test_census.py", "module norm", "graph break")),
+    (hook_in_backward, ("mm in float32", "hook")),
+    (stance, ("a call without it", "force_eager")),
+    (recompile_limit, ("recompile limit",)),
+    (view_that_is_not_called, ("not called",)),
+    (fp16_without_a_scaler, ("unscaled", "LossScaler")),
+    (fp16_with_a_disabled_scaler, ("unscaled", "disabled")),
+    (skipped_step, ("skipped",)),
+    (flipped_dtype, ("first/linear#0: planned bfloat16, ran float32", "mm in backward")),
+    (removed_cast, ("planned 6 casts, ran 5 casts",)),
+    (moved_out, ("first/linear#0", "did not run")),
+]
+
+
+@pytest.mark.filterwarnings("ignore:training in FP16")
+@pytest.mark.filterwarnings("ignore:FP16 gradients without a loss scale")
+@pytest.mark.parametrize(("plant", "words"), PLANTED, ids=[plant.__name__ for plant, _ in PLANTED])
+def test_what_does_not_run_as_planned_is_named(plant: Callable[[], Any], words: tuple[str, ...]) -> None:
+    found = plant()
+    assert not found
+    assert all(word in said(found) for word in words), said(found)
+
+
+def test_a_plan_is_not_read_aloud() -> None:
+    """Without a change the graphs of the two tests above run as planned."""
+    assert changed(lambda graph: None)
+
+
+# A model that nobody converted.
+
+
+def test_what_ran_in_a_model_that_nobody_converted_is_listed() -> None:
+    model = Net()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = fxamp.census(model, X)
+    assert found.planned is None
+    assert not found.differences
+    assert {(row.module, row.dtype) for row in found.ran if row.product and row.phase == "forward"} == {
+        ("first", "bfloat16"), ("last", "bfloat16")
+    }  # fmt: skip
+    assert {row.where for row in found.ran if row.product and row.phase == "backward"} == {"first", "last"}
+    with pytest.raises(TypeError, match=r"\.differences"):
+        bool(found)
+
+
+def test_a_layer_that_stays_fp32_under_autocast_is_named() -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        found = fxamp.census(Region(), X)
+    assert "mm in float32" in said(found)
+    assert "test_census.py" in said(found)
+
+
+def test_a_plain_fp32_model_has_no_differences() -> None:
+    found = fxamp.census(Net(), X)
+    assert found.differences == ()
+    assert {row.dtype for row in found.ran if row.product} == {"float32"}
+    assert not found.casts
+
+
+def test_a_census_prints_and_is_json() -> None:
+    found = fxamp.census(view_of(Net()), X, Y, loss=CE)
+    assert "differences: none" in str(found)
+    assert "as planned" in str(found)
+    data = json.loads(found.to_json())
+    assert data["differences"] == []
+    assert data["share"] == pytest.approx(1.0)
+    assert len(repr(found).splitlines()) == 1
+
+
+# Bad input.
+
+
+def test_bad_input_is_refused() -> None:
+    view = view_of(Net())
+    with pytest.raises(PolicyError, match="inputs is a tensor"):
+        fxamp.census(view, 3)
+    with pytest.raises(PolicyError, match="without loss"):
+        fxamp.census(view, X, Y)
+    with pytest.raises(NotAModuleError):
+        fxamp.census(lambda x: x, X)
+    with pytest.raises(CaptureError, match="meta"):
+        fxamp.census(Net().to("meta"), X)
+    with pytest.raises(PolicyError, match="no tensor of floats"):
+        fxamp.census(nn.Flatten(), torch.tensor([[1]]))
+    step = step_of(O2, accumulate_steps=2)
+    step(torch.randn(2, 4))
+    with pytest.raises(PolicyError, match="flush"):
+        fxamp.census(step, torch.randn(2, 4))
+
+
+def test_inputs_that_the_model_refuses_raise_its_own_error() -> None:
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        fxamp.census(Net(), torch.randn(6, 9))
+
+
+# In a training step.
+
+
+def test_a_training_step_watches_its_first_call_and_the_one_after_a_recompile() -> None:
+    model = Net()
+    view, optimizer = view_of(model), torch.optim.SGD(model.parameters(), 0.1)
+    step = fxamp.TrainStep(view, CE, optimizer, census="error", accumulate_steps=2)
+    assert step.census is not None
+    seen = []
+    for training in (True, True, True, False, False, False):
+        model.train(training)
+        step(X, Y)
+        seen.append(id(step.census.last))
+    assert [b != a for a, b in itertools.pairwise(seen)] == [False, False, False, True, False]
+
+
+def test_a_training_step_warns_or_raises_where_what_runs_is_not_planned() -> None:
+    def wrong(out: Tensor, y: Tensor) -> Tensor:
+        return CE(out, y) + view.first(X).sum()
+
+    model = Net()
+    view, optimizer = view_of(model), torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.warns(UserWarning, match=r"module first.*by hand"):
+        fxamp.TrainStep(view, wrong, optimizer, census="warn")(X, Y)
+    with pytest.raises(fxamp.VerificationError, match=r"module first.*by hand"):
+        fxamp.TrainStep(view, wrong, optimizer, census="error")(X, Y)
+    with pytest.raises(PolicyError, match="census"):
+        fxamp.TrainStep(view, CE, optimizer, census="always")  # type: ignore[arg-type]
