@@ -39,7 +39,7 @@ class NotAModuleError(CaptureError, TypeError):
         >>> fxamp.compile("model")
         Traceback (most recent call last):
             ...
-        passes.contract.errors.NotAModuleError: fxamp converts a torch.nn.Module, a GraphModule or an ExportedProgram, not str.
+        passes.contract.errors.NotAModuleError: fxamp converts a torch.nn.Module, a GraphModule or ... not str.
     """
 
 
