@@ -42,7 +42,7 @@ def run_target(made: tuple[Any, Any, Any], policy: Policy, *, own: bool) -> tupl
     else:
         found = census(model if has_plan else convert(model, policy=policy), _batch(model, args, kwargs))
     if found.planned is None:
-        return whole, ["nothing was converted: give the TrainStep what fxamp.convert returned"]
+        raise FxampError("check: nothing of the target is converted: give the TrainStep what fxamp.convert returned")
     return whole if has_plan else None, list(map(str, found.differences))
 
 

@@ -48,13 +48,15 @@ from .switch import switch_views
 from .weights.weights import Mode, WeightCasts
 from .window.by_hand import ByHand
 from .window.closure import needs_closure, refuse_company, run_window, step_by_closure
-from .window.gradients import KeptMicroBatches, Mean, average, first_with_gradient, parameters
+from .window.gradients import KeptMicroBatches, Mean, average, first_with_gradient, parameters, untrained
 from .window.loss import LossFunction, loss_of, refuse_constant, require_loss
 from .window.result import HostFlag, StepResult
 from .window.update import AtEnd, Update, take_step
 from .window.window import UNWEIGHTED, Weight, Window, range_of
 
 logger = logging.getLogger("fxamp")
+
+_LOOKS = 16  # windows between two looks for parameters that no optimizer trains: a walk costs as much as a step
 
 
 class TrainStep(TrainState):
@@ -205,6 +207,7 @@ class TrainStep(TrainState):
         self.by_hand, self.said = ByHand(), set()
         self._closes = any(map(needs_closure, self.optimizers))
         self.census = None if census is None else CallCensus(census)
+        self._untrained = untrained(model, loss_fn, self.optimizers)
         warn_of_settings(self)
 
     @property
@@ -499,12 +502,16 @@ class TrainStep(TrainState):
 
     def _clear(self, *, in_place: bool) -> None:
         """Clear the gradients of model, loss and optimizers."""
-        loss = self.loss_fn.parameters() if isinstance(self.loss_fn, nn.Module) else ()
-        trained = {id(p) for o in self.optimizers for p in parameters(o)} if in_place else set()
-        for p in (*self.model.parameters(), *loss, *(p for o in self.optimizers for p in parameters(o))):
-            if p.grad is not None and id(p) in trained:
-                p.grad.detach_().zero_()
-            elif p.grad is not None:
+        for group in (group for o in self.optimizers for group in o.param_groups):
+            for p in group["params"]:
+                if p.grad is not None and in_place:
+                    p.grad.detach_().zero_()
+                elif p.grad is not None:
+                    p.grad = None
+        if self.windows % _LOOKS == 0:
+            self._untrained = untrained(self.model, self.loss_fn, self.optimizers)
+        for p in self._untrained:
+            if p.grad is not None:
                 p.grad = None
 
     def _clear_stale(self) -> None:

@@ -25,18 +25,18 @@ FOLDERS = sorted({p.parent for p in FILES.values()})
 # Package: what it imports. The lowest first; what is new here has to have a reason.
 ARROWS = {
     "passes.contract": "",
+    "passes.ops.table": "",
     "passes._torch": ".contract",
     "passes.runtime": "._torch .contract",
-    "passes.ops.table": "",
     "passes.ops": "._torch .contract .ops.table .runtime",
     "passes.graph": "._torch .contract .ops .runtime",
     "passes.colouring": ".contract .graph",
     "passes.assign.colour": "._torch .colouring .contract .graph .ops",
     "passes.form": ".colouring .graph",
-    "passes.legalize": "._torch .contract .form .graph .ops",
     "passes.assign.place": "._torch .assign.colour .colouring .contract .graph .ops",
-    "passes.assign": ".assign.colour .assign.place .colouring .contract .form .graph .ops",
     "passes.casts": "._torch .colouring .contract .form .graph .ops .runtime",
+    "passes.legalize": "._torch .contract .form .graph .ops",
+    "passes.assign": ".assign.colour .assign.place .colouring .contract .form .graph .ops",
     "passes.watch": ".casts .form .ops",
     "passes.pipeline": ".assign .casts .colouring .contract .form .graph .legalize .ops .runtime .watch",
     "passes": ".pipeline .watch",
@@ -66,8 +66,8 @@ ARROWS = {
     ),
     "fxamp.report.gate": ".convert .report.diff .report.forms .report.reader .report.record passes.contract passes.ops",
     "fxamp.train": (
-        ".dynamo .train.compiled .train.ranks .train.scale .train.weights .train.window .trust .trust.census .view "
-        "passes._torch passes.contract"
+        ".dynamo .train.compiled .train.ranks .train.scale .train.weights .train.window .trust .trust.census "
+        ".view passes._torch passes.contract"
     ),
     "fxamp.pytest_plugin": ".report.gate",
     "fxamp.demo": ".convert .measure .train .train.weights passes.contract",

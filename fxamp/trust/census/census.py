@@ -187,33 +187,22 @@ def _is_compiled_by_us(model: nn.Module) -> bool:
 
 def _text(found: Census) -> str:
     whole = sum(row.flops for row in found.ran)
-    groups: dict[tuple[str, str], list[Row]] = {}
-    for row in found.ran:
-        if row.product:
-            groups.setdefault((row.op, row.dtype), []).append(row)
     table = []
-    for (op, dtype), rows in sorted(groups.items(), key=lambda g: -sum(r.flops for r in g[1])):
-        flops = sum(r.flops for r in rows)
-        table.append((op, dtype, sum(r.count for r in rows), f"{flops / 1e9:.3g}", f"{100 * flops / (whole or 1):.1f}"))
-    for dtype, rows in _others(found).items():
-        table.append(("other ops", dtype, sum(r.count for r in rows), "", ""))
-    title = f"Census of {found.name}: {f'planned by {found.policy}' if found.policy else 'no plan'}"
-    casts = f"{sum(r.casts for r in found.ran)} casts, {sum(r.cast_bytes for r in found.ran) / 1e6:.3g} MB"
-    lines = [title, "", tabulate(table, ("op", "dtype", "ran", "GFLOP", "% of FLOPs"), disable_numparse=True), ""]
-    lines += [f"casts executed: {casts}", f"loss scaling: {found.scaling}"]
-    if found.share is not None:
-        lines.append(f"ran as planned: {100 * found.share:.1f} % of FLOPs")
+    for dtype in sorted({row.dtype for row in found.ran if not row.casts}):
+        rows = [row for row in found.ran if row.dtype == dtype and not row.casts]
+        flops = sum(row.flops for row in rows)
+        products = sum(row.count for row in rows if row.product)
+        others = sum(row.count for row in rows if not row.product)
+        table.append((dtype, products, f"{flops / 1e9:.3g}", f"{100 * flops / (whole or 1):.1f}", others))
+    shown = tabulate(table, ("dtype", "products", "GFLOP", "% of FLOPs", "other ops"), "plain", disable_numparse=True)
+    casts = f"casts: {sum(r.casts for r in found.ran)}, {sum(r.cast_bytes for r in found.ran) / 1e6:.3g} MB"
+    planned = "no plan" if found.share is None else f"as planned: {100 * found.share:.1f} % of FLOPs"
+    lines = [f"{found.name}{f', {found.policy}' if found.policy else ''}; {planned}", shown, casts]
+    if found.scaling.low_gradients:
+        lines.append(f"loss scaling: {found.scaling}")
     lines += [f"note: {note}" for note in found.notes]
     lines.append(f"differences: {len(found.differences) or 'none'}")
     lines += [f"  {difference}" for difference in found.differences[:_SHOWN]]
     if len(found.differences) > _SHOWN:
         lines.append(f"  and {len(found.differences) - _SHOWN} more in .differences")
     return "\n".join(lines)
-
-
-def _others(found: Census) -> dict[str, list[Row]]:
-    made: dict[str, list[Row]] = {}
-    for row in found.ran:
-        if not row.product and not row.casts:
-            made.setdefault(row.dtype, []).append(row)
-    return made

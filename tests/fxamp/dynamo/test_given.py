@@ -463,7 +463,8 @@ class _Mean(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer, self.mean = nn.Linear(6, 6), nn.Buffer(torch.zeros(6))
+        self.layer = nn.Linear(6, 6)
+        self.mean: Tensor = nn.Buffer(torch.zeros(6))
 
     def forward(self, x: Tensor, wide: Tensor) -> Tensor:
         self.mean = self.mean * 0.9 + wide.mean(0)

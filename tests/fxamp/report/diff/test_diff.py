@@ -367,7 +367,7 @@ def test_model_and_plan_cannot_be_compared() -> None:
 def test_of_a_view_alone_each_captured_graph_is_beside_the_emitted_one() -> None:
     class Net(nn.Sequential):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            made: torch.Tensor = super().forward(x) if self.training else self[0](x)
+            made: torch.Tensor = super().forward(x) if self.training else self[0](x)  # type: ignore[no-untyped-call]
             return made
 
     model, x = Net(nn.Linear(4, 4), nn.Tanh()), torch.randn(2, 4)
