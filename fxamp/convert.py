@@ -23,6 +23,7 @@ from .dynamo.given import convert_given, store_low
 from .dynamo.inputs import Inputs, as_inputs
 from .dynamo.parameters import only_read
 from .dynamo.resolve import resolve
+from .measure.fastest import CODE as CHOSEN
 from .measure.fastest import fastest_plan, measurable
 from .measure.timing import OpTimer
 from .view.graphs import graphs_of
@@ -103,7 +104,7 @@ def convert(
         PolicyError: The policy is wrong or does not fit the model; there is no such backend; or an argument is not for
             this kind of model.
         PlanError: The plan cannot be read, or does not fit the model.
-        VerificationError: A rewritten graph does not do what its plan says, or has an op without a kernel here.
+        VerificationError: A rewritten graph does not do what its plan says.
 
     Example:
         >>> converted = fxamp.convert(model, (x,), policy="O1,dtype=bf16")
@@ -207,6 +208,8 @@ def _view(
     if measured:
         settled = measurable(resolve(policy, model, inputs), model, inputs)
         runner_of(view).timer = OpTimer(str(settled.device))
+    if replayed is not None:
+        runner_of(view).note(*(note for note in replayed.notes if note.startswith(f"{CHOSEN}:")))
     if inputs is not None:
         capture_view(runner_of(view), *inputs, check)
     if not measured or inputs is None:

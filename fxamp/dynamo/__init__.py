@@ -1,5 +1,5 @@
-"""The same compiler behind `torch.compile`, at the first call.
+"""What Dynamo captures, described for the compiler; and graphs that the user brings.
 
-Imports the compiler, the user's model, and the checks; and, for torch's structured trace, the record of a report.
-`convert` and the training step use it.
+Imports the compiler, what leaves a model as it was, and, for torch's structured trace, the record of a report.
+Views, `convert`, measuring, reports and the training step use it.
 """

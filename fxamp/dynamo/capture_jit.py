@@ -119,7 +119,7 @@ class _Description:
         `inside` says that it is the body of a higher-order op, which stands in an autocast region of the model's own.
         """
         nodes, held = list(gm.graph.nodes), dict[Node, Any]()
-        _describe_regions(nodes, region)
+        describe_regions(nodes, region)
         regions = {note_of(n).region for n in nodes} - {None}
         self.by_autocast |= {dtype for _, on, dtype in regions if on and dtype in LOW_DTYPES}  # type: ignore[misc]
         for node in nodes:
@@ -242,7 +242,7 @@ def _describe_origin(node: Node, scope: Scope | None) -> None:
         node.meta["nn_module_stack"] = {k: (_ROOT.sub("", path), kind) for k, (path, kind) in stack.items()}
 
 
-def _describe_regions(nodes: Iterable[Node], outside: Region | None) -> None:
+def describe_regions(nodes: Iterable[Node], outside: Region | None) -> None:
     """Note on each call the innermost autocast region that it lies in; the graph itself lies in `outside`."""
     regions: list[tuple[Node | None, Region]] = [] if outside is None else [(None, outside)]
     for node in nodes:

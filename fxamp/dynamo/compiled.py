@@ -132,10 +132,15 @@ def record_on(gm: GraphModule) -> dict[str, Any] | None:
 
 
 def copied(gm: GraphModule) -> GraphModule:
-    """Return a copy of a graph, over the same attributes."""
+    """Return a copy of a graph and of the bodies of its higher-order ops, over the same tensors."""
     graph = Graph()
     graph.output(graph.graph_copy(gm.graph, {}))
-    return GraphModule(gm, graph)
+    made = GraphModule(gm, graph)
+    for node in graph.find_nodes(op="get_attr"):
+        body = made.get_submodule(str(node.target)) if str(node.target) in dict(made.named_children()) else None
+        if isinstance(body, GraphModule):
+            setattr(made, str(node.target), copied(body))
+    return made
 
 
 def record(entry: Converted, inputs: Sequence[Any], scope: Scope | None) -> Converted:

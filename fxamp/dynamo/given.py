@@ -44,6 +44,7 @@ from passes.graph.splice import copy_body, put_in_place
 from passes.runtime.sizes import check_sizes
 from passes.runtime.tracing import RuntimeTracer
 
+from .capture_jit import describe_regions
 from .compiled import with_record
 from .inputs import Inputs
 from .parameters import opaque_parameters, refuse_low_parameters
@@ -148,9 +149,12 @@ def _copied(given: GraphModule | ExportedProgram) -> GraphModule:
             node.target = f"{_HELD}.{name}"
         if isinstance(node.type, str):
             node.type = None  # an annotation that is not evaluated, with which a graph cannot be pickled
-        if "val" in node.meta:
-            node.meta["val"] = pytree.tree_map(without_transforms, node.meta["val"])
+        # Where a model rebinds a buffer, an export copies into it; torch gives the copy the dtype of what is copied.
+        like: Any = node.args[0] if node.target is torch.ops.aten.copy_.default else node
+        if "val" in like.meta:
+            node.meta["val"] = pytree.tree_map(without_transforms, like.meta["val"])
     inline_regions(made.graph, held)
+    describe_regions(list(made.graph.nodes), None)
     if held:
         holder = nn.Module()
         for name, value in held.items():

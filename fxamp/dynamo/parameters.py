@@ -61,10 +61,7 @@ def refuse_low_parameters(
             f"{len(low)} trainable parameter(s) are low: {listed}; in train mode, with gradients, they are refused",
         )
     if gathered():
-        raise PolicyError(
-            f"FSDP2 gathers {len(low)} trainable parameter(s) in a low dtype: {listed}. Do not set "
-            "param_dtype in its MixedPrecisionPolicy: the graph casts parameters itself."
-        )
+        return (f"FSDP2 gathers {len(low)} trainable parameter(s) in a low dtype, which need no cast: {listed}",)
     raise PolicyError(
         f"{len(low)} trainable parameter(s) are low already: {listed}. Updates below the resolution of 16 "
         f"bits vanish. {FP32_PARAMETERS}"

@@ -1,5 +1,5 @@
 """Counting and timing: casts and bytes of a step, single ops, whole passes; measured costs kept on disk.
 
-Imports captures, converted modules and checks.
+Imports views, and what leaves a model as it was.
 `convert` uses it for `cost="measured"`, the training step and the demo for their counts.
 """

@@ -1,4 +1,4 @@
 """Decisions as people and CI read them: the record, the table, the difference, the gate.
 
-Imports the compiler's plans, and what a converted module and a training step are. The command uses it.
+Imports the compiler's plans, and what a view and a training step are. The command uses it.
 """

@@ -1,5 +1,5 @@
 """The training step: loss scaling, gradient accumulation, and the calls around the model in the right order.
 
-Imports its own folders, and what converted and compiled modules are.
+Imports its own folders, views, compiled modules and the census.
 Users call it; reports describe it.
 """

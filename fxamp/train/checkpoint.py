@@ -18,6 +18,7 @@ from passes.contract.errors import PolicyError
 from .given import policies_asked
 from .scale.events import SkipsInARow
 from .state import Tally, TrainState
+from .switch import switch_views
 from .window.by_hand import ByHand
 from .window.closure import needs_closure
 from .window.gradients import parameters
@@ -103,7 +104,7 @@ def load_course(step: TrainState, state: Mapping[str, Any]) -> None:
     step.skips_in_a_row = SkipsInARow(state.get("skips_in_a_row", 0))
     switches = tuple((window, policy) for window, policy in state.get("switches", ()))
     if switches and switches != step.switches:
-        step.switch_to(switches[-1][1])
+        switch_views(step.model, switches[-1][1])
     step.switches = switches
     step.by_hand = ByHand()  # schedulers and gradients are those of the state now
     step.said.discard("ranks")  # compare again: other ranks may have loaded another state

@@ -126,10 +126,6 @@ class TrainState:
         """Leave the window that is open, without a step; do nothing if none is."""
         raise NotImplementedError
 
-    def switch_to(self, policy: str) -> None:
-        """Let the views in the model follow another policy."""
-        raise NotImplementedError
-
 
 def trained_without_optimizer(model: nn.Module, optimizers: Sequence[Optimizer]) -> float:
     """Return the share of the trainable elements of a model that no optimizer trains."""

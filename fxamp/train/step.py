@@ -48,13 +48,15 @@ from .switch import switch_views
 from .weights.weights import Mode, WeightCasts
 from .window.by_hand import ByHand
 from .window.closure import needs_closure, refuse_company, run_window, step_by_closure
-from .window.gradients import KeptMicroBatches, Mean, average, first_with_gradient, parameters
+from .window.gradients import KeptMicroBatches, Mean, average, first_with_gradient, parameters, untrained
 from .window.loss import LossFunction, loss_of, refuse_constant, require_loss
 from .window.result import HostFlag, StepResult
 from .window.update import AtEnd, Update, take_step
 from .window.window import UNWEIGHTED, Weight, Window, range_of
 
 logger = logging.getLogger("fxamp")
+
+_LOOKS = 16  # windows between two looks for parameters that no optimizer trains: a walk costs as much as a step
 
 
 class TrainStep(TrainState):
@@ -82,8 +84,9 @@ class TrainStep(TrainState):
     Args:
         model: A module that `fxamp.convert` or `fxamp.compile` returned, or a wrapper of one. An unconverted model
             trains in FP32, except with `compile="fxamp"`. TrainStep never calls train() or eval().
-        loss_fn: It is called as `loss_fn(output, target)`, or without a target as `loss_fn(output)`. With None the loss
-            is an entry of the model's output: `output.loss` or `output["loss"]`.
+        loss_fn: It is called as `loss_fn(output, target)`, or without a target as `loss_fn(output)`, and returns a
+            tensor of one element. With None the loss is an entry of the model's output: `output.loss` or
+            `output["loss"]`.
         optimizer: One optimizer, or several over distinct parameters. One that evaluates the loss itself (LBFGS) has to
             be the only one; it runs the micro-batches of the window again whenever it evaluates the loss.
         scaler: A LossScaler that nothing else uses; a number for a static loss scale; None for no loss scaling. "auto"
@@ -204,6 +207,7 @@ class TrainStep(TrainState):
         self.by_hand, self.said = ByHand(), set()
         self._closes = any(map(needs_closure, self.optimizers))
         self.census = None if census is None else CallCensus(census)
+        self._untrained = untrained(model, loss_fn, self.optimizers)
         warn_of_settings(self)
 
     @property
@@ -361,8 +365,8 @@ class TrainStep(TrainState):
 
         Example:
             >>> step.switch("O2,dtype=bf16")
-            >>> step(x, y).reason, step.switches
-            ('stepped', ((0, 'O2,dtype=bf16'),))
+            >>> step(x, y).reason, [policy for _, policy in step.switches]
+            ('stepped', ['O2,dtype=bf16'])
             >>> step.switch("O1,dtype=bf16")
         """
         if self.position:
@@ -370,9 +374,6 @@ class TrainStep(TrainState):
         self.close_window()
         policy = switch_views(self.model, policy_or_plan)
         self.switches = (*self.switches, (self.windows, str(policy)))
-
-    def switch_to(self, policy: str) -> None:  # noqa: D102
-        switch_views(self.model, policy)
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that a run needs to continue bit for bit, as plain values and tensors.
@@ -449,6 +450,11 @@ class TrainStep(TrainState):
 
         Raises:
             PolicyError: The scale cannot be used, or is another one than that of the open window.
+
+        Example:
+            >>> step.open_window(2.0).given_scale
+            2.0
+            >>> step.close_window()
         """
         if scale is not None:
             require_scale("scale", scale)
@@ -477,7 +483,15 @@ class TrainStep(TrainState):
         return self.opened
 
     def close_window(self) -> None:
-        """Leave the window that is open, without a step; do nothing if none is."""
+        """Leave the window that is open, without a step; do nothing if none is.
+
+        Example:
+            >>> with step.window():
+            ...     step.backward(nn.functional.cross_entropy(step.model(x), y))
+            >>> step.close_window()
+            >>> step.position
+            0
+        """
         self.weights.end()
         if self.opened is None:
             return
@@ -488,12 +502,16 @@ class TrainStep(TrainState):
 
     def _clear(self, *, in_place: bool) -> None:
         """Clear the gradients of model, loss and optimizers."""
-        loss = self.loss_fn.parameters() if isinstance(self.loss_fn, nn.Module) else ()
-        trained = {id(p) for o in self.optimizers for p in parameters(o)} if in_place else set()
-        for p in (*self.model.parameters(), *loss, *(p for o in self.optimizers for p in parameters(o))):
-            if p.grad is not None and id(p) in trained:
-                p.grad.detach_().zero_()
-            elif p.grad is not None:
+        for group in (group for o in self.optimizers for group in o.param_groups):
+            for p in group["params"]:
+                if p.grad is not None and in_place:
+                    p.grad.detach_().zero_()
+                elif p.grad is not None:
+                    p.grad = None
+        if self.windows % _LOOKS == 0:
+            self._untrained = untrained(self.model, self.loss_fn, self.optimizers)
+        for p in self._untrained:
+            if p.grad is not None:
                 p.grad = None
 
     def _clear_stale(self) -> None:

@@ -1,5 +1,5 @@
-"""Checks on the example inputs: the captured graph computes what the model does, and the converted module runs.
+"""Leaves a model as it was while it is run, and compares two runs of it.
 
-Imports the converted module and the user's model.
-Capture, `convert` and measuring use it.
+Imports the compiler's contract and its table of ops.
+Capture, views, measuring, records and the training step use it.
 """

@@ -1,5 +1,5 @@
-"""The converted view of a model: how it is called, copied and saved, and the graphs that it runs.
+"""The converted view of a model: how it is called, checked, copied and saved, and the graphs that it runs.
 
-Imports the compiler and what Dynamo captures.
-`convert` makes views; reports, the training step and the checks read them.
+Imports the compiler, what Dynamo captures, and what leaves a model as it was.
+`convert` makes views; reports, measuring and the training step read them.
 """

@@ -54,13 +54,23 @@ class Part:
 
     Attributes:
         states: the states.
-        entries: the graphs of the first of them.
+        graphs: those of each state.
         plan: what is decided on them.
     """
 
     states: tuple[State, ...]
-    entries: tuple[Entry, ...]
+    graphs: tuple[tuple[Entry, ...], ...]
     plan: Plan
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        """The graphs of the first state."""
+        return self.graphs[0]
+
+    @property
+    def name(self) -> str:
+        """The states in words."""
+        return OR.join(map(str, self.states))
 
 
 def parts_of(runner: Runner) -> list[Part]:
@@ -73,9 +83,10 @@ def parts_of(runner: Runner) -> list[Part]:
         plan = together([("", entry.converted.plan) for entry in entries])
         same = next((p for p in parts if (p.plan.decisions, p.plan.casts) == (plan.decisions, plan.casts)), None)
         if same is None:
-            parts.append(Part((state,), tuple(entries), plan))
+            parts.append(Part((state,), (tuple(entries),), plan))
         else:
-            parts[parts.index(same)] = replace(same, states=(*same.states, state))
+            graphs = (*same.graphs, tuple(entries))
+            parts[parts.index(same)] = replace(same, states=(*same.states, state), graphs=graphs)
     return parts
 
 
@@ -88,7 +99,7 @@ def plan_of(runner: Runner) -> Plan:
     parts = parts_of(runner)
     if not parts:
         raise CaptureError(nothing_captured(runner))
-    plan = joined([part.plan for part in parts], [OR.join(map(str, part.states)) for part in parts])
+    plan = joined([part.plan for part in parts], [part.name for part in parts])
     covered = coverage(runner.model, [entry.converted for part in parts for entry in part.entries])
     notes = (*plan.notes, *runner.notes, *covered, *recompile_limit.reached(runner.model))
     return replace(plan, notes=tuple(dict.fromkeys(notes)), complete=runner.complete)
@@ -97,17 +108,27 @@ def plan_of(runner: Runner) -> Plan:
 def graphs_of(runner: Runner) -> tuple[GraphModule, ...]:
     """Return the emitted graphs of a view as modules over the model's own parameters and buffers.
 
-    `meta["fxamp"]` of each holds its `state`, its `plan`, where Dynamo broke it (`break`), and the number of its first
-    graph in the plan of the view (`number`).
+    `meta["fxamp"]` of each holds its `state`, its `plan`, where Dynamo broke it (`break`), the `number` of its first
+    graph in the plan of the view, and the `part` of that plan by name: states that decide the same share both.
     """
-    made, number = [], 0
-    for part in parts_of(runner):
-        for entry in part.entries:
-            gm = bound(runner, entry)
-            record = {"state": OR.join(map(str, part.states)), "break": entry.converted.broke, "number": number}
-            made.append(with_record(gm, entry.converted.plan, **record))
-            number += entry.converted.plan.graphs
+    made = []
+    for entry, number, name in numbered(runner):
+        record = {"state": str(entry.state), "break": entry.converted.broke, "number": number, "part": name}
+        made.append(with_record(bound(runner, entry), entry.converted.plan, **record))
     return tuple(made)
+
+
+def numbered(runner: Runner) -> list[tuple[Entry, int, str]]:
+    """Return each graph of a view, state by state, with its number in the plan and the name of its part of the plan."""
+    found, first = list[tuple[Entry, int, str]](), 0
+    for part in parts_of(runner):
+        for entries in part.graphs:
+            number = first
+            for entry in entries:
+                found.append((entry, number, part.name))
+                number += entry.converted.plan.graphs
+        first = number
+    return sorted(found, key=lambda one: one[0].state.order)
 
 
 def bound(runner: Runner, entry: Entry) -> GraphModule:
@@ -200,8 +221,8 @@ class _Binding:
         else:
             self.env[node] = self.graph.placeholder(node.name)  # a size that crosses a break
         made = self.env.get(node)
-        if isinstance(made, Node):
-            made.meta = dict(node.meta)
+        if isinstance(made, Node):  # no module makes a size of an input
+            made.meta = {k: v for k, v in node.meta.items() if made.op != "call_method" or k != "nn_module_stack"}
 
     def _name(self, node: Node) -> str:
         """Return the name of the argument that an input is, or a name with its number for a part of one."""

@@ -329,7 +329,7 @@ def _gradient_difference(expected: Gradients, got: Gradients) -> str:
 
 
 def _are_alike(a: Any, b: Any, floor: float) -> bool:
-    return a is b or _norm(a - b) <= max(GRADIENT_TOLERANCE * _norm(a), floor)
+    return a is b or _norm(a - b) <= max(GRADIENT_TOLERANCE * _norm(a), floor) or same(a, b)  # NaN, too
 
 
 def _floor(gradients: Gradients | None) -> float:

@@ -39,7 +39,7 @@ class NotAModuleError(CaptureError, TypeError):
         >>> fxamp.compile("model")
         Traceback (most recent call last):
             ...
-        passes.contract.errors.NotAModuleError: fxamp.compile takes a torch.nn.Module, not str.
+        passes.contract.errors.NotAModuleError: fxamp converts a torch.nn.Module, a GraphModule or ... not str.
     """
 
 
@@ -70,7 +70,7 @@ class VerificationError(FxampError):
 
     Example:
         >>> sloped = nn.Sequential(nn.Linear(8, 4), nn.RReLU(inplace=True))  # has no FP16 kernel on a CPU
-        >>> fxamp.convert(sloped, (x,), policy="O1,dtype=fp16")
+        >>> fxamp.convert(torch.export.export(sloped, (x,)), policy="O1,dtype=fp16")
         Traceback (most recent call last):
             ...
         passes.contract.errors.VerificationError: ...rrelu_...

@@ -65,7 +65,7 @@ class Decision:
         code: The code of the reason; by default the word before its colon.
 
     Example:
-        >>> first = converted.plan.decisions[0]
+        >>> first = fxamp.plan_of(converted).decisions[0]
         >>> first.key, first.op, first.colour, first.reason
         ('0/linear#0', 'linear', 'bfloat16', 'low: matrix product, accumulated in FP32')
     """
@@ -95,7 +95,7 @@ class Decision:
             PlanError: There is no such code.
 
         Example:
-            >>> reason = converted.plan.decisions[0].because
+            >>> reason = fxamp.plan_of(converted).decisions[0].because
             >>> str(reason.code), reason.detail
             ('low', 'matrix product, accumulated in FP32')
         """
@@ -171,7 +171,7 @@ class Plan:
         """List the rules of the passes that found nothing to do, as "pass/rule".
 
         Example:
-            >>> "legalize/composite" in converted.plan.never_fired
+            >>> "legalize/composite" in fxamp.plan_of(converted).never_fired
             True
         """
         return tuple(rule for rule, count in sorted(self.edits.items()) if not count)
@@ -193,7 +193,7 @@ class Plan:
             index: Number of the graph.
 
         Example:
-            >>> converted.plan.of_graph(0).decisions == converted.plan.decisions
+            >>> fxamp.plan_of(converted).of_graph(0).decisions == fxamp.plan_of(converted).decisions
             True
         """
         return replace(self, decisions=tuple(d for d in self.decisions if d.graph == index))
@@ -205,7 +205,7 @@ class Plan:
             first: Number of the graph.
 
         Example:
-            >>> converted.plan.from_graph(0).decisions == converted.plan.decisions
+            >>> fxamp.plan_of(converted).from_graph(0).decisions == fxamp.plan_of(converted).decisions
             True
         """
         return replace(self, decisions=_between(self.decisions, first, None), states=())
@@ -217,7 +217,7 @@ class Plan:
             at: Number of the state among `states`.
 
         Example:
-            >>> converted.plan.part(0) == converted.plan  # there is only one state
+            >>> fxamp.plan_of(converted).part(0) == fxamp.plan_of(converted)  # there is only one state
             True
         """
         if not self.states:
@@ -229,7 +229,7 @@ class Plan:
         """Return the plan as JSON; equal plans give equal text.
 
         Example:
-            >>> fxamp.Plan.from_json(converted.plan.to_json()) == converted.plan
+            >>> fxamp.Plan.from_json(fxamp.plan_of(converted).to_json()) == fxamp.plan_of(converted)
             True
         """
         data = asdict(self) | {"policy": str(self.policy)}
@@ -249,8 +249,8 @@ class Plan:
             PlanError: The text is not a plan; the message says where it is wrong.
 
         Example:
-            >>> fxamp.Plan.from_json(converted.plan.to_json()).capture
-            'export'
+            >>> fxamp.Plan.from_json(fxamp.plan_of(converted).to_json()).capture
+            'dynamo'
         """
         data = strictly(text, name, "plan")
         if not isinstance(data, dict) or not isinstance(data.get("version"), int):
@@ -284,7 +284,7 @@ class Plan:
             PlanError: The file cannot be written.
 
         Example:
-            >>> converted.plan.save("net.plan.json")
+            >>> fxamp.plan_of(converted).save("net.plan.json")
         """
         try:
             write_text(path, self.to_json())
@@ -299,7 +299,7 @@ class Plan:
             PlanError: The file cannot be read, or holds no plan.
 
         Example:
-            >>> converted.plan.save("net.plan.json")
+            >>> fxamp.plan_of(converted).save("net.plan.json")
             >>> again = fxamp.convert(model, (x,), plan=fxamp.Plan.load("net.plan.json"))
             >>> bool(fxamp.diff(converted, again))
             False

@@ -107,8 +107,7 @@ def _common(pair: Pair) -> dict[str, str]:
 
 
 def _unequal(pair: Pair) -> tuple[str, str] | None:
-    expected, got, plan = pair.expected, pair.got, pair.plan
-    names = {n.name: key for n, key in (expected.names | got.names).items()}  # where both have a node, ours
+    expected, got = pair.expected, pair.got
     ours = {n.name for n in got.names}
     differs: dict[Node, bool] = {}  # by node, whether more differs than how it is stored
     for node in expected.names:
@@ -118,23 +117,29 @@ def _unequal(pair: Pair) -> tuple[str, str] | None:
             differs[node] = not torch.equal(a.to(b.dtype), b)
         elif isinstance(a, Tensor) and not a.is_complex() and node.name not in ours:
             differs[node] = False  # decomposed: what reads it shows whether it differs
-        if not differs.get(node) and node is not expected.stopped:
-            continue
-        first = node
-        while before := [n for n in first.all_input_nodes if n in differs and n is not first]:
-            first = before[0]
-        # A value that is held in another dtype is equal, and what reads it is not: that one was decided on.
-        held = [n for n in first.all_input_nodes if _dtype(expected, n) != _dtype(got, n)]
-        named = {d.key for d in plan.deviations if not d.graph}
-        first = next((n for n in held if names.get(n.name) in named), first)
-        while ops.name(first) == "getitem" and isinstance(first.args[0], Node):
-            first = first.args[0]  # what gave several values is what was decided on
-        key, line = names[first.name], source(first)
-        found = [d for d in plan.decisions if d.key == key and not d.graph]
-        found = found or [d for d in plan.decisions if (d.op, d.source) == (ops.name(first), line)]
-        found = found or [d for d in plan.deviations if d.source == line]  # a part of what was decomposed
-        return (found[0].code if found else ""), key
-    return None
+        if differs.get(node) or node is expected.stopped:
+            return _decided(pair, node, differs)
+    returned = expected.module.graph.output_node().all_input_nodes  # which nothing rounds
+    return next((_decided(pair, node, differs) for node in returned if node in differs), None)
+
+
+def _decided(pair: Pair, first: Node, differs: Iterable[Node]) -> tuple[str, str]:
+    """Return the code and the key of the decision behind a node that differs."""
+    expected, got, plan = pair.expected, pair.got, pair.plan
+    names = {n.name: key for n, key in (expected.names | got.names).items()}  # where both have a node, ours
+    while before := [n for n in first.all_input_nodes if n in differs and n is not first]:
+        first = before[0]
+    # A value that is held in another dtype is equal, and what reads it is not: that one was decided on.
+    held = [n for n in first.all_input_nodes if _dtype(expected, n) != _dtype(got, n)]
+    named = {d.key for d in plan.deviations if not d.graph}
+    first = next((n for n in held if names.get(n.name) in named), first)
+    while ops.name(first) == "getitem" and isinstance(first.args[0], Node):
+        first = first.args[0]  # what gave several values is what was decided on
+    key, line = names[first.name], source(first)
+    found = [d for d in plan.decisions if d.key == key and not d.graph]
+    found = found or [d for d in plan.decisions if (d.op, d.source) == (ops.name(first), line)]
+    found = found or [d for d in plan.deviations if d.source == line]  # a part of what was decomposed
+    return (found[0].code if found else ""), key
 
 
 def _dtype(record: Record, node: Node) -> torch.dtype | None:

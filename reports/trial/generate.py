@@ -20,8 +20,6 @@ from .runs import tensors
 LARGEST = 1e3  # a value that FP16 holds with room to spare
 LINES = (3, 14)
 WRITES, HOLDS = 0.15, 0.08  # how often a line writes, or holds others
-PLAIN = 0.4  # how often a program is one that symbolic tracing can follow: no blocks, and of these groups
-GROUPS = ("product", "cast", "view", "arithmetic", "reduce")
 
 
 class Stock(nn.Module):
@@ -40,7 +38,6 @@ class Writer:
         self.draw = random.Random(seed)
         torch.manual_seed(seed)
         self.training = self.draw.random() < 0.5
-        self.plain = self.draw.random() < PLAIN
         stocks = [Stock().train(self.training) for _ in range(2)]
         stocks[1].load_state_dict(stocks[0].state_dict())
         stocks[1].table = copy.deepcopy(stocks[0].table)
@@ -70,14 +67,13 @@ class Writer:
         kind = self.draw.random()
         if kind < WRITES:
             text = self.filled(self.draw.choice(STATEMENTS))
-            return None if text is None or (self.plain and "[" in text) else Line("", text)
-        if kind < WRITES + HOLDS and not inside and not self.plain:
+            return None if text is None else Line("", text)
+        if kind < WRITES + HOLDS and not inside:
             head = self.filled(self.draw.choice(BLOCKS))
             body = [self.line(inside=True) for _ in range(self.draw.randint(1, 3))]
             held = tuple(Line(b.makes and f"{b.makes}{'abc'[i]}", b.text) for i, b in enumerate(body) if b is not None)
             return Line("", head, held) if head is not None and held else None
-        groups = {g: w for g, w in WEIGHTS.items() if not self.plain or g in GROUPS}
-        group = self.draw.choices(list(groups), list(groups.values()))[0]
+        group = self.draw.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
         text = self.filled(self.draw.choice(EXPRESSIONS[group]))
         return None if text is None else Line(f"v{self.count}", text)
 

@@ -1,4 +1,4 @@
-"""Which outputs of `fxamp.compile` may have another dtype than the model without autocast gives them.
+"""Which outputs of a view may have another dtype than the model without autocast gives them.
 
 Dynamo writes a low dtype that was read off what autocast made low as it does one that the author wrote, or read off a
 low tensor of the model's own. So what is cast to one may come out in FP32; or low, where the model was given low

@@ -25,72 +25,63 @@ FOLDERS = sorted({p.parent for p in FILES.values()})
 # Package: what it imports. The lowest first; what is new here has to have a reason.
 ARROWS = {
     "passes.contract": "",
-    "passes._torch": ".contract",
-    "passes.runtime": "._torch",
     "passes.ops.table": "",
+    "passes._torch": ".contract",
+    "passes.runtime": "._torch .contract",
     "passes.ops": "._torch .contract .ops.table .runtime",
     "passes.graph": "._torch .contract .ops .runtime",
     "passes.colouring": ".contract .graph",
     "passes.assign.colour": "._torch .colouring .contract .graph .ops",
     "passes.form": ".colouring .graph",
-    "passes.legalize": "._torch .contract .form .graph .ops",
     "passes.assign.place": "._torch .assign.colour .colouring .contract .graph .ops",
-    "passes.assign": ".assign.colour .assign.place .colouring .contract .form .graph .ops",
     "passes.casts": "._torch .colouring .contract .form .graph .ops .runtime",
+    "passes.legalize": "._torch .contract .form .graph .ops",
+    "passes.assign": ".assign.colour .assign.place .colouring .contract .form .graph .ops",
     "passes.watch": ".casts .form .ops",
     "passes.pipeline": ".assign .casts .colouring .contract .form .graph .legalize .ops .runtime .watch",
     "passes": ".pipeline .watch",
     "fxamp.guard": "",
-    "fxamp.capture.model": "passes passes._torch passes.contract passes.graph",
-    "fxamp.module": ".capture.model passes._torch passes.contract passes.graph passes.ops",
-    "fxamp.train.ranks": ".module passes._torch passes.contract",
-    "fxamp.train.scale": ".train.ranks passes.contract",
-    "fxamp.train.window": ".train.ranks .train.scale passes.contract",
-    "fxamp.trust": ".capture.model .module passes._torch passes.contract passes.graph passes.ops",
-    "fxamp.capture": (
-        ".capture.model .module .trust passes._torch passes.contract passes.graph passes.ops passes.runtime"
-    ),
-    "fxamp.report.record": ".capture.model .trust passes._torch passes.contract passes.graph passes.ops passes.runtime",
-    "fxamp.dynamo": (
-        ".capture.model .module .report.record passes passes._torch passes.contract passes.graph passes.ops "
-        "passes.runtime"
-    ),
-    "fxamp.view": ".capture.model .dynamo .trust passes._torch passes.contract passes.graph",
-    "fxamp.measure": ".capture .capture.model .module .trust passes._torch passes.contract passes.graph",
+    "fxamp.module": "passes.contract",
+    "fxamp.trust": "passes passes._torch passes.contract passes.ops",
+    "fxamp.report.record": ".trust passes._torch passes.contract passes.graph passes.ops passes.runtime",
+    "fxamp.dynamo": ".report.record .trust passes passes._torch passes.contract passes.graph passes.ops passes.runtime",
     "fxamp.report.forms": ".report.record passes.contract",
-    "fxamp.convert": (
-        ".capture .capture.model .dynamo .measure .module .trust .view passes passes._torch passes.contract "
-        "passes.graph"
-    ),
+    "fxamp.view": ".dynamo .trust passes._torch passes.contract passes.graph passes.ops passes.runtime",
     "fxamp.report.page": ".report.forms .report.record passes.contract",
-    "fxamp.train.weights": ".dynamo .measure .module passes._torch passes.contract passes.graph passes.runtime",
-    "fxamp.report.reader": ".convert .dynamo .module .report.record passes.contract",
+    "fxamp.measure": ".dynamo .trust .view passes._torch passes.contract passes.graph",
+    "fxamp.train.ranks": ".view passes._torch passes.contract",
+    "fxamp.convert": ".dynamo .measure .view passes._torch passes.contract",
+    "fxamp.train.scale": ".train.ranks passes.contract",
+    "fxamp.train.weights": ".measure .train.ranks .view passes._torch passes.contract",
+    "fxamp.report.reader": ".convert .dynamo .report.record .view passes.contract",
+    "fxamp.trust.census": (
+        ".convert .dynamo .report.record .trust passes._torch passes.contract passes.graph passes.runtime"
+    ),
+    "fxamp.train.window": ".train.ranks .train.scale .train.weights passes._torch passes.contract",
     "fxamp.report.diff": (
         ".report.forms .report.reader .report.record passes._torch passes.contract passes.graph passes.ops"
     ),
     "fxamp.train.compiled": (
-        ".dynamo .module .train.ranks .train.scale .train.weights .train.window passes._torch passes.contract "
-        "passes.ops"
+        ".dynamo .train.ranks .train.weights .train.window .view passes._torch passes.contract passes.graph passes.ops"
     ),
-    "fxamp.report.gate": (
-        ".convert .module .report.diff .report.forms .report.reader .report.record passes.contract passes.ops"
-    ),
+    "fxamp.report.gate": ".convert .report.diff .report.forms .report.reader .report.record passes.contract passes.ops",
     "fxamp.train": (
-        ".dynamo .train.compiled .train.ranks .train.scale .train.weights .train.window passes._torch passes.contract"
+        ".dynamo .train.compiled .train.ranks .train.scale .train.weights .train.window .trust .trust.census "
+        ".view passes._torch passes.contract"
     ),
-    "fxamp.demo": ".convert .measure .train .train.weights passes.contract",
     "fxamp.pytest_plugin": ".report.gate",
+    "fxamp.demo": ".convert .measure .train .train.weights passes.contract",
     "fxamp.report": ".dynamo .report.forms .report.page .report.reader .report.record .train passes.contract",
     "fxamp.cli": (
-        ".convert .demo .report .report.diff .report.forms .report.gate .report.reader passes passes.contract "
-        "passes.ops"
+        ".convert .demo .report .report.diff .report.forms .report.gate .report.reader .trust.census passes "
+        "passes.contract passes.ops"
     ),
     "fxamp.__main__": ".cli",
 }
 # What of the compiler anyone may use. The others are its passes, which only its entrance reaches.
 OPEN = {"passes", "passes._torch", "passes.contract", "passes.graph", "passes.ops", "passes.runtime"}
 # Packages whose `__init__` holds more than its docstring: what a user imports, and what saved modules name.
-WITH_NAMES = {"passes", "fxamp", "fxamp.dynamo", "fxamp.module", "fxamp.report", "fxamp.report.page"}
+WITH_NAMES = {"passes", "fxamp", "fxamp.report.page"}
 
 
 def table(rows: dict[str, str]) -> dict[str, set[str]]:

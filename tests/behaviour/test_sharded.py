@@ -34,13 +34,12 @@ def one_process(tmp_path: Path) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("one_process")
-@pytest.mark.parametrize("front_end", ["view", "graph"])
-def test_converted_blocks_are_sharded_and_sharded_models_refused(front_end: str) -> None:
+def test_views_of_blocks_are_sharded_and_views_of_sharded_models_train() -> None:
     from torch.distributed.fsdp import fully_shard
 
     torch.manual_seed(0)
     eager = nn.Sequential(Two(), Two())
-    model = nn.Sequential(*(convert(block, one(), front_end) for block in copy.deepcopy(eager)))
+    model = nn.Sequential(*(convert(block, one()) for block in copy.deepcopy(eager)))
     for block in model:
         fully_shard(block)
     fully_shard(model)
@@ -51,27 +50,27 @@ def test_converted_blocks_are_sharded_and_sharded_models_refused(front_end: str)
     assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {F32}
     assert all(p.grad is not None for p in model.parameters())
     sharded: Any = fully_shard(nn.Sequential(Two()))
-    refused = r"sharded already\. Convert or compile each block first, then"
-    with pytest.raises(fxamp.CaptureError, match=refused):
-        convert(sharded, one(), front_end)
-    with pytest.raises(fxamp.CaptureError, match=refused):
-        fxamp.compile(sharded)
+    view = convert(sharded, one())
+    assert fxamp.plan_of(view).notes[0].startswith("not checked")
+    view(x).sum().backward()
+    assert {p.grad.dtype for p in sharded.parameters()} == {F32}
 
 
 @pytest.mark.usefixtures("one_process")
-def test_a_low_dtype_that_parameters_are_gathered_in_is_named_with_the_policy_to_change() -> None:
+def test_parameters_that_are_gathered_in_the_low_dtype_need_no_cast_and_that_is_noted() -> None:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     def sharded(policy: Any) -> nn.Module:
         block: Any = fxamp.compile(Two(), policy="O1,dtype=bf16", backend="eager")
         return fully_shard(block, mp_policy=policy)
 
-    said = r"FSDP2 gathers 4 .* 'l.weight' \(bfloat16\).* param_dtype in its MixedPrecisionPolicy"
-    with pytest.raises(fxamp.PolicyError, match=said):
-        sharded(MixedPrecisionPolicy(param_dtype=torch.bfloat16))(example())
-    model = sharded(MixedPrecisionPolicy())
-    model(example()).sum().backward()
-    assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {F32}
+    low = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=F32, cast_forward_inputs=False)
+    for policy in (low, MixedPrecisionPolicy()):
+        model = sharded(policy)
+        model(example()).sum().backward()
+        assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {F32}
+        noted = any("FSDP2 gathers 4 trainable parameter(s)" in note for note in fxamp.plan_of(model).notes)
+        assert noted is (policy is low)
 
 
 @pytest.mark.usefixtures("one_process")

@@ -233,6 +233,23 @@ def test_the_first_node_of_a_graph_that_differs_has_the_key_of_the_plan() -> Non
     assert (verdict.kind, verdict.why) == ("deviation", "composite at /linalg_pinv#0")
 
 
+class Returned(Net):
+    """Casts to a dtype that it reads, which an export has as FP32; what it returns is made of that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.l(x).to(x.dtype) * self.factor
+
+
+def test_a_value_that_is_returned_in_low_early_is_a_difference() -> None:
+    torch.manual_seed(0)
+    verdict = judged(Subject(Returned(), (torch.randn(4, 6),)), "graph", ("O1",))["O1"]
+    assert (verdict.kind, verdict.why) == ("deviation", "user_cast at /to#0")
+
+
 def test_what_torch_does_not_export_is_torchs() -> None:
     class Branching(Net):
         def forward(self, x: Tensor) -> Any:

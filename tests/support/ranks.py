@@ -47,10 +47,10 @@ def entry(converted: bool) -> dict[str, Any]:
     return {"backend": "fxamp", "options": {"policy": LOW, "backend": "eager"}} if converted else {"backend": "eager"}
 
 
-def compiled(model: Any, converted: bool) -> Any:
+def compiled(model: Any, converted: bool, inner: str = "eager") -> Any:
     import fxamp
 
-    return fxamp.compile(model, policy=LOW, backend="eager") if converted else torch.compile(model, backend="eager")
+    return fxamp.compile(model, policy=LOW, backend=inner) if converted else torch.compile(model, backend=inner)
 
 
 def by_hand(converted: bool) -> list[float]:
@@ -64,7 +64,7 @@ def trained_by_hand(converted: bool) -> list[float]:
     from torch.nn.parallel import DistributedDataParallel
 
     model = bert()
-    parallel = DistributedDataParallel(compiled(model, converted), bucket_cap_mb=1)
+    parallel = DistributedDataParallel(compiled(model, converted, "aot_eager"), bucket_cap_mb=1)
     optimizer, losses = torch.optim.SGD(model.parameters(), 0.05), []
     for batch in list(loader())[torch.distributed.get_rank() :: 2]:
         optimizer.zero_grad()

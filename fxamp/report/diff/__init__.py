@@ -1,5 +1,5 @@
 """The differences between two plans, two converted modules, or two graphs, node by node.
 
-Imports plans, converted modules and what `torch.compile` made.
-Reports and the gate use it.
+Imports what reads plans and graphs, the record and its forms.
+The command and the gate use it.
 """

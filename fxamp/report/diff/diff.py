@@ -42,7 +42,7 @@ class GraphDiff:
             conversion changed.
 
     Example:
-        >>> found = fxamp.diff(converted.plan, fxamp.plan(model, (x,), policy="O1,dtype=bf16,modules.2=fp32"))
+        >>> found = fxamp.diff(converted, fxamp.plan(model, (x,), policy="O1,dtype=bf16,modules.2=fp32"))
         >>> found.totals, found.another_model
         ('0 added, 0 removed, 2 changed', False)
     """
@@ -73,7 +73,7 @@ class GraphDiff:
         """Return the changes as a Markdown table, and `code`, if there is any, as a block.
 
         Example:
-            >>> text = fxamp.diff(converted, converted.plan).to_markdown()
+            >>> text = fxamp.diff(converted, fxamp.plan_of(converted)).to_markdown()
         """
         return listing.to_markdown((self.before, self.after), self.totals, self.renamed, self.changes, self.code)
 
@@ -81,7 +81,7 @@ class GraphDiff:
         """Return the changes as an HTML page with a table; the page needs no other file.
 
         Example:
-            >>> fxamp.diff(converted, converted.plan).to_html().splitlines()[0]
+            >>> fxamp.diff(converted, fxamp.plan_of(converted)).to_html().splitlines()[0]
             '<!doctype html>'
         """
         return listing.to_html((self.before, self.after), self.totals, self.renamed, self.changes, self.code)
@@ -91,7 +91,7 @@ class GraphDiff:
 
         Example:
             >>> import json
-            >>> json.loads(fxamp.diff(converted, converted.plan).to_json())["differ"]
+            >>> json.loads(fxamp.diff(converted, fxamp.plan_of(converted)).to_json())["differ"]
             False
         """
         changes, moved = ([_data(c) for c in found] for found in (self.changes, self.renamed))
@@ -193,8 +193,12 @@ def _of_graphs(titles: tuple[str, str], before: GraphModule, after: GraphModule)
 def _graph_in(name: str, value: object) -> GraphModule:
     if isinstance(value, GraphModule):
         return value
-    if isinstance(value, nn.Module) and len(found := captured_and_emitted(value)) == 1:
-        return found[0][2]
+    if isinstance(value, nn.Module) and (found := emitted(value)):
+        if len(found) == 1:
+            return found[0].module
+        raise FxampError(
+            f"diff: {name} is a view of {len(found)} graphs; give fxamp.graphs(view)[i], one of them, or two views"
+        )
     raise FxampError(
         f"diff: {name} is a {type(value).__name__}, which cannot be compared here; give two plans (or converted "
         "modules, or paths of saved plans), or two GraphModules"

@@ -7,14 +7,15 @@
     + fc.to(float32)
       return fc
 
-The original may call functions and modules, while the converted graph has ATen ops: a call of a module stands for all
-nodes that were made inside it.
+The original may call modules, while the converted graph has what Dynamo or export recorded: a call of a module stands
+for all nodes that were made inside it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import torch
 from torch import nn
@@ -186,8 +187,7 @@ class _Writer:
             module = module_path(unit.nodes[0])
             self._casts(unit, module)
             for node in unit.nodes:
-                line = f"{node.name} = {target_of(node)}({arguments(node, _Names(self.names))})"
-                self.code.append(visible(f"+ {line:<{_WIDE}} {dtype_of(node)}"))
+                self.code.append(visible(f"+ {_written(node, self.names):<{_WIDE}} {dtype_of(node)}"))
                 self.changes.append(Change("added", f"{module}/{node.name}", "target", None, target_of(node)))
 
     def _casts(self, unit: _Unit, module: str) -> None:
@@ -247,9 +247,9 @@ class _Names(dict[Node, str]):
         return self.get(_source(node), node.name)
 
 
-def _written(node: Node) -> str:
-    """Write a node as a line of Python, approximately."""
-    names = _Names()
+def _written(node: Node, known: Mapping[Node, str] = MappingProxyType({})) -> str:
+    """Write a node as a line of Python, approximately; nodes that are known have those names."""
+    names = _Names(known)
     if node.op == "placeholder":
         return f"{node.name} = input"
     if node.op == "get_attr":

@@ -1,4 +1,4 @@
-"""A record in other forms: a tree of modules, Graphviz, Model Explorer; and text made harmless where it is shown.
+"""A record in other forms: a tree of modules, the costliest lines, Model Explorer; and text made harmless.
 
 Imports only the record.
 Reports, differences and the gate use it.

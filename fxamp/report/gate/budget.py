@@ -77,7 +77,7 @@ class Budget:
         """
         keys = [key for key in now if key.partition(" ")[0] == self.key]
         if not keys:
-            why = "the graph was captured without example inputs or just in time, or cannot be sized"
+            why = "a plan alone has none, and a graph whose sizes depend on values cannot be sized"
             raise PolicyError(f"budget {self}: the total {self.key} is not known for this model: {why}")
         return [text for key in keys if (text := self._broken(key, now[key], before))]
 

@@ -14,7 +14,7 @@ from passes.contract.plan import Plan
 
 from ...convert import converted_in, graphs, plan_of
 from ...dynamo import compiled
-from ...view.graphs import captured_of, graphs_of, parts_of
+from ...view.graphs import bound, captured_of, numbered
 from ...view.view import is_view, runner_of
 from ..record.build import Emitted
 from ..record.build import record_of as record_of_plan
@@ -36,7 +36,7 @@ def plan_in(value: object) -> Plan | None:
         return Plan.load(value, newer=True)
     if not isinstance(value, nn.Module):
         return None
-    return plan_of(value) if converted_in(value) or compiled.is_compiled(value) else None
+    return plan_of(value) if converted_in(value) or any(map(compiled.is_compiled, value.modules())) else None
 
 
 def emitted(module: nn.Module) -> list[Emitted]:
@@ -45,7 +45,8 @@ def emitted(module: nn.Module) -> list[Emitted]:
     if not found or found[0][0]:
         return []
     made = [(gm, record) for gm in graphs(module) if (record := compiled.record_on(gm)) is not None]
-    return [Emitted(record["number"], record["state"], gm, ()) for gm, record in made]
+    once = {record["number"]: (gm, record) for gm, record in reversed(made)}  # of states that share a part of the plan
+    return [Emitted(n, record.get("part", ""), gm, ()) for n, (gm, record) in sorted(once.items())]
 
 
 def captured_and_emitted(view: object) -> list[tuple[str, GraphModule, GraphModule]]:
@@ -59,9 +60,7 @@ def captured_and_emitted(view: object) -> list[tuple[str, GraphModule, GraphModu
         raise FxampError(f"a {type(view).__name__} alone has nothing to be compared with; give a view, or two sides")
     plan_of(view)  # says that nothing was captured yet
     runner = runner_of(view)
-    entries = [entry for part in parts_of(runner) for entry in part.entries]
-    pairs = zip(entries, graphs_of(runner), strict=True)
-    return [(str(entry.state), captured_of(runner, entry), made) for entry, made in pairs]
+    return [(str(e.state), captured_of(runner, e), bound(runner, e)) for e, _, _ in numbered(runner)]
 
 
 def record_of(given: object, plan: Plan | None = None) -> Record:

@@ -66,7 +66,7 @@ def sizes_of(
         autocast: device and dtype of a `torch.autocast` to run under; None for none.
 
     Raises:
-        SizeError: it was captured without example inputs, or needs the values of tensors.
+        SizeError: nothing is known of its inputs, or it needs the values of tensors.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     inputs = [_example(node, mode) for node in module.graph.find_nodes(op="placeholder")]

@@ -68,8 +68,8 @@ class LossScaler(torch.amp.GradScaler):
         >>> _ = scaler.step(optimizer)
         >>> scaler.update()
         >>> optimizer.zero_grad()
-        >>> scaler.get_scale(), scaler.kind
-        (1024.0, 'dynamic')
+        >>> scaler.get_scale(), scaler.kind, scaler.max_skips
+        (1024.0, 'dynamic', 20)
         >>> scaler.history
         (ScaleEvent(update=1, scale=1024.0, skipped=False, culprit=''),)
     """

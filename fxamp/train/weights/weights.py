@@ -174,11 +174,11 @@ class WeightCasts:
 
 def _parts(model: nn.Module, path: str = "", reason: str = "") -> Iterator[tuple[str, nn.Module, str]]:
     """Yield the views of a model, and other modules that keep casts from being kept, with the reason."""
-    reason = reason or _why_not(model)
-    if is_view(model) or reason:
-        yield path, model, reason
+    found = reason or _why_not(model)
+    if is_view(model) or found != reason:
+        yield path, model, found
     for name, child in model.named_children():
-        yield from _parts(child, f"{path}.{name}".removeprefix("."), reason)
+        yield from _parts(child, f"{path}.{name}".removeprefix("."), found)
 
 
 def _why_not(module: nn.Module) -> str:

@@ -37,6 +37,13 @@ def first_with_gradient(optimizer: Optimizer) -> Tensor | None:
     return next((p for group in optimizer.param_groups for p in group["params"] if p.grad is not None), None)
 
 
+def untrained(model: nn.Module, loss: object, optimizers: Iterable[Optimizer]) -> list[Tensor]:
+    """Return the parameters of a model and of a loss that is a module that are in no optimizer."""
+    held = {id(p) for optimizer in optimizers for p in parameters(optimizer)}
+    modules = [model, loss] if isinstance(loss, nn.Module) else [model]
+    return [p for module in modules for p in module.parameters() if id(p) not in held]
+
+
 def holds_inf_or_nan(tensors: list[Tensor]) -> Tensor:
     """Return 1.0 on the device if any number is not finite, on any rank that has a part of them, else 0.0."""
     parts = [part.detach() for part in map(local, tensors) if part.numel()]

@@ -61,6 +61,8 @@ class StepResult:
         (torch.Size([]), True, False, 1.0, 1, 'stepped')
         >>> sorted(result.metrics())
         ['kept', 'loss', 'lr', 'mean_loss', 'scale', 'skipped']
+        >>> bool(result.mean_loss == result.loss), result.stepped_each
+        (True, (True,))
     """
 
     loss: Tensor
@@ -128,6 +130,10 @@ class StepResult:
 
         The names are "loss", "mean_loss", "scale", "skipped", "kept", "grad_norm" if it was measured, and "lr", or
         "lr/0", "lr/1" where there are several groups of parameters: the learning rates of this window.
+
+        Example:
+            >>> step(x, y).metrics()["scale"]
+            1.0
         """
         rates = {"lr" if len(self._rates) == 1 else f"lr/{i}": rate for i, rate in enumerate(self._rates)}
         asked: dict[str, Any] = {

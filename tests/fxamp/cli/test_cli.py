@@ -66,7 +66,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, ...]]:
     """Note what is to be converted, and convert a model of one layer instead."""
     calls: list[tuple[object, ...]] = []
 
-    def to_read(model: object, args: object, kwargs: object, policy: object, capture: str, replayed: object) -> Any:
+    def to_read(model: object, args: object, kwargs: object, policy: object, *, replayed: object) -> Any:
         calls.append((model, args, kwargs, str(policy)))
         return converted()
 
@@ -148,9 +148,9 @@ def test_graphs_are_printed_after_the_pass_that_is_asked_for(here: Path, capsys:
     assert main(asked) == 0
     shown = capsys.readouterr()
     printed = [line for line in shown.err.splitlines() if line.startswith("graph ")]
-    assert printed[0].startswith("graph 0 after legalize: read 0, switch 0, field 0, ")
+    assert printed[0].startswith("graph 0 after legalize: switch 0, field 0, ")
     assert printed[-1].startswith("graph 0 after eliminate-casts: no_op 0, round_trip 0, share 0")
-    assert re.search(r"^  linear: bfloat16 = linear\(to_dtype, ", shown.err, re.MULTILINE)
+    assert re.search(r"^  \w+: bfloat16 = linear\(to_dtype, ", shown.err, re.MULTILINE)
     assert "after" not in shown.out.partition("Modules")[2]
     assert "Rules that never fired: eliminate-casts/dtype_argument, " in shown.out
     assert main([*asked, "--quiet"]) == 0
@@ -178,7 +178,7 @@ def test_target_is_found_from_the_current_directory(
         (here / name).write_text("def build(): return 'model', (1,), {'x': 2}", encoding="utf-8")
     assert main(["report", target, "--nodes", "--policy", "O2", "--save-plan", "saved.json"]) == 0
     assert planned == [("model", (1,), {"x": 2}, "O2")]
-    assert Plan.load("saved.json") == converted().plan
+    assert Plan.load("saved.json") == fxamp.plan_of(converted())
     assert "fc/linear#0" in capsys.readouterr().out
 
 
@@ -348,7 +348,7 @@ def test_what_a_target_prints_does_not_mix_with_the_report(
     (here / "net.py").write_text("print('hello')\ndef build():\n    print('building')\n    return 'model'\n")
     assert main(["report", "net.py:build", "--output-format", "json"]) == 0
     captured = capsys.readouterr()
-    assert json.loads(captured.out)["plan"] == json.loads(converted().plan.to_json())
+    assert json.loads(captured.out)["plan"] == json.loads(fxamp.plan_of(converted()).to_json())
     assert captured.err == "hello\nbuilding\n"
 
 
@@ -389,7 +389,7 @@ def test_one_target_is_compared_under_two_policies(here: Path, capsys: Capture) 
     assert main(["diff", "net.py:make", "--policy", "O1,dtype=bf16,modules.0=fp32", "--policy", "O1,dtype=bf16"]) == 1
     captured = capsys.readouterr()
     assert captured.err == "hello\n"
-    assert captured.out.startswith("--- O1,dtype=bf16,device=cpu,modules.0=fp32  export")
+    assert captured.out.startswith("--- O1,dtype=bf16,device=cpu,modules.0=fp32  dynamo")
     assert "! 0/linear#0  casts: none -> float32 to bfloat16 (3)" in captured.out
     assert main(["diff", "net.py:make", "net.py:make", "--policy", "O1"]) == 0
     capsys.readouterr()

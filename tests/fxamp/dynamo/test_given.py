@@ -456,3 +456,26 @@ def test_an_exported_region_that_switches_a_mode_needs_no_shapes() -> None:
     fixed, plain = fxamp.convert(torch.export.export(model, (x,), strict=False), policy="O1,dtype=bf16")(x)
     assert not fixed.requires_grad
     assert torch.equal(plain, model.layer(x))
+
+
+class _Mean(nn.Module):
+    """Rebinds a buffer to a value of another dtype, which an exported graph copies into the buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        self.mean: Tensor = nn.Buffer(torch.zeros(6))
+
+    def forward(self, x: Tensor, wide: Tensor) -> Tensor:
+        self.mean = self.mean * 0.9 + wide.mean(0)
+        return self.layer(x)
+
+
+def test_a_buffer_that_is_rebound_in_another_dtype_keeps_its_own() -> None:
+    x, wide = torch.randn(4, 6), torch.randn(4, 6, dtype=torch.float64)
+    model = _Mean()
+    converted = fxamp.convert(torch.export.export(model, (x, wide), strict=False), policy="O1,dtype=bf16")
+    before = converted.mean.clone()
+    converted(x, wide)
+    assert converted.mean.dtype is torch.float32
+    assert torch.equal(converted.mean, (before * 0.9 + wide.mean(0)).float())

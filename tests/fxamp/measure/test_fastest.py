@@ -132,6 +132,7 @@ def test_a_plan_is_replayed_without_measuring(
     monkeypatch.setattr(fastest, "_race", no_timer)
     again = fxamp.convert(model, (X,), plan=tmp_path / "plan.json")
     assert fxamp.plan_of(again) == fxamp.plan_of(module) == Plan.load(tmp_path / "plan.json")
+    assert [g.code for g in fxamp.graphs(again)] == [g.code for g in fxamp.graphs(module)]
     assert torch.equal(again(X)[1], module(X)[1])
 
 
@@ -185,13 +186,8 @@ def test_the_graph_inside_a_higher_order_op_is_compiled_once(race: dict[str, flo
     model = Branch().eval()
     bodies = [
         [sum(map(is_inserted, m.graph.nodes)) for m in graph.modules() if isinstance(m, torch.fx.GraphModule)][1:]
-        for graph in (
-            fxamp.graphs(module)[0]
-            for module in (
-                fxamp.convert(model, (X,), policy=POLICY),
-                fxamp.convert(model, (X,), policy="O2,dtype=bf16"),
-            )
-        )
+        for policy in (POLICY, "O2,dtype=bf16")
+        for graph in fxamp.graphs(fxamp.convert(model, (X,), policy=policy))
     ]
     assert bodies[0] == bodies[1]
     assert sum(bodies[0]) > 0
@@ -200,6 +196,8 @@ def test_the_graph_inside_a_higher_order_op_is_compiled_once(race: dict[str, flo
 def test_what_cannot_be_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(PolicyError, match=r"cost='measured' runs the model's ops: give example inputs"):
         fxamp.convert(Small(), policy=POLICY)
+    with pytest.raises(PolicyError, match=r"cost='measured' runs the model's ops: give example inputs"):
+        fxamp.convert(torch.fx.symbolic_trace(nn.Linear(8, 8)), policy=POLICY)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(PolicyError, match="cost='measured' runs ops on 'cuda', which this machine does not have"):
         fxamp.convert(Small(), (X,), policy="O2,device=cuda,cost=measured")

@@ -36,7 +36,7 @@ def test_model_explorer_has_every_node_and_every_edge_leads_from_one(report: Rep
 
 def test_model_explorer_is_two_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan = tmp_path / "plan.json"
-    converted("lenet5", "O1,dtype=bf16").plan.save(plan)
+    fxamp.plan_of(converted("lenet5", "O1,dtype=bf16")).save(plan)
     assert main(["report", str(plan), "--output-format=model-explorer"]) == 2
     assert "give -o FILE.json" in capsys.readouterr().err
     assert main(["report", str(plan), "--output-format=model-explorer", "-o", str(tmp_path / "graph.json")]) == 0
@@ -46,6 +46,6 @@ def test_model_explorer_is_two_files(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 def test_a_page_is_written_by_the_command(tmp_path: Path) -> None:
     plan = tmp_path / "plan.json"
-    converted("lenet5", "O1,dtype=bf16").plan.save(plan)
+    fxamp.plan_of(converted("lenet5", "O1,dtype=bf16")).save(plan)
     assert main(["report", str(plan), "--output-format=html", "-o", str(tmp_path / "html"), "--op=linear"]) == 0
     assert (tmp_path / "html").read_text().startswith("<!doctype html>")

@@ -33,7 +33,7 @@ MODELS = ("lenet5", "hf_bert", "resnet18", *(pytest.param(n, marks=pytest.mark.m
 def test_what_is_kept_for_backward_is_what_a_step_keeps(name: str, policy: str) -> None:
     found, module = subject(name), converted(name, policy)
     module.train()
-    predicted = sum(size.saved_bytes for size in sizes_of(module).values())
+    predicted = sum(size.saved_bytes for size in sizes_of(fxamp.graphs(module)[0]).values())
     with unchanged(found.model):
         counted = saved_bytes(lambda: module(*found.args, **found.kwargs))
     assert predicted == pytest.approx(counted, rel=0.01)
@@ -57,17 +57,17 @@ def test_what_a_node_gives_without_mixed_precision_is_known(name: str) -> None:
     record = record_of(converted(name, "O2,dtype=bf16"))
     assert {n.original for n in record.nodes} <= {"float32", ""}
     assert sum(n.original == "float32" for n in record.nodes) > 0.9 * len(record.nodes)
-    assert {n.original for n in record_of(converted(name, "O2,dtype=bf16").plan).nodes} == {""}
+    assert {n.original for n in record_of(fxamp.plan_of(converted(name, "O2,dtype=bf16"))).nodes} == {""}
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_every_decision_is_found_in_the_graph(name: str) -> None:
     module = converted(name, "O2,dtype=bf16")
     record = record_of(module)
-    assert [n.key for n in record.nodes] == [d.key for d in module.plan.decisions]
+    assert [n.key for n in record.nodes] == [d.key for d in fxamp.plan_of(module).decisions]
     assert all(n.bytes is not None and n.dtypes for n in record.nodes if n.op != "getitem")
     assert all(n.file and n.line for n in record.nodes)
-    inserted = [n for n in module.graph.nodes if is_inserted(n)]
+    inserted = [n for graph in fxamp.graphs(module) for n in graph.graph.nodes if is_inserted(n)]
     assert sum(len(n.casts) for n in record.nodes) <= len(inserted)
     assert 0 < (record.totals.low_bytes or 0) <= 100
 
@@ -117,7 +117,7 @@ def test_the_published_schema_is_that_of_the_record() -> None:
 
 
 def test_a_plan_alone_gives_a_record_without_sizes() -> None:
-    plan = converted("lenet5", "O1,dtype=bf16").plan
+    plan = fxamp.plan_of(converted("lenet5", "O1,dtype=bf16"))
     record = record_of(plan)
     assert (record.totals.casts, record.totals.bytes, record.nodes[0].bytes) == (plan.casts, None, None)
     assert msgspec.to_builtins(record)["nodes"]

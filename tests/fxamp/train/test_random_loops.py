@@ -172,10 +172,10 @@ def by_step(run: dict[str, Any]) -> list[list[Tensor]]:
             step, *rest = made()
             step.load_state_dict(state)
         if step(x, (y, factor)).reason != "accumulating":
-            out.append(shown(*rest, step.scaler.get_scale()))
+            out.append(shown(*rest, step.scaler.get_scale()))  # type: ignore[arg-type, call-arg]
     if run["flush"] and step.position:
         step.flush()
-        out.append(shown(*rest, step.scaler.get_scale()))
+        out.append(shown(*rest, step.scaler.get_scale()))  # type: ignore[arg-type, call-arg]
     assert runner_of(step.model).entries  # the plan ran
     return out
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.fx import Graph
+from torch.utils.checkpoint import checkpoint
 
 import fxamp
 from fxamp.view import function
@@ -181,6 +182,9 @@ RIGHT: dict[str, Callable[..., Any]] = {
     "not a number, and integers": lambda self, x: (self.l(x) / 0 * 0, x.argmax(1), x > 0),
     "no tensor": lambda self, x: (self.l(x), f"{x.dtype}", None, 3),
     "only a backward of its own that fails": own_backward_fails,
+    "a checkpoint": lambda self, x: checkpoint(
+        lambda a: self.m(self.l(a).log_softmax(-1).exp()), x, use_reentrant=False
+    ),
     "a transform": lambda self, x: self.m(torch.vmap(self.l)(x)),
     "Python's random": lambda self, x: self.l(x) * random.random(),
     "NumPy's random": lambda self, x: self.l(x) * float(numpy.random.rand()),
@@ -190,7 +194,7 @@ RIGHT: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.mark.parametrize("level", ["O0", "O1"])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
 @pytest.mark.parametrize("what", RIGHT)
 def test_what_is_right_is_converted_and_nothing_is_used_up(what: str, level: str) -> None:
     torch.manual_seed(0)

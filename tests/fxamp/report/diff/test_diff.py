@@ -70,8 +70,8 @@ def test_another_policy_that_decides_the_same_is_no_difference() -> None:
     found = diff(plan(LINEAR), plan(LINEAR, policy="O2,dtype=bf16,device=cpu"))
     assert not found
     assert str(found).splitlines()[:2] == [
-        "--- O1,dtype=bf16,device=cpu  fx, torch 2.13.0, 1 nodes",
-        "+++ O2,dtype=bf16,device=cpu  fx, torch 2.13.0, 1 nodes",
+        "--- O1,dtype=bf16,device=cpu  graph, torch 2.13.0, 1 nodes",
+        "+++ O2,dtype=bf16,device=cpu  graph, torch 2.13.0, 1 nodes",
     ]
 
 
@@ -116,8 +116,8 @@ def test_nodes_of_two_graphs_are_kept_apart() -> None:
 def test_listing_reads_like_a_diff() -> None:
     found = diff(plan(LINEAR, RELU), plan(LINEAR, SOFTMAX, policy="O2,dtype=bf16,device=cpu"))
     assert str(found).splitlines() == [
-        "--- O1,dtype=bf16,device=cpu  fx, torch 2.13.0, 2 nodes",
-        "+++ O2,dtype=bf16,device=cpu  fx, torch 2.13.0, 2 nodes",
+        "--- O1,dtype=bf16,device=cpu  graph, torch 2.13.0, 2 nodes",
+        "+++ O2,dtype=bf16,device=cpu  graph, torch 2.13.0, 2 nodes",
         "@@ 1 added, 1 removed, 0 changed @@",
         "@@ (model): 1 removed",
         "- relu#0  colour: bfloat16",
@@ -171,7 +171,7 @@ def test_of_gpt2_with_a_layer_more_that_layer_and_its_neighbours_differ(inserted
         model.blocks = nn.ModuleList(CausalBlock(32, 4, 0.1) for _ in range(12))
         if at is not None:
             model.blocks.insert(at, inserted())
-        return fxamp.plan(model, policy="O2,dtype=bf16")
+        return fxamp.plan(torch.fx.symbolic_trace(model), torch.randint(0, 50, (2, 8)), policy="O2,dtype=bf16")
 
     found = diff(planned(None), planned(6))
     nodes = [c for c in found.changes if c.key != PLAN_KEY]
@@ -289,8 +289,8 @@ def test_casts_of_converted_modules_are_compared() -> None:
     low, kept = (fxamp.convert(model, x, policy=f"O1,dtype=bf16{more}") for more in ("", ",modules.0=fp32"))
     fields = {c.field: (c.before, c.after) for c in diff(low, kept).changes if c.key == "0/linear#0"}
     assert fields["casts"] == ("float32 to bfloat16 (3)", "none")
-    assert "casts" not in {c.field for c in diff(low.plan, kept).changes if c.key == "0/linear#0"}
-    assert not diff(low, low.plan)
+    assert "casts" not in {c.field for c in diff(fxamp.plan_of(low), kept).changes if c.key == "0/linear#0"}
+    assert not diff(low, fxamp.plan_of(low))
 
 
 def test_json_holds_every_change() -> None:
@@ -325,9 +325,10 @@ def test_missing_path_is_refused(tmp_path: Path) -> None:
 
 
 def test_module_with_a_plan_is_compared_by_it() -> None:
-    before, after = traced(nn.Linear(2, 2)), traced(nn.Linear(2, 2))
-    before.plan, after.plan = plan(LINEAR), plan(RELU)  # type: ignore[assignment]
-    assert {change.key for change in diff(before, after).changes} == {"fc/linear#0", "relu#0"}
+    layers, x = (nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2)), torch.randn(3, 2)
+    before, after = (fxamp.convert(traced(*some), x, policy="O1,dtype=bf16") for some in (layers[:2], layers))
+    assert {change.key for change in diff(before, after).changes if change.kind == "added"} == {"2/linear#0"}
+    assert not diff(after, fxamp.plan_of(after))
 
 
 def test_equal_graphs_do_not_differ() -> None:
@@ -361,6 +362,33 @@ def test_other_dtype_of_a_node_is_listed() -> None:
 def test_model_and_plan_cannot_be_compared() -> None:
     with pytest.raises(FxampError, match="diff: before is a Linear, which cannot be compared here; give two plans"):
         diff(nn.Linear(2, 2), plan(LINEAR))
+
+
+def test_of_a_view_alone_each_captured_graph_is_beside_the_emitted_one() -> None:
+    class Net(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            made: torch.Tensor = super().forward(x) if self.training else self[0](x)  # type: ignore[no-untyped-call]
+            return made
+
+    model, x = Net(nn.Linear(4, 4), nn.Tanh()), torch.randn(2, 4)
+    view = fxamp.convert(model, x, policy="O1,dtype=bf16")
+    found = diff(view)
+    assert {(c.kind, c.field) for c in found.changes} == {("added", "cast"), ("changed", "dtype")}
+    assert sum(line.endswith("bfloat16") for line in found.code) == 2
+    model.eval()
+    view(x)
+    states = [line for line in diff(view).code if line.endswith(":")]
+    assert states == ["train, grad:", "eval, grad:"]
+    with pytest.raises(FxampError, match=r"after is a view of 2 graphs; give fxamp\.graphs\(view\)\[i\]"):
+        diff(torch.fx.symbolic_trace(model), view)
+    assert diff(torch.fx.symbolic_trace(model), fxamp.graphs(view)[1]).code
+
+
+def test_what_is_no_view_has_nothing_to_be_compared_with_alone() -> None:
+    with pytest.raises(FxampError, match="a Linear alone has nothing to be compared with"):
+        diff(nn.Linear(2, 2))
+    with pytest.raises(FxampError, match="a Plan alone has nothing to be compared with"):
+        diff(plan(LINEAR))
 
 
 def test_plan_and_graph_without_one_cannot_be_compared() -> None:

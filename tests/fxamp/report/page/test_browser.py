@@ -465,7 +465,7 @@ def test_thirty_thousand_nodes_open_in_two_seconds_and_scroll(opened: Opened, tm
 
 
 def test_a_plan_alone_is_shown_without_costs(opened: Opened, tmp_path: Path) -> None:
-    plan = converted("lenet5", "O1,dtype=bf16").plan
+    plan = fxamp.plan_of(converted("lenet5", "O1,dtype=bf16"))
     (tmp_path / "plan.html").write_text(fxamp.report(plan).to_html(), encoding="utf-8")
     page = opened(at=tmp_path / "plan.html")
     assert "a plan alone" in page.locator("#empty").inner_text()

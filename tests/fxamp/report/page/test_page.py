@@ -149,7 +149,7 @@ def test_a_page_of_a_part_says_what_it_is_of(record: Record) -> None:
 
 
 def test_a_plan_alone_gives_a_page_without_sizes() -> None:
-    found = Page(fxamp.report(converted("lenet5", "O1,dtype=bf16").plan).to_html())
+    found = Page(fxamp.report(fxamp.plan_of(converted("lenet5", "O1,dtype=bf16"))).to_html())
     assert found.keys()
     assert not any(found.data["columns"]["reads"])
     assert found.data["states"][0]["totals"]["bytes"] is None
