@@ -118,7 +118,8 @@ def census(model_or_step: Any, inputs: Any, target: Any = None, *, loss: Callabl
         model_or_step: A view, a converted graph, a compiled or any other module, or a TrainStep, of which one window is
             run, with its optimizer. For a module nobody converted, what ran is listed: call it under
             `torch.autocast` as you train.
-        inputs: A tensor or a tuple for `model(*inputs)`, or a mapping for `model(**inputs)`.
+        inputs: A tensor or a tuple for `model(*inputs)`, or a mapping for `model(**inputs)`, of the shapes that you
+            train with.
         target: The second argument of the loss.
         loss: A function of the output, or, with a target, of output and target. None takes the output's loss, or the
             mean of its float outputs. A TrainStep brings its own.
