@@ -66,14 +66,11 @@ class PlanError(FxampError, ValueError):
 
 
 class VerificationError(FxampError):
-    """A rewritten graph does not do what its plan says, or has an op without a kernel on this device.
+    """A rewritten graph does not do what its plan says, which is a defect of fxamp or of a rule that was registered.
 
     Example:
-        >>> sloped = nn.Sequential(nn.Linear(8, 4), nn.RReLU(inplace=True))  # has no FP16 kernel on a CPU
-        >>> fxamp.convert(torch.export.export(sloped, (x,)), policy="O1,dtype=fp16")
-        Traceback (most recent call last):
-            ...
-        passes.contract.errors.VerificationError: ...rrelu_...
+        >>> issubclass(fxamp.VerificationError, fxamp.FxampError)
+        True
     """
 
 
