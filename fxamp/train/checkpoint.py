@@ -119,7 +119,7 @@ def load(step: TrainState, state: Mapping[str, Any], allow: Sequence[str] = ()) 
     missing = sorted(set(_KEYS) - set(state))
     if missing:
         raise PolicyError(f"not the state of a TrainStep: it lacks {', '.join(missing)}")
-    refuse_other_settings(step, state["settings"], _allowed(allow, state["position"]))
+    refuse_other_settings(step, state["settings"], allowed(allow, state["position"]))
     _refuse_other_tensors("the model", step.model.state_dict(), state["model"])
     _refuse_other_tensors("what is trained or kept outside the model", beside(step), state["beside"])
     for index, (average, saved) in enumerate(zip(step.averages, state["ema"], strict=True)):
@@ -149,7 +149,8 @@ def load(step: TrainState, state: Mapping[str, Any], allow: Sequence[str] = ()) 
     set_random_state(state["rng"])
 
 
-def _allowed(allow: Sequence[str], position: int) -> Sequence[str]:
+def allowed(allow: Sequence[str], position: int) -> Sequence[str]:
+    """Return the names of settings that may differ, or raise PolicyError for a name that is none."""
     names = (allow,) if isinstance(allow, str) else tuple(allow)
     for name in names:
         if name not in MAY_DIFFER:
@@ -165,13 +166,13 @@ def settings(step: TrainState) -> dict[str, Any]:
     return {
         "accumulate_steps": step.accumulate_steps,
         "on_overflow": step.on_overflow,
-        "policy": policies_asked(step.model) if not step.switches else None,
-        "max_grad_norm": step.max_grad_norm,
         "loss scaling": "undecided" if step.undecided else scaler.kind,
         "optimizers": [type(o).__name__ for o in step.optimizers],
         "parameters": [[len(group["params"]) for group in o.param_groups] for o in step.optimizers],
         "schedulers": [type(s).__name__ for s in step.schedulers],
         "ema": len(step.averages),
+        "policy": policies_asked(step.model) if not step.switches else None,
+        "max_grad_norm": step.max_grad_norm,
     }
 
 

@@ -47,9 +47,9 @@ def policies_of(model: nn.Module) -> list[Policy]:
 
 
 def policies_asked(model: nn.Module) -> list[str]:
-    """Return the policies that were asked for, for the parts of a model that are converted."""
+    """Return the policies that were asked for, each once, for the parts of a model that are converted."""
     asked = (runner_of(m).asked if is_view(m) else compiled.asked_of(m) for m in model.modules())
-    return [str(policy) for policy in asked if policy is not None]
+    return list(dict.fromkeys(str(policy) for policy in asked if policy is not None))
 
 
 def scaler_of(scaler: object, low_dtype: torch.dtype | None) -> LossScaler:

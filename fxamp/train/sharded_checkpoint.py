@@ -26,7 +26,7 @@ from torch.optim.swa_utils import AveragedModel
 from passes._torch import OptimizedModule
 from passes.contract.errors import PolicyError
 
-from .checkpoint import beside, course_of, load_course, random_state, refuse_other_settings, set_random_state
+from .checkpoint import allowed, beside, course_of, load_course, random_state, refuse_other_settings, set_random_state
 from .state import TrainState
 from .window.gradients import parameters
 
@@ -97,7 +97,7 @@ def load_checkpoint(
     with _quiet():
         load(given, checkpoint_id=folder, process_group=group)
     (course,) = given["course"]
-    refuse_other_settings(step, course["settings"], free=("accumulate_steps", *allow))
+    refuse_other_settings(step, course["settings"], free=("accumulate_steps", *allowed(allow, 0)))
     state = {name: tensor for name, tensor in _states(step)[0].items() if not name.startswith("optimizer.")}
     for name, tensor in state.items():
         if name not in known or tuple(known[name].size) != tuple(tensor.shape):
