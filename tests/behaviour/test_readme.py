@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import fxamp
 from fxamp.cli.main import main
@@ -150,6 +151,13 @@ def test_figures_of_the_readme_are_those_of_the_reports() -> None:
     told = re.search(r"moved ([\d.]+) times the bytes of\s+compiled\s+autocast, but ([\d.]+) times", text_of(README))
     assert told is not None
     assert told.groups() == (f"{once:.3f}", f"{kept:.3f}")
+
+
+def test_the_first_report_is_what_the_readme_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    text = text_of(README)
+    exec(compile(blocks(text, "python")[0], "README.md, the first example", "exec"), {"__name__": "readme"})
+    printed = re.sub(r"^(torch +).*$", rf"\g<1>{torch.__version__}", blocks(text, "text")[0], flags=re.MULTILINE)
+    assert capsys.readouterr().out.rstrip() == printed.rstrip()
 
 
 def test_the_gate_says_what_the_readme_prints(
