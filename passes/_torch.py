@@ -187,6 +187,11 @@ def current_autograd_node() -> Any:
     return torch._C._current_autograd_node()
 
 
+def sequence_of(node: Any) -> int:
+    """Return the number that autograd recorded a node of its graph with."""
+    return int(node._sequence_nr())
+
+
 def sequence_number() -> int:
     """Return the number that autograd will give to the next op of this thread that it records."""
     return int(torch._C._autograd._get_sequence_nr())
@@ -266,6 +271,11 @@ def dynamo_errors() -> Any:
 def original_of(module: object) -> torch.nn.Module | None:
     """Return the module that `torch.compile` has wrapped in this one; None for anything else."""
     return module._orig_mod if isinstance(module, torch._dynamo.OptimizedModule) else None
+
+
+def compiled_call(module: torch.nn.Module) -> Any:
+    """Return what `module.compile()` put in the place of the call of a module; None if it was not called."""
+    return module._compiled_call_impl
 
 
 def is_compiled_in_place(module: torch.nn.Module) -> bool:
@@ -473,6 +483,7 @@ __all__ = [
     "communication_hook",
     "communication_states",
     "compile_records",
+    "compiled_call",
     "copy_together",
     "dynamo_errors",
     "enter_autocast",

@@ -478,7 +478,7 @@ class TrainStep(TrainState):
             warnings.warn(
                 "training in FP16 without loss scaling: gradients below 6e-8 become zero. "
                 'Leave scaler at "auto", or give a LossScaler.',
-                stacklevel=3,
+                stacklevel=4,
             )
         return self.opened
 

@@ -35,6 +35,7 @@ from passes._torch import (
     own_schema,
     pytree,
     sequence_number,
+    sequence_of,
     storage_id,
 )
 from passes.contract.dtypes import dtype_name
@@ -45,7 +46,8 @@ _PACKAGES = tuple(
     for file in (torch.__file__, os.path.dirname(__file__), passes.__file__)
 )
 _DEMO = os.path.join(_PACKAGES[1], "demo.py")  # its models are such as users write
-_TO, _COPY = torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default
+_TO = torch.ops.aten._to_copy.default
+_COPY = torch.ops.aten.copy_.default
 _COPIES, _UNSCALE = torch.ops.aten._foreach_copy_.default, torch.ops.aten._amp_foreach_non_finite_check_and_unscale_
 Dtypes = tuple[str, ...]
 
@@ -208,7 +210,7 @@ class Watch(TorchDispatchMode):
         outside = self._outside()
         if outside.kind == "outside":
             return replace(outside, backward=True, by=outside.by or "a hook or a function of autograd")
-        at = bisect.bisect_right(self._numbers, node._sequence_nr()) - 1
+        at = bisect.bisect_right(self._numbers, sequence_of(node)) - 1
         if node.name() == "torch::autograd::AccumulateGrad" or at < 0:
             return Place("gradients", backward=True)
         return replace(self._places[at], backward=True)

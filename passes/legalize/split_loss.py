@@ -19,8 +19,7 @@ from ..graph.notes import SPLIT_LOSS, note, origin
 from ..ops import ops
 
 aten = torch.ops.aten
-_NONE, _MEAN, _SUM = 0, 1, 2
-_REDUCTIONS = {"none": _NONE, "mean": _MEAN, "sum": _SUM}  # as torch.nn.functional has them
+_NONE, _MEAN, _SUM = range(3)  # as torch::Reduction has them
 
 
 def split_losses(graph: Graph) -> int:
@@ -53,7 +52,10 @@ def _logits(node: Node) -> Any:
 def _reduction(node: Node) -> int | None:
     """Return the number of a reduction; None if it is not known."""
     given = ops.argument(node, "reduction", _MEAN)
-    return _REDUCTIONS.get(given) if isinstance(given, str) else given if isinstance(given, int) else None
+    if isinstance(given, str):
+        # The words of torch.nn.functional.
+        return _NONE if given == "none" else _MEAN if given == "mean" else _SUM if given == "sum" else None
+    return given if isinstance(given, int) else None
 
 
 def _split(graph: Graph, node: Node) -> None:
