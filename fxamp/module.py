@@ -1,6 +1,6 @@
-"""Where version 0.1 had the class of converted modules; what it has pickled names this module.
+"""Where the class of converted modules was while models were captured by `torch.export`; its pickles name this module.
 
-Version 0.1 captured models by `torch.export`; its converted modules cannot be made again from their graphs.
+Such modules cannot be made again from their graphs.
 """
 
 from __future__ import annotations
@@ -15,6 +15,6 @@ sys.modules[f"{__name__}.module"] = sys.modules[__name__]  # by which a pickle n
 
 def _load(*_: Any) -> NoReturn:
     raise CaptureError(
-        "this converted module was saved by fxamp 0.1, and cannot be loaded: load the state_dict of its model, then "
-        "call fxamp.convert(model, args) again."
+        "this converted module was saved when fxamp captured models by torch.export, and cannot be loaded: load the "
+        "state_dict of its model, then call fxamp.convert(model, args) again."
     )

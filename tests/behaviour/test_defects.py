@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, library, nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.utils.checkpoint import checkpoint
 
@@ -106,7 +106,7 @@ def test_an_integer_out_of_range_keeps_its_node_fp32(forward: Callable[..., Any]
 def fp32_only() -> Iterator[Any]:
     """Give an op whose kernel takes FP32 alone, though its rule says that it follows its operand."""
 
-    @torch.library.custom_op("edges::increment", mutates_args=())
+    @library.custom_op("edges::increment", mutates_args=())
     def increment(x: Tensor) -> Tensor:
         if x.dtype != torch.float32:
             raise TypeError(f"the kernel takes float32 only, not {x.dtype}")

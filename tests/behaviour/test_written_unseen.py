@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, library, nn
 from torch.utils.checkpoint import checkpoint
 
 import fxamp
@@ -36,7 +36,7 @@ for function in (double, add_to_first, write_row):
     torch.compiler.allow_in_graph(function)
 
 
-@torch.library.custom_op("written_unseen::scale_", mutates_args=("x",))
+@library.custom_op("written_unseen::scale_", mutates_args=("x",))
 def scale_(x: Tensor, by: float) -> None:
     x.mul_(by)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 import subprocess
 import sys
@@ -21,7 +20,7 @@ from torch.fx import GraphModule, symbolic_trace
 import fxamp
 from passes.graph.notes import is_inserted
 from tests.support.front_ends import WARNINGS, fresh, under_autocast
-from tests.support.helpers import Two, assert_same, example
+from tests.support.helpers import Two, assert_same, example, saved
 
 pytestmark = [
     *WARNINGS, pytest.mark.usefixtures("fresh"), pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
@@ -64,13 +63,6 @@ def export(model: nn.Module, *args: Any, **settings: Any) -> torch.export.Export
 
 def by_mode(self: Any, x: Tensor) -> Any:
     return self.l(x) if self.training else self.m(self.l(x))
-
-
-def saved(value: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
 
 
 WAYS: dict[str, Callable[[GraphModule], Any]] = {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import io
 import pickle
 import warnings
 from collections.abc import Callable
@@ -21,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import fxamp
 from fxamp.view.view import runner_of
 from tests.support.front_ends import WARNINGS, fresh
-from tests.support.helpers import Two, assert_same, example
+from tests.support.helpers import TimesHundred, Two, assert_same, example, saved
 
 pytestmark = [*WARNINGS, pytest.mark.usefixtures("fresh")]
 __all__ = ["fresh"]
@@ -315,13 +314,6 @@ def test_an_optimizer_that_was_built_before_trains_the_model() -> None:
 # Copied and saved.
 
 
-def saved(value: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
 AGAIN: dict[str, Callable[[Any], Any]] = {
     "deepcopy": copy.deepcopy, "torch.save": saved, "pickle": lambda v: pickle.loads(pickle.dumps(v)),
     "twice": lambda v: saved(copy.deepcopy(v)), "in a list": lambda v: copy.deepcopy(nn.ModuleList([v]))[0],
@@ -388,16 +380,6 @@ def with_regions(self: Any, x: Tensor) -> Any:
 
 def with_a_branch(self: Any, x: Tensor) -> Any:
     return torch.cond(x.sum() > 0, lambda t: self.m(t), lambda t: t * 2, (self.l(x),))
-
-
-class TimesHundred(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
-        return x * factor
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:
-        return g * 100, None
 
 
 def with_a_function(self: Any, x: Tensor) -> Any:

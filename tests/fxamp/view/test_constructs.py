@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fxamp
 from tests.support.front_ends import WARNINGS, exported, fresh, under_autocast
-from tests.support.helpers import Two, assert_is_eager, assert_same, example
+from tests.support.helpers import TimesHundred, Two, assert_is_eager, assert_same, example
 
 pytestmark = [*WARNINGS, pytest.mark.usefixtures("fresh")]
 __all__ = ["fresh"]
@@ -221,16 +221,6 @@ def norms(**settings: Any) -> nn.Module:
 
 
 # Autograd functions of the author.
-
-
-class TimesHundred(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
-        return x * factor
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:
-        return g * 100, None
 
 
 class Reversed(torch.autograd.Function):
