@@ -42,13 +42,13 @@ if TYPE_CHECKING:
     from passes.ops.rules import register_rule as register_rule
     from passes.ops.rules import rules as rules
 
+    from .capture.backend import Backend as Backend
+    from .capture.backend import backend as backend
     from .convert import compile as compile
     from .convert import convert as convert
     from .convert import graphs as graphs
     from .convert import plan as plan
     from .convert import plan_of as plan_of
-    from .dynamo.backend import Backend as Backend
-    from .dynamo.backend import backend as backend
     from .report.diff.diff import GraphDiff as GraphDiff
     from .report.diff.diff import diff as diff
     from .report.report import Report as Report
@@ -75,7 +75,7 @@ _FOUND_IN = {
     "passes.contract.policy": ("Policy",),
     "passes.ops.rules": ("register_rule", "rules"),
     "fxamp.convert": ("compile", "convert", "graphs", "plan", "plan_of"),
-    "fxamp.dynamo.backend": ("Backend", "backend"),
+    "fxamp.capture.backend": ("Backend", "backend"),
     "fxamp.report.diff.diff": ("GraphDiff", "diff"),
     "fxamp.report.report": ("Report", "report"),
     "fxamp.train.window.result": ("StepResult",),

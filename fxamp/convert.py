@@ -17,12 +17,12 @@ from passes.contract.errors import CaptureError, NotAModuleError, PolicyError
 from passes.contract.plan import Plan
 from passes.contract.policy import Policy
 
-from .dynamo import compiled
-from .dynamo.backend import Inner, refuse_unmatched, require_inner, split
-from .dynamo.given import convert_given, store_low
-from .dynamo.inputs import Inputs, as_inputs
-from .dynamo.parameters import only_read
-from .dynamo.resolve import resolve
+from .capture import compiled
+from .capture.backend import Inner, refuse_unmatched, require_inner, split
+from .capture.given import convert_given, store_low
+from .capture.inputs import Inputs, as_inputs
+from .capture.parameters import only_read
+from .capture.resolve import resolve
 from .measure.fastest import CODE as CHOSEN
 from .measure.fastest import fastest_plan, measurable
 from .measure.timing import OpTimer

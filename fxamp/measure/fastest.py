@@ -28,7 +28,7 @@ from passes.contract.reasons import Code
 from passes.contract.timing import Timer
 from passes.graph.values import no_autocast
 
-from ..dynamo.inputs import Inputs
+from ..capture.inputs import Inputs
 from ..trust.preserved import fresh, preserved
 from ..view.graphs import plan_of
 from ..view.prime import capture, twin_of

@@ -14,7 +14,7 @@ from passes.contract.errors import FxampError
 from passes.contract.plan import Plan
 from passes.contract.reasons import DEVIATIONS
 
-from ..dynamo.compiled import plan_of
+from ..capture.compiled import plan_of
 from ..train.describe import describe
 from ..train.step import TrainStep
 from .forms.filters import chosen

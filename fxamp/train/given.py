@@ -15,7 +15,7 @@ from torch.optim.swa_utils import AveragedModel
 from passes.contract.errors import CaptureError, PolicyError
 from passes.contract.policy import Policy
 
-from ..dynamo import compiled
+from ..capture import compiled
 from ..view.view import is_view, runner_of
 from .scale.scaler import LossScaler
 from .scale.settings import refuse_low_parameters, require_scale

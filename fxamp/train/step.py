@@ -28,7 +28,7 @@ from passes.contract.errors import NotAModuleError, PolicyError, ScaleCollapseEr
 from passes.contract.plan import Plan
 from passes.contract.policy import Policy
 
-from ..dynamo import compiled
+from ..capture import compiled
 from ..trust.census.calls import CallCensus
 from . import checkpoint
 from .checks import before_micro_batch, begin, warn_of_fp32, warn_of_settings

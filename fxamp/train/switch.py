@@ -10,7 +10,7 @@ from passes.contract.errors import PolicyError
 from passes.contract.plan import Plan
 from passes.contract.policy import Policy
 
-from ..dynamo.backend import refuse_unmatched
+from ..capture.backend import refuse_unmatched
 from ..view.runner import Runner
 from ..view.view import is_view, runner_of
 

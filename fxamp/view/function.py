@@ -35,10 +35,10 @@ from passes._torch import (
 )
 from passes.graph.values import no_autocast
 
-from ..dynamo.backend import at_call, inner_of, leave_sharing_to_the_compiler, rewrite
-from ..dynamo.call import current
-from ..dynamo.compiled import Converted, break_of, copied, elsewhere
-from ..dynamo.outputs import leaving
+from ..capture.backend import at_call, inner_of, leave_sharing_to_the_compiler, rewrite
+from ..capture.call import current
+from ..capture.compiled import Converted, break_of, copied, elsewhere
+from ..capture.outputs import leaving
 from ..trust.watch import node_by_node
 from .copies import Lifted, lift, with_copies
 from .replay import Replaying

@@ -22,9 +22,9 @@ from passes.contract.errors import CaptureError
 from passes.contract.plan import Plan, joined
 from passes.runtime.tracing import RuntimeTracer
 
-from ..dynamo import recompile_limit
-from ..dynamo.compiled import coverage, together, with_record
-from ..dynamo.outputs import leaving
+from ..capture import recompile_limit
+from ..capture.compiled import coverage, together, with_record
+from ..capture.outputs import leaving
 from .function import Entry
 from .replay import OR
 from .runner import Runner

@@ -29,7 +29,7 @@ from passes.graph.aliases import Aliases
 from passes.graph.values import LOW_DTYPES
 from passes.ops import ops
 
-from ..dynamo.call import Call, begin
+from ..capture.call import Call, begin
 from ..trust.preserved import fresh, same_attributes, same_random_state
 from ..trust.tensors import same
 from .function import Captured, Entry

@@ -51,12 +51,12 @@ from passes.contract.policy import Policy, nearest
 from passes.contract.reasons import Code
 from passes.contract.timing import Timer
 
-from ..dynamo import recompile_limit
-from ..dynamo.backend import Inner
-from ..dynamo.call import Call, begin, current
-from ..dynamo.outputs import restored
-from ..dynamo.parameters import is_only_read
-from ..dynamo.resolve import device_of, resolve
+from ..capture import recompile_limit
+from ..capture.backend import Inner
+from ..capture.call import Call, begin, current
+from ..capture.outputs import restored
+from ..capture.parameters import is_only_read
+from ..capture.resolve import device_of, resolve
 from ..trust.watch import watching
 from .copies import Opened
 from .function import LIMIT, Entry, Function

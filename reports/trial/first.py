@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
 import fxamp
-from fxamp.dynamo import compiled
-from fxamp.dynamo.call import current
+from fxamp.capture import compiled
+from fxamp.capture.call import current
 from fxamp.trust.preserved import fresh, preserved, same_random_state
 from fxamp.view.view import runner_of
 from passes._torch import pytree

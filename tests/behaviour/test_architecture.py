@@ -44,34 +44,36 @@ ARROWS = {
     "fxamp.module": "passes.contract",
     "fxamp.trust": "passes passes._torch passes.contract passes.ops",
     "fxamp.report.record": ".trust passes._torch passes.contract passes.graph passes.ops passes.runtime",
-    "fxamp.dynamo": ".report.record .trust passes passes._torch passes.contract passes.graph passes.ops passes.runtime",
+    "fxamp.capture": (
+        ".report.record .trust passes passes._torch passes.contract passes.graph passes.ops passes.runtime"
+    ),
     "fxamp.report.forms": ".report.record passes.contract",
-    "fxamp.view": ".dynamo .trust passes._torch passes.contract passes.graph passes.ops passes.runtime",
+    "fxamp.view": ".capture .trust passes._torch passes.contract passes.graph passes.ops passes.runtime",
     "fxamp.report.page": ".report.forms .report.record passes.contract",
-    "fxamp.measure": ".dynamo .trust .view passes._torch passes.contract passes.graph",
+    "fxamp.measure": ".capture .trust .view passes._torch passes.contract passes.graph",
     "fxamp.train.ranks": ".view passes._torch passes.contract",
-    "fxamp.convert": ".dynamo .measure .view passes._torch passes.contract",
+    "fxamp.convert": ".capture .measure .view passes._torch passes.contract",
     "fxamp.train.scale": ".train.ranks passes.contract",
     "fxamp.train.weights": ".measure .train.ranks .view passes._torch passes.contract",
-    "fxamp.report.reader": ".convert .dynamo .report.record .view passes.contract",
+    "fxamp.report.reader": ".convert .capture .report.record .view passes.contract",
     "fxamp.trust.census": (
-        ".convert .dynamo .report.record .trust passes._torch passes.contract passes.graph passes.runtime"
+        ".convert .capture .report.record .trust passes._torch passes.contract passes.graph passes.runtime"
     ),
     "fxamp.train.window": ".train.ranks .train.scale .train.weights passes._torch passes.contract",
     "fxamp.report.diff": (
         ".report.forms .report.reader .report.record passes._torch passes.contract passes.graph passes.ops"
     ),
     "fxamp.train.compiled": (
-        ".dynamo .train.ranks .train.weights .train.window .view passes._torch passes.contract passes.graph passes.ops"
+        ".capture .train.ranks .train.weights .train.window .view passes._torch passes.contract passes.graph passes.ops"
     ),
     "fxamp.report.gate": ".convert .report.diff .report.forms .report.reader .report.record passes.contract passes.ops",
     "fxamp.train": (
-        ".dynamo .train.compiled .train.ranks .train.scale .train.weights .train.window .trust .trust.census "
+        ".capture .train.compiled .train.ranks .train.scale .train.weights .train.window .trust .trust.census "
         ".view passes._torch passes.contract"
     ),
     "fxamp.pytest_plugin": ".report.gate",
     "fxamp.demo": ".convert .measure .train .train.weights passes.contract",
-    "fxamp.report": ".dynamo .report.forms .report.page .report.reader .report.record .train passes.contract",
+    "fxamp.report": ".capture .report.forms .report.page .report.reader .report.record .train passes.contract",
     "fxamp.cli": (
         ".convert .demo .report .report.diff .report.forms .report.gate .report.reader .trust.census passes "
         "passes.contract passes.ops"

@@ -12,8 +12,8 @@ from torch.fx import GraphModule
 from passes.contract.errors import FxampError
 from passes.contract.plan import Plan
 
+from ...capture import compiled
 from ...convert import converted_in, graphs, plan_of
-from ...dynamo import compiled
 from ...view.graphs import bound, captured_of, numbered
 from ...view.view import is_view, runner_of
 from ..record.build import Emitted

@@ -14,8 +14,8 @@ from passes._torch import inner_backend
 from passes.contract.errors import PolicyError
 from passes.contract.policy import nearest
 
-from ...dynamo import backend as dynamo
-from ...dynamo import compiled
+from ...capture import backend as capture
+from ...capture import compiled
 from ...view.view import is_view, make_view
 from ..window.closure import needs_closure
 
@@ -38,7 +38,7 @@ class CompileSettings:
         by_fxamp: Whether the backend that was asked for was fxamp's own, around this one.
     """
 
-    backend: dynamo.Inner | dynamo.Backend = "inductor"
+    backend: capture.Inner | capture.Backend = "inductor"
     mode: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     dynamic: bool | None = None
@@ -57,7 +57,7 @@ class CompileSettings:
     @property
     def converts(self) -> bool:
         """Whether the backend is fxamp's own."""
-        return isinstance(self.backend, dynamo.Backend)
+        return isinstance(self.backend, capture.Backend)
 
     @property
     def fuses(self) -> bool:
@@ -68,13 +68,13 @@ class CompileSettings:
     @property
     def inner(self) -> CompileSettings:
         """The settings for graphs that are not to be converted."""
-        if not isinstance(self.backend, dynamo.Backend):
+        if not isinstance(self.backend, capture.Backend):
             return self
         return replace(self, backend=self.backend.backend, mode=self.backend.mode, options=dict(self.backend.options))
 
     def run(self) -> Any:
         """Return the backend with its mode and options in it."""
-        if isinstance(self.backend, dynamo.Backend):
+        if isinstance(self.backend, capture.Backend):
             return self.backend
         return inner_backend(self.backend, self.mode, dict(self.options))
 
@@ -143,17 +143,17 @@ def refuse_unfit(model: nn.Module, optimizers: Sequence[Optimizer], settings: Co
 def converted_by(model: nn.Module, settings: CompileSettings) -> tuple[nn.Module, CompileSettings]:
     """Return a view of the model where the backend is fxamp's, and the settings for what it then runs."""
     backend = settings.backend
-    if not isinstance(backend, dynamo.Backend):
+    if not isinstance(backend, capture.Backend):
         return model, settings
-    dynamo.refuse_unmatched(backend.policy, model)
+    capture.refuse_unmatched(backend.policy, model)
     return make_view(model, backend.policy), replace(settings.inner, by_fxamp=True)
 
 
-def _backend(backend: Any, mode: str | None, options: Mapping[str, Any]) -> dynamo.Inner | dynamo.Backend:
-    if isinstance(backend, dynamo.Backend):
+def _backend(backend: Any, mode: str | None, options: Mapping[str, Any]) -> capture.Inner | capture.Backend:
+    if isinstance(backend, capture.Backend):
         return backend
     if backend == "fxamp":
-        ours, rest = dynamo.split(options)
-        return dynamo.backend(**{"mode": mode, **ours}, options=rest)
-    dynamo.require_backend(backend)
+        ours, rest = capture.split(options)
+        return capture.backend(**{"mode": mode, **ours}, options=rest)
+    capture.require_backend(backend)
     return backend  # type: ignore[no-any-return]

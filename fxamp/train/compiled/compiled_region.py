@@ -11,7 +11,7 @@ from torch.fx import GraphModule
 
 from passes._torch import compile_records
 
-from ...dynamo.compiled import break_of
+from ...capture.compiled import break_of
 from .compile_settings import CompileSettings
 
 

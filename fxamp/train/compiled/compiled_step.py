@@ -19,7 +19,7 @@ from torch.fx import GraphModule
 
 from passes.graph.values import no_autocast
 
-from ...dynamo.backend import inner_of
+from ...capture.backend import inner_of
 from ...view.copies import Lifted, lift, with_copies
 from ...view.function import Entry
 from ...view.runner import Runner

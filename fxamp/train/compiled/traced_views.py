@@ -20,10 +20,10 @@ from passes._torch import enter_autocast, exit_autocast
 from passes.graph.values import LOW_DTYPES, dtypes_of
 from passes.ops.ops import NOTE
 
-from ...dynamo.backend import leave_sharing_to_the_compiler, rewrite
-from ...dynamo.call import Call, begin
-from ...dynamo.compiled import Converted, copied
-from ...dynamo.outputs import leaving
+from ...capture.backend import leave_sharing_to_the_compiler, rewrite
+from ...capture.call import Call, begin
+from ...capture.compiled import Converted, copied
+from ...capture.outputs import leaving
 from ...view.function import Entry, function_of
 from ...view.runner import Runner
 from ...view.state import state_of

@@ -10,8 +10,8 @@ from torch import nn
 
 from passes.contract.errors import PolicyError, VerificationError
 
+from ...capture.compiled import runner_of
 from ...convert import converted_in
-from ...dynamo.compiled import runner_of
 from ..watch import Watch
 from .census import Census, census_of
 from .graphs import watched_graphs

@@ -12,8 +12,8 @@ from torch import nn
 
 from passes._torch import compiled_call, is_compiled_in_place, original_of
 
+from ...capture.compiled import runner_of
 from ...convert import converted_in
-from ...dynamo.compiled import runner_of
 from .differences import Difference, differences_of, odd_products, of_products
 from .graphs import watched_graphs
 from .rows import Row, ledgers_of, planned_rows, rows_of, where_of

@@ -13,7 +13,7 @@ from torch.fx import GraphModule, Node
 from passes.graph.notes import is_inserted
 from passes.graph.values import LOW_DTYPES
 
-from ...dynamo import recompile_limit
+from ...capture import recompile_limit
 from ..watch import Place, Seen, Sum, Watch
 from .rows import Ledger, is_cast, planned_dtypes
 

@@ -12,8 +12,8 @@ from torch.fx import GraphModule
 
 from passes.contract.plan import Plan
 
-from ...dynamo.compiled import record_on
-from ...dynamo.given import flat_inputs
+from ...capture.compiled import record_on
+from ...capture.given import flat_inputs
 from ..watch import node_by_node
 
 

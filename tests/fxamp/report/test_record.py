@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import fxamp
-from fxamp.dynamo import compiled
+from fxamp.capture import compiled
 from fxamp.measure.counts import saved_bytes
 from fxamp.report.reader.reader import record_of
 from fxamp.report.record.record import SCHEMA, Record, schema

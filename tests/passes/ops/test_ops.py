@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.fx import Graph, Node, symbolic_trace
 from torch.nn.utils import rnn as rnn_utils
 
-from fxamp.dynamo import given
+from fxamp.capture import given
 from passes.graph.notes import note
 from passes.ops import ops
 from passes.ops.rules import RULES

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, symbolic_trace
 
 import fxamp
-from fxamp.dynamo import given
-from fxamp.dynamo.compiled import with_record
-from fxamp.dynamo.resolve import resolve
+from fxamp.capture import given
+from fxamp.capture.compiled import with_record
+from fxamp.capture.resolve import resolve
 from passes import compile_graph
 from passes.assign.colour.simulate import Simulation
 from passes.assign.place import choose_storage as placing

@@ -223,7 +223,7 @@ def test_a_branch_on_data_between_two_halves() -> None:
     assert len(fxamp.graphs(module)) == 3
     report = str(fxamp.report(module))
     assert "hold 4 of 4 parameters (100% of their elements)" in report
-    assert "graph break at test_dynamo.py:" in report
+    assert "graph break at test_backend.py:" in report
     assert {d.graph for d in plan.decisions} == {0, 1, 2}
 
 
