@@ -119,7 +119,7 @@ def _unequal(pair: Pair) -> tuple[str, str] | None:
             differs[node] = False  # decomposed: what reads it shows whether it differs
         if differs.get(node) or node is expected.stopped:
             return _decided(pair, node, differs)
-    returned = expected.module.graph.output_node().all_input_nodes  # which nothing rounds
+    returned = expected.graph.output_node().all_input_nodes  # which nothing rounds
     return next((_decided(pair, node, differs) for node in returned if node in differs), None)
 
 
