@@ -59,6 +59,9 @@ ARROWS = {
     "fxamp.trust.census": (
         ".convert .capture .report.record .trust passes._torch passes.contract passes.graph passes.runtime"
     ),
+    "fxamp.trust.error": (
+        ".convert .capture .trust .trust.census passes._torch passes.contract passes.graph passes.ops passes.runtime"
+    ),
     "fxamp.train.window": ".train.ranks .train.scale .train.weights passes._torch passes.contract",
     "fxamp.report.diff": (
         ".report.forms .report.reader .report.record passes._torch passes.contract passes.graph passes.ops"
