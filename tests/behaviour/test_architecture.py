@@ -78,8 +78,8 @@ ARROWS = {
     "fxamp.demo": ".convert .measure .train .train.weights passes.contract",
     "fxamp.report": ".capture .report.forms .report.page .report.reader .report.record .train passes.contract",
     "fxamp.cli": (
-        ".convert .demo .report .report.diff .report.forms .report.gate .report.reader .trust.census passes "
-        "passes.contract passes.ops"
+        ".convert .demo .report .report.diff .report.forms .report.gate .report.reader .trust.census .trust.error "
+        "passes passes.contract passes.ops"
     ),
     "fxamp.__main__": ".cli",
 }

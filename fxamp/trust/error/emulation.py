@@ -76,6 +76,8 @@ class Site:
 
 
 At = Callable[[Site, Tensor], Tensor]
+Edge = Callable[[Tensor], Tensor]
+Decides = Callable[[str, Tensor, int, int | None], None]
 
 
 class GraphSites:
@@ -110,13 +112,15 @@ class Emulation(Interpreter):
         sites: its sites.
         at: is called with every site that makes a floating value, and that value; returns the value to go on with.
         edge: is called with each read of a low value that has several readers; returns the value that is read.
+        decides: is called with the key of an op that selects the largest, its operand, how many it selects, and of
+            which dimension (None for all of them).
     """
 
     def __init__(
-        self, graph: GraphModule, sites: GraphSites, at: At, edge: Callable[[Tensor], Tensor] | None = None
+        self, graph: GraphModule, sites: GraphSites, at: At, edge: Edge | None = None, decides: Decides | None = None
     ) -> None:
         super().__init__(graph)
-        self._sites, self._at, self._edge = sites, at, edge
+        self._sites, self._at, self._edge, self._decides = sites, at, edge, decides
 
     def run_node(self, n: Node) -> Any:
         """Run one node."""
@@ -124,6 +128,10 @@ class Emulation(Interpreter):
             return pytree.tree_map(_wide, super().run_node(n))
         args, kwargs = self.fetch_args_kwargs_from_env(n)
         args, kwargs = pytree.tree_map(_without_low, (args, kwargs))
+        if self._decides is not None and ops.name(n) in ("topk", "argmax") and _is_fp32(args[0]):
+            count, dim = self._value(ops.argument(n, "k", 1)), self._value(ops.argument(n, "dim"))
+            dim = -1 if dim is None and ops.name(n) == "topk" else dim
+            self._decides(self._sites.keys[n], args[0].detach(), count, dim)
         with no_autocast():
             value = pytree.tree_map(_wide, self._computed(n, args, kwargs))
         if row_of(n).asks or not _is_float(n.meta.get("val")):
@@ -168,6 +176,21 @@ class Emulation(Interpreter):
 
     def _value(self, argument: Any) -> Any:
         return _without_low(self.env[argument] if isinstance(argument, Node) else argument)
+
+
+class Watched(Interpreter):
+    """Runs one emitted graph as it is; `see` is called with every node of the author's that makes a float tensor."""
+
+    def __init__(self, graph: GraphModule, sites: GraphSites, see: Callable[[Site, Tensor], None]) -> None:
+        super().__init__(graph)
+        self._sites, self._see = sites, see
+
+    def run_node(self, n: Node) -> Any:
+        """Run one node."""
+        value = super().run_node(n)
+        if n.op.startswith("call") and not is_inserted(n) and isinstance(value, Tensor) and value.is_floating_point():
+            self._see(self._sites.of(n), value)
+        return value
 
 
 # Kernels that round inside.
@@ -244,6 +267,10 @@ def _is_low(value: Any) -> bool:
 
 def _is_float(value: Any) -> bool:
     return any(isinstance(v, Tensor) and v.is_floating_point() for v in pytree.tree_leaves(value))
+
+
+def _is_fp32(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dtype == torch.float32
 
 
 def _wide(value: Any) -> Any:

@@ -26,7 +26,7 @@ from ...convert import convert, converted_in
 from ..census.graphs import watched_graphs
 from ..given_step import Batch, GivenStep, as_before
 from ..watch import run_instead
-from .emulation import At, Emulation, GraphSites, Site
+from .emulation import At, Decides, Edge, Emulation, GraphSites, Site, Watched
 
 AUTOCAST, FP32 = "autocast", "FP32"
 POLICIES = (AUTOCAST, "O1", "O2", "O3")
@@ -76,8 +76,9 @@ class Subject:
                     "give the model that it was made of, or a view of the whole."
                 )
             self.model, self.own = runner.model, runner.asked
-            self._views[str(runner.asked)] = given.model
         self.device = device_of(self.model, (given.batches[0][0],))
+        if self.own is not None:
+            self._views[str(self.policy(str(self.own)))] = given.model
         self.parameters = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         self._sites: dict[int, tuple[GraphModule, GraphSites]] = {}
 
@@ -96,7 +97,7 @@ class Subject:
 
     def view(self, name: str, plan: Plan | None = None) -> nn.Module:
         """Return the model converted by a policy or a plan, made once."""
-        key = name if plan is None else f"plan {id(plan)}"
+        key = str(self.policy(name)) if plan is None else f"plan {id(plan)}"
         if key not in self._views:
             inputs = self.given.batches[0][0]
             example = (None, inputs) if isinstance(inputs, Mapping) else (inputs, None)
@@ -121,8 +122,8 @@ class Subject:
             scale /= 2
 
     def emulated(
-        self, name: str, batch: Batch, at: At, edge: Callable[[Tensor], Tensor] | None = None, plan: Plan | None = None,
-        *, backward: bool = True,
+        self, name: str, batch: Batch, at: At, edge: Edge | None = None, plan: Plan | None = None, *,
+        decides: Decides | None = None, backward: bool = True,
     ) -> Ran:  # fmt: skip
         """Run a step with the emitted graphs of a policy in FP32, without casts, and look at all sites.
 
@@ -133,13 +134,24 @@ class Subject:
 
         def run(converted: Any, graph: GraphModule, args: tuple[Any, ...]) -> Any:
             counted[0] += 1
-            return Emulation(graph, self.sites(graph, converted), at, edge).run(*args, enable_io_processing=False)
+            return Emulation(graph, self.sites(graph, converted), at, edge, decides).run(
+                *args, enable_io_processing=False
+            )
 
         with run_instead(run):
             ran = self._step(self.view(name, plan), batch, contextlib.nullcontext, backward=backward)
         if not counted[0]:
             raise CaptureError(f"{type(self.model).__name__}: nothing of it was captured, so nothing can be predicted.")
         return ran
+
+    def watched(self, name: str, batch: Batch, see: Callable[[Site, Tensor], None], plan: Plan | None = None) -> None:
+        """Run a forward with the real kernels of a policy or a plan, node by node, and look at the float values."""
+
+        def run(converted: Any, graph: GraphModule, args: tuple[Any, ...]) -> Any:
+            return Watched(graph, self.sites(graph, converted), see).run(*args, enable_io_processing=False)
+
+        with run_instead(run):
+            self._step(self.view(name, plan), batch, contextlib.nullcontext, backward=False)
 
     def sites(self, graph: GraphModule, converted: Any) -> GraphSites:
         """Return the sites of an emitted graph, found once."""

@@ -43,11 +43,11 @@ class Moved:
 
     @property
     def bias(self) -> float:
-        """The mean of S over batches, in units of its standard error; 0 for fewer than three batches."""
+        """The mean of S over batches, in units of its standard error; 0 for fewer than eight batches."""
         n = len(self.signed)
         mean = sum(self.signed) / n
         error = (sum((s - mean) ** 2 for s in self.signed) / max(n - 1, 1) / n) ** 0.5
-        return abs(mean) / error if n > 2 and error else 0.0
+        return abs(mean) / error if n > 7 and error else 0.0
 
 
 class Sums:
