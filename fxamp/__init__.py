@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from .trust.census.census import census as census
     from .trust.error.estimate import estimate_error as estimate_error
     from .trust.error.report import ErrorReport as ErrorReport
+    from .trust.error.tune import tune as tune
     from .trust.error.verify import verify as verify
     from .view.frozen import frozen as frozen
 
@@ -88,6 +89,7 @@ _FOUND_IN = {
     "fxamp.trust.census.census": ("Census", "census"),
     "fxamp.trust.error.estimate": ("estimate_error",),
     "fxamp.trust.error.report": ("ErrorReport",),
+    "fxamp.trust.error.tune": ("tune",),
     "fxamp.trust.error.verify": ("verify",),
     "fxamp.view.frozen": ("frozen",),
 }  # fmt: skip
