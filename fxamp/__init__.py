@@ -60,6 +60,10 @@ if TYPE_CHECKING:
     from .train.window.result import StepResult as StepResult
     from .trust.census.census import Census as Census
     from .trust.census.census import census as census
+    from .trust.error.estimate import estimate_error as estimate_error
+    from .trust.error.report import ErrorReport as ErrorReport
+    from .trust.error.tune import tune as tune
+    from .trust.error.verify import verify as verify
     from .view.frozen import frozen as frozen
 
 __version__ = "0.1.0"
@@ -83,6 +87,10 @@ _FOUND_IN = {
     "fxamp.train.sharded_checkpoint": ("load_checkpoint", "save_checkpoint"),
     "fxamp.train.step": ("TrainStep",),
     "fxamp.trust.census.census": ("Census", "census"),
+    "fxamp.trust.error.estimate": ("estimate_error",),
+    "fxamp.trust.error.report": ("ErrorReport",),
+    "fxamp.trust.error.tune": ("tune",),
+    "fxamp.trust.error.verify": ("verify",),
     "fxamp.view.frozen": ("frozen",),
 }  # fmt: skip
 _MODULE_OF = {name: module for module, names in _FOUND_IN.items() for name in names}
