@@ -60,6 +60,8 @@ if TYPE_CHECKING:
     from .train.window.result import StepResult as StepResult
     from .trust.census.census import Census as Census
     from .trust.census.census import census as census
+    from .trust.ranges.overflow import Overflow as Overflow
+    from .trust.ranges.overflow import find_overflow as find_overflow
     from .view.frozen import frozen as frozen
 
 __version__ = "0.1.0"
@@ -83,6 +85,7 @@ _FOUND_IN = {
     "fxamp.train.sharded_checkpoint": ("load_checkpoint", "save_checkpoint"),
     "fxamp.train.step": ("TrainStep",),
     "fxamp.trust.census.census": ("Census", "census"),
+    "fxamp.trust.ranges.overflow": ("Overflow", "find_overflow"),
     "fxamp.view.frozen": ("frozen",),
 }  # fmt: skip
 _MODULE_OF = {name: module for module, names in _FOUND_IN.items() for name in names}

@@ -59,6 +59,7 @@ ARROWS = {
     "fxamp.trust.census": (
         ".convert .capture .report.record .trust passes._torch passes.contract passes.graph passes.runtime"
     ),
+    "fxamp.trust.ranges": ".convert .trust .trust.census passes._torch passes.contract passes.graph",
     "fxamp.train.window": ".train.ranks .train.scale .train.weights passes._torch passes.contract",
     "fxamp.report.diff": (
         ".report.forms .report.reader .report.record passes._torch passes.contract passes.graph passes.ops"
