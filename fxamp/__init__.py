@@ -60,6 +60,9 @@ if TYPE_CHECKING:
     from .train.window.result import StepResult as StepResult
     from .trust.census.census import Census as Census
     from .trust.census.census import census as census
+    from .trust.error.estimate import estimate_error as estimate_error
+    from .trust.error.report import ErrorReport as ErrorReport
+    from .trust.error.verify import verify as verify
     from .trust.ranges.overflow import Overflow as Overflow
     from .trust.ranges.overflow import find_overflow as find_overflow
     from .view.frozen import frozen as frozen
@@ -85,6 +88,9 @@ _FOUND_IN = {
     "fxamp.train.sharded_checkpoint": ("load_checkpoint", "save_checkpoint"),
     "fxamp.train.step": ("TrainStep",),
     "fxamp.trust.census.census": ("Census", "census"),
+    "fxamp.trust.error.estimate": ("estimate_error",),
+    "fxamp.trust.error.report": ("ErrorReport",),
+    "fxamp.trust.error.verify": ("verify",),
     "fxamp.trust.ranges.overflow": ("Overflow", "find_overflow"),
     "fxamp.view.frozen": ("frozen",),
 }  # fmt: skip

@@ -59,6 +59,9 @@ ARROWS = {
     "fxamp.trust.census": (
         ".convert .capture .report.record .trust passes._torch passes.contract passes.graph passes.runtime"
     ),
+    "fxamp.trust.error": (
+        ".convert .capture .trust .trust.census passes._torch passes.contract passes.graph passes.ops passes.runtime"
+    ),
     "fxamp.trust.ranges": ".convert .trust .trust.census passes._torch passes.contract passes.graph",
     "fxamp.train.window": ".train.ranks .train.scale .train.weights passes._torch passes.contract",
     "fxamp.report.diff": (
@@ -76,8 +79,8 @@ ARROWS = {
     "fxamp.demo": ".convert .measure .train .train.weights passes.contract",
     "fxamp.report": ".capture .report.forms .report.page .report.reader .report.record .train passes.contract",
     "fxamp.cli": (
-        ".convert .demo .report .report.diff .report.forms .report.gate .report.reader .trust.census passes "
-        "passes.contract passes.ops"
+        ".convert .demo .report .report.diff .report.forms .report.gate .report.reader .trust.census .trust.error "
+        "passes passes.contract passes.ops"
     ),
     "fxamp.__main__": ".cli",
 }
