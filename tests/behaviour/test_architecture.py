@@ -73,7 +73,7 @@ ARROWS = {
     "fxamp.report.gate": ".convert .report.diff .report.forms .report.reader .report.record passes.contract passes.ops",
     "fxamp.train": (
         ".capture .train.compiled .train.ranks .train.scale .train.weights .train.window .trust .trust.census "
-        ".view passes._torch passes.contract"
+        ".trust.ranges .view passes._torch passes.contract"
     ),
     "fxamp.pytest_plugin": ".report.gate",
     "fxamp.demo": ".convert .measure .train .train.weights passes.contract",
