@@ -52,7 +52,7 @@ ARROWS = {
     "fxamp.report.page": ".report.forms .report.record passes.contract",
     "fxamp.measure": ".capture .trust .view passes._torch passes.contract passes.graph",
     "fxamp.train.ranks": ".view passes._torch passes.contract",
-    "fxamp.convert": ".capture .measure .view passes._torch passes.contract",
+    "fxamp.convert": ".capture .measure .trust .view passes._torch passes.contract",
     "fxamp.train.scale": ".train.ranks passes.contract",
     "fxamp.train.weights": ".measure .train.ranks .view passes._torch passes.contract",
     "fxamp.report.reader": ".convert .capture .report.record .view passes.contract",
@@ -62,7 +62,9 @@ ARROWS = {
     "fxamp.trust.error": (
         ".convert .capture .trust .trust.census passes._torch passes.contract passes.graph passes.ops passes.runtime"
     ),
-    "fxamp.trust.ranges": ".convert .trust .trust.census passes._torch passes.contract passes.graph",
+    "fxamp.trust.ranges": (
+        ".convert .trust .trust.census .trust.error passes._torch passes.contract passes.graph passes.ops"
+    ),
     "fxamp.train.window": ".train.ranks .train.scale .train.weights passes._torch passes.contract",
     "fxamp.report.diff": (
         ".report.forms .report.reader .report.record passes._torch passes.contract passes.graph passes.ops"
