@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from .trust.census.census import census as census
     from .trust.error.estimate import estimate_error as estimate_error
     from .trust.error.report import ErrorReport as ErrorReport
+    from .trust.error.tune import tune as tune
     from .trust.error.verify import verify as verify
     from .trust.ranges.calibrate import calibrate as calibrate
     from .trust.ranges.overflow import Overflow as Overflow
@@ -93,6 +94,7 @@ _FOUND_IN = {
     "fxamp.trust.census.census": ("Census", "census"),
     "fxamp.trust.error.estimate": ("estimate_error",),
     "fxamp.trust.error.report": ("ErrorReport",),
+    "fxamp.trust.error.tune": ("tune",),
     "fxamp.trust.error.verify": ("verify",),
     "fxamp.trust.ranges.calibrate": ("calibrate",),
     "fxamp.trust.ranges.overflow": ("Overflow", "find_overflow"),

@@ -22,6 +22,7 @@ from .casts.run_under_autocast import RunUnderAutocast
 from .casts.verify import verify
 from .colouring import Assignment
 from .contract.errors import PlanError, VerificationError
+from .contract.penalties import Penalties
 from .contract.plan import Plan
 from .contract.plan_format import REMEDY
 from .contract.policy import Policy, check_used
@@ -73,6 +74,7 @@ def compile_graph(
     plan: Plan | None = None,
     exact: bool = True,
     timer: Timer | None = None,
+    penalties: Penalties | None = None,
     under_autocast: bool = False,
 ) -> Plan:
     """Run every pass over a graph, in order, in place; return what was decided.
@@ -86,6 +88,7 @@ def compile_graph(
         plan: the plan to carry out instead of deciding.
         exact: the plan is of this very graph, and must fit it; False for one of the same model in another state.
         timer: measures calls, for cost="measured".
+        penalties: what errors cost beside bytes, for a plan within a budget.
         under_autocast: the graph is called under autocast, and so is what reads its outputs, which therefore keep the
             dtypes that autocast gives them; unless the level is O0.
 
@@ -104,7 +107,8 @@ def compile_graph(
         outermost = Unit(graph, attribute, _border_of(policy, under_autocast, bodies))
         timings = {} if plan is None else dict(plan.timings)
         timed = None if timer is None else _noting(timer, timings)
-        units = _compiled(outermost, AssignPrecision(policy, plan, exact, timed), rewriting(policy), edits, {})
+        decide = AssignPrecision(policy, plan, exact, timed, penalties)
+        units = _compiled(outermost, decide, rewriting(policy), edits, {})
     if plan is not None and exact and any(d.graph >= len(units) for d in plan.decisions):
         raise PlanError(f"the plan has more graphs than the {len(units)} of this model; {REMEDY}")
     return replace(_plan_of(policy, capture, notes, units, edits), timings=timings)

@@ -24,6 +24,7 @@ from torch.fx import Graph, GraphModule
 from passes import compile_graph
 from passes._torch import FakeTensor, inner_backend, trace_artifact
 from passes.contract.errors import PolicyError
+from passes.contract.penalties import Penalties
 from passes.contract.plan import Plan
 from passes.contract.policy import Policy, check_used, nearest, type_names
 from passes.contract.timing import Timer
@@ -192,7 +193,7 @@ def split(options: Mapping[str, Any] | None) -> tuple[dict[str, Any], dict[str, 
 def rewrite(
     gm: GraphModule, example_inputs: list[Any], policy: Policy, notes: tuple[str, ...] = (), *,
     runs_on: str | None = None, replayed: Callable[[Graph], tuple[Plan | None, bool]] | None = None,
-    timer: Timer | None = None,
+    timer: Timer | None = None, penalties: Penalties | None = None,
 ) -> tuple[compiled.Converted, dict[int, torch.dtype]]:  # fmt: skip
     """Convert a graph from Dynamo, in place; return the decisions, and the outputs' dtypes in the model itself.
 
@@ -204,6 +205,7 @@ def rewrite(
         runs_on: the kind of device of the autocast that was on while Dynamo traced, if the policy is for another one.
         replayed: gives the plan to carry out for a described graph, and whether it is of this very graph.
         timer: measures calls, for cost="measured".
+        penalties: what errors cost beside bytes.
     """
     places = gm.graph.find_nodes(op="placeholder")  # torch may put the switch of a region before them
     named = [(parameter_path(n), v) for n, v in zip(places, example_inputs, strict=False)]
@@ -237,7 +239,7 @@ def rewrite(
     given_plan, exact = (None, True) if replayed is None else replayed(gm.graph)
     plan = compile_graph(
         gm.graph, resolved, functools.partial(attribute_of, gm), capture="dynamo", notes=notes, under_autocast=under,
-        plan=given_plan, exact=exact, timer=timer,
+        plan=given_plan, exact=exact, timer=timer, penalties=penalties,
     )  # fmt: skip
     for node in gm.graph.nodes:
         if "val" in node.meta:

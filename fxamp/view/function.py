@@ -183,6 +183,7 @@ class _Backend:
         replaying = Replaying(runner.replayed, runner.entries, state_of(model, function.method), break_of(gm))
         converted, outputs = rewrite(
             gm, example_inputs, runner.policy, notes, runs_on=runner.device, timer=runner.timer,
+            penalties=runner.penalties,
             replayed=None if runner.replayed is None else replaying,
         )  # fmt: skip
         runner.note(*replaying.notes(converted.plan))

@@ -102,7 +102,8 @@ def plan_of(runner: Runner) -> Plan:
     plan = joined([part.plan for part in parts], [part.name for part in parts])
     covered = coverage(runner.model, [entry.converted for part in parts for entry in part.entries])
     notes = (*plan.notes, *runner.notes, *covered, *recompile_limit.reached(runner.model))
-    return replace(plan, notes=tuple(dict.fromkeys(notes)), complete=runner.complete)
+    certified = {} if runner.replayed is None else runner.replayed.certificate
+    return replace(plan, notes=tuple(dict.fromkeys(notes)), complete=runner.complete, certificate=certified)
 
 
 def graphs_of(runner: Runner) -> tuple[GraphModule, ...]:

@@ -46,7 +46,8 @@ from passes._torch import (
     without_module_trackers,
 )
 from passes.contract.errors import CaptureError, FxampError, PolicyError
-from passes.contract.plan import Plan
+from passes.contract.penalties import Penalties
+from passes.contract.plan import CERTIFICATE, Plan
 from passes.contract.policy import Policy, nearest
 from passes.contract.reasons import Code
 from passes.contract.timing import Timer
@@ -94,6 +95,7 @@ class Runner:
         notes: what capture and its check have to say, for the plan.
         complete: all graphs were captured, those after a graph break too.
         timer: measures calls, for cost="measured".
+        penalties: what errors cost beside bytes, while a plan within a budget is sought.
     """
 
     def __init__(
@@ -109,10 +111,11 @@ class Runner:
         self.opened = Opened()
         self.override: Callable[..., Any] | None = None
         kept = () if replayed is None else replayed.notes
-        self.notes = tuple(note for note in kept if note.startswith(Code.NOT_WORTH_CASTS.value))
+        self.notes = tuple(note for note in kept if note.startswith((Code.NOT_WORTH_CASTS.value, CERTIFICATE)))
         self.complete = True
         self.replayed = replayed
         self.timer: Timer | None = None
+        self.penalties: Penalties | None = None
         self._functions: dict[tuple[Any, ...], Function] = {}
         self._said: set[str] = set()
         self._healed: set[tuple[int, str]] = set()

@@ -60,7 +60,8 @@ ARROWS = {
         ".convert .capture .report.record .trust passes._torch passes.contract passes.graph passes.runtime"
     ),
     "fxamp.trust.error": (
-        ".convert .capture .trust .trust.census passes._torch passes.contract passes.graph passes.ops passes.runtime"
+        ".convert .capture .measure .trust .trust.census passes._torch passes.contract passes.graph passes.ops "
+        "passes.runtime"
     ),
     "fxamp.trust.ranges": (
         ".convert .trust .trust.census .trust.error passes._torch passes.contract passes.graph passes.ops"

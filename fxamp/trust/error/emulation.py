@@ -11,7 +11,7 @@ in backward the gradient of the scores.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,6 +45,7 @@ class Site:
         rounds: the real run rounds it.
         writes: it is written in place later on, or was.
         names: the names in the model of the inputs of its graph.
+        reads: for a cast: the keys of each reader and of what it reads by the cast; an input's key is its name.
     """
 
     key: str
@@ -53,6 +54,7 @@ class Site:
     rounds: bool = True
     writes: bool = False
     names: Mapping[str, str] = field(default_factory=dict, compare=False)
+    reads: tuple[tuple[str, str], ...] = field(default=(), compare=False)
 
     @property
     def module(self) -> str:
@@ -77,6 +79,7 @@ class Site:
 
 At = Callable[[Site, Tensor], Tensor]
 Edge = Callable[[Tensor], Tensor]
+Read = Callable[[str, str, Tensor], Tensor]
 Decides = Callable[[str, Tensor, int, int | None], None]
 
 
@@ -101,7 +104,19 @@ class GraphSites:
         """Return the site of a node, or of a part of it."""
         rounds = self.low[node] and not self._moves[node]
         cast = is_inserted(node) and rounds
-        return Site(self.keys[node], node, part or "cast" * cast, rounds, self._aliases.is_mutated(node), self._names)
+        reads = tuple((self.keys[r], self.source(node)) for r in _readers(node)) if cast else ()
+        writes = self._aliases.is_mutated(node)
+        return Site(self.keys[node], node, part or "cast" * cast, rounds, writes, self._names, reads)
+
+    def source(self, node: Node) -> str:
+        """Return the key of the author's value behind casts; that of an input is its name."""
+        while is_inserted(node):
+            node = node.args[0]  # type: ignore[assignment]
+        return self.keys.get(node, node.name)
+
+    def is_written(self, node: Node) -> bool:
+        """Say whether a value is written in place."""
+        return self._aliases.is_mutated(node)
 
 
 class Emulation(Interpreter):
@@ -112,15 +127,18 @@ class Emulation(Interpreter):
         sites: its sites.
         at: is called with every site that makes a floating value, and that value; returns the value to go on with.
         edge: is called with each read of a low value that has several readers; returns the value that is read.
+        read: is called with every read of a floating value: the keys of the reader and of what it reads, and the value;
+            returns the value that is read.
         decides: is called with the key of an op that selects the largest, its operand, how many it selects, and of
             which dimension (None for all of them).
     """
 
     def __init__(
-        self, graph: GraphModule, sites: GraphSites, at: At, edge: Edge | None = None, decides: Decides | None = None
-    ) -> None:
+        self, graph: GraphModule, sites: GraphSites, at: At, edge: Edge | None = None, read: Read | None = None,
+        decides: Decides | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(graph)
-        self._sites, self._at, self._edge, self._decides = sites, at, edge, decides
+        self._sites, self._at, self._edge, self._read, self._decides = sites, at, edge, read, decides
 
     def run_node(self, n: Node) -> Any:
         """Run one node."""
@@ -142,11 +160,23 @@ class Emulation(Interpreter):
     def fetch_args_kwargs_from_env(self, n: Node) -> Any:
         """Return the operands of a node."""
         args, kwargs = super().fetch_args_kwargs_from_env(n)
+        if self._read is not None and n.op.startswith("call") and not is_inserted(n):
+            return self._each_read(n, args, kwargs, self._read)
         if self._edge is None or not any(self._is_shared(o) for o in n.all_input_nodes):
             return args, kwargs
         shared = {id(self.env[o]) for o in n.all_input_nodes if self._is_shared(o)}
         edge = self._edge
         return pytree.tree_map(lambda v: edge(v) if id(v) in shared else v, (args, kwargs))
+
+    def _each_read(self, n: Node, args: Any, kwargs: Any, read: Read) -> Any:
+        reader, made = self._sites.keys[n], dict[int, Tensor]()
+        if self._sites.is_written(n):
+            return args, kwargs
+        for o in n.all_input_nodes:
+            value = self.env[o]
+            if _is_fp32(value) and not self._sites.is_written(o):
+                made[id(value)] = read(reader, self._sites.source(o), value)
+        return pytree.tree_map(lambda v: made.get(id(v), v), (args, kwargs))
 
     def _is_shared(self, node: Node) -> bool:
         value = self.env.get(node)
@@ -249,6 +279,15 @@ _INSIDE = {
         _attention, ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
     ),
 }
+
+
+def _readers(node: Node) -> Iterator[Node]:
+    """Yield the author's nodes that read a cast."""
+    for user in node.users:
+        if is_inserted(user):
+            yield from _readers(user)
+        elif user.op != "output":
+            yield user
 
 
 def _reader(node: Node, author: dict[Node, str]) -> str:

@@ -10,12 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...convert import plan_of
 from ..given_step import Batch, Loss, given_step
 from .emulation import Site
 from .report import PREDICTED, ErrorReport, Errors, NodeError, Tally, degenerate, living, squared
 from .rounding import Rounded
-from .runs import AUTOCAST, POLICIES, Ran, Subject, policies_of, refuse_infinite
+from .runs import POLICIES, Ran, Subject, policies_of, refuse_infinite
 from .variances import Moved, Sums
 
 
@@ -58,8 +57,7 @@ def estimate_error(
         same = str(subject.policy(name))
         if same not in estimates:
             estimates[same] = _Estimate(subject, name, gradients)
-        casts = None if name.startswith(AUTOCAST) else plan_of(subject.view(name)).casts
-        found[name] = replace(estimates[same].errors, policy=name, casts=casts)
+        found[name] = replace(estimates[same].errors, policy=name)
     first = next(iter(estimates.values()))
     mean = sum(first.losses) / len(first.losses)
     dead = tuple(sorted(first.norms.keys() - set(living(first.norms))))

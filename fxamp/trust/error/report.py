@@ -56,7 +56,8 @@ class Errors:
         outputs: Measured: the relative distance of each float output.
         flips: Predicted: how many choices of each top-k or argmax a batch are expected to change, by key. They are
             beside the variance, never in it.
-        casts: How many casts a forward makes; None for autocast and FP32.
+        casts: Measured: how many casts a step makes, forward and backward.
+        cast_bytes: Measured: the bytes that these read and write.
     """
 
     policy: str
@@ -70,6 +71,7 @@ class Errors:
     outputs: tuple[float, ...] = ()
     flips: Mapping[str, float] = field(default_factory=dict)
     casts: int | None = None
+    cast_bytes: int | None = None
 
     @property
     def flagged(self) -> tuple[str, ...]:
@@ -169,10 +171,10 @@ class ErrorReport:
             f"Errors of {self.name}, {against}, on {self.batches} batches; loss {self.loss:.4g}, which FP32 gives "
             f"within {self.floor:.1g}."
         )
-        columns = ("policy", "loss", "increase", "gradient", "per parameter", "noisy", "casts")
+        columns = ("policy", "loss", "increase", "gradient", "per parameter", "noisy", "casts", "MB cast")
         rows = [
             (e.policy, _number(e.loss, self.floor), _number(e.increase), _number(e.gradient), _number(e.per_parameter),
-             len(e.flagged), e.casts)
+             len(e.flagged), e.casts, None if e.cast_bytes is None else f"{e.cast_bytes / 1e6:.2f}")
             for e in self.policies
         ]  # fmt: skip
         parts = [head, tabulate(rows, columns, style, disable_numparse=True, missingval="")]

@@ -16,17 +16,17 @@ from torch.fx import GraphModule
 
 from passes._torch import pytree
 from passes.contract.errors import CaptureError, PolicyError
-from passes.contract.plan import Plan
 from passes.contract.policy import Policy
 from passes.graph.values import no_autocast
 
 from ...capture.compiled import record_on, runner_of
 from ...capture.resolve import device_of, resolve
 from ...convert import convert, converted_in
+from ...measure.counts import step_counts
 from ..census.graphs import watched_graphs
 from ..given_step import Batch, GivenStep, as_before
 from ..watch import run_instead
-from .emulation import At, Decides, Edge, Emulation, GraphSites, Site, Watched
+from .emulation import At, Decides, Edge, Emulation, GraphSites, Read, Site, Watched
 
 AUTOCAST, FP32 = "autocast", "FP32"
 POLICIES = (AUTOCAST, "O1", "O2", "O3")
@@ -66,7 +66,8 @@ class Subject:
     def __init__(self, given: GivenStep) -> None:
         parts = converted_in(given.model)
         self.given, self.model, self.own = given, given.model, None
-        self._views: dict[str, nn.Module] = {}
+        self._views: dict[str, Any] = {}
+        self._named: dict[str, Policy] = {}
         if parts:
             runner = runner_of(parts[0][1])
             if parts[0][0] or runner is None:
@@ -88,6 +89,8 @@ class Subject:
         Raises:
             PolicyError: there is no such policy, or it rounds nothing.
         """
+        if name in self._named:
+            return self._named[name]
         asked = Policy.of("O1" + name[len(AUTOCAST) :] if name.startswith(AUTOCAST) else name)
         if not asked.level.rounds:
             raise PolicyError(
@@ -95,37 +98,56 @@ class Subject:
             )
         return resolve(asked, self.model, (self.given.batches[0][0],))
 
-    def view(self, name: str, plan: Plan | None = None) -> nn.Module:
-        """Return the model converted by a policy or a plan, made once."""
-        key = str(self.policy(name)) if plan is None else f"plan {id(plan)}"
+    def view(self, name: str) -> Any:
+        """Return the model converted by a policy, made once."""
+        key = name if name in self._named else str(self.policy(name))
         if key not in self._views:
             inputs = self.given.batches[0][0]
             example = (None, inputs) if isinstance(inputs, Mapping) else (inputs, None)
             args = example if isinstance(self.model, GraphModule) else (None, None)
-            asked = {"policy": self.policy(name)} if plan is None else {"plan": plan}
-            self._views[key] = convert(self.model, *args, check=False, **asked)
+            self._views[key] = convert(self.model, *args, policy=self.policy(name), check=False)
         return self._views[key]
 
-    def real(self, name: str, batch: Batch, plan: Plan | None = None) -> Ran:
-        """Run a step with the kernels of a policy, of a plan, of autocast, or of FP32 (the model itself)."""
-        if name == FP32:
-            return self._step(self.model, batch, contextlib.nullcontext)
-        low: Any = (self.policy(name) if plan is None else plan.policy).dtype
-        scale = _SCALE if low == torch.float16 else 1.0
-        model, region = self.model, lambda: torch.autocast(self.device, dtype=low)
-        if plan is not None or not name.startswith(AUTOCAST):
-            model, region = self.view(name, plan), contextlib.nullcontext  # type: ignore[assignment]
+    def add(self, name: str, policy: Policy, view: nn.Module) -> None:
+        """Compare a view under a name of its own."""
+        self._named[name], self._views[name] = policy, view
+
+    def real(self, name: str, batch: Batch) -> Ran:
+        """Run a step with the kernels of a policy, of autocast, or of FP32 (the model itself)."""
+        model, region, scale = self._how(name)
         while True:
             ran = self._step(model, batch, region, scale)
             if scale <= 1 or all(bool(g.isfinite().all()) for g in ran.gradients.values()):
                 return ran
             scale /= 2
 
+    def casts(self, name: str, batch: Batch) -> tuple[int, int]:
+        """Return how many casts a step with the real kernels makes, and the bytes that they read and write."""
+        model, region, _ = self._how(name)
+
+        def forward() -> Tensor:
+            with region():
+                return self.given.run(model, batch)[1]
+
+        with as_before(self.model), no_autocast():
+            counts = step_counts(forward)
+        return counts.casts, counts.cast_bytes
+
+    def _how(self, name: str) -> tuple[nn.Module, Callable[[], Any], float]:
+        """Return what runs under a name, the autocast region around it, and the scale of the loss."""
+        if name == FP32:
+            return self.model, contextlib.nullcontext, 1.0
+        low: Any = self.policy(name).dtype
+        scale = _SCALE if low == torch.float16 else 1.0
+        if name.startswith(AUTOCAST):
+            return self.model, lambda: torch.autocast(self.device, dtype=low), scale
+        return self.view(name), contextlib.nullcontext, scale
+
     def emulated(
-        self, name: str, batch: Batch, at: At, edge: Edge | None = None, plan: Plan | None = None, *,
+        self, name: str, batch: Batch, at: At, edge: Edge | None = None, *, read: Read | None = None,
         decides: Decides | None = None, backward: bool = True,
     ) -> Ran:  # fmt: skip
-        """Run a step with the emitted graphs of a policy in FP32, without casts, and look at all sites.
+        """Run a step by the emitted graphs of a policy in FP32, without casts, and look at all sites.
 
         Raises:
             CaptureError: no graph ran.
@@ -134,24 +156,24 @@ class Subject:
 
         def run(converted: Any, graph: GraphModule, args: tuple[Any, ...]) -> Any:
             counted[0] += 1
-            return Emulation(graph, self.sites(graph, converted), at, edge, decides).run(
+            return Emulation(graph, self.sites(graph, converted), at, edge, read, decides).run(
                 *args, enable_io_processing=False
             )
 
         with run_instead(run):
-            ran = self._step(self.view(name, plan), batch, contextlib.nullcontext, backward=backward)
+            ran = self._step(self.view(name), batch, contextlib.nullcontext, backward=backward)
         if not counted[0]:
             raise CaptureError(f"{type(self.model).__name__}: nothing of it was captured, so nothing can be predicted.")
         return ran
 
-    def watched(self, name: str, batch: Batch, see: Callable[[Site, Tensor], None], plan: Plan | None = None) -> None:
-        """Run a forward with the real kernels of a policy or a plan, node by node, and look at the float values."""
+    def watched(self, name: str, batch: Batch, see: Callable[[Site, Tensor], None]) -> None:
+        """Run a forward with the real kernels of a policy, node by node, and look at the float values."""
 
         def run(converted: Any, graph: GraphModule, args: tuple[Any, ...]) -> Any:
             return Watched(graph, self.sites(graph, converted), see).run(*args, enable_io_processing=False)
 
         with run_instead(run):
-            self._step(self.view(name, plan), batch, contextlib.nullcontext, backward=False)
+            self._step(self.view(name), batch, contextlib.nullcontext, backward=False)
 
     def sites(self, graph: GraphModule, converted: Any) -> GraphSites:
         """Return the sites of an emitted graph, found once."""

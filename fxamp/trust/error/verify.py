@@ -9,9 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from passes.contract.plan import Plan
-
-from ...convert import plan_of
 from ..distance import floats
 from ..given_step import Loss, given_step
 from .emulation import Site
@@ -50,21 +47,21 @@ def verify(
         ('float64', ['FP32', 'O1,dtype=bf16'])
     """
     subject = Subject(given_step(model_or_step, inputs, target, loss=loss, batches=batches))
-    return measured(subject, [(name, None) for name in policies_of(subject, policies)], values=True)
+    return measured(subject, policies_of(subject, policies), values=True)
 
 
-def measured(subject: Subject, rows: Sequence[tuple[str, Plan | None]], *, values: bool = False) -> ErrorReport:
-    """Measure the errors of policies and plans.
+def measured(subject: Subject, names: Sequence[str], *, values: bool = False) -> ErrorReport:
+    """Measure the errors of policies.
 
     Args:
         subject: the model and its batches.
-        rows: the names to report, each with a plan, or None for the policy of that name.
+        names: of the policies.
         values: compare the value of each node too, on the first batch.
     """
     named, reference = subject.reference()
-    rows = [(FP32, None), *rows]
-    tallies = {name: Tally() for name, _ in rows}
-    outputs: dict[str, list[list[float]]] = {name: [] for name, _ in rows}
+    names = (FP32, *names)
+    tallies = {name: Tally() for name in names}
+    outputs: dict[str, list[list[float]]] = {name: [] for name in names}
     norms: dict[str, float] = {}
     losses = []
     for number, batch in enumerate(subject.given.batches):
@@ -73,16 +70,18 @@ def measured(subject: Subject, rows: Sequence[tuple[str, Plan | None]], *, value
         true = plain if named != "float64" else reference(batch)
         losses.append(true.loss)
         squared(true.gradients, norms)
-        for name, plan in rows:
-            ran = plain if name == FP32 else subject.real(name, batch, plan)
+        for name in names:
+            ran = plain if name == FP32 else subject.real(name, batch)
             tallies[name].add(ran.loss - true.loss, ran.gradients, true.gradients)
             outputs[name].append(_distances(ran, true))
     made = []
-    for name, plan in rows:
+    for name in names:
         errors = tallies[name].errors(name, norms, outputs=tuple(map(_rms, zip(*outputs[name], strict=False))))
-        if name != FP32 and (plan is not None or not name.startswith(AUTOCAST)):
-            errors = replace(errors, casts=plan_of(subject.view(name, plan)).casts)
-            errors = replace(errors, values=_values(subject, name, plan)) if values else errors
+        if name != FP32:
+            casts, moved = subject.casts(name, subject.given.batches[0])
+            errors = replace(errors, casts=casts, cast_bytes=moved)
+        if values and not name.startswith((FP32, AUTOCAST)):
+            errors = replace(errors, values=_values(subject, name))
         made.append(errors)
     dead = tuple(sorted(norms.keys() - set(living(norms))))
     mean = sum(losses) / len(losses)
@@ -102,7 +101,7 @@ def _rms(values: Sequence[float]) -> float:
     return float((sum(v * v for v in values) / len(values)) ** 0.5)
 
 
-def _values(subject: Subject, name: str, plan: Plan | None) -> dict[str, float]:
+def _values(subject: Subject, name: str) -> dict[str, float]:
     """Return how far the value of each node is from that of FP32, on the first batch, by key."""
     held: dict[Any, Tensor] = {}
     found: dict[str, float] = {}
@@ -119,6 +118,6 @@ def _values(subject: Subject, name: str, plan: Plan | None) -> dict[str, float]:
             found[site.key] = float(distance)
 
     batch = subject.given.batches[0]
-    subject.emulated(name, batch, keep, plan=plan, backward=False)
-    subject.watched(name, batch, compare, plan)
+    subject.emulated(name, batch, keep, backward=False)
+    subject.watched(name, batch, compare)
     return {key: value for key, value in found.items() if value == value}
