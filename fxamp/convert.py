@@ -26,6 +26,7 @@ from .capture.resolve import resolve
 from .measure.fastest import CODE as CHOSEN
 from .measure.fastest import fastest_plan, measurable
 from .measure.timing import OpTimer
+from .trust.calibration import Calibration
 from .view.graphs import graphs_of
 from .view.graphs import plan_of as plan_of_view
 from .view.prime import capture as capture_view
@@ -55,6 +56,7 @@ def convert(
     check: bool | str = True,
     on_change: str = "recompile",
     methods: Sequence[str] = (),
+    calibration: Calibration | str | os.PathLike[str] | None = None,
     weights: str = "fp32",
     capture: str | None = None,
     dynamic_shapes: Any = "auto",
@@ -89,6 +91,8 @@ def convert(
             State in closures and globals is not copied, and is advanced by the check.
         on_change: What a failing guard does: "recompile", or "error", which raises CaptureError.
         methods: Names of methods that are captured like the call. Other methods run under autocast.
+        calibration: What `fxamp.calibrate` measured, or the path of it. What came within a factor of 8 of FP16's
+            largest number runs in FP32; in BF16 nothing changes, since it has the range of FP32.
         weights: "low" stores the parameters of a graph low that are read low only; for inference.
         capture: Accepted until 1.0, without effect.
         dynamic_shapes: Accepted until 1.0; None is `dynamic=False`.
@@ -103,7 +107,7 @@ def convert(
             graph does not compute what the model computes; or a graph has no shapes, and there are no inputs.
         PolicyError: The policy is wrong or does not fit the model; there is no such backend; or an argument is not for
             this kind of model.
-        PlanError: The plan cannot be read, or does not fit the model.
+        PlanError: The plan cannot be read, or does not fit the model; or the calibration is of other parameters.
         VerificationError: A rewritten graph does not do what its plan says.
 
     Example:
@@ -123,6 +127,8 @@ def convert(
         "check": check, "on_change": on_change, "methods": methods,
     }  # fmt: skip
     inputs = as_inputs(args, kwargs)
+    if calibration is not None:
+        asked = _calibrated(model, inputs, asked, replayed, calibration)
     if isinstance(model, (GraphModule, ExportedProgram)):
         return _graph(model, inputs, asked, replayed, weights, given)
     if weights != "fp32":
@@ -162,6 +168,22 @@ def _asked(policy: Policy | str | None, plan: Plan | str | os.PathLike[str] | No
         raise PolicyError("a plan has its own policy: give convert a plan or a policy, not both.")
     read = plan if isinstance(plan, Plan) else Plan.load(plan)
     return read.policy, read
+
+
+def _calibrated(
+    model: Any, inputs: Inputs | None, policy: Policy, replayed: Plan | None,
+    calibration: Calibration | str | os.PathLike[str],
+) -> Policy:  # fmt: skip
+    """Return a policy that runs in FP32 what is too large for FP16."""
+    if replayed is not None:
+        raise PolicyError("a plan says what runs in FP32 already: give convert a plan or a calibration, not both.")
+    found = calibration if isinstance(calibration, Calibration) else Calibration.load(calibration)
+    if isinstance(model, nn.Module):
+        found.refuse_stale(model)
+    settled = resolve(policy, model.module() if isinstance(model, ExportedProgram) else model, inputs)
+    if found.applied(settled) == settled or inputs is None:
+        return found.applied(settled)
+    return found.applied(settled, plan_of(to_read(model, *inputs, policy)))
 
 
 def _graph(

@@ -118,7 +118,7 @@ def _refuse_unmatched_ops(runner: Runner) -> None:
     graphs = [entry.captured for entry in runner.entries]
     found = {ops.name(n) for gm in graphs for part in gm.modules() if isinstance(part, GraphModule)
              for n in part.graph.nodes if n.op.startswith("call")}  # fmt: skip
-    found |= {d.op for entry in runner.entries for d in entry.converted.plan.decisions}
+    found |= {name for entry in runner.entries for d in entry.converted.plan.decisions for name in (d.op, d.key)}
     check_used(replace(runner.policy, modules=()), (), found)
 
 

@@ -52,7 +52,7 @@ ARROWS = {
     "fxamp.report.page": ".report.forms .report.record passes.contract",
     "fxamp.measure": ".capture .trust .view passes._torch passes.contract passes.graph",
     "fxamp.train.ranks": ".view passes._torch passes.contract",
-    "fxamp.convert": ".capture .measure .view passes._torch passes.contract",
+    "fxamp.convert": ".capture .measure .trust .view passes._torch passes.contract",
     "fxamp.train.scale": ".train.ranks passes.contract",
     "fxamp.train.weights": ".measure .train.ranks .view passes._torch passes.contract",
     "fxamp.report.reader": ".convert .capture .report.record .view passes.contract",
@@ -62,6 +62,9 @@ ARROWS = {
     "fxamp.trust.error": (
         ".convert .capture .measure .trust .trust.census passes._torch passes.contract passes.graph passes.ops "
         "passes.runtime"
+    ),
+    "fxamp.trust.ranges": (
+        ".convert .trust .trust.census .trust.error passes._torch passes.contract passes.graph passes.ops"
     ),
     "fxamp.train.window": ".train.ranks .train.scale .train.weights passes._torch passes.contract",
     "fxamp.report.diff": (
@@ -73,7 +76,7 @@ ARROWS = {
     "fxamp.report.gate": ".convert .report.diff .report.forms .report.reader .report.record passes.contract passes.ops",
     "fxamp.train": (
         ".capture .train.compiled .train.ranks .train.scale .train.weights .train.window .trust .trust.census "
-        ".view passes._torch passes.contract"
+        ".trust.ranges .view passes._torch passes.contract"
     ),
     "fxamp.pytest_plugin": ".report.gate",
     "fxamp.demo": ".convert .measure .train .train.weights passes.contract",
