@@ -24,7 +24,9 @@ from passes.contract.errors import CaptureError, PolicyError
 from passes.contract.plan import Decision, Plan, sums
 from passes.contract.policy import Policy, module_override
 from passes.graph.notes import is_inserted
-from passes.graph.values import dtypes_of
+from passes.graph.values import dtypes_of, module_path, source
+from passes.ops import ops
+from passes.runtime.tracing import RuntimeTracer
 
 from .capture_jit import parameter_path
 from .recompile_limit import anywhere, reached
@@ -119,21 +121,30 @@ def converted_of(
 
 
 def with_record(gm: GraphModule, plan: Plan, **more: Any) -> GraphModule:
-    """Keep on an emitted graph what was decided on it; pickling drops `meta`, and copying drops other attributes."""
+    """Keep on an emitted graph what was decided on it."""
     gm.meta[_RECORD] = {"plan": plan, **more}
-    setattr(gm, _RECORD, gm.meta[_RECORD])
+    flagged = [(n, flag) for n in gm.graph.nodes if n.op == "call_function" and (flag := _mode_of(n)) is not None]
+    if flagged:
+        node, mode = next((pair for pair in flagged if pair[1]), flagged[0])
+        gm.meta["mode"] = mode, f"{ops.name(node)} of '{module_path(node)}' ({source(node)})"
     return gm
+
+
+def _mode_of(node: Node) -> bool | None:
+    """Return the mode, True for train, that an op has as an argument; None for other ops."""
+    found = ops.argument(node, "training", ops.argument(node, "train"))
+    return found if isinstance(found, bool) else None
 
 
 def record_on(gm: GraphModule) -> dict[str, Any] | None:
     """Return what `with_record` kept; None for any other graph."""
-    found: dict[str, Any] | None = gm.meta.get(_RECORD) or gm.__dict__.get(_RECORD)
+    found: dict[str, Any] | None = gm.meta.get(_RECORD)
     return found
 
 
 def copied(gm: GraphModule) -> GraphModule:
     """Return a copy of a graph and of the bodies of its higher-order ops, over the same tensors."""
-    graph = Graph()
+    graph = Graph(tracer_cls=RuntimeTracer)
     graph.output(graph.graph_copy(gm.graph, {}))
     made = GraphModule(gm, graph)
     for node in graph.find_nodes(op="get_attr"):

@@ -20,7 +20,7 @@ from torch.fx import Graph, GraphModule, Node, map_arg
 from passes._torch import enter_autocast, exit_autocast, source_name
 from passes.contract.errors import CaptureError
 from passes.contract.plan import Plan, joined
-from passes.runtime.tracing import RuntimeTracer
+from passes.runtime.tracing import Emitted, RuntimeTracer
 
 from ..capture import recompile_limit
 from ..capture.compiled import coverage, together, with_record
@@ -189,7 +189,9 @@ class _Binding:
             node.meta = {k: v for k, v in node.meta.items() if k in _KEPT}
         used = {str(n.target) for n in self.graph.nodes if n.op == "get_attr"}
         held = {name: value for name, value in self.attributes.items() if name in used}
-        return GraphModule(held, self.graph, type(self.runner.model).__name__)
+        made = Emitted(held, self.graph, type(self.runner.model).__name__)
+        made.training = self.entry.state.training
+        return made
 
     def _arguments(self) -> list[tuple[Node, Any]]:
         """Make the inputs that a caller gives; return those that the model or a size gives."""

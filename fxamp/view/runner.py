@@ -50,6 +50,7 @@ from passes.contract.plan import Plan
 from passes.contract.policy import Policy, nearest
 from passes.contract.reasons import Code
 from passes.contract.timing import Timer
+from passes.runtime.regions import ModesKeptOnError
 
 from ..capture import recompile_limit
 from ..capture.backend import Inner
@@ -206,16 +207,12 @@ class Runner:
         outer = current()
         self.settle((args, kwargs))
         call = Call(model or self.model, args, kwargs, RUN, does or (outer.does if outer is not None else "run"))
-        grad = torch.is_grad_enabled()
         begin(call)
         try:
-            outputs = self._run(call, method)
-        except BaseException:
-            torch.set_grad_enabled(grad)  # graphs switch it where the model has a region, which an error leaves open
-            raise
+            with ModesKeptOnError((self.device,)):
+                return self._run(call, method)
         finally:
             begin(outer)
-        return outputs
 
     def _run(self, call: Call, method: str) -> Any:
         if self._hooks.moved():
