@@ -42,10 +42,11 @@ from passes.graph.by_rows import SWITCHES
 from passes.graph.notes import is_inserted, note
 from passes.graph.splice import copy_body, put_in_place
 from passes.runtime.sizes import check_sizes
-from passes.runtime.tracing import Emitted, RuntimeTracer
+from passes.runtime.tracing import RuntimeTracer
 
 from .capture_jit import describe_regions
-from .compiled import copied, with_record
+from .compiled import copied
+from .emitted import Emitted, with_record
 from .inputs import Inputs
 from .parameters import opaque_parameters, refuse_low_parameters
 from .regions import inline_regions

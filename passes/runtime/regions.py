@@ -50,14 +50,14 @@ class ModesKeptOnError:
         self._found = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in self._devices]
         self._depth = _depth()
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         if kind is None:
             return
         torch.set_grad_enabled(self._grad)
         for device, on, dtype in self._found:
             torch.set_autocast_enabled(device, on)
             torch.set_autocast_dtype(device, dtype)
-        for _ in range(_depth() - self._depth):
+        while _depth() > self._depth:
             torch.autocast_decrement_nesting()
 
 

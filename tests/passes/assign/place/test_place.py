@@ -15,7 +15,7 @@ from torch.fx import GraphModule, symbolic_trace
 
 import fxamp
 from fxamp.capture import given
-from fxamp.capture.compiled import with_record
+from fxamp.capture.emitted import with_record
 from fxamp.capture.resolve import resolve
 from passes import compile_graph
 from passes.assign.colour.simulate import Simulation
