@@ -35,6 +35,7 @@ from passes.runtime.casts import CAST, again
 
 from ..trust.watch import node_by_node
 from . import compiled, recompile_limit
+from .advice import name_the_op
 from .capture_jit import ambient_dtype, attribute_of, describe, is_attribute, parameter_path
 from .fused import note_fused, without_gradients
 from .outputs import is_low_of_its_own, is_low_throughout, note_leaving, note_own
@@ -318,7 +319,11 @@ def at_call(
         if told:
             args = tuple(a.to(told[i]) if i in told and a.dtype != told[i] else a for i, a in enumerate(args))
         with no_autocast([device]):
-            outputs = run(*args)
+            try:
+                outputs = run(*args)
+            except Exception as e:
+                name_the_op(e)
+                raise
         if own:
             outputs = _noted(outputs, own)
         if not watch.done:
