@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import itertools
 import logging
 import os
 import warnings
@@ -56,7 +55,7 @@ from .window.window import UNWEIGHTED, ByHand, Weight, Window, range_of
 
 logger = logging.getLogger("fxamp")
 
-_LOOKS = 100  # windows between two looks for parameters that no optimizer trains: a walk costs as much as a step
+_LOOKS = 500  # windows between two looks for parameters that no optimizer trains: a walk costs as much as a step
 
 
 class TrainStep(TrainState):
@@ -515,16 +514,13 @@ class TrainStep(TrainState):
 
     def _clear(self, *, in_place: bool) -> list[Tensor]:
         """Clear the gradients of model, loss and optimizers; return the parameters of optimizers that had one."""
-        had = []
-        for p in itertools.chain.from_iterable(map(parameters, self.optimizers)):
-            if (gradient := p.grad) is None:
-                continue
-            had.append(p)
+        had = [p for o in self.optimizers for group in o.param_groups for p in group["params"] if p.grad is not None]
+        for p in had:
             if in_place:
-                gradient.detach_().zero_()
+                p.grad.detach_().zero_()
             else:
                 p.grad = None
-        if self.windows % _LOOKS == 0:
+        if self.windows % _LOOKS == 1:
             self._untrained = untrained(self.model, self.loss_fn, self.optimizers)
         for p in self._untrained:
             if p.grad is not None:
@@ -585,7 +581,8 @@ class TrainStep(TrainState):
         if loss.requires_grad:
             weighted = loss if isinstance(share, float) and share == 1 else loss * share
             with range_of("backward"):
-                window.scaler.scale(weighted / self.accumulate_steps).backward()
+                mean = weighted if self.accumulate_steps == 1 else weighted / self.accumulate_steps
+                window.scaler.scale(mean).backward()
         self.weights.after_backward()
         if window.kept is not None:
             window.kept.after_backward(share)
