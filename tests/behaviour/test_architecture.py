@@ -42,7 +42,7 @@ ARROWS = {
     "passes": ".pipeline .watch",
     "fxamp.guard": "",
     "fxamp.module": "passes.contract",
-    "fxamp.trust": "passes passes._torch passes.contract passes.ops",
+    "fxamp.trust": "passes passes._torch passes.contract passes.graph passes.ops",
     "fxamp.report.record": ".trust passes._torch passes.contract passes.graph passes.ops passes.runtime",
     "fxamp.capture": (
         ".report.record .trust passes passes._torch passes.contract passes.graph passes.ops passes.runtime"

@@ -197,6 +197,36 @@ def test_what_another_compiler_ran_is_said() -> None:
     assert any(row.product and row.where.startswith("(graph 0") for row in found.ran)
 
 
+def test_what_inductor_compiled_is_compared_by_its_own_record() -> None:
+    found = fxamp.census(view_of(Net(), backend="inductor"), X, Y, loss=CE)
+    assert found, said(found)
+    [compiled] = found.compiled
+    assert compiled.stored + compiled.fused == compiled.nodes
+    assert compiled.fused > 0
+    assert compiled.products == 2
+    assert {"bfloat16", "float32"} <= compiled.loads.keys() & compiled.stores.keys()
+    assert "were fused away" in str(found)
+    assert json.loads(found.to_json())["compiled"][0]["fused"] == compiled.fused
+
+
+def test_what_inductor_compiles_otherwise_than_planned_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from passes._torch import inner_backend as own
+
+    def wrong(*settings: Any) -> Any:
+        def compile(graph: Any, inputs: Any) -> Any:
+            flip(graph)
+            graph.recompile()
+            return own(*settings)(graph, inputs)
+
+        return compile
+
+    view = view_of(Net(), backend="inductor")
+    monkeypatch.setattr("fxamp.capture.backend.inner_backend", wrong)
+    found = fxamp.census(view, X, Y, loss=CE)
+    assert "first/linear#0: planned bfloat16, ran float32" in said(found)
+    assert "Inductor" in said(found)
+
+
 # Afterwards everything is as before.
 
 
@@ -362,16 +392,18 @@ def changed(change: Callable[[Any], None]) -> Any:
     return fxamp.census(graph, X, Y, loss=CE)
 
 
-def flipped_dtype() -> Any:
-    def change(graph: Any) -> None:
-        linear = next(n for n in graph.graph.nodes if "linear" in n.name)
-        for cast in linear.all_input_nodes:
-            cast.args = (cast.args[0], torch.float32)
-        with graph.graph.inserting_after(linear):
-            back = graph.graph.call_function(torch.ops.aten.to.dtype, (linear, torch.bfloat16))
-        linear.replace_all_uses_with(back, lambda user: user is not back)
+def flip(graph: Any) -> None:
+    """Run the first product in FP32, and round its result."""
+    linear = next(n for n in graph.graph.nodes if "linear" in n.name)
+    for cast in linear.all_input_nodes:
+        cast.args = (cast.args[0], torch.float32)
+    with graph.graph.inserting_after(linear):
+        back = graph.graph.call_function(torch.ops.aten.to.dtype, (linear, torch.bfloat16))
+    linear.replace_all_uses_with(back, lambda user: user is not back)
 
-    return changed(change)
+
+def flipped_dtype() -> Any:
+    return changed(flip)
 
 
 def removed_cast() -> Any:
