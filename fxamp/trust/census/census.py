@@ -14,12 +14,13 @@ from passes._torch import compiled_call, is_compiled_in_place, original_of
 
 from ...capture.compiled import runner_of
 from ...convert import converted_in
+from ..given_step import model_of
 from .differences import Difference, differences_of, odd_products, of_products
 from .graphs import watched_graphs
 from .inductor import Compiled, compiled_of, compiled_otherwise
 from .rows import Row, ledgers_of, planned_rows, rows_of, where_of
 from .scaling import Scaling, scaling_differences, scaling_of
-from .step import Step, model_of, run
+from .step import Step, run
 
 _SHOWN = 20  # differences in the text
 
