@@ -49,7 +49,8 @@ class FxampCallback(TrainerCallback):  # type: ignore[misc]
         self.policy = None if policy is None else Policy.of(policy)
         self.census: Census | None = None
         self.skipped = 0
-        self._wanted, self._given = census, None
+        self._wanted = census
+        self._given: tuple[tuple[Any, ...], dict[str, Any]] | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         """Refuse a model that is not converted, or by another policy."""
@@ -91,7 +92,7 @@ class FxampCallback(TrainerCallback):  # type: ignore[misc]
         (given, named), self._given = self._given, None
         plan = plan_of(model)
         low = sum(d.colour in ("bfloat16", "float16") for d in plan.decisions)
-        entry = {"fxamp/nodes": len(plan.decisions), "fxamp/low": low, "fxamp/casts": plan.casts}
+        entry: dict[str, Any] = {"fxamp/nodes": len(plan.decisions), "fxamp/low": low, "fxamp/casts": plan.casts}
         self.census = census(model, named if named else given)
         found = self.census
         entry |= {"fxamp/as_planned": found.share, "fxamp/differences": len(found.differences)}
@@ -104,9 +105,7 @@ class FxampCallback(TrainerCallback):  # type: ignore[misc]
         """Count skipped steps."""
         self.skipped += bool(getattr(optimizer, "step_was_skipped", False))
 
-    def on_log(
-        self, args: Any, state: Any, control: Any, logs: Any = None, optimizer: Any = None, **_: Any
-    ) -> None:
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, optimizer: Any = None, **_: Any) -> None:
         """Add the loss scale and the number of skipped steps to what is logged."""
         scaler = getattr(optimizer, "scaler", None)
         if scaler is None or "loss" not in (logs or {}):

@@ -248,10 +248,8 @@ def policy_at(policy: Policy, path: str, module: nn.Module) -> Policy:
     if cover is not None and covered:
         kept[type_names(type(module))[0]] = cover.colour
     outputs = "autocast" if policy.output_dtype == "original" else policy.output_dtype
-    return replace(policy, modules=kept, output_dtype=outputs)
+    return replace(policy, modules=tuple(kept.items()), output_dtype=outputs)
 
 
 def _matches(key: str, path: str, kind: type = nn.Module) -> bool:
     return module_override(Policy(modules={key: "low"}), [(path, type_names(kind))]) is not None
-
-

@@ -74,6 +74,9 @@ ARROWS = {
     "fxamp.pytest_plugin": ".report.gate",
     "fxamp.demo": ".convert .measure .train .train.weights passes.contract",
     "fxamp.report": ".capture .report.forms .report.page .report.reader .report.record .train passes.contract",
+    "fxamp.integrations": (".capture .convert .train .train.scale .trust.census .view passes.contract passes.ops"),
+    "fxamp.lightning": ".integrations",
+    "fxamp.huggingface": ".integrations",
     "fxamp.cli": (
         ".convert .demo .report .report.diff .report.forms .report.gate .report.reader .trust.census passes "
         "passes.contract passes.ops"
