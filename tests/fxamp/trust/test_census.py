@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import fxamp
 from passes.contract.errors import CaptureError, NotAModuleError, PolicyError
@@ -225,6 +227,132 @@ def test_what_inductor_compiles_otherwise_than_planned_is_named(monkeypatch: pyt
     found = fxamp.census(view, X, Y, loss=CE)
     assert "first/linear#0: planned bfloat16, ran float32" in said(found)
     assert "Inductor" in said(found)
+
+
+# Ways in which a call of a view could miss its plan, and does not.
+
+
+def recomputed_by_a_checkpoint() -> Any:
+    class Recomputed(Net):
+        def between(self, x: Tensor) -> Tensor:
+            out: Tensor = checkpoint(
+                lambda x: torch.tanh(x @ torch.ones(16, 16, dtype=x.dtype)), x, use_reentrant=False
+            )
+            return out
+
+    return fxamp.census(view_of(Recomputed()), X)
+
+
+def custom_op_without_a_rule() -> Any:
+    class Custom(Net):
+        def between(self, x: Tensor) -> Tensor:
+            out: Tensor = halved(x)
+            return out
+
+    return fxamp.census(view_of(Custom()), X)
+
+
+@torch.library.custom_op("test_census::halved", mutates_args=())
+def halved(x: Tensor) -> Tensor:
+    return x / 2
+
+
+@halved.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+halved.register_autograd(lambda context, gradient: gradient / 2)
+
+
+def module_replaced() -> Any:
+    model = Net()
+    view = view_of(model)
+    view.last = nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 4))
+    found = fxamp.census(view, X)
+    assert {row.where for row in found.ran if row.product and row.graph >= 0} >= {"last.0/linear#0", "last.1/linear#0"}
+    return found
+
+
+def functional_call_with_other_weights() -> Any:
+    view = view_of(Net())
+    other = {name: nn.Parameter(p.detach() + 1) for name, p in view.named_parameters()}
+
+    class Called(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = view
+
+        def forward(self, x: Tensor) -> Any:
+            return torch.func.functional_call(self.body, other, (x,))
+
+    return fxamp.census(Called(), X)
+
+
+def counted_at_its_first_call() -> Any:
+    view = fxamp.convert(Net(), policy=O2)
+    with FlopCounterMode(display=False):
+        view(X)
+    return fxamp.census(view, X)
+
+
+def inside_another_compile() -> Any:
+    view = view_of(Net())
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = view
+
+        def forward(self, x: Tensor) -> Any:
+            return self.body(x * 2) + 1
+
+    outer: Any = torch.compile(Outer(), backend="eager")
+    return fxamp.census(outer, X)
+
+
+def region_in_float32() -> Any:
+    class Wide(Net):
+        def between(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.float32):  # which torch takes for one that is off
+                out: Tensor = x.float() @ torch.ones(16, 16)
+            return out
+
+    found = fxamp.census(view_of(Wide()), X)
+    assert any(row.product and row.dtype == "float32" for row in found.ran)
+    return found
+
+
+AS_PLANNED = [
+    recomputed_by_a_checkpoint, custom_op_without_a_rule, module_replaced, functional_call_with_other_weights,
+    counted_at_its_first_call, inside_another_compile, region_in_float32,
+]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:In CPU autocast")
+@pytest.mark.parametrize("way", AS_PLANNED, ids=lambda way: way.__name__)
+def test_what_runs_as_planned_all_the_same_has_no_difference(way: Callable[[], Any]) -> None:
+    found = way()
+    assert found, said(found)
+
+
+def test_generation_is_in_the_plan() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(vocab_size=60, n_positions=32, n_embd=32, n_layer=1, n_head=2)
+    view = fxamp.convert(transformers.GPT2LMHeadModel(config).eval(), policy=O1)
+    ids = torch.randint(0, 60, (1, 4))
+
+    def generated(out: Any) -> Tensor:
+        view.generate(ids, max_new_tokens=2, do_sample=False, pad_token_id=0)
+        return out.logits.float().sum()
+
+    found = fxamp.census(view, {"input_ids": ids}, loss=generated)
+    assert found, said(found)
+
+
+def test_a_policy_that_matches_nothing_never_gets_to_a_census() -> None:
+    with pytest.raises(PolicyError, match="nearest name is 'first'"):
+        fxamp.convert(Net(), policy="O2,modules.firsd=fp32")
 
 
 # Afterwards everything is as before.
