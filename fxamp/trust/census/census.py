@@ -14,6 +14,7 @@ from passes._torch import compiled_call, is_compiled_in_place, original_of
 
 from ...capture.compiled import runner_of
 from ...convert import converted_in
+from ...report.forms.notebook import as_text
 from ..given_step import model_of
 from .differences import Difference, differences_of, odd_products, of_products
 from .graphs import watched_graphs
@@ -104,6 +105,10 @@ class Census:
 
     def __str__(self) -> str:
         return _text(self)
+
+    def _repr_html_(self) -> str:
+        """Show the text in a notebook."""
+        return as_text(str(self))
 
     def __repr__(self) -> str:
         found = f"{len(self.differences)} differences" if self.differences else "no differences"

@@ -276,7 +276,7 @@ def module_replaced() -> Any:
 
 def functional_call_with_other_weights() -> Any:
     view = view_of(Net())
-    other = {name: nn.Parameter(p.detach() + 1) for name, p in view.named_parameters()}
+    other: dict[str, Tensor] = {name: nn.Parameter(p.detach() + 1) for name, p in view.named_parameters()}
 
     class Called(nn.Module):
         def __init__(self) -> None:
@@ -652,6 +652,8 @@ def test_a_census_prints_and_is_json() -> None:
     assert data["differences"] == []
     assert data["share"] == pytest.approx(1.0)
     assert len(repr(found).splitlines()) == 1
+    assert "differences: none" in found._repr_html_()
+    assert "linear" in fxamp.diff(view_of(Net()))._repr_html_()
 
 
 # Bad input.
