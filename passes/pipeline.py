@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -25,7 +25,7 @@ from .contract.errors import PlanError, VerificationError
 from .contract.plan import Plan
 from .contract.plan_format import REMEDY
 from .contract.policy import Policy, check_used
-from .contract.timing import Timer
+from .contract.timing import Call, Timer
 from .form import Pass, Step, Unit
 from .graph.bodies import Body, Border, all_graphs, bodies_of
 from .graph.notes import is_inserted
@@ -102,10 +102,23 @@ def compile_graph(
         if capture != "dynamo":  # an override has to match in only one of several graphs
             _check_overrides(policy, all_graphs(graph, bodies))
         outermost = Unit(graph, attribute, _border_of(policy, under_autocast, bodies))
-        units = _compiled(outermost, AssignPrecision(policy, plan, exact, timer), rewriting(policy), edits, {})
+        timings = {} if plan is None else dict(plan.timings)
+        timed = None if timer is None else _noting(timer, timings)
+        units = _compiled(outermost, AssignPrecision(policy, plan, exact, timed), rewriting(policy), edits, {})
     if plan is not None and exact and any(d.graph >= len(units) for d in plan.decisions):
         raise PlanError(f"the plan has more graphs than the {len(units)} of this model; {REMEDY}")
-    return _plan_of(policy, capture, notes, units, edits)
+    return replace(_plan_of(policy, capture, notes, units, edits), timings=timings)
+
+
+def _noting(timer: Timer, timings: dict[str, int]) -> Timer:
+    """Return a timer that also notes what each call took, for the plan."""
+
+    def timed(calls: Sequence[Call]) -> Mapping[Call, int]:
+        taken = timer(calls)
+        timings.update({call.key: nanoseconds for call, nanoseconds in taken.items()})
+        return taken
+
+    return timed
 
 
 def _prepare(unit: Unit, steps: Sequence[Pass], edits: Counter[str], done: set[Graph]) -> None:

@@ -137,7 +137,7 @@ def _explained(plan: Plan, instead_of: Plan, name: str, slower: bool) -> Plan:
         f"{CODE}: with {instead_of.policy} a forward and backward on the example inputs {takes[1]} than with {name}, "
         "so this is the conversion at that level"
     )
-    return replace(plan, decisions=decisions, notes=(*plan.notes, note))
+    return replace(plan, decisions=decisions, notes=(*plan.notes, note), timings=instead_of.timings)
 
 
 def _step(view: Any, inputs: Inputs) -> Callable[[], object]:

@@ -74,7 +74,7 @@ class TrainStep(TrainState):
     After a window all gradients of model and loss are None, also those of parameters that are in no optimizer.
     Gradients that the optimizers find when a window opens are cleared, and a log line says so.
 
-    A call is a window of `backward` and, at its end, `update`, which are there for losses of one's own:
+    A call is a window of `backward` and, at its end, `update`, which are there for losses of one's own::
 
         with step.window():
             loss = F.cross_entropy(step.model(x), y) + penalty

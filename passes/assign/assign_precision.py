@@ -120,8 +120,7 @@ def assign_precision(
         return Assignment(colours, dict(original), original, returned, infer, symbolic)
     if policy.cost == "measured" and plan is None and (symbolic or timer is None):
         raise PolicyError(
-            "cost='measured' needs shapes to measure: give convert example inputs, and capture='export' or 'auto'; or "
-            "choose cost='bytes', the default."
+            "cost='measured' needs shapes to measure: give convert example inputs, or choose cost='bytes', the default."
         )
     refuse_untold_writes(graph, policy.device or "cpu")
     simulation = simulated or _simulation(graph, policy, original, infer, border)

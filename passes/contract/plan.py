@@ -126,6 +126,8 @@ class Plan:
         fxamp_version: The fxamp it was made with; "" in plans of an older format.
         machine: The machine on which the kernel facts behind the plan were measured, as "cpu AVX512, torch 2.13"; "" in
             plans of an older format.
+        timings: With cost="measured", the nanoseconds of each distinct call that the cut weighed, forward and backward
+            together, by the text of the call; else empty.
         complete: False where graphs are missing: the model breaks its graph, and what follows could not be captured
             without running the model.
         version: Version of the file format.
@@ -151,6 +153,7 @@ class Plan:
     totals: Mapping[str, float] = field(default_factory=dict, compare=False)
     fxamp_version: str = field(default_factory=installed, compare=False)
     machine: str = field(default="", compare=False)
+    timings: Mapping[str, int] = field(default_factory=dict, compare=False)
     complete: bool = True
     version: int = FORMAT_VERSION
 
@@ -185,6 +188,28 @@ class Plan:
     def deviations(self) -> tuple[Decision, ...]:
         """List the decisions that may differ from torch.autocast for a reason other than the level or the policy."""
         return tuple(decision for decision in self.decisions if decision.code in DEVIATIONS)
+
+    def find(
+        self, module: str | None = None, op: str | None = None, colour: str | None = None, reason: str | None = None
+    ) -> tuple[Decision, ...]:
+        """Return the decisions that fit everything asked for, in graph order.
+
+        Args:
+            module: The path of a module: nodes of it and of the modules below it.
+            op: Canonical name of an op.
+            colour: "fp32", or "low" for either 16-bit dtype, or a dtype's name such as "bfloat16".
+            reason: The code of a reason, such as "literal".
+
+        Example:
+            >>> [decision.key for decision in fxamp.plan_of(converted).find(op="linear", colour="low")]
+            ['0/linear#0', '2/linear#0']
+        """
+        colours = {"low": ("bfloat16", "float16"), "fp32": ("float32",)}.get(colour or "", (colour,))
+        return tuple(
+            d for d in self.decisions
+            if (module is None or f"{d.module_path}.".startswith(f"{module}." if module else ""))
+            and op in (None, d.op) and (colour is None or d.colour in colours) and reason in (None, d.code)
+        )  # fmt: skip
 
     def of_graph(self, index: int) -> Plan:
         """Return the plan with the decisions on only one graph.
@@ -349,6 +374,7 @@ def sums(plans: Sequence[Plan]) -> dict[str, Any]:
         "complete": all(plan.complete for plan in plans),
         "inserted_casts": sum(plan.inserted_casts for plan in plans),
         "casts": sum(plan.casts for plan in plans),
+        "timings": {call: taken for plan in plans for call, taken in plan.timings.items()},
         "edits": {rule: sum(plan.edits.get(rule, 0) for plan in plans) for rule in rules},
     }
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import fxamp
 from passes.graph.notes import is_inserted
@@ -230,3 +230,22 @@ def test_a_round_trip_that_the_author_wrote_rounds(front_end: str) -> None:
         for ours, low in zip(got[:2], (BF16, FP16), strict=True):
             assert torch.equal(ours, example().to(low).float())
             assert not torch.equal(ours, example())
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_a_cast_that_does_nothing_in_a_no_grad_region_keeps_its_gradient(level: str) -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gain = nn.Parameter(torch.ones(6))
+
+        def forward(self, x: Tensor) -> Tensor:
+            made = torch.outer(self.gain, x)
+            with torch.no_grad():  # of an FP32 value the cast returns the value itself, and its gradient with it
+                return made.float()
+
+    model, x = Outer(), torch.randn(6)
+    fxamp.convert(model, (x,), policy=f"{level},dtype=bf16")(x).sum().backward()
+    gradient = model.gain.grad
+    assert gradient is not None
+    assert torch.allclose(gradient, x.sum().expand(6), rtol=0.02)

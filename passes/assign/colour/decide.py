@@ -73,13 +73,16 @@ def _writes(site: Site) -> bool:
 
 
 def _pinned(state: State, site: Site) -> Colouring | None:
-    """Keep the dtype of a value that shares storage with a written one, or whose bits the program reads."""
+    """Keep the dtype of a value that shares storage with a written one, or whose bits or gradients depend on it."""
     node = site.node
     if state.autocast or state.aliases.find(node) not in state.pinned:
         return None
     why = Code.MUTATED(Code.MUTATED.meaning)
     if not state.aliases.is_mutated(node):
-        why = Code.KEEP("your code reads its bits or element size, or writes numbers into it that depend on its dtype")
+        why = Code.KEEP(
+            "your code reads its bits or element size, writes numbers into it that depend on its dtype, or casts it "
+            "where gradients are off"
+        )
     elif may_alias(node):
         # A cast before a view makes a copy, which writes would not reach.
         return natural(state, site, why, settled=True)

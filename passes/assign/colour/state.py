@@ -17,7 +17,7 @@ from ...graph.values import ANY, Aliases, Dtypes, Infer, ValueDtype
 from ...ops import ops
 from ...ops.rules import Rule
 from .extremes import Extremes
-from .user_casts import Casts, observed
+from .user_casts import Casts, observed, uncopied_without_grad
 
 # The modules that each call was made in, as `values.module_types` gives them.
 Stacks = Mapping[Node, Sequence[tuple[str, tuple[str, ...]]]]
@@ -81,6 +81,9 @@ class State:
         self.aggressive = not autocast and policy.level.stores_low
         self.islands = islands(graph) if self.aggressive else frozenset()
         self.reference = reference
+        if self.aggressive:
+            uncopied = uncopied_without_grad(graph, original)
+            self.pinned |= {aliases.find(v) for v in uncopied if self.under_autocast(v) == original[v]}
         self.restart()
 
     def restart(self) -> None:

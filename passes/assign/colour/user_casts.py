@@ -15,6 +15,7 @@ import torch
 from torch.fx import Graph, Node
 
 from ...contract.reasons import Code, Reason
+from ...graph.grad import grad_modes, requires_grad
 from ...graph.notes import note_of
 from ...graph.values import (
     ANY,
@@ -57,6 +58,18 @@ def observed(graph: Graph) -> Iterator[Node]:
                 or (name.endswith("_") and _draws_anew(row_of(node)))
             )
         if seen and isinstance(value, Node):
+            yield value
+
+
+def uncopied_without_grad(graph: Graph, original: Dtypes) -> Iterator[Node]:
+    """Yield the values with gradients that a cast in a no_grad region returns as they are, gradients included.
+
+    If such a value were low the cast would make another value, to which no gradient flows.
+    """
+    modes, grad = grad_modes(graph), requires_grad(graph)
+    for node in graph.nodes:
+        value = node.args[0] if node.args and row_of(node).is_cast and modes[node][0] is False else None
+        if isinstance(value, Node) and value in grad and original[value] == original[node]:
             yield value
 
 

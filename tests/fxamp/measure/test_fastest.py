@@ -154,6 +154,14 @@ def test_an_override_of_an_op_that_only_o2_makes_is_no_error(race: dict[str, flo
     assert fxamp.plan(Loss(8, 8).eval(), (X,), policy=POLICY + ",ops.log_softmax=low").policy.level == "O2"
 
 
+def test_the_plan_keeps_what_was_measured() -> None:
+    plan = fxamp.plan_of(fxamp.convert(Small().eval(), (X,), policy=POLICY))
+    linears = {call.partition("[")[0]: taken for call, taken in plan.timings.items() if call.startswith("linear(")}
+    assert {"linear(bfloat16", "linear(float32"} <= linears.keys()
+    assert min(linears.values()) > 0
+    assert fxamp.Plan.from_json(plan.to_json()).timings == plan.timings
+
+
 def test_a_model_that_cannot_go_backward_is_timed_forward() -> None:
     class Writes(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:

@@ -54,6 +54,17 @@ def test_equal_plans_give_equal_text(plan: Plan) -> None:
     assert plan.to_json().endswith("}\n")
 
 
+def test_decisions_are_found_by_all_that_is_asked_for(plan: Plan) -> None:
+    def keys(**asked: str) -> list[str]:
+        return [d.key for d in plan.find(**asked)]
+
+    assert keys() == keys(colour="low") == keys(colour="bfloat16") == ["fc/linear#0", "relu#0", "add#0"]
+    assert keys(module="fc") == keys(op="linear") == keys(module="fc", op="linear", reason="autocast_low")
+    assert keys(module="fc") == ["fc/linear#0"]
+    assert keys(reason="literal") == ["relu#0"]
+    assert keys(module="f") == keys(colour="fp32") == keys(module="fc", op="relu") == []
+
+
 def test_one_other_decision_makes_another_plan(plan: Plan) -> None:
     other = dataclasses.replace(plan.decisions[0], colour="float32")
     assert dataclasses.replace(plan, decisions=(other, *plan.decisions[1:])) != plan
