@@ -106,10 +106,13 @@ _FOUND_IN = {
     "fxamp.view.frozen": ("frozen",),
 }  # fmt: skip
 _MODULE_OF = {name: module for module, names in _FOUND_IN.items() for name in names}
+_TRAINERS = ("lightning", "huggingface")  # modules, each for a package that need not be installed
 __all__ = [*_MODULE_OF]  # what `import *` loads
 
 
 def __getattr__(name: str) -> Any:
+    if name in _TRAINERS:
+        return importlib.import_module(f"fxamp.{name}")
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     refuse_foreign_passes()

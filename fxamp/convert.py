@@ -19,6 +19,7 @@ from passes.contract.policy import Policy
 
 from .capture import compiled
 from .capture.backend import Inner, refuse_unmatched, require_inner, split
+from .capture.emitted import record_on
 from .capture.given import convert_given, store_low
 from .capture.inputs import Inputs, as_inputs
 from .capture.parameters import only_read
@@ -190,7 +191,7 @@ def _graph(
     model: GraphModule | ExportedProgram, inputs: Inputs | None, policy: Policy, replayed: Plan | None, weights: str,
     given: Mapping[str, Any],
 ) -> GraphModule:  # fmt: skip
-    if isinstance(model, GraphModule) and compiled.record_on(model) is not None:
+    if isinstance(model, GraphModule) and record_on(model) is not None:
         raise CaptureError(
             f"this graph of {type(model).__name__} is converted already: fxamp.plan_of reads what was decided; convert "
             "the graph that it was made of."
@@ -326,7 +327,7 @@ def plan_of(module: nn.Module) -> Plan:
 def _plan_of_one(part: nn.Module) -> Plan:
     if is_view(part):
         return plan_of_view(runner_of(part))
-    plan: Plan = compiled.record_on(part)["plan"]  # type: ignore[index,arg-type]
+    plan: Plan = record_on(part)["plan"]  # type: ignore[index,arg-type]
     return plan
 
 
@@ -342,7 +343,7 @@ def converted_in(module: Any) -> list[tuple[str, Any]]:
     for path, part in module.named_modules():
         if any(path.startswith(f"{outer}.") or not outer for outer, _ in found):
             continue
-        if is_view(part) or (isinstance(part, GraphModule) and compiled.record_on(part) is not None):
+        if is_view(part) or (isinstance(part, GraphModule) and record_on(part) is not None):
             found.append((path, part))
     return found
 

@@ -50,6 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(stop.code or 0)
     except FxampError as error:
         return failed(str(error))
+    # Before it raises what we report, torch 2.15 logs it as an error.
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
     # A target may import more of its own when it is called, so the path stays until the verb is done.
     path = list(sys.path)
     sys.path.insert(0, os.getcwd())

@@ -211,7 +211,8 @@ class TrainStep(TrainState):
         compiles = any(compiled.is_compiled(module) for module in model.modules())
         self.undecided = isinstance(scaler, str) and self.low_dtype is None and compiles
         self.pending_scaler = None
-        self.windows, self.opened, self.switches, self.aborted = 0, None, (), ""
+        self.windows, self.opened, self.aborted = 0, None, ""
+        self.switches, self.switched_plan = (), None
         self.tallies = {"steps": Tally(), "skipped": Tally()}
         self.skips_in_a_row = SkipsInARow()
         self.by_hand, self.said = ByHand(), set()
@@ -364,7 +365,7 @@ class TrainStep(TrainState):
         return self._finish(self.open_window(None), None, self._seen(self.opened or window, total))
 
     def switch(self, policy_or_plan: Policy | Plan | str) -> None:
-        """Let the model follow another policy from the next window on, for all its callers.
+        """Let the model follow another policy, or a plan of it, from the next window on, for all its callers.
 
         Weights stay as they are, in FP32, so nothing is converted; graphs are captured again. The low dtype has to be
         the same. It is recorded in the state of the step, and set again where that is loaded.
@@ -385,6 +386,7 @@ class TrainStep(TrainState):
         policy = switch_views(self.model, policy_or_plan)
         if self.compiled is not None:
             self.compiled = CompiledStep(self.compiled.settings, self.model, self.weights)
+        self.switched_plan = policy_or_plan if isinstance(policy_or_plan, Plan) else None
         self.switches = (*self.switches, (self.windows, str(policy)))
 
     def state_dict(self) -> dict[str, Any]:

@@ -42,7 +42,7 @@ ARROWS = {
     "passes": ".pipeline .watch",
     "fxamp.guard": "",
     "fxamp.module": "passes.contract",
-    "fxamp.trust": "passes passes._torch passes.contract passes.ops",
+    "fxamp.trust": "passes passes._torch passes.contract passes.graph passes.ops",
     "fxamp.report.record": ".trust passes._torch passes.contract passes.graph passes.ops passes.runtime",
     "fxamp.capture": (
         ".report.record .trust passes passes._torch passes.contract passes.graph passes.ops passes.runtime"
@@ -57,7 +57,8 @@ ARROWS = {
     "fxamp.train.weights": ".measure .train.ranks .view passes._torch passes.contract",
     "fxamp.report.reader": ".convert .capture .report.record .view passes.contract",
     "fxamp.trust.census": (
-        ".convert .capture .report.record .trust passes._torch passes.contract passes.graph passes.runtime"
+        ".convert .capture .report.forms .report.record .trust passes._torch passes.contract passes.graph "
+        "passes.runtime"
     ),
     "fxamp.trust.error": (
         ".convert .capture .measure .trust .trust.census passes._torch passes.contract passes.graph passes.ops "
@@ -74,14 +75,21 @@ ARROWS = {
     "fxamp.train.compiled": (
         ".capture .train.ranks .train.weights .train.window .view passes._torch passes.contract passes.graph passes.ops"
     ),
-    "fxamp.report.gate": ".convert .report.diff .report.forms .report.reader .report.record passes.contract passes.ops",
+    "fxamp.report.gate": (
+        ".convert .report.diff .report.forms .report.reader .report.record .trust.census passes.contract passes.ops"
+    ),
     "fxamp.train": (
         ".capture .train.compiled .train.ranks .train.scale .train.weights .train.window .trust .trust.census "
         ".trust.ranges .view passes._torch passes.contract"
     ),
     "fxamp.pytest_plugin": ".report.gate",
     "fxamp.demo": ".convert .measure .train .train.weights passes.contract",
-    "fxamp.report": ".capture .report.forms .report.page .report.reader .report.record .train passes.contract",
+    "fxamp.report": (
+        ".capture .report.forms .report.page .report.reader .report.record .train .trust.census passes.contract"
+    ),
+    "fxamp.integrations": (".capture .convert .train .train.scale .trust.census .view passes.contract passes.ops"),
+    "fxamp.lightning": ".integrations",
+    "fxamp.huggingface": ".integrations",
     "fxamp.cli": (
         ".convert .demo .report .report.diff .report.forms .report.gate .report.reader .trust.census .trust.choice "
         ".trust.error passes passes.contract passes.ops"

@@ -19,7 +19,8 @@ from passes.contract.errors import CaptureError, PolicyError
 from passes.contract.policy import Policy
 from passes.graph.values import no_autocast
 
-from ...capture.compiled import record_on, runner_of
+from ...capture.compiled import runner_of
+from ...capture.emitted import record_on
 from ...capture.resolve import device_of, resolve
 from ...convert import convert, converted_in
 from ...measure.counts import step_counts
