@@ -317,4 +317,4 @@ def _wide(value: Any) -> Any:
 
 
 def _without_low(value: Any) -> Any:
-    return torch.float32 if value in LOW_DTYPES and isinstance(value, torch.dtype) else value
+    return torch.float32 if isinstance(value, torch.dtype) and value in LOW_DTYPES else value
