@@ -57,7 +57,8 @@ ARROWS = {
     "fxamp.train.weights": ".measure .train.ranks .view passes._torch passes.contract",
     "fxamp.report.reader": ".convert .capture .report.record .view passes.contract",
     "fxamp.trust.census": (
-        ".convert .capture .report.forms .report.record .trust passes._torch passes.contract passes.graph passes.runtime"
+        ".convert .capture .report.forms .report.record .trust passes._torch passes.contract passes.graph "
+        "passes.runtime"
     ),
     "fxamp.train.window": ".train.ranks .train.scale .train.weights passes._torch passes.contract",
     "fxamp.report.diff": (
@@ -74,7 +75,9 @@ ARROWS = {
         ".view passes._torch passes.contract"
     ),
     "fxamp.pytest_plugin": ".report.gate",
-    "fxamp.demo": ".convert .measure .train .train.weights passes.contract",
+    "fxamp.demo": (
+        ".convert .measure .report .report.gate .report.reader .train .train.weights .trust.census passes.contract"
+    ),
     "fxamp.report": (
         ".capture .report.forms .report.page .report.reader .report.record .train .trust.census passes.contract"
     ),

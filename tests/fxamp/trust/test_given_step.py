@@ -31,7 +31,8 @@ def test_inputs_batches_and_steps_give_the_same_batches() -> None:
         given_step(step, X, Y),
     ):
         (batch,) = found.batches
-        assert batch[0] is X and batch[1] is Y
+        assert batch[0] is X
+        assert batch[1] is Y
         assert torch.equal(found.run(model, batch)[1], CE(model(X), Y))
     assert given_step(step, X).step is step
 
