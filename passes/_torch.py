@@ -77,6 +77,9 @@ _GLOBAL_HOOKS = (
 )
 
 
+_MARKED = ("_dynamo_weak_dynamic_indices", "_has_dynamo_dim_marking")  # what `maybe_mark_dynamic` writes on a tensor
+
+
 def forget_compiled(code: CodeType) -> None:
     """Drop what Dynamo compiled for a code object, and that it gave it up: torch keeps both as long as the process."""
     torch._dynamo.eval_frame.remove_from_cache(code)
@@ -130,14 +133,18 @@ def of_fixed_sizes(tensor: torch.Tensor) -> torch.Tensor:
     return made
 
 
-def mark_batch(tensor: torch.Tensor) -> None:
-    """Let Dynamo take dimension 0 for dynamic, unless the code fixes it."""
+def mark_batch(tensor: torch.Tensor) -> bool:
+    """Let Dynamo take dimension 0 for dynamic, unless the code fixes it; say whether it was not marked already."""
+    if _MARKED[0] in tensor.__dict__:
+        return False
     torch._dynamo.maybe_mark_dynamic(tensor, 0)
+    return True
 
 
 def unmark_batch(tensor: torch.Tensor) -> None:
-    """Take back what `mark_batch` did."""
-    getattr(tensor, "_dynamo_weak_dynamic_indices", set()).discard(0)
+    """Take back what `mark_batch` did; Dynamo's guards hold the set of dimensions, which stays as it is."""
+    for name in _MARKED:
+        tensor.__dict__.pop(name, None)
 
 
 def dynamo_is_disabled() -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -22,6 +22,7 @@ from .casts.run_under_autocast import RunUnderAutocast
 from .casts.verify import verify
 from .colouring import Assignment
 from .contract.errors import PlanError, VerificationError
+from .contract.penalties import Penalties
 from .contract.plan import Plan
 from .contract.plan_format import REMEDY
 from .contract.policy import Policy, check_used
@@ -29,7 +30,7 @@ from .contract.timing import Call, Timer
 from .form import Pass, Step, Unit
 from .graph.bodies import Body, Border, all_graphs, bodies_of
 from .graph.notes import is_inserted
-from .graph.values import module_types, no_autocast
+from .graph.values import keys, module_types, no_autocast
 from .legalize.legalize import Legalize
 from .ops import ops
 from .ops.facts import this_machine
@@ -73,6 +74,7 @@ def compile_graph(
     plan: Plan | None = None,
     exact: bool = True,
     timer: Timer | None = None,
+    penalties: Penalties | None = None,
     under_autocast: bool = False,
 ) -> Plan:
     """Run every pass over a graph, in order, in place; return what was decided.
@@ -86,6 +88,7 @@ def compile_graph(
         plan: the plan to carry out instead of deciding.
         exact: the plan is of this very graph, and must fit it; False for one of the same model in another state.
         timer: measures calls, for cost="measured".
+        penalties: what errors cost beside bytes, for a plan within a budget.
         under_autocast: the graph is called under autocast, and so is what reads its outputs, which therefore keep the
             dtypes that autocast gives them; unless the level is O0.
 
@@ -104,7 +107,8 @@ def compile_graph(
         outermost = Unit(graph, attribute, _border_of(policy, under_autocast, bodies))
         timings = {} if plan is None else dict(plan.timings)
         timed = None if timer is None else _noting(timer, timings)
-        units = _compiled(outermost, AssignPrecision(policy, plan, exact, timed), rewriting(policy), edits, {})
+        decide = AssignPrecision(policy, plan, exact, timed, penalties)
+        units = _compiled(outermost, decide, rewriting(policy), edits, {})
     if plan is not None and exact and any(d.graph >= len(units) for d in plan.decisions):
         raise PlanError(f"the plan has more graphs than the {len(units)} of this model; {REMEDY}")
     return replace(_plan_of(policy, capture, notes, units, edits), timings=timings)
@@ -199,10 +203,11 @@ def _check_border(node: Node, body: Body, outside: Assignment, inside: Assignmen
         )
 
 
-def _check_overrides(policy: Policy, graphs: Iterable[Graph]) -> None:
+def _check_overrides(policy: Policy, graphs: Sequence[Graph]) -> None:
     """Refuse a policy with an override that matches nothing in these graphs."""
     stacks = {n: s for g in graphs for n, s in module_types(g).items()}
-    check_used(policy, stacks.values(), (ops.name(n) for n in stacks))
+    named = [k for g in graphs for k in keys(g.nodes).values()]
+    check_used(policy, stacks.values(), (*(ops.name(n) for n in stacks), *named))
 
 
 def _plan_of(policy: Policy, capture: str, notes: tuple[str, ...], units: Sequence[Unit], edits: Counter[str]) -> Plan:

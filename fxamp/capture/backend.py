@@ -24,6 +24,7 @@ from torch.fx import Graph, GraphModule
 from passes import compile_graph
 from passes._torch import FakeTensor, inner_backend, trace_artifact
 from passes.contract.errors import PolicyError
+from passes.contract.penalties import Penalties
 from passes.contract.plan import Plan
 from passes.contract.policy import Policy, check_used, nearest, type_names
 from passes.contract.timing import Timer
@@ -34,6 +35,7 @@ from passes.runtime.casts import CAST, again
 
 from ..trust.watch import Compile, node_by_node
 from . import compiled, recompile_limit
+from .advice import name_the_op
 from .capture_jit import ambient_dtype, attribute_of, describe, is_attribute, parameter_path
 from .fused import note_fused, without_gradients
 from .outputs import is_low_of_its_own, is_low_throughout, note_leaving, note_own
@@ -204,7 +206,7 @@ def split(options: Mapping[str, Any] | None) -> tuple[dict[str, Any], dict[str, 
 def rewrite(
     gm: GraphModule, example_inputs: list[Any], policy: Policy, notes: tuple[str, ...] = (), *,
     runs_on: str | None = None, replayed: Callable[[Graph], tuple[Plan | None, bool]] | None = None,
-    timer: Timer | None = None,
+    timer: Timer | None = None, penalties: Penalties | None = None,
 ) -> tuple[compiled.Converted, dict[int, torch.dtype]]:  # fmt: skip
     """Convert a graph from Dynamo, in place; return the decisions, and the outputs' dtypes in the model itself.
 
@@ -216,6 +218,7 @@ def rewrite(
         runs_on: the kind of device of the autocast that was on while Dynamo traced, if the policy is for another one.
         replayed: gives the plan to carry out for a described graph, and whether it is of this very graph.
         timer: measures calls, for cost="measured".
+        penalties: what errors cost beside bytes.
     """
     places = gm.graph.find_nodes(op="placeholder")  # torch may put the switch of a region before them
     named = [(parameter_path(n), v) for n, v in zip(places, example_inputs, strict=False)]
@@ -249,7 +252,7 @@ def rewrite(
     given_plan, exact = (None, True) if replayed is None else replayed(gm.graph)
     plan = compile_graph(
         gm.graph, resolved, functools.partial(attribute_of, gm), capture="dynamo", notes=notes, under_autocast=under,
-        plan=given_plan, exact=exact, timer=timer,
+        plan=given_plan, exact=exact, timer=timer, penalties=penalties,
     )  # fmt: skip
     for node in gm.graph.nodes:
         if "val" in node.meta:
@@ -328,7 +331,11 @@ def at_call(
         if told:
             args = tuple(a.to(told[i]) if i in told and a.dtype != told[i] else a for i, a in enumerate(args))
         with no_autocast([device]):
-            outputs = run(*args)
+            try:
+                outputs = run(*args)
+            except Exception as e:
+                name_the_op(e)
+                raise
         if own:
             outputs = _noted(outputs, own)
         if not watch.done:

@@ -1,4 +1,4 @@
-"""The command: `fxamp report | diff | check | rules | demo`.
+"""The command: `fxamp report | diff | check | verify | rules | demo`.
 
 Exit status of every subcommand: 0 success and no difference, 1 a difference was found, 2 an error.
 """
@@ -28,7 +28,7 @@ from passes.contract.plan import Plan
 from passes.contract.policy import Policy, nearest
 
 from .output import DONE, FOUND, aside, failed, to_stderr, waiting, width, write, write_pair
-from .run_target import run_target
+from .run_target import run_target, step_of
 from .target import load_target
 from .usage import parser_of
 
@@ -50,6 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(stop.code or 0)
     except FxampError as error:
         return failed(str(error))
+    # Before it raises what we report, torch 2.15 logs it as an error.
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
     # A target may import more of its own when it is called, so the path stays until the verb is done.
     path = list(sys.path)
     sys.path.insert(0, os.getcwd())
@@ -226,6 +228,16 @@ def _read(made: tuple[Any, Any, Any], policy: Policy, device: str | None, replay
     return view
 
 
+def _verify(args: argparse.Namespace) -> int:
+    from ..trust.error.verify import verify
+
+    with aside(), waiting(args, f"measuring {args.target}"):  # standard output is for the errors alone
+        made, inputs, target = step_of(load_target(args.target), "verify")
+        found = verify(made, inputs, target, policies=args.policy or None)
+    write(args, text=lambda: str(found), markdown=found.to_markdown, json=found.to_json)
+    return FOUND if args.tolerance is not None and found.beyond(args.tolerance) else DONE
+
+
 def _rules(args: argparse.Namespace) -> int:
     from passes.ops.rules import RULES, SUMMARY
 
@@ -268,4 +280,4 @@ def _plain(value: object) -> list[str] | str:
     return sorted(map(str, value)) if isinstance(value, set | frozenset) else str(value)
 
 
-VERBS = {"report": _report, "diff": _diff, "check": _check, "rules": _rules, "demo": _demo}
+VERBS = {"report": _report, "diff": _diff, "check": _check, "verify": _verify, "rules": _rules, "demo": _demo}

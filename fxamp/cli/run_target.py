@@ -1,4 +1,4 @@
-"""Run one step of a TARGET for `fxamp check --run`: of a model that is converted, or of a TrainStep."""
+"""Run one step of a TARGET: of a model that is converted, or of a TrainStep."""
 
 from __future__ import annotations
 
@@ -44,6 +44,26 @@ def run_target(made: tuple[Any, Any, Any], policy: Policy, *, own: bool) -> tupl
     if found.planned is None:
         raise FxampError("check: nothing of the target is converted: give the TrainStep what fxamp.convert returned")
     return whole if has_plan else None, list(map(str, found.differences))
+
+
+def step_of(made: tuple[Any, Any, Any], verb: str) -> tuple[Any, Any, Any]:
+    """Return a model or a TrainStep, its inputs as every diagnostic takes them, and what its loss compares with.
+
+    Args:
+        made: what the target returned: (model, args, kwargs), (TrainStep, inputs) or (TrainStep, inputs, target).
+        verb: which asks for it.
+
+    Raises:
+        FxampError: there is no batch.
+    """
+    from torch import nn
+
+    model, args, kwargs = made
+    if args is None and kwargs is None:
+        raise FxampError(f"{verb}: a batch is needed: let the target return ({type(model).__name__}, batch)")
+    if isinstance(model, nn.Module):
+        return model, _batch(model, args, kwargs), None
+    return model, *_of_step(model, args, kwargs)
 
 
 def _of_step(step: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:

@@ -31,6 +31,16 @@ def _levels(text: str) -> int:
     return int(text)
 
 
+def _tolerance(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = float("nan")
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a tolerance: give a relative error above 0, such as 0.02")
+    return value
+
+
 class Parser(argparse.ArgumentParser):
     """Raise usage errors as fxamp's own, so that they print as one line."""
 
@@ -111,6 +121,19 @@ def parser_of(runs: Mapping[str, Run]) -> argparse.ArgumentParser:
     check.add_argument("--name", help=argparse.SUPPRESS)
 
     _add_device(check)
+
+    verify = verb("verify", "Measure the error of loss and gradients; exit with 1 if one is above the tolerance.")
+    verify.add_argument(
+        "target", metavar="TARGET",
+        help="package.module:callable or path/file.py:callable, which returns (model, args) or (TrainStep, batch)",
+    )  # fmt: skip
+    verify.add_argument(
+        "--policy", action="append", default=[], help='such as "O2,dtype=bf16"; may be given several times'
+    )
+    verify.add_argument(
+        "--tolerance", metavar="NUMBER", type=_tolerance,
+        help="the largest relative error of gradients, RMS over parameters, such as 0.02",
+    )  # fmt: skip
 
     rules = verb("rules", "Show the op table, or the row of one op.")
     rules.add_argument("op", metavar="OP", nargs="?", help="canonical name, such as softmax")

@@ -16,6 +16,7 @@ import functools
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from types import CodeType, FrameType
 from typing import Any
@@ -55,6 +56,7 @@ _COPY = torch.ops.aten.copy_.default
 _COPIES, _UNSCALE = torch.ops.aten._foreach_copy_.default, torch.ops.aten._amp_foreach_non_finite_check_and_unscale_
 Dtypes = tuple[str, ...]
 Compile = Callable[[dict[str, Any], list[Any]], Callable[..., Any]]
+_INSTEAD: ContextVar[Callable[[Any, GraphModule, tuple[Any, ...]], Any] | None] = ContextVar("instead", default=None)
 
 
 @dataclass(frozen=True)
@@ -303,6 +305,20 @@ def watching() -> Watch | None:
     return next((mode for mode in reversed(dispatch_modes()) if isinstance(mode, Watch)), None)
 
 
+@contextlib.contextmanager
+def run_instead(run: Callable[[Any, GraphModule, tuple[Any, ...]], Any]) -> Iterator[None]:
+    """Run the emitted graphs of views, and those under `watched_graphs`, by something else.
+
+    Args:
+        run: called with what is known of a graph, the graph as emitted, and its inputs; returns its outputs.
+    """
+    token = _INSTEAD.set(run)
+    try:
+        yield
+    finally:
+        _INSTEAD.reset(token)
+
+
 def node_by_node(
     run: Callable[..., Any], graph: GraphModule, converted: Any, by: Any, compile: Compile | None = None
 ) -> Callable[..., Any]:
@@ -319,6 +335,8 @@ def node_by_node(
 
     @functools.wraps(run, updated=())
     def call(*args: Any) -> Any:
+        if (instead := _INSTEAD.get()) is not None:
+            return instead(converted, graph, args)
         watch = watching()
         if watch is None:
             return run(*args)

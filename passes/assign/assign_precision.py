@@ -18,6 +18,7 @@ from torch.fx import Graph, Node
 
 from ..colouring import Assignment, Colouring, Colours
 from ..contract.errors import PlanError, PolicyError
+from ..contract.penalties import Penalties
 from ..contract.plan import Plan
 from ..contract.policy import Policy
 from ..contract.reasons import Code
@@ -59,6 +60,7 @@ class AssignPrecision:
         plan: the plan to carry out instead of choosing.
         exact: the plan is of these very graphs, and must fit them.
         timer: measures calls, for a policy with cost="measured".
+        penalties: what errors cost beside bytes.
     """
 
     name: ClassVar = "assign-precision"
@@ -67,6 +69,7 @@ class AssignPrecision:
     plan: Plan | None = None
     exact: bool = True
     timer: Timer | None = None
+    penalties: Penalties | None = None
 
     def __call__(self, unit: Unit) -> Assignment:
         """Decide on one graph; raise PlanError where a plan to carry out does not fit it."""
@@ -84,7 +87,8 @@ class AssignPrecision:
         return replace(assignment, decisions=decisions)
 
     def _assigned(self, unit: Unit, original: Dtypes, plan: Plan | None) -> Assignment:
-        return assign_precision(unit.graph, self.policy, original, plan, unit.border, self.timer, unit.simulated)
+        how = (plan, unit.border, self.timer, unit.simulated, self.penalties)
+        return assign_precision(unit.graph, self.policy, original, *how)
 
 
 def assign_precision(
@@ -95,6 +99,7 @@ def assign_precision(
     border: Border | None = None,
     timer: Timer | None = None,
     simulated: Simulation | None = None,
+    penalties: Penalties | None = None,
 ) -> Assignment:
     """Colour every node that touches a floating value.
 
@@ -106,6 +111,7 @@ def assign_precision(
         border: the dtypes at the edges of the graph, and the graphs inside it.
         timer: measures calls; for a policy with cost="measured", unless its plan is replayed.
         simulated: the run through this graph that its caller made, if it is the body of a higher-order op.
+        penalties: what errors cost beside bytes.
 
     Raises:
         PlanError: the plan stores a value low that a reader needs in FP32.
@@ -125,7 +131,9 @@ def assign_precision(
     refuse_untold_writes(graph, policy.device or "cpu")
     simulation = simulated or _simulation(graph, policy, original, infer, border)
     measuring = timer if policy.cost == "measured" else None
-    colours, dtypes = choose_storage(graph, policy, simulation, plan, symbolic=symbolic, timer=measuring)
+    colours, dtypes = choose_storage(
+        graph, policy, simulation, plan, symbolic=symbolic, timer=measuring, penalties=penalties
+    )  # fmt: skip
     colours = _name_sums(_name_fused(saturate(simulation, colours, dtypes)), graph, policy)
     reference: Any = simulation.reference
     autocast = {n: c.dtype for n, c in reference.colours.items()}

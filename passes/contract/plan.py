@@ -34,6 +34,7 @@ from .plan_format import (
 from .policy import Policy
 from .reasons import DEVIATIONS, Code, Reason
 
+CERTIFICATE = "certificate"  # how a note of the certificate of a plan begins
 _CODES = {code.value: code for code in Code}
 _SURROGATE = re.compile("[\ud800-\udfff]")  # characters that a path may hold and UTF-8 cannot encode
 
@@ -123,6 +124,8 @@ class Plan:
             decided in all states. Each state lists all of its decisions.
         edits: How often each rewrite of the passes fired, as "pass/rewrite"; empty in plans of an older format.
         totals: The costs of the graphs at the example's sizes, as `fxamp check` compares them; empty if not computed.
+        certificate: For a plan of `fxamp.tune`: its tolerance, the error that was predicted and the error that was
+            measured, of how many batches; empty for others. The notes say of which kind each is.
         fxamp_version: The fxamp it was made with; "" in plans of an older format.
         machine: The machine on which the kernel facts behind the plan were measured, as "cpu AVX512, torch 2.13"; "" in
             plans of an older format.
@@ -151,6 +154,7 @@ class Plan:
     states: tuple[str, ...] = ()
     edits: Mapping[str, int] = field(default_factory=dict, compare=False)
     totals: Mapping[str, float] = field(default_factory=dict, compare=False)
+    certificate: Mapping[str, float] = field(default_factory=dict, compare=False)
     fxamp_version: str = field(default_factory=installed, compare=False)
     machine: str = field(default="", compare=False)
     timings: Mapping[str, int] = field(default_factory=dict, compare=False)

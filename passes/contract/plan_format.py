@@ -63,7 +63,10 @@ def in_this_format(data: dict[str, Any]) -> dict[str, Any]:
         ]}  # fmt: skip
     if data["version"] < 6 and isinstance(data.get("decisions"), list) and isinstance(data.get("states"), list):
         data = {**data, "decisions": _listed_in_each_state(data["decisions"], data["states"])}
-    added = {"edits": {}, "totals": {}, "fxamp_version": "", "machine": "", "timings": {}, "complete": True}
+    added = {
+        "edits": {}, "totals": {}, "certificate": {}, "fxamp_version": "", "machine": "", "timings": {},
+        "complete": True,
+    }  # fmt: skip
     return {**added, **data, "version": FORMAT_VERSION}
 
 
@@ -131,6 +134,7 @@ _FIELD_TYPES: dict[str, type[Any]] = {
     "complete": bool,
     "edits": dict,
     "totals": dict,
+    "certificate": dict,
     "timings": dict,
 }
 

@@ -52,13 +52,20 @@ ARROWS = {
     "fxamp.report.page": ".report.forms .report.record passes.contract",
     "fxamp.measure": ".capture .trust .view passes._torch passes.contract passes.graph",
     "fxamp.train.ranks": ".view passes._torch passes.contract",
-    "fxamp.convert": ".capture .measure .view passes._torch passes.contract",
+    "fxamp.convert": ".capture .measure .trust .view passes._torch passes.contract",
     "fxamp.train.scale": ".train.ranks passes.contract",
     "fxamp.train.weights": ".measure .train.ranks .view passes._torch passes.contract",
     "fxamp.report.reader": ".convert .capture .report.record .view passes.contract",
     "fxamp.trust.census": (
         ".convert .capture .report.forms .report.record .trust passes._torch passes.contract passes.graph "
         "passes.runtime"
+    ),
+    "fxamp.trust.error": (
+        ".convert .capture .measure .trust .trust.census passes._torch passes.contract passes.graph passes.ops "
+        "passes.runtime"
+    ),
+    "fxamp.trust.ranges": (
+        ".convert .trust .trust.census .trust.error passes._torch passes.contract passes.graph passes.ops"
     ),
     "fxamp.train.window": ".train.ranks .train.scale .train.weights passes._torch passes.contract",
     "fxamp.report.diff": (
@@ -72,7 +79,7 @@ ARROWS = {
     ),
     "fxamp.train": (
         ".capture .train.compiled .train.ranks .train.scale .train.weights .train.window .trust .trust.census "
-        ".view passes._torch passes.contract"
+        ".trust.ranges .view passes._torch passes.contract"
     ),
     "fxamp.pytest_plugin": ".report.gate",
     "fxamp.demo": (
@@ -85,8 +92,8 @@ ARROWS = {
     "fxamp.lightning": ".integrations",
     "fxamp.huggingface": ".integrations",
     "fxamp.cli": (
-        ".convert .demo .report .report.diff .report.forms .report.gate .report.reader .trust.census passes "
-        "passes.contract passes.ops"
+        ".convert .demo .report .report.diff .report.forms .report.gate .report.reader .trust.census .trust.error "
+        "passes passes.contract passes.ops"
     ),
     "fxamp.__main__": ".cli",
 }

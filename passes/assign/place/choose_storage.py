@@ -24,6 +24,7 @@ from torch.fx import Graph, Node
 from ...colouring import Colours
 from ...contract.dtypes import dtype_name
 from ...contract.errors import PlanError, VerificationError
+from ...contract.penalties import Penalties
 from ...contract.plan import Plan
 from ...contract.plan_format import REMEDY
 from ...contract.policy import Policy
@@ -49,6 +50,7 @@ def choose_storage(
     *,
     symbolic: bool = False,
     timer: Timer | None = None,
+    penalties: Penalties | None = None,
 ) -> tuple[Colours, Dtypes]:
     """Choose the dtype of every free value by minimum cut; return the decisions and the dtypes of all values.
 
@@ -61,6 +63,7 @@ def choose_storage(
         plan: one to replay.
         symbolic: no shapes are known.
         timer: gives measured costs, in place of bytes.
+        penalties: what errors cost beside.
 
     Raises:
         PlanError: the plan stores a value low that a reader needs in FP32.
@@ -74,7 +77,7 @@ def choose_storage(
     uses, costs = Uses(simulation, free), _costs(policy.device or "cpu", low, grad, symbolic, timer)
     problem = unpriced_problem(simulation, uses)
     if plan is None:
-        price(problem, simulation, uses, costs, grad, symbolic=symbolic)
+        price(problem, simulation, uses, costs, grad, symbolic=symbolic, penalties=penalties)
         try:
             low_side = solve(problem)
         except NetworkXUnbounded as e:

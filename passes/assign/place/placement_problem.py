@@ -16,8 +16,10 @@ import torch
 from torch.fx import Node
 
 from ...colouring import Position
+from ...contract.penalties import Penalties
 from ...graph.grad import grad_modes
 from ...graph.sharing import shares_cast, shares_storage
+from ...graph.values import keys
 from ...ops import ops
 from ...ops.rules import FP32, LOW, row_of
 from ..colour.simulate import Simulation
@@ -57,8 +59,9 @@ def _imply(problem: Problem, node: Node, simulation: Simulation, uses: Uses) -> 
 
 
 def price(
-    problem: Problem, simulation: Simulation, uses: Uses, costs: Costs, grad: frozenset[Node], *, symbolic: bool = False
-) -> None:
+    problem: Problem, simulation: Simulation, uses: Uses, costs: Costs, grad: frozenset[Node], *,
+    symbolic: bool = False, penalties: Penalties | None = None,
+) -> None:  # fmt: skip
     """Fill in what everything costs: each free node on both sides, and nets for each value that may need casts.
 
     Of placements that cost the same, the one that rounds the fewest results is the cheapest. Without measured costs, an
@@ -78,6 +81,26 @@ def price(
         of = functools.partial(_cost, cost - backward, backward)
         absorbs = [None if left is None or symbolic else of(left) for left in net.absorbs]
         problem.nets.append(Net(net.tensor, net.sides, of(net.casts), of(net.casts), tuple(absorbs)))
+    if penalties is not None:
+        _penalise(problem, simulation, uses, penalties, scale)
+
+
+def _penalise(problem: Problem, simulation: Simulation, uses: Uses, penalties: Penalties, scale: int) -> None:
+    """Add what errors cost: a node that rounds pays on the low side, and an FP32 value for each reader that is low."""
+    names = keys(simulation.graph.nodes)
+    for node in uses.free:
+        if _rounds(node):
+            problem.low[node] += round(penalties.values.get(names[node], 0.0) * scale)
+    for node in simulation.graph.nodes:
+        held = simulation.dtypes.get(node)
+        tensor: Variable = node if node in uses.free else Side.FP32
+        if held not in (simulation.low, torch.float32) or (tensor is Side.FP32 and held == simulation.low):
+            continue
+        for reader, where in uses.readers[node]:
+            side = _side(reader, where, simulation, uses)
+            cost = round(penalties.casts.get((names.get(reader, ""), names.get(node, node.name)), 0.0) * scale)
+            if cost and side not in (None, Side.FP32) and (tensor in uses.free or side in uses.free):
+                problem.nets.append(Net(tensor, (side,), 0, cost))
 
 
 def _cost(forward: int, backward: int, casts: tuple[int, int]) -> int:

@@ -15,12 +15,14 @@ from torch.fx import GraphModule, symbolic_trace
 
 import fxamp
 from fxamp.capture import given
-from fxamp.capture.compiled import with_record
+from fxamp.capture.emitted import with_record
 from fxamp.capture.resolve import resolve
+from fxamp.view.view import runner_of
 from passes import compile_graph
 from passes.assign.colour.simulate import Simulation
 from passes.assign.place import choose_storage as placing
 from passes.contract.errors import VerificationError
+from passes.contract.penalties import Penalties
 from passes.contract.plan import Plan
 from passes.contract.reasons import Code
 from passes.graph.by_rows import original_dtypes
@@ -470,3 +472,21 @@ def test_a_slice_is_cast_after_it_is_taken_so_that_a_product_reads_what_autocast
     with torch.no_grad():
         assert torch.equal(module(x), under_autocast(model, x).float())
     assert [c for c in casts(module) if c.startswith("slice")] == ["slice_1 -> bfloat16", "slice_2 -> bfloat16"]
+
+
+def test_penalties_move_a_value_to_fp32_where_they_outweigh_its_casts() -> None:
+    def between(m: Any, x: Tensor) -> Any:
+        return m.second(torch.tanh(m.first(x)))
+
+    def colours(values: dict[str, float], casts: dict[tuple[str, str], float]) -> dict[str, str]:
+        view = fxamp.convert(Net(between), policy="O2,dtype=bf16")
+        runner_of(view).penalties = Penalties(values, casts)
+        view(X)
+        return {d.key: d.colour for d in fxamp.plan_of(view).decisions}
+
+    key = "/tanh#0"
+    plain = colours({}, {})
+    assert plain[key] == "bfloat16"
+    assert colours({key: 1.0}, {}) == plain
+    assert colours({key: 1e9}, {})[key] == "float32"
+    assert colours({key: 1e9}, {("second/linear#0", key): 2e9})[key] == "bfloat16"  # its cast would cost more

@@ -1,0 +1,73 @@
+"""What rounding to a 16-bit dtype does to FP32 values, computed on their bits.
+
+Rounding to nearest moves a value by at most half an ulp, with a mean square of ulp^2 / 12; stochastic rounding, up or
+down with probabilities that make it right on average, by up to one ulp, with a mean square of ulp^2 / 6.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_EXPONENT = 0x7F800000  # of an FP32 number
+_FP16_NORMAL, _FP16_STEP = 2.0**-14, 2.0**-24  # the smallest normal number of FP16, and its distance to the next one
+BITS = {torch.bfloat16: 7, torch.float16: 10}  # of the mantissa
+
+
+def ulp(values: Tensor, low: torch.dtype) -> Tensor:
+    """Return the spacing of a low dtype at FP32 values.
+
+    Args:
+        values: FP32, of any shape.
+        low: torch.bfloat16 or torch.float16.
+    """
+    power = (values.view(torch.int32) & _EXPONENT).view(torch.float32)
+    if low == torch.float16:
+        power = power.clamp_min(_FP16_NORMAL)
+    return power * 2.0 ** -BITS[low]
+
+
+def nearest(values: Tensor, low: torch.dtype) -> Tensor:
+    """Return FP32 values as a low dtype holds them, in FP32."""
+    return values.to(low).float()
+
+
+def stochastic(values: Tensor, low: torch.dtype, generator: torch.Generator) -> Tensor:
+    """Return FP32 values rounded at random to their neighbours in a low dtype; those that it holds stay as they are.
+
+    Args:
+        values: FP32, of any shape.
+        low: torch.bfloat16 or torch.float16.
+        generator: of the values' device.
+    """
+    dropped = 23 - BITS[low]
+    noise = torch.randint(
+        0, 1 << dropped, values.shape, dtype=torch.int32, device=values.device, generator=generator
+    )  # fmt: skip
+    bits = (values.contiguous().view(torch.int32) + noise) & -(1 << dropped)
+    rounded = torch.where(values.isfinite(), bits.view(torch.float32), values)
+    if low == torch.float16:
+        share = noise.float() / (1 << dropped)
+        below = (values / _FP16_STEP + share).floor() * _FP16_STEP
+        rounded = torch.where(values.abs() < _FP16_NORMAL, below, rounded)
+        rounded = torch.where(rounded.abs() > torch.finfo(low).max, rounded * float("inf"), rounded)
+    return rounded
+
+
+class Rounded(torch.autograd.Function):
+    """A value rounded at random, forward, and its gradient in backward; each can be left out."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, value: Tensor, low: torch.dtype, generator: torch.Generator, forward: bool, backward: bool
+    ) -> Tensor:
+        """Round the value, or return a view of it."""
+        ctx.low, ctx.generator, ctx.rounds = low, generator, backward
+        return stochastic(value, low, generator) if forward else value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        """Round the gradient."""
+        return stochastic(grad, ctx.low, ctx.generator) if ctx.rounds else grad, None, None, None, None

@@ -1,0 +1,257 @@
+"""One step of a model under a policy, under autocast, in FP32 or in float64: its loss and its gradients."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+from passes._torch import pytree
+from passes.contract.errors import CaptureError, PolicyError
+from passes.contract.policy import Policy
+from passes.graph.values import no_autocast
+
+from ...capture.compiled import runner_of
+from ...capture.emitted import record_on
+from ...capture.resolve import device_of, resolve
+from ...convert import convert, converted_in
+from ...measure.counts import step_counts
+from ..census.graphs import watched_graphs
+from ..given_step import Batch, GivenStep, as_before
+from ..watch import run_instead
+from .emulation import At, Decides, Edge, Emulation, GraphSites, Read, Site, Watched
+
+AUTOCAST, FP32 = "autocast", "FP32"
+POLICIES = (AUTOCAST, "O1", "O2", "O3")
+_SCALE = 2.0**16  # of an FP16 loss at first, as GradScaler's
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What one step gave.
+
+    Attributes:
+        loss: undivided and unscaled.
+        gradients: unscaled, by the name of the parameter; in FP32, or in float64.
+        output: of the model.
+    """
+
+    loss: float
+    gradients: Mapping[str, Tensor]
+    output: Any
+
+
+class Subject:
+    """The model of a diagnostic without its conversion, and how it is converted by other policies.
+
+    Args:
+        given: what the diagnostic was given: a model, a view, or a TrainStep over one of these.
+
+    Attributes:
+        model: the author's model; the steps run leave it as it was.
+        own: the policy of the view that was given, None for a model.
+        device: the device type that it runs on.
+
+    Raises:
+        PolicyError: parts of the model are converted, or a graph is.
+    """
+
+    def __init__(self, given: GivenStep) -> None:
+        parts = converted_in(given.model)
+        self.given, self.model, self.own = given, given.model, None
+        self._views: dict[str, Any] = {}
+        self._named: dict[str, Policy] = {}
+        if parts:
+            runner = runner_of(parts[0][1])
+            if parts[0][0] or runner is None:
+                what = f"'{parts[0][0]}'" if parts[0][0] else "it"
+                raise PolicyError(
+                    f"{type(given.model).__name__}: {what} is converted already, so other policies cannot be compared: "
+                    "give the model that it was made of, or a view of the whole."
+                )
+            self.model, self.own = runner.model, runner.asked
+        self.device = device_of(self.model, (given.batches[0][0],))
+        if self.own is not None:
+            self._views[str(self.policy(str(self.own)))] = given.model
+        self.parameters = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
+        self._sites: dict[int, tuple[GraphModule, GraphSites]] = {}
+
+    def policy(self, name: str) -> Policy:
+        """Return a policy with its dtype and device; that of autocast rounds what O1 rounds.
+
+        Raises:
+            PolicyError: there is no such policy, or it rounds nothing.
+        """
+        if name in self._named:
+            return self._named[name]
+        asked = Policy.of("O1" + name[len(AUTOCAST) :] if name.startswith(AUTOCAST) else name)
+        if not asked.level.rounds:
+            raise PolicyError(
+                f"{name} rounds nothing: its error is that of FP32, which the report gives beside others."
+            )
+        return resolve(asked, self.model, (self.given.batches[0][0],))
+
+    def view(self, name: str) -> Any:
+        """Return the model converted by a policy, made once."""
+        key = name if name in self._named else str(self.policy(name))
+        if key not in self._views:
+            inputs = self.given.batches[0][0]
+            example = (None, inputs) if isinstance(inputs, Mapping) else (inputs, None)
+            args = example if isinstance(self.model, GraphModule) else (None, None)
+            self._views[key] = convert(self.model, *args, policy=self.policy(name), check=False)
+        return self._views[key]
+
+    def add(self, name: str, policy: Policy, view: nn.Module) -> None:
+        """Compare a view under a name of its own."""
+        self._named[name], self._views[name] = policy, view
+
+    def real(self, name: str, batch: Batch) -> Ran:
+        """Run a step with the kernels of a policy, of autocast, or of FP32 (the model itself)."""
+        model, region, scale = self._how(name)
+        while True:
+            ran = self._step(model, batch, region, scale)
+            if scale <= 1 or all(bool(g.isfinite().all()) for g in ran.gradients.values()):
+                return ran
+            scale /= 2
+
+    def casts(self, name: str, batch: Batch) -> tuple[int, int]:
+        """Return how many casts a step with the real kernels makes, and the bytes that they read and write."""
+        model, region, _ = self._how(name)
+
+        def forward() -> Tensor:
+            with region():
+                return self.given.run(model, batch)[1]
+
+        with as_before(self.model), no_autocast():
+            counts = step_counts(forward)
+        return counts.casts, counts.cast_bytes
+
+    def _how(self, name: str) -> tuple[nn.Module, Callable[[], Any], float]:
+        """Return what runs under a name, the autocast region around it, and the scale of the loss."""
+        if name == FP32:
+            return self.model, contextlib.nullcontext, 1.0
+        low: Any = self.policy(name).dtype
+        scale = _SCALE if low == torch.float16 else 1.0
+        if name.startswith(AUTOCAST):
+            return self.model, lambda: torch.autocast(self.device, dtype=low), scale
+        return self.view(name), contextlib.nullcontext, scale
+
+    def emulated(
+        self, name: str, batch: Batch, at: At, edge: Edge | None = None, *, read: Read | None = None,
+        decides: Decides | None = None, backward: bool = True,
+    ) -> Ran:  # fmt: skip
+        """Run a step by the emitted graphs of a policy in FP32, without casts, and look at all sites.
+
+        Raises:
+            CaptureError: no graph ran.
+        """
+        counted = [0]
+
+        def run(converted: Any, graph: GraphModule, args: tuple[Any, ...]) -> Any:
+            counted[0] += 1
+            return Emulation(graph, self.sites(graph, converted), at, edge, read, decides).run(
+                *args, enable_io_processing=False
+            )
+
+        with run_instead(run):
+            ran = self._step(self.view(name), batch, contextlib.nullcontext, backward=backward)
+        if not counted[0]:
+            raise CaptureError(f"{type(self.model).__name__}: nothing of it was captured, so nothing can be predicted.")
+        return ran
+
+    def watched(self, name: str, batch: Batch, see: Callable[[Site, Tensor], None]) -> None:
+        """Run a forward with the real kernels of a policy, node by node, and look at the float values."""
+
+        def run(converted: Any, graph: GraphModule, args: tuple[Any, ...]) -> Any:
+            return Watched(graph, self.sites(graph, converted), see).run(*args, enable_io_processing=False)
+
+        with run_instead(run):
+            self._step(self.view(name), batch, contextlib.nullcontext, backward=False)
+
+    def sites(self, graph: GraphModule, converted: Any) -> GraphSites:
+        """Return the sites of an emitted graph, found once."""
+        if id(graph) not in self._sites:
+            inputs = [n.name for n in graph.graph.nodes if n.op == "placeholder"]
+            places, parameters = getattr(converted, "places", ()), getattr(converted, "parameters", ())
+            names = {inputs[i]: path for i, (_, path) in zip(places, parameters, strict=False)}
+            self._sites[id(graph)] = graph, GraphSites(graph, names)
+        return self._sites[id(graph)][1]
+
+    def reference(self) -> tuple[str, Callable[[Batch], Ran]]:
+        """Return what errors are measured against, and a function that runs it: float64, or FP32 where it does not run.
+
+        The first is "float64", or "FP32" with the cause.
+        """
+        try:
+            twin = copy.deepcopy(self.model).double()
+            self._step(twin, self.given.batches[0], contextlib.nullcontext)
+        except Exception as e:  # whatever a model raises that names FP32 in its code, or does not let itself be copied
+            why = f"{type(e).__name__}: {str(e).strip().partition(chr(10))[0]}"
+            return f"FP32, since float64 does not run ({why:.120})", lambda batch: self.real(FP32, batch)
+        return "float64", lambda batch: self._step(twin, batch, contextlib.nullcontext)
+
+    def _step(
+        self, model: nn.Module, batch: Batch, region: Callable[[], Any], scale: float = 1.0, *, backward: bool = True
+    ) -> Ran:
+        """Run a step of a model, or of its twin in float64, and leave everything as it was."""
+        wide = next((p.dtype for p in model.parameters() if p.dtype == torch.float64), None)
+        if wide is not None:
+            batch = pytree.tree_map(lambda v: v.double() if _is_fp32(v) else v, batch)
+        parts = [model] if isinstance(model, GraphModule) and record_on(model) is not None else []
+        owner = model if wide is not None else self.model
+        with as_before(owner), watched_graphs(parts), warnings.catch_warnings(), torch.enable_grad():
+            warnings.simplefilter("ignore")  # of FP16 without a GradScaler: the loss is scaled here
+            with region():
+                output, loss = self.given.run(model, batch)
+            if backward:
+                with no_autocast():
+                    (loss.double() * scale).backward() if loss.requires_grad else None
+            gradients = {n: p.grad / scale for n, p in owner.named_parameters() if p.grad is not None}
+            return Ran(float(loss.detach()), gradients, pytree.tree_map(_detached, output))
+
+
+def policies_of(subject: Subject, policies: Sequence[str] | str | None) -> tuple[str, ...]:
+    """Return the policies to compare: those asked for, or that of the view that was given, or the usual four.
+
+    Raises:
+        PolicyError: one is not a policy.
+    """
+    if policies is None:
+        return POLICIES if subject.own is None else (str(subject.own),)
+    names = tuple(str(p) for p in ([policies] if isinstance(policies, (str, Policy)) else policies))
+    for name in names:
+        subject.policy(name)
+    return names
+
+
+def refuse_infinite(subject: Subject, ran: Ran, batch: Batch, number: int) -> None:
+    """Raise PolicyError for a batch on which FP32 itself is not finite, and name the node."""
+    if math.isfinite(ran.loss) and all(bool(g.isfinite().all()) for g in ran.gradients.values()):
+        return
+    found: list[Site] = []
+
+    def at(site: Site, value: Tensor) -> Tensor:
+        if not found and not bool(value.detach().isfinite().all()):
+            found.append(site)
+        return value
+
+    with contextlib.suppress(CaptureError):
+        subject.emulated("O1", batch, at, backward=False)
+    where = f"first at {found[0].key} ({found[0].line})" if found else "in its backward or in its loss"
+    raise PolicyError(f"batch {number}: FP32 itself is not finite, {where}: nothing can be said of roundings on it.")
+
+
+def _is_fp32(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dtype == torch.float32
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value

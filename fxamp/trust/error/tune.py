@@ -1,0 +1,342 @@
+"""`fxamp.tune`: the plan that casts the fewest bytes within a budget of error, by minimum cut, and measured.
+
+errors of roundings, to first order        `Derivatives`: how much each moves the loss, and each gradient
+lambda * error beside the bytes of casts   `passes.contract.penalties`; the compiler's cut decides
+lambda                                     by bisection, until the predicted error is within the budget
+the certificate                            the measured error of what was found, on the batches that were given
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from passes.contract.errors import PolicyError
+from passes.contract.levels import Level
+from passes.contract.penalties import Penalties
+from passes.contract.plan import CERTIFICATE, Plan
+from passes.contract.policy import Policy
+
+from ...capture.compiled import runner_of
+from ...convert import convert, plan_of
+from ..given_step import Loss, given_step
+from ..tensors import kept
+from .emulation import Site
+from .estimate import rounded
+from .report import Errors, living, squared
+from .rounding import ulp
+from .runs import AUTOCAST, Subject
+from .verify import measured
+
+_LOSS, _GRADIENT = 0.2, 0.8  # the parts of both errors in what is charged
+_ALIKE = 1.02  # errors that differ by less than this factor are equal: other batches move them by more
+_STEPS = 7  # of the bisection
+_LOOKED_AT = 2  # batches that errors of roundings are computed on
+
+
+def tune(
+    model_or_step: Any, inputs: Any = None, target: Any = None, *, loss: Loss = None,
+    batches: Iterable[Any] | None = None, tolerance: float | str = "autocast", policy: Policy | str | None = None,
+) -> Plan:  # fmt: skip
+    """Find the plan that casts the fewest bytes with an error of the gradient within a tolerance.
+
+    The error is that of `fxamp.verify`, relative and RMS over parameters, measured with the real kernels on the batches
+    given. Compared are O1, O2, and what lies between them: minimum cuts in which each rounding is charged with the
+    error that it makes, to first order. Matrix products run low in all of them. The plan keeps what was measured, in
+    `plan.certificate` and in its notes. Everything is as before afterwards.
+
+    Args:
+        model_or_step: A module, a view, or a TrainStep, which brings its own loss.
+        inputs: A tensor or a tuple for `model(*inputs)`, or a mapping for `model(**inputs)`.
+        target: The second argument of the loss.
+        loss: A function of the output, or, with a target, of output and target; None takes the output's `.loss`, or a
+            0-dim output.
+        batches: Inputs, or pairs (inputs, target), in the place of `inputs`. The more, the less the plan fits one.
+        tolerance: The largest error, such as 0.02; "autocast" is that of `torch.autocast`, measured beside; errors that
+            differ by less than a fiftieth count as equal.
+        policy: Its dtype, device and overrides hold; None is "O2".
+
+    Returns:
+        For `fxamp.convert(model, plan=plan)`. States that were not captured here follow the plan by its keys.
+
+    Raises:
+        PolicyError: The tolerance is not a positive number, or FP32 itself exceeds it; or nothing keeps it, and the
+            message has the nearest that does exist, and its cost. As `fxamp.verify` besides.
+        CaptureError: As `fxamp.verify`.
+
+    Example:
+        >>> plan = fxamp.tune(model, x, y, loss=nn.functional.cross_entropy, tolerance=0.05)
+        >>> plan.certificate["measured"] <= 0.05
+        True
+        >>> tuned = fxamp.convert(model, plan=plan)
+    """
+    if tolerance != AUTOCAST and not (isinstance(tolerance, (int, float)) and 0 < tolerance < math.inf):
+        raise PolicyError(f'tolerance is "autocast" or a relative error above 0, such as 0.02, not {tolerance!r}.')
+    search = _Search(Subject(given_step(model_or_step, inputs, target, loss=loss, batches=batches)), policy)
+    return search.plan(tolerance)
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """A colouring that was found: its name as a policy, lambda, and its predicted square error, in units of O1's."""
+
+    name: str
+    weight: float
+    square: float
+
+
+class _Search:
+    """The search for one plan."""
+
+    def __init__(self, subject: Subject, policy: Policy | str | None) -> None:
+        asked = subject.policy(str(Policy.of("O2" if policy is None else policy)))
+        self._subject = subject
+        self._base, self._o1 = replace(asked, level=Level.O2), replace(asked, level=Level.O1)
+        low = {torch.float16: "fp16", torch.bfloat16: "bf16"}[asked.dtype or torch.bfloat16]
+        self._autocast = f"{AUTOCAST},dtype={low}"
+        self._cuts: list[_Cut] = []
+
+    def plan(self, tolerance: float | str) -> Plan:
+        """Return the plan."""
+        known = measured(self._subject, (self._autocast, str(self._o1), str(self._base)))
+        errors = {e.policy: e for e in known.policies}
+        limit = errors[self._autocast].per_parameter * _ALIKE if tolerance == AUTOCAST else float(tolerance)
+        floor = errors.pop("FP32").per_parameter
+        if limit <= floor:
+            raise PolicyError(f"tolerance={limit:.2g} is not above the error of FP32 itself, {floor:.2g}.")
+        predicted = self._search(errors, limit)
+        del errors[self._autocast]
+        within = [e for e in errors.values() if e.per_parameter <= limit * (1 + 1e-9)]
+        if not within:
+            raise PolicyError(_nothing_keeps(limit, errors.values()))
+        best = min(within, key=lambda e: (e.cast_bytes or 0, e.casts or 0))
+        return self._certified(best, limit, predicted.get(best.policy), len(self._subject.given.batches), errors)
+
+    def _search(self, errors: dict[str, Errors], limit: float) -> dict[str, float]:
+        """Measure the cut that is predicted to be within a limit, and once more where it is not; return predictions."""
+        o1 = errors[str(self._o1)].per_parameter
+        if not o1 or errors[str(self._base)].per_parameter <= limit:
+            return {}  # O2 is where all charges are zero: no cut casts less
+        charged = Derivatives(self._subject, str(self._base), str(self._o1))
+        aim = (limit / o1) ** 2
+        found: dict[str, float] = {}
+        for _ in range(2):
+            cut = self._bisect(charged, aim)
+            if cut is None or cut.name in errors:
+                break
+            report = measured(self._subject, (cut.name,))
+            errors[cut.name], found[cut.name] = report[cut.name], o1 * cut.square**0.5
+            if report[cut.name].per_parameter <= limit:
+                break
+            aim *= (limit / report[cut.name].per_parameter) ** 2 * 0.98
+        return found
+
+    def _bisect(self, charged: Derivatives, aim: float) -> _Cut | None:
+        """Return the cut of the smallest lambda that is predicted to be within an aim; None where none is."""
+        low, high = -3.0, 3.0
+        for _ in range(_STEPS):
+            middle = (low + high) / 2
+            if self._cut(charged, 10**middle).square <= aim:
+                high = middle
+            else:
+                low = middle
+        within = [cut for cut in self._cuts if cut.square <= aim]
+        return min(within, key=lambda cut: cut.weight) if within else None
+
+    def _cut(self, charged: Derivatives, weight: float) -> _Cut:
+        """Return the cut of a lambda, made once; lambda is in units of the bytes that O1 casts."""
+        known = next((cut for cut in self._cuts if cut.weight == weight), None)
+        if known is not None:
+            return known
+        view = convert(self._subject.model, policy=self._base, check=False)
+        scale = weight * charged.bytes
+        runner_of(view).penalties = Penalties(
+            {key: scale * v for key, v in charged.values.items()}, {key: scale * v for key, v in charged.casts.items()}
+        )
+        name = f"{self._base} with {weight:.4g} of error"
+        self._subject.add(name, self._base, view)
+        cut = _Cut(name, weight, charged.predicted(name))
+        self._cuts.append(cut)
+        return cut
+
+    def _certified(
+        self, best: Errors, limit: float, predicted: float | None, batches: int, errors: Mapping[str, Errors]
+    ) -> Plan:
+        plan = plan_of(self._subject.view(best.policy))
+        numbers = {"tolerance": limit, "measured": best.per_parameter, "gradient": best.gradient, "loss": best.loss,
+                   "batches": batches, "casts": best.casts or 0, "cast_bytes": best.cast_bytes or 0}  # fmt: skip
+        if predicted is not None:
+            numbers["predicted"] = predicted
+        proved = "the values of autocast, bit for bit, but for the deviations of the plan"
+        notes = (
+            f"{CERTIFICATE}: measured on {batches} batches: gradient within {best.per_parameter:.3g} (RMS over "
+            f"parameters), tolerance {limit:.3g}; {best.casts} casts of {best.cast_bytes} bytes a step",
+            f"{CERTIFICATE}: first order, these batches and these weights: nothing is bounded for others",
+            f"{CERTIFICATE}: proved: {proved if best.policy == str(self._o1) else 'nothing'}",
+        )
+        tried = ", ".join(f"{_short(n)} {e.per_parameter:.3g} at {e.cast_bytes} bytes" for n, e in errors.items())
+        return replace(
+            plan, certificate=numbers, notes=(*plan.notes, *notes, f"{CERTIFICATE}: compared: {tried}")
+        )  # fmt: skip
+
+
+def _short(name: str) -> str:
+    return name.partition(",")[0] + ("".join(name.partition(" with")[1:]))
+
+
+def _nothing_keeps(limit: float, errors: Iterable[Errors]) -> str:
+    near = min(errors, key=lambda e: e.per_parameter)
+    return (
+        f"nothing keeps a tolerance of {limit:.3g}: the nearest is {_short(near.policy)}, {near.per_parameter:.3g}, "
+        f"with {near.casts} casts of {(near.cast_bytes or 0) / 1e6:.2f} MB a step. Below it matrix products have to be "
+        'FP32, as with policy="O2,modules.head=fp32".'
+    )
+
+
+Pair = tuple[Tensor, Tensor]
+
+
+class Derivatives:
+    """How much each rounding adds to the errors, for any colouring: V of every value, and of every read of one.
+
+    V counts 0.2 times the variance of the loss and 0.8 times that of the gradients, each in units of O1's whole. The
+    gradients' is along a random direction v, in which each parameter counts alike: to first order the variance of v.dg
+    is the sum of gdot^2 ulp(t)^2/12 + tdot^2 ulp(g)^2/12, where a dot is the derivative along v of a value t, or of its
+    gradient g. Its step is as long as roundings move values, so that masks of ReLU flip as they do.
+
+    Args:
+        subject: the model and its batches.
+        name: the policy whose graphs are looked at, which rounds every value that any colouring may round.
+        unit: the policy whose error is the unit.
+
+    Attributes:
+        values: V of the result of each node, by key.
+        casts: V of the cast of a value for one reader, by the keys of the reader and of the value.
+        bytes: that the casts of the unit move.
+    """
+
+    def __init__(self, subject: Subject, name: str, unit: str) -> None:
+        self._subject, self._name = subject, name
+        self._low = subject.policy(name).dtype or torch.bfloat16
+        self._generator = torch.Generator(subject.device).manual_seed(0)
+        losses, gradients = dict[Any, float](), dict[Any, float]()
+        for batch in subject.given.batches[:_LOOKED_AT]:
+            direction, step = self._direction(batch)
+            with _moved(subject, direction, step):
+                ahead = self._pairs(batch)
+            with _moved(subject, direction, -step):
+                behind = self._pairs(batch)
+            for place in ahead.keys() & behind.keys():
+                _add(losses, gradients, place, ahead[place], behind[place], step, self._low)
+        self.values = self.casts = {}
+        whole = [self._sum(unit, found) or 1.0 for found in (losses, gradients)]
+        found = {key: _LOSS * losses[key] / whole[0] + _GRADIENT * gradients.get(key, 0.0) / whole[1] for key in losses}
+        self.values = {key: v for key, v in found.items() if isinstance(key, str)}
+        self.casts = {key: v for key, v in found.items() if isinstance(key, tuple)}
+        self.bytes = subject.casts(unit, subject.given.batches[0])[1]
+
+    def predicted(self, name: str) -> float:
+        """Return the square of the error of a policy, in units of that of the unit."""
+        return self._sum(name, self.values | self.casts)
+
+    def _sum(self, name: str, found: Mapping[Any, float]) -> float:
+        """Add up what a policy rounds: results, and casts for their low readers."""
+        total, seen = [0.0], set[Any]()
+
+        def at(site: Site, value: Tensor) -> Tensor:
+            keys = site.reads if site.part == "cast" else [site.key] if site.rounds and not site.part else []
+            for key in keys:
+                if key not in seen:
+                    seen.add(key)
+                    total[0] += found.get(key, 0.0)
+            return value
+
+        self._subject.emulated(name, self._subject.given.batches[0], at, backward=False)
+        return total[0]
+
+    def _direction(self, batch: Any) -> tuple[dict[str, Tensor], float]:
+        """Return a random direction in which each parameter's gradient counts alike, and how far to go along it."""
+        plain, values = self._values(batch)
+        norms: dict[str, float] = {}
+        squared(plain.gradients, norms)
+        direction = {
+            name: torch.randn(p.shape, generator=self._generator, device=p.device) / norms[name] ** 0.5
+            for name, p in self._subject.parameters.items() if name in living(norms)
+        }  # fmt: skip
+        size = sum(float(p.detach().square().sum()) for p in self._subject.parameters.values()) ** 0.5
+        first = 1e-4 * size / max(sum(float(v.square().sum()) for v in direction.values()) ** 0.5, 1e-30)
+        with _moved(self._subject, direction, first):
+            moved = self._values(batch, backward=False)[1]
+        noisy = self._values(batch, random=True, backward=False)[1]
+        ratios = [
+            float((noisy[key] - t).norm() / (moved[key] - t).norm())
+            for key, t in values.items() if bool((moved[key] != t).any()) and bool((noisy[key] != t).any())
+        ]  # fmt: skip
+        middle = sorted(ratios)[len(ratios) // 2] if ratios else 1.0
+        return direction, first * middle / math.sqrt(2)
+
+    def _values(self, batch: Any, *, random: bool = False, backward: bool = True) -> tuple[Any, dict[Node, Tensor]]:
+        """Run a step; return it, and the value of each node that rounds; rounded at random where that is asked."""
+        values: dict[Node, Tensor] = {}
+
+        def at(site: Site, value: Tensor) -> Tensor:
+            if random and site.rounds and site.part != "scores":
+                value = rounded(value, self._low, self._generator)
+            if site.rounds and not site.part:
+                values[site.node] = value.detach().clone()
+            return value
+
+        return self._subject.emulated(self._name, batch, at, backward=backward), values
+
+    def _pairs(self, batch: Any) -> dict[Any, Pair]:
+        """Run a step that rounds nothing; return each value, and each read of one, with its gradient."""
+        found: dict[Any, Pair] = {}
+
+        def keep(key: Any, value: Tensor, writes: bool) -> None:
+            held = value.detach().clone() if writes else value.detach()
+            value.register_hook(lambda grad: found.__setitem__(key, (held, grad.detach())))
+
+        def at(site: Site, value: Tensor) -> Tensor:
+            if value.requires_grad and not site.part:
+                keep(site.key, value, site.writes)
+            return value
+
+        def read(reader: str, source: str, value: Tensor) -> Tensor:
+            value = value.view_as(value) if value.requires_grad else value.detach().requires_grad_()
+            keep((reader, source), value, False)
+            return value
+
+        self._subject.emulated(self._name, batch, at, read=read)
+        return found
+
+
+def _add(
+    losses: dict[Any, float], gradients: dict[Any, float], place: Any, ahead: Pair, behind: Pair, step: float,
+    low: torch.dtype,
+) -> None:  # fmt: skip
+    """Add what one rounding moves the loss, and the gradients along the direction, by the two runs on either side."""
+    (t, g), (t0, g0) = ahead, behind
+    if t.shape != t0.shape or g.shape != g0.shape:
+        return  # a choice has changed a size
+    value, gradient = (t + t0) / 2, (g + g0) / 2
+    forward, backward = ulp(value, low), ulp(gradient.contiguous(), low)
+    losses[place] = losses.get(place, 0.0) + float((gradient * forward).square().sum()) / 12
+    moved = ((g - g0) * forward).square().sum() + ((t - t0) * backward).square().sum()
+    gradients[place] = gradients.get(place, 0.0) + float(moved) / (12 * (2 * step) ** 2)
+
+
+@contextlib.contextmanager
+def _moved(subject: Subject, direction: Mapping[str, Tensor], step: float) -> Iterator[None]:
+    """Move the parameters along a direction inside."""
+    with kept(subject.parameters.values()):
+        with torch.no_grad():
+            for name, v in direction.items():
+                subject.parameters[name].add_(v, alpha=step)
+        yield

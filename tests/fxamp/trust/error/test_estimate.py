@@ -1,0 +1,99 @@
+"""Predicted errors are near measured ones, on real models; culprits, dead parameters and flips are named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxamp
+from reports.zoo import BY_NAME
+
+CE = nn.functional.cross_entropy
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+
+
+def batches(name: str, count: int, first: int = 3) -> list[Any]:
+    made = [BY_NAME[name].inputs(first + i) for i in range(count)]
+    return [kwargs or args[0] for args, kwargs in made]
+
+
+@pytest.mark.parametrize("name", ["hf_bert", "hf_llama", "unet"])
+def test_predictions_are_near_measurements_on_other_batches(name: str) -> None:
+    zoo = BY_NAME[name]
+    model = zoo.build().eval()
+    predicted = fxamp.estimate_error(model, batches=batches(name, 3), loss=zoo.loss, policies=("O1", "O2"))
+    measured = fxamp.verify(model, batches=batches(name, 8, 10), loss=zoo.loss, policies=("O1", "O2"))
+    for policy in ("O1", "O2"):
+        ours, true = predicted[policy], measured[policy]
+        assert true.loss / 3 < ours.loss < true.loss * 3
+        assert true.gradient / 2 < ours.gradient < true.gradient * 2
+        assert true.per_parameter / 2 < ours.per_parameter < true.per_parameter * 2
+        assert sum(node.share for node in ours.nodes) == pytest.approx(1)
+        assert ours.increase == pytest.approx(ours.loss**2 / 2)
+        assert {node.key for node in ours.nodes} <= {d.key for d in fxamp.plan(
+            model, *zoo.inputs(3), policy=f"{policy},dtype=bf16").decisions}  # fmt: skip
+
+
+def test_autocast_is_predicted_as_o1_and_dead_parameters_are_listed() -> None:
+    zoo = BY_NAME["hf_bert"]
+    found = fxamp.estimate_error(zoo.build().eval(), batches=batches("hf_bert", 1), loss=zoo.loss)
+    assert [e.policy for e in found.policies] == ["autocast", "O1", "O2", "O3"]
+    assert found["autocast"].loss == found["O1"].loss
+    assert [name.rpartition("self.")[2] for name in found.dead] == ["key.bias", "key.bias"]
+    assert not set(found.dead) & set(found["O1"].parameters)
+    assert "bias" in str(found)
+    assert next(iter(found["O2"].by("module").values())) < 0.5
+
+
+class Router(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(8, 4), nn.Parameter(torch.randn(4, 8, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.gate(x).topk(2, dim=-1)
+        out = (x[:, None, None] @ self.experts[chosen]).squeeze(2)
+        return (out * weights.softmax(-1)[..., None]).sum(1)
+
+
+def test_choices_of_a_router_are_expected_to_flip_beside_the_variance() -> None:
+    x, y = torch.randn(512, 8), torch.randint(5, (512,))
+    model = Router()
+    found = fxamp.estimate_error(model, x, y, loss=CE, policies="O1")
+    ((key, flips),) = found["O1"].flips.items()
+    assert key == "/topk#0"
+    with torch.autocast("cpu", torch.bfloat16):
+        low = model.gate(x).topk(2).indices.sort().values
+    changed = int((low != model.gate(x).topk(2).indices.sort().values).any(-1).sum())
+    assert changed / 4 <= flips <= changed * 4 + 2
+
+
+def test_a_parameter_below_its_noise_is_flagged() -> None:
+    class Cancels(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 1)
+
+        def forward(self, x: Tensor) -> Tensor:  # the mean of many large terms that cancel nearly
+            h = self.a(x)
+            return (self.b(h) - self.b(h + 1e-5)).mean() + h.mean()
+
+    found = fxamp.estimate_error(Cancels(), torch.randn(4, 64), policies="O3")
+    assert "b.weight" in found["O3"].flagged
+
+
+def test_random_numbers_are_the_same_on_both_sides() -> None:
+    zoo = BY_NAME["gpt"]
+    model = zoo.build().train()
+    given = {"batches": batches("gpt", 4), "loss": zoo.loss, "policies": ("O1",)}
+    predicted, measured = fxamp.estimate_error(model, **given), fxamp.verify(model, **given)  # type: ignore[arg-type]
+    assert measured["O1"].gradient < 0.05
+    assert predicted["O1"].gradient == pytest.approx(measured["O1"].gradient, rel=0.5)

@@ -1,0 +1,90 @@
+"""A tuned plan keeps its tolerance as measured, casts no more than O1, and is replayed as it was found."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fxamp
+from passes.contract.plan import CERTIFICATE
+from reports.zoo import BY_NAME
+
+CE = nn.functional.cross_entropy
+X, Y = torch.randn(6, 8), torch.tensor([0, 1, 2, 3, 0, 1])
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+
+
+def batches(name: str, count: int, first: int = 3) -> list[Any]:
+    made = [BY_NAME[name].inputs(first + i) for i in range(count)]
+    return [kwargs or args[0] for args, kwargs in made]
+
+
+def test_a_plan_at_the_error_of_autocast_casts_less_and_is_replayed_as_it_was_found(tmp_path: Path) -> None:
+    zoo = BY_NAME["hf_bert"]
+    model = zoo.build().eval()
+    weights = {n: p.clone() for n, p in model.named_parameters()}
+    random = torch.get_rng_state()
+    plan = fxamp.tune(model, batches=batches("hf_bert", 4), loss=zoo.loss)
+    assert torch.equal(random, torch.get_rng_state())
+    assert all(torch.equal(p, weights[n]) for n, p in model.named_parameters())
+    plan.save(tmp_path / "plan.json")
+    read = fxamp.Plan.load(tmp_path / "plan.json")
+    assert read.certificate == plan.certificate
+    view = fxamp.convert(model, plan=read)
+    seen = fxamp.verify(view, batches=batches("hf_bert", 4), loss=zoo.loss).policies[1]
+    assert seen.per_parameter == pytest.approx(plan.certificate["measured"], rel=1e-6)
+    assert (seen.casts, seen.cast_bytes) == (plan.certificate["casts"], plan.certificate["cast_bytes"])
+    assert plan.certificate["measured"] <= plan.certificate["tolerance"]
+    others = fxamp.verify(model, batches=batches("hf_bert", 4), loss=zoo.loss, policies=("autocast", "O1"))
+    assert seen.cast_bytes is not None
+    assert all(seen.cast_bytes <= (e.cast_bytes or 0) for e in others.policies[1:])
+    assert plan.certificate["tolerance"] == pytest.approx(others["autocast"].per_parameter * 1.02)
+    replayed = fxamp.plan_of(view)
+    assert replayed.certificate == plan.certificate
+    assert sum(note.startswith(CERTIFICATE) for note in replayed.notes) == 4
+    assert [d.colour for d in replayed.decisions] == [d.colour for d in plan.decisions]
+
+
+def test_states_that_were_not_captured_follow_the_plan_by_its_keys() -> None:
+    zoo = BY_NAME["gpt"]
+    model = zoo.build().eval()
+    plan = fxamp.tune(model, batches=batches("gpt", 2), loss=zoo.loss, tolerance=0.5)
+    view = fxamp.convert(model, plan=plan)
+    model.train()
+    view(batches("gpt", 1)[0])
+    assert {d.key: d.colour for d in fxamp.plan_of(view).decisions} == {d.key: d.colour for d in plan.decisions}
+
+
+def test_a_wide_tolerance_is_met_by_the_fewest_bytes() -> None:
+    zoo = BY_NAME["hf_llama"]
+    plan = fxamp.tune(zoo.build().eval(), batches=batches("hf_llama", 2), loss=zoo.loss, tolerance=0.5)
+    assert str(plan.policy).startswith("O2")
+    assert plan.certificate["measured"] < 0.05
+
+
+def test_tolerances_that_nothing_keeps_or_that_are_none_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
+    for wrong in (0, -1, float("nan"), float("inf"), "O1", None):
+        with pytest.raises(fxamp.PolicyError, match="tolerance is"):
+            fxamp.tune(model, X, Y, loss=CE, tolerance=wrong)  # type: ignore[arg-type]
+    with pytest.raises(fxamp.PolicyError, match="not above the error of FP32 itself"):
+        fxamp.tune(model, X, Y, loss=CE, tolerance=1e-9)
+    with pytest.raises(fxamp.PolicyError, match=r"nothing keeps a tolerance of 0.0001: the nearest is .*casts of"):
+        fxamp.tune(model, X, Y, loss=CE, tolerance=1e-4)
+
+
+def test_plans_without_a_certificate_still_load() -> None:
+    plan = fxamp.plan(nn.Linear(8, 4), (X,), policy="O1,dtype=bf16")
+    data = json.loads(plan.to_json())
+    assert data.pop("certificate") == {}
+    assert fxamp.Plan.from_json(json.dumps(data)) == plan

@@ -1,0 +1,94 @@
+"""What is predicted of roundings on real models is near to what the real kernels do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxamp
+from fxamp.trust.error.emulation import Site
+from fxamp.trust.error.rounding import nearest, stochastic, ulp
+from fxamp.trust.error.runs import Subject
+from fxamp.trust.error.variances import variances
+from fxamp.trust.given_step import GivenStep, given_step
+from reports.zoo import BY_NAME
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+
+
+def given(name: str, batches: int = 2) -> GivenStep:
+    zoo = BY_NAME[name]
+    made = [zoo.inputs(3 + i) for i in range(batches)]
+    return given_step(zoo.build().eval(), batches=[kwargs or args[0] for args, kwargs in made], loss=zoo.loss)
+
+
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
+def test_stochastic_rounding_is_right_on_average_and_keeps_what_fits(low: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    values = torch.cat([torch.randn(50), torch.randn(50) * 1e-6, torch.tensor([0.0, -0.0])])
+    drawn = torch.stack([stochastic(values, low, generator) for _ in range(2000)])
+    assert torch.equal(drawn, nearest(drawn, low))
+    step = ulp(values, low)
+    assert bool(((drawn.mean(0) - values).abs() <= 0.06 * step).all())
+    assert bool(((nearest(values, low) - values).abs() <= 0.5 * step).all())
+    assert torch.equal(stochastic(nearest(values, low), low, generator), nearest(values, low))
+    beyond = stochastic(torch.tensor([float("inf"), float("nan")]), low, generator)
+    assert beyond[0] == float("inf")
+    assert beyond.isnan()[1]
+
+
+@pytest.mark.parametrize("name", ["hf_bert", "resnet18", "hf_t5"])
+def test_a_graph_without_its_casts_computes_what_the_model_computes(name: str) -> None:
+    subject = Subject(given(name, 1))
+    batch = subject.given.batches[0]
+    seen: list[Site] = []
+
+    def at(site: Site, value: Tensor) -> Tensor:
+        seen.append(site)
+        return value
+
+    expected, got = subject.real("FP32", batch), subject.emulated("O2", batch, at)
+    assert got.loss == pytest.approx(expected.loss, rel=1e-6)
+    for key, gradient in expected.gradients.items():
+        assert torch.allclose(got.gradients[key], gradient, rtol=1e-3, atol=1e-6), key
+    assert {s.key for s in seen if s.rounds} <= {d.key for d in fxamp.plan_of(subject.view("O2")).decisions}
+
+
+def test_everything_is_as_before() -> None:
+    zoo = BY_NAME["resnet18"]
+    model = zoo.build().train()
+    model(torch.randn(2, 3, 40, 48)).sum().backward()
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    gradients: list[Any] = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    random = torch.get_rng_state()
+    found = variances(model, zoo.inputs(2)[0], loss=zoo.loss, policies=("O1",))
+    assert sum(found["O1"].values()) > 0
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), gradients, strict=True))  # type: ignore[arg-type]
+    assert torch.equal(random, torch.get_rng_state())
+
+
+class Inside(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = fxamp.convert(nn.Linear(8, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.part(x).mean()
+        return out
+
+
+def test_a_model_with_converted_parts_is_refused() -> None:
+    with pytest.raises(fxamp.PolicyError, match="'part' is converted already"):
+        variances(Inside(), torch.randn(2, 8))
+    with pytest.raises(fxamp.PolicyError, match="rounds nothing"):
+        variances(nn.Sequential(nn.Linear(8, 1), nn.Flatten(0)), torch.randn(1, 8), policies=["O0"])
