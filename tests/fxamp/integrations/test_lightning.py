@@ -132,6 +132,21 @@ def test_a_no_grad_block_in_the_training_step_changes_nothing() -> None:
     assert_equal(ours, fitted(precision="bf16-mixed", no_grad=True))
 
 
+def test_views_put_there_by_hand_are_right_with_a_no_grad_block_too() -> None:
+    """The way without the plugin, with Lightning's own autocast round it or without."""
+
+    def by_hand(no_grad: bool, **settings: Any) -> Any:
+        torch.manual_seed(0)
+        module: Any = Digits(no_grad=no_grad)
+        for name in ("body", "head"):
+            setattr(module, name, fxamp.convert(getattr(module, name), policy=f"{O1},output_dtype=autocast"))
+        trainer(**settings).fit(module, loader(), loader())
+        return module
+
+    for settings in ({}, {"precision": "bf16-mixed"}):
+        assert_equal(by_hand(True, **settings), by_hand(False, **settings))
+
+
 def test_a_fit_goes_on_where_it_was_saved(tmp_path: Path) -> None:
     def plugin(scale: float) -> Any:
         return fxamp.lightning.FxampPrecision(
