@@ -38,7 +38,7 @@ from passes._torch import (
 )
 from passes.graph.values import no_autocast
 
-from ..capture.backend import at_call, inner_of, leave_sharing_to_the_compiler, rewrite
+from ..capture.backend import at_call, compiling, inner_of, leave_sharing_to_the_compiler, rewrite
 from ..capture.call import current
 from ..capture.compiled import Converted, break_of, copied, elsewhere
 from ..capture.outputs import leaving
@@ -226,7 +226,7 @@ class _Backend:
         with no_autocast():
             run = inner_backend(inner, runner.mode, dict(runner.options))(whole, inputs)
         seconds = time.perf_counter() - started
-        run = node_by_node(run, whole, converted, inner)
+        run = node_by_node(run, whole, converted, inner, compiling(inner, runner.mode, dict(runner.options), whole))
         if lifted:
             run = with_copies(run, lifted, runner.opened)
         run = at_call(run, converted, example_inputs, outputs)

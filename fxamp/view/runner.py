@@ -95,6 +95,7 @@ class Runner:
         override: what somebody wrote to `forward` of the view.
         notes: what capture and its check have to say, for the plan.
         complete: all graphs were captured, those after a graph break too.
+        called: a call of the view has come to its end.
         timer: measures calls, for cost="measured".
         penalties: what errors cost beside bytes, while a plan within a budget is sought.
     """
@@ -113,7 +114,7 @@ class Runner:
         self.override: Callable[..., Any] | None = None
         kept = () if replayed is None else replayed.notes
         self.notes = tuple(note for note in kept if note.startswith((Code.NOT_WORTH_CASTS.value, CERTIFICATE)))
-        self.complete = True
+        self.complete, self.called = True, False
         self.replayed = replayed
         self.timer: Timer | None = None
         self.penalties: Penalties | None = None
@@ -246,6 +247,7 @@ class Runner:
         if len(self.entries) > before:
             self._announce(before, time.perf_counter() - started)
         if call.does == "run":
+            self.called = True
             self._look(function, call.ran)
         return self._in_fields(outputs, call)
 

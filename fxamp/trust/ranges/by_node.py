@@ -18,7 +18,7 @@ from passes.graph.notes import is_inserted
 
 from ..census.graphs import Given
 from ..census.rows import Ledger, ledgers_of
-from ..watch import Place, Ran, Watch
+from ..watch import Compile, Place, Ran, Watch
 
 
 class NodeWatch(Watch):
@@ -41,7 +41,10 @@ class NodeWatch(Watch):
             self._ledgers = ledgers_of(self)
         return self._ledgers[at]
 
-    def run(self, converted: Any, graph: GraphModule, by: str, run: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    def run(
+        self, converted: Any, graph: GraphModule, by: str, run: Callable[..., Any], args: tuple[Any, ...],
+        compile: Compile | None = None,
+    ) -> Any:  # fmt: skip
         """Run a graph as it was emitted, even if a compiler has made something else of it."""
         before = self._place
         try:
