@@ -35,7 +35,7 @@ from ...convert import converted_in
 from ..census.graphs import watched_graphs
 from ..census.rows import ledgers_of, where_of
 from ..given_step import Batch, GivenStep, Loss, as_before, given_step
-from ..watch import Place, _floats, _is_view
+from ..watch import Place, floats_in, gives_view
 from .by_node import Nodes, NodeWatch
 
 _RUNS = 6  # of the step, to find a cure
@@ -300,16 +300,16 @@ class _Finite(NodeWatch):
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         named = kwargs or {}
-        given = _floats((args, named))
+        given = floats_in((args, named))
         before = {id(t): _range(t) for t in given} if _writes(func) else {}
         out = func(*args, **named)
         place = self._here()
-        if _is_view(func):
+        if gives_view(func):
             return out
         if "empty" in func.__name__:  # nothing is in it yet
             self._bad.pop(storage_id(out), None)
             return out
-        for t in {id(t): t for t in (*_floats(out), *(given if before else ()))}.values():
+        for t in {id(t): t for t in (*floats_in(out), *(given if before else ()))}.values():
             kind = _kind(held := _range(t))
             if kind:
                 self._trace(place, func, t, kind, (args, named), before)
@@ -327,7 +327,7 @@ class _Finite(NodeWatch):
 
     def _trace(self, place: Place, func: Any, t: Tensor, kind: str, told: Any, before: Mapping[int, Any]) -> None:
         """Note where a value comes from that is not finite: from an operand, from a number, or from this op."""
-        given = [(g, before.get(id(g)) or _range(g)) for g in _floats(told)]
+        given = [(g, before.get(id(g)) or _range(g)) for g in floats_in(told)]
         kinds = [(g, k) for g, held in given if (k := _kind(held))]
         known = [o for g, _ in kinds if (o := self._bad.get(storage_id(g))) is not None]
         written = any(isinstance(v, float) and not math.isfinite(v) for v in pytree.tree_leaves(told))
@@ -438,7 +438,7 @@ def _kind(held: tuple[float, float]) -> str:
 
 def _overflows(made: Any, given: Any) -> bool:
     """Say whether a value is not finite, while all that it was made of is."""
-    return any(_kind(_range(t)) for t in _floats(made)) and not any(_kind(_range(t)) for t in _floats(given))
+    return any(_kind(_range(t)) for t in floats_in(made)) and not any(_kind(_range(t)) for t in floats_in(given))
 
 
 def _raised(value: Any) -> Any:
