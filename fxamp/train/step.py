@@ -221,6 +221,14 @@ class TrainStep(TrainState):
         self._untrained = untrained(model, loss_fn, self.optimizers)
         warn_of_settings(self)
 
+    def __repr__(self) -> str:
+        """Name the model, and what a window is."""
+        scaling = {"none": "no loss scaling", "static": "a static loss scale", "dynamic": "a dynamic loss scale"}
+        window = (
+            f"windows of {self.accumulate_steps}, {len(self.optimizers)} optimizer{'s' * (len(self.optimizers) > 1)}"
+        )
+        return f"<fxamp TrainStep of {type(self.model).__name__}: {window}, {scaling[self.scaler.kind]}>"
+
     @property
     def waits(self) -> tuple[str, ...]:
         """The reasons why a step waits for the device once, at the end of a window; empty where it never does."""

@@ -58,6 +58,10 @@ class GraphDiff:
         """Say whether the two differ."""
         return bool(self.changes or self.renamed)
 
+    def __repr__(self) -> str:
+        """Return the totals."""
+        return f"<fxamp diff: {self.totals}>"
+
     def _repr_html_(self) -> str:
         """Show the text in a notebook."""
         return as_text(str(self))

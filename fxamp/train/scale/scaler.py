@@ -108,6 +108,13 @@ class LossScaler(torch.amp.GradScaler):
         self._events: deque[Event] = deque(maxlen=HISTORY_LENGTH)
         self._names: Any = WeakIdKeyDictionary()
 
+    def __repr__(self) -> str:
+        """Say how the scale moves; the scale itself is on the device."""
+        how = {"none": "disabled", "static": "static", "dynamic": f"grows every {self._growth_interval} steps"}[
+            self.kind
+        ]
+        return f"<fxamp LossScaler: {how}>"
+
     @property
     def kind(self) -> str:
         """How the scale moves: "none" (no loss scaling), "static" or "dynamic"."""
