@@ -37,7 +37,7 @@ from .verify import measured
 
 _LOSS, _GRADIENT = 0.2, 0.8  # the parts of both errors in what is charged
 _ALIKE = 1.02  # errors that differ by less than this factor are equal: other batches move them by more
-_STEPS = 7  # of the bisection
+_STEPS = 5  # of the bisection
 _LOOKED_AT = 2  # batches that errors of roundings are computed on
 
 
@@ -56,8 +56,8 @@ def tune(
         model_or_step: A module, a view, or a TrainStep, which brings its own loss.
         inputs: A tensor or a tuple for `model(*inputs)`, or a mapping for `model(**inputs)`.
         target: The second argument of the loss.
-        loss: A function of the output, or, with a target, of output and target, that returns one element; None takes the
-            output's `.loss`, or a 0-dim output.
+        loss: A function of the output, or, with a target, of output and target, that returns one element; None takes
+            the output's `.loss`, or a 0-dim output.
         batches: Inputs, or pairs (inputs, target), in the place of `inputs`. The more, the less the plan fits one.
         tolerance: The largest error, such as 0.02; "autocast" is that of `torch.autocast`, measured beside; errors that
             differ by less than a fiftieth count as equal.
@@ -140,7 +140,7 @@ class _Search:
 
     def _bisect(self, charged: Derivatives, aim: float) -> _Cut | None:
         """Return the cut of the smallest lambda that is predicted to be within an aim; None where none is."""
-        low, high = -3.0, 3.0
+        low, high = -2.0, 2.0
         for _ in range(_STEPS):
             middle = (low + high) / 2
             if self._cut(charged, 10**middle).square <= aim:
@@ -301,7 +301,7 @@ class Derivatives:
 
         def keep(key: Any, value: Tensor, writes: bool) -> None:
             held = value.detach().clone() if writes else value.detach()
-            value.register_hook(lambda grad: found.__setitem__(key, (held, grad.detach())))
+            value.register_hook(lambda grad: None if grad is None else found.update({key: (held, grad.detach())}))
 
         def at(site: Site, value: Tensor) -> Tensor:
             if value.requires_grad and not site.part:
