@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
-from passes._torch import OpOverload, own_schema, pytree, storage_id
+from passes._torch import OpOverload, current_autograd_node, own_schema, pytree, storage_id
 from passes.contract.dtypes import dtype_name
 from passes.contract.errors import PolicyError
 from passes.contract.plan import Decision
@@ -306,30 +306,37 @@ class _Finite(NodeWatch):
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         named = kwargs or {}
-        given = floats_in((args, named))
-        before = {id(t): _range(t) for t in given} if _writes(func) else {}
+        written = floats_in((args, named)) if _writes(func) else []
+        before = {id(t): _range(t) for t in written}
         out = func(*args, **named)
-        place = self._here()
+        # Every op of the forward is given a place, for its backward; where that is, is only asked if it matters.
+        later = not self._heals and self._place is None and current_autograd_node() is not None
+        place = None if later else self._here()
         if gives_view(func):
             return out
+        made = [out] if isinstance(out, Tensor) else floats_in(out)
         if "empty" in func.__name__:  # nothing is in it yet
-            for t in floats_in(out):
+            for t in made:
                 self._bad.pop(storage_id(t), None)
             return out
-        for t in {id(t): t for t in (*floats_in(out), *(given if before else ()))}.values():
+        for t in {id(t): t for t in (*made, *written)}.values() if written else made:
+            if not t.is_floating_point() and not t.is_complex():
+                continue
             kind = _kind(held := _range(t))
             if kind:
-                self._trace(place, func, t, kind, (args, named), before)
+                self._trace(place or self._here(), func, t, kind, (args, named), before)
             else:
                 self._passed(place, t, max(-held[0], held[1]))
         return out
 
-    def _passed(self, place: Place, t: Tensor, peak: float) -> None:
+    def _passed(self, place: Place | None, t: Tensor, peak: float) -> None:
         """Note a value that is finite."""
-        if place.backward and place.kind == "node":
+        if place is not None and place.backward and place.kind == "node":
             at = (place.graph, place.where)
             self.peaks[at] = max(self.peaks.get(at, 0.0), peak)
-        if t.layout is not torch.strided or t.numel() * t.element_size() == t.untyped_storage().nbytes():
+        if self._bad and (
+            t.layout is not torch.strided or t.numel() * t.element_size() == t.untyped_storage().nbytes()
+        ):
             self._bad.pop(storage_id(t), None)
 
     def _trace(self, place: Place, func: Any, t: Tensor, kind: str, told: Any, before: Mapping[int, Any]) -> None:
