@@ -235,7 +235,6 @@ class Derivatives:
                 behind = self._pairs(batch)
             for place in ahead.keys() & behind.keys():
                 _add(losses, gradients, place, ahead[place], behind[place], step, self._low)
-        self.values = self.casts = {}
         whole = [self._sum(unit, found) or 1.0 for found in (losses, gradients)]
         found = {key: _LOSS * losses[key] / whole[0] + _GRADIENT * gradients.get(key, 0.0) / whole[1] for key in losses}
         self.values = {key: v for key, v in found.items() if isinstance(key, str)}
