@@ -58,12 +58,19 @@ if TYPE_CHECKING:
     from .train.sharded_checkpoint import save_checkpoint as save_checkpoint
     from .train.step import TrainStep as TrainStep
     from .train.window.result import StepResult as StepResult
+    from .trust.calibration import Calibration as Calibration
     from .trust.census.census import Census as Census
     from .trust.census.census import census as census
+    from .trust.choice.advise import Advice as Advice
+    from .trust.choice.advise import advise as advise
+    from .trust.choice.bisect import bisect as bisect
     from .trust.error.estimate import estimate_error as estimate_error
     from .trust.error.report import ErrorReport as ErrorReport
     from .trust.error.tune import tune as tune
     from .trust.error.verify import verify as verify
+    from .trust.ranges.calibrate import calibrate as calibrate
+    from .trust.ranges.overflow import Overflow as Overflow
+    from .trust.ranges.overflow import find_overflow as find_overflow
     from .view.frozen import frozen as frozen
 
 __version__ = "0.1.0"
@@ -86,18 +93,26 @@ _FOUND_IN = {
     "fxamp.train.scale.scaler": ("LossScaler",),
     "fxamp.train.sharded_checkpoint": ("load_checkpoint", "save_checkpoint"),
     "fxamp.train.step": ("TrainStep",),
+    "fxamp.trust.calibration": ("Calibration",),
     "fxamp.trust.census.census": ("Census", "census"),
+    "fxamp.trust.choice.advise": ("Advice", "advise"),
+    "fxamp.trust.choice.bisect": ("bisect",),
     "fxamp.trust.error.estimate": ("estimate_error",),
     "fxamp.trust.error.report": ("ErrorReport",),
     "fxamp.trust.error.tune": ("tune",),
     "fxamp.trust.error.verify": ("verify",),
+    "fxamp.trust.ranges.calibrate": ("calibrate",),
+    "fxamp.trust.ranges.overflow": ("Overflow", "find_overflow"),
     "fxamp.view.frozen": ("frozen",),
 }  # fmt: skip
 _MODULE_OF = {name: module for module, names in _FOUND_IN.items() for name in names}
+_TRAINERS = ("lightning", "huggingface")  # modules, each for a package that need not be installed
 __all__ = [*_MODULE_OF]  # what `import *` loads
 
 
 def __getattr__(name: str) -> Any:
+    if name in _TRAINERS:
+        return importlib.import_module(f"fxamp.{name}")
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     refuse_foreign_passes()

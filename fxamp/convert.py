@@ -19,6 +19,7 @@ from passes.contract.policy import Policy
 
 from .capture import compiled
 from .capture.backend import Inner, refuse_unmatched, require_inner, split
+from .capture.emitted import record_on
 from .capture.given import convert_given, store_low
 from .capture.inputs import Inputs, as_inputs
 from .capture.parameters import only_read
@@ -26,6 +27,7 @@ from .capture.resolve import resolve
 from .measure.fastest import CODE as CHOSEN
 from .measure.fastest import fastest_plan, measurable
 from .measure.timing import OpTimer
+from .trust.calibration import Calibration
 from .view.graphs import graphs_of
 from .view.graphs import plan_of as plan_of_view
 from .view.prime import capture as capture_view
@@ -55,6 +57,7 @@ def convert(
     check: bool | str = True,
     on_change: str = "recompile",
     methods: Sequence[str] = (),
+    calibration: Calibration | str | os.PathLike[str] | None = None,
     weights: str = "fp32",
     capture: str | None = None,
     dynamic_shapes: Any = "auto",
@@ -89,6 +92,8 @@ def convert(
             State in closures and globals is not copied, and is advanced by the check.
         on_change: What a failing guard does: "recompile", or "error", which raises CaptureError.
         methods: Names of methods that are captured like the call. Other methods run under autocast.
+        calibration: What `fxamp.calibrate` measured, or the path of it. What came within a factor of 8 of FP16's
+            largest number runs in FP32; in BF16 nothing changes, since it has the range of FP32.
         weights: "low" stores the parameters of a graph low that are read low only; for inference.
         capture: Accepted until 1.0, without effect.
         dynamic_shapes: Accepted until 1.0; None is `dynamic=False`.
@@ -103,7 +108,7 @@ def convert(
             graph does not compute what the model computes; or a graph has no shapes, and there are no inputs.
         PolicyError: The policy is wrong or does not fit the model; there is no such backend; or an argument is not for
             this kind of model.
-        PlanError: The plan cannot be read, or does not fit the model.
+        PlanError: The plan cannot be read, or does not fit the model; or the calibration is of other parameters.
         VerificationError: A rewritten graph does not do what its plan says.
 
     Example:
@@ -123,6 +128,8 @@ def convert(
         "check": check, "on_change": on_change, "methods": methods,
     }  # fmt: skip
     inputs = as_inputs(args, kwargs)
+    if calibration is not None:
+        asked = _calibrated(model, inputs, asked, replayed, calibration)
     if isinstance(model, (GraphModule, ExportedProgram)):
         return _graph(model, inputs, asked, replayed, weights, given)
     if weights != "fp32":
@@ -164,11 +171,27 @@ def _asked(policy: Policy | str | None, plan: Plan | str | os.PathLike[str] | No
     return read.policy, read
 
 
+def _calibrated(
+    model: Any, inputs: Inputs | None, policy: Policy, replayed: Plan | None,
+    calibration: Calibration | str | os.PathLike[str],
+) -> Policy:  # fmt: skip
+    """Return a policy that runs in FP32 what is too large for FP16."""
+    if replayed is not None:
+        raise PolicyError("a plan says what runs in FP32 already: give convert a plan or a calibration, not both.")
+    found = calibration if isinstance(calibration, Calibration) else Calibration.load(calibration)
+    if isinstance(model, nn.Module):
+        found.refuse_stale(model)
+    settled = resolve(policy, model.module() if isinstance(model, ExportedProgram) else model, inputs)
+    if found.applied(settled) == settled or inputs is None:
+        return found.applied(settled)
+    return found.applied(settled, plan_of(to_read(model, *inputs, policy)))
+
+
 def _graph(
     model: GraphModule | ExportedProgram, inputs: Inputs | None, policy: Policy, replayed: Plan | None, weights: str,
     given: Mapping[str, Any],
 ) -> GraphModule:  # fmt: skip
-    if isinstance(model, GraphModule) and compiled.record_on(model) is not None:
+    if isinstance(model, GraphModule) and record_on(model) is not None:
         raise CaptureError(
             f"this graph of {type(model).__name__} is converted already: fxamp.plan_of reads what was decided; convert "
             "the graph that it was made of."
@@ -304,7 +327,7 @@ def plan_of(module: nn.Module) -> Plan:
 def _plan_of_one(part: nn.Module) -> Plan:
     if is_view(part):
         return plan_of_view(runner_of(part))
-    plan: Plan = compiled.record_on(part)["plan"]  # type: ignore[index,arg-type]
+    plan: Plan = record_on(part)["plan"]  # type: ignore[index,arg-type]
     return plan
 
 
@@ -320,7 +343,7 @@ def converted_in(module: Any) -> list[tuple[str, Any]]:
     for path, part in module.named_modules():
         if any(path.startswith(f"{outer}.") or not outer for outer, _ in found):
             continue
-        if is_view(part) or (isinstance(part, GraphModule) and compiled.record_on(part) is not None):
+        if is_view(part) or (isinstance(part, GraphModule) and record_on(part) is not None):
             found.append((path, part))
     return found
 

@@ -2,6 +2,7 @@
 
     def test_net(precision_plan):
         precision_plan.check(Net(), (torch.randn(3, 16),))    # compared with test_module/test_net.plan.json
+        precision_plan.run(Net(), torch.randn(3, 16))         # one step of it runs as planned
 
 pytest imports this file in every run of an environment that has fxamp. So the file imports neither torch nor the
 compiler until a test uses the fixture; and if another package named `passes` hides ours, only tests with the fixture

@@ -15,6 +15,7 @@ import logging
 import re
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from types import CodeType
 from typing import TYPE_CHECKING, Any
 
@@ -76,6 +77,9 @@ _GLOBAL_HOOKS = (
 )
 
 
+_MARKED = ("_dynamo_weak_dynamic_indices", "_has_dynamo_dim_marking")  # what `maybe_mark_dynamic` writes on a tensor
+
+
 def forget_compiled(code: CodeType) -> None:
     """Drop what Dynamo compiled for a code object, and that it gave it up: torch keeps both as long as the process."""
     torch._dynamo.eval_frame.remove_from_cache(code)
@@ -129,14 +133,18 @@ def of_fixed_sizes(tensor: torch.Tensor) -> torch.Tensor:
     return made
 
 
-def mark_batch(tensor: torch.Tensor) -> None:
-    """Let Dynamo take dimension 0 for dynamic, unless the code fixes it."""
+def mark_batch(tensor: torch.Tensor) -> bool:
+    """Let Dynamo take dimension 0 for dynamic, unless the code fixes it; say whether it was not marked already."""
+    if _MARKED[0] in tensor.__dict__:
+        return False
     torch._dynamo.maybe_mark_dynamic(tensor, 0)
+    return True
 
 
 def unmark_batch(tensor: torch.Tensor) -> None:
-    """Take back what `mark_batch` did."""
-    getattr(tensor, "_dynamo_weak_dynamic_indices", set()).discard(0)
+    """Take back what `mark_batch` did; Dynamo's guards hold the set of dimensions, which stays as it is."""
+    for name in _MARKED:
+        tensor.__dict__.pop(name, None)
 
 
 def dynamo_is_disabled() -> bool:
@@ -359,6 +367,67 @@ def inner_backend(backend: Any, mode: str | None, options: dict[str, Any]) -> An
     return torch._TorchCompileWrapper(backend, mode, options, None)
 
 
+@dataclass(frozen=True)
+class Kernel:
+    """What Inductor has scheduled for one buffer.
+
+    Attributes:
+        made_from: the name of the node of the compiled graph whose value the buffer holds, "" for none or part of one.
+        op: the op that Inductor lowered, such as "addmm".
+        stored: the dtype of the buffer.
+        loaded: the dtypes of the buffers that are read.
+        extern: a kernel of a library computes it, as that of a product.
+    """
+
+    made_from: str
+    op: str
+    stored: torch.dtype
+    loaded: tuple[torch.dtype, ...]
+    extern: bool
+
+
+def recorded_by_inductor(record: Callable[[bool, list[Kernel]], None]) -> dict[str, Any]:
+    """Return options under which Inductor compiles without its caches, and records what it has scheduled.
+
+    Args:
+        record: called for each graph that is compiled: whether it is a backward, and what it consists of.
+    """
+
+    def look(scheduled: list[Any]) -> list[Any]:
+        graph: Any = torch._inductor.virtualized.V.graph
+        last: dict[str, Node] = {}  # the node that gives the value of one that was decomposed
+        for node in graph.module.graph.nodes:
+            if isinstance(node.meta.get("val"), torch.Tensor) and not _gives_alias(node):
+                last[_made_from(node)] = node
+        parts = [part for whole in scheduled for part in whole.get_nodes() if part.node is not None]
+        record(bool(graph.is_backward), [k for part in parts if (k := _kernel(part, graph, last)) is not None])
+        return scheduled
+
+    return {"_post_fusion_custom_pass": look}  # a function, about which the caches know nothing, so they step aside
+
+
+def _gives_alias(node: Node) -> bool:
+    """Say whether a node gives another shape of its operand, as the one behind the product of a linear layer."""
+    returns = node.target._schema.returns if isinstance(node.target, OpOverload) else []
+    return any(r.alias_info is not None for r in returns)
+
+
+def _made_from(node: Node) -> str:
+    sources = node.meta.get("from_node") or ()
+    return str(sources[0].name) if sources else ""
+
+
+def _kernel(part: Any, graph: Any, last: dict[str, Node]) -> Kernel | None:
+    buffer = part.node
+    origin, stored = buffer.get_origin_node(), buffer.maybe_get_dtype()
+    if stored is None:
+        return None
+    loaded = tuple(graph.get_dtype(read.name) for read in part.read_writes.reads)
+    name = "" if origin is None else _made_from(origin)
+    op = str(getattr(origin, "target", "")).removeprefix("aten.").partition(".")[0]
+    return Kernel(name if last.get(name) is origin else "", op, stored, loaded, part.is_extern())
+
+
 def without_transforms(value: Any) -> Any:
     """Replace a fake tensor wrapped by torch.func, as by vmap, by a plain one of the sizes visible inside it."""
     if not isinstance(value, torch.Tensor) or not torch._C._functorch.is_functorch_wrapped_tensor(value):
@@ -473,6 +542,7 @@ __all__ = [
     "FakeTensorMode",
     "FunctionContext",
     "HigherOrderOperator",
+    "Kernel",
     "OpOverload",
     "OpOverloadPacket",
     "OptimizedModule",
@@ -506,6 +576,7 @@ __all__ = [
     "pytree",
     "qualified_name",
     "quiet_fakes",
+    "recorded_by_inductor",
     "registered_autocast_dtype",
     "run_as_soon_as_ready",
     "source_name",

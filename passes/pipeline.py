@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -30,7 +30,7 @@ from .contract.timing import Call, Timer
 from .form import Pass, Step, Unit
 from .graph.bodies import Body, Border, all_graphs, bodies_of
 from .graph.notes import is_inserted
-from .graph.values import module_types, no_autocast
+from .graph.values import keys, module_types, no_autocast
 from .legalize.legalize import Legalize
 from .ops import ops
 from .ops.facts import this_machine
@@ -203,10 +203,11 @@ def _check_border(node: Node, body: Body, outside: Assignment, inside: Assignmen
         )
 
 
-def _check_overrides(policy: Policy, graphs: Iterable[Graph]) -> None:
+def _check_overrides(policy: Policy, graphs: Sequence[Graph]) -> None:
     """Refuse a policy with an override that matches nothing in these graphs."""
     stacks = {n: s for g in graphs for n, s in module_types(g).items()}
-    check_used(policy, stacks.values(), (ops.name(n) for n in stacks))
+    named = [k for g in graphs for k in keys(g.nodes).values()]
+    check_used(policy, stacks.values(), (*(ops.name(n) for n in stacks), *named))
 
 
 def _plan_of(policy: Policy, capture: str, notes: tuple[str, ...], units: Sequence[Unit], edits: Counter[str]) -> Plan:

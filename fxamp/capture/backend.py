@@ -33,8 +33,9 @@ from passes.graph.values import LOW_DTYPES, no_autocast, retyped
 from passes.ops.rules import row_of
 from passes.runtime.casts import CAST, again
 
-from ..trust.watch import node_by_node
+from ..trust.watch import Compile, node_by_node
 from . import compiled, recompile_limit
+from .advice import name_the_op
 from .capture_jit import ambient_dtype, attribute_of, describe, is_attribute, parameter_path
 from .fused import note_fused, without_gradients
 from .outputs import is_low_of_its_own, is_low_throughout, note_leaving, note_own
@@ -96,8 +97,20 @@ class Backend:
             leave_sharing_to_the_compiler(gm)
         with no_autocast():
             run = inner_backend(inner, self.mode, dict(self.options))(gm, example_inputs)
-        run = node_by_node(run, gm, converted, inner)
+        run = node_by_node(run, gm, converted, inner, compiling(inner, self.mode, dict(self.options), gm))
         return at_call(run, converted, example_inputs, outputs, compiled.reused)
+
+
+def compiling(inner: Inner, mode: str | None, options: dict[str, Any], gm: GraphModule) -> Compile:
+    """Return what compiles a graph once more, with further options, for the sizes that it was captured for."""
+
+    def compile(more: Mapping[str, Any], given: Sequence[Any]) -> Callable[..., Any]:
+        known = [n.meta.get("example_value") for n in gm.graph.find_nodes(op="placeholder")]
+        kept = [a if isinstance(a, (FakeTensor, torch.SymInt)) else b for a, b in zip(known, given, strict=True)]
+        made: Callable[..., Any] = inner_backend(inner, mode, {**options, **more})(gm, kept)
+        return made
+
+    return compile
 
 
 def leave_sharing_to_the_compiler(gm: GraphModule) -> None:
@@ -318,7 +331,11 @@ def at_call(
         if told:
             args = tuple(a.to(told[i]) if i in told and a.dtype != told[i] else a for i, a in enumerate(args))
         with no_autocast([device]):
-            outputs = run(*args)
+            try:
+                outputs = run(*args)
+            except Exception as e:
+                name_the_op(e)
+                raise
         if own:
             outputs = _noted(outputs, own)
         if not watch.done:

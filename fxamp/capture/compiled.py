@@ -25,6 +25,7 @@ from passes.contract.plan import Decision, Plan, sums
 from passes.contract.policy import Policy, module_override
 from passes.graph.notes import is_inserted
 from passes.graph.values import dtypes_of
+from passes.runtime.tracing import RuntimeTracer
 
 from .capture_jit import parameter_path
 from .recompile_limit import anywhere, reached
@@ -87,8 +88,6 @@ def _unsized(argument: Any) -> Any:
     return "int" if isinstance(argument, int) else str(argument)
 
 
-_RECORD = "fxamp"  # where a graph keeps what was decided on it
-
 _BY_PARAMETER: Any = WeakIdKeyDictionary()
 _BY_ROOT: weakref.WeakKeyDictionary[nn.Module, list[Converted]] = weakref.WeakKeyDictionary()
 
@@ -118,22 +117,9 @@ def converted_of(
     return replace(entry, parameters=_named(entry, example_inputs, paths))
 
 
-def with_record(gm: GraphModule, plan: Plan, **more: Any) -> GraphModule:
-    """Keep on an emitted graph what was decided on it; pickling drops `meta`, and copying drops other attributes."""
-    gm.meta[_RECORD] = {"plan": plan, **more}
-    setattr(gm, _RECORD, gm.meta[_RECORD])
-    return gm
-
-
-def record_on(gm: GraphModule) -> dict[str, Any] | None:
-    """Return what `with_record` kept; None for any other graph."""
-    found: dict[str, Any] | None = gm.meta.get(_RECORD) or gm.__dict__.get(_RECORD)
-    return found
-
-
 def copied(gm: GraphModule) -> GraphModule:
     """Return a copy of a graph and of the bodies of its higher-order ops, over the same tensors."""
-    graph = Graph()
+    graph = Graph(tracer_cls=RuntimeTracer)
     graph.output(graph.graph_copy(gm.graph, {}))
     made = GraphModule(gm, graph)
     for node in graph.find_nodes(op="get_attr"):
@@ -191,7 +177,7 @@ def elsewhere(entry: Converted, inputs: Sequence[Any], known: Mapping[int, str])
     ends = zip(reversed(before[0]), reversed(after[0]), strict=False)
     same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], ends))
     old, new = (paths[0][: len(paths[0]) - same] for paths in (before, after))
-    moved = [_moved(d, new, 0, old) for d in entry.plan.decisions]
+    moved = [moved_to(d, new, 0, old) for d in entry.plan.decisions]
     for here, there in zip(entry.plan.decisions, moved, strict=True):
         _refuse_another_colour(entry.plan.policy, here.module_path, there.module_path)
     plan = replace(entry.plan, decisions=tuple(moved))
@@ -288,7 +274,7 @@ def together(parts: Sequence[tuple[str, Plan]]) -> Plan:
     decisions: list[Decision] = []
     for prefix, plan in parts:
         first = max((d.graph for d in decisions), default=-1) + 1
-        decisions += [_moved(d, prefix, first) for d in plan.decisions]
+        decisions += [moved_to(d, prefix, first) for d in plan.decisions]
     plans = [plan for _, plan in parts]
     return replace(plans[0], decisions=tuple(decisions), states=(), **sums(plans))
 
@@ -330,13 +316,17 @@ def _prefix(captured: dict[int, str], paths: dict[int, str]) -> str:
     return max(set(found), key=found.count, default="")
 
 
-def _moved(decision: Decision, prefix: str, first: int, before: str = "") -> Decision:
-    """Return a decision with a prefix on its module path, and with an offset on its graph number."""
+def moved_to(decision: Decision, prefix: str = "", first: int = 0, before: str = "") -> Decision:
+    """Return a decision with a prefix on its module path, in the place of another, and an offset on its number."""
     key, *causes = (_at(key, prefix, before) for key in (decision.key, *decision.causes))
-    path = f"{prefix}{decision.module_path.removeprefix(before)}".removesuffix(".")
+    path = _path_at(decision.module_path, prefix, before)
     return replace(decision, graph=decision.graph + first, key=key, module_path=path, causes=tuple(causes))
 
 
 def _at(key: str, prefix: str, before: str) -> str:
     path, _, rest = key.partition("/")
-    return f"{prefix}{path.removeprefix(before)}".removesuffix(".") + f"/{rest}"
+    return f"{_path_at(path, prefix, before)}/{rest}"
+
+
+def _path_at(path: str, prefix: str, before: str) -> str:
+    return f"{prefix}{f'{path}.'.removeprefix(before) if path else ''}".removesuffix(".")

@@ -45,7 +45,8 @@ from passes.runtime.sizes import check_sizes
 from passes.runtime.tracing import RuntimeTracer
 
 from .capture_jit import describe_regions
-from .compiled import with_record
+from .compiled import copied
+from .emitted import Emitted, with_record
 from .inputs import Inputs
 from .parameters import opaque_parameters, refuse_low_parameters
 from .regions import inline_regions
@@ -139,13 +140,13 @@ def _copied(given: GraphModule | ExportedProgram) -> GraphModule:
     graph = Graph(tracer_cls=RuntimeTracer)
     graph.output(graph.graph_copy(gm.graph, {}))
     graph.set_codegen(copy.copy(codegen_of(gm.graph)))
-    made = GraphModule(gm, graph, type(gm).__name__)
+    made = Emitted(gm, graph, type(gm).__name__)
     made.training = gm.training
     held: dict[str, Any] = {}
     for node in made.graph.nodes:
         if node.op == "get_attr" and isinstance(body := _attribute(made, str(node.target)), GraphModule):
             name = str(node.target).replace(".", "_")
-            held.setdefault(name, copy.deepcopy(body, {id(p): p for p in made.parameters()}))
+            held.setdefault(name, copied(body))
             node.target = f"{_HELD}.{name}"
         if isinstance(node.type, str):
             node.type = None  # an annotation that is not evaluated, with which a graph cannot be pickled
@@ -164,7 +165,7 @@ def _copied(given: GraphModule | ExportedProgram) -> GraphModule:
 
 
 def _check_sizes_first(made: GraphModule, program: ExportedProgram) -> None:
-    """Refuse inputs of other sizes than the program was exported for, before all else."""
+    """Refuse inputs of other sizes or dtypes than the program was exported for, before all else."""
     places = [n for n in made.graph.find_nodes(op="placeholder") if isinstance(n.meta.get("val"), torch.Tensor)]
     sizes = tuple(tuple(s if isinstance(s, int) else str(s) for s in n.meta["val"].shape) for n in places)
     varying = {s for shape in sizes for s in shape if isinstance(s, str)}
@@ -175,7 +176,8 @@ def _check_sizes_first(made: GraphModule, program: ExportedProgram) -> None:
     if places:
         with made.graph.inserting_after(made.graph.find_nodes(op="placeholder")[-1]):
             names = tuple(str(n.target) for n in places)
-            made.graph.call_function(check_sizes, (tuple(places), names, sizes, bounds))
+            dtypes = tuple(n.meta["val"].dtype for n in places)
+            made.graph.call_function(check_sizes, (tuple(places), names, sizes, bounds, dtypes))
 
 
 class _Through(Tracer):

@@ -1,7 +1,7 @@
 """Inline the exporter's grad-mode and autocast regions; mode switches before and after the body replace the region.
 
 Before: wrap_with_set_grad_enabled(False, body, x)
-After:  a = is_grad_enabled(); set_grad(False); ...; set_grad(a)
+After:  a = grad_mode(); set_grad(False); ...; set_grad(a)
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch.fx import Graph, GraphModule, Node
 
 from passes._torch import SET_GRAD, enter_autocast, exit_autocast
 from passes.graph.notes import note, note_of
 from passes.graph.splice import copy_body, put_in_place
 from passes.ops.rules import row_of
+from passes.runtime.regions import grad_mode
 
 _CONSTANTS = "_fxamp."  # prefix of attributes that front ends add to those of the model
 
@@ -53,7 +53,7 @@ def _inline(graph: Graph, node: Node, constants: dict[str, Any]) -> list[Node]:
     leave: Callable[..., Any]
     with graph.inserting_before(node):
         if row_of(node).switches == "grad":
-            leave, entered = SET_GRAD, graph.call_function(torch.is_grad_enabled)
+            leave, entered = SET_GRAD, graph.call_function(grad_mode)
             graph.call_function(SET_GRAD, tuple(settings))
         else:
             device, dtype, enabled, _ = settings

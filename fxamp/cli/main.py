@@ -1,4 +1,4 @@
-"""The command: `fxamp report | diff | check | verify | rules | demo`.
+"""The command: `fxamp report | diff | check | verify | advise | rules | demo`.
 
 Exit status of every subcommand: 0 success and no difference, 1 a difference was found, 2 an error.
 """
@@ -50,6 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(stop.code or 0)
     except FxampError as error:
         return failed(str(error))
+    # Before it raises what we report, torch 2.15 logs it as an error.
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
     # A target may import more of its own when it is called, so the path stays until the verb is done.
     path = list(sys.path)
     sys.path.insert(0, os.getcwd())
@@ -236,6 +238,16 @@ def _verify(args: argparse.Namespace) -> int:
     return FOUND if args.tolerance is not None and found.beyond(args.tolerance) else DONE
 
 
+def _advise(args: argparse.Namespace) -> int:
+    from ..trust.choice.advise import advise
+
+    with aside(), waiting(args, f"measuring {args.target}"):  # standard output is for the advice alone
+        made, inputs, target = step_of(load_target(args.target), "advise")
+        found = advise(made, inputs, target, dtype=args.dtype)
+    write(args, text=lambda: str(found), markdown=found.to_markdown, json=found.to_json)
+    return DONE
+
+
 def _rules(args: argparse.Namespace) -> int:
     from passes.ops.rules import RULES, SUMMARY
 
@@ -258,12 +270,10 @@ def _rules(args: argparse.Namespace) -> int:
 
 
 def _demo(args: argparse.Namespace) -> int:
-    try:
-        from ..demo import run
-    except ModuleNotFoundError as error:
-        raise FxampError(f"the demo needs {error.name!r}; install it with: pip install 'fxamp[demo]'") from error
+    from ..demo import run
+
     with contextlib.redirect_stdout(io.StringIO()) if args.quiet else contextlib.nullcontext():
-        run(seeds=args.seeds, output=args.output)
+        run(output=args.output)
     return DONE
 
 
@@ -280,4 +290,7 @@ def _plain(value: object) -> list[str] | str:
     return sorted(map(str, value)) if isinstance(value, set | frozenset) else str(value)
 
 
-VERBS = {"report": _report, "diff": _diff, "check": _check, "verify": _verify, "rules": _rules, "demo": _demo}
+VERBS = {
+    "report": _report, "diff": _diff, "check": _check, "verify": _verify, "advise": _advise, "rules": _rules,
+    "demo": _demo,
+}  # fmt: skip

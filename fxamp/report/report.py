@@ -17,11 +17,13 @@ from passes.contract.reasons import DEVIATIONS
 from ..capture.compiled import plan_of
 from ..train.describe import describe
 from ..train.step import TrainStep
+from ..trust.census.census import Census
 from .forms.filters import chosen
 from .forms.harmless import markdown, visible
 from .forms.lines import HEADERS as COSTS
 from .forms.lines import costliest, source
 from .forms.model_explorer import to_model_explorer
+from .forms.notebook import in_notebook
 from .forms.tree import CASTS, SIZES, elsewhere, fits, grown, rows, table
 from .reader.reader import Readable, model_name, plan_in, record_of
 from .record.record import NodeRecord, Record, State, Totals
@@ -48,6 +50,10 @@ class Report:
     training: tuple[tuple[str, str], ...]
     record: Record
     model: str = "model"
+
+    def __repr__(self) -> str:
+        """Return the model and its plan, in short."""
+        return f"<fxamp report of {self.model}: {self.plan!r}>"
 
     def __str__(self) -> str:
         """Return the report as text: totals, notes, the tree of modules, a summary per op, a row per node."""
@@ -120,10 +126,11 @@ class Report:
             data["training"] = dict(self.training)
         return json.dumps(data, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
 
-    def to_html(self, **only: Sequence[str]) -> str:
+    def to_html(self, census: Census | None = None, **only: Sequence[str]) -> str:
         """Return an HTML page that needs no network and no other file.
 
         Args:
+            census: A census of the same model, which gets a tab.
             only: The filters `modules`, `ops`, `colours` and `reasons` of `to_tree`; without a filter every node is
                 shown.
 
@@ -133,7 +140,13 @@ class Report:
         """
         from .page import page  # the templates cost time to load, and most reports are text
 
-        return page(self.record, self.model, self.training, chosen(self.record, **only) if any(only.values()) else None)
+        shown = chosen(self.record, **only) if any(only.values()) else None
+        ran = None if census is None else json.loads(census.to_json())
+        return page(self.record, self.model, self.training, shown, ran)
+
+    def _repr_html_(self) -> str:
+        """Show the page in a notebook."""
+        return in_notebook(self.to_html())
 
     def to_model_explorer(self, **only: Sequence[str]) -> tuple[str, str]:
         """Return a graph for Google's Model Explorer and data that colours its nodes. Takes the filters of `to_html`.

@@ -14,15 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from passes.contract.errors import PolicyError
+from passes.contract.plan import Plan
 
 from .given import policies_asked
-from .scale.events import SkipsInARow
+from .scale.scaler import SkipsInARow
 from .state import Tally, TrainState
 from .switch import switch_views
-from .window.by_hand import ByHand
 from .window.closure import needs_closure
 from .window.gradients import parameters
-from .window.window import Window
+from .window.window import ByHand, Window
 
 _KEYS = ("settings", "model", "beside", "optimizers", "schedulers", "ema", "scaler", "windows", "position",
          "gradients", "rng")  # fmt: skip
@@ -87,6 +87,7 @@ def course_of(step: TrainState) -> dict[str, Any]:
         "skipped": step.skipped,
         "skips_in_a_row": step.skips_in_a_row.read(),
         "switches": [list(one) for one in step.switches],
+        "switched_plan": None if step.switched_plan is None else step.switched_plan.to_json(),
     }
 
 
@@ -103,9 +104,11 @@ def load_course(step: TrainState, state: Mapping[str, Any]) -> None:
     step.tallies = {name: Tally(state.get(name, 0)) for name in ("steps", "skipped")}
     step.skips_in_a_row = SkipsInARow(state.get("skips_in_a_row", 0))
     switches = tuple((window, policy) for window, policy in state.get("switches", ()))
-    if switches and switches != step.switches:
-        switch_views(step.model, switches[-1][1])
-    step.switches = switches
+    saved = state.get("switched_plan")
+    plan = None if saved is None else Plan.from_json(saved)
+    if switches and (switches, plan) != (step.switches, step.switched_plan):
+        switch_views(step.model, switches[-1][1] if plan is None else plan)
+    step.switches, step.switched_plan = switches, plan
     step.by_hand = ByHand()  # schedulers and gradients are those of the state now
     step.said.discard("ranks")  # compare again: other ranks may have loaded another state
 

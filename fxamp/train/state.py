@@ -11,14 +11,14 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
+from passes.contract.plan import Plan
+
 from .compiled.compiled_step import CompiledStep
 from .ranks.ranks import Ranks
-from .scale.events import SkipsInARow
-from .scale.scaler import LossScaler
+from .scale.scaler import LossScaler, SkipsInARow
 from .weights.weights import WeightCasts
-from .window.by_hand import ByHand
 from .window.loss import LossFunction
-from .window.window import Window
+from .window.window import ByHand, Window
 
 
 class Tally:
@@ -65,6 +65,7 @@ class TrainState:
         undecided: Whether the scaler is chosen only when the model is captured.
         pending_scaler: A state of the scaler that was loaded before that.
         switches: The policies that `switch` has set: the number of finished windows, and the policy.
+        switched_plan: The plan that `switch` was given last; None for a policy.
         aborted: Why the last window did not come to its end; "" if it did.
     """
 
@@ -88,6 +89,7 @@ class TrainState:
     undecided: bool
     pending_scaler: Mapping[str, Any] | None
     switches: tuple[tuple[int, str], ...]
+    switched_plan: Plan | None
     aborted: str
     by_hand: ByHand
     tallies: dict[str, Tally]

@@ -40,23 +40,22 @@ from .given import averages_of, low_dtype_of, optimizers_of, scaler_of, schedule
 from .ranks.ranks import Ranks
 from .ranks.refused import refuse_unfit_model
 from .ranks.replicas import exchanging
-from .scale.events import SkipsInARow
-from .scale.scaler import LossScaler, collapse_message
+from .recolour import recolour
+from .scale.scaler import LossScaler, SkipsInARow, collapse_message
 from .scale.settings import require_count, require_number, require_scale
 from .state import Tally, TrainState
 from .switch import switch_views
 from .weights.weights import Mode, WeightCasts
-from .window.by_hand import ByHand
 from .window.closure import needs_closure, refuse_company, run_window, step_by_closure
 from .window.gradients import KeptMicroBatches, Mean, average, first_with_gradient, parameters, untrained
 from .window.loss import LossFunction, loss_of, refuse_constant, require_loss
 from .window.result import HostFlag, StepResult
 from .window.update import AtEnd, Update, take_step
-from .window.window import UNWEIGHTED, Weight, Window, range_of
+from .window.window import UNWEIGHTED, ByHand, Weight, Window, range_of
 
 logger = logging.getLogger("fxamp")
 
-_LOOKS = 16  # windows between two looks for parameters that no optimizer trains: a walk costs as much as a step
+_LOOKS = 500  # windows between two looks for parameters that no optimizer trains: a walk costs as much as a step
 
 
 class TrainStep(TrainState):
@@ -115,6 +114,11 @@ class TrainStep(TrainState):
             they are clipped. With it the end of a window is not compiled.
         census: "warn" or "error": watch the first call, and the next one after a graph was captured, as `fxamp.census`
             does, and say what did not run as planned in a warning or as a VerificationError. Other calls cost nothing.
+        on_collapse: "recolour" replays the last window after `max_skips` skipped steps in a row, as `find_overflow`
+            does, lets the nodes that overflow run in FP32 from then on, gives a dynamic loss scale its value from
+            before these steps, and says so in a log line and in `switches`. Where no colouring cures it, the error is
+            raised all the same. Other windows cost nothing, but keep their inputs until they end. A sharded model, and
+            losses of one's own, cannot be replayed.
         compile: With True, Inductor compiles model and loss as one graph and, from the second window on, everything
             after the last backward as another; fused optimizers are not compiled. It may also be the name of another
             backend, or a mapping of `torch.compile`'s backend, mode, options, dynamic and fullgraph. Backend "fxamp"
@@ -163,11 +167,14 @@ class TrainStep(TrainState):
         max_skips: int = 20,
         on_gradients: Callable[[list[Tensor]], Any] | None = None,
         census: Literal["warn", "error"] | None = None,
+        on_collapse: Literal["raise", "recolour"] = "raise",
         compile: bool | str | Mapping[str, Any] = False,
         cuda_graph: bool = False,
     ) -> None:
         if on_overflow not in ("skip_window", "skip_microbatch"):
             raise PolicyError(f'on_overflow must be "skip_window" or "skip_microbatch", got {on_overflow!r}')
+        if on_collapse not in ("raise", "recolour"):
+            raise PolicyError(f'on_collapse must be "raise" or "recolour", got {on_collapse!r}')
         if not isinstance(model, nn.Module):
             raise NotAModuleError(f"model must be a torch.nn.Module, got {type(model).__name__}")
         if loss_fn is not None and (not callable(loss_fn) or isinstance(loss_fn, Optimizer)):
@@ -179,6 +186,7 @@ class TrainStep(TrainState):
 
         self.loss_fn, self.accumulate_steps, self.max_grad_norm = loss_fn, accumulate_steps, max_grad_norm
         self.max_skips, self.on_gradients, self.on_overflow = max_skips, on_gradients, on_overflow
+        self.on_collapse, self._batches = on_collapse, list[tuple[Any, Any]]()
         self.optimizers = optimizers_of(optimizer, model)
         self.schedulers = schedulers_of(scheduler, self.optimizers)
         self.averages = averages_of(ema, model)
@@ -201,7 +209,8 @@ class TrainStep(TrainState):
         compiles = any(compiled.is_compiled(module) for module in model.modules())
         self.undecided = isinstance(scaler, str) and self.low_dtype is None and compiles
         self.pending_scaler = None
-        self.windows, self.opened, self.switches, self.aborted = 0, None, (), ""
+        self.windows, self.opened, self.aborted = 0, None, ""
+        self.switches, self.switched_plan = (), None
         self.tallies = {"steps": Tally(), "skipped": Tally()}
         self.skips_in_a_row = SkipsInARow()
         self.by_hand, self.said = ByHand(), set()
@@ -209,6 +218,14 @@ class TrainStep(TrainState):
         self.census = None if census is None else CallCensus(census)
         self._untrained = untrained(model, loss_fn, self.optimizers)
         warn_of_settings(self)
+
+    def __repr__(self) -> str:
+        """Name the model, and what a window is."""
+        scaling = {"none": "no loss scaling", "static": "a static loss scale", "dynamic": "a dynamic loss scale"}
+        window = (
+            f"windows of {self.accumulate_steps}, {len(self.optimizers)} optimizer{'s' * (len(self.optimizers) > 1)}"
+        )
+        return f"<fxamp TrainStep of {type(self.model).__name__}: {window}, {scaling[self.scaler.kind]}>"
 
     @property
     def waits(self) -> tuple[str, ...]:
@@ -354,7 +371,7 @@ class TrainStep(TrainState):
         return self._finish(self.open_window(None), None, self._seen(self.opened or window, total))
 
     def switch(self, policy_or_plan: Policy | Plan | str) -> None:
-        """Let the model follow another policy from the next window on, for all its callers.
+        """Let the model follow another policy, or a plan of it, from the next window on, for all its callers.
 
         Weights stay as they are, in FP32, so nothing is converted; graphs are captured again. The low dtype has to be
         the same. It is recorded in the state of the step, and set again where that is loaded.
@@ -373,6 +390,9 @@ class TrainStep(TrainState):
             raise PolicyError("a policy is switched between two windows: call flush() first, or wait for its end")
         self.close_window()
         policy = switch_views(self.model, policy_or_plan)
+        if self.compiled is not None:
+            self.compiled = CompiledStep(self.compiled.settings, self.model, self.weights)
+        self.switched_plan = policy_or_plan if isinstance(policy_or_plan, Plan) else None
         self.switches = (*self.switches, (self.windows, str(policy)))
 
     def state_dict(self) -> dict[str, Any]:
@@ -493,26 +513,27 @@ class TrainStep(TrainState):
             0
         """
         self.weights.end()
+        self._batches = []
         if self.opened is None:
             return
         self.opened.scaler._forget_step()
         self.opened = None
-        self._clear(in_place=self._in_place)
-        self.by_hand.after_window(self.schedulers)
+        self.by_hand.after_window(self.schedulers, self._clear(in_place=self._in_place))
 
-    def _clear(self, *, in_place: bool) -> None:
-        """Clear the gradients of model, loss and optimizers."""
-        for group in (group for o in self.optimizers for group in o.param_groups):
-            for p in group["params"]:
-                if p.grad is not None and in_place:
-                    p.grad.detach_().zero_()
-                elif p.grad is not None:
-                    p.grad = None
-        if self.windows % _LOOKS == 0:
+    def _clear(self, *, in_place: bool) -> list[Tensor]:
+        """Clear the gradients of model, loss and optimizers; return the parameters of optimizers that had one."""
+        had = [p for o in self.optimizers for group in o.param_groups for p in group["params"] if p.grad is not None]
+        for p in had:
+            if in_place:
+                p.grad.detach_().zero_()
+            else:
+                p.grad = None
+        if self.windows % _LOOKS == 1:
             self._untrained = untrained(self.model, self.loss_fn, self.optimizers)
         for p in self._untrained:
             if p.grad is not None:
                 p.grad = None
+        return had
 
     def _clear_stale(self) -> None:
         """Clear gradients that somebody has left; for CUDA graphs have one of zeros for each parameter."""
@@ -520,7 +541,7 @@ class TrainStep(TrainState):
             for p in (p for o in self.optimizers for p in parameters(o) if p.grad is None):
                 p.grad = torch.zeros_like(p)
             return
-        stale = next(filter(lambda p: p is not None, map(first_with_gradient, self.optimizers)), None)
+        stale = self.by_hand.stale(self.optimizers)
         if stale is not None:
             name = next((name for name, p in self.model.named_parameters() if p is stale), "a parameter outside of it")
             self._say(
@@ -551,7 +572,7 @@ class TrainStep(TrainState):
     def _exchanging(self, window: Window) -> Any:
         """Return a context in which replicas exchange gradients, if the micro-batch is the last of its window."""
         last = window.position + 1 == self.accumulate_steps and window.kept is None
-        return exchanging(self.ranks.replicas, last)
+        return exchanging(self.ranks.replicas, last) if self.ranks.replicas else contextlib.nullcontext()
 
     def _forward(self, inputs: Any, target: Any) -> tuple[Tensor, Any]:
         if self.compiled is None:
@@ -568,13 +589,16 @@ class TrainStep(TrainState):
         if loss.requires_grad:
             weighted = loss if isinstance(share, float) and share == 1 else loss * share
             with range_of("backward"):
-                window.scaler.scale(weighted / self.accumulate_steps).backward()
+                mean = weighted if self.accumulate_steps == 1 else weighted / self.accumulate_steps
+                window.scaler.scale(mean).backward()
         self.weights.after_backward()
         if window.kept is not None:
             window.kept.after_backward(share)
         detached = loss.detach().view(())
         # The next replay of a CUDA graph overwrites the loss.
         window.took(detached.clone() if self._in_place else detached, share, batch)
+        if self.on_collapse == "recolour" and batch is not None:
+            self._batches.append(batch)
         self.by_hand.after_micro_batch(self.optimizers)
 
     def _refuse_compiled(self) -> None:
@@ -609,7 +633,7 @@ class TrainStep(TrainState):
     def _finish(self, window: Window, output: Any, total: int | None = None) -> StepResult:
         """End a window; `total` is the number of micro-batches of all ranks, if they end it early."""
         self.weights.end()
-        self.aborted, rates = "an error left it", self.rates()
+        self.aborted, rates, before = "an error left it", self.rates(), self.windows
         try:
             with range_of("update"):
                 window.check_weights()
@@ -618,8 +642,15 @@ class TrainStep(TrainState):
             result = self._result(window, update, output, mean.kept, rates)
             self._count(window, update)
         except ScaleCollapseError:
-            self.windows += 1
-            raise
+            if self.windows == before:  # the scaler raised it
+                self.tallies["skipped"].add(True)
+            self.windows = before + 1
+            batches, scale = self._batches, float(window.scale)
+            self.close_window()
+            if not batches or not recolour(self, batches, scale, self.switch):
+                raise
+            self.skips_in_a_row = SkipsInARow()
+            result = self._result(window, Update(dict.fromkeys(self.optimizers, True), None), output, None, rates)
         finally:
             self.close_window()
         self.aborted = ""

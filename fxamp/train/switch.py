@@ -11,6 +11,7 @@ from passes.contract.plan import Plan
 from passes.contract.policy import Policy
 
 from ..capture.backend import refuse_unmatched
+from ..capture.compiled import moved_to
 from ..view.runner import Runner
 from ..view.view import is_view, runner_of
 
@@ -22,18 +23,31 @@ def switch_views(model: nn.Module, policy_or_plan: Policy | Plan | str) -> Polic
         PolicyError: There is no view; the policy or plan does not fit one of them, or has another low dtype. Nothing
             changed then.
     """
-    runners: list[Runner] = [runner_of(module) for module in model.modules() if is_view(module)]
-    if not runners:
+    views = {path: runner_of(module) for path, module in model.named_modules() if is_view(module)}
+    if not views:
         raise PolicyError("no part of this model is a view, whose policy could be switched: convert it first")
-    policy = policy_or_plan.policy if isinstance(policy_or_plan, Plan) else Policy.of(policy_or_plan)
-    settled = [_settled(runner, policy) for runner in runners]
-    for runner in runners:
+    plan = policy_or_plan if isinstance(policy_or_plan, Plan) else None
+    policy = Policy.of(policy_or_plan) if not isinstance(policy_or_plan, Plan) else policy_or_plan.policy
+    changes: list[tuple[Runner, Policy, Plan | None]] = []
+    for path, runner in views.items():
+        part = plan if plan is None or len(views) == 1 else _part(plan, f"{path}.")
         refuse_unmatched(policy, runner.model)
-        if isinstance(policy_or_plan, Plan):
-            _refuse_another_model(policy_or_plan, runner)
-    for runner, one in zip(runners, settled, strict=True):
-        runner.switch(policy, one, policy_or_plan if isinstance(policy_or_plan, Plan) else None)
+        if part is not None:
+            _refuse_another_model(part, runner)
+        changes.append((runner, _settled(runner, policy), part))
+    for runner, settled, part in changes:
+        runner.switch(policy, settled, part)
     return policy
+
+
+def _part(plan: Plan, prefix: str) -> Plan:
+    """Return the part of a plan of a whole model that is of one view in it, with paths from there."""
+    inside = [d for d in plan.decisions if f"{d.module_path}.".startswith(prefix)]
+    if not inside:
+        raise PolicyError(f"the plan is of another model: it decides on nothing in '{prefix[:-1]}', which is a view")
+    numbers = {graph: i for i, graph in enumerate(sorted({d.graph for d in inside}))}
+    moved = (replace(moved_to(d, before=prefix), graph=numbers[d.graph]) for d in inside)
+    return replace(plan, decisions=tuple(moved), states=())
 
 
 def _settled(runner: Runner, policy: Policy) -> Policy:

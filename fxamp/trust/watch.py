@@ -29,17 +29,21 @@ from torch.utils.flop_counter import flop_registry
 import passes
 from passes._torch import (
     MODULE_CALLS,
+    Kernel,
     OpOverload,
     TorchDispatchMode,
     current_autograd_node,
     dispatch_modes,
     own_schema,
     pytree,
+    recorded_by_inductor,
     sequence_number,
     sequence_of,
     storage_id,
+    without_modes,
 )
 from passes.contract.dtypes import dtype_name
+from passes.graph.values import no_autocast
 from passes.ops.rules import LOW, RULES
 
 _PACKAGES = tuple(
@@ -51,6 +55,7 @@ _TO = torch.ops.aten._to_copy.default
 _COPY = torch.ops.aten.copy_.default
 _COPIES, _UNSCALE = torch.ops.aten._foreach_copy_.default, torch.ops.aten._amp_foreach_non_finite_check_and_unscale_
 Dtypes = tuple[str, ...]
+Compile = Callable[[dict[str, Any], list[Any]], Callable[..., Any]]
 _INSTEAD: ContextVar[Callable[[Any, GraphModule, tuple[Any, ...]], Any] | None] = ContextVar("instead", default=None)
 
 
@@ -126,6 +131,7 @@ class Ran:
         by: the compiler that ran it, "" where it ran node by node.
         calls: how often it ran.
         nodes: the dtypes of operands and of results of each node, by its name.
+        kernels: what Inductor has scheduled, of the forward and of the backward; None where it has not compiled it.
     """
 
     converted: Any
@@ -133,6 +139,7 @@ class Ran:
     by: str
     calls: int = 0
     nodes: dict[str, tuple[Dtypes, Dtypes]] = field(default_factory=dict)
+    kernels: tuple[list[Kernel], list[Kernel]] | None = None
 
 
 class Watch(TorchDispatchMode):
@@ -167,6 +174,7 @@ class Watch(TorchDispatchMode):
         self._parameters = {storage_id(t) for t in (*model.parameters(), *model.buffers())}
         self._frame = frame
         self._place: Place | None = None
+        self._compiled: dict[int, Callable[..., Any]] = {}
         self._view: Any = None
         self._numbers: list[int] = []  # of autograd, and the places of the ops that were recorded with them
         self._places: list[Place] = []
@@ -225,7 +233,7 @@ class Watch(TorchDispatchMode):
             code, file = frame.f_code, frame.f_code.co_filename
             if code in MODULE_CALLS:
                 module = module or self._names.get(id(frame.f_locals["self"]), "")
-            elif not file.startswith(_PACKAGES) or file == _DEMO:
+            elif file == _DEMO or not (file.startswith(_PACKAGES) or _is_compiled(frame)):
                 line = line or ("" if file.startswith("<") else f"{os.path.basename(file)}:{frame.f_lineno}")
             elif code.co_name == "in_region_of_view":
                 by = "a method of a view that is not captured"
@@ -245,8 +253,11 @@ class Watch(TorchDispatchMode):
         finally:
             self._view = before
 
-    def run(self, converted: Any, graph: GraphModule, by: str, run: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Run a graph node by node, or as it was compiled, and record what it does."""
+    def run(
+        self, converted: Any, graph: GraphModule, by: str, run: Callable[..., Any], args: tuple[Any, ...],
+        compile: Compile | None = None,
+    ) -> Any:  # fmt: skip
+        """Run a graph node by node, or as it is compiled, and record what it does."""
         at = next((i for i, ran in enumerate(self.graphs) if ran.converted is converted), len(self.graphs))
         if at == len(self.graphs):
             self.graphs.append(Ran(converted, graph, by))
@@ -256,9 +267,22 @@ class Watch(TorchDispatchMode):
             if not by:
                 return _Steps(self, at).run(*args, enable_io_processing=False)
             self._place = Place("region", graph=at)
+            if by == "inductor" and compile is not None:
+                run = self._recorded(self.graphs[at], compile, args)
             return run(*args)
         finally:
             self._place = before
+
+    def _recorded(self, ran: Ran, compile: Compile, args: tuple[Any, ...]) -> Callable[..., Any]:
+        """Have Inductor compile a graph once more, so that there is a record of what runs; its caches keep none."""
+        found = self._compiled.get(id(ran))
+        if found is None:
+            kernels: tuple[list[Kernel], list[Kernel]] = ([], [])
+            ran.kernels = kernels
+            options = recorded_by_inductor(lambda backward, parts: kernels[backward].extend(parts))
+            with without_modes(), no_autocast():
+                found = self._compiled[id(ran)] = compile(options, list(args))
+        return found
 
 
 class _Steps(Interpreter):
@@ -295,7 +319,9 @@ def run_instead(run: Callable[[Any, GraphModule, tuple[Any, ...]], Any]) -> Iter
         _INSTEAD.reset(token)
 
 
-def node_by_node(run: Callable[..., Any], graph: GraphModule, converted: Any, by: Any) -> Callable[..., Any]:
+def node_by_node(
+    run: Callable[..., Any], graph: GraphModule, converted: Any, by: Any, compile: Compile | None = None
+) -> Callable[..., Any]:
     """Return a compiled graph that a watch can see.
 
     Args:
@@ -303,6 +329,7 @@ def node_by_node(run: Callable[..., Any], graph: GraphModule, converted: Any, by
         graph: what it was compiled from.
         converted: what is known of it.
         by: the compiler, "eager" for none.
+        compile: compiles the graph once more, with further options and for given inputs.
     """
     name = by if isinstance(by, str) else getattr(by, "__name__", type(by).__name__)
 
@@ -313,7 +340,7 @@ def node_by_node(run: Callable[..., Any], graph: GraphModule, converted: Any, by
         watch = watching()
         if watch is None:
             return run(*args)
-        return watch.run(converted, graph, "" if by == "eager" else name, run, args)
+        return watch.run(converted, graph, "" if by == "eager" else name, run, args, compile)
 
     return call
 
@@ -335,6 +362,11 @@ def _dtypes(tensors: Sequence[Tensor]) -> Dtypes:
 def _floats(values: Any) -> list[Tensor]:
     leaves = pytree.tree_leaves(values)
     return [t for t in leaves if isinstance(t, Tensor) and (t.is_floating_point() or t.is_complex())]
+
+
+def _is_compiled(frame: FrameType) -> bool:
+    """Say whether code is what Inductor has written; it is loaded as a module of torch's."""
+    return str(frame.f_globals.get("__name__", "")).startswith("torch.")
 
 
 def _makes_tensor(out: Any) -> bool:

@@ -8,15 +8,18 @@ return the outputs, marked as leaving the model
 
 from __future__ import annotations
 
+import importlib.util
 import re
+import sys
 import time
+import types
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from passes._torch import (
@@ -35,7 +38,7 @@ from passes._torch import (
 )
 from passes.graph.values import no_autocast
 
-from ..capture.backend import at_call, inner_of, leave_sharing_to_the_compiler, rewrite
+from ..capture.backend import at_call, compiling, inner_of, leave_sharing_to_the_compiler, rewrite
 from ..capture.call import current
 from ..capture.compiled import Converted, break_of, copied, elsewhere
 from ..capture.outputs import leaving
@@ -131,22 +134,48 @@ def function_of(
     dtypes = (low, torch.float32, torch.complex64)
     restores = runner.policy.level.rounds and runner.policy.output_dtype == "original"
     mark = torch.compiler.allow_in_graph(leave) if restores else None
+    autocast, tree_map, whole = torch.autocast, pytree.tree_map, is_whole
 
     def marked(value: Any) -> Any:
         return mark(value) if mark is not None and isinstance(value, Tensor) and value.dtype in dtypes else value
 
     def rounded(model: Any, /, *args: Any, **kwargs: Any) -> Any:
-        with torch.autocast(device, dtype=low, **region):
+        with autocast(device, dtype=low, **region):
             outputs = model(*args, **kwargs) if author is None else author(model, *args, **kwargs)
-        return outputs if mark is None else pytree.tree_map(marked, outputs, is_leaf=is_whole)
+        return outputs if mark is None else tree_map(marked, outputs, is_leaf=whole)
 
     def plain(model: Any, /, *args: Any, **kwargs: Any) -> Any:  # under no autocast: a region would be a pin
         outputs = model(*args, **kwargs) if author is None else author(model, *args, **kwargs)
-        return outputs if mark is None else pytree.tree_map(marked, outputs, is_leaf=is_whole)
+        return outputs if mark is None else tree_map(marked, outputs, is_leaf=whole)
 
-    forward = rounded if rounds else plain
-    forward.__code__ = forward.__code__.replace(co_name=f"{method or 'forward'}_of_{type(runner.model).__name__}")
-    return forward
+    forward: Any = rounded if rounds else plain
+    code = forward.__code__.replace(co_name=f"{method or 'forward'}_of_{type(runner.model).__name__}")
+    return types.FunctionType(code, _globals_for(runner.model), closure=forward.__closure__)
+
+
+def _globals_for(model: nn.Module) -> dict[str, Any]:
+    """Return the globals for the function to compile: of a module of the model that Python cannot import, else ours.
+
+    Dynamo imports the module of a function that it inlines, unless it has the globals of the outermost function.
+    """
+    for forward in dict.fromkeys(type(module).forward for module in model.modules()):
+        found: dict[str, Any] = getattr(forward, "__globals__", globals())
+        name = found.get("__name__")
+        if name is not None and vars(sys.modules.get(name, _NO_MODULE)) is not found and not _is_found(name):
+            return found
+    return globals()
+
+
+def _is_found(name: str) -> bool:
+    if name in sys.modules:
+        return False  # another module has this name
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+_NO_MODULE = types.ModuleType("none")
 
 
 def is_whole(value: Any) -> bool:
@@ -197,7 +226,7 @@ class _Backend:
         with no_autocast():
             run = inner_backend(inner, runner.mode, dict(runner.options))(whole, inputs)
         seconds = time.perf_counter() - started
-        run = node_by_node(run, whole, converted, inner)
+        run = node_by_node(run, whole, converted, inner, compiling(inner, runner.mode, dict(runner.options), whole))
         if lifted:
             run = with_copies(run, lifted, runner.opened)
         run = at_call(run, converted, example_inputs, outputs)

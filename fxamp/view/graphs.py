@@ -23,7 +23,8 @@ from passes.contract.plan import Plan, joined
 from passes.runtime.tracing import RuntimeTracer
 
 from ..capture import recompile_limit
-from ..capture.compiled import coverage, together, with_record
+from ..capture.compiled import coverage, runner_of, together
+from ..capture.emitted import Emitted, with_record
 from ..capture.outputs import leaving
 from .function import Entry
 from .replay import OR
@@ -49,6 +50,30 @@ def entries_of(runner: Runner) -> list[Entry]:
 
 
 @dataclass(frozen=True)
+class Placed:
+    """A graph of a view, or of one inside its model.
+
+    Attributes:
+        runner: that of the view.
+        prefix: what its paths begin with in the outermost model: "encoder.".
+        entry: the graph.
+    """
+
+    runner: Runner
+    prefix: str
+    entry: Entry
+
+
+def views_in(runner: Runner) -> list[tuple[str, Runner]]:
+    """Return a view, and the views inside its model, each with the prefix of its paths."""
+    found = {runner: ""}
+    for path, module in runner.model.named_modules():
+        if path and (inner := runner_of(module)) is not None:
+            found.setdefault(inner, f"{path}.")
+    return [(prefix, each) for each, prefix in found.items()]
+
+
+@dataclass(frozen=True)
 class Part:
     """The graphs of the states of a view in which the same is decided.
 
@@ -59,11 +84,11 @@ class Part:
     """
 
     states: tuple[State, ...]
-    graphs: tuple[tuple[Entry, ...], ...]
+    graphs: tuple[tuple[Placed, ...], ...]
     plan: Plan
 
     @property
-    def entries(self) -> tuple[Entry, ...]:
+    def entries(self) -> tuple[Placed, ...]:
         """The graphs of the first state."""
         return self.graphs[0]
 
@@ -75,12 +100,13 @@ class Part:
 
 def parts_of(runner: Runner) -> list[Part]:
     """Return the graphs of a view by state; states in which the same is decided are one part."""
-    by_state: dict[State, list[Entry]] = {}
-    for entry in entries_of(runner):
-        by_state.setdefault(entry.state, []).append(entry)
+    by_state: dict[State, list[Placed]] = {}
+    for prefix, each in views_in(runner):
+        for entry in entries_of(each):
+            by_state.setdefault(entry.state, []).append(Placed(each, prefix, entry))
     parts: list[Part] = []
     for state, entries in by_state.items():
-        plan = together([("", entry.converted.plan) for entry in entries])
+        plan = together([(placed.prefix, placed.entry.converted.plan) for placed in entries])
         same = next((p for p in parts if (p.plan.decisions, p.plan.casts) == (plan.decisions, plan.casts)), None)
         if same is None:
             parts.append(Part((state,), (tuple(entries),), plan))
@@ -91,7 +117,7 @@ def parts_of(runner: Runner) -> list[Part]:
 
 
 def plan_of(runner: Runner) -> Plan:
-    """Return the plan of a view over all graphs that were captured.
+    """Return the plan of a view over all graphs that were captured, those of views inside its model too.
 
     Raises:
         CaptureError: nothing was captured yet.
@@ -100,10 +126,13 @@ def plan_of(runner: Runner) -> Plan:
     if not parts:
         raise CaptureError(nothing_captured(runner))
     plan = joined([part.plan for part in parts], [part.name for part in parts])
-    covered = coverage(runner.model, [entry.converted for part in parts for entry in part.entries])
-    notes = (*plan.notes, *runner.notes, *covered, *recompile_limit.reached(runner.model))
+    covered = coverage(runner.model, [placed.entry.converted for part in parts for placed in part.entries])
+    views = [each for _, each in views_in(runner)]
+    notes = (*plan.notes, *(n for v in views for n in v.notes), *covered, *recompile_limit.reached(runner.model))
     certified = {} if runner.replayed is None else runner.replayed.certificate
-    return replace(plan, notes=tuple(dict.fromkeys(notes)), complete=runner.complete, certificate=certified)
+    return replace(
+        plan, notes=tuple(dict.fromkeys(notes)), complete=all(each.complete for each in views), certificate=certified
+    )
 
 
 def graphs_of(runner: Runner) -> tuple[GraphModule, ...]:
@@ -113,23 +142,24 @@ def graphs_of(runner: Runner) -> tuple[GraphModule, ...]:
     graph in the plan of the view, and the `part` of that plan by name: states that decide the same share both.
     """
     made = []
-    for entry, number, name in numbered(runner):
+    for placed, number, name in numbered(runner):
+        entry = placed.entry
         record = {"state": str(entry.state), "break": entry.converted.broke, "number": number, "part": name}
-        made.append(with_record(bound(runner, entry), entry.converted.plan, **record))
+        made.append(with_record(bound(placed.runner, entry), entry.converted.plan, **record))
     return tuple(made)
 
 
-def numbered(runner: Runner) -> list[tuple[Entry, int, str]]:
+def numbered(runner: Runner) -> list[tuple[Placed, int, str]]:
     """Return each graph of a view, state by state, with its number in the plan and the name of its part of the plan."""
-    found, first = list[tuple[Entry, int, str]](), 0
+    found, first = list[tuple[Placed, int, str]](), 0
     for part in parts_of(runner):
         for entries in part.graphs:
             number = first
-            for entry in entries:
-                found.append((entry, number, part.name))
-                number += entry.converted.plan.graphs
+            for placed in entries:
+                found.append((placed, number, part.name))
+                number += placed.entry.converted.plan.graphs
         first = number
-    return sorted(found, key=lambda one: one[0].state.order)
+    return sorted(found, key=lambda one: one[0].entry.state.order)
 
 
 def bound(runner: Runner, entry: Entry) -> GraphModule:
@@ -190,7 +220,9 @@ class _Binding:
             node.meta = {k: v for k, v in node.meta.items() if k in _KEPT}
         used = {str(n.target) for n in self.graph.nodes if n.op == "get_attr"}
         held = {name: value for name, value in self.attributes.items() if name in used}
-        return GraphModule(held, self.graph, type(self.runner.model).__name__)
+        made = Emitted(held, self.graph, type(self.runner.model).__name__)
+        made.training = self.entry.state.training
+        return made
 
     def _arguments(self) -> list[tuple[Node, Any]]:
         """Make the inputs that a caller gives; return those that the model or a size gives."""

@@ -33,6 +33,7 @@ from ..capture.call import Call, begin
 from ..trust.preserved import fresh, same_attributes, same_random_state
 from ..trust.tensors import same
 from .function import Captured, Entry
+from .graphs import views_in
 from .replay import place_of
 from .runner import RUN, Runner
 from .state import STATES, in_state, state_of
@@ -88,7 +89,10 @@ def capture(runner: Runner, args: tuple[Any, ...], kwargs: dict[str, Any], check
     with same_random_state(), same_attributes(runner.model), contextlib.suppress(Captured):
         try:
             runner(args, kwargs, does="capture")
-        except (TypeError, dynamo_errors().TorchRuntimeError) as e:
+        except (TypeError, RuntimeError) as e:
+            # By torch 2.15 an op that fails breaks the graph, and the model raises the error itself.
+            if type(e) not in (TypeError, RuntimeError, dynamo_errors().TorchRuntimeError):
+                raise
             why = _GOT.search(str(e))
             said = why[1] if why else _line(e)
             raise CaptureError(f"{type(runner.model).__name__} rejects the example inputs: {said}") from e
@@ -115,7 +119,7 @@ def _refuse_unmatched_ops(runner: Runner) -> None:
     graphs = [entry.captured for entry in runner.entries]
     found = {ops.name(n) for gm in graphs for part in gm.modules() if isinstance(part, GraphModule)
              for n in part.graph.nodes if n.op.startswith("call")}  # fmt: skip
-    found |= {d.op for entry in runner.entries for d in entry.converted.plan.decisions}
+    found |= {name for entry in runner.entries for d in entry.converted.plan.decisions for name in (d.op, d.key)}
     check_used(replace(runner.policy, modules=()), (), found)
 
 
@@ -126,7 +130,8 @@ def _refuse_unfit(runner: Runner) -> None:
     if plan is not None and ((at := place_of(plan, state)) is not None or not plan.states):
         ours = {d.key for e in runner.entries if e.state == state for d in e.converted.plan.decisions}
         theirs = (plan.part(at) if at is not None else plan).decisions
-        missing = [d.key for d in theirs if d.key not in ours]
+        inside = tuple(prefix for prefix, each in views_in(runner) if each is not runner)  # these have their own plans
+        missing = [d.key for d in theirs if d.key not in ours and not d.key.startswith(inside)]
         if missing:
             raise PlanError(
                 f"the plan does not fit this model: it decides on a node that the model does not have: {missing[0]}; "

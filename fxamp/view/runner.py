@@ -51,6 +51,7 @@ from passes.contract.plan import CERTIFICATE, Plan
 from passes.contract.policy import Policy, nearest
 from passes.contract.reasons import Code
 from passes.contract.timing import Timer
+from passes.runtime.regions import ModesKeptOnError
 
 from ..capture import recompile_limit
 from ..capture.backend import Inner
@@ -94,6 +95,7 @@ class Runner:
         override: what somebody wrote to `forward` of the view.
         notes: what capture and its check have to say, for the plan.
         complete: all graphs were captured, those after a graph break too.
+        called: a call of the view has come to its end.
         timer: measures calls, for cost="measured".
         penalties: what errors cost beside bytes, while a plan within a budget is sought.
     """
@@ -112,7 +114,7 @@ class Runner:
         self.override: Callable[..., Any] | None = None
         kept = () if replayed is None else replayed.notes
         self.notes = tuple(note for note in kept if note.startswith((Code.NOT_WORTH_CASTS.value, CERTIFICATE)))
-        self.complete = True
+        self.complete, self.called = True, False
         self.replayed = replayed
         self.timer: Timer | None = None
         self.penalties: Penalties | None = None
@@ -206,19 +208,26 @@ class Runner:
             CaptureError: the call is inside an export or a symbolic trace, or a guard failed and that is an error.
         """
         _refuse_tracing()
+        if args and kwargs:
+            self._refuse_twice(len(args), kwargs, method)
         outer = current()
         self.settle((args, kwargs))
         call = Call(model or self.model, args, kwargs, RUN, does or (outer.does if outer is not None else "run"))
-        grad = torch.is_grad_enabled()
         begin(call)
         try:
-            outputs = self._run(call, method)
-        except BaseException:
-            torch.set_grad_enabled(grad)  # graphs switch it where the model has a region, which an error leaves open
-            raise
+            with ModesKeptOnError((self.device,)):
+                return self._run(call, method)
         finally:
             begin(outer)
-        return outputs
+
+    def _refuse_twice(self, places: int, kwargs: Mapping[str, Any], method: str) -> None:
+        """Raise TypeError for an argument given by place and by name: Dynamo takes the name for one of `**kwargs`."""
+        author = getattr(type(self.model), method or "forward")
+        if (code := getattr(author, "__code__", None)) is None:
+            return
+        names = code.co_varnames[max(code.co_posonlyargcount, 1) : min(places + 1, code.co_argcount)]
+        if twice := next(filter(kwargs.__contains__, names), None):
+            raise TypeError(f"{author.__qualname__}() got multiple values for argument '{twice}'")
 
     def _run(self, call: Call, method: str) -> Any:
         if self._hooks.moved():
@@ -238,6 +247,7 @@ class Runner:
         if len(self.entries) > before:
             self._announce(before, time.perf_counter() - started)
         if call.does == "run":
+            self.called = True
             self._look(function, call.ran)
         return self._in_fields(outputs, call)
 
@@ -300,8 +310,9 @@ class Runner:
             if call.ran or isinstance(e, (dynamo_errors().BackendCompilerFailed, torch.OutOfMemoryError)):
                 raise
             first = e
-        for tensor in marked:
-            unmark_batch(tensor)
+        finally:
+            for tensor in marked:
+                unmark_batch(tensor)
         with contextlib.suppress(dynamo_errors().TorchDynamoException):
             found = function, self._called(function, call)
             self._marks = False
@@ -312,8 +323,10 @@ class Runner:
         try:
             function = self._function(function.kind, function.method, call.model)
             outputs = self._called(function, call)
-        except Exception:
+        except Exception as e:
             self.traces_autocast = True
+            if hasattr(e, "__notes__"):  # the error of an op that is given 16 bits
+                raise
             raise first from None
         why = str(first).strip().partition("\n")[0]
         logger.warning(
@@ -458,13 +471,15 @@ def _refuse_tracing() -> None:
 
 
 def _mark_batch(call: Call) -> list[Tensor]:
-    """Let dimension 0 of every tensor argument be dynamic that shares its size with the first one; return these."""
+    """Let dimension 0 of every tensor argument be dynamic that shares its size with the first one.
+
+    The tensors that were marked are returned; after the call they are as before.
+    """
     size, marked = -1, list[Tensor]()
     for value in (*call.args, *call.kwargs.values()):
         if type(value) is Tensor and value.dim():
             size = value.shape[0] if size < 0 else size
-            if value.shape[0] == size > 1:
-                mark_batch(value)
+            if value.shape[0] == size > 1 and mark_batch(value):
                 marked.append(value)
     return marked
 

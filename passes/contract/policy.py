@@ -13,7 +13,7 @@ import functools
 import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, fields
+from dataclasses import KW_ONLY, dataclass, fields, replace
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -51,7 +51,8 @@ class Policy:
     """How a model is converted: a level, a dtype, a device, and overrides. Its string form can be parsed back.
 
     A policy is frozen, hashable and equal by value. If two module overrides match, a path wins over a type, and of two
-    paths the one with the longer literal prefix wins. An override of a module wins over one of an op.
+    paths the one with the longer literal prefix wins. An override of a module wins over one of an op, and one of a
+    single node over both.
 
     Args:
         level: "O0" computes everything in FP32. "O1" runs the ops of `torch.autocast` in 16 bits. "O2" adds ops that
@@ -63,7 +64,9 @@ class Policy:
             for a device that is absent can be made, saved and compared.
         modules: Overrides by module: a mapping from a path, a glob of paths (`*` stays within one segment, and a key
             covers its submodules) or a type to "low", "fp32" or "keep" (the dtypes before conversion).
-        ops: Overrides by op: a mapping from names as `fxamp.rules()` lists them to "low", "fp32" or "keep".
+        ops: Overrides by op: a mapping from names as `fxamp.rules()` lists them to "low", "fp32" or "keep". The key of
+            a decision ("fc1/linear#0") names one node; a node that the graph does not have is then an error only where
+            the model is converted with example inputs.
         output_dtype: "original" returns outputs in the dtypes of the model's outputs, "autocast" in those that
             `torch.autocast` would hand out, for a part of a larger model, "low" in those that they were computed in.
         cost: "bytes" places casts where the fewest bytes move. "measured" places them where this machine takes the
@@ -254,8 +257,39 @@ def module_override(policy: Policy, stack: Stack) -> Override | None:
 
 
 def op_override(policy: Policy, op: str) -> Override | None:
-    """Find the override of an op by its canonical name, or None."""
+    """Find the override of an op by its canonical name, or of one node by the key of its decision, or None."""
     return next((Override("op", key, colour) for key, colour in policy.ops if key == op), None)
+
+
+def names_nodes(policy: Policy) -> bool:
+    """Say whether an override is of a single node: keys hold a "#", and names of ops do not."""
+    return any("#" in key for key, _ in policy.ops)
+
+
+def policy_of_part(policy: Policy, path: str, part: nn.Module) -> Policy:
+    """Return the policy of a part of a model, whose overrides are written with the paths of the whole.
+
+    Args:
+        policy: That of the whole.
+        path: Where the part is in the whole.
+        part: The part, whose outputs the rest of the model reads as it does under autocast.
+    """
+    depth, types = path.count(".") + 1, type_names(type(part))
+    cover = module_override(policy, [(path, types)])
+    covered = cover is not None and cover.kind == "path"  # a path wins over the types inside it
+    kept: dict[str, str] = {}
+    for key, colour in policy.modules:
+        head, rest = (".".join(segments) for segments in (key.split(".")[:depth], key.split(".")[depth:]))
+        inside = rest if rest and _glob(head).fullmatch(path) else "" if covered else key
+        found = Policy(modules={inside: colour}) if inside else None
+        if found and any(module_override(found, [(p, type_names(type(m)))]) for p, m in part.named_modules()):
+            kept[inside] = colour
+    if cover is not None and covered:
+        kept[types[0]] = cover.colour
+    ops = {key.removeprefix(path).removeprefix("."): c for key, c in policy.ops
+           if "#" not in key or key.startswith((f"{path}.", f"{path}/"))}  # fmt: skip
+    outputs = "autocast" if policy.output_dtype == "original" else policy.output_dtype
+    return replace(policy, modules=tuple(kept.items()), ops=tuple(ops.items()), output_dtype=outputs)
 
 
 def check_used(policy: Policy, stacks: Iterable[Stack], ops: Iterable[str]) -> None:
@@ -264,7 +298,7 @@ def check_used(policy: Policy, stacks: Iterable[Stack], ops: Iterable[str]) -> N
     Args:
         policy: The policy.
         stacks: The module stack of every node (or of every module) of the model.
-        ops: Canonical names of the ops of the model.
+        ops: Canonical names of the ops of the model, and the keys of its nodes.
     """
     stacks, ops = list(stacks), set(ops)
     matched = {override for stack in stacks for _, override in _matches(policy, stack)}

@@ -13,6 +13,7 @@ from .._torch import SET_GRAD, enter_autocast, exit_autocast
 from ..ops import ops
 from ..ops.rules import COMPOSITE, KEEP, Rule, row_of
 from ..runtime import rnn
+from ..runtime.regions import grad_mode
 from .values import (
     ANY,
     COMPLEX,
@@ -77,7 +78,7 @@ class SymbolicInference:
 
 
 # What switches a mode.
-SWITCHES = (torch.is_grad_enabled, SET_GRAD, enter_autocast, exit_autocast)
+SWITCHES = (grad_mode, SET_GRAD, enter_autocast, exit_autocast)
 
 
 Given: TypeAlias = "list[tuple[str, ValueDtype]]"  # the name of each operand, and its dtype

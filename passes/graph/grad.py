@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch.fx import Graph, Node
 
 from .._torch import SET_GRAD
+from ..runtime.regions import grad_mode
 from .notes import note_of
 
 
@@ -21,7 +21,7 @@ def grad_modes(graph: Graph) -> dict[Node, tuple[bool | None, int]]:
     asked: dict[Node, bool | None] = {}
     out: dict[Node, tuple[bool | None, int]] = {}
     for node in graph.nodes:
-        if node.op == "call_function" and node.target is torch.is_grad_enabled:
+        if node.op == "call_function" and node.target is grad_mode:
             asked[node] = mode
         elif node.op == "call_function" and node.target is SET_GRAD:
             wanted: Any = node.args[0]

@@ -1,14 +1,16 @@
-"""A call that runs under `torch.autocast`, as one node of a graph.
+"""Modes of torch in a converted graph: a call under `torch.autocast`, the grad mode, and what holds around a graph.
 
-Graphs that were saved name this function, so it stays where it is.
+Graphs that were saved name these functions, so they stay where they are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+
+from ..contract.devices import DEVICES
 
 
 def under_autocast(op: Callable[..., Any], device: str, dtype: torch.dtype, *args: Any, **kwargs: Any) -> Any:
@@ -26,3 +28,41 @@ def under_autocast(op: Callable[..., Any], device: str, dtype: torch.dtype, *arg
     """
     with torch.autocast(device, dtype):
         return op(*args, **kwargs)
+
+
+def grad_mode() -> bool:
+    """Return whether gradients are recorded, as `torch.is_grad_enabled`, which no trace records."""
+    return torch.is_grad_enabled()
+
+
+class ModesKeptOnError:
+    """A context that puts the grad mode and autocast back where an error leaves a region of a graph open.
+
+    Args:
+        devices: the kinds of devices whose autocast may be switched inside.
+    """
+
+    def __init__(self, devices: Iterable[str] = tuple(DEVICES)) -> None:
+        self._devices = devices
+
+    def __enter__(self) -> None:
+        self._grad = torch.is_grad_enabled()
+        self._found = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in self._devices]
+        self._depth = _depth()
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        if kind is None:
+            return
+        torch.set_grad_enabled(self._grad)
+        for device, on, dtype in self._found:
+            torch.set_autocast_enabled(device, on)
+            torch.set_autocast_dtype(device, dtype)
+        while _depth() > self._depth:
+            torch.autocast_decrement_nesting()
+
+
+def _depth() -> int:
+    """Return how many regions of autocast are open."""
+    depth = torch.autocast_increment_nesting()
+    torch.autocast_decrement_nesting()
+    return depth

@@ -1,9 +1,10 @@
-"""The check of input sizes that a converted graph begins with, if it was exported for some sizes alone."""
+"""The check of sizes and dtypes of inputs that a converted graph begins with, if it was exported for some alone."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from ..contract.errors import CaptureError
@@ -11,19 +12,25 @@ from ..contract.errors import CaptureError
 
 def check_sizes(
     inputs: Sequence[Tensor], names: Sequence[str], sizes: Sequence[Sequence[int | str]],
-    bounds: Mapping[str, tuple[int, int | None]],
+    bounds: Mapping[str, tuple[int, int | None]], dtypes: Sequence[torch.dtype] = (),
 ) -> None:  # fmt: skip
-    """Refuse inputs of other sizes than a graph was exported for.
+    """Refuse inputs of other sizes or dtypes than a graph was exported for.
 
     Args:
         inputs: tensors.
         names: their names.
         sizes: of each, the size of each dimension: a number, or the name of a size that may vary.
         bounds: the least and the largest value of sizes that may vary; None for no largest one.
+        dtypes: of each, its dtype; graphs that were saved by older versions have none.
 
     Raises:
-        CaptureError: a size is another one; names the input and the dimension.
+        CaptureError: a size or a dtype is another one; names the input and the dimension.
     """
+    for value, name, dtype in zip(inputs, names, dtypes, strict=False):
+        if value.dtype != dtype and (value.is_floating_point() or dtype.is_floating_point):
+            raise CaptureError(
+                f"input '{name}' is {value.dtype}, and was exported as {dtype}: cast it, or export for that dtype."
+            )
     found: dict[str, tuple[int, str]] = {}
     for value, name, wanted in zip(inputs, names, sizes, strict=True):
         if value.dim() != len(wanted):

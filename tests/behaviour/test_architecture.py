@@ -42,7 +42,7 @@ ARROWS = {
     "passes": ".pipeline .watch",
     "fxamp.guard": "",
     "fxamp.module": "passes.contract",
-    "fxamp.trust": "passes passes._torch passes.contract passes.ops",
+    "fxamp.trust": "passes passes._torch passes.contract passes.graph passes.ops",
     "fxamp.report.record": ".trust passes._torch passes.contract passes.graph passes.ops passes.runtime",
     "fxamp.capture": (
         ".report.record .trust passes passes._torch passes.contract passes.graph passes.ops passes.runtime"
@@ -52,17 +52,22 @@ ARROWS = {
     "fxamp.report.page": ".report.forms .report.record passes.contract",
     "fxamp.measure": ".capture .trust .view passes._torch passes.contract passes.graph",
     "fxamp.train.ranks": ".view passes._torch passes.contract",
-    "fxamp.convert": ".capture .measure .view passes._torch passes.contract",
+    "fxamp.convert": ".capture .measure .trust .view passes._torch passes.contract",
     "fxamp.train.scale": ".train.ranks passes.contract",
     "fxamp.train.weights": ".measure .train.ranks .view passes._torch passes.contract",
     "fxamp.report.reader": ".convert .capture .report.record .view passes.contract",
     "fxamp.trust.census": (
-        ".convert .capture .report.record .trust passes._torch passes.contract passes.graph passes.runtime"
+        ".convert .capture .report.forms .report.record .trust passes._torch passes.contract passes.graph "
+        "passes.runtime"
     ),
     "fxamp.trust.error": (
         ".convert .capture .measure .trust .trust.census passes._torch passes.contract passes.graph passes.ops "
         "passes.runtime"
     ),
+    "fxamp.trust.ranges": (
+        ".convert .trust .trust.census .trust.error passes._torch passes.contract passes.graph passes.ops"
+    ),
+    "fxamp.trust.choice": ".convert .measure .trust .trust.error passes.contract passes.graph",
     "fxamp.train.window": ".train.ranks .train.scale .train.weights passes._torch passes.contract",
     "fxamp.report.diff": (
         ".report.forms .report.reader .report.record passes._torch passes.contract passes.graph passes.ops"
@@ -70,17 +75,26 @@ ARROWS = {
     "fxamp.train.compiled": (
         ".capture .train.ranks .train.weights .train.window .view passes._torch passes.contract passes.graph passes.ops"
     ),
-    "fxamp.report.gate": ".convert .report.diff .report.forms .report.reader .report.record passes.contract passes.ops",
+    "fxamp.report.gate": (
+        ".convert .report.diff .report.forms .report.reader .report.record .trust.census passes.contract passes.ops"
+    ),
     "fxamp.train": (
         ".capture .train.compiled .train.ranks .train.scale .train.weights .train.window .trust .trust.census "
-        ".view passes._torch passes.contract"
+        ".trust.ranges .view passes._torch passes.contract"
     ),
     "fxamp.pytest_plugin": ".report.gate",
-    "fxamp.demo": ".convert .measure .train .train.weights passes.contract",
-    "fxamp.report": ".capture .report.forms .report.page .report.reader .report.record .train passes.contract",
+    "fxamp.demo": (
+        ".convert .measure .report .report.gate .report.reader .train .train.weights .trust.census passes.contract"
+    ),
+    "fxamp.report": (
+        ".capture .report.forms .report.page .report.reader .report.record .train .trust.census passes.contract"
+    ),
+    "fxamp.integrations": (".capture .convert .train .train.scale .trust.census .view passes.contract passes.ops"),
+    "fxamp.lightning": ".integrations",
+    "fxamp.huggingface": ".integrations",
     "fxamp.cli": (
-        ".convert .demo .report .report.diff .report.forms .report.gate .report.reader .trust.census .trust.error "
-        "passes passes.contract passes.ops"
+        ".convert .demo .report .report.diff .report.forms .report.gate .report.reader .trust.census .trust.choice "
+        ".trust.error passes passes.contract passes.ops"
     ),
     "fxamp.__main__": ".cli",
 }

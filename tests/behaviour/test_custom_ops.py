@@ -73,3 +73,32 @@ def test_an_op_without_a_rule_is_treated_as_the_policy_says(choice: str, front_e
         decision = next(d for d in fxamp.plan_of(module).decisions if "unlisted" in d.op)
         assert decision.colour == "float32"
         assert decision.code == {"keep": "keep", "fp32": "unknown_op"}[choice]
+
+
+@each_front_end
+@pytest.mark.parametrize("where", ["kernel", "fake kernel"])
+def test_an_op_that_refuses_16_bits_is_named_with_the_override_that_helps(front_end: str, where: str) -> None:
+    def refuses(x: Tensor) -> Tensor:
+        if x.dtype != torch.float32:
+            raise RuntimeError("float, please")
+        return x * 2
+
+    with operators._scoped_library("fxamp_picky", "FRAGMENT") as library:
+        library.define("picky(Tensor x) -> Tensor")
+        library.impl("picky", refuses, "CompositeExplicitAutograd")
+        fake = refuses if where == "fake kernel" else lambda x: torch.empty_like(x)
+        operators.register_fake("fxamp_picky::picky", fake, lib=library)
+
+        class Inside(torch.nn.Module):
+            def forward(self, x: Tensor) -> Tensor:
+                return torch.ops.fxamp_picky.picky(x)
+
+        model = Two(lambda self, x: self.m(self.inside(self.l(x))), inside=Inside()).requires_grad_(False)
+        with pytest.raises(RuntimeError, match="float, please") as caught:
+            convert(model, one(), front_end, "O1,dtype=bf16")(*one())
+        if hasattr(caught.value, "__notes__"):  # Python 3.10 has none
+            note = "\n".join(caught.value.__notes__)
+            for said in ("fxamp_picky::picky of 'inside'", "test_custom_ops.py:", "ops.fxamp_picky::picky=fp32"):
+                assert said in note
+        helped = convert(model, one(), front_end, "O1,dtype=bf16,ops.fxamp_picky::picky=fp32", check=False)
+        torch.testing.assert_close(helped(*one()), model(*one()), rtol=0.02, atol=0.02)

@@ -10,7 +10,10 @@ from tests.support.ranks import TOOLS, train
 
 pytest.importorskip("transformers")
 pytestmark = [pytest.mark.filterwarnings("ignore")]
-NEEDS = {"Trainer": "accelerate", "Accelerate": "accelerate", "Fabric": "lightning", "Lightning": "lightning"}
+NEEDS = {
+    "Trainer": "accelerate", "Accelerate": "accelerate", "Fabric": "lightning", "Lightning": "lightning",
+    "Fabric's plugin": "lightning", "Lightning's plugin": "lightning",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("tool", ["by hand", *(pytest.param(t, marks=pytest.mark.matrix) for t in NEEDS)])

@@ -111,7 +111,7 @@ def test_extras_in_commands_are_there() -> None:
     project = text_of(ROOT / "pyproject.toml").partition("[project.optional-dependencies]")[2].partition("\n[")[0]
     extras = set(re.findall(r"^(\w+) = \[", project, re.MULTILINE))
     named = {extra for page in PAGES for extra in re.findall(r'install.*"(?:\.|fxamp)\[(\w+)\]"', text_of(page))}
-    assert {"demo", "test"} <= named <= extras
+    assert {"lightning", "test"} <= named <= extras
 
 
 def test_files_that_are_named_are_there_and_diffs_have_been_made() -> None:

@@ -32,6 +32,7 @@ from passes.graph.by_rows import original_dtypes
 from passes.graph.notes import CAST_OPERAND, is_inserted, note
 from passes.graph.values import Inference
 from passes.runtime.casts import CAST
+from passes.runtime.regions import grad_mode
 
 aten = torch.ops.aten
 DTYPES = {
@@ -39,7 +40,7 @@ DTYPES = {
     "bool": torch.bool, "c64": torch.complex64,
 }  # fmt: skip
 _SHORT = {dtype: name for name, dtype in DTYPES.items()}
-_PLAIN = {"getitem": operator.getitem, "grad_enabled": torch.is_grad_enabled, "set_grad": torch._C._set_grad_enabled}
+_PLAIN = {"getitem": operator.getitem, "grad_enabled": grad_mode, "set_grad": torch._C._set_grad_enabled}
 
 
 class Builder:
@@ -76,7 +77,7 @@ class Builder:
     def infer(self, node: Node) -> None:
         """Compute the fake value of a call."""
         target: Any = node.target
-        if target in (torch.is_grad_enabled, torch._C._set_grad_enabled):
+        if target in (grad_mode, torch._C._set_grad_enabled):
             return
         args, kwargs = torch.fx.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta.get("val"))
         with self.mode, torch.no_grad():

@@ -154,8 +154,61 @@ def fit(converted: bool) -> list[float]:
     return losses
 
 
+def fabric_by_plugin(converted: bool) -> list[float]:
+    import lightning
+
+    import fxamp
+
+    plugins = [fxamp.lightning.FxampPrecision(LOW)] if converted else None
+    run = lightning.Fabric(accelerator="cpu", devices=2, strategy="ddp", plugins=plugins)
+    run.launch()
+    model, losses = bert(), []
+    module, optimizer = run.setup(model, torch.optim.SGD(model.parameters(), 0.05))
+    for batch in run.setup_dataloaders(loader()):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=not converted):
+            loss = module(**batch).loss
+        run.backward(loss)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def fit_by_plugin(converted: bool) -> list[float]:
+    import lightning
+
+    import fxamp
+
+    losses: list[float] = []
+
+    class Module(lightning.LightningModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = bert()
+
+        def training_step(self, batch: Any, index: int) -> Any:
+            loss = self.model(**batch).loss
+            losses.append(loss.item())
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), 0.05)
+
+    plugin = fxamp.lightning.FxampPrecision(LOW)
+    own: dict[str, Any] = {"plugins": [plugin]} if converted else {"precision": "bf16-mixed"}
+    run = lightning.Trainer(
+        max_epochs=1, accelerator="cpu", devices=2, strategy="ddp", logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, **own,
+    )  # fmt: skip
+    run.fit(Module(), loader())
+    if converted:
+        assert fxamp.plan_of(plugin.views["model"]).casts > 0
+    return losses
+
+
 TOOLS: dict[str, Callable[[bool], list[float]]] = {
     "by hand": by_hand, "Trainer": trainer, "Accelerate": accelerator, "Fabric": fabric, "Lightning": fit,
+    "Fabric's plugin": fabric_by_plugin, "Lightning's plugin": fit_by_plugin,
 }  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from torch.fx import GraphModule
 from passes.contract.errors import FxampError
 from passes.contract.plan import Plan
 
+from ..forms.notebook import as_text
 from ..reader.reader import Readable, captured_and_emitted, emitted, plan_in
 from . import listing
 from .changes import PLAN_KEY as PLAN_KEY
@@ -56,6 +57,14 @@ class GraphDiff:
     def __bool__(self) -> bool:
         """Say whether the two differ."""
         return bool(self.changes or self.renamed)
+
+    def __repr__(self) -> str:
+        """Return the totals."""
+        return f"<fxamp diff: {self.totals}>"
+
+    def _repr_html_(self) -> str:
+        """Show the text in a notebook."""
+        return as_text(str(self))
 
     def __str__(self) -> str:
         """Return the listing: what each side is, the totals, then module by module one line per change."""

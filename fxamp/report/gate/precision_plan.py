@@ -19,7 +19,8 @@ from passes.contract.errors import PlanError
 from passes.contract.plan import Plan
 from passes.contract.policy import Policy
 
-from ...convert import converted_in, to_read
+from ...convert import convert, converted_in, to_read
+from ...trust.census.census import census
 from ..reader.reader import with_totals
 from .gate import KEPT, check
 from .outcomes import to_text
@@ -77,6 +78,32 @@ class PrecisionPlan:
         path.parent.mkdir(parents=True, exist_ok=True)
         with_totals(make(None))[0].save(path)
         pytest.fail(f"wrote {shown}: read it and commit it. Before that:\n{said}", pytrace=False)
+
+    def run(
+        self, model_or_step: Any, inputs: Any, target: Any = None, *, loss: Callable[..., Any] | None = None,
+        policy: Policy | str = "O1",
+    ) -> None:  # fmt: skip
+        """Fail the test if one real step does not run as planned; see `fxamp.census`.
+
+        Args:
+            model_or_step: to be converted; or a module that `fxamp.convert` returned, or a TrainStep, as it is.
+            inputs: as `fxamp.census` takes them.
+            target: as `fxamp.census` takes it.
+            loss: as `fxamp.census` takes it.
+            policy: a level, a policy string or a Policy, for a model that is not converted.
+
+        Raises:
+            FxampError: the step cannot be run, or a model cannot be converted under the policy.
+        """
+        given = model_or_step
+        if isinstance(given, nn.Module) and not converted_in(given):
+            given = convert(given, policy=policy)
+        found = census(given, inputs, target, loss=loss)
+        if found.planned is None:
+            pytest.fail(f"nothing of this {type(given).__name__} is converted: give it a view", pytrace=False)
+        if found.differences:
+            listed = "\n".join(f"  {difference}" for difference in found.differences)
+            pytest.fail(f"{found.name} did not run as planned:\n{listed}", pytrace=False)
 
     def _claimed(self, name: str) -> Path:
         """Return the path of a file that belongs only to this test."""

@@ -39,6 +39,7 @@ def page(
     model: str = "model",
     training: Sequence[tuple[str, str]] = (),
     nodes: Sequence[NodeRecord] | None = None,
+    census: Mapping[str, Any] | None = None,
 ) -> str:
     """Return the page of a record.
 
@@ -47,6 +48,7 @@ def page(
         model: the name of its class.
         training: facts about the training step, as (name, text) pairs.
         nodes: those to show; all of them where it is None.
+        census: a census as plain data, for a tab of its own.
     """
     shown = record.nodes if nodes is None else tuple(nodes)
     said = []
@@ -62,6 +64,7 @@ def page(
         "model": model, "policy": record.policy, "notes": record.notes, "training": training, "said": said,
         "made": f"{record.device} · captured by {record.capture} · torch {record.torch} · fxamp {record.fxamp}",
         "meanings": {code.value: code.meaning for code in Code}, "files": excerpts(shown),
+        "census": census,
         "states": [_state(record, state, shown) for state in record.states], **_columns(shown),
     }  # fmt: skip
     return _render(f"{model}: precision under {record.policy}", data)

@@ -13,6 +13,7 @@ from passes.contract.errors import FxampError
 from passes.contract.plan import Plan
 
 from ...capture import compiled
+from ...capture.emitted import record_on
 from ...convert import converted_in, graphs, plan_of
 from ...view.graphs import bound, captured_of, numbered
 from ...view.view import is_view, runner_of
@@ -44,7 +45,7 @@ def emitted(module: nn.Module) -> list[Emitted]:
     found = converted_in(module)
     if not found or found[0][0]:
         return []
-    made = [(gm, record) for gm in graphs(module) if (record := compiled.record_on(gm)) is not None]
+    made = [(gm, record) for gm in graphs(module) if (record := record_on(gm)) is not None]
     once = {record["number"]: (gm, record) for gm, record in reversed(made)}  # of states that share a part of the plan
     return [Emitted(n, record.get("part", ""), gm, ()) for n, (gm, record) in sorted(once.items())]
 
@@ -60,7 +61,8 @@ def captured_and_emitted(view: object) -> list[tuple[str, GraphModule, GraphModu
         raise FxampError(f"a {type(view).__name__} alone has nothing to be compared with; give a view, or two sides")
     plan_of(view)  # says that nothing was captured yet
     runner = runner_of(view)
-    return [(str(e.state), captured_of(runner, e), bound(runner, e)) for e, _, _ in numbered(runner)]
+    found = [(placed.runner, placed.entry) for placed, _, _ in numbered(runner)]
+    return [(str(entry.state), captured_of(each, entry), bound(each, entry)) for each, entry in found]
 
 
 def record_of(given: object, plan: Plan | None = None) -> Record:

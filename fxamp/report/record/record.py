@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 from pathlib import Path
 from typing import Any, Literal
@@ -243,4 +244,6 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def schema() -> dict[str, Any]:
     """Return the JSON Schema (2020-12) of a record."""
     made = json.loads(msgspec.json.encode(msgspec.json.schema(Record)))  # in which a default is as JSON has it
+    for kind in made["$defs"].values():  # docstrings, from which only Python 3.13 takes the indentation
+        kind["description"] = inspect.cleandoc(kind["description"])
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "fxamp precision record", **made}

@@ -14,9 +14,11 @@ from passes._torch import compiled_call, is_compiled_in_place, original_of
 
 from ...capture.compiled import runner_of
 from ...convert import converted_in
+from ...report.forms.notebook import as_text
 from ..given_step import model_of
 from .differences import Difference, differences_of, odd_products, of_products
 from .graphs import watched_graphs
+from .inductor import Compiled, compiled_of, compiled_otherwise
 from .rows import Row, ledgers_of, planned_rows, rows_of, where_of
 from .scaling import Scaling, scaling_differences, scaling_of
 from .step import Step, run
@@ -36,6 +38,7 @@ class Census:
         differences: What did not run as planned. Without a plan: products that ran in another dtype than most.
         scaling: The facts of loss scaling.
         notes: What is to be said of the step, and what could not be seen.
+        compiled: What Inductor's record says of each graph that it compiled.
 
     Example:
         >>> found = fxamp.census(converted, x)
@@ -52,6 +55,7 @@ class Census:
     differences: tuple[Difference, ...]
     scaling: Scaling
     notes: tuple[str, ...] = field(default=())
+    compiled: tuple[Compiled, ...] = field(default=())
 
     @property
     def casts(self) -> tuple[Row, ...]:
@@ -92,7 +96,7 @@ class Census:
 
         Example:
             >>> sorted(__import__("json").loads(fxamp.census(model, x).to_json()))[:4]
-            ['casts', 'differences', 'name', 'notes']
+            ['casts', 'compiled', 'differences', 'name']
         """
         casts = {"count": sum(r.casts for r in self.ran), "bytes": sum(r.cast_bytes for r in self.ran)}
         said = [{**asdict(d), "text": str(d)} for d in self.differences]
@@ -101,6 +105,10 @@ class Census:
 
     def __str__(self) -> str:
         return _text(self)
+
+    def _repr_html_(self) -> str:
+        """Show the text in a notebook."""
+        return as_text(str(self))
 
     def __repr__(self) -> str:
         found = f"{len(self.differences)} differences" if self.differences else "no differences"
@@ -113,7 +121,9 @@ def census(model_or_step: Any, inputs: Any, target: Any = None, *, loss: Callabl
 
     Everything is as before afterwards: parameters, their gradients, buffers, random states, and of a TrainStep the
     optimizer and the scaler. An emitted graph runs node by node meanwhile, so that every op has the name that its
-    decision has. What the kernels of another compiler do inside cannot be seen; the products that they call are.
+    decision has. A graph that Inductor runs is compiled once more, for the census, so that there is its own record of
+    what is stored, loaded and multiplied in which dtype. What other compilers' kernels do inside cannot be seen; the
+    products that they call are.
 
     Args:
         model_or_step: A view, a converted graph, a compiled or any other module, or a TrainStep, of which one window is
@@ -160,13 +170,14 @@ def census_of(model: nn.Module, parts: Mapping[str, nn.Module], step: Step) -> C
     has_plan = bool(parts) or whole or _is_compiled_by_us(model)
     if has_plan:
         found = differences_of(watch, ledgers, views, whole)
+        found += [d for ledger in ledgers for d in compiled_otherwise(ledger)]
     else:
         found = odd_products(watch, {seen: where_of(seen.place, ledgers) for seen in watch.sums})
     found += scaling_differences(scaling, step)
     unseen = [
         f"graph {ledger.number} ran as compiled by {ledger.ran.by}: inside its kernels the dtypes of "
         f"{len(ledger.decisions)} nodes cannot be seen; the products that it called are compared"
-        for ledger in ledgers if ledger.ran.by
+        for ledger in ledgers if ledger.ran.by and ledger.ran.kernels is None
     ]  # fmt: skip
     if inside := of_products(watch, ledgers)[1]:
         nodes = list(dict.fromkeys(d.where for d in inside))
@@ -179,7 +190,7 @@ def census_of(model: nn.Module, parts: Mapping[str, nn.Module], step: Step) -> C
     return Census(
         name=type(original_of(model) or model).__name__, policy=next(iter(policies), ""),
         planned=planned_rows(ledgers) if has_plan else None, ran=rows, differences=tuple(found), scaling=scaling,
-        notes=(*step.notes, *unseen),
+        notes=(*step.notes, *unseen), compiled=tuple(c for c in map(compiled_of, ledgers) if c is not None),
     )  # fmt: skip
 
 
@@ -202,7 +213,7 @@ def _text(found: Census) -> str:
     lines = [f"{found.name}{f', {found.policy}' if found.policy else ''}; {planned}", shown, casts]
     if found.scaling.low_gradients:
         lines.append(f"loss scaling: {found.scaling}")
-    lines += [f"note: {note}" for note in found.notes]
+    lines += [f"note: {note}" for note in (*found.notes, *found.compiled)]
     lines.append(f"differences: {len(found.differences) or 'none'}")
     lines += [f"  {difference}" for difference in found.differences[:_SHOWN]]
     if len(found.differences) > _SHOWN:

@@ -12,7 +12,7 @@ from torch.fx import GraphModule
 
 from passes.contract.plan import Plan
 
-from ...capture.compiled import record_on
+from ...capture.emitted import record_on
 from ...capture.given import flat_inputs
 from ..watch import node_by_node
 

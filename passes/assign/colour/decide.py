@@ -91,11 +91,12 @@ def _pinned(state: State, site: Site) -> Colouring | None:
 
 
 def _overridden(state: State, site: Site) -> Colouring | None:
-    """Return the policy's override of the module that a node was made in, or else of its op."""
+    """Return the policy's override of a node itself, of the module that it was made in, or else of its op."""
     if state.autocast or _moves_written(state, site):
         return None
     policy = state.policy
-    found = module_override(policy, state.stacks.get(site.node, ())) if policy.modules else None
+    found = op_override(policy, state.named[site.node]) if site.node in state.named else None
+    found = found or (module_override(policy, state.stacks.get(site.node, ())) if policy.modules else None)
     found = found or (op_override(policy, site.name) if policy.ops else None)
     if found is None:
         return None

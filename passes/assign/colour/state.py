@@ -10,10 +10,10 @@ import torch
 from torch.fx import Graph, Node
 
 from ...colouring import Colours
-from ...contract.policy import Policy
+from ...contract.policy import Policy, names_nodes
 from ...graph.bodies import Border
 from ...graph.islands import islands
-from ...graph.values import ANY, Aliases, Dtypes, Infer, ValueDtype
+from ...graph.values import ANY, Aliases, Dtypes, Infer, ValueDtype, keys
 from ...ops import ops
 from ...ops.rules import Rule
 from .extremes import Extremes
@@ -54,6 +54,7 @@ class State:
     Attributes:
         autocast: decide as torch's dispatcher does under autocast, and nothing else.
         stacks: the modules that each node was made in.
+        named: the key of each node, if the policy names nodes by it.
         border: the dtypes at the edges of the graph.
         aggressive: the level goes beyond autocast.
         pinned: representatives of alias sets that must stay FP32; they are kept from one run to the next.
@@ -76,6 +77,7 @@ class State:
         self.device = policy.device or "cpu"
         self.low: Any = policy.dtype
         self.user_casts = Casts(original)
+        self.named = keys(graph.nodes) if names_nodes(policy) else {}
         self.tried: dict[Any, bool] = {}
         self.pinned = {aliases.find(v) for v in observed(graph) if original[v] in (torch.float32, ANY)}
         self.aggressive = not autocast and policy.level.stores_low

@@ -18,6 +18,7 @@ from torch.func import functional_call, grad, vmap
 from torch.fx import GraphModule, symbolic_trace
 
 import fxamp
+from passes._torch import pytree
 from passes.graph.notes import is_inserted
 from tests.support.front_ends import WARNINGS, fresh, under_autocast
 from tests.support.helpers import Two, assert_same, example, saved
@@ -27,6 +28,7 @@ pytestmark = [
 ]  # fmt: skip
 __all__ = ["fresh"]
 X = example()
+AT = torch.tensor([[1, 2, 3], [4, 3, 2]])
 ROWS = ({0: torch.export.Dim("rows")},)
 
 
@@ -41,6 +43,16 @@ def regions(self: Any, x: Tensor) -> Any:
         z = self.m(y)
     with torch.autocast("cpu", torch.bfloat16):
         return y + self.m(z).float()
+
+
+def seeded(module: nn.Module) -> Tensor:
+    torch.manual_seed(1)
+    made: Tensor = module(X)
+    return made
+
+
+def noise(self: Any, x: Tensor) -> Any:
+    return self.m(self.l(x) + torch.rand(6))
 
 
 def branch(self: Any, x: Tensor) -> Any:
@@ -70,29 +82,25 @@ WAYS: dict[str, Callable[[GraphModule], Any]] = {
     "torch.save": saved, "export": lambda g: torch.export.export(g, (X,), strict=False).module(),
     "torch.compile": lambda g: torch.compile(g, backend="aot_eager", fullgraph=True),
 }  # fmt: skip
-# Unpickling traces the code again: torch cannot trace `cond`, and switches of modes are not recorded.
-KINDS: dict[str, tuple[Callable[..., Any], set[str]]] = {
-    "layers": (layers, set()), "regions": (regions, {"pickle", "torch.save"}),
-    "a branch": (branch, {"pickle", "torch.save"}),
-}  # fmt: skip
+KINDS: dict[str, Callable[..., Any]] = {"layers": layers, "regions": regions, "a branch": branch, "noise": noise}
 
 
 @pytest.mark.parametrize("how", ["export", "fx"])
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_graph_stays_a_graph_whatever_is_done_with_it(kind: str, level: str, how: str) -> None:
-    forward, impossible = KINDS[kind]
+    forward = KINDS[kind]
     if how == "fx" and kind != "layers":
         pytest.skip("symbolic tracing does not record it")
-    if (kind, level) == ("regions", "O0"):
-        impossible = {*impossible, "export"}  # an autocast region that is kept; from O1 on its casts are in the graph
+    # An autocast region is kept at O0; from O1 on its casts are in the graph.
+    impossible = {"export"} if (kind, level) == ("regions", "O0") else set()
     model = model_of(forward)
     given: Any = export(model) if how == "export" else symbolic_trace(model)
     before = str(given.graph)
     graph = fxamp.convert(given, (X,), policy=f"{level},dtype=bf16")
-    expected = graph(X)
+    expected = seeded(graph)
     for way in WAYS.keys() - impossible:
-        assert torch.equal(WAYS[way](graph)(X), expected), way
+        assert torch.equal(seeded(WAYS[way](graph)), expected), way
     for way in {"deepcopy", "pickle", "torch.save"} - impossible:
         assert fxamp.plan_of(WAYS[way](graph)) == fxamp.plan_of(graph)
     assert isinstance(graph, GraphModule)
@@ -103,7 +111,7 @@ def test_a_graph_stays_a_graph_whatever_is_done_with_it(kind: str, level: str, h
     assert list(graph.state_dict()) == list(model.state_dict())
     assert all(graph.get_parameter(name) is p for name, p in model.named_parameters())
     if level == "O0":
-        assert torch.equal(expected, model(X))
+        assert torch.equal(expected, seeded(model))
     if level == "O1" and kind == "layers":
         assert torch.equal(expected, under_autocast(model, (X,)).float())
 
@@ -169,6 +177,70 @@ def test_sizes_that_vary_or_that_a_trace_knows_nothing_of_are_taken() -> None:
     graph = fxamp.convert(export(Two(two), X, X, dynamic_shapes=({0: shared}, {0: shared})))
     with pytest.raises(fxamp.CaptureError, match="size 5, and was exported with that of dimension 0 of input 'x', 7"):
         graph(example(7), example(5))
+
+
+# Modes, dtypes and autocast around a graph.
+
+
+def test_a_graph_keeps_its_mode_and_says_so_when_another_is_asked_for() -> None:
+    def drops(self: Any, x: Tensor) -> Any:
+        return F.dropout(self.l(x), training=self.training)
+
+    model = model_of(drops)
+    by_view = fxamp.convert(model, (X,))
+    for graph in (fxamp.convert(export(model)), fxamp.convert(symbolic_trace(model), (X,)), *fxamp.graphs(by_view)):
+        for made in (graph, copy.copy(graph), copy.deepcopy(graph), pickle.loads(pickle.dumps(graph))):
+            made.train()
+            with pytest.warns(UserWarning, match="captured in train mode and keeps it, dropout of '' .* For eval mode"):
+                made.eval()
+    graph = fxamp.convert(export(model.eval()))
+    graph.eval()
+    with pytest.warns(UserWarning, match="captured in eval mode"):
+        graph.train()
+    fxamp.convert(export(model_of(layers))).eval()  # without an op that has a mode, nothing is said
+
+
+@pytest.mark.parametrize("way", ["graph", "graph of a view", "pickle", "torch.compile"])
+def test_under_ambient_autocast_a_graph_computes_what_its_plan_says(way: str) -> None:
+    model = model_of(layers)
+    graph = fxamp.convert(export(model), policy="O1,dtype=bf16,modules.m=fp32")
+    run: Any = graph
+    if way == "graph of a view":
+        run = fxamp.graphs(fxamp.convert(model, (X,), policy="O1,dtype=bf16,modules.m=fp32"))[0]
+    elif way != "graph":
+        run = WAYS[way](graph)
+    plain, *_ = pytree.tree_leaves(run(X))
+    with torch.autocast("cpu", torch.bfloat16):
+        ambient, *_ = pytree.tree_leaves(run(X))
+        assert torch.is_autocast_enabled("cpu")
+    assert torch.equal(ambient, plain)
+    assert not torch.equal(plain, fxamp.convert(export(model), policy="O1,dtype=bf16")(X))
+
+
+def test_other_floating_point_dtypes_than_a_program_was_exported_for_are_refused_by_name() -> None:
+    graph = fxamp.convert(export(model_of(layers)))
+    for module in (graph, copy.deepcopy(graph), pickle.loads(pickle.dumps(graph))):
+        with pytest.raises(fxamp.CaptureError, match=r"'x' is .*float64, and was exported as .*float32"):
+            module(X.double())
+    embeds = fxamp.convert(export(nn.Embedding(5, 3), AT))
+    assert torch.equal(embeds(AT.int()), embeds(AT))
+
+
+@pytest.mark.parametrize("level", ["O0", "O1"])
+def test_an_error_in_a_region_of_a_graph_leaves_no_mode_switched(level: str) -> None:
+    def fails(self: Any, at: Tensor) -> Any:
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            return self.l(self.table(at))
+
+    model = Two(fails, table=nn.Embedding(5, 6))
+    view = fxamp.convert(model, (AT,), policy=f"{level},dtype=bf16")
+    for run in (fxamp.convert(export(model, AT), policy=f"{level},dtype=bf16"), *fxamp.graphs(view), view):
+        with pytest.raises(IndexError):
+            run(AT + 5)
+        assert torch.is_grad_enabled()
+        assert not torch.is_autocast_enabled("cpu")
+        assert torch.autocast_increment_nesting() == 1
+        torch.autocast_decrement_nesting()
 
 
 # Bad input.
@@ -331,9 +403,6 @@ class Tied(nn.Module):
 
     def forward(self, at: Tensor) -> Any:
         return self.head(self.b(self.a(self.norm(self.l(self.emb(at))))))
-
-
-AT = torch.tensor([[1, 2, 3], [4, 5, 6]])
 
 
 @pytest.mark.parametrize("how", ["export", "fx"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import math
 from typing import Any
 
@@ -384,6 +386,45 @@ def test_a_switch_is_in_the_state_and_resumes() -> None:
     assert dict(fxamp.report(step).training)["policy from window 1 on"] == "O1,dtype=bf16"
 
 
+def test_a_switch_to_a_plan_replays_it_and_is_in_the_state() -> None:
+    by_hand = converted("O1,dtype=bf16,modules.first=fp32")
+    by_hand(X[0])
+    plan = fxamp.plan_of(by_hand)
+    model, again = converted(BF16), converted(BF16)
+    step, resumed = (TrainStep(m, loss_times, sgd(m)) for m in (model, again))
+    step(X[0])
+    step.switch(plan)
+    step(X[1])
+    assert [(d.key, d.colour) for d in fxamp.plan_of(model).decisions] == [(d.key, d.colour) for d in plan.decisions]
+    saved = copy.deepcopy(step.state_dict())
+    step(X[2])
+    resumed.load_state_dict(saved)
+    resumed(X[2])
+    assert equal(state(model), state(again))
+    assert [d.colour for d in fxamp.plan_of(again).decisions] == [d.colour for d in plan.decisions]
+    step.switch(BF16)
+    assert step.state_dict()["switched_plan"] is None
+
+
+def test_a_plan_of_a_whole_model_is_switched_to_in_each_view_of_it() -> None:
+    def blocks(policy: str) -> nn.Sequential:
+        torch.manual_seed(0)
+        layers = [nn.Sequential(nn.Linear(6, 6), nn.GELU()) for _ in range(2)]
+        return nn.Sequential(*(fxamp.convert(layer, policy=policy + ",output_dtype=autocast") for layer in layers))
+
+    fp32, low = blocks("O1,dtype=bf16,modules.0=fp32"), blocks(BF16)
+    fp32(X[0])
+    plan = fxamp.plan_of(fp32)
+    step = TrainStep(low, loss_times, sgd(low))
+    step.switch(plan)
+    assert torch.equal(low(X[0]), fp32(X[0]))
+    found = fxamp.plan_of(low).decisions
+    assert [(d.key, d.colour) for d in found] == [(d.key, d.colour) for d in plan.decisions]
+    assert {d.module_path for d in found} == {"0.0", "0.1", "1.0", "1.1"}
+    with pytest.raises(PolicyError, match="another model: it decides on nothing in '1', which is a view"):
+        step.switch(dataclasses.replace(plan, decisions=plan.decisions[:2]))
+
+
 def test_a_switch_that_cannot_be_is_refused() -> None:
     model = converted(BF16)
     step = TrainStep(model, loss_times, sgd(model), accumulate_steps=2)
@@ -436,7 +477,7 @@ def test_the_generators_of_python_and_numpy_are_in_the_state() -> None:
     numpy = pytest.importorskip("numpy")
     model = converted(BF16)
     step = TrainStep(model, loss_times, sgd(model))
-    saved = step.state_dict()
+    saved = copy.deepcopy(step.state_dict())
     drawn = random.random(), numpy.random.rand(), torch.rand(1)
     random.random(), numpy.random.rand()
     step.load_state_dict(saved)

@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import fxamp
 from passes.contract.errors import CaptureError, NotAModuleError, PolicyError
@@ -197,6 +199,162 @@ def test_what_another_compiler_ran_is_said() -> None:
     assert any(row.product and row.where.startswith("(graph 0") for row in found.ran)
 
 
+def test_what_inductor_compiled_is_compared_by_its_own_record() -> None:
+    found = fxamp.census(view_of(Net(), backend="inductor"), X, Y, loss=CE)
+    assert found, said(found)
+    [compiled] = found.compiled
+    assert compiled.stored + compiled.fused == compiled.nodes
+    assert compiled.fused > 0
+    assert compiled.products == 2
+    assert {"bfloat16", "float32"} <= compiled.loads.keys() & compiled.stores.keys()
+    assert "were fused away" in str(found)
+    assert json.loads(found.to_json())["compiled"][0]["fused"] == compiled.fused
+
+
+def test_what_inductor_compiles_otherwise_than_planned_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from passes._torch import inner_backend as own
+
+    def wrong(*settings: Any) -> Any:
+        def compile(graph: Any, inputs: Any) -> Any:
+            flip(graph)
+            graph.recompile()
+            return own(*settings)(graph, inputs)
+
+        return compile
+
+    view = view_of(Net(), backend="inductor")
+    monkeypatch.setattr("fxamp.capture.backend.inner_backend", wrong)
+    found = fxamp.census(view, X, Y, loss=CE)
+    assert "first/linear#0: planned bfloat16, ran float32" in said(found)
+    assert "Inductor" in said(found)
+
+
+# Ways in which a call of a view could miss its plan, and does not.
+
+
+def recomputed_by_a_checkpoint() -> Any:
+    class Recomputed(Net):
+        def between(self, x: Tensor) -> Tensor:
+            out: Tensor = checkpoint(
+                lambda x: torch.tanh(x @ torch.ones(16, 16, dtype=x.dtype)), x, use_reentrant=False
+            )
+            return out
+
+    return fxamp.census(view_of(Recomputed()), X)
+
+
+def custom_op_without_a_rule() -> Any:
+    class Custom(Net):
+        def between(self, x: Tensor) -> Tensor:
+            out: Tensor = halved(x)
+            return out
+
+    return fxamp.census(view_of(Custom()), X)
+
+
+@torch.library.custom_op("test_census::halved", mutates_args=())
+def halved(x: Tensor) -> Tensor:
+    return x / 2
+
+
+@halved.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+halved.register_autograd(lambda context, gradient: gradient / 2)
+
+
+def module_replaced() -> Any:
+    model = Net()
+    view = view_of(model)
+    view.last = nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 4))
+    found = fxamp.census(view, X)
+    assert {row.where for row in found.ran if row.product and row.graph >= 0} >= {"last.0/linear#0", "last.1/linear#0"}
+    return found
+
+
+def functional_call_with_other_weights() -> Any:
+    view = view_of(Net())
+    other: dict[str, Tensor] = {name: nn.Parameter(p.detach() + 1) for name, p in view.named_parameters()}
+
+    class Called(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = view
+
+        def forward(self, x: Tensor) -> Any:
+            return torch.func.functional_call(self.body, other, (x,))
+
+    return fxamp.census(Called(), X)
+
+
+def counted_at_its_first_call() -> Any:
+    view = fxamp.convert(Net(), policy=O2)
+    with FlopCounterMode(display=False):
+        view(X)
+    return fxamp.census(view, X)
+
+
+def inside_another_compile() -> Any:
+    view = view_of(Net())
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = view
+
+        def forward(self, x: Tensor) -> Any:
+            return self.body(x * 2) + 1
+
+    outer: Any = torch.compile(Outer(), backend="eager")
+    return fxamp.census(outer, X)
+
+
+def region_in_float32() -> Any:
+    class Wide(Net):
+        def between(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.float32):  # which torch takes for one that is off
+                out: Tensor = x.float() @ torch.ones(16, 16)
+            return out
+
+    found = fxamp.census(view_of(Wide()), X)
+    assert any(row.product and row.dtype == "float32" for row in found.ran)
+    return found
+
+
+AS_PLANNED = [
+    recomputed_by_a_checkpoint, custom_op_without_a_rule, module_replaced, functional_call_with_other_weights,
+    counted_at_its_first_call, inside_another_compile, region_in_float32,
+]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:In CPU autocast")
+@pytest.mark.parametrize("way", AS_PLANNED, ids=lambda way: way.__name__)
+def test_what_runs_as_planned_all_the_same_has_no_difference(way: Callable[[], Any]) -> None:
+    found = way()
+    assert found, said(found)
+
+
+def test_generation_is_in_the_plan() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(vocab_size=60, n_positions=32, n_embd=32, n_layer=1, n_head=2)
+    view = fxamp.convert(transformers.GPT2LMHeadModel(config).eval(), policy=O1)
+    ids = torch.randint(0, 60, (1, 4))
+
+    def generated(out: Any) -> Tensor:
+        view.generate(ids, max_new_tokens=2, do_sample=False, pad_token_id=0)
+        return out.logits.float().sum()
+
+    found = fxamp.census(view, {"input_ids": ids}, loss=generated)
+    assert found, said(found)
+
+
+def test_a_policy_that_matches_nothing_never_gets_to_a_census() -> None:
+    with pytest.raises(PolicyError, match="nearest name is 'first'"):
+        fxamp.convert(Net(), policy="O2,modules.firsd=fp32")
+
+
 # Afterwards everything is as before.
 
 
@@ -362,16 +520,18 @@ def changed(change: Callable[[Any], None]) -> Any:
     return fxamp.census(graph, X, Y, loss=CE)
 
 
-def flipped_dtype() -> Any:
-    def change(graph: Any) -> None:
-        linear = next(n for n in graph.graph.nodes if "linear" in n.name)
-        for cast in linear.all_input_nodes:
-            cast.args = (cast.args[0], torch.float32)
-        with graph.graph.inserting_after(linear):
-            back = graph.graph.call_function(torch.ops.aten.to.dtype, (linear, torch.bfloat16))
-        linear.replace_all_uses_with(back, lambda user: user is not back)
+def flip(graph: Any) -> None:
+    """Run the first product in FP32, and round its result."""
+    linear = next(n for n in graph.graph.nodes if "linear" in n.name)
+    for cast in linear.all_input_nodes:
+        cast.args = (cast.args[0], torch.float32)
+    with graph.graph.inserting_after(linear):
+        back = graph.graph.call_function(torch.ops.aten.to.dtype, (linear, torch.bfloat16))
+    linear.replace_all_uses_with(back, lambda user: user is not back)
 
-    return changed(change)
+
+def flipped_dtype() -> Any:
+    return changed(flip)
 
 
 def removed_cast() -> Any:
@@ -492,6 +652,8 @@ def test_a_census_prints_and_is_json() -> None:
     assert data["differences"] == []
     assert data["share"] == pytest.approx(1.0)
     assert len(repr(found).splitlines()) == 1
+    assert "differences: none" in found._repr_html_()
+    assert "linear" in fxamp.diff(view_of(Net()))._repr_html_()
 
 
 # Bad input.

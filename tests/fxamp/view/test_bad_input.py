@@ -100,6 +100,27 @@ def test_a_part_with_another_policy_is_run_by_its_plan() -> None:
     assert not torch.equal(expected.float(), plain.float())
 
 
+def test_the_plan_of_a_model_has_the_plans_of_the_views_inside_it() -> None:
+    def outer(self: Any, x: Tensor) -> Any:
+        return F.softmax(self.inner(self.l(x)), -1)
+
+    inner = fxamp.convert(Two(), policy="O1,dtype=bf16,modules.l=fp32,output_dtype=autocast")
+    model = Two(outer, inner=inner)
+    view = fxamp.convert(model, policy="O1,dtype=bf16")
+    expected = view(X)
+    plan = fxamp.plan_of(view)
+    colours = [(d.module_path, d.op, d.colour) for d in plan.decisions]
+    assert colours == [
+        ("", "softmax", "bfloat16"), ("l", "linear", "bfloat16"), ("inner.l", "linear", "float32"),
+        ("inner.m", "linear", "bfloat16"),
+    ]  # fmt: skip
+    assert not any("inner" in note for note in plan.notes)
+    assert len(fxamp.graphs(view)) == plan.graphs == 3
+    again = fxamp.convert(copy.deepcopy(model), (X,), plan=plan)
+    assert torch.equal(again(X), expected)
+    assert fxamp.plan_of(again).decisions == plan.decisions
+
+
 def test_a_copy_of_a_model_that_is_compiled_in_place_is_converted() -> None:
     view = fxamp.convert(copy.deepcopy(in_place(Two())), (X,))
     assert len(fxamp.plan_of(view).decisions) == 2

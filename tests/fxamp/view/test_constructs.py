@@ -582,3 +582,28 @@ def test_what_autocast_would_give_is_given_in_both_modes() -> None:
     model = norms()
     view = fxamp.convert(model, one(), policy="O1,dtype=bf16").eval()
     assert torch.equal(view(example()), under_autocast(model, one()).float())
+
+
+NOWHERE = """
+import torch
+SCALE = 2.0
+def doubled(x):
+    return x * SCALE
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.l = torch.nn.Linear(6, 6)
+    def forward(self, x):
+        return doubled(self.l(x)) + SCALE
+"""
+
+
+@pytest.mark.parametrize("name", ["nowhere_to_be_found", "json", None])
+def test_a_model_of_a_module_that_python_cannot_import_reads_its_own_globals(name: str | None) -> None:
+    scope: dict[str, Any] = {} if name is None else {"__name__": name}
+    exec(NOWHERE, scope)
+    model, x = scope["Model"](), example()
+    view = fxamp.convert(model, (x,), policy="O0")
+    assert torch.equal(view(x), model(x))
+    scope["SCALE"] = 3.0
+    assert torch.equal(view(x), model(x))

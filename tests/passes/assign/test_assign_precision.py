@@ -72,6 +72,17 @@ def test_a_path_beats_a_type_and_a_type_beats_an_op() -> None:
     assert [d.colour for d in decided(module, "linear")] == ["bfloat16", "float32"]
 
 
+def test_an_override_of_a_node_is_that_of_its_key_and_beats_those_of_its_module_and_op() -> None:
+    def between(m: Any, x: Tensor) -> Any:
+        return m.second(F.relu(m.first(m.first(x))))
+
+    policy = fxamp.Policy("O2", modules={"first": "low"}, ops={"relu": "low", "first/linear#0": "fp32"})
+    plan = fxamp.plan_of(convert(between, policy))
+    low = dict.fromkeys(["first/linear#1", "/relu#0", "second/linear#0"], "bfloat16")
+    assert {d.key: d.colour for d in plan.decisions} == {"first/linear#0": "float32", **low}
+    assert fxamp.plan_of(convert(between, str(policy))) == plan
+
+
 def test_an_op_override_lowers_an_op() -> None:
     policy = fxamp.Policy(device="cuda", dtype="bf16", ops={"softmax": "low"})
     plan = plan_of(Net(lambda m, x: torch.softmax(m.first(x), -1)), (X,), policy=policy)
@@ -84,6 +95,7 @@ def test_an_op_override_lowers_an_op() -> None:
     [
         (fxamp.Policy(modules={"frst": "fp32"}), r"modules\.frst.*nearest name is 'first'"),
         (fxamp.Policy(ops={"linaer": "fp32"}), r"ops\.linaer.*nearest name is 'linear'"),
+        (fxamp.Policy(ops={"frst/linear#0": "fp32"}), r"ops\.frst/linear#0.*nearest name is 'first/linear#0'"),
         (fxamp.Policy(modules={"fir*": "fp32", "fir*t": "low"}), "equal rank"),
     ],
 )

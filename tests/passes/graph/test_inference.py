@@ -23,6 +23,7 @@ from passes.graph.values import (
     dtypes_of,
 )
 from passes.runtime import rnn
+from passes.runtime.regions import grad_mode
 from tests.support.calls import call, held, x
 from tests.support.graphs import parse
 from tests.support.helpers import named
@@ -265,7 +266,7 @@ class Literal:
         (torch.equal, (F32, F32), None),
         ("size", (F32, 0), None),
         ("item", (F32,), None),
-        (torch.is_grad_enabled, (), None),
+        (grad_mode, (), None),
         (lib.wide.default, (F32, 0), ANY),
         (abs, (F32,), F32),
         (sorted, (F32,), ANY),  # of which nothing is known

@@ -28,6 +28,7 @@ from passes.graph.values import (
     no_autocast,
     source,
 )
+from passes.runtime.regions import grad_mode
 from tests.support.calls import call, x
 from tests.support.graphs import Builder, parse
 from tests.support.helpers import named
@@ -236,10 +237,10 @@ def test_grad_modes_follow_the_switches() -> None:
     graph = Graph()
     set_grad = torch._C._set_grad_enabled
     outer = graph.placeholder("x")
-    first = graph.call_function(torch.is_grad_enabled)
+    first = graph.call_function(grad_mode)
     graph.call_function(set_grad, (False,))
     inside = graph.call_function(aten.relu.default, (outer,))
-    second = graph.call_function(torch.is_grad_enabled)
+    second = graph.call_function(grad_mode)
     graph.call_function(set_grad, (True,))
     deepest = graph.call_function(aten.relu.default, (outer,))
     graph.call_function(set_grad, (second,))

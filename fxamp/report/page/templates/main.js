@@ -143,7 +143,7 @@ function chooseNode(i, follow = false) {
   for (const row of document.querySelectorAll("#node-table tr[data-node]")) row.classList.toggle("chosen", Number(row.dataset.node) === i);
   if (follow && tab === "graph") canvas.node(i, true);
   else stale.add("graph");
-  history.replaceState(null, "", `#${encodeURIComponent(keyOf(nodes[i]))}`);
+  try { history.replaceState(null, "", `#${encodeURIComponent(keyOf(nodes[i]))}`); } catch { /* in the frame of a notebook */ }
   crumbs();
 }
 
@@ -184,7 +184,8 @@ const legend = (mode) => (mode.amount ? [element("span", { class: "key ramp" }, 
 
 // --- tabs ---
 
-const tabs = [...document.querySelectorAll("[role=tab]")];
+byId("tab-census").hidden = !data.census;
+const tabs = [...document.querySelectorAll("[role=tab]:not([hidden])")];
 function show(name, focus = false) {
   tab = name;
   for (const other of tabs) {
@@ -242,6 +243,7 @@ function fill() {
   if (tab === "nodes") nodeTable(byId("node-table"), `${counted(found.length, "node")} ${where}`, found, words.length ? "" : module, link, chosen);
   if (tab === "compare") compare();
   if (tab === "source") sourceTab(byId("ranks"), byId("files"), state, places, chooseLine);
+  if (tab === "census") censusTab(byId("verdict"), byId("ran"), data.census, link);
   byId("found").textContent = words.length ? `${counted(found.length, "node")} found` : "";
 }
 

@@ -177,3 +177,18 @@ function sourceLine(line, number, code, gap, most, choose) {
     line ? element("button", { type: "button", class: "number", title: words, onclick: () => choose(line.places) }, number) : element("span", { class: "number" }, number),
     bar, said, element("code", {}, code));
 }
+
+// What ran in one step, beside what was planned.
+function censusTab(host, table, found, link) {
+  const said = (title, lines, none) => [element("h2", {}, title), lines.length ? element("ul", {}, ...lines.map((line) => element("li", {}, line))) : element("p", {}, none)];
+  const share = found.share === null ? "There is no plan to compare with." : `${Number((100 * found.share).toFixed(1))} % of the arithmetic ran as planned.`;
+  host.replaceChildren(element("p", { id: "share" }, `One step: ${share} ${counted(found.casts.count, "cast")} moved ${amount(found.casts.bytes, "B")}.`),
+    ...said("What did not run as planned", found.differences.map((d) => d.text), "Nothing."), ...(found.notes.length ? said("Notes", found.notes, "") : []));
+  const ran = [...found.ran].sort((a, b) => b.flops - a.flops);
+  const heads = [["where", "name"], ["when", ""], ["operation", ""], ["ran in", ""], ["times", "number"], ["arithmetic", "number"], ["moved", "number"], ["cast", "number"]];
+  longTable(table, "What ran, most arithmetic first", heads, ran, (row) => element("tr", {},
+    element("th", { scope: "row", class: "name" }, row.graph >= 0 && byKey.has(row.where) ? link(byKey.get(row.where)) : row.where),
+    element("td", {}, row.phase), element("td", {}, row.op), element("td", {}, ...[...new Set(row.operands.concat(row.results))].map(pill)),
+    element("td", { class: "number" }, row.count), element("td", { class: "number" }, row.flops ? amount(row.flops, "FLOPs") : ""),
+    element("td", { class: "number" }, mega(row.bytes)), element("td", { class: "number" }, mega(row.cast_bytes))));
+}

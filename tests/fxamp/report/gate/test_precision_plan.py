@@ -77,6 +77,32 @@ def test_a_plan_is_written_on_demand_and_then_compared(pytester: pytest.Pytester
     run().assert_outcomes(passed=1)
 
 
+def test_a_step_that_does_not_run_as_planned_fails(pytester: pytest.Pytester, run: Run) -> None:
+    pytester.makepyfile(
+        test_it=NET
+        + """
+import fxamp
+
+def test_fine(precision_plan):
+    precision_plan.run(net(), X[0], policy="O1,dtype=bf16")
+    precision_plan.run(fxamp.convert(net(), policy="O2,dtype=bf16"), X)
+
+def test_by_hand(precision_plan):
+    view = fxamp.convert(net(), policy="O1,dtype=bf16")
+    precision_plan.run(view, X, loss=lambda out: out.float().sum() + view[0](X[0]).sum())
+
+def test_fp32(precision_plan):
+    model = net()
+    step = fxamp.TrainStep(model, lambda out: out.sum(), torch.optim.SGD(model.parameters(), 0.1))
+    precision_plan.run(step, X[0])
+"""
+    )
+    result = run()
+    result.assert_outcomes(passed=1, failed=2)
+    result.stdout.fnmatch_lines(["*Sequential did not run as planned:", "*module 0: ran addmm in float32*by hand*"])
+    result.stdout.fnmatch_lines(["*nothing of this TrainStep is converted: give it a view*"])
+
+
 def test_a_plan_that_is_damaged_fails_and_is_written_anew(pytester: pytest.Pytester, run: Run) -> None:
     pytester.makepyfile(test_it=TEST)
     plan = pytester.path / "test_it" / "test_net.plan.json"

@@ -11,8 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 import fxamp
+from fxamp.demo import LeNet5
 from fxamp.report.forms.harmless import visible
 from reports.subjects import converted
 from tests.support.records import HOSTILE, hostile_report, node, report_of
@@ -473,6 +476,37 @@ def test_a_plan_alone_is_shown_without_costs(opened: Opened, tmp_path: Path) -> 
     for tab in ("nodes", "compare", "source"):
         page.locator(f"#tab-{tab}").click()
     assert "example inputs" in page.locator("#ranks").inner_text()
+
+
+def test_a_census_has_a_tab_of_its_own(opened: Opened, tmp_path: Path) -> None:
+    view = fxamp.convert(LeNet5(), (torch.randn(2, 1, 8, 8),), policy="O1,dtype=bf16")
+    lost = nn.Linear(4, 4)
+
+    def loss(out: torch.Tensor) -> torch.Tensor:
+        return out.float().sum() + view.fc3(torch.zeros(1, 84)).sum() + lost(torch.zeros(1, 4)).sum()
+
+    found = fxamp.census(view, torch.randn(2, 1, 8, 8), loss=loss)
+    (tmp_path / "census.html").write_text(fxamp.report(view).to_html(census=found), encoding="utf-8")
+    page = opened(at=tmp_path / "census.html")
+    page.locator("#tab-census").click()
+    assert "of the arithmetic ran as planned" in page.locator("#share").inner_text()
+    assert "module fc3" in page.locator("#verdict").inner_text()
+    rows = page.locator("#ran tbody tr")
+    assert rows.count() == len(found.ran)
+    page.locator("#ran tbody button", has_text="conv2/conv2d#0").first.click()
+    assert page.locator("#panel h2").inner_text() == "conv2d#0"
+    assert opened().locator("#tab-census").is_hidden()
+
+
+def test_a_report_is_shown_in_a_notebook(opened: Opened, tmp_path: Path) -> None:
+    report = fxamp.report(converted("lenet5", "O1,dtype=bf16"))
+    (tmp_path / "cell.html").write_text(f"<!doctype html>{report._repr_html_()}", encoding="utf-8")
+    page = opened(at=tmp_path / "cell.html")
+    inside = page.frame_locator("iframe")
+    assert inside.locator("h1").inner_text() == "LeNet5"
+    inside.locator("#tab-nodes").click()
+    inside.locator("#node-table tbody button").first.click()
+    assert inside.locator("#panel h2").inner_text()
 
 
 def test_a_report_of_nothing_is_a_page(opened: Opened, tmp_path: Path) -> None:

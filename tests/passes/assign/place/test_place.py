@@ -15,8 +15,9 @@ from torch.fx import GraphModule, symbolic_trace
 
 import fxamp
 from fxamp.capture import given
-from fxamp.capture.compiled import runner_of, with_record
+from fxamp.capture.emitted import with_record
 from fxamp.capture.resolve import resolve
+from fxamp.view.view import runner_of
 from passes import compile_graph
 from passes.assign.colour.simulate import Simulation
 from passes.assign.place import choose_storage as placing

@@ -1,0 +1,99 @@
+"""The graphs that a user has: what a call of one leaves as it was, what is kept on one, and how one is pickled."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.fx.graph_module import reduce_graph_module
+
+from passes.contract.devices import DEVICES
+from passes.contract.plan import Plan
+from passes.graph.values import module_path, source
+from passes.ops import ops
+from passes.runtime.regions import ModesKeptOnError
+
+from .advice import name_the_op
+
+_RECORD = "fxamp"  # where a graph keeps what was decided on it
+
+
+class Emitted(GraphModule):
+    """A converted graph: ambient autocast changes nothing in it, and an error in it leaves no mode switched.
+
+    A graph keeps the mode, train or eval, that it was captured in. Where an op has it as an argument, `meta["mode"]`
+    holds it, and names that op; then `train` and `eval` warn about another mode.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the graph."""
+        for device in DEVICES:
+            if torch.is_autocast_enabled(device):
+                with torch.autocast(device, enabled=False):
+                    return self(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            return super().__call__(*args, **kwargs)
+        with ModesKeptOnError():
+            try:
+                return super().__call__(*args, **kwargs)
+            except Exception as e:
+                name_the_op(e)
+                raise
+
+    def train(self, mode: bool = True) -> Emitted:
+        """Set the flag of the module; the graph computes what it did."""
+        captured, op = self.meta.get("mode", (mode, ""))
+        if captured is not mode:
+            has, asked = ("train" if m else "eval" for m in (captured, mode))
+            warnings.warn(
+                f"fxamp: this graph was captured in {has} mode and keeps it, {op} for example. For {asked} mode, "
+                "export or trace the model in that mode, and convert what comes out.",
+                stacklevel=2 if mode else 3,  # `eval` calls this
+            )
+        super().train(mode)
+        return self
+
+    def __reduce__(self) -> Any:
+        _, (fields, imports) = super().__reduce__()
+        return _unpickled, (fields, imports)
+
+    def __copy__(self) -> Emitted:
+        return _again(super().__copy__(), self.__dict__)
+
+
+def _unpickled(fields: dict[str, Any], imports: str) -> Emitted:
+    return _again(reduce_graph_module(fields, imports), fields)
+
+
+def _again(made: Any, fields: dict[str, Any]) -> Emitted:
+    """Return a graph as one of this class, with what is kept on it."""
+    emitted = Emitted(made, made.graph, type(made).__name__)
+    for name, value in fields.items():
+        if not hasattr(emitted, name):
+            setattr(emitted, name, value)
+    emitted.meta, emitted.training = dict(fields["meta"]), made.training
+    return emitted
+
+
+def with_record(gm: GraphModule, plan: Plan, **more: Any) -> GraphModule:
+    """Keep on an emitted graph what was decided on it."""
+    gm.meta[_RECORD] = {"plan": plan, **more}
+    flagged = [(n, flag) for n in gm.graph.nodes if n.op == "call_function" and (flag := _mode_of(n)) is not None]
+    if flagged:
+        node, mode = next((pair for pair in flagged if pair[1]), flagged[0])
+        gm.meta["mode"] = mode, f"{ops.name(node)} of '{module_path(node)}' ({source(node)})"
+    return gm
+
+
+def _mode_of(node: Node) -> bool | None:
+    """Return the mode, True for train, that an op has as an argument; None for other ops."""
+    found = ops.argument(node, "training", ops.argument(node, "train"))
+    return found if isinstance(found, bool) else None
+
+
+def record_on(gm: GraphModule) -> dict[str, Any] | None:
+    """Return what `with_record` kept; None for any other graph."""
+    found: dict[str, Any] | None = gm.meta.get(_RECORD)
+    return found

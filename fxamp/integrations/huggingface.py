@@ -1,0 +1,115 @@
+"""A callback for Hugging Face's Trainer: the plan, the loss scale, skipped steps and a census in its logs.
+
+    view = fxamp.convert(model, policy="O1,dtype=bf16")
+    Trainer(view, arguments, train_dataset=data, callbacks=[FxampCallback()]).train()
+
+The Trainer trains the view as any model. The callback only looks, and refuses a model that is not converted.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from transformers import TrainerCallback
+
+from passes.contract.errors import PolicyError
+from passes.contract.policy import Policy
+
+from ..convert import converted_in, plan_of
+from ..trust.census.census import Census, census
+from ..view.view import is_view, runner_of
+
+logger = logging.getLogger("fxamp")
+
+
+class FxampCallback(TrainerCallback):  # type: ignore[misc]
+    """Log what a Trainer's view runs: its plan, a census after the first step, the loss scale and skipped steps.
+
+    The census runs one step more, of the first batch, after which all state is as before. Entries of the log that begin
+    with `fxamp/` are in `trainer.state.log_history`, and in the checkpoints.
+
+    Args:
+        policy: What the model was converted by; a Trainer whose model was converted by another one is refused.
+        census: Take a census.
+
+    Attributes:
+        census: The census; None before the first step, and where the Trainer's model is not itself a view.
+        skipped: How many steps the scaler skipped.
+
+    Raises:
+        PolicyError: The Trainer's model is not converted, or by another policy.
+
+    Example:
+        >>> callback = FxampCallback("O1,dtype=bf16")
+        >>> trainer = Trainer(fxamp.convert(model, policy="O1,dtype=bf16"), arguments, callbacks=[callback])
+    """
+
+    def __init__(self, policy: Policy | str | None = None, *, census: bool = True) -> None:
+        self.policy = None if policy is None else Policy.of(policy)
+        self.census: Census | None = None
+        self.skipped = 0
+        self._wanted = census
+        self._given: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        """Refuse a model that is not converted, or by another policy."""
+        parts = converted_in(model)
+        if not parts:
+            raise PolicyError(
+                f"the model of this Trainer, {type(model).__name__}, is not converted: pass it what fxamp.convert "
+                "returns, Trainer(fxamp.convert(model), ...)."
+            )
+        for path, part in parts:
+            if self.policy is not None and is_view(part) and runner_of(part).asked != self.policy:
+                raise PolicyError(
+                    f"{path or type(part).__name__} is converted by {runner_of(part).asked}, and FxampCallback was "
+                    f"given {self.policy}: give both the same, or the callback none."
+                )
+        if args.bf16 or args.fp16:
+            logger.info(
+                "fxamp: bf16= and fp16= of TrainingArguments concern code outside of the view's graphs, the dtype of a "
+                "policy that leaves it open, and with fp16= the loss scale; the graphs contain their casts."
+            )
+        if self._wanted and is_view(model):
+            self._remember(model)
+
+    def _remember(self, view: Any) -> None:
+        """Keep what the next call of a view is given."""
+        runner = runner_of(view)
+        before = runner.override
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            runner.override, self._given = before, (args, kwargs)
+            return view(*args, **kwargs)
+
+        runner.override = call
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        """Log the plan and the census after the first step."""
+        if self._given is None:
+            return
+        (given, named), self._given = self._given, None
+        plan = plan_of(model)
+        low = sum(d.colour in ("bfloat16", "float16") for d in plan.decisions)
+        entry: dict[str, Any] = {"fxamp/nodes": len(plan.decisions), "fxamp/low": low, "fxamp/casts": plan.casts}
+        self.census = census(model, named if named else given)
+        found = self.census
+        entry |= {"fxamp/as_planned": found.share, "fxamp/differences": len(found.differences)}
+        state.log_history.append({**entry, "epoch": state.epoch, "step": state.global_step})
+        logger.info("fxamp: census of the first batch\n%s", found)
+        for difference in found.differences:
+            logger.warning("fxamp: did not run as planned: %s", difference)
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
+        """Count skipped steps."""
+        self.skipped += bool(getattr(optimizer, "step_was_skipped", False))
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, optimizer: Any = None, **_: Any) -> None:
+        """Add the loss scale and the number of skipped steps to what is logged."""
+        scaler = getattr(optimizer, "scaler", None)
+        if scaler is None or "loss" not in (logs or {}):
+            return
+        now = {"fxamp/scale": scaler.get_scale(), "fxamp/skipped": self.skipped}
+        logs.update(now)
+        state.log_history[-1].update(now)

@@ -1,0 +1,228 @@
+"""What `fxamp.calibrate` measured, as plain data: the range of each value and gradient, and for which parameters.
+
+Before: O1,dtype=fp16                                        by the rules
+After:  O1,dtype=fp16,ops.fc2/linear#0=fp32                  what came near FP16's largest number runs in FP32
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import zlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+from tabulate import tabulate
+from torch import Tensor, nn
+
+from passes.contract.errors import PlanError
+from passes.contract.plan import Plan
+from passes.contract.plan_format import strictly, write_text
+from passes.contract.policy import Policy
+
+LARGEST = float(torch.finfo(torch.float16).max)  # 65504
+ROOM = 8.0  # a value that was seen beyond this part of the largest number may overflow on another batch
+_SHOWN = 10
+_AGAIN = "calibrate again"
+
+
+@dataclass(frozen=True)
+class Range:
+    """The range of the values of one node, or of the gradients that arrive at it, over all batches.
+
+    Attributes:
+        largest: The largest magnitude; None if a value was not finite.
+        zero: The share of elements, not 0 in FP32, that FP16 rounds to 0. Of tensors of more than 1,024 elements a
+            sample is counted.
+        subnormal: The share of those that FP16 keeps with fewer bits.
+        not_finite: How many of the tensors that were seen held inf or NaN.
+        bound: The largest magnitude that is possible, where the op proves one; None elsewhere.
+    """
+
+    largest: float | None
+    zero: float
+    subnormal: float
+    not_finite: int
+    bound: float | None = None
+
+    @property
+    def fits(self) -> bool:
+        """Whether FP16 holds the values with room to spare, or provably."""
+        if self.bound is not None:
+            return self.bound <= LARGEST
+        return self.largest is not None and self.largest * ROOM < LARGEST
+
+
+@dataclass(frozen=True, repr=False)
+class Calibration:
+    """Measured ranges of values and gradients, by the keys of nodes.
+
+    Attributes:
+        values: The range of the value of each node; casts of its operands count too.
+        gradients: The range of the gradient at each node, of a loss that is not scaled.
+        readers: The nodes that read the value of each node.
+        batches: How many batches were run.
+        scale: The loss scale that `zero` and `subnormal` of gradients count with.
+        parameters: The checksum of each parameter by its name.
+
+    Example:
+        >>> found = fxamp.calibrate(model, x, y, loss=nn.functional.cross_entropy)
+        >>> sorted(found.values), found.large
+        (['0/linear#0', '1/relu#0', '2/linear#0'], ())
+    """
+
+    values: Mapping[str, Range]
+    gradients: Mapping[str, Range]
+    readers: Mapping[str, tuple[str, ...]]
+    batches: int
+    scale: float
+    parameters: Mapping[str, int]
+
+    @property
+    def large(self) -> tuple[str, ...]:
+        """The nodes whose value or gradient comes near FP16's largest number, and those that read such a value."""
+        found = [key for key, held in self.values.items() if not held.fits]
+        found += [reader for key in found for reader in self.readers.get(key, ())]
+        found += [key for key, held in self.gradients.items() if not held.fits]
+        return tuple(dict.fromkeys(found))
+
+    def applied(self, policy: Policy, plan: Plan | None = None) -> Policy:
+        """Return a policy by which no value near FP16's largest number is made or read in FP16.
+
+        Args:
+            policy: With its dtype; one of BF16, which has the range of FP32, comes back as it is.
+            plan: Its plan, if it is known: only what this runs in FP16 is named.
+
+        Example:
+            >>> found = fxamp.calibrate(model, x, y, loss=nn.functional.cross_entropy)
+            >>> str(found.applied(fxamp.Policy("O1", dtype="fp16")))
+            'O1,dtype=fp16'
+        """
+        if policy.dtype is not torch.float16 or not policy.level.rounds:
+            return policy
+        low = None if plan is None else {d.key for d in plan.decisions if d.colour == "float16"}
+        keys = [key for key in self.large if low is None or key in low]
+        return replace(policy, ops=tuple({**dict.fromkeys(keys, "fp32"), **dict(policy.ops)}.items()))
+
+    def refuse_stale(self, model: nn.Module) -> None:
+        """Refuse a model whose parameters are not those that were there when it was calibrated.
+
+        Raises:
+            PlanError: A parameter is missing, is new, or has changed; the message names the first.
+
+        Example:
+            >>> fxamp.calibrate(model, x, y, loss=nn.functional.cross_entropy).refuse_stale(model)
+        """
+        now = checksums(model)
+        for name in {**self.parameters, **now}:
+            if name not in now or name not in self.parameters:
+                side = "the calibration" if name not in now else type(model).__name__
+                raise PlanError(f"this is the calibration of another model: only {side} has '{name}'. {_AGAIN}.")
+            if now[name] != self.parameters[name]:
+                raise PlanError(f"the calibration is stale: '{name}' has changed since. {_AGAIN.capitalize()}.")
+
+    def to_json(self) -> str:
+        """Return everything as JSON.
+
+        Example:
+            >>> found = fxamp.calibrate(model, x, y, loss=nn.functional.cross_entropy)
+            >>> fxamp.Calibration.from_json(found.to_json()) == found
+            True
+        """
+        return json.dumps({**asdict(self), "version": 1}, indent=1, sort_keys=True) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str, *, name: str = "calibration") -> Calibration:
+        """Read a calibration from text.
+
+        Raises:
+            PlanError: It is none.
+
+        Example:
+            >>> found = fxamp.calibrate(model, x, y, loss=nn.functional.cross_entropy)
+            >>> fxamp.Calibration.from_json(found.to_json()).batches
+            1
+        """
+        data = strictly(text, name, "calibration")
+        try:
+            if data.pop("version") != 1:
+                raise PlanError(f"{name}: another version of fxamp wrote it; {_AGAIN}")
+            for key in ("values", "gradients"):
+                data[key] = {at: Range(**held) for at, held in data[key].items()}
+            data["readers"] = {at: tuple(held) for at, held in data["readers"].items()}
+            return cls(**data)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            if isinstance(error, PlanError):
+                raise
+            raise PlanError(f"{name}: JSON, but not a calibration; {_AGAIN}") from error
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write it to a file, atomically.
+
+        Raises:
+            PlanError: The file cannot be written.
+
+        Example:
+            >>> fxamp.calibrate(model, x, y, loss=nn.functional.cross_entropy).save("net.ranges.json")
+        """
+        try:
+            write_text(path, self.to_json())
+        except (OSError, ValueError) as error:
+            raise PlanError(f"cannot write the calibration to {os.fspath(path)!r}: {error}") from error
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Calibration:
+        """Read it from a file.
+
+        Raises:
+            PlanError: The file cannot be read, or holds none.
+
+        Example:
+            >>> fxamp.calibrate(model, x, y, loss=nn.functional.cross_entropy).save("net.ranges.json")
+            >>> found = fxamp.Calibration.load("net.ranges.json")
+            >>> again = fxamp.convert(model, (x,), policy="O1,dtype=fp16", calibration=found)
+        """
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise PlanError(f"cannot read the calibration {os.fspath(path)!r}: {error}; {_AGAIN}") from error
+        return cls.from_json(text, name=os.fspath(path))
+
+    def __str__(self) -> str:
+        def size(key: str) -> float:
+            held = self.values[key].largest
+            return math.inf if held is None else held
+
+        rows = []
+        for key in sorted(self.values, key=size, reverse=True)[:_SHOWN]:
+            value, gradient = self.values[key], self.gradients.get(key)
+            proved = "" if value.bound is None else f"{value.bound:.3g}"
+            shown = ["", "", ""] if gradient is None else _cells(gradient)
+            rows.append([key, *_cells(value), proved, *shown, "FP32" if key in self.large else ""])
+        head = ["node", "largest", "% to 0", "% subnormal", "proved", "gradient", "% to 0", "% subnormal", "in FP16"]
+        more = f"\nand {len(self.values) - _SHOWN} more in .values" if len(self.values) > _SHOWN else ""
+        return f"{repr(self)[1:-1]}\n{tabulate(rows, head, 'simple', disable_numparse=True)}{more}"
+
+    def __repr__(self) -> str:
+        count = f"{len(self.values)} values, {self.batches} batches, {len(self.large)} nodes too large for FP16"
+        return f"<fxamp calibration: {count}>"
+
+
+def _cells(held: Range) -> list[str]:
+    largest = "not finite" if held.largest is None else f"{held.largest:.3g}"
+    return [largest, f"{100 * held.zero:.2g}", f"{100 * held.subnormal:.2g}"]
+
+
+def checksums(model: nn.Module) -> dict[str, int]:
+    """Return a checksum of the name, the shape and the bits of each parameter; devices are read once each."""
+    found: dict[str, int] = {}
+    sums: list[Tensor] = []
+    for name, p in model.named_parameters():
+        bits = p.detach().contiguous().view(torch.uint8).flatten()
+        words = bits[: bits.numel() // 4 * 4].view(torch.int32) if bits.storage_offset() % 4 == 0 else bits
+        sums.append(words.sum(dtype=torch.int64).cpu())
+        found[name] = zlib.crc32(f"{name}{tuple(p.shape)}{p.dtype}".encode())
+    return {name: zlib.crc32(str(int(s)).encode(), start) for (name, start), s in zip(found.items(), sums, strict=True)}

@@ -1,0 +1,155 @@
+"""`fxamp.calibrate`: how large each value and each gradient of a model gets, in a run that rounds nothing.
+
+What is measured stays on the device, a few numbers for each value, and is read once at the end.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Graph, Node
+
+from passes.contract.errors import PolicyError
+from passes.contract.policy import Policy
+from passes.graph.notes import is_inserted
+from passes.graph.values import keys
+from passes.ops import ops
+
+from ..calibration import Calibration, Range, checksums
+from ..error.emulation import Site
+from ..error.runs import Subject
+from ..given_step import Loss, given_step
+
+_SAMPLE = 1024  # elements of a tensor that are counted
+_FLUSHED, _NORMAL = 2.0**-25, 2.0**-14  # FP16 rounds what is at most this to 0; what is below this has fewer bits
+_BOUNDED = dict.fromkeys(["softmax", "sigmoid", "tanh", "sin", "cos", "erf", "hardsigmoid", "softsign"], 1.0)
+
+
+def calibrate(
+    model_or_step: Any, inputs: Any = None, target: Any = None, *, loss: Loss = None,
+    batches: Iterable[Any] | None = None, scale: float | None = None, policy: Policy | str | None = None,
+) -> Calibration:  # fmt: skip
+    """Measure the range of every value and gradient of a model in FP32, for a conversion to FP16.
+
+    `fxamp.convert(..., calibration=found)` then runs in FP32 what came within a factor of 8 of FP16's largest number,
+    65504. The ranges hold for these batches and these parameters. Everything is as before afterwards.
+
+    Args:
+        model_or_step: A model, a view of the whole model, or a TrainStep.
+        inputs: A tensor or a tuple for `model(*inputs)`, or a mapping for `model(**inputs)`, with the shapes that the
+            model takes.
+        target: The second argument of the loss.
+        loss: A function of the output, or, with a target, of output and target. None takes the output's own loss. A
+            TrainStep brings its own.
+        batches: Inputs, or pairs (inputs, target), in the place of `inputs`.
+        scale: The loss scale with which gradients are counted that FP16 rounds to 0; None is that of the TrainStep,
+            else 1.
+        policy: Whose graph is measured; None is that of the view, else O1. From O2 on losses are split into ops.
+
+    Raises:
+        PolicyError: There is no loss, or there are no inputs; a part of the model is converted; the policy rounds
+            nothing.
+        CaptureError: Nothing of the model was captured.
+        NotAModuleError: It is neither a module nor a TrainStep.
+
+    Example:
+        >>> found = fxamp.calibrate(model, x, y, loss=nn.functional.cross_entropy)
+        >>> found.values["1/relu#0"].fits, found.gradients["1/relu#0"].not_finite
+        (True, 0)
+    """
+    given = given_step(model_or_step, inputs, target, loss=loss, batches=batches)
+    if scale is not None and not (isinstance(scale, (int, float)) and 0 < scale < math.inf):
+        raise PolicyError(f"scale is a loss scale, a finite number above 0, not {scale!r}.")
+    of_step = float(given.step.scaler.get_scale()) if given.step is not None else 1.0
+    subject, ranges = Subject(given), _Ranges(of_step if scale is None else float(scale))
+    asked = str(policy or subject.own or "O1")
+    for batch in given.batches:
+        subject.emulated(asked, batch, ranges)
+        ranges.end_batch()
+    values, gradients = ranges.read()
+    return Calibration(values, gradients, ranges.readers(), len(given.batches), ranges.scale, checksums(subject.model))
+
+
+class _Ranges:
+    """Adds up what is seen of each value and its gradient: an `at` of `Subject.emulated`."""
+
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+        self._seen: list[tuple[str, bool, Tensor, Tensor, Tensor]] = []  # key, backward, least, largest, and a sample
+        self._measured: list[tuple[list[tuple[str, bool]], Tensor]] = []
+        self._bounds: dict[str, float | None] = {}
+        self._nodes: dict[str, Node] = {}
+        self._keys: dict[Graph, dict[Node, str]] = {}
+
+    def __call__(self, site: Site, value: Tensor) -> Tensor:
+        """Look at the value of a site, and at its gradient when it is there."""
+        self._look(site.key, False, value)
+        if site.part == "":
+            self._nodes.setdefault(site.key, site.node)
+            self._bounds.setdefault(site.key, _BOUNDED.get(ops.name(site.node)))
+        else:
+            self._bounds[site.key] = None
+        if value.requires_grad:
+            value.register_hook(functools.partial(self._look, site.key, True))
+        return value
+
+    def _look(self, key: str, backward: bool, t: Tensor) -> None:
+        if not t.numel():
+            return
+        t = t.detach()
+        sample = t.reshape(-1)[:: -(-t.numel() // _SAMPLE)]
+        if len(sample) < _SAMPLE:
+            sample = nn.functional.pad(sample, (0, _SAMPLE - len(sample)))
+        self._seen.append((key, backward, *torch.aminmax(t), sample.clone() if sample.numel() < t.numel() else sample))
+
+    def end_batch(self) -> None:
+        """Add up what was seen of a batch, for all values at once: their samples need not be kept."""
+        if not self._seen:
+            return
+        names, backward, least, largest, samples = zip(*self._seen, strict=True)
+        size = torch.stack(samples).abs()
+        factor = torch.where(torch.tensor(backward, device=size.device), self.scale, 1.0)[:, None]
+        counts = ((size > 0), (size * factor < _NORMAL) & (size > 0), (size * factor <= _FLUSHED) & (size > 0))
+        peaks = torch.maximum(-torch.stack(least), torch.stack(largest))
+        told = torch.stack((peaks, *(c.sum(-1).float() for c in counts)), 1)
+        self._measured.append((list(zip(names, backward, strict=True)), told))
+        self._seen = []
+
+    def readers(self) -> dict[str, tuple[str, ...]]:
+        """Return the nodes that read the value of each node, by key."""
+        return {key: tuple(dict.fromkeys(self._readers(node))) for key, node in self._nodes.items()}
+
+    def _readers(self, node: Node) -> Iterable[str]:
+        graph = node.graph
+        if graph not in self._keys:
+            self._keys[graph] = keys(n for n in graph.nodes if not is_inserted(n))
+        for user in node.users:
+            if is_inserted(user):
+                yield from self._readers(user)
+            elif user in self._keys[graph]:
+                yield self._keys[graph][user]
+
+    def read(self) -> tuple[dict[str, Range], dict[str, Range]]:
+        """Return the ranges of values and of gradients, by key."""
+        found: tuple[dict[str, Range], dict[str, Range]] = {}, {}
+        by: dict[tuple[str, bool], list[list[float]]] = {}
+        rows = torch.cat([told for _, told in self._measured]).tolist() if self._measured else []
+        for at, row in zip((at for names, _ in self._measured for at in names), rows, strict=True):
+            by.setdefault(at, []).append(row)
+        for (key, backward), seen in by.items():
+            found[backward][key] = _range(seen, None if backward else self._bounds.get(key))
+        return found
+
+
+def _range(seen: Sequence[Sequence[float]], bound: float | None) -> Range:
+    """Return a range from rows of: the largest, and how many of a sample are not 0, not normal, and rounded to 0."""
+    bad = sum(not math.isfinite(row[0]) for row in seen)
+    count, small, none = (sum(row[i] for row in seen) for i in (1, 2, 3))
+    count = count or 1.0
+    return Range(None if bad else max(row[0] for row in seen), none / count, (small - none) / count, bad,
+                 None if bad else bound)  # fmt: skip

@@ -1,0 +1,155 @@
+"""The callback for Hugging Face's Trainer, and the one way to train with it: checkpoints, evaluation, generation."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxamp
+from passes.contract.errors import FxampError, PolicyError
+
+accelerate: Any = pytest.importorskip("accelerate")
+transformers: Any = pytest.importorskip("transformers")
+pytestmark = [pytest.mark.filterwarnings("ignore")]  # the libraries' own
+O1 = "O1,dtype=bf16"
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    accelerate.state.AcceleratorState._reset_state(True)
+    yield
+    accelerate.state.AcceleratorState._reset_state(True)
+
+
+def gpt() -> Any:
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=60, n_positions=32, n_embd=32, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=1,
+        attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0,
+    )  # fmt: skip
+    return transformers.GPT2LMHeadModel(config)
+
+
+def data() -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(2, 60, (16, 8), generator=generator)
+    return [{"input_ids": i, "labels": i} for i in ids]
+
+
+def trainer(model: Any, folder: Path, *callbacks: Any, **settings: Any) -> Any:
+    settings = {"save_strategy": "no", "max_steps": 4, **settings}
+    arguments = transformers.TrainingArguments(
+        str(folder), per_device_train_batch_size=4, use_cpu=True, report_to=[], disable_tqdm=True, seed=0,
+        logging_steps=1, learning_rate=1e-2, **settings,
+    )  # fmt: skip
+    return transformers.Trainer(model, arguments, train_dataset=data(), eval_dataset=data(), callbacks=list(callbacks))
+
+
+def losses(run: Any) -> list[float]:
+    return [entry["loss"] for entry in run.state.log_history if "loss" in entry]
+
+
+def test_a_view_trains_as_the_trainers_own_bf16_and_the_plan_ran(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    callback, model = fxamp.huggingface.FxampCallback(O1), gpt()
+    view = fxamp.convert(model, policy=O1)
+    run = trainer(view, tmp_path, callback)
+    with caplog.at_level(logging.INFO, "fxamp"):
+        run.train()
+    theirs = trainer(gpt(), tmp_path, bf16=True)
+    theirs.train()
+    assert losses(run) == losses(theirs)
+    trained = theirs.model.state_dict()
+    assert all(torch.equal(v, trained[n]) for n, v in model.state_dict().items())
+    assert callback.census
+    [entry] = [e for e in run.state.log_history if "fxamp/casts" in e]
+    assert entry["fxamp/casts"] == fxamp.plan_of(view).casts > 0
+    assert entry["fxamp/differences"] == 0
+    assert entry["fxamp/as_planned"] == pytest.approx(1.0)
+    assert "census of the first batch" in caplog.text
+    changed = trainer(fxamp.convert(gpt(), policy=f"{O1},modules.lm_head=fp32"), tmp_path)
+    changed.train()
+    assert losses(changed) != losses(run)
+    assert len(fxamp.graphs(view)) == len(fxamp.graphs(changed.model)), "the census captures nothing"
+
+
+def test_bf16_beside_a_view_changes_no_loss(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    callback = fxamp.huggingface.FxampCallback()
+    run = trainer(fxamp.convert(gpt(), policy=O1), tmp_path, callback, bf16=True)
+    with caplog.at_level(logging.INFO, "fxamp"):
+        run.train()
+    assert "concern code outside of the view's graphs" in caplog.text
+    plain = trainer(fxamp.convert(gpt(), policy=O1), tmp_path)
+    plain.train()
+    assert losses(run) == losses(plain)
+    assert callback.census is not None
+    assert callback.census, callback.census.differences
+
+
+def test_checkpoints_evaluation_and_generation(tmp_path: Path) -> None:
+    whole = trainer(fxamp.convert(gpt(), policy=O1), tmp_path / "whole", max_steps=4)
+    whole.train()
+    first = trainer(
+        fxamp.convert(gpt(), policy=O1), tmp_path / "parts", fxamp.huggingface.FxampCallback(), save_strategy="steps",
+        save_steps=2, max_steps=4,
+    )  # fmt: skip
+    first.train()
+    saved = tmp_path / "parts" / "checkpoint-2"
+    kept = json.loads((saved / "trainer_state.json").read_text())["log_history"]
+    assert any("fxamp/casts" in entry for entry in kept)
+    assert type(transformers.GPT2LMHeadModel.from_pretrained(saved)) is transformers.GPT2LMHeadModel
+    view = fxamp.convert(gpt(), policy=O1)
+    again = trainer(view, tmp_path / "parts", fxamp.huggingface.FxampCallback(), max_steps=4)
+    again.train(resume_from_checkpoint=str(saved))
+    assert losses(again)[-2:] == losses(whole)[-2:]
+    assert again.evaluate()["eval_loss"] == whole.evaluate()["eval_loss"]
+    ids = torch.randint(2, 60, (2, 5))
+    made = view.generate(ids, max_new_tokens=3, do_sample=False)
+    assert torch.equal(made, whole.model.generate(ids, max_new_tokens=3, do_sample=False))
+
+
+def test_scale_and_skips_are_logged(tmp_path: Path) -> None:
+    """A CPU has no FP16 in Accelerate, so a scaler stands in for its own."""
+
+    class Optimizer:
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        step_was_skipped = True
+
+    callback, state = fxamp.huggingface.FxampCallback(), transformers.TrainerState()
+    state.log_history.append({"loss": 1.0})
+    logs = {"loss": 1.0}
+    callback.on_optimizer_step(None, state, None, optimizer=Optimizer)
+    callback.on_log(None, state, None, logs=logs, optimizer=Optimizer)
+    assert logs == state.log_history[-1] == {"loss": 1.0, "fxamp/scale": 8.0, "fxamp/skipped": 1}
+
+
+def test_bad_input_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make = fxamp.huggingface.FxampCallback
+    with pytest.raises(PolicyError, match=r"GPT2LMHeadModel, is not converted: .*fxamp\.convert\(model\)"):
+        trainer(gpt(), tmp_path, make()).train()
+    with pytest.raises(PolicyError, match="is converted by O2, and FxampCallback was given O1"):
+        trainer(fxamp.convert(gpt(), policy="O2"), tmp_path, make("O1")).train()
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "4.57.0")
+    with pytest.raises(FxampError, match=r"needs transformers 5.0 or newer, and 4.57.0 is installed"):
+        fxamp.huggingface.FxampCallback  # noqa: B018
+
+
+def test_exported_by_the_exporter_of_transformers() -> None:
+    exporters: Any = pytest.importorskip("transformers.exporters")
+    model = gpt().eval()
+    inputs = {"input_ids": torch.randint(2, 60, (2, 8)), "use_cache": False}
+    program = exporters.DynamoExporter().export(model, inputs, config=exporters.DynamoConfig(dynamic=True))
+    graph = fxamp.convert(getattr(program, "program", program), policy=O1)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        expected = model(**inputs).logits
+    assert torch.equal(graph(**inputs).logits, expected.float())
+    assert isinstance(graph, nn.Module)

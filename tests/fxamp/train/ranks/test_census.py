@@ -1,0 +1,75 @@
+"""A census on two ranks: views inside DistributedDataParallel and FSDP2 run as planned, or the line is named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+import fxamp
+from tests.support.workers import Workers
+
+LOW = "O1,dtype=bf16"
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.last(self.first(x).relu())
+        return out
+
+
+def wrapped(how: str, model: nn.Module) -> Any:
+    if how == "DDP":
+        from torch.nn.parallel import DistributedDataParallel
+
+        return DistributedDataParallel(fxamp.convert(model, policy=LOW))
+    from torch.distributed.fsdp import fully_shard
+
+    if how == "FSDP2 of a view":
+        return fully_shard(fxamp.convert(model, policy=LOW))
+    fully_shard(model)
+    return fxamp.convert(model, policy=LOW)
+
+
+def taken(how: str, by_hand: bool, as_step: bool) -> tuple[bool, float, str, bool]:
+    torch.manual_seed(0)
+    model = Net()
+    used, x = wrapped(how, model), torch.randn(6, 8)
+    before = [p.detach().clone() for p in used.parameters()]
+
+    def loss(out: torch.Tensor) -> torch.Tensor:
+        return out.float().sum() + (model.first(x).sum() if by_hand else 0)
+
+    if as_step:
+        step = fxamp.TrainStep(used, loss, torch.optim.SGD(used.parameters(), 0.1))
+        found = fxamp.census(step, x)
+    else:
+        found = fxamp.census(used, x, loss=loss)
+    same = all(torch.equal(a, b.detach()) for a, b in zip(before, used.parameters(), strict=True))
+    return bool(found), found.share or 0.0, "\n".join(map(str, found.differences)), same
+
+
+def test_replicas_run_as_planned(two: Workers) -> None:
+    for as_step in (False, True):
+        assert two(taken, "DDP", False, as_step) == [(True, 1.0, "", True)] * 2
+
+
+def test_what_runs_outside_of_a_replica_is_named(two: Workers) -> None:
+    for fine, share, said, same in two(taken, "DDP", True, False):
+        assert not fine
+        assert share < 1
+        assert same
+        assert "addmm in float32" in said
+        assert "test_census.py" in said
+
+
+def test_sharded_models_run_as_planned(two: Workers) -> None:
+    for how in ("FSDP2 of a view", "view of FSDP2"):
+        for fine, _, said, same in two(taken, how, False, False):
+            assert fine, said
+            assert same

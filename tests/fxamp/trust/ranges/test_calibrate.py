@@ -1,0 +1,169 @@
+"""Ranges are measured in one run that rounds nothing; what comes near FP16's largest number runs in FP32."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxamp
+from passes.contract.errors import PlanError, PolicyError
+from tests.support.exported import program_of
+
+FP16 = "O1,dtype=fp16"
+X = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:torch"),
+]
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    logging.getLogger("fxamp").setLevel(logging.ERROR)
+    yield
+    logging.getLogger("fxamp").setLevel(logging.NOTSET)
+
+
+class Net(nn.Module):
+    """A net in which one value is ten times `factor` times another."""
+
+    def __init__(self, factor: float = 1e3) -> None:
+        super().__init__()
+        self.first, self.last, self.factor = nn.Linear(8, 16), nn.Linear(16, 4), factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        grown = self.first(x).sigmoid() * self.factor * 10
+        out: Tensor = self.last(grown / self.factor)
+        return out
+
+
+def mean_square(output: Tensor) -> Tensor:
+    return output.square().mean()
+
+
+def test_ranges_are_those_of_the_model_in_fp32() -> None:
+    model = Net()
+    found = fxamp.calibrate(model, X, loss=mean_square)
+    hidden = model.first(X)
+    grown = hidden.sigmoid() * 1e4
+    grown.retain_grad()
+    mean_square(model.last(grown / 1e3)).backward()
+    assert grown.grad is not None
+    largest = max(float(t.detach().abs().max()) for t in (hidden, X))  # casts of its operands count
+    assert found.values["first/linear#0"].largest == pytest.approx(largest)
+    assert found.values["/mul#1"].largest == pytest.approx(float(grown.detach().abs().max()))
+    assert found.gradients["/mul#1"].largest == pytest.approx(float(grown.grad.abs().max()))
+    assert found.values["/sigmoid#0"].bound == 1.0
+    assert found.values["first/linear#0"].bound is None
+    assert all(held.not_finite == 0 for held in (*found.values.values(), *found.gradients.values()))
+
+
+def test_what_fp16_rounds_to_0_is_counted_in_shares_with_the_loss_scale() -> None:
+    class Small(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.last = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.last(x.abs().clamp_min(0.1).clamp_max(0.9) * torch.tensor([1e-9, 1.0] * 4))
+            return out
+
+    torch.manual_seed(0)
+    found = fxamp.calibrate(Small(), X, loss=lambda out: (out * 1e-6).mean())
+    held = found.values["/mul#0"]
+    assert (held.zero, held.subnormal) == (0.5, 0.0)
+    assert found.gradients["last/linear#0"].zero > 0.5
+    torch.manual_seed(0)
+    scaled = fxamp.calibrate(Small(), X, loss=lambda out: (out * 1e-6).mean(), scale=2.0**24)
+    assert scaled.gradients["last/linear#0"].zero < 0.2  # what the smallest inputs give
+
+
+@pytest.mark.parametrize("as_path", [True, False])
+@pytest.mark.parametrize("example", [True, False])
+def test_a_conversion_to_fp16_keeps_fp32_what_comes_near_its_largest_number(
+    example: bool, as_path: bool, tmp_path: Path
+) -> None:
+    model = Net()
+    found = fxamp.calibrate(model, X, loss=mean_square)
+    assert found.large == ("/mul#1", "/div#0")
+    given: Any = found
+    if as_path:
+        given = tmp_path / "ranges.json"
+        found.save(given)
+        assert fxamp.Calibration.load(given) == found
+    view = fxamp.convert(model, *[(X,)] * example, policy=FP16, calibration=given)
+    view(X)
+    colours = {d.key: d.colour for d in fxamp.plan_of(view).decisions}
+    assert colours == {
+        "first/linear#0": "float16", "/sigmoid#0": "float16", "/mul#0": "float16", "/mul#1": "float32",
+        "/div#0": "float32", "last/linear#0": "float16",
+    }  # fmt: skip
+    bf16 = fxamp.convert(model, (X,), policy="O1,dtype=bf16", calibration=given)
+    assert {d.colour for d in fxamp.plan_of(bf16).decisions} == {"bfloat16"}
+
+
+def test_a_calibrated_conversion_does_not_overflow_where_another_does() -> None:
+    model = Net(3e4)
+    plain = fxamp.convert(model, (X,), policy="O2,dtype=fp16")
+    found = fxamp.calibrate(model, batches=[X, X * 2], loss=mean_square)
+    assert found.batches == 2
+    assert fxamp.find_overflow(plain, X, loss=mean_square) is not None
+    calibrated = fxamp.convert(model, (X,), policy="O2,dtype=fp16", calibration=found)
+    assert fxamp.find_overflow(calibrated, X, loss=mean_square) is None
+
+
+def test_a_graph_is_converted_with_the_calibration_of_its_model() -> None:
+    model = Net()
+    found = fxamp.calibrate(model, X, loss=mean_square)
+    graph = fxamp.convert(program_of(model, (X,)), policy=FP16, calibration=found)
+    assert {d.op for d in fxamp.plan_of(graph).decisions if d.colour == "float32"} == {"mul", "div"}
+
+
+def test_a_calibration_of_other_parameters_is_stale(tmp_path: Path) -> None:
+    model = Net()
+    found = fxamp.calibrate(model, X, loss=mean_square)
+    with pytest.raises(PlanError, match="this is the calibration of another model"):
+        fxamp.convert(nn.Sequential(nn.Linear(8, 4)), policy=FP16, calibration=found)
+    with torch.no_grad():
+        model.last.bias[0] += 1
+    with pytest.raises(PlanError, match=r"stale: 'last\.bias' has changed"):
+        fxamp.convert(model, policy=FP16, calibration=found)
+    with pytest.raises(PolicyError, match="not both"):
+        fxamp.convert(model, plan=fxamp.plan(model, (X,)), calibration=found)
+    path = tmp_path / "plan.json"
+    fxamp.plan(model, (X,)).save(path)
+    with pytest.raises(PlanError, match=r"plan\.json"):
+        fxamp.convert(model, policy=FP16, calibration=path)
+    with pytest.raises(PlanError, match="cannot read"):
+        fxamp.Calibration.load(tmp_path / "none.json")
+
+
+def test_a_real_model_is_as_before_and_a_batch_that_is_not_finite_is_counted() -> None:
+    tf = pytest.importorskip("transformers")
+    config = tf.GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=100)
+    ids = torch.randint(0, 100, (2, 8))
+    batch = {"input_ids": ids, "labels": ids.clone()}
+    model = tf.GPT2LMHeadModel(config).train()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    view, random = fxamp.convert(model, kwargs=batch, policy=FP16), torch.get_rng_state()
+    found = fxamp.calibrate(view, batches=[batch, batch])
+    decided = {d.key for d in fxamp.plan_of(view).decisions}
+    assert set(found.values) <= decided
+    assert len(found.values) > 0.8 * len(decided)
+    assert found.large == ()
+    assert "transformer.h.0" in str(found)
+    assert repr(found).startswith("<fxamp calibration: ")
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert torch.equal(random, torch.get_rng_state())
+    linear = nn.Linear(8, 4)
+    bad = fxamp.calibrate(linear, batches=[X, X * torch.inf], loss=torch.mean)
+    assert bad.values["/linear#0"].not_finite == 2  # the value, and the cast of the input
+    assert bad.values["/linear#0"].largest is None
+    assert fxamp.Calibration.from_json(bad.to_json()) == bad
