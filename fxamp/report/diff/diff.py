@@ -30,7 +30,7 @@ from .renamed import renamed
 PLAN_FIELDS = ("capture", "inserted_casts", "casts")  # the policy is not among them: both titles show it
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class GraphDiff:
     """The changes between two sides, in graph order. Its truth value is True if the two differ.
 
@@ -57,6 +57,9 @@ class GraphDiff:
     def __bool__(self) -> bool:
         """Say whether the two differ."""
         return bool(self.changes or self.renamed)
+
+    def __repr__(self) -> str:
+        return f"<fxamp diff: {self.totals}>"
 
     def _repr_html_(self) -> str:
         """Show the text in a notebook."""

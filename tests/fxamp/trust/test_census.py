@@ -653,7 +653,10 @@ def test_a_census_prints_and_is_json() -> None:
     assert data["share"] == pytest.approx(1.0)
     assert len(repr(found).splitlines()) == 1
     assert "differences: none" in found._repr_html_()
-    assert "linear" in fxamp.diff(view_of(Net()))._repr_html_()
+    difference = fxamp.diff(view_of(Net()))
+    assert "linear" in difference._repr_html_()
+    assert repr(difference).startswith("<fxamp diff: 6 added, 0 removed")
+    assert repr(fxamp.report(view_of(Net()))) == "<fxamp report of Net: O2,dtype=bf16,device=cpu, 5 nodes>"
 
 
 # Bad input.
