@@ -61,6 +61,9 @@ if TYPE_CHECKING:
     from .trust.calibration import Calibration as Calibration
     from .trust.census.census import Census as Census
     from .trust.census.census import census as census
+    from .trust.choice.advise import Advice as Advice
+    from .trust.choice.advise import advise as advise
+    from .trust.choice.bisect import bisect as bisect
     from .trust.error.estimate import estimate_error as estimate_error
     from .trust.error.report import ErrorReport as ErrorReport
     from .trust.error.tune import tune as tune
@@ -92,6 +95,8 @@ _FOUND_IN = {
     "fxamp.train.step": ("TrainStep",),
     "fxamp.trust.calibration": ("Calibration",),
     "fxamp.trust.census.census": ("Census", "census"),
+    "fxamp.trust.choice.advise": ("Advice", "advise"),
+    "fxamp.trust.choice.bisect": ("bisect",),
     "fxamp.trust.error.estimate": ("estimate_error",),
     "fxamp.trust.error.report": ("ErrorReport",),
     "fxamp.trust.error.tune": ("tune",),

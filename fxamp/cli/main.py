@@ -1,4 +1,4 @@
-"""The command: `fxamp report | diff | check | verify | rules | demo`.
+"""The command: `fxamp report | diff | check | verify | advise | rules | demo`.
 
 Exit status of every subcommand: 0 success and no difference, 1 a difference was found, 2 an error.
 """
@@ -238,6 +238,16 @@ def _verify(args: argparse.Namespace) -> int:
     return FOUND if args.tolerance is not None and found.beyond(args.tolerance) else DONE
 
 
+def _advise(args: argparse.Namespace) -> int:
+    from ..trust.choice.advise import advise
+
+    with aside(), waiting(args, f"measuring {args.target}"):  # standard output is for the advice alone
+        made, inputs, target = step_of(load_target(args.target), "advise")
+        found = advise(made, inputs, target, dtype=args.dtype)
+    write(args, text=lambda: str(found), markdown=found.to_markdown, json=found.to_json)
+    return DONE
+
+
 def _rules(args: argparse.Namespace) -> int:
     from passes.ops.rules import RULES, SUMMARY
 
@@ -280,4 +290,7 @@ def _plain(value: object) -> list[str] | str:
     return sorted(map(str, value)) if isinstance(value, set | frozenset) else str(value)
 
 
-VERBS = {"report": _report, "diff": _diff, "check": _check, "verify": _verify, "rules": _rules, "demo": _demo}
+VERBS = {
+    "report": _report, "diff": _diff, "check": _check, "verify": _verify, "advise": _advise, "rules": _rules,
+    "demo": _demo,
+}  # fmt: skip

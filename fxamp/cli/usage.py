@@ -135,6 +135,13 @@ def parser_of(runs: Mapping[str, Run]) -> argparse.ArgumentParser:
         help="the largest relative error of gradients, RMS over parameters, such as 0.02",
     )  # fmt: skip
 
+    advise = verb("advise", "Measure FP32, autocast, O1, O2, O3 and a tuned plan here, and say which to train with.")
+    advise.add_argument(
+        "target", metavar="TARGET",
+        help="package.module:callable or path/file.py:callable, which returns (model, args) or (TrainStep, batch)",
+    )  # fmt: skip
+    advise.add_argument("--dtype", choices=("fp16", "bf16"), help="the low dtype; by default that of the device")
+
     rules = verb("rules", "Show the op table, or the row of one op.")
     rules.add_argument("op", metavar="OP", nargs="?", help="canonical name, such as softmax")
 

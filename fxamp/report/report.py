@@ -51,6 +51,10 @@ class Report:
     record: Record
     model: str = "model"
 
+    def __repr__(self) -> str:
+        """Return the model and its plan, in short."""
+        return f"<fxamp report of {self.model}: {self.plan!r}>"
+
     def __str__(self) -> str:
         """Return the report as text: totals, notes, the tree of modules, a summary per op, a row per node."""
         return self.to_tree(nodes=True)

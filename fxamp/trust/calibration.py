@@ -108,7 +108,10 @@ class Calibration:
         return replace(policy, ops=tuple({**dict.fromkeys(keys, "fp32"), **dict(policy.ops)}.items()))
 
     def refuse_stale(self, model: nn.Module) -> None:
-        """Raise PlanError unless a model has the parameters that were there when it was calibrated.
+        """Refuse a model whose parameters are not those that were there when it was calibrated.
+
+        Raises:
+            PlanError: A parameter is missing, is new, or has changed; the message names the first.
 
         Example:
             >>> fxamp.calibrate(model, x, y, loss=nn.functional.cross_entropy).refuse_stale(model)

@@ -88,6 +88,19 @@ class Decision:
         if not self.code:
             object.__setattr__(self, "code", self.reason.partition(":")[0].strip())
 
+    def __str__(self) -> str:
+        """Say why the node runs in its dtype: the reason, what it follows from, and the user's line.
+
+        Example:
+            >>> print(fxamp.plan_of(converted).find(op="relu")[0])
+            1/relu#0 runs in bfloat16, as under autocast: follow: its operand's dtype
+              from 0/linear#0
+        """
+        beside = "as under autocast" if self.colour == self.autocast_dtype else f"under autocast {self.autocast_dtype}"
+        lines = [f"{self.key} runs in {self.colour}, {beside}: {self.reason}"]
+        lines += [f"  from {', '.join(self.causes)}"] * bool(self.causes)
+        return "\n".join([*lines, *[f"  {self.source}"] * bool(self.source)])
+
     @property
     def because(self) -> Reason:
         """The code and the sentence of the reason, as two fields.
@@ -168,6 +181,11 @@ class Plan:
             if (decision.graph, decision.key) in seen:
                 raise PlanError(f"two decisions have the key {decision.key!r} in graph {decision.graph}; {REMEDY}")
             seen.add((decision.graph, decision.key))
+
+    def __repr__(self) -> str:
+        """Return the policy, and how much was decided."""
+        decided = f"{len(self.decisions)} decisions on {self.graphs} graph{'s' * (self.graphs > 1)}"
+        return f"<fxamp plan: {self.policy}, {decided}, {self.casts} casts>"
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Read a pickled plan; fields that an older fxamp did not write get their defaults."""

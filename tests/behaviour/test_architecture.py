@@ -67,6 +67,7 @@ ARROWS = {
     "fxamp.trust.ranges": (
         ".convert .trust .trust.census .trust.error passes._torch passes.contract passes.graph passes.ops"
     ),
+    "fxamp.trust.choice": ".convert .measure .trust .trust.error passes.contract passes.graph",
     "fxamp.train.window": ".train.ranks .train.scale .train.weights passes._torch passes.contract",
     "fxamp.report.diff": (
         ".report.forms .report.reader .report.record passes._torch passes.contract passes.graph passes.ops"
@@ -92,8 +93,8 @@ ARROWS = {
     "fxamp.lightning": ".integrations",
     "fxamp.huggingface": ".integrations",
     "fxamp.cli": (
-        ".convert .demo .report .report.diff .report.forms .report.gate .report.reader .trust.census .trust.error "
-        "passes passes.contract passes.ops"
+        ".convert .demo .report .report.diff .report.forms .report.gate .report.reader .trust.census .trust.choice "
+        ".trust.error passes passes.contract passes.ops"
     ),
     "fxamp.__main__": ".cli",
 }

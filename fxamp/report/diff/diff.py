@@ -59,6 +59,7 @@ class GraphDiff:
         return bool(self.changes or self.renamed)
 
     def __repr__(self) -> str:
+        """Return the totals."""
         return f"<fxamp diff: {self.totals}>"
 
     def _repr_html_(self) -> str:

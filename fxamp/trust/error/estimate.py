@@ -33,8 +33,8 @@ def estimate_error(
         model_or_step: A module, a view, or a TrainStep, which brings its own loss.
         inputs: A tensor or a tuple for `model(*inputs)`, or a mapping for `model(**inputs)`.
         target: The second argument of the loss.
-        loss: A function of the output, or, with a target, of output and target; None takes the output's `.loss`, or a
-            0-dim output.
+        loss: A function of the output, or, with a target, of output and target, that gives one element; None takes the
+            output's `.loss`, or a 0-dim output.
         batches: Inputs, or pairs (inputs, target), in the place of `inputs`; two to four are enough.
         policies: Policy strings, or "autocast", which rounds what O1 rounds.
         gradients: Predict errors of gradients too.
@@ -50,7 +50,17 @@ def estimate_error(
         ('2/linear#0', ...)
     """
     subject = Subject(given_step(model_or_step, inputs, target, loss=loss, batches=batches))
-    names = policies_of(subject, policies)
+    return estimated(subject, policies_of(subject, policies), gradients=gradients)
+
+
+def estimated(subject: Subject, names: Sequence[str], *, gradients: bool = True) -> ErrorReport:
+    """Predict the errors of policies; of those that round the same, once.
+
+    Args:
+        subject: the model and its batches.
+        names: of the policies.
+        gradients: predict errors of gradients too.
+    """
     found: dict[str, Errors] = {}
     estimates = {}
     for name in names:

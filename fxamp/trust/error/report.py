@@ -123,7 +123,11 @@ class ErrorReport:
     notes: tuple[str, ...] = ()
 
     def __getitem__(self, policy: str) -> Errors:
-        """Return the errors of one policy."""
+        """Return the errors of one policy.
+
+        Raises:
+            PolicyError: The report has no such policy.
+        """
         found = {errors.policy: errors for errors in self.policies}
         if policy not in found:
             raise PolicyError(
@@ -154,7 +158,13 @@ class ErrorReport:
         return json.dumps({**data, "version": 1}, indent=1, sort_keys=True) + "\n"
 
     def to_markdown(self) -> str:
-        """Return the report as Markdown."""
+        """Return the report as Markdown.
+
+        Example:
+            >>> found = fxamp.estimate_error(model, x, y, loss=nn.functional.cross_entropy, policies="O1")
+            >>> found.to_markdown().splitlines()[2][:19]
+            '| policy   | loss  '
+        """
         return self._text("pipe")
 
     def __str__(self) -> str:

@@ -12,21 +12,26 @@ import torch
 from torch import Tensor
 
 _EXPONENT = 0x7F800000  # of an FP32 number
-_FP16_NORMAL, _FP16_STEP = 2.0**-14, 2.0**-24  # the smallest normal number of FP16, and its distance to the next one
+_FP16_NORMAL = 2.0**-14  # the smallest one; below it the numbers of FP16 have one distance
 BITS = {torch.bfloat16: 7, torch.float16: 10}  # of the mantissa
 
 
-def ulp(values: Tensor, low: torch.dtype) -> Tensor:
-    """Return the spacing of a low dtype at FP32 values.
+def power(values: Tensor, low: torch.dtype) -> Tensor:
+    """Return the power of two at or below FP32 values, and at least that of the smallest normal number.
+
+    The spacing of a low dtype there, the ulp, is this times 2 ** -BITS.
 
     Args:
         values: FP32, of any shape.
         low: torch.bfloat16 or torch.float16.
     """
-    power = (values.view(torch.int32) & _EXPONENT).view(torch.float32)
-    if low == torch.float16:
-        power = power.clamp_min(_FP16_NORMAL)
-    return power * 2.0 ** -BITS[low]
+    found = (values.view(torch.int32) & _EXPONENT).view(torch.float32)
+    return found.clamp_min_(_FP16_NORMAL) if low == torch.float16 else found
+
+
+def ulp(values: Tensor, low: torch.dtype) -> Tensor:
+    """Return the spacing of a low dtype at FP32 values."""
+    return power(values, low).mul_(2.0 ** -BITS[low])
 
 
 def nearest(values: Tensor, low: torch.dtype) -> Tensor:
@@ -46,14 +51,13 @@ def stochastic(values: Tensor, low: torch.dtype, generator: torch.Generator) -> 
     noise = torch.randint(
         0, 1 << dropped, values.shape, dtype=torch.int32, device=values.device, generator=generator
     )  # fmt: skip
-    bits = (values.contiguous().view(torch.int32) + noise) & -(1 << dropped)
-    rounded = torch.where(values.isfinite(), bits.view(torch.float32), values)
-    if low == torch.float16:
-        share = noise.float() / (1 << dropped)
-        below = (values / _FP16_STEP + share).floor() * _FP16_STEP
-        rounded = torch.where(values.abs() < _FP16_NORMAL, below, rounded)
-        rounded = torch.where(rounded.abs() > torch.finfo(low).max, rounded * float("inf"), rounded)
-    return rounded
+    if low == torch.bfloat16:  # infinity stays what it is
+        return noise.add_(values.contiguous().view(torch.int32)).bitwise_and_(-(1 << dropped)).view(torch.float32)
+    share = noise.float() / (1 << dropped)
+    step = ulp(values, low)  # a power of two, so that nothing but floor rounds
+    rounded = (values / step + share).floor_() * step
+    rounded = torch.where(rounded.abs() > torch.finfo(low).max, rounded * float("inf"), rounded)
+    return torch.where(values.isfinite(), rounded, values)
 
 
 class Rounded(torch.autograd.Function):

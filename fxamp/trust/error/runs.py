@@ -115,7 +115,7 @@ class Subject:
 
     def real(self, name: str, batch: Batch) -> Ran:
         """Run a step with the kernels of a policy, of autocast, or of FP32 (the model itself)."""
-        model, region, scale = self._how(name)
+        model, region, scale = self.how(name)
         while True:
             ran = self._step(model, batch, region, scale)
             if scale <= 1 or all(bool(g.isfinite().all()) for g in ran.gradients.values()):
@@ -124,7 +124,7 @@ class Subject:
 
     def casts(self, name: str, batch: Batch) -> tuple[int, int]:
         """Return how many casts a step with the real kernels makes, and the bytes that they read and write."""
-        model, region, _ = self._how(name)
+        model, region, _ = self.how(name)
 
         def forward() -> Tensor:
             with region():
@@ -134,7 +134,7 @@ class Subject:
             counts = step_counts(forward)
         return counts.casts, counts.cast_bytes
 
-    def _how(self, name: str) -> tuple[nn.Module, Callable[[], Any], float]:
+    def how(self, name: str) -> tuple[nn.Module, Callable[[], Any], float]:
         """Return what runs under a name, the autocast region around it, and the scale of the loss."""
         if name == FP32:
             return self.model, contextlib.nullcontext, 1.0

@@ -17,7 +17,7 @@ from torch.fx import Node
 
 from ..given_step import Loss, given_step
 from .emulation import Site
-from .rounding import nearest, ulp
+from .rounding import BITS, nearest, power
 from .runs import POLICIES, Subject
 
 
@@ -77,11 +77,12 @@ class Sums:
             value = value.detach().requires_grad_()
         held = value.detach().clone() if site.writes else value.detach()
         batch, place = self._batches[-1], (site.node, site.part)
+        unit = 4.0 ** -BITS[self._low] / 12
         self._sites[place] = site
 
         def add(grad: Tensor) -> None:
-            variance = (grad * ulp(held, self._low)).square().sum() / 12
-            signed = (grad * (nearest(held, self._low) - held)).sum()
+            variance = torch.linalg.vector_norm(power(held, self._low).mul_(grad)).square() * unit
+            signed = (nearest(held, self._low).sub_(held)).mul_(grad).sum()
             before = batch.get(place)
             batch[place] = (variance, signed) if before is None else (before[0] + variance, before[1] + signed)
 

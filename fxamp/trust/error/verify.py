@@ -30,8 +30,8 @@ def verify(
         model_or_step: A module, a view, or a TrainStep, which brings its own loss.
         inputs: A tensor or a tuple for `model(*inputs)`, or a mapping for `model(**inputs)`.
         target: The second argument of the loss.
-        loss: A function of the output, or, with a target, of output and target; None takes the output's `.loss`, or a
-            0-dim output.
+        loss: A function of the output, or, with a target, of output and target, that gives one element; None takes the
+            output's `.loss`, or a 0-dim output.
         batches: Inputs, or pairs (inputs, target), in the place of `inputs`. One batch is one draw: errors of the loss
             need about eight.
         policies: Policy strings, or "autocast". None is the policy of the view that is given, or autocast, O1, O2, O3.

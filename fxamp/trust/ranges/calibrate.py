@@ -41,7 +41,8 @@ def calibrate(
 
     Args:
         model_or_step: A model, a view of the whole model, or a TrainStep.
-        inputs: A tensor or a tuple for `model(*inputs)`, or a mapping for `model(**inputs)`.
+        inputs: A tensor or a tuple for `model(*inputs)`, or a mapping for `model(**inputs)`, with the shapes that the
+            model takes.
         target: The second argument of the loss.
         loss: A function of the output, or, with a target, of output and target. None takes the output's own loss. A
             TrainStep brings its own.

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -126,7 +127,8 @@ def find_overflow(
 
     Args:
         model_or_step: A view, a converted graph, a compiled or any other module, or a TrainStep.
-        inputs: A tensor or a tuple for `model(*inputs)`, or a mapping for `model(**inputs)`.
+        inputs: A tensor or a tuple for `model(*inputs)`, or a mapping for `model(**inputs)`, with the shapes that the
+            model takes.
         target: The second argument of the loss.
         loss: A function of the output, or, with a target, of output and target. None takes the output's own loss. A
             TrainStep brings its own.
@@ -366,7 +368,8 @@ def _run(given: GivenStep, batch: Batch, scale: float, forced: Iterable[_At] = (
     inputs = [("(inputs)", t) for t in pytree.tree_leaves(batch) if isinstance(t, Tensor)]
     watch.given((*model.named_parameters(), *model.named_buffers(), *inputs))
     scale /= 1 if given.step is None else given.step.accumulate_steps
-    with watched_graphs([part for _, part in converted_in(model)]), as_before(model):
+    with watched_graphs([part for _, part in converted_in(model)]), as_before(model), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "FP16 gradients without a loss scale")  # the scale is known here
         with watch:
             _, loss = given.run(model, batch)
             if loss.requires_grad:

@@ -23,7 +23,6 @@ X = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning:torch"),
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:FP16 gradients without a loss scale"),
 ]
 
 

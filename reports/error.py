@@ -1,0 +1,379 @@
+"""Compare what `fxamp.estimate_error` predicts with what `fxamp.verify` measures, and judge the plans of `fxamp.tune`.
+
+    python reports/error.py                    # as many models as fit the minutes, in the order of a seed
+    python reports/error.py --minutes 60       # more of them: what `error.json` holds already is kept
+    python reports/error.py --write            # only write the report
+
+Models are those of `architectures.py` and `zoo.py`, random, in train mode, in BF16 on a CPU; some in FP16, and some
+after training. Batches have 4 examples, and those of the zoo 4 to 14. A prediction sees 3 batches, and is compared with
+the RMS over 8 others; gradients are compared on the same batches too. Writes `error.json`, `error.md` and `error.svg`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import math
+import random
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from tabulate import tabulate
+from torch import nn
+from tqdm import tqdm
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+
+import fxamp  # noqa: E402
+from fxamp.trust.error.estimate import estimated  # noqa: E402
+from fxamp.trust.error.report import ErrorReport  # noqa: E402
+from fxamp.trust.error.runs import Subject  # noqa: E402
+from fxamp.trust.error.verify import measured  # noqa: E402
+from fxamp.trust.given_step import given_step  # noqa: E402
+from reports.architectures import BY_NAME as ARCHITECTURES  # noqa: E402
+from reports.made import made, sentence  # noqa: E402
+from reports.plot import scatter  # noqa: E402
+from reports.zoo import BY_NAME as ZOO  # noqa: E402
+
+SEED, EXAMPLES, SEEN, OTHERS = 34, 4, 3, 8
+LEVELS = ("O1", "O2")
+FP16, TUNED, TRAINED = 15, 12, ("zoo:gpt", "zoo:hf_vit", "zoo:resnet18")  # how many models, and which
+CURVES = ("zoo:hf_bert", "zoo:hf_gpt2", "zoo:hf_vit", "zoo:hf_llama", "zoo:hf_t5", "zoo:hf_resnet")
+TOLERANCES = (1.0, 1.2, 1.5)  # times autocast's error
+Row = dict[str, Any]
+
+
+def names() -> list[str]:
+    """Return all models in the order of the seed."""
+    found = [*ARCHITECTURES, *(f"zoo:{name}" for name in ZOO)]
+    random.Random(SEED).shuffle(found)
+    return found
+
+
+def given(name: str) -> tuple[nn.Module, Any, Callable[[int], Any]]:
+    """Return a model, its loss, and a function that gives the batch of a seed."""
+    torch.manual_seed(0)
+    if not name.startswith("zoo:"):
+        found = ARCHITECTURES[name]
+        model, _ = found(EXAMPLES)
+        return model.train(), None, partial(_batch, found.inputs)
+    zoo = ZOO[name[4:]]
+
+    def inputs(count: int) -> Any:  # which its entry seeds by the number of examples
+        args, kwargs = zoo.inputs(count)
+        return kwargs or (args[0] if len(args) == 1 else args)
+
+    return zoo.build().train(), zoo.loss, lambda seed: inputs(EXAMPLES + seed % 20)
+
+
+def _batch(inputs: Callable[[int], Any], seed: int) -> Any:
+    torch.manual_seed(1000 + seed)
+    return inputs(EXAMPLES)
+
+
+def _pairs(batches: Iterable[Any]) -> list[Any]:
+    """Return batches as diagnostics take them: two inputs are no pair of input and target."""
+    return [(b, None) if isinstance(b, tuple) else b for b in batches]
+
+
+def case(name: str, dtype: str, trained: int = 0) -> list[Row]:
+    """Predict and measure one model; a row a level."""
+    model, loss, batch = given(name)
+    if trained:
+        _train(model, loss, batch, trained)
+    policies = tuple(f"{level},dtype={dtype}" for level in LEVELS)
+    subject = Subject(given_step(model, batches=_pairs(batch(i) for i in range(SEEN + OTHERS)), loss=loss))
+    whole = subject.given
+    reports = []
+    for run, part in (
+        (estimated, slice(SEEN)),
+        (measured, slice(SEEN)),
+        (measured, slice(1)),
+        (measured, slice(SEEN, None)),
+    ):
+        subject.given = replace(whole, batches=whole.batches[part])
+        reports.append(run(subject, policies))
+    return [
+        _row(name, level, dtype, trained, *(r[policy] for r in reports), reports[-1])
+        for level, policy in zip(LEVELS, policies, strict=True)
+    ]
+
+
+def _row(
+    name: str, level: str, dtype: str, trained: int, predicted: Any, same: Any, one: Any, measured: Any,
+    report: ErrorReport,
+) -> Row:  # fmt: skip
+    shared = predicted.parameters.keys() & same.parameters.keys()
+    return {
+        "model": name, "level": level, "dtype": dtype, "trained": trained, "loss_value": report.loss,
+        "floor": report.floor, "reference": report.reference.partition(",")[0],
+        "loss": [predicted.loss, measured.loss, one.loss],
+        "gradient": [predicted.gradient, measured.gradient, one.gradient],
+        "same": [predicted.gradient, same.gradient],
+        "parameters": [[predicted.parameters[p], same.parameters[p]] for p in sorted(shared)],
+        "dead": len(report.dead), "flips": sum(predicted.flips.values()),
+        "top": [[node.what, round(node.share, 3)] for node in predicted.nodes[:3]],
+    }  # fmt: skip
+
+
+def _train(model: nn.Module, loss: Any, batch: Callable[[int], Any], steps: int) -> None:
+    view = fxamp.convert(model, policy="O1,dtype=bf16", check=False)
+    step = fxamp.TrainStep(view, loss, torch.optim.AdamW(model.parameters(), 1e-3))
+    for i in range(steps):
+        step(batch(i % 4))
+
+
+def tuned(name: str, times: float | None) -> Row:
+    """Tune one model at a multiple of autocast's error (None: at 0.02), and measure on batches that it did not see."""
+    model, loss, batch = given(name)
+    seen, others = _pairs(batch(i) for i in range(SEEN)), _pairs(batch(SEEN + i) for i in range(OTHERS))
+    policies = ("autocast,dtype=bf16", "O1,dtype=bf16")
+    found = fxamp.verify(model, batches=others, loss=loss, policies=policies)
+    autocast, o1 = (found[p] for p in policies)
+    near = fxamp.verify(model, batches=seen, loss=loss, policies=policies[0])[policies[0]].per_parameter
+    tolerance: Any = 0.02 if times is None else "autocast" if times == 1 else near * times
+    row: Row = {"model": name, "times": times, "autocast": _costs(autocast), "o1": _costs(o1)}
+    started = time.perf_counter()
+    try:
+        plan = fxamp.tune(model, batches=seen, loss=loss, tolerance=tolerance, policy="O2,dtype=bf16")
+    except fxamp.PolicyError as error:
+        return {**row, "refused": str(error)}
+    seconds = time.perf_counter() - started
+    errors = fxamp.verify(fxamp.convert(model, plan=plan, check=False), batches=others, loss=loss).policies[1]
+    return {**row, "tuned": _costs(errors), "level": str(plan.policy)[:2],
+            "tolerance": plan.certificate["tolerance"], "certified": plan.certificate["measured"],
+            "seconds": round(seconds, 1)}  # fmt: skip
+
+
+def _costs(errors: Any) -> list[Any]:
+    return [errors.per_parameter, errors.casts, errors.cast_bytes]
+
+
+# Runs.
+
+
+def jobs() -> list[tuple[str, Callable[[], list[Row]]]]:
+    """Return everything that is measured, in order: a key, and a function that gives rows."""
+    order = names()
+    listed: list[tuple[str, Callable[[], list[Row]]]] = []
+    tunes = [(n, 1.0) for n in CURVES] + [(n, t) for n in CURVES for t in TOLERANCES[1:]]
+    tunes += [(n, 1.0) for n in order[:TUNED] if n not in CURVES]
+    for at, name in enumerate(order):
+        listed.append((f"bf16 {name}", partial(case, name, "bf16")))
+        if at % 4 == 3:
+            listed.append((f"fp16 {order[at // 4]}", partial(case, order[at // 4], "fp16")))
+        if at % 2 == 1 and at // 2 < len(tunes):
+            who, times = tunes[at // 2]
+            listed.append((f"tune {times} {who}", lambda who=who, times=times: [tuned(who, times)]))
+        if at % 12 == 11 and at // 12 < len(TRAINED):
+            listed.append((f"trained {TRAINED[at // 12]}", partial(case, TRAINED[at // 12], "bf16", 60)))
+    return listed
+
+
+def run(minutes: float) -> dict[str, Any]:
+    """Run what `error.json` has not got yet, until the minutes are over; write after each."""
+    file = HERE / "error.json"
+    data: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {"made": made(), "rows": {}, "errors": {}}
+    end = time.monotonic() + 60 * minutes
+    for key, job in tqdm(jobs(), disable=None):
+        if time.monotonic() > end:
+            break
+        if key in data["rows"] or key in data["errors"]:
+            continue
+        torch._dynamo.reset()
+        try:
+            data["rows"][key] = job()
+        except Exception as error:
+            data["errors"][key] = f"{type(error).__name__}: {error}"[:300]
+        file.write_text(json.dumps(data, indent=1) + "\n")
+    return data
+
+
+# What is written.
+
+
+def shares(ratios: Sequence[float]) -> list[str]:
+    """Return the number of ratios, their median, and the shares of them within 2, 3 and 10."""
+    if not ratios:
+        return ["0", "", "", "", ""]
+    within = [sum(1 / f <= r <= f for r in ratios) / len(ratios) for f in (2, 3, 10)]
+    return [str(len(ratios)), f"{statistics.median(ratios):.2f}", *(f"{w:.0%}" for w in within)]
+
+
+def ratios(rows: Sequence[Row], what: str, predicted: int = 0) -> list[float]:
+    """Return predicted over measured; what is not finite counts as missed."""
+    return [_ratio(row[what][predicted], row[what][1]) for row in rows]
+
+
+def _ratio(predicted: float, true: float) -> float:
+    found = predicted / true if true else math.inf
+    return found if math.isfinite(found) else math.inf
+
+
+def median_of_others(rows: Sequence[Row], what: str) -> list[float]:
+    """Return the ratios of a baseline that predicts the median of all other models at the same level and dtype."""
+    found = []
+    for row in rows:
+        unit = row["loss_value"] if what == "loss" else 1.0
+        others = [
+            r[what][1] / abs(r["loss_value"] if what == "loss" else 1.0) for r in rows
+            if r["model"] != row["model"] and (r["level"], r["dtype"]) == (row["level"], row["dtype"])
+        ]  # fmt: skip
+        found.append(_ratio(statistics.median(others) * abs(unit), row[what][1]) if others else math.inf)
+    return found
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Return the shares of predictions and of both baselines."""
+    losses = [r for r in rows if not at_floor(r)]
+    smooth = [r for r in losses if not r["flips"]]
+    listed = [
+        ["loss", *shares(ratios(losses, "loss"))],
+        ["loss, without routers", *shares(ratios(smooth, "loss"))],
+        ["loss: one converted run", *shares(ratios(losses, "loss", 2))],
+        ["loss: median of other models", *shares(median_of_others(losses, "loss"))],
+        ["gradient, same batches", *shares(ratios(rows, "same"))],
+        ["gradient, other batches", *shares(ratios(rows, "gradient"))],
+        ["gradient: one converted run", *shares(ratios(rows, "gradient", 2))],
+        ["gradient: median of other models", *shares(median_of_others(rows, "gradient"))],
+        ["each parameter, same batches", *shares([_ratio(*pair) for row in rows for pair in row["parameters"]])],
+    ]
+    head = ("predicted / measured", "cases", "median", "2x", "3x", "10x")
+    return tabulate(listed, head, "pipe", disable_numparse=True)
+
+
+def at_floor(row: Row) -> bool:
+    """Say whether the loss moves no more than FP32's own error: left out of the shares of the loss, and listed."""
+    return bool(row["loss"][1] <= 2 * row["floor"])
+
+
+def write(data: Mapping[str, Any]) -> None:
+    """Write `error.md` and `error.svg`."""
+    rows = [row for key, found in data["rows"].items() if not key.startswith("tune") for row in found]
+    plain = [r for r in rows if r["dtype"] == "bf16" and not r["trained"]]
+    fp16, trained = [r for r in rows if r["dtype"] == "fp16"], [r for r in rows if r["trained"]]
+    tunes = [row for key, found in data["rows"].items() if key.startswith("tune") for row in found]
+    floor = sorted({f"{r['model']} {r['level']}" for r in plain if at_floor(r)})
+    references = sorted({r["model"] for r in plain if r["reference"] != "float64"})
+    parts = [
+        "# The error of a colouring: predicted, measured, and kept",
+        f"Written by `python reports/error.py`. {sentence(data['made'])} Random models in train mode, in the order of "
+        f"seed {SEED}, O1 and O2; {SEEN} batches of {EXAMPLES} predicted, RMS over {OTHERS} other batches measured "
+        "against float64. A share says how many predictions are within a factor.",
+        f"## BF16: {len({r['model'] for r in plain})} models", table(plain),
+        "![Predicted and measured errors](error.svg)",
+        f"At the floor of FP32, left out of the rows on the loss: {', '.join(floor) or 'none'}. Measured against FP32, "
+        f"since float64 does not run: {', '.join(references) or 'none'}. Not run, for an error: "
+        f"{'; '.join(f'{k} ({v[:80]})' for k, v in data['errors'].items()) or 'none'}.",
+        "Furthest off:", worst(plain),
+        f"## FP16: {len({r['model'] for r in fp16})} models", table(fp16),
+        "## After 60 steps of training, beside the same models before", _trained(trained, plain),
+        "## Tuned at the error of autocast", _tuned([t for t in tunes if t["times"] == 1.0]),
+        "## Tolerance against casts and error", _curves(tunes),
+    ]  # fmt: skip
+    (HERE / "error.md").write_text("\n\n".join(parts) + "\n")
+    points = {
+        f"{what} {level}": [(r[what][1], r[what][0]) for r in plain if r["level"] == level]
+        for what in ("loss", "gradient") for level in LEVELS
+    }  # fmt: skip
+    (HERE / "error.svg").write_text(scatter(points, "measured error", "predicted"))
+
+
+def worst(rows: Sequence[Row]) -> str:
+    """Return the cases that are furthest from their prediction, with what moves their loss and how often they flip."""
+    listed = []
+    for row in rows:
+        for what in ("loss", "gradient"):
+            if what == "gradient" or not at_floor(row):
+                ratio = _ratio(*row[what][:2])
+                listed.append((abs(math.log(max(ratio, 1e-9))), row, what, ratio))
+    listed.sort(key=lambda item: -item[0])
+    cells = [
+        (r["model"], r["level"], what, f"{ratio:.2f}", f"{r['flips']:.2g}" if r["flips"] else "", r["dead"] or "",
+         ", ".join(f"{n} {s:.0%}" for n, s in r["top"]))
+        for _, r, what, ratio in listed[:10]
+    ]  # fmt: skip
+    head = ("model", "level", "of", "predicted / measured", "flips a batch", "dead", "what moves the loss")
+    return tabulate(cells, head, "pipe", disable_numparse=True)
+
+
+def _trained(rows: Sequence[Row], before: Sequence[Row]) -> str:
+    known = {(r["model"], r["level"]): r for r in before}
+    cells = []
+    for row in rows:
+        for r in (known.get((row["model"], row["level"])), row):
+            if r is not None:
+                cells.append((r["model"], r["level"], r["trained"], f"{r['loss_value']:.3g}", f"{r['loss'][1]:.2e}",
+                              f"{_ratio(*r['loss'][:2]):.2f}", f"{r['gradient'][1]:.2e}",
+                              f"{_ratio(*r['gradient'][:2]):.2f}"))  # fmt: skip
+    head = ("model", "level", "steps", "loss", "error of the loss", "predicted / measured", "error of the gradient",
+            "predicted / measured")  # fmt: skip
+    return tabulate(cells, head, "pipe", disable_numparse=True)
+
+
+def _tuned(rows: Sequence[Row]) -> str:
+    cells = [
+        (r["model"], r.get("level", r.get("refused", "")), *_triple(r["autocast"]), *_triple(r["o1"]),
+         *_triple(r.get("tuned", [0, 0, 0])))
+        for r in rows
+    ]  # fmt: skip
+    head = (
+        "model",
+        "plan",
+        *(f"{who}: {what}" for who in ("autocast", "O1", "tuned") for what in ("error", "casts", "MB")),
+    )
+    done = [r for r in rows if "tuned" in r]
+    kept = [sum(r["tuned"][0] <= r["autocast"][0] * f for r in done) for f in (1.0, 1.02, 1.1)]
+    fewer = [sum(r["tuned"][i] <= min(r["autocast"][i], r["o1"][i]) for r in done) for i in (1, 2)]
+    said = (
+        f"Errors are RMS over parameters, on {OTHERS} batches that tune did not see: at most autocast's on {kept[0]} "
+        f"of {len(done)}, at most 1.02 times it on {kept[1]}, 1.1 times on {kept[2]}. Casts are at most those of "
+        f"autocast and of O1 on {fewer[0]}, their bytes on {fewer[1]}."
+    )
+    return f"{tabulate(cells, head, 'pipe', disable_numparse=True)}\n\n{said}"
+
+
+def _curves(rows: Sequence[Row]) -> str:
+    cells = [
+        (
+            r["model"],
+            f"{r['times']:g}",
+            f"{r['tolerance']:.2e}",
+            r["level"],
+            f"{r['certified']:.2e}",
+            *_triple(r["tuned"]),
+        )
+        for r in sorted(rows, key=lambda r: (r["model"], r["times"]))
+        if r["model"] in CURVES and "tuned" in r
+    ]
+    head = ("model", "times autocast's error", "tolerance", "plan", "certified", "on other batches", "casts", "MB cast")
+    return tabulate(cells, head, "pipe", disable_numparse=True)
+
+
+def _triple(found: Sequence[Any]) -> tuple[str, str, str]:
+    return f"{found[0]:.2e}", str(found[1]), f"{found[2] / 1e6:.2f}"
+
+
+def main() -> None:
+    """Measure, and write the report."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--minutes", type=float, default=15.0)
+    parser.add_argument("--write", action="store_true")
+    args = parser.parse_args()
+    warnings.simplefilter("ignore")
+    logging.getLogger("fxamp").setLevel(logging.ERROR)
+    write(run(0.0 if args.write else args.minutes))
+
+
+if __name__ == "__main__":
+    main()
