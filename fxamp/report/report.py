@@ -31,7 +31,7 @@ from .record.record import NodeRecord, Record, State, Totals
 HEADERS = ("node", "op", "colour", "autocast", "reason", "source")
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class Report:
     """Show one plan: as a table, as a tree, as Markdown, JSON, a page, or a graph for other tools.
 
@@ -143,9 +143,6 @@ class Report:
         shown = chosen(self.record, **only) if any(only.values()) else None
         ran = None if census is None else json.loads(census.to_json())
         return page(self.record, self.model, self.training, shown, ran)
-
-    def __repr__(self) -> str:
-        return f"<fxamp report of {self.model}: {self.record.policy}, {len(self.record.nodes)} nodes>"
 
     def _repr_html_(self) -> str:
         """Show the page in a notebook."""

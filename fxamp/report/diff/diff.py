@@ -30,7 +30,7 @@ from .renamed import renamed
 PLAN_FIELDS = ("capture", "inserted_casts", "casts")  # the policy is not among them: both titles show it
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class GraphDiff:
     """The changes between two sides, in graph order. Its truth value is True if the two differ.
 
