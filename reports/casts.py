@@ -1,16 +1,16 @@
 """Count casts, bytes and ops of a training step: FP32, `torch.autocast`, fxamp, and the whole model in low.
 
     python reports/casts.py                                      # every model
-    python reports/casts.py bert_64 bert_128 bert_256 bert_256_1 # the four sizes
+    python reports/casts.py bert_64 bert_128 bert_256 bert_256_1 # the sizes
     python reports/casts.py --missing                            # those without times, as after one was stopped
     python reports/casts.py bert vit --no-times
 
-Four `transformers` models, four layers deep where they are transformers, with random weights, and BERT in four smaller
-sizes. The loss is computed inside the model, and inside the autocast region. "per_step" is a model whose weights are
-cast once in a window of micro-batches, as TrainStep does. In the four sizes whole windows with AdamW are timed too:
-fxamp by a TrainStep, the others by a hand-written loop. On CUDA, FP16 is added, and the same variants under
-`torch.compile`. After every model `casts.md` and `casts.json` are written beside this file; what they have of other
-models stays.
+Four `transformers` models, four layers deep where they are transformers, with random weights, and BERT in smaller
+sizes, in one of which gradients are clipped. The loss is computed inside the model, and inside the autocast region.
+"per_step" is a model whose weights are cast once in a window of micro-batches, as TrainStep does. In these sizes whole
+windows with AdamW are timed too: fxamp by a TrainStep, the others by a hand-written loop. On CUDA, FP16 is added, and
+the same variants under `torch.compile`. After every model `casts.md` and `casts.json` are written beside this file;
+what they have of other models stays.
 """
 
 from __future__ import annotations
@@ -86,7 +86,9 @@ SIZES = {
     "bert_128": (128, 4, 4, 32),
     "bert_256": (256, 6, 4, 64),
     "bert_256_1": (256, 6, 1, 32),
+    "bert_256_clipped": (256, 6, 2, 32),
 }
+CLIPPED = {"bert_256_clipped": 1.0}  # the norm to which whole windows clip gradients
 
 
 def _sized(width: int, layers: int, batch: int, length: int) -> tuple[nn.Module, Inputs]:
@@ -151,7 +153,7 @@ def measure(name: str, device: str, low: torch.dtype, rounds: int) -> list[Row]:
     torch.manual_seed(0)
     model, inputs = MODELS[name]()
     model, inputs = model.to(device).train(), {k: v.to(device) for k, v in inputs.items()}
-    variants = dict(_variants(model, inputs, device, low))
+    variants = dict(_variants(model, inputs, device, low, CLIPPED.get(name)))
     counts = {kind: _count(variant) if variant.counted else None for kind, variant in variants.items()}
 
     def timed(what: str, runs: dict[str, Callable[[], object]]) -> dict[str, Timing]:
@@ -167,7 +169,9 @@ def measure(name: str, device: str, low: torch.dtype, rounds: int) -> list[Row]:
     ]
 
 
-def _variants(model: nn.Module, inputs: Inputs, device: str, low: torch.dtype) -> Iterator[tuple[str, Variant]]:
+def _variants(
+    model: nn.Module, inputs: Inputs, device: str, low: torch.dtype, clip: float | None
+) -> Iterator[tuple[str, Variant]]:
     modules: dict[str, tuple[nn.Module, Inputs]] = {FP32: (model, inputs), AUTOCAST: (model, inputs)}
     policies = {f"fxamp {level}": fxamp.Policy(level, dtype=low, device=device) for level in LEVELS}
     modules |= {kind: (fxamp.convert(model, (), inputs, policy=policy), inputs) for kind, policy in policies.items()}
@@ -176,16 +180,16 @@ def _variants(model: nn.Module, inputs: Inputs, device: str, low: torch.dtype) -
     for kind, (module, given) in modules.items():
         loss = _loss(module, given, device, low, autocast=kind == AUTOCAST)
         if kind in policies:
-            yield kind, Variant(module, loss, _train_step(module, given, "per_use"))
+            yield kind, Variant(module, loss, _train_step(module, given, "per_use", clip))
             kept = WeightCasts(module, "per_step", WINDOW)
-            yield kind + PER_STEP, Variant(module, loss, _train_step(module, given, "per_step"), weights=kept)
+            yield kind + PER_STEP, Variant(module, loss, _train_step(module, given, "per_step", clip), weights=kept)
         else:
-            yield kind, Variant(module, loss, _by_hand(module, loss))
+            yield kind, Variant(module, loss, _by_hand(module, loss, clip))
     if device == "cuda":
         for kind, (module, given) in modules.items():
             compiled: Any = fxamp.compile(model, policy=policies[kind]) if kind in policies else torch.compile(module)
             loss = _loss(compiled, given, device, low, autocast=kind == AUTOCAST)
-            yield kind + COMPILED, Variant(module, loss, _by_hand(module, loss), counted=False)
+            yield kind + COMPILED, Variant(module, loss, _by_hand(module, loss, clip), counted=False)
 
 
 def _adamw(module: nn.Module) -> torch.optim.AdamW:
@@ -193,20 +197,24 @@ def _adamw(module: nn.Module) -> torch.optim.AdamW:
     return torch.optim.AdamW(module.parameters(), lr=1e-6, fused=True)
 
 
-def _by_hand(module: nn.Module, loss: Callable[[], Tensor]) -> Callable[[], object]:
+def _by_hand(module: nn.Module, loss: Callable[[], Tensor], clip: float | None) -> Callable[[], object]:
     optimizer = _adamw(module)
 
     def window() -> None:
         for _ in range(WINDOW):
             (loss() / WINDOW).backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(module.parameters(), clip)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
     return window
 
 
-def _train_step(module: nn.Module, inputs: Inputs, weights: Any) -> Callable[[], object]:
-    step = fxamp.TrainStep(module, None, _adamw(module), scaler=None, accumulate_steps=WINDOW, weights=weights)
+def _train_step(module: nn.Module, inputs: Inputs, weights: Any, clip: float | None) -> Callable[[], object]:
+    step = fxamp.TrainStep(
+        module, None, _adamw(module), scaler=None, accumulate_steps=WINDOW, weights=weights, max_grad_norm=clip
+    )
     return lambda: [step(inputs) for _ in range(WINDOW)]
 
 
@@ -249,7 +257,7 @@ def _machine(device: str) -> str:
 
 
 def to_markdown(rows: Sequence[Row], machine: str) -> str:
-    """Return the report as Markdown: one table of all, and one a quantity of the four sizes."""
+    """Return the report as Markdown: one table of all, and one a quantity of the sizes of BERT."""
     headers = (
         "model", "low", "variant", "casts", "MB cast", "MB saved for backward", "ops", "time / autocast", "spread",
     )  # fmt: skip
@@ -285,7 +293,13 @@ def by_size(rows: Sequence[Row], quantity: Callable[[Row], str]) -> str:
     variants = dict.fromkeys(variant for _, variant in found)
     if not any(found.values()):
         return ""
-    table = [[", ".join(map(str, SIZES[m])), *(found.get((m, v), "") for v in variants)] for m in models]
+    table = [
+        [
+            ", ".join(map(str, SIZES[m])) + (", clipped" if m in CLIPPED else ""),
+            *(found.get((m, v), "") for v in variants),
+        ]
+        for m in models
+    ]
     headers = ("width, layers, batch, length", *variants)
     return tabulate(table, headers, "pipe", disable_numparse=True, colalign=("left", *["right"] * len(variants)))
 
@@ -295,13 +309,13 @@ def _with_spread(time: float | None, spread: float | None) -> tuple[str, str]:
 
 
 QUANTITIES: dict[str, Callable[[Row], str]] = {
-    f"BERT in four sizes: MB cast in one of {WINDOW} micro-batches": (
+    f"BERT by size: MB cast in one of {WINDOW} micro-batches": (
         lambda row: "" if row.counts is None else f"{row.counts.cast_bytes / 1e6:.1f}"
     ),
-    f"BERT in four sizes: time of {WINDOW} forwards and backwards, over that of autocast": (
+    f"BERT by size: time of {WINDOW} forwards and backwards, over that of autocast": (
         lambda row: " ".join(_with_spread(row.time, row.spread)).strip()
     ),
-    f"BERT in four sizes: time of {WINDOW} micro-batches and AdamW, over that of autocast": (
+    f"BERT by size: time of {WINDOW} micro-batches and AdamW, over that of autocast": (
         lambda row: " ".join(_with_spread(row.step_time, row.step_spread)).strip()
     ),
 }

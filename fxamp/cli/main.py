@@ -270,12 +270,10 @@ def _rules(args: argparse.Namespace) -> int:
 
 
 def _demo(args: argparse.Namespace) -> int:
-    try:
-        from ..demo import run
-    except ModuleNotFoundError as error:
-        raise FxampError(f"the demo needs {error.name!r}; install it with: pip install 'fxamp[demo]'") from error
+    from ..demo import run
+
     with contextlib.redirect_stdout(io.StringIO()) if args.quiet else contextlib.nullcontext():
-        run(seeds=args.seeds, output=args.output)
+        run(output=args.output)
     return DONE
 
 

@@ -145,6 +145,5 @@ def parser_of(runs: Mapping[str, Run]) -> argparse.ArgumentParser:
     rules = verb("rules", "Show the op table, or the row of one op.")
     rules.add_argument("op", metavar="OP", nargs="?", help="canonical name, such as softmax")
 
-    demo = verb("demo", "Train two small models on digits in FP32, under autocast and with fxamp.")
-    demo.add_argument("--seeds", type=int, default=1, metavar="N", help="how many seeds to average over")
+    verb("demo", "Show a census, a plan, a changed line that fails the gate, and the casts of a step.")
     return parser

@@ -1,11 +1,7 @@
 """A precision plugin for Lightning's Trainer and for Fabric, whose layers run by a plan.
 
-    Trainer(plugins=[FxampPrecision("O1")])     # a view in the place of each child of the LightningModule
-    Fabric(plugins=[FxampPrecision("O1")])      # a view of the module itself
-
 Lightning calls `training_step` and never the module, so its children are converted, in place, since some strategies
-drop what `convert_module` returns. Code between them runs under autocast. A view shares everything with its layer: keys
-of the state, parameters and hooks are as before.
+drop what `convert_module` returns; code between them runs under autocast. Fabric gets a view of the module itself.
 """
 
 from __future__ import annotations
@@ -23,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from passes.contract.errors import CaptureError
-from passes.contract.policy import Policy, check_used, module_override, type_names
+from passes.contract.policy import Policy, check_used, module_override, policy_of_part, type_names
 
 from ..capture.compiled import is_compiled
 from ..convert import convert
@@ -95,7 +91,7 @@ class FxampPrecision(Precision):  # type: ignore[misc]
         if not isinstance(module, LightningModule) and self.modules is None:
             if not is_view(module):
                 module = convert(module, policy=self.policy, **self._settings)
-            self.views[""] = module
+            self.views["" if "" not in self.views else type(module).__name__] = module  # Fabric takes several
             return module
         modules = [(path, type_names(type(m))) for path, m in module.named_modules()]
         check_used(replace(self.policy, ops=()), [[one] for one in modules], ())
@@ -104,7 +100,7 @@ class FxampPrecision(Precision):  # type: ignore[misc]
             if is_view(child) or is_compiled(child):
                 continue
             if id(child) not in made:
-                made[id(child)] = convert(child, policy=policy_at(self.policy, path, child), **self._settings)
+                made[id(child)] = convert(child, policy=policy_of_part(self.policy, path, child), **self._settings)
             parent._modules[name] = self.views[path] = made[id(child)]
         return module
 
@@ -226,30 +222,3 @@ def _children(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module, 
             yield from _children(child, f"{path}.")
         else:
             yield path, module, name, child
-
-
-def policy_at(policy: Policy, path: str, module: nn.Module) -> Policy:
-    """Return the policy of a part of a model, whose overrides are written with the paths of the whole.
-
-    Args:
-        policy: that of the whole.
-        path: where the part is.
-        module: the part.
-    """
-    kept: dict[str, str] = {}
-    cover = module_override(policy, [(path, type_names(type(module)))])
-    covered = cover is not None and cover.kind == "path"
-    depth = path.count(".") + 1
-    for key, colour in policy.modules:
-        head, rest = ".".join(key.split(".")[:depth]), ".".join(key.split(".")[depth:])
-        inside = rest if rest and _matches(head, path) else "" if covered else key
-        if inside and any(_matches(inside, p, type(m)) for p, m in module.named_modules()):
-            kept[inside] = colour
-    if cover is not None and covered:
-        kept[type_names(type(module))[0]] = cover.colour
-    outputs = "autocast" if policy.output_dtype == "original" else policy.output_dtype
-    return replace(policy, modules=tuple(kept.items()), output_dtype=outputs)
-
-
-def _matches(key: str, path: str, kind: type = nn.Module) -> bool:
-    return module_override(Policy(modules={key: "low"}), [(path, type_names(kind))]) is not None

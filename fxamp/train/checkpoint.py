@@ -17,13 +17,12 @@ from passes.contract.errors import PolicyError
 from passes.contract.plan import Plan
 
 from .given import policies_asked
-from .scale.events import SkipsInARow
+from .scale.scaler import SkipsInARow
 from .state import Tally, TrainState
 from .switch import switch_views
-from .window.by_hand import ByHand
 from .window.closure import needs_closure
 from .window.gradients import parameters
-from .window.window import Window
+from .window.window import ByHand, Window
 
 _KEYS = ("settings", "model", "beside", "optimizers", "schedulers", "ema", "scaler", "windows", "position",
          "gradients", "rng")  # fmt: skip

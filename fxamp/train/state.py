@@ -15,12 +15,10 @@ from passes.contract.plan import Plan
 
 from .compiled.compiled_step import CompiledStep
 from .ranks.ranks import Ranks
-from .scale.events import SkipsInARow
-from .scale.scaler import LossScaler
+from .scale.scaler import LossScaler, SkipsInARow
 from .weights.weights import WeightCasts
-from .window.by_hand import ByHand
 from .window.loss import LossFunction
-from .window.window import Window
+from .window.window import ByHand, Window
 
 
 class Tally:

@@ -41,23 +41,21 @@ from .ranks.ranks import Ranks
 from .ranks.refused import refuse_unfit_model
 from .ranks.replicas import exchanging
 from .recolour import recolour
-from .scale.events import SkipsInARow
-from .scale.scaler import LossScaler, collapse_message
+from .scale.scaler import LossScaler, SkipsInARow, collapse_message
 from .scale.settings import require_count, require_number, require_scale
 from .state import Tally, TrainState
 from .switch import switch_views
 from .weights.weights import Mode, WeightCasts
-from .window.by_hand import ByHand
 from .window.closure import needs_closure, refuse_company, run_window, step_by_closure
 from .window.gradients import KeptMicroBatches, Mean, average, first_with_gradient, parameters, untrained
 from .window.loss import LossFunction, loss_of, refuse_constant, require_loss
 from .window.result import HostFlag, StepResult
 from .window.update import AtEnd, Update, take_step
-from .window.window import UNWEIGHTED, Weight, Window, range_of
+from .window.window import UNWEIGHTED, ByHand, Weight, Window, range_of
 
 logger = logging.getLogger("fxamp")
 
-_LOOKS = 16  # windows between two looks for parameters that no optimizer trains: a walk costs as much as a step
+_LOOKS = 500  # windows between two looks for parameters that no optimizer trains: a walk costs as much as a step
 
 
 class TrainStep(TrainState):
@@ -521,22 +519,22 @@ class TrainStep(TrainState):
             return
         self.opened.scaler._forget_step()
         self.opened = None
-        self._clear(in_place=self._in_place)
-        self.by_hand.after_window(self.schedulers)
+        self.by_hand.after_window(self.schedulers, self._clear(in_place=self._in_place))
 
-    def _clear(self, *, in_place: bool) -> None:
-        """Clear the gradients of model, loss and optimizers."""
-        for group in (group for o in self.optimizers for group in o.param_groups):
-            for p in group["params"]:
-                if p.grad is not None and in_place:
-                    p.grad.detach_().zero_()
-                elif p.grad is not None:
-                    p.grad = None
-        if self.windows % _LOOKS == 0:
+    def _clear(self, *, in_place: bool) -> list[Tensor]:
+        """Clear the gradients of model, loss and optimizers; return the parameters of optimizers that had one."""
+        had = [p for o in self.optimizers for group in o.param_groups for p in group["params"] if p.grad is not None]
+        for p in had:
+            if in_place:
+                p.grad.detach_().zero_()
+            else:
+                p.grad = None
+        if self.windows % _LOOKS == 1:
             self._untrained = untrained(self.model, self.loss_fn, self.optimizers)
         for p in self._untrained:
             if p.grad is not None:
                 p.grad = None
+        return had
 
     def _clear_stale(self) -> None:
         """Clear gradients that somebody has left; for CUDA graphs have one of zeros for each parameter."""
@@ -544,7 +542,7 @@ class TrainStep(TrainState):
             for p in (p for o in self.optimizers for p in parameters(o) if p.grad is None):
                 p.grad = torch.zeros_like(p)
             return
-        stale = next(filter(lambda p: p is not None, map(first_with_gradient, self.optimizers)), None)
+        stale = self.by_hand.stale(self.optimizers)
         if stale is not None:
             name = next((name for name, p in self.model.named_parameters() if p is stale), "a parameter outside of it")
             self._say(
@@ -575,7 +573,7 @@ class TrainStep(TrainState):
     def _exchanging(self, window: Window) -> Any:
         """Return a context in which replicas exchange gradients, if the micro-batch is the last of its window."""
         last = window.position + 1 == self.accumulate_steps and window.kept is None
-        return exchanging(self.ranks.replicas, last)
+        return exchanging(self.ranks.replicas, last) if self.ranks.replicas else contextlib.nullcontext()
 
     def _forward(self, inputs: Any, target: Any) -> tuple[Tensor, Any]:
         if self.compiled is None:
@@ -592,7 +590,8 @@ class TrainStep(TrainState):
         if loss.requires_grad:
             weighted = loss if isinstance(share, float) and share == 1 else loss * share
             with range_of("backward"):
-                window.scaler.scale(weighted / self.accumulate_steps).backward()
+                mean = weighted if self.accumulate_steps == 1 else weighted / self.accumulate_steps
+                window.scaler.scale(mean).backward()
         self.weights.after_backward()
         if window.kept is not None:
             window.kept.after_backward(share)

@@ -13,7 +13,7 @@ import functools
 import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, fields
+from dataclasses import KW_ONLY, dataclass, fields, replace
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -264,6 +264,32 @@ def op_override(policy: Policy, op: str) -> Override | None:
 def names_nodes(policy: Policy) -> bool:
     """Say whether an override is of a single node: keys hold a "#", and names of ops do not."""
     return any("#" in key for key, _ in policy.ops)
+
+
+def policy_of_part(policy: Policy, path: str, part: nn.Module) -> Policy:
+    """Return the policy of a part of a model, whose overrides are written with the paths of the whole.
+
+    Args:
+        policy: That of the whole.
+        path: Where the part is in the whole.
+        part: The part, whose outputs the rest of the model reads as it does under autocast.
+    """
+    depth, types = path.count(".") + 1, type_names(type(part))
+    cover = module_override(policy, [(path, types)])
+    covered = cover is not None and cover.kind == "path"  # a path wins over the types inside it
+    kept: dict[str, str] = {}
+    for key, colour in policy.modules:
+        head, rest = (".".join(segments) for segments in (key.split(".")[:depth], key.split(".")[depth:]))
+        inside = rest if rest and _glob(head).fullmatch(path) else "" if covered else key
+        found = Policy(modules={inside: colour}) if inside else None
+        if found and any(module_override(found, [(p, type_names(type(m)))]) for p, m in part.named_modules()):
+            kept[inside] = colour
+    if cover is not None and covered:
+        kept[types[0]] = cover.colour
+    ops = {key.removeprefix(path).removeprefix("."): c for key, c in policy.ops
+           if "#" not in key or key.startswith((f"{path}.", f"{path}/"))}  # fmt: skip
+    outputs = "autocast" if policy.output_dtype == "original" else policy.output_dtype
+    return replace(policy, modules=tuple(kept.items()), ops=tuple(ops.items()), output_dtype=outputs)
 
 
 def check_used(policy: Policy, stacks: Iterable[Stack], ops: Iterable[str]) -> None:

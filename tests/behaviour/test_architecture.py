@@ -83,7 +83,9 @@ ARROWS = {
         ".trust.ranges .view passes._torch passes.contract"
     ),
     "fxamp.pytest_plugin": ".report.gate",
-    "fxamp.demo": ".convert .measure .train .train.weights passes.contract",
+    "fxamp.demo": (
+        ".convert .measure .report .report.gate .report.reader .train .train.weights .trust.census passes.contract"
+    ),
     "fxamp.report": (
         ".capture .report.forms .report.page .report.reader .report.record .train .trust.census passes.contract"
     ),

@@ -1,4 +1,4 @@
-"""Past updates of a loss scale: their history, and how many steps in a row were skipped.
+"""Past updates of a loss scale: their history, and whose gradients were not finite.
 
 Numbers that are on the device stay there until they are asked for.
 """
@@ -72,33 +72,3 @@ class Culprits:
     def first(self) -> str:
         """Return the first such gradient with its kind as text, "" if all are finite."""
         return next((f"{name} ({kind})" for name, kind in self.all()), "")
-
-
-class SkipsInARow:
-    """The number of updates in a row that were skipped; it stays on the device until it is read."""
-
-    def __init__(self, known: int = 0) -> None:
-        self._known = known
-        self._count: torch.Tensor | None = None  # with what was added since the last read
-        self._added = 0
-
-    def add(self, skipped: bool | torch.Tensor) -> None:
-        """Count one more update, given whether it was skipped: a bool, or a flag of one element, 0 or 1."""
-        if isinstance(skipped, bool):
-            self._known = self.read() + 1 if skipped else 0
-            self._count, self._added = None, 0
-            return
-        before = self._known if self._count is None else self._count.to(skipped.device)
-        flag = skipped.view(()) != 0
-        self._count = torch.where(flag, before + flag.float(), torch.zeros_like(flag, dtype=torch.float32))
-        self._added += 1
-
-    def reaches(self, count: int) -> bool:
-        """Say whether so many updates in a row were skipped; wait for the device only if there were so many updates."""
-        return self._known + self._added >= count and self.read() >= count
-
-    def read(self) -> int:
-        """Return the number."""
-        if self._count is not None:
-            self._known, self._count, self._added = int(self._count), None, 0
-        return self._known

@@ -34,7 +34,11 @@ def gradients(optimizers: Iterable[Optimizer]) -> list[Tensor]:
 
 def first_with_gradient(optimizer: Optimizer) -> Tensor | None:
     """Return the first parameter of an optimizer that has a gradient."""
-    return next((p for group in optimizer.param_groups for p in group["params"] if p.grad is not None), None)
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if p.grad is not None:
+                return p  # type: ignore[no-any-return]
+    return None
 
 
 def untrained(model: nn.Module, loss: object, optimizers: Iterable[Optimizer]) -> list[Tensor]:

@@ -1,22 +1,31 @@
-"""The open window of a training step: what is known of it from its first micro-batch to its end."""
+"""The open window of a training step: what is known of it from its first micro-batch to its end.
+
+`ByHand` finds calls of a hand-written loop, which the step makes itself, by what they leave between two calls.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.profiler import record_function
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
-from passes._torch import is_profiling
+from passes._torch import is_profiling, sequence_number
 from passes.contract.errors import PolicyError
 
 from ..ranks.ranks import Ranks
 from ..scale.scaler import LossScaler
-from .gradients import KeptMicroBatches
+from .gradients import KeptMicroBatches, first_with_gradient
+
+logger = logging.getLogger("fxamp")
 
 Weight = float | Tensor
 UNWEIGHTED: float = float("1.0")  # the object itself says that no weight was given; all ranks give weights, or none
@@ -145,3 +154,87 @@ def _reference(weight: Weight, ranks: Ranks, device: torch.device) -> Weight:
 def range_of(name: str) -> contextlib.AbstractContextManager[Any]:
     """Return a range that a profiler shows, for a part of a step."""
     return record_function(f"fxamp.{name}") if is_profiling() else contextlib.nullcontext()
+
+
+class ByHand:
+    """What a TrainStep left after its last micro-batch and its last window, compared with what the next one finds."""
+
+    def __init__(self) -> None:
+        self._gradients = False  # whether the micro-batches of this window left any
+        self._versions: list[int | None] = []  # of one weight of each optimizer, within a window
+        self._epochs: list[tuple[int, ...]] = []  # of each scheduler, between windows
+        self._cleared: list[Tensor] = []  # the parameters that had gradients in the last window
+        self._recorded = -1  # the number of autograd's next op when it ended
+        self._warned: set[str] = set()
+
+    def after_micro_batch(self, optimizers: Sequence[Optimizer]) -> None:
+        """Note the state within a window."""
+        self._versions = list(map(_version, optimizers))
+        self._gradients = any(version is not None for version in self._versions)
+
+    def after_window(self, schedulers: Sequence[LRScheduler], cleared: list[Tensor]) -> None:
+        """Note the state between windows, and the parameters whose gradients were cleared."""
+        self._gradients, self._versions = False, []
+        self._cleared, self._recorded = cleared, sequence_number()
+        self._epochs = list(map(_epochs_of, schedulers))
+
+    def check(
+        self, optimizers: Sequence[Optimizer], schedulers: Sequence[LRScheduler], position: int, accumulate_steps: int
+    ) -> None:
+        """Look for what was done by hand since.
+
+        It warns once of an optimizer that stepped within a window, or of a scheduler that stepped.
+
+        Args:
+            optimizers: Those of the TrainStep.
+            schedulers: Those of the TrainStep.
+            position: How many micro-batches the open window has had.
+            accumulate_steps: How many it will have.
+
+        Raises:
+            PolicyError: Gradients were cleared within a window.
+        """
+        if self._gradients and all(first_with_gradient(o) is None for o in optimizers):
+            raise PolicyError(
+                f"the gradients of {position} of the window's {accumulate_steps} micro-batches were cleared "
+                "before the next one: leave out zero_grad(). A TrainStep clears gradients itself, after each window."
+            )
+        for optimizer, before in zip(optimizers, self._versions, strict=False):
+            if before != _version(optimizer):
+                self._warn(
+                    "the weights that %s trains changed within a window of %d micro-batches: leave out "
+                    "optimizer.step(). A TrainStep steps itself, after each window.",
+                    type(optimizer).__name__, accumulate_steps,
+                )  # fmt: skip
+        for scheduler, epoch in zip(schedulers, self._epochs, strict=False):
+            if _epochs_of(scheduler) == tuple(one + 1 for one in epoch):
+                self._warn(
+                    "%s stepped outside its TrainStep, which steps it after each window: leave out scheduler.step(), "
+                    "or do not give the scheduler to the TrainStep.", type(scheduler).__name__,
+                )  # fmt: skip
+        self._epochs = []
+
+    def stale(self, optimizers: Iterable[Optimizer]) -> Tensor | None:
+        """Return the first parameter that has a gradient before a window opens.
+
+        A walk over thousands of parameters costs as much as the forward of a small model. While autograd has recorded
+        nothing in this thread since the last window, only those are looked at that had a gradient in it.
+        """
+        if sequence_number() != self._recorded:
+            return next((p for o in optimizers if (p := first_with_gradient(o)) is not None), None)
+        return next((p for p in self._cleared if p.grad is not None), None)
+
+    def _warn(self, text: str, *values: object) -> None:
+        if text not in self._warned:
+            self._warned.add(text)
+            logger.warning(f"fxamp: {text}", *values)
+
+
+def _epochs_of(scheduler: LRScheduler) -> tuple[int, ...]:
+    """Return how often a scheduler stepped; for a chain of them how often each did."""
+    return tuple(one.last_epoch for one in getattr(scheduler, "_schedulers", [scheduler]) if hasattr(one, "last_epoch"))
+
+
+def _version(optimizer: Optimizer) -> int | None:
+    """Return how often a weight of an optimizer was written to; None if no weight of it has a gradient."""
+    return None if (p := first_with_gradient(optimizer)) is None else p._version

@@ -96,7 +96,7 @@ class Census:
 
         Example:
             >>> sorted(__import__("json").loads(fxamp.census(model, x).to_json()))[:4]
-            ['casts', 'differences', 'name', 'notes']
+            ['casts', 'compiled', 'differences', 'name']
         """
         casts = {"count": sum(r.casts for r in self.ran), "bytes": sum(r.cast_bytes for r in self.ran)}
         said = [{**asdict(d), "text": str(d)} for d in self.differences]

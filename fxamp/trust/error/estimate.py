@@ -33,8 +33,8 @@ def estimate_error(
         model_or_step: A module, a view, or a TrainStep, which brings its own loss.
         inputs: A tensor or a tuple for `model(*inputs)`, or a mapping for `model(**inputs)`.
         target: The second argument of the loss.
-        loss: A function of the output, or, with a target, of output and target, that returns one element; None takes
-            the output's `.loss`, or a 0-dim output.
+        loss: A function of the output, or, with a target, of output and target, that gives one element; None takes the
+            output's `.loss`, or a 0-dim output.
         batches: Inputs, or pairs (inputs, target), in the place of `inputs`; two to four are enough.
         policies: Policy strings, or "autocast", which rounds what O1 rounds.
         gradients: Predict errors of gradients too.

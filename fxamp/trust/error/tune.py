@@ -56,8 +56,8 @@ def tune(
         model_or_step: A module, a view, or a TrainStep, which brings its own loss.
         inputs: A tensor or a tuple for `model(*inputs)`, or a mapping for `model(**inputs)`.
         target: The second argument of the loss.
-        loss: A function of the output, or, with a target, of output and target, that returns one element; None takes
-            the output's `.loss`, or a 0-dim output.
+        loss: A function of the output, or, with a target, of output and target, that gives one element; None takes the
+            output's `.loss`, or a 0-dim output.
         batches: Inputs, or pairs (inputs, target), in the place of `inputs`. The more, the less the plan fits one.
         tolerance: The largest error, such as 0.02; "autocast" is that of `torch.autocast`, measured beside; errors that
             differ by less than a fiftieth count as equal.
@@ -235,7 +235,6 @@ class Derivatives:
                 behind = self._pairs(batch)
             for place in ahead.keys() & behind.keys():
                 _add(losses, gradients, place, ahead[place], behind[place], step, self._low)
-        self.values = self.casts = {}
         whole = [self._sum(unit, found) or 1.0 for found in (losses, gradients)]
         found = {key: _LOSS * losses[key] / whole[0] + _GRADIENT * gradients.get(key, 0.0) / whole[1] for key in losses}
         self.values = {key: v for key, v in found.items() if isinstance(key, str)}

@@ -302,19 +302,13 @@ def test_unknown_op_names_the_nearest(capsys: Capture) -> None:
     assert "no rule for the op 'softmx'; the nearest name is 'softmax'" in error_of(capsys)
 
 
-def test_demo_is_given_seeds_and_file(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_demo_is_given_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[dict[str, object]] = []
     demo = SimpleNamespace(run=lambda **settings: calls.append(settings))
     monkeypatch.setitem(sys.modules, "fxamp.demo", demo)
-    assert main(["demo", "--seeds", "3", "-o", "out.md"]) == 0
+    assert main(["demo", "-o", "out.md"]) == 0
     assert main(["demo"]) == 0
-    assert calls == [{"seeds": 3, "output": Path("out.md")}, {"seeds": 1, "output": None}]
-
-
-def test_missing_demo_extra_says_what_to_install(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
-    monkeypatch.setitem(sys.modules, "fxamp.demo", None)
-    assert main(["demo"]) == 2
-    assert "pip install 'fxamp[demo]'" in error_of(capsys)
+    assert calls == [{"output": Path("out.md")}, {"output": None}]
 
 
 @pytest.mark.parametrize(("option", "shown"), [("--version", "fxamp "), ("--help", "usage: fxamp")])

@@ -14,7 +14,17 @@ from torch import nn
 from passes.contract.devices import DEVICES
 from passes.contract.errors import PolicyError
 from passes.contract.levels import Level
-from passes.contract.policy import Override, Policy, Stack, check_used, module_override, op_override, type_names, unused
+from passes.contract.policy import (
+    Override,
+    Policy,
+    Stack,
+    check_used,
+    module_override,
+    op_override,
+    policy_of_part,
+    type_names,
+    unused,
+)
 
 STACK: Stack = [
     ("", ("models.Net", "torch.nn.Module")),
@@ -288,3 +298,19 @@ def test_unused_lists_what_is_left() -> None:
     policy = Policy(modules={"a": "low", "b": "fp32"}, ops={"softmax": "low"})
     left = unused(policy, [Override("path", "a", "low")])
     assert [str(override) for override in left] == ["modules.b=fp32", "ops.softmax=low"]
+
+
+def test_a_part_of_a_model_has_the_overrides_of_its_paths_and_types() -> None:
+    part = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
+    asked = Policy(
+        "O2", dtype="bf16", modules={"body.0": "fp32", "head.*": "fp32", nn.LayerNorm: "low", "*.1": "keep"},
+        ops={"softmax": "low", "body.0/linear#0": "fp32", "head.0/linear#0": "fp32"},
+    )  # fmt: skip
+    found = policy_of_part(asked, "body", part)
+    assert str(found) == (
+        "O2,dtype=bf16,modules.0=fp32,modules.1=keep,modules.torch.nn.LayerNorm=low,ops.0/linear#0=fp32,"
+        "ops.softmax=low,output_dtype=autocast"
+    )
+    covered = policy_of_part(Policy(modules={"body": "fp32", nn.LayerNorm: "low", "body.1": "low"}), "body", part)
+    assert dict(covered.modules) == {"torch.nn.Sequential": "fp32", "1": "low"}
+    assert not policy_of_part(Policy(modules={"head": "fp32"}), "body.up", part).modules
