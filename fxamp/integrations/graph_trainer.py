@@ -4,8 +4,6 @@ Its protocol, as of September 2026: a pipeline is a function `(traced_result, co
 `torchtitan.experiments.graph_trainer.registry.register_pass_pipeline(name)` registers, and a pass is a function
 `(gm, example_inputs, **kwargs) -> gm`. Weights and inputs are placeholders, and gradients are outputs.
 
-    register("fxamp", policy="O1,dtype=bf16")        # then --compile.pass_pipeline fxamp
-
 In such a graph autograd has split the ops that torch.autocast knows. What is left of one that it runs in FP32 stays in
 FP32, forward and backward; so does the backward of a softmax, in which the trace has written down its dtype. All other
 nodes follow the rules, the backward of a product as a product; those without a rule are listed in the plan.

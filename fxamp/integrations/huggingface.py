@@ -1,8 +1,5 @@
 """A callback for Hugging Face's Trainer: the plan, the loss scale, skipped steps and a census in its logs.
 
-    view = fxamp.convert(model, policy="O1,dtype=bf16")
-    Trainer(view, arguments, train_dataset=data, callbacks=[FxampCallback()]).train()
-
 The Trainer trains the view as any model. The callback only looks, and refuses a model that is not converted.
 """
 

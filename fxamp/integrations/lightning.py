@@ -1,11 +1,7 @@
 """A precision plugin for Lightning's Trainer and for Fabric, whose layers run by a plan.
 
-    Trainer(plugins=[FxampPrecision("O1")])     # a view in the place of each child of the LightningModule
-    Fabric(plugins=[FxampPrecision("O1")])      # a view of the module itself
-
 Lightning calls `training_step` and never the module, so its children are converted, in place, since some strategies
-drop what `convert_module` returns. Code between them runs under autocast. A view shares everything with its layer: keys
-of the state, parameters and hooks are as before.
+drop what `convert_module` returns; code between them runs under autocast. Fabric gets a view of the module itself.
 """
 
 from __future__ import annotations
@@ -95,7 +91,7 @@ class FxampPrecision(Precision):  # type: ignore[misc]
         if not isinstance(module, LightningModule) and self.modules is None:
             if not is_view(module):
                 module = convert(module, policy=self.policy, **self._settings)
-            self.views[""] = module
+            self.views["" if "" not in self.views else type(module).__name__] = module  # Fabric takes several
             return module
         modules = [(path, type_names(type(m))) for path, m in module.named_modules()]
         check_used(replace(self.policy, ops=()), [[one] for one in modules], ())

@@ -12,14 +12,7 @@ from passes.contract.errors import FxampError
 
 
 def loaded(module: str, name: str, names: Sequence[str], package: str, oldest: tuple[int, int]) -> Any:
-    """Return a public name of `fxamp.lightning` or of `fxamp.huggingface`.
-
-    Args:
-        module: the public module, such as "fxamp.lightning".
-        name: what is asked of it.
-        names: what it has.
-        package: the package that it is for.
-        oldest: the oldest version that will do.
+    """Return one of the `names` of a public module, which is for a package of at least the `oldest` version.
 
     Raises:
         AttributeError: it has no such name.

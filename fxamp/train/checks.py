@@ -106,5 +106,6 @@ def _told(step: TrainState) -> dict[str, Any]:
         "the loss scaler": "undecided" if step.undecided else {"kind": step.scaler.kind, **step.scaler.state_dict()},
         **settings(step),
         "max_grad_norm": step.max_grad_norm,
+        "on_collapse": step.on_collapse,
         "the number of finished windows": step.windows,
     }

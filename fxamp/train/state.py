@@ -56,6 +56,7 @@ class TrainState:
         max_grad_norm: The norm to which gradients are clipped.
         on_overflow: What an overflow skips.
         max_skips: Steps in a row that may be skipped.
+        on_collapse: What happens then: "raise", or "recolour" and go on.
         on_gradients: What is called with the parameters, once their gradients are unscaled.
         weights: Which casts of weights are kept for a window.
         compiled: Counts of the compiled graphs; None if nothing is compiled.
@@ -80,6 +81,7 @@ class TrainState:
     max_grad_norm: float | None
     on_overflow: Literal["skip_window", "skip_microbatch"]
     max_skips: int
+    on_collapse: Literal["raise", "recolour"] = "raise"  # a class attribute, for what an older fxamp pickled
     on_gradients: Callable[[list[Tensor]], Any] | None
     weights: WeightCasts
     compiled: CompiledStep | None

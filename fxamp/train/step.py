@@ -460,6 +460,7 @@ class TrainStep(TrainState):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        self._batches = []
         self.weights = WeightCasts(self.model, state["weights"], self.accumulate_steps)
         settings = state["compiled"]
         self.compiled = None if settings is None else CompiledStep(settings, self.model, self.weights)

@@ -187,8 +187,8 @@ class Watch(TorchDispatchMode):
         place = self._here()
         if func.overloadpacket is _UNSCALE if isinstance(func, OpOverload) else False:
             self.unscaled += 1
-        given, made = _floats((args, named)), _floats(out)
-        if (given or made) and not _is_view(func):
+        given, made = floats_in((args, named)), floats_in(out)
+        if (given or made) and not gives_view(func):
             self._add(place, func, args, named, out, given, made)
         return out
 
@@ -241,7 +241,9 @@ class Watch(TorchDispatchMode):
                 self.scaled = True
             frame = frame.f_back
         inside = self._view is not None
-        return Place("outside", line, -1, module, inside, by=by) if line else Place("own", inside=inside)
+        if not line and not module:
+            return Place("own", inside=inside)
+        return Place("outside", line, -1, module, inside, by=by)
 
     @contextlib.contextmanager
     def of_view(self, runner: Any) -> Iterator[None]:
@@ -352,14 +354,15 @@ def dtype_of(dtypes: Dtypes, product: bool) -> str:
 
 def dtypes_in(values: Any) -> Dtypes:
     """Return the dtypes of the floating and complex tensors in a value, in order."""
-    return _dtypes(_floats(values))
+    return _dtypes(floats_in(values))
 
 
 def _dtypes(tensors: Sequence[Tensor]) -> Dtypes:
     return tuple(dtype_name(t.dtype) for t in tensors)
 
 
-def _floats(values: Any) -> list[Tensor]:
+def floats_in(values: Any) -> list[Tensor]:
+    """Return the floating and complex tensors in a value, in order."""
     leaves = pytree.tree_leaves(values)
     return [t for t in leaves if isinstance(t, Tensor) and (t.is_floating_point() or t.is_complex())]
 
@@ -374,7 +377,7 @@ def _makes_tensor(out: Any) -> bool:
 
 
 @functools.cache
-def _is_view(func: Any) -> bool:
+def gives_view(func: Any) -> bool:
     """Say whether an op gives back its operand, or a view of it, and writes nothing."""
     if not isinstance(func, OpOverload):
         return False

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Interpreter, Node
+from torch.fx import GraphModule, Interpreter, Node, map_arg
 
 from passes._torch import pytree
 from passes.graph.aliases import Aliases
@@ -93,6 +93,13 @@ class GraphSites:
         self.keys = {n: author.get(n) or _reader(n, author) for n in graph.graph.nodes if n.op.startswith("call")}
         self.low = {n: _is_low(n.meta.get("val")) for n in graph.graph.nodes}
         self._moves = {n: self._only_moves(n) for n in self.keys}
+        self._inside: dict[int, tuple[GraphModule, GraphSites]] = {}
+
+    def inside(self, body: GraphModule) -> GraphSites:
+        """Return the sites of a graph inside this one, found once."""
+        if id(body) not in self._inside:
+            self._inside[id(body)] = body, GraphSites(body, {})
+        return self._inside[id(body)][1]
 
     def _only_moves(self, node: Node) -> bool:
         """Say whether a node makes no number of its own out of low ones."""
@@ -196,6 +203,8 @@ class Emulation(Interpreter):
             return args[0]
         if n.target is under_autocast:
             return args[0](*args[3:], **kwargs)
+        if any(isinstance(a, GraphModule) for a in pytree.tree_leaves(args)):
+            return self._higher_order(n, args)
         inside = _INSIDE.get(ops.name(n)) if self._sites.low[n] else None
         if inside is not None:
             named = {key: self._value(ops.argument(n, key)) for key in inside.arguments}
@@ -203,6 +212,18 @@ class Emulation(Interpreter):
             if made is not None:
                 return made
         return getattr(self, n.op)(n.target, args, kwargs)
+
+    def _higher_order(self, n: Node, args: Any) -> Any:
+        """Run a body that is called once in FP32 too; what else has bodies runs as it is, in the dtypes of its plan."""
+        if row_of(n).bodies == "entered":
+            inside = Emulation(args[0], self._sites.inside(args[0]), self._at, self._edge, self._read, self._decides)
+            return inside.run(*args[row_of(n).operands_at :])
+
+        def planned(operand: Node) -> Any:
+            value, val = self.env[operand], operand.meta.get("val")
+            return value.to(val.dtype) if _is_fp32(value) and isinstance(val, Tensor) else value
+
+        return getattr(self, n.op)(n.target, map_arg(n.args, planned), map_arg(n.kwargs, planned))
 
     def _value(self, argument: Any) -> Any:
         return _without_low(self.env[argument] if isinstance(argument, Node) else argument)

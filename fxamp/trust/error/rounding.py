@@ -12,21 +12,21 @@ import torch
 from torch import Tensor
 
 _EXPONENT = 0x7F800000  # of an FP32 number
-_FP16_NORMAL = 2.0**-14  # the smallest one; below it the numbers of FP16 have one distance
+_LEAST = {torch.bfloat16: 2.0**-126, torch.float16: 2.0**-14}  # normal number; below it the spacing is the same
 BITS = {torch.bfloat16: 7, torch.float16: 10}  # of the mantissa
 
 
 def power(values: Tensor, low: torch.dtype) -> Tensor:
-    """Return the power of two at or below FP32 values, and at least that of the smallest normal number.
+    """Return the power of two at or below FP32 values, within the range of a low dtype; finite for infinity too.
 
-    The spacing of a low dtype there, the ulp, is this times 2 ** -BITS.
+    The spacing of the dtype there, the ulp, is this times 2 ** -BITS.
 
     Args:
         values: FP32, of any shape.
         low: torch.bfloat16 or torch.float16.
     """
     found = (values.view(torch.int32) & _EXPONENT).view(torch.float32)
-    return found.clamp_min_(_FP16_NORMAL) if low == torch.float16 else found
+    return found.clamp_(_LEAST[low], 2.0**127)
 
 
 def ulp(values: Tensor, low: torch.dtype) -> Tensor:

@@ -37,7 +37,7 @@ from .verify import measured
 
 _LOSS, _GRADIENT = 0.2, 0.8  # the parts of both errors in what is charged
 _ALIKE = 1.02  # errors that differ by less than this factor are equal: other batches move them by more
-_STEPS = 7  # of the bisection
+_STEPS = 5  # of the bisection
 _LOOKED_AT = 2  # batches that errors of roundings are computed on
 
 
@@ -140,7 +140,7 @@ class _Search:
 
     def _bisect(self, charged: Derivatives, aim: float) -> _Cut | None:
         """Return the cut of the smallest lambda that is predicted to be within an aim; None where none is."""
-        low, high = -3.0, 3.0
+        low, high = -2.0, 2.0
         for _ in range(_STEPS):
             middle = (low + high) / 2
             if self._cut(charged, 10**middle).square <= aim:
@@ -235,7 +235,6 @@ class Derivatives:
                 behind = self._pairs(batch)
             for place in ahead.keys() & behind.keys():
                 _add(losses, gradients, place, ahead[place], behind[place], step, self._low)
-        self.values = self.casts = {}
         whole = [self._sum(unit, found) or 1.0 for found in (losses, gradients)]
         found = {key: _LOSS * losses[key] / whole[0] + _GRADIENT * gradients.get(key, 0.0) / whole[1] for key in losses}
         self.values = {key: v for key, v in found.items() if isinstance(key, str)}
@@ -301,7 +300,7 @@ class Derivatives:
 
         def keep(key: Any, value: Tensor, writes: bool) -> None:
             held = value.detach().clone() if writes else value.detach()
-            value.register_hook(lambda grad: found.__setitem__(key, (held, grad.detach())))
+            value.register_hook(lambda grad: None if grad is None else found.update({key: (held, grad.detach())}))
 
         def at(site: Site, value: Tensor) -> Tensor:
             if value.requires_grad and not site.part:

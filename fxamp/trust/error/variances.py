@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any
 
 import torch
@@ -80,9 +81,13 @@ class Sums:
         unit = 4.0 ** -BITS[self._low] / 12
         self._sites[place] = site
 
-        def add(grad: Tensor) -> None:
-            variance = torch.linalg.vector_norm(power(held, self._low).mul_(grad)).square() * unit
-            signed = (nearest(held, self._low).sub_(held)).mul_(grad).sum()
+        def add(grad: Tensor | None) -> None:
+            if grad is None:  # an author's own backward may leave it out
+                return
+            error = nearest(held, self._low).sub_(held)
+            moved = power(held, self._low).mul_(grad).mul_(error != 0)  # masks and zeros are held as they are
+            variance = torch.linalg.vector_norm(moved).square() * unit
+            signed = error.mul_(grad).sum()
             before = batch.get(place)
             batch[place] = (variance, signed) if before is None else (before[0] + variance, before[1] + signed)
 
@@ -95,7 +100,8 @@ class Sums:
         made = []
         for place, site in self._sites.items():
             sums = [batch.get(place, (zero, zero)) for batch in self._batches]
-            made.append(Moved(site, tuple(float(v) for v, _ in sums), tuple(float(s) for _, s in sums)))
+            signed = (float(s) for _, s in sums)  # not a number where a value that moves nothing leaves the range
+            made.append(Moved(site, tuple(float(v) for v, _ in sums), tuple(s if isfinite(s) else 0.0 for s in signed)))
         return made
 
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
-from passes._torch import OpOverload, own_schema, pytree, storage_id
+from passes._torch import OpOverload, current_autograd_node, own_schema, pytree, storage_id
 from passes.contract.dtypes import dtype_name
 from passes.contract.errors import PolicyError
 from passes.contract.plan import Decision
@@ -35,7 +35,7 @@ from ...convert import converted_in
 from ..census.graphs import watched_graphs
 from ..census.rows import ledgers_of, where_of
 from ..given_step import Batch, GivenStep, Loss, as_before, given_step
-from ..watch import Place, _floats, _is_view
+from ..watch import Place, floats_in, gives_view
 from .by_node import Nodes, NodeWatch
 
 _RUNS = 6  # of the step, to find a cure
@@ -239,6 +239,12 @@ class _Finite(NodeWatch):
         known = [o for t in self._ends if (o := self._bad.get(storage_id(t))) is not None]
         return min(known or self._origins, key=lambda o: o.order, default=_WRITTEN)
 
+    @property
+    def policy(self) -> Policy:
+        """The policy of the graphs that ran."""
+        found: Policy = self.graphs[0].converted.plan.policy
+        return found
+
     def where(self, place: Place) -> str:
         """Return how a place is called."""
         if place.kind == "node":
@@ -279,8 +285,8 @@ class _Finite(NodeWatch):
     def reads_low(self, at: _At) -> bool:
         """Say whether a node runs low, or reads a value that is low before casts of fxamp."""
         node = self._node(at)
-        return any(_is_low(n) for n in (node, *node.all_input_nodes, *(m for n in node.all_input_nodes if is_inserted(n)
-                                                                       for m in n.all_input_nodes)))  # fmt: skip
+        read = [m for n in node.all_input_nodes for m in ((n, *n.all_input_nodes) if is_inserted(n) else (n,))]
+        return any(map(_is_low, (node, *read)))
 
     def low_nodes(self) -> list[_At]:
         """Return all nodes that could run in FP32 instead."""
@@ -300,34 +306,42 @@ class _Finite(NodeWatch):
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         named = kwargs or {}
-        given = _floats((args, named))
-        before = {id(t): _range(t) for t in given} if _writes(func) else {}
+        written = floats_in((args, named)) if _writes(func) else []
+        before = {id(t): _range(t) for t in written}
         out = func(*args, **named)
-        place = self._here()
-        if _is_view(func):
+        # Every op of the forward is given a place, for its backward; where that is, is only asked if it matters.
+        later = not self._heals and self._place is None and current_autograd_node() is not None
+        place = None if later else self._here()
+        if gives_view(func):
             return out
+        made = [out] if isinstance(out, Tensor) else floats_in(out)
         if "empty" in func.__name__:  # nothing is in it yet
-            self._bad.pop(storage_id(out), None)
+            for t in made:
+                self._bad.pop(storage_id(t), None)
             return out
-        for t in {id(t): t for t in (*_floats(out), *(given if before else ()))}.values():
+        for t in {id(t): t for t in (*made, *written)}.values() if written else made:
+            if not t.is_floating_point() and not t.is_complex():
+                continue
             kind = _kind(held := _range(t))
             if kind:
-                self._trace(place, func, t, kind, (args, named), before)
+                self._trace(place or self._here(), func, t, kind, (args, named), before)
             else:
                 self._passed(place, t, max(-held[0], held[1]))
         return out
 
-    def _passed(self, place: Place, t: Tensor, peak: float) -> None:
+    def _passed(self, place: Place | None, t: Tensor, peak: float) -> None:
         """Note a value that is finite."""
-        if place.backward and place.kind == "node":
+        if place is not None and place.backward and place.kind == "node":
             at = (place.graph, place.where)
             self.peaks[at] = max(self.peaks.get(at, 0.0), peak)
-        if t.layout is not torch.strided or t.numel() * t.element_size() == t.untyped_storage().nbytes():
+        if self._bad and (
+            t.layout is not torch.strided or t.numel() * t.element_size() == t.untyped_storage().nbytes()
+        ):
             self._bad.pop(storage_id(t), None)
 
     def _trace(self, place: Place, func: Any, t: Tensor, kind: str, told: Any, before: Mapping[int, Any]) -> None:
         """Note where a value comes from that is not finite: from an operand, from a number, or from this op."""
-        given = [(g, before.get(id(g)) or _range(g)) for g in _floats(told)]
+        given = [(g, before.get(id(g)) or _range(g)) for g in floats_in(told)]
         kinds = [(g, k) for g, held in given if (k := _kind(held))]
         known = [o for g, _ in kinds if (o := self._bad.get(storage_id(g))) is not None]
         written = any(isinstance(v, float) and not math.isfinite(v) for v in pytree.tree_leaves(told))
@@ -384,12 +398,12 @@ def _cured(found: Overflow, given: GivenStep, batch: Batch, seen: _Finite) -> Ov
     """Return an overflow with the nodes that have to run in FP32, and with the loss scale that fits."""
     run = functools.partial(_run, given, batch, heals=True)
     whole = run(found.scale, seen.low_nodes())
-    large = {at: peak for at, peak in whole.peaks.items() if peak > _MOST and whole.reads_low(at)}
-    peak = max(
-        (*large.values(), *(max(-o.least, o.largest) for o in found.operands if found.op == "_to_copy")), default=0
-    )
-    if found.backward and math.isfinite(peak) and peak > _MOST:
-        fits = 2.0 ** math.floor(math.log2(_MOST * found.scale / peak))
+    most = float(torch.finfo(seen.policy.dtype or torch.float16).max)
+    large = {at: peak for at, peak in whole.peaks.items() if peak > most and whole.reads_low(at)}
+    cast = [max(-o.least, o.largest) for o in found.operands if found.op == "_to_copy"]
+    peak = max((*large.values(), *cast), default=0.0)
+    if found.backward and most < peak < math.inf:
+        fits = 2.0 ** math.floor(math.log2(most * found.scale / peak))
         found = replace(found, largest_scale=fits if _run(given, batch, fits).culprit() is None else 0.0)
     if whole.culprit() is not None:
         return found  # nor is it finite in FP32
@@ -409,12 +423,10 @@ def _cured(found: Overflow, given: GivenStep, batch: Batch, seen: _Finite) -> Ov
 
 def _with_policy(found: Overflow, watch: _Finite) -> Overflow:
     fp32 = tuple(dict.fromkeys(watch.ledger(at).key(name) for at, name in watch.forced))
-    policy: Policy = watch.graphs[0].converted.plan.policy
-    ops = tuple({**dict(policy.ops), **dict.fromkeys(fp32, "fp32")}.items())
-    return replace(found, fp32=fp32, policy=replace(policy, ops=ops))
+    ops = tuple({**dict(watch.policy.ops), **dict.fromkeys(fp32, "fp32")}.items())
+    return replace(found, fp32=fp32, policy=replace(watch.policy, ops=ops))
 
 
-_MOST = float(torch.finfo(torch.float16).max)
 _LOW = tuple(map(dtype_name, LOW_DTYPES))
 
 
@@ -438,7 +450,7 @@ def _kind(held: tuple[float, float]) -> str:
 
 def _overflows(made: Any, given: Any) -> bool:
     """Say whether a value is not finite, while all that it was made of is."""
-    return any(_kind(_range(t)) for t in _floats(made)) and not any(_kind(_range(t)) for t in _floats(given))
+    return any(_kind(_range(t)) for t in floats_in(made)) and not any(_kind(_range(t)) for t in floats_in(given))
 
 
 def _raised(value: Any) -> Any:

@@ -118,7 +118,7 @@ def test_checkpoints_evaluation_and_generation(tmp_path: Path) -> None:
 
 
 def test_scale_and_skips_are_logged(tmp_path: Path) -> None:
-    """A CPU has no FP16 in Accelerate, so a scaler stands in for its own."""
+    """On a CPU Accelerate makes no scaler, so one stands in for its own."""
 
     class Optimizer:
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0)

@@ -102,6 +102,14 @@ def assert_equal(ours: Digits, theirs: Digits) -> None:
     assert all(torch.equal(a, b) for a, b in zip(ours.state_dict().values(), theirs.state_dict().values(), strict=True))
 
 
+def share_in_graphs(module: Any) -> float:
+    """Return the share of the FLOPs of products that run in captured graphs."""
+    x, y = next(iter(loader()))
+    with torch.autocast("cpu", torch.bfloat16):
+        rows = [row for row in fxamp.census(module, x, y, loss=F.cross_entropy).ran if row.product]
+    return sum(row.flops for row in rows if row.graph >= 0) / sum(row.flops for row in rows)
+
+
 def test_a_fit_is_the_trainers_own_step_for_step_and_the_plan_ran() -> None:
     plugin = fxamp.lightning.FxampPrecision(O1)
     ours = fitted(plugin, gradient_clip_val=0.5)
@@ -115,6 +123,7 @@ def test_a_fit_is_the_trainers_own_step_for_step_and_the_plan_ran() -> None:
         assert {d.colour for d in plan.decisions if d.op == "linear"} == {"bfloat16"}
         assert len(fxamp.graphs(view)) == 2, "of training and of validation"
     assert set(ours.rounded) == {torch.bfloat16}, "between layers there is what autocast hands out"
+    assert share_in_graphs(ours) > 0.99
     changed = fitted(fxamp.lightning.FxampPrecision(f"{O1},modules.body.up=fp32"), gradient_clip_val=0.5)
     assert changed.losses != ours.losses
     whole = fitted(fxamp.lightning.FxampPrecision("O1,dtype=bf16,modules.head=fp32"), gradient_clip_val=0.5)
@@ -240,6 +249,8 @@ def test_fabric_trains_as_with_its_own_precision_and_the_plan_ran() -> None:
     assert next(iter(module.state_dict())) == "0.up.weight"
     changed, _ = fabric_losses(plugins=[fxamp.lightning.FxampPrecision("O1,dtype=bf16,modules.1=fp32")])
     assert changed != ours
+    plugin.convert_module(nn.Linear(2, 2))
+    assert list(plugin.views) == ["", "Linear"], "Fabric sets up several modules"
 
 
 def fabric_by_autocast() -> list[float]:

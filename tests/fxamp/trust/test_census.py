@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import fxamp
 from passes.contract.errors import CaptureError, NotAModuleError, PolicyError
 from passes.graph.notes import is_inserted
+from reports.zoo import BY_NAME
 from tests.support.front_ends import exported
 
 O1, O2 = "O1,dtype=bf16", "O2,dtype=bf16"
@@ -128,6 +129,17 @@ def test_views_of_real_models_run_as_planned(make: Any, policy: str) -> None:
     casts_planned = sum(row.casts for row in found.planned)
     casts_ran = sum(r.casts for r in found.ran if r.phase == "forward" and r.graph >= 0)
     assert casts_planned == fxamp.plan_of(view).casts <= casts_ran
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("policy", [O1, O2])
+@pytest.mark.parametrize("name", BY_NAME)
+def test_every_model_of_the_zoo_runs_as_planned(name: str, policy: str) -> None:
+    entry = BY_NAME[name]
+    args, kwargs = entry.inputs(2)
+    view = fxamp.convert(entry.build().train(), policy=policy, check=False)
+    found = fxamp.census(view, kwargs or args, loss=entry.loss)
+    assert found, said(found)
 
 
 @pytest.mark.parametrize("policy", [O1, O2])
@@ -653,7 +665,8 @@ def test_a_census_prints_and_is_json() -> None:
     assert data["share"] == pytest.approx(1.0)
     assert len(repr(found).splitlines()) == 1
     assert "differences: none" in found._repr_html_()
-    assert "linear" in fxamp.diff(view_of(Net()))._repr_html_()
+    difference = fxamp.diff(view_of(Net()))
+    assert "linear" in difference._repr_html_()
 
 
 # Bad input.

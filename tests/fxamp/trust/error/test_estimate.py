@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import fxamp
 from reports.zoo import BY_NAME
@@ -97,3 +98,45 @@ def test_random_numbers_are_the_same_on_both_sides() -> None:
     predicted, measured = fxamp.estimate_error(model, **given), fxamp.verify(model, **given)  # type: ignore[arg-type]
     assert measured["O1"].gradient < 0.05
     assert predicted["O1"].gradient == pytest.approx(measured["O1"].gradient, rel=0.5)
+
+
+class Odd(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.a, self.b, self.last = nn.Linear(8, 32), nn.Linear(32, 32), nn.Linear(32, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        if self.how == "checkpoint":
+            h = checkpoint(lambda t: torch.tanh(self.b(t)), h, use_reentrant=False)
+        elif self.how == "break":
+            torch._dynamo.graph_break()
+            h = torch.tanh(self.b(h))
+        else:
+            h = torch.cond(h.sum() > 0, lambda t: t.sin(), lambda t: t.cos(), (self.b(h),))
+        out: Tensor = self.last(h)
+        return out
+
+
+@pytest.mark.parametrize("how", ["checkpoint", "break", "cond"])
+def test_bodies_and_graph_breaks_are_looked_into(how: str) -> None:
+    model = Odd(how)
+    batches = [(torch.randn(64, 8), torch.randint(4, (64,))) for _ in range(4)]
+    given: dict[str, Any] = {"batches": batches, "loss": CE, "policies": ("O1", "O2")}
+    predicted, measured = fxamp.estimate_error(model, **given), fxamp.verify(model, **given)
+    for policy in ("O1", "O2"):
+        assert measured[policy].gradient / 2 < predicted[policy].gradient < measured[policy].gradient * 2
+    what = {node.key for node in predicted["O2"].nodes}
+    assert {"a/linear#0", "b/linear#0", "last/linear#0"} <= what
+
+
+def test_graphs_and_compiled_views_are_predicted_too() -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
+    x, y = torch.randn(64, 8), torch.randint(4, (64,))
+    expected = fxamp.estimate_error(model, x, y, loss=CE, policies="O1")["O1"]
+    graph = torch.fx.symbolic_trace(model)
+    view = fxamp.convert(model, policy="O2", backend="inductor")
+    for given in (graph, view):
+        found = fxamp.estimate_error(given, x, y, loss=CE, policies="O1")["O1"]
+        assert found.loss == pytest.approx(expected.loss)

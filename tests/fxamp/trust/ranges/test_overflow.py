@@ -246,6 +246,14 @@ def test_a_model_that_nobody_converted_is_searched_too(loss: Any) -> None:
     assert fxamp.find_overflow(model, X, loss=mean_square) is None  # in FP32
 
 
+def test_layers_of_torch_without_a_line_of_the_user_are_named_by_their_path() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+    nn.init.constant_(model.get_parameter("1.weight"), 1e38)
+    found = fxamp.find_overflow(model, X * 1e10, loss=torch.mean)
+    assert found is not None
+    assert (found.where, found.op) == ("1", "addmm")
+
+
 def test_a_graph_that_the_user_brings_and_a_model_compiled_in_place() -> None:
     model = Net(squared)
     graph = fxamp.convert(program_of(model, (X,)), policy=O1)
