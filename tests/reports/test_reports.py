@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import random
 import re
 from pathlib import Path
@@ -26,12 +27,14 @@ from reports import (
     casts,
     compiled_step,
     coverage,
+    error,
     exact_numerics,
     gate,
     scaling,
     shown,
     training,
 )
+from reports.plot import scatter
 from reports.zoo import BY_NAME
 
 REPORTS = Path(__file__).resolve().parents[2] / "reports"
@@ -324,3 +327,29 @@ def test_the_interval_of_a_ratio_comes_from_rounds_drawn_anew() -> None:
     assert apart.interval is not None
     assert apart.interval[0] < apart.time < apart.interval[1]
     assert 0.01 < apart.interval[1] - apart.interval[0] < 0.2
+
+
+def test_shares_of_predictions_and_of_the_median_of_other_models() -> None:
+    def row(name: str, predicted: float, measured: float) -> dict[str, Any]:
+        return {"model": name, "level": "O1", "dtype": "bf16", "loss_value": 2.0, "floor": 1e-7, "flips": 0.0,
+                "loss": [predicted, measured, measured / 4], "gradient": [predicted, measured, measured],
+                "same": [predicted, measured], "parameters": [[predicted, measured]]}  # fmt: skip
+
+    rows = [row("a", 1.0, 1.0), row("b", 5.0, 2.0), row("c", math.nan, 4.0)]
+    assert error.shares(error.ratios(rows, "loss")) == ["3", "2.50", "33%", "67%", "67%"]  # not a number: missed
+    assert error.median_of_others(rows, "loss") == [3.0, 1.25, 0.375]
+    text = error.table(rows)
+    assert re.search(r"loss: one converted run +\| 3 +\| 0.25 +\| 0% +\| 0% +\| 100%", text)
+    assert error.at_floor({"loss": [1.0, 1e-7], "floor": 1e-7})
+
+
+def test_a_scatter_has_a_point_for_each_pair_above_zero() -> None:
+    drawn = scatter({"loss": [(1e-5, 2e-5), (1e-3, 1e-3), (0.0, 1.0)]}, "measured", "predicted")
+    assert drawn.count("<circle") == 2
+    ElementTree.fromstring(drawn)
+
+
+def test_the_report_on_errors_is_written_from_its_figures() -> None:
+    data = json.loads((REPORTS / "error.json").read_text(encoding="utf-8"))
+    plain = [r for key, rows in data["rows"].items() if key.startswith("bf16") for r in rows]
+    assert error.table(plain) in (REPORTS / "error.md").read_text(encoding="utf-8")
