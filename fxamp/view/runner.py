@@ -40,6 +40,7 @@ from passes._torch import (
     is_traced_by_jit,
     mark_batch,
     only_vmap,
+    own_parameters,
     pytree,
     unmark_batch,
     without_modes,
@@ -126,6 +127,7 @@ class Runner:
         self._marks = dynamic is None
         self.traces_autocast = True
         self._hooks = HookWatch(model)
+        self._first: tuple[nn.Module, str] = model, ""
         self._settings: dict[str, Any] = {} if LIMIT_IS_ARGUMENT else {"recompile_limit": LIMIT}
         if on_change == "error":
             self._settings["error_on_recompile"] = True
@@ -167,9 +169,19 @@ class Runner:
         rounds = self.policy.level.rounds
         return on == rounds and (not on or torch.get_autocast_dtype(self.device) == self.low)
 
+    def _first_parameter(self) -> nn.Parameter | None:
+        """Return the first parameter of the model; where it is found is kept, since a search takes microseconds."""
+        module, name = self._first
+        if own_parameters(module).get(name) is None:
+            for module in self.model.modules():
+                if name := next((n for n, p in own_parameters(module).items() if p is not None), ""):
+                    self._first = module, name
+                    break
+        return own_parameters(module).get(name)
+
     def settle(self, inputs: Any) -> None:
         """Settle device and dtype at the first call, and again where the model has moved to another kind of device."""
-        first = next(iter(self.model.parameters()), None)
+        first = self._first_parameter()
         if self.device and (first is None or first.device.type in (self.device, "meta")):
             return
         here = device_of(self.model, inputs)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,7 +27,7 @@ from passes.contract.plan import Plan
 from passes.graph.values import no_autocast
 
 from ...convert import convert, plan_of
-from ...measure.counts import Timing, interleaved, saved_bytes
+from ...measure.counts import laps, saved_bytes
 from ..error.estimate import estimate_error
 from ..error.report import Errors
 from ..error.runs import AUTOCAST, FP32, POLICIES, Subject
@@ -50,7 +51,7 @@ class Option:
     Attributes:
         name: "FP32", "autocast", "O1", "O2", "O3", or "tuned", which is `fxamp.tune` at autocast's error.
         seconds: The median time of a step: forward, loss and backward.
-        spread: Half of the width of the 95 % interval of that median.
+        spread: Half of the width of its 95 % interval, from ratios to the time of FP32 in the same round; 0 for FP32.
         casts: How many casts a step makes.
         cast_bytes: The bytes that these read and write.
         saved_bytes: The bytes saved for backward, parameters apart.
@@ -226,8 +227,11 @@ def _with_tuned(subject: Subject, names: dict[str, str], suffix: str) -> tuple[s
     return ()
 
 
-def _times(subject: Subject, names: Sequence[str], batch: Batch) -> dict[str, tuple[Timing, int]]:
-    """Return the time of a step of each, and how many rounds it was timed for."""
+def _times(subject: Subject, names: Sequence[str], batch: Batch) -> dict[str, tuple[float, float]]:
+    """Return the median seconds of a step of each, and the half width of the 95 % interval.
+
+    Rounds are compared one by one: each time is taken as a ratio to that of FP32 in the same round.
+    """
     with contextlib.ExitStack() as stack:
         stack.enter_context(as_before(subject.model))
         stack.enter_context(torch.enable_grad())
@@ -240,8 +244,15 @@ def _times(subject: Subject, names: Sequence[str], batch: Batch) -> dict[str, tu
             step()
         once = time.perf_counter() - begun
         rounds = max(_ROUNDS[0], min(_ROUNDS[1], int(_SECONDS / once)))
-        timed = interleaved(steps, rounds, warmup=1)
-    return {name: (timing, rounds - 1) for name, timing in timed.items()}
+        taken = laps(steps, range(rounds))
+    whole = statistics.median(taken[FP32])
+    found = {}
+    for name, seconds in taken.items():
+        ratios = [one / plain for one, plain in zip(seconds, taken[FP32], strict=True)]
+        low, middle, high = statistics.quantiles(ratios, n=4)
+        # The standard error of a median, of values whose quartiles are (high - low) apart, is 0.93 of that over root n.
+        found[name] = whole * middle, whole * 1.96 * 0.93 * (high - low) / rounds**0.5
+    return found
 
 
 def _step(subject: Subject, name: str, batch: Batch, scale: float = 1.0) -> Callable[[], None]:
@@ -261,7 +272,7 @@ def _step(subject: Subject, name: str, batch: Batch, scale: float = 1.0) -> Call
 
 
 def _option(
-    short: str, subject: Subject, name: str, batch: Batch, timed: tuple[Timing, int], errors: Errors,
+    short: str, subject: Subject, name: str, batch: Batch, timed: tuple[float, float], errors: Errors,
     predicted: Errors | None,
 ) -> Option:  # fmt: skip
     model, region, _ = subject.how(name)
@@ -272,10 +283,8 @@ def _option(
 
     with as_before(subject.model), torch.enable_grad():
         saved = saved_bytes(forward)
-    timing, rounds = timed
-    half = 1.96 * 0.93 * timing.spread / rounds**0.5  # of a median, from the distance between quartiles
     return Option(
-        short, timing.median, half, errors.casts or 0, errors.cast_bytes or 0, saved, errors.loss, errors.per_parameter,
+        short, *timed, errors.casts or 0, errors.cast_bytes or 0, saved, errors.loss, errors.per_parameter,
         None if predicted is None else predicted.loss, None if predicted is None else predicted.per_parameter,
         sum(1 for _ in _skips(subject, name, batch)),
     )  # fmt: skip
@@ -326,7 +335,7 @@ def choose(options: Sequence[Option]) -> tuple[str, str]:
     least = min(o.gradient for o in equal)
     best = min((o for o in equal if o.gradient <= _ALIKE * least), key=lambda o: (o.cast_bytes, o.casts, o.seconds))
     others = [o.name for o in equal if o is not best]
-    also = f"; {', '.join(others)} are as fast, with larger errors or more bytes cast" if others else ""
+    also = f"; {', '.join(others)} are as fast within the noise, with no smaller error" if others else ""
     return best.name, (
         f"it takes {_ratio(best, plain)} of the time of FP32 and {_ratio(best, named[AUTOCAST])} of autocast's, with "
         f"{best.gradient / named[AUTOCAST].gradient:.2f} times its error of the gradient{also}"

@@ -194,7 +194,7 @@ PLANTED: dict[str, tuple[Callable[[Tensor], Tensor], str, str, bool, bool]] = {
 
 
 @pytest.mark.parametrize("policy", [O1, O2])
-@pytest.mark.parametrize("ahead", [True, False])
+@pytest.mark.parametrize("ahead", [True, pytest.param(False, marks=pytest.mark.matrix)])
 @pytest.mark.parametrize("name", PLANTED)
 def test_what_is_planted_is_found_and_cured(name: str, ahead: bool, policy: str) -> None:
     planted, comment, kind, backward, curable = PLANTED[name]
