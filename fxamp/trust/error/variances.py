@@ -76,14 +76,15 @@ class Sums:
             if site.writes:
                 return value
             value = value.detach().requires_grad_()
-        held = value.detach().clone() if site.writes else value.detach()
+        kept = [value.detach().clone() if site.writes else value.detach()]
         batch, place = self._batches[-1], (site.node, site.part)
         unit = 4.0 ** -BITS[self._low] / 12
         self._sites[place] = site
 
         def add(grad: Tensor | None) -> None:
-            if grad is None:  # an author's own backward may leave it out
+            if grad is None or not kept:  # an author's own backward may leave it out
                 return
+            held = kept.pop()  # freed here, as what autograd saves is
             error = nearest(held, self._low).sub_(held)
             moved = power(held, self._low).mul_(grad).mul_(error != 0)  # masks and zeros are held as they are
             variance = torch.linalg.vector_norm(moved).square() * unit
