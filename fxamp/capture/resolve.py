@@ -34,7 +34,7 @@ def resolve(policy: Policy, model: nn.Module, inputs: Any) -> Policy:
 
 def device_of(model: nn.Module, inputs: Any) -> str:
     """Return the kind of device of the parameters, else of the inputs, else the CPU."""
-    for found in (model.parameters(), model.buffers(), iter(pytree.tree_leaves(inputs or ()))):
+    for found in (model.parameters(), model.buffers(), iter(pytree.tree_leaves(inputs))):
         tensor = next((t for t in found if isinstance(t, torch.Tensor)), None)
         if tensor is not None:
             return "cpu" if tensor.device.type == "meta" else tensor.device.type
