@@ -537,6 +537,15 @@ def gathering(module: nn.Module) -> tuple[torch.dtype | None, bool]:
     return policy.param_dtype, bool(policy.cast_forward_inputs)
 
 
+def safe_softmax(scores: torch.Tensor, dim: int) -> torch.Tensor:
+    """Return the softmax of scores, 0 in a row that is -inf throughout, as attention computes it.
+
+    Private: `torch.softmax` gives NaN in such a row.
+    """
+    made: torch.Tensor = torch.ops.aten._safe_softmax.default(scores, dim)
+    return made
+
+
 __all__ = [
     "DATA_OF",
     "MODULE_CALLS",
@@ -584,6 +593,7 @@ __all__ = [
     "recorded_by_inductor",
     "registered_autocast_dtype",
     "run_as_soon_as_ready",
+    "safe_softmax",
     "source_name",
     "storage_id",
     "store_of_ranks",

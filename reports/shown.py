@@ -1,9 +1,9 @@
-"""Make the examples of a report in the README: the printed report, and pictures of the page, light and dark.
+"""Make the examples in the README: the printed census, and pictures of the page, light and dark.
 
     python reports/shown.py             # all
     python reports/shown.py --printed   # without the pictures, which need chromium and playwright
 
-The printed report is that of the README's own example, and a test holds that it is; the page is of BERT with 12 layers.
+The printed census is that of the README's own example, and a test holds that it is; the page is of BERT with 12 layers.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ README = HERE.parent / "README.md"
 PICTURES: dict[Literal["light", "dark"], Path] = {"light": HERE / "page.png", "dark": HERE / "page-dark.png"}
 LAYER = "bert.encoder.layer.0.attention"
 # The example, and the block of text under it.
-BLOCK = re.compile(r"(report\(converted\)\.to_tree\(\)\).*\n```\n\n```text\n)((?s:.*?))(?=```)")
+BLOCK = re.compile(r"(census\(model, x\)\)\n```\n\n```text\n)((?s:.*?))(?=```)")
 
 
 def printed() -> str:
     """Return what the README's example prints."""
     torch.manual_seed(0)
-    converted = fxamp.convert(LeNet5(), (torch.randn(32, 1, 8, 8),), policy="O1,dtype=bf16")
-    text: str = fxamp.report(converted).to_tree()
-    return re.sub(r" +$", "", text, flags=re.MULTILINE)
+    model, x = LeNet5(), torch.randn(32, 1, 8, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        text = str(fxamp.census(model, x))
+    return re.sub(r" +$", "", text, flags=re.MULTILINE) + "\n"
 
 
 def page() -> str:

@@ -23,7 +23,7 @@ _RECORD = "fxamp"  # where a graph keeps what was decided on it
 class Emitted(GraphModule):
     """A converted graph: ambient autocast changes nothing in it, and an error in it leaves no mode switched.
 
-    A graph keeps the mode, train or eval, that it was captured in. Where an op has it as an argument, `meta["mode"]`
+    A graph keeps the mode, train or eval, that it was captured in. Where an op has it as an argument, its record
     holds it, and names that op; then `train` and `eval` warn about another mode.
     """
 
@@ -44,7 +44,7 @@ class Emitted(GraphModule):
 
     def train(self, mode: bool = True) -> Emitted:
         """Set the flag of the module; the graph computes what it did."""
-        captured, op = self.meta.get("mode", (mode, ""))
+        captured, op = self.meta.get(_RECORD, {}).get("mode", (mode, ""))
         if captured is not mode:
             has, asked = ("train" if m else "eval" for m in (captured, mode))
             warnings.warn(
@@ -83,7 +83,7 @@ def with_record(gm: GraphModule, plan: Plan, **more: Any) -> GraphModule:
     flagged = [(n, flag) for n in gm.graph.nodes if n.op == "call_function" and (flag := _mode_of(n)) is not None]
     if flagged:
         node, mode = next((pair for pair in flagged if pair[1]), flagged[0])
-        gm.meta["mode"] = mode, f"{ops.name(node)} of '{module_path(node)}' ({source(node)})"
+        gm.meta[_RECORD]["mode"] = mode, f"{ops.name(node)} of '{module_path(node)}' ({source(node)})"
     return gm
 
 

@@ -48,7 +48,7 @@ class ModesKeptOnError:
     def __enter__(self) -> None:
         self._grad = torch.is_grad_enabled()
         self._found = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in self._devices]
-        self._depth = _depth()
+        self._cached, self._depth = torch.is_autocast_cache_enabled(), _depth()
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         if kind is None:
@@ -57,8 +57,10 @@ class ModesKeptOnError:
         for device, on, dtype in self._found:
             torch.set_autocast_enabled(device, on)
             torch.set_autocast_dtype(device, dtype)
+        torch.set_autocast_cache_enabled(self._cached)
         while _depth() > self._depth:
-            torch.autocast_decrement_nesting()
+            if torch.autocast_decrement_nesting() == 0:  # as `torch.autocast` does at its end
+                torch.clear_autocast_cache()
 
 
 def _depth() -> int:

@@ -294,12 +294,9 @@ def test_precision_reports_are_those_of_the_targets_and_without_source_lines(tmp
         assert (tmp_path / "gpt.md").read_text() == REPORTS.joinpath("precision", "gpt.md").read_text()
 
 
-def test_the_printed_report_of_the_readme_is_what_its_example_prints() -> None:
+def test_the_printed_census_of_the_readme_is_what_its_example_prints() -> None:
     found = shown.BLOCK.search(shown.README.read_text(encoding="utf-8"))
     assert found is not None
-    made_with = re.search(r"^torch +(\S+)$", found.group(2), re.MULTILINE)
-    if made_with is None or made_with.group(1) != torch.__version__:
-        pytest.skip(f"it was printed with another torch than {torch.__version__}, which may have other rules")
     assert found.group(2) == shown.printed()
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node, map_arg
 
-from passes._torch import pytree
+from passes._torch import pytree, safe_softmax
 from passes.graph.aliases import Aliases
 from passes.graph.notes import is_inserted
 from passes.graph.values import LOW_DTYPES, keys, module_path, no_autocast, source
@@ -30,7 +30,6 @@ from passes.runtime.regions import under_autocast
 
 _TO_LOW = ("half", "bfloat16")  # methods
 _UNCHANGED = (again, cast_floating, cast_weight)  # casts of the runtime: their first argument is what is cast
-aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
@@ -278,7 +277,7 @@ def _attention(at: Callable[[str, Tensor], Tensor], given: dict[str, Any]) -> Te
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
-    dropped = torch.dropout(aten._safe_softmax.default(scores, -1), given["dropout_p"] or 0.0, True)
+    dropped = torch.dropout(safe_softmax(scores, -1), given["dropout_p"] or 0.0, True)
     out: Tensor = at("probabilities", dropped) @ value
     return out
 

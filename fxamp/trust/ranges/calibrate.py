@@ -18,7 +18,7 @@ from passes.contract.errors import PolicyError
 from passes.contract.policy import Policy
 from passes.graph.notes import is_inserted
 from passes.graph.values import keys
-from passes.ops import ops
+from passes.ops.rules import row_of
 
 from ..calibration import Calibration, Range, checksums
 from ..error.emulation import Site
@@ -27,7 +27,6 @@ from ..given_step import Loss, given_step
 
 _SAMPLE = 1024  # elements of a tensor that are counted
 _FLUSHED, _NORMAL = 2.0**-25, 2.0**-14  # FP16 rounds what is at most this to 0; what is below this has fewer bits
-_BOUNDED = dict.fromkeys(["softmax", "sigmoid", "tanh", "sin", "cos", "erf", "hardsigmoid", "softsign"], 1.0)
 
 
 def calibrate(
@@ -91,7 +90,7 @@ class _Ranges:
         self._look(site.key, False, value)
         if site.part == "":
             self._nodes.setdefault(site.key, site.node)
-            self._bounds.setdefault(site.key, _BOUNDED.get(ops.name(site.node)))
+            self._bounds.setdefault(site.key, row_of(site.node).at_most)
         else:
             self._bounds[site.key] = None
         if value.requires_grad:

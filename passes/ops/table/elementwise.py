@@ -68,15 +68,16 @@ ROWS = (
         of("abs", real=True, commutes="both", in_norm="arithmetic"),
         of("neg", commutes="both", in_norm="arithmetic", direct="default"),
         of("positive", commutes="both", may_alias="first"),
-        """sign sgn leaky_relu elu celu selu mish hardswish hardshrink softshrink softsign tanhshrink threshold
+        """sign sgn leaky_relu elu celu selu mish hardswish hardshrink softshrink tanhshrink threshold
         log_sigmoid glu ceil floor round trunc frac nan_to_num conj special_i0 special_digamma special_psi
         special_erfc special_exp2 special_gammaln special_multigammaln special_round special_sinc""",
         of("signbit", out="bool"),
         of("relu", commutes="forward", direct="default"),
         of("relu6", commutes="forward"),
         of("gelu silu", direct="default"),
-        of("sigmoid tanh sin cos", casts_out=True, bounded=True, direct="default"),
-        of("hardsigmoid", bounded=True),
+        of("sigmoid tanh sin cos", casts_out=True, bounded=True, at_most=1.0, direct="default"),
+        of("hardsigmoid", bounded=True, at_most=1.0),
+        of("softsign", at_most=1.0),
         of("hardtanh", limits="bounds"),
         of("rrelu", may_alias="first", tries_low=True),
         of(
@@ -84,7 +85,7 @@ ROWS = (
             casts_out=True,
         ),
         of("sqrt", casts_out=True, in_norm="arithmetic"),
-        of("erf", casts_out=True, bounded=True),
+        of("erf", casts_out=True, bounded=True, at_most=1.0),
         of("exp2", sensitive="range", casts_out=True, in_norm="arithmetic exponential"),
         of("acosh atanh", sensitive="rounding", casts_out=True),
         of("lgamma mvlgamma digamma polygamma", sensitive="range", casts_out=True),

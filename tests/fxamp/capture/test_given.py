@@ -239,6 +239,7 @@ def test_an_error_in_a_region_of_a_graph_leaves_no_mode_switched(level: str) -> 
             run(AT + 5)
         assert torch.is_grad_enabled()
         assert not torch.is_autocast_enabled("cpu")
+        assert torch.is_autocast_cache_enabled()
         assert torch.autocast_increment_nesting() == 1
         torch.autocast_decrement_nesting()
 

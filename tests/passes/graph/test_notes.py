@@ -27,6 +27,7 @@ TORCHS = {
     "tensor_meta",
     "recompute",
     "ac_graph_id",
+    "from_node",
 }
 
 

@@ -26,7 +26,22 @@ KNOWN = RULES.keys() | {row.name for row in (*QUERIES, *HIGHER_ORDER)}
 SPACES = {"torch": torch, "F": F, "nn": nn, "operator": operator, "aten": torch.ops.aten}
 
 # File and ops of a collection that is not knowledge of ops: why.
-ALLOWED: dict[tuple[str, frozenset[str]], str] = {}
+_SPLIT, _KERNELS = "autograd's names of what it made of an op", "functions that compute as a kernel of the op does"
+_CHOICE = "which of them an argument of the op, and so of the site, is looked up for"
+ALLOWED: dict[tuple[str, frozenset[str]], str] = {
+    **{
+        ("fxamp/integrations/graph_trainer.py", frozenset(pair.split())): _SPLIT
+        for pair in (
+            "softmax _softmax", "log_softmax _log_softmax", "layer_norm native_layer_norm",
+            "group_norm native_group_norm",
+        )
+    },
+    (
+        "fxamp/trust/error/emulation.py",
+        frozenset({"scaled_dot_product_attention", "log_softmax", "cross_entropy_loss"}),
+    ): _KERNELS,
+    ("fxamp/trust/error/emulation.py", frozenset({"topk", "argmax"})): _CHOICE,
+}  # fmt: skip
 
 
 def op_named(word: str) -> str:
