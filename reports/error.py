@@ -111,15 +111,13 @@ def case(name: str, dtype: str, trained: int = 0) -> list[Row]:
         subject.given = replace(whole, batches=whole.batches[part])
         reports.append(run(subject, policies))
     return [
-        _row(name, level, dtype, trained, *(r[policy] for r in reports), reports[-1])
+        _row(name, level, dtype, trained, [r[policy] for r in reports], reports[-1])
         for level, policy in zip(LEVELS, policies, strict=True)
     ]
 
 
-def _row(
-    name: str, level: str, dtype: str, trained: int, predicted: Any, same: Any, one: Any, measured: Any,
-    report: ErrorReport,
-) -> Row:  # fmt: skip
+def _row(name: str, level: str, dtype: str, trained: int, errors: Sequence[Any], report: ErrorReport) -> Row:
+    predicted, same, one, measured = errors
     shared = predicted.parameters.keys() & same.parameters.keys()
     return {
         "model": name, "level": level, "dtype": dtype, "trained": trained, "loss_value": report.loss,
@@ -180,8 +178,10 @@ def cost() -> list[Row]:
         model.zero_grad()
         model(**batch).loss.backward()
 
-    runs = {"plain": plain, "loss": partial(estimated, subject, POLICIES, gradients=False),
-            "with gradients": partial(estimated, subject, POLICIES)}  # fmt: skip
+    runs: dict[str, Callable[[], Any]] = {
+        "plain": plain, "loss": partial(estimated, subject, POLICIES, gradients=False),
+        "with gradients": partial(estimated, subject, POLICIES),
+    }  # fmt: skip
     taken: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(6):
         for name, run in runs.items():
@@ -199,6 +199,10 @@ def _costs(errors: Any) -> list[Any]:
 # Runs.
 
 
+def _tuning(name: str, times: float) -> list[Row]:
+    return [tuned(name, times)]
+
+
 def jobs() -> list[tuple[str, Callable[[], list[Row]]]]:
     """Return everything that is measured, in order: a key, and a function that gives rows."""
     order = names()
@@ -211,7 +215,7 @@ def jobs() -> list[tuple[str, Callable[[], list[Row]]]]:
             listed.append((f"fp16 {order[at // 4]}", partial(case, order[at // 4], "fp16")))
         if at % 2 == 1 and at // 2 < len(tunes):
             who, times = tunes[at // 2]
-            listed.append((f"tune {times} {who}", lambda who=who, times=times: [tuned(who, times)]))
+            listed.append((f"tune {times} {who}", partial(_tuning, who, times)))
         if at % 12 == 11 and at // 12 < len(TRAINED):
             listed.append((f"trained {TRAINED[at // 12]}", partial(case, TRAINED[at // 12], "bf16", 60)))
     return listed
