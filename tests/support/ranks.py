@@ -112,61 +112,16 @@ def accelerator(converted: bool) -> list[float]:
     return losses
 
 
-def fabric(converted: bool) -> list[float]:
+def _by_fabric(prepare: Callable[[Any], Any], *, autocast: bool = False, **settings: Any) -> list[float]:
     import lightning
 
-    run = lightning.Fabric(accelerator="cpu", devices=2, precision="bf16-mixed", strategy="ddp")
+    run = lightning.Fabric(accelerator="cpu", devices=2, strategy="ddp", **settings)
     run.launch()
     model, losses = bert(), []
-    module, optimizer = run.setup(compiled(model, converted), torch.optim.SGD(model.parameters(), 0.05))
+    module, optimizer = run.setup(prepare(model), torch.optim.SGD(model.parameters(), 0.05))
     for batch in run.setup_dataloaders(loader()):
         optimizer.zero_grad()
-        loss = module(**batch).loss
-        run.backward(loss)
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
-def fit(converted: bool) -> list[float]:
-    import lightning
-
-    losses: list[float] = []
-
-    class Module(lightning.LightningModule):  # type: ignore[misc]
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = bert()
-
-        def training_step(self, batch: Any, index: int) -> Any:
-            loss = self.model(**batch).loss
-            losses.append(loss.item())
-            return loss
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), 0.05)
-
-    run = lightning.Trainer(
-        max_epochs=1, precision="bf16-mixed", accelerator="cpu", devices=2, strategy="ddp", logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
-    run.fit(torch.compile(Module(), **entry(converted)), loader())
-    return losses
-
-
-def fabric_by_plugin(converted: bool) -> list[float]:
-    import lightning
-
-    import fxamp
-
-    plugins = [fxamp.lightning.FxampPrecision(LOW)] if converted else None
-    run = lightning.Fabric(accelerator="cpu", devices=2, strategy="ddp", plugins=plugins)
-    run.launch()
-    model, losses = bert(), []
-    module, optimizer = run.setup(model, torch.optim.SGD(model.parameters(), 0.05))
-    for batch in run.setup_dataloaders(loader()):
-        optimizer.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16, enabled=not converted):
+        with torch.autocast("cpu", torch.bfloat16) if autocast else contextlib.nullcontext():
             loss = module(**batch).loss
         run.backward(loss)
         optimizer.step()
@@ -174,10 +129,8 @@ def fabric_by_plugin(converted: bool) -> list[float]:
     return losses
 
 
-def fit_by_plugin(converted: bool) -> list[float]:
+def _by_lightning(prepare: Callable[[Any], Any], **settings: Any) -> list[float]:
     import lightning
-
-    import fxamp
 
     losses: list[float] = []
 
@@ -194,13 +147,35 @@ def fit_by_plugin(converted: bool) -> list[float]:
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), 0.05)
 
-    plugin = fxamp.lightning.FxampPrecision(LOW)
-    own: dict[str, Any] = {"plugins": [plugin]} if converted else {"precision": "bf16-mixed"}
     run = lightning.Trainer(
         max_epochs=1, accelerator="cpu", devices=2, strategy="ddp", logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, **own,
+        enable_progress_bar=False, enable_model_summary=False, **settings,
     )  # fmt: skip
-    run.fit(Module(), loader())
+    run.fit(prepare(Module()), loader())
+    return losses
+
+
+def fabric(converted: bool) -> list[float]:
+    return _by_fabric(lambda model: compiled(model, converted), precision="bf16-mixed")
+
+
+def fit(converted: bool) -> list[float]:
+    return _by_lightning(lambda module: torch.compile(module, **entry(converted)), precision="bf16-mixed")
+
+
+def fabric_by_plugin(converted: bool) -> list[float]:
+    import fxamp
+
+    plugins = [fxamp.lightning.FxampPrecision(LOW)] if converted else None
+    return _by_fabric(lambda model: model, autocast=not converted, plugins=plugins)
+
+
+def fit_by_plugin(converted: bool) -> list[float]:
+    import fxamp
+
+    plugin = fxamp.lightning.FxampPrecision(LOW)
+    own: dict[str, Any] = {"plugins": [plugin]} if converted else {"precision": "bf16-mixed"}
+    losses = _by_lightning(lambda module: module, **own)
     if converted:
         assert fxamp.plan_of(plugin.views["model"]).casts > 0
     return losses

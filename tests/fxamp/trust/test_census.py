@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import itertools
 import json
-import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, library, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -26,15 +25,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning:torch"),
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    logging.getLogger("fxamp").setLevel(logging.ERROR)
-    yield
-    logging.getLogger("fxamp").setLevel(logging.NOTSET)
 
 
 class Net(nn.Module):
@@ -264,7 +254,7 @@ def custom_op_without_a_rule() -> Any:
     return fxamp.census(view_of(Custom()), X)
 
 
-@torch.library.custom_op("test_census::halved", mutates_args=())
+@library.custom_op("test_census::halved", mutates_args=())
 def halved(x: Tensor) -> Tensor:
     return x / 2
 

@@ -2,20 +2,19 @@
 
 // The data of the page: nodes, the tree of modules, and what a box of the drawing holds.
 const data = JSON.parse(document.getElementById("data").textContent);
-const COLUMNS = Object.entries(data.columns);
 const TEXTS = ["key", "op", "module", "file", "code", "inside", "colour", "autocast", "original", "because", "reason", "gives"];
-const KINDS = ["node", "input", "attribute"];
 const MOST_BOXES = 60; // boxes of one level; longer lists are cut into groups
 
 const text = (number) => data.strings[number];
+const percent = (n) => `${Number(n.toFixed(1))} %`;
 const nodes = data.columns.key.map((_, i) => {
   const node = { place: i };
-  for (const [name, column] of COLUMNS) node[name] = TEXTS.includes(name) ? text(column[i]) : column[i];
+  for (const [name, column] of Object.entries(data.columns)) node[name] = TEXTS.includes(name) ? text(column[i]) : column[i];
   if (node.key.startsWith("/") && node.module) node.key = node.module + node.key;
   node.casts = node.casts.map(([operand, before, after, bytes, shared]) => (
     { operand: text(operand), before: text(before), after: text(after), bytes, shared }));
   node.reads = node.reads.map(([kind, at, cast]) => (
-    { kind: KINDS[kind], node: at >= 0 ? at : -1, name: at >= 0 ? "" : text(-1 - at), cast: text(cast) }));
+    { kind: ["node", "input", "attribute"][kind], node: at >= 0 ? at : -1, name: at >= 0 ? "" : text(-1 - at), cast: text(cast) }));
   node.cast_bytes = node.casts.reduce((sum, cast) => sum + (cast.bytes ?? 0), 0);
   node.time = data.time ? data.time[i] : null;
   node.error = data.error ? data.error[i] : null;

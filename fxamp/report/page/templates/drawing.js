@@ -26,11 +26,7 @@ function textWidth(words, font) {
 }
 const shortened = (words, most = 34) => (words.length > most ? `…${words.slice(1 - most)}` : words);
 
-const LEAF = 40; // heights of a node, of a closed module, of the title of an open one
-const CLOSED = 58;
-const TITLE = 30;
-const PADDING = 16;
-const PORT = 20;
+const [LEAF, CLOSED, TITLE, PADDING, PORT] = [40, 58, 30, 16, 20]; // heights: a node, a closed module, the title of an open one, its padding, its inputs
 const PORTS = 3; // values from outside that have a place each; more share one
 const EASY = 14; // boxes that are unfolded at first
 
@@ -92,8 +88,7 @@ function drawing(host, told) {
 
   // The edges of a level, with the bytes and the casts of what they carry. A port has a number below 0.
   function joins(boxes, at, within) {
-    const edges = new Map();
-    const outer = new Map();
+    const [edges, outer] = [new Map(), new Map()];
     const add = (from, to, reader, read) => {
       const key = `${from} ${to}`;
       if (!edges.has(key)) edges.set(key, { from, to, values: new Map(), casts: [] });
@@ -110,9 +105,8 @@ function drawing(host, told) {
         else if (start !== i) add(start, i, nodes[place], read);
       }
     }
-    const nameOf = (read) => (read.node >= 0 ? nodes[read.node].op : read.name);
     const valueOf = (read) => (read.node >= 0 ? `n${read.node}` : read.name);
-    for (const [read] of later) outer.set(valueOf(read), nameOf(read));
+    for (const [read] of later) outer.set(valueOf(read), read.node >= 0 ? nodes[read.node].op : read.name);
     const many = within && outer.size > PORTS;
     const order = [...outer.keys()];
     const ports = many ? [counted(outer.size, "input")] : [...outer.values()];
@@ -133,8 +127,7 @@ function drawing(host, told) {
 
   // Draw all. The middle of the head of `still`, a box, stays where it is.
   function render(still = null) {
-    const before = still && shown.get(still);
-    const made = level(roots, null);
+    const [before, made] = [still && shown.get(still), level(roots, null)];
     let [dx, dy] = [0, 0];
     if (before) {
       const spots = new Map();
@@ -169,8 +162,7 @@ function drawing(host, told) {
 
   // The largest amount of a box that is not unfolded, against which others are tinted.
   function scaleOf() {
-    if (!mode.amount) return 0;
-    return Math.max(1e-30, ...[...shown.values()].filter((spot) => !spot.open).map((spot) => sum(spot.box.places, mode.amount)));
+    return mode.amount ? Math.max(1e-30, ...[...shown.values()].filter((spot) => !spot.open).map((spot) => sum(spot.box.places, mode.amount))) : 0;
   }
 
   function drawBox(id, spot, scale) {

@@ -50,8 +50,7 @@ function layered(sizes, edges) {
 
 // Return the points of an edge: from the foot of a box to the head of another, straight through the layers between.
 function route(chain, upwards) {
-  const from = chain[0];
-  const to = chain[chain.length - 1];
+  const [from, to] = [chain[0], chain[chain.length - 1]];
   const points = [[from.x, from.y + from.height / 2]];
   for (const item of chain.slice(1, -1)) points.push([item.x, item.top], [item.x, item.bottom]);
   points.push([to.x, to.y - to.height / 2]);

@@ -14,7 +14,6 @@ let stale = new Set();
 function tiles() {
   const t = state.totals;
   const unlike = places.filter((i) => differs(nodes[i])).length;
-  const percent = (n) => `${Number(n.toFixed(1))} %`;
   const instead = [["FP32", t.saved_bytes_fp32], ["torch.autocast", t.saved_bytes_autocast]].filter(([, n]) => n !== null).map(([name, n]) => `${name} would keep ${amount(n, "B")}`).join(", ");
   const made = [
     t.low_flops !== null ? ["policy", percent(t.low_flops), "in 16 bit", `of the arithmetic; ${t.low_ops} of ${t.nodes} operations run in 16 bit, ${t.fp32_ops} in FP32.`] : ["policy", `${t.low_ops} of ${t.nodes}`, "in 16 bit", `operations run in 16 bit, ${t.fp32_ops} in FP32.`],
@@ -167,8 +166,8 @@ function chooseLine(found) {
 function crumbs() {
   const last = document.querySelector("#canvas .box.chosen")?.dataset.id;
   const boxes = last ? canvas.pathOf(last) : [];
-  const home = element("button", { type: "button", class: "link", onclick: () => canvas.fit() }, data.model);
-  byId("crumbs").replaceChildren(home, ...boxes.map((box) => element("button", { type: "button", class: "link", onclick: () => (canvas.show(box.id), canvas.choose(box.id)) }, box.label)));
+  const link = (words, onclick) => element("button", { type: "button", class: "link", onclick }, words);
+  byId("crumbs").replaceChildren(link(data.model, () => canvas.fit()), ...boxes.map((box) => link(box.label, () => (canvas.show(box.id), canvas.choose(box.id)))));
   byId("back").disabled = !canvas.canGoBack();
 }
 
@@ -300,11 +299,10 @@ document.querySelector("[role=tablist]").addEventListener("keydown", (event) => 
 });
 document.addEventListener("keydown", (event) => {
   if (event.altKey || event.ctrlKey || event.metaKey) return;
-  const typing = event.target.matches("input, select");
   const keys = { "/": () => byId("search").focus(), "+": () => canvas.zoom(1.3), "-": () => canvas.zoom(1 / 1.3), 0: () => canvas.fit(), b: () => byId("back").click() };
   if (event.key === "Escape" && event.target === byId("search")) search("");
   else if (event.key === "Escape") byId("panel").hidden = true;
-  else if (!typing && event.key in keys) { event.preventDefault(); keys[event.key](); }
+  else if (!event.target.matches("input, select") && event.key in keys) { event.preventDefault(); keys[event.key](); }
 });
 
 // A fragment that names nothing, or cannot be read, is ignored.

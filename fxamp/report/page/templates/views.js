@@ -11,8 +11,7 @@ const term = (name, ...values) => (values.flat().some((v) => v !== null && v !==
 
 // The causes of a node one after the other, as far as each has one; then those of the last, if there are several.
 function chainOf(i) {
-  const chain = [];
-  const known = new Set([i]);
+  const [chain, known] = [[], new Set([i])];
   let causes = nodes[i].causes;
   while (causes.length === 1 && causes[0] >= 0 && !known.has(causes[0])) {
     chain.push(causes[0]);
@@ -181,14 +180,12 @@ function sourceLine(line, number, code, gap, most, choose) {
 // What ran in one step, beside what was planned.
 function censusTab(host, table, found, link) {
   const said = (title, lines, none) => [element("h2", {}, title), lines.length ? element("ul", {}, ...lines.map((line) => element("li", {}, line))) : element("p", {}, none)];
-  const share = found.share === null ? "There is no plan to compare with." : `${Number((100 * found.share).toFixed(1))} % of the arithmetic ran as planned.`;
+  const share = found.share === null ? "There is no plan to compare with." : `${percent(100 * found.share)} of the arithmetic ran as planned.`;
   host.replaceChildren(element("p", { id: "share" }, `One step: ${share} ${counted(found.casts.count, "cast")} moved ${amount(found.casts.bytes, "B")}.`),
     ...said("What did not run as planned", found.differences.map((d) => d.text), "Nothing."), ...(found.notes.length ? said("Notes", found.notes, "") : []));
-  const ran = [...found.ran].sort((a, b) => b.flops - a.flops);
-  const heads = [["where", "name"], ["when", ""], ["operation", ""], ["ran in", ""], ["times", "number"], ["arithmetic", "number"], ["moved", "number"], ["cast", "number"]];
-  longTable(table, "What ran, most arithmetic first", heads, ran, (row) => element("tr", {},
+  longTable(table, "What ran, most arithmetic first", [["where", "name"], ["when", ""], ["operation", ""], ["ran in", ""], ["times", "number"], ["arithmetic", "number"], ["moved", "number"], ["cast", "number"]],
+    [...found.ran].sort((a, b) => b.flops - a.flops), (row) => element("tr", {},
     element("th", { scope: "row", class: "name" }, row.graph >= 0 && byKey.has(row.where) ? link(byKey.get(row.where)) : row.where),
-    element("td", {}, row.phase), element("td", {}, row.op), element("td", {}, ...[...new Set(row.operands.concat(row.results))].map(pill)),
-    element("td", { class: "number" }, row.count), element("td", { class: "number" }, row.flops ? amount(row.flops, "FLOPs") : ""),
-    element("td", { class: "number" }, mega(row.bytes)), element("td", { class: "number" }, mega(row.cast_bytes))));
+    ...[row.phase, row.op].map((word) => element("td", {}, word)), element("td", {}, ...[...new Set(row.operands.concat(row.results))].map(pill)),
+    ...[row.count, row.flops ? amount(row.flops, "FLOPs") : "", mega(row.bytes), mega(row.cast_bytes)].map((number) => element("td", { class: "number" }, number))));
 }

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -23,13 +21,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
 
 
 @pytest.fixture(autouse=True)
-def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    torch._dynamo.reset()
-    torch.manual_seed(0)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_SECONDS", 1.0)
-    logging.getLogger("fxamp").setLevel(logging.ERROR)
-    yield
-    logging.getLogger("fxamp").setLevel(logging.NOTSET)
 
 
 X, Y = torch.randn(4, 1, 8, 8), torch.tensor([0, 1, 2, 3])

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,15 +15,6 @@ from passes.contract.errors import PolicyError
 BF16 = "O1,dtype=bf16"
 X = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    logging.getLogger("fxamp").setLevel(logging.ERROR)
-    yield
-    logging.getLogger("fxamp").setLevel(logging.NOTSET)
 
 
 class Deep(nn.Module):

@@ -15,12 +15,6 @@ from reports.zoo import BY_NAME
 CE = nn.functional.cross_entropy
 
 
-@pytest.fixture(autouse=True)
-def fresh() -> None:
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-
-
 def batches(name: str, count: int, first: int = 3) -> list[Any]:
     made = [BY_NAME[name].inputs(first + i) for i in range(count)]
     return [kwargs or args[0] for args, kwargs in made]

@@ -18,12 +18,6 @@ CE = nn.functional.cross_entropy
 X, Y = torch.randn(6, 8), torch.tensor([0, 1, 2, 3, 0, 1])
 
 
-@pytest.fixture(autouse=True)
-def fresh() -> None:
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-
-
 def batches(name: str, count: int, first: int = 3) -> list[Any]:
     made = [BY_NAME[name].inputs(first + i) for i in range(count)]
     return [kwargs or args[0] for args, kwargs in made]

@@ -19,12 +19,6 @@ from reports.zoo import BY_NAME
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
 
 
-@pytest.fixture(autouse=True)
-def fresh() -> None:
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-
-
 def given(name: str, batches: int = 2) -> GivenStep:
     zoo = BY_NAME[name]
     made = [zoo.inputs(3 + i) for i in range(batches)]

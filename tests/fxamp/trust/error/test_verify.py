@@ -19,12 +19,6 @@ CE = nn.functional.cross_entropy
 X, Y = torch.randn(6, 8), torch.tensor([0, 1, 2, 3, 0, 1])
 
 
-@pytest.fixture(autouse=True)
-def fresh() -> None:
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-
-
 def net() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +18,6 @@ X = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning:torch"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    logging.getLogger("fxamp").setLevel(logging.ERROR)
-    yield
-    logging.getLogger("fxamp").setLevel(logging.NOTSET)
 
 
 class Net(nn.Module):
