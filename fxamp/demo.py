@@ -27,7 +27,7 @@ from .convert import convert, to_read
 from .measure.counts import StepCounts
 from .report.gate.gate import check
 from .report.gate.outcomes import to_text
-from .report.reader.reader import with_totals
+from .report.reader import with_totals
 from .report.report import report
 from .train.step import TrainStep
 from .train.weights.window_counts import window_counts
