@@ -14,7 +14,6 @@ from passes.contract.errors import FxampError
 from passes.contract.plan import Plan
 from passes.contract.reasons import DEVIATIONS
 
-from ..capture.compiled import plan_of
 from ..train.describe import describe
 from ..train.step import TrainStep
 from ..trust.census.census import Census
@@ -265,8 +264,6 @@ def report(converted_or_plan: Readable | TrainStep) -> Report:
     step = converted_or_plan if isinstance(converted_or_plan, TrainStep) else None
     given = step.converted_model if step is not None else converted_or_plan
     plan = plan_in(given)
-    if plan is None and step is not None and step.compiled is not None and step.compiled.settings.converts:
-        plan = plan_of(step.model)
     if plan is None and step is not None:
         raise FxampError(
             f"report: {type(given).__name__} is not converted, so this TrainStep trains it in FP32, and there is no "
