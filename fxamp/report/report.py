@@ -11,7 +11,6 @@ import msgspec
 from passes.contract.errors import FxampError
 from passes.contract.plan import Plan
 
-from ..capture.compiled import plan_of
 from ..train.describe import describe
 from ..train.step import TrainStep
 from ..trust.census.census import Census
@@ -183,8 +182,6 @@ def report(converted_or_plan: Readable | TrainStep) -> Report:
     step = converted_or_plan if isinstance(converted_or_plan, TrainStep) else None
     given = step.converted_model if step is not None else converted_or_plan
     plan = plan_in(given)
-    if plan is None and step is not None and step.compiled is not None and step.compiled.settings.converts:
-        plan = plan_of(step.model)
     if plan is None and step is not None:
         raise FxampError(
             f"report: {type(given).__name__} is not converted, so this TrainStep trains it in FP32, and there is no "

@@ -53,8 +53,6 @@ ARROWS = {
     "fxamp.measure": ".capture .trust .view passes._torch passes.contract passes.graph",
     "fxamp.train.ranks": ".view passes._torch passes.contract",
     "fxamp.convert": ".capture .measure .trust .view passes._torch passes.contract",
-    "fxamp.train.scale": ".train.ranks passes.contract",
-    "fxamp.train.weights": ".measure .train.ranks .view passes._torch passes.contract",
     "fxamp.trust.census": (
         ".convert .capture .report.forms .report.record .trust passes._torch passes.contract passes.graph "
         "passes.runtime"
@@ -67,25 +65,21 @@ ARROWS = {
         ".convert .trust .trust.census .trust.error passes._torch passes.contract passes.graph passes.ops"
     ),
     "fxamp.trust.choice": ".convert .measure .trust .trust.error passes.contract passes.graph",
-    "fxamp.train.window": ".train.ranks .train.scale .train.weights passes._torch passes.contract",
     "fxamp.report.diff": (".report .report.forms .report.record passes._torch passes.contract passes.graph passes.ops"),
-    "fxamp.train.compiled": (
-        ".capture .train.ranks .train.weights .train.window .view passes._torch passes.contract passes.graph passes.ops"
-    ),
     "fxamp.report.gate": (
         ".convert .report .report.diff .report.forms .report.record .trust.census passes.contract passes.ops"
     ),
     "fxamp.train": (
-        ".capture .train.compiled .train.ranks .train.scale .train.weights .train.window .trust .trust.census "
-        ".trust.ranges .view passes._torch passes.contract"
+        ".capture .train.ranks .trust .trust.census .trust.ranges .view passes._torch passes.contract "
+        "passes.graph passes.ops"
     ),
     "fxamp.pytest_plugin": ".report.gate",
-    "fxamp.demo": (".convert .measure .report .report.gate .train .train.weights .trust.census passes.contract"),
+    "fxamp.demo": (".convert .measure .report .report.gate .train .trust.census passes.contract"),
     "fxamp.report": (
         ".capture .convert .report.forms .report.page .report.record .train .trust.census .trust.error .view "
         "passes.contract"
     ),
-    "fxamp.integrations": (".capture .convert .train .train.scale .trust.census .view passes.contract passes.ops"),
+    "fxamp.integrations": (".capture .convert .train .trust.census .view passes.contract passes.ops"),
     "fxamp.lightning": ".integrations",
     "fxamp.huggingface": ".integrations",
     "fxamp.cli": (
