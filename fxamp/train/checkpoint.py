@@ -44,11 +44,7 @@ def state_of(step: TrainState) -> dict[str, Any]:
 
 
 def write(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
-    """Write a state beside a file, and put it in the place of that when it is complete.
-
-    Raises:
-        OSError: The folder cannot be written to, or the disk is full; the file is as it was.
-    """
+    """Write a state beside a file, and put it in the place of that when it is complete; else the file is as it was."""
     target = Path(path)
     file = tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}-", suffix=".tmp", delete=False)  # noqa: SIM115
     try:
@@ -113,11 +109,7 @@ def load_course(step: TrainState, state: Mapping[str, Any]) -> None:
 
 
 def load(step: TrainState, state: Mapping[str, Any], allow: Sequence[str] = ()) -> None:
-    """Load a state into a step; settings in `allow` may differ.
-
-    Raises:
-        PolicyError: It does not fit; nothing was changed.
-    """
+    """Load a state into a step, whose settings in `allow` may differ. If it does not fit, nothing changes."""
     missing = sorted(set(_KEYS) - set(state))
     if missing:
         raise PolicyError(f"not the state of a TrainStep: it lacks {', '.join(missing)}")

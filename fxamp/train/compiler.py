@@ -63,11 +63,7 @@ class CompileSettings:
 
 
 def settings_of(compile: object, cuda_graph: object) -> CompileSettings | None:
-    """Return the settings that the arguments `compile` and `cuda_graph` stand for; None to compile nothing.
-
-    Raises:
-        PolicyError: They are none; there is no such backend or option; or CUDA graphs without Inductor.
-    """
+    """Return the settings that the arguments stand for; None to compile nothing. Refuse all others by name."""
     if not isinstance(cuda_graph, bool):
         raise PolicyError(f"cuda_graph must be True or False, got {cuda_graph!r}")
     if compile is False:
@@ -107,11 +103,7 @@ def settings_of(compile: object, cuda_graph: object) -> CompileSettings | None:
 
 
 def model_to_compile(model: nn.Module, optimizers: Sequence[Optimizer], settings: CompileSettings) -> nn.Module:
-    """Return a view of the model where the backend is fxamp's, else the model.
-
-    Raises:
-        PolicyError: The step cannot be compiled, by its model, its optimizers or the backend.
-    """
+    """Return a view of the model where the backend is fxamp's, else the model. Refuse what cannot be compiled."""
     closure = next((o for o in optimizers if needs_closure(o)), None)
     if closure is not None:
         raise PolicyError(

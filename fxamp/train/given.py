@@ -32,7 +32,6 @@ from .window import parameters
 
 logger = logging.getLogger("fxamp")
 
-_WRAPPERS = ("_orig_mod.", "module.")  # what wrappers put before the names of a model's parameters
 _LENGTHS = ("step_size", "T_max", "T_0")  # after which a scheduler changes the rate, or begins again
 _EPOCHS = (10, 300)  # as many steps as runs have epochs
 
@@ -65,19 +64,13 @@ def policies_asked(model: nn.Module) -> list[str]:
 
 
 def scaler_of(scaler: object, low_dtype: torch.dtype | None) -> LossScaler:
-    """Return the LossScaler that the argument means; a disabled one means no loss scaling.
-
-    Raises:
-        PolicyError: A TrainStep does not take it as `scaler`.
-    """
+    """Return the LossScaler that the argument means; a disabled one means no loss scaling."""
     if isinstance(scaler, LossScaler):
         return scaler
-    if scaler is None:
+    if scaler is None or (scaler == "auto" and low_dtype != torch.float16):
         return LossScaler(enabled=False)
-    if isinstance(scaler, str) and scaler == "auto":
-        if low_dtype == torch.float16:
-            return LossScaler(min_scale=1.0, max_scale=2.0**24, max_skips=20)
-        return LossScaler(enabled=False)
+    if scaler == "auto":
+        return LossScaler(min_scale=1.0, max_scale=2.0**24, max_skips=20)
     if isinstance(scaler, torch.amp.GradScaler):
         raise PolicyError(
             "scaler must be a fxamp.LossScaler, got a torch.amp.GradScaler. A LossScaler has the same methods, and "
@@ -90,11 +83,7 @@ def scaler_of(scaler: object, low_dtype: torch.dtype | None) -> LossScaler:
 
 
 def optimizers_of(optimizer: object, model: nn.Module) -> tuple[Optimizer, ...]:
-    """Return one optimizer or several as a tuple.
-
-    Raises:
-        PolicyError: They share a parameter, hold a trainable low parameter, or hold none of the model's parameters.
-    """
+    """Return one optimizer or several as a tuple. They share no parameter, none is low, and they train the model."""
     optimizers = _several("optimizer", optimizer, Optimizer)
     if not optimizers:
         raise PolicyError("optimizer must be an optimizer or a list of them, got an empty list")
@@ -118,11 +107,7 @@ def optimizers_of(optimizer: object, model: nn.Module) -> tuple[Optimizer, ...]:
 
 
 def schedulers_of(scheduler: object, optimizers: Sequence[Optimizer]) -> tuple[LRScheduler, ...]:
-    """Return one scheduler or several as a tuple.
-
-    Raises:
-        PolicyError: One belongs to no given optimizer, or needs what a TrainStep does not have.
-    """
+    """Return one scheduler or several as a tuple. Each belongs to one of the optimizers."""
     schedulers = () if scheduler is None else _several("scheduler", scheduler, LRScheduler)
     for one in schedulers:
         if isinstance(one, ReduceLROnPlateau):
@@ -136,17 +121,9 @@ def schedulers_of(scheduler: object, optimizers: Sequence[Optimizer]) -> tuple[L
 
 
 def averages_of(ema: object, model: nn.Module) -> tuple[AveragedModel, ...]:
-    """Return one average or several as a tuple.
-
-    Raises:
-        PolicyError: Something else was given, or the average of another model.
-    """
-    averages = () if ema is None else tuple(ema) if isinstance(ema, (list, tuple)) else (ema,)
+    """Return one average of the model or several as a tuple."""
+    averages = () if ema is None else _several("ema", ema, AveragedModel)
     for one in averages:
-        if not isinstance(one, AveragedModel):
-            raise PolicyError(
-                f"ema must be a torch.optim.swa_utils.AveragedModel or a list of them, got {type(one).__name__}"
-            )
         differ = _signature(one.module) ^ _signature(model)
         if differ:
             raise PolicyError(
@@ -157,12 +134,9 @@ def averages_of(ema: object, model: nn.Module) -> tuple[AveragedModel, ...]:
 
 
 def _signature(model: nn.Module) -> set[tuple[str, tuple[int, ...]]]:
-    named = set()
-    for name, p in model.named_parameters():
-        for wrapper in _WRAPPERS:
-            name = name.replace(wrapper, "")
-        named.add((name, tuple(p.shape)))
-    return named
+    """Return names and shapes of parameters, without what wrappers put before the names."""
+    named = model.named_parameters()
+    return {(name.replace("_orig_mod.", "").replace("module.", ""), tuple(p.shape)) for name, p in named}
 
 
 def _several(name: str, value: object, kind: type[Any]) -> tuple[Any, ...]:

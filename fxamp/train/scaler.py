@@ -60,11 +60,7 @@ def _require_backoff_factor(value: object) -> None:
 
 
 def refuse_low_parameters(named_parameters: Iterable[tuple[str, torch.Tensor]], opening: str = "") -> None:
-    """Refuse trainable float16 and bfloat16 parameters, in which small updates vanish.
-
-    Raises:
-        PolicyError: There is one. The first three are named; `opening` begins the message, with {kind} filled in.
-    """
+    """Refuse trainable float16 and bfloat16 parameters, in which small updates vanish; `opening` begins the message."""
     low = (torch.float16, torch.bfloat16)
     found = list(islice(((name, p) for name, p in named_parameters if p.requires_grad and p.dtype in low), 3))
     if not found:
@@ -436,11 +432,8 @@ class LossScaler(torch.amp.GradScaler):
         culprits = _Culprits(self._gradients(bad)) if bad else ""
         self._events.append((self._updates, before, found_infs, culprits))
         if limits.max_skips is not None and self._in_a_row.reaches(limits.max_skips):
-            shown, hint = collapse_message(self._gradients(s["optimizer"] for s in states if _found_infs([s])))
-            raise ScaleCollapseError(
-                f"{self._in_a_row.read()} steps in a row were skipped, because gradients were not finite; "
-                f"the loss scale is now {self.get_scale()}. First bad parameters: {shown}. {hint}"
-            )
+            named = self._gradients(state["optimizer"] for state in states if _found_infs([state]))
+            raise collapsed(self._in_a_row, named, f"; the loss scale is now {self.get_scale()}")
 
     def set_growth_factor(self, new_factor: float) -> None:
         """Set a new growth factor.
@@ -571,20 +564,27 @@ class LossScaler(torch.amp.GradScaler):
                 place = f"parameter {index} of group {group_index} (shape {tuple(param.shape)})"
                 yield self._names.get(param) or (names[index] if names else place), param
 
+    def _first_bad(self, optimizers: Iterable[Optimizer]) -> str:
+        """Return the name of the first gradient that is not finite, and its kind."""
+        return str(_Culprits(self._gradients(optimizers)))
+
     def _gradients(self, optimizers: Iterable[Optimizer]) -> Iterator[tuple[str, torch.Tensor]]:
         return ((name, p.grad) for o in optimizers for name, p in self._describe(o) if p.grad is not None)
 
 
-def collapse_message(named: Iterable[tuple[str, torch.Tensor]]) -> tuple[str, str]:
-    """Return the first gradients that are not finite, each with its kind, and a hint; gradients are given by name."""
+def collapsed(skips: Tally, named: Iterable[tuple[str, torch.Tensor]], more: str = "") -> ScaleCollapseError:
+    """Return the error of so many skipped steps in a row, with the first gradients that are not finite, and a hint."""
     bad = _Culprits(named).read()
     shown = ", ".join(f"{name} ({kind})" for name, kind in bad[:3]) or "unknown: their gradients are gone already"
-    more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
+    shown += f" and {len(bad) - 3} more" if len(bad) > 3 else ""
     if any("NaN" in kind for _, kind in bad):
         hint = "A NaN seldom comes from the loss scale: look for bad data, 0/0 or log(0) in the model and the loss."
     else:
         hint = "An inf that stays while the scale falls is an overflow in the model: keep that part of it in FP32."
-    return shown + more, hint
+    return ScaleCollapseError(
+        f"{skips.read()} steps in a row were skipped, because gradients were not finite{more}. First bad parameters: "
+        f"{shown}. {hint}"
+    )
 
 
 def _found_infs(states: Sequence[dict[str, Any]]) -> list[torch.Tensor]:

@@ -100,11 +100,7 @@ class TrainState:
             logger.warning("fxamp: %s", text)
 
     def open_window(self, scale: float | None = None) -> Window:
-        """Open a window with a scale of its own, or return the one that is open.
-
-        Raises:
-            PolicyError: The scale cannot be used, or is another one than that of the open window.
-        """
+        """Open a window with a scale of its own, or return the one that is open; a scale other than its is refused."""
         if scale is not None:
             require_scale("scale", scale)
         window = self.opened

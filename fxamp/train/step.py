@@ -37,7 +37,7 @@ from .describe import reasons_to_wait
 from .ranks.ranks import Ranks, exchange
 from .ranks.refused import refuse_unfit_model
 from .result import HostFlag, StepResult
-from .scaler import LossScaler, Tally, collapse_message, require_count, require_number
+from .scaler import LossScaler, Tally, collapsed, require_count, require_number
 from .state import TrainState
 from .switch import switch_views
 from .update import AtEnd, Update, needs_closure, step_by_closure, take_step
@@ -278,11 +278,9 @@ class TrainStep(TrainState):
                         loss, output = self.compiled.loss_of(self.loss_fn, inputs, target)
                 refuse_constant(loss, self.optimizers)
                 self._backward(window, loss, weight, (inputs, target))
-        return (
-            self._finish(window, output)
-            if window.position >= self.accumulate_steps
-            else self._result(window, None, output)
-        )
+        if window.position < self.accumulate_steps:
+            return self._result(window, None, output)
+        return self._finish(window, output)
 
     @contextlib.contextmanager
     def window(self, scale: float | None = None) -> Iterator[Window]:
@@ -556,11 +554,7 @@ class TrainStep(TrainState):
         return result
 
     def _recover(self, window: Window, error: ScaleCollapseError) -> None:
-        """Go on after a last skipped step, with what overflowed in FP32, if the user wants that and it is a cure.
-
-        Raises:
-            ScaleCollapseError: It is not; the error names what overflowed first, if that can be told.
-        """
+        """Go on after a last skipped step, with what overflowed in FP32, if that is wanted and a cure; else raise."""
         recolours = self.on_collapse == "recolour"
         found = first_overflow(self, window, cured=recolours)
         if recolours and recolour(self, window, found, self.switch):
@@ -638,11 +632,7 @@ class TrainStep(TrainState):
         return known
 
     def _count(self, window: Window, update: Update) -> None:
-        """Count steps and skips, without waiting for the device.
-
-        Raises:
-            ScaleCollapseError: `max_skips` steps in a row were skipped, and the scaler has no limit of its own.
-        """
+        """Count steps and skips, without waiting for the device; raise after `max_skips` in a row."""
         flags = [bool(held) if isinstance(held, HostFlag) else held for held in update.held_back.values()]
         if not flags:
             return
@@ -656,18 +646,14 @@ class TrainStep(TrainState):
         self.tallies["steps"].add(stepped)
         self.skips_in_a_row.add(skipped)
         if skipped is True and not window.scaler.is_enabled():
-            bad = collapse_message(self.scaler._gradients(self.optimizers))[0]
+            bad = self.scaler._first_bad(self.optimizers)
             self.say(
                 "skip",
                 f"a step was skipped, because gradients are not finite, first {bad}; with max_skips="
                 f"{self.max_skips} in a row that is an error",
             )
         if window.scaler.max_skips is None and self.skips_in_a_row.reaches(self.max_skips):
-            bad, hint = collapse_message(self.scaler._gradients(self.optimizers))
-            raise ScaleCollapseError(
-                f"{self.skips_in_a_row.read()} steps in a row were skipped, because gradients were not finite. First "
-                f"bad parameters: {bad}. {hint}"
-            )
+            raise collapsed(self.skips_in_a_row, self.scaler._gradients(self.optimizers))
 
     def _result(
         self, window: Window, update: Update | None, output: Any = None, kept: int | Tensor | None = None,

@@ -17,12 +17,7 @@ from ..view.view import is_view, runner_of
 
 
 def switch_views(model: nn.Module, policy_or_plan: Policy | Plan | str) -> Policy:
-    """Set the policy of all views in a model, and return it.
-
-    Raises:
-        PolicyError: There is no view; the policy or plan does not fit one of them, or has another low dtype. Nothing
-            changed then.
-    """
+    """Set the policy of all views in a model, and return it; one that does not fit is refused, and changes nothing."""
     views = {path: runner_of(module) for path, module in model.named_modules() if is_view(module)}
     if not views:
         raise PolicyError("no part of this model is a view, whose policy could be switched: convert it first")
@@ -51,11 +46,7 @@ def _part(plan: Plan, prefix: str) -> Plan:
 
 
 def _settled(runner: Runner, policy: Policy) -> Policy:
-    """Return a policy with the device and low dtype of a view.
-
-    Raises:
-        PolicyError: It names others.
-    """
+    """Return a policy with the device and low dtype of a view; refuse one that names others."""
     now = runner.policy
     for what, asked, has in (("dtype", policy.dtype, now.dtype), ("device", policy.device, now.device)):
         if asked is not None and has is not None and asked != has:

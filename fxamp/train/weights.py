@@ -114,11 +114,7 @@ class WeightCasts:
             self.end()
 
     def open(self) -> None:
-        """Begin a window: views read the copies, which hold the weights as they are now.
-
-        Raises:
-            CaptureError: Copies of something else are open on a view.
-        """
+        """Begin a window: views read the copies, which hold the weights as they are now; no others may be open."""
         if self.is_open or self.mode == "per_use":
             return
         with contextlib.ExitStack() as undo:

@@ -43,9 +43,6 @@ def loss_of(model: nn.Module, loss_fn: LossFunction | None, inputs: Any, target:
     """Call the model on inputs, and the loss function on its output and a target; return the loss and the output.
 
     Without a target it is `loss_fn(output)`; None for `loss_fn` takes `output.loss` or `output["loss"]`.
-
-    Raises:
-        PolicyError: The inputs are of another kind, or there is no loss of one element.
     """
     loss: Any
     output = output_of(model, inputs)
@@ -210,11 +207,7 @@ class Window:
         self.scaler, self._scale = scaler, None
 
     def share_of(self, weight: Weight, ranks: Ranks, device: torch.device) -> Weight:
-        """Return the weight of a micro-batch over that of the first one, the same reference on all ranks.
-
-        Raises:
-            PolicyError: The weight is a number that is negative or not finite, or a tensor of several elements.
-        """
+        """Return the weight of a micro-batch over that of the first one, the same reference on all ranks."""
         if isinstance(weight, Tensor):
             if weight.numel() != 1:
                 raise PolicyError(
@@ -241,11 +234,8 @@ class Window:
     ) -> Mean:
         """Make gradients the mean over micro-batches, before they are unscaled: the check for inf sees the means.
 
-        The gradients of each are multiplied by its weight and divided by `accumulate_steps`; `in_backward` says whether
-        the last backward has exchanged them between ranks.
-
-        Raises:
-            PolicyError: The weights of all micro-batches are the number 0.
+        Those of each are multiplied by its weight and divided by `accumulate_steps`; `in_backward` says that the last
+        backward has exchanged them.
         """
         kept, share = self.kept, self.share
         if self.weighted and not isinstance(share, Tensor) and share == 0:
@@ -334,11 +324,7 @@ class ByHand:
     def check(
         self, optimizers: Sequence[Optimizer], schedulers: Sequence[LRScheduler], position: int, accumulate_steps: int
     ) -> None:
-        """Look for what was done by hand since the last micro-batch, or the last window; warn of it once.
-
-        Raises:
-            PolicyError: Gradients were cleared within a window.
-        """
+        """Look for what was done by hand since the last micro-batch or window; only cleared gradients are refused."""
         if self._gradients and first_with_gradient(optimizers) is None:
             raise PolicyError(
                 f"the gradients of {position} of the window's {accumulate_steps} micro-batches were cleared "

@@ -330,7 +330,7 @@ def test_fp16_without_loss_scaling_warns_once() -> None:
         ({"optimizer": "adam"}, "optimizer must be a torch Optimizer or a list of them, got str"),
         ({"scheduler": "cosine"}, "scheduler must be a torch LRScheduler or a list of them, got str"),
         ({"scheduler": StepLR(SGD([torch.ones(1)], lr=0.1), 1)}, "StepLR belongs to none of the optimizers"),
-        ({"ema": object()}, "ema must be a torch.optim.swa_utils.AveragedModel or a list of them, got object"),
+        ({"ema": object()}, "ema must be a torch AveragedModel or a list of them, got object"),
         ({"weights": "shadow"}, "weights must be one of 'auto', 'per_step', 'per_use', got 'shadow'"),
         ({"on_overflow": "skip"}, "on_overflow must be .* got 'skip'"),
         ({"compile": 1}, "compile must be False, True, the name of a torch.compile backend or a mapping"),
