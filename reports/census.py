@@ -37,7 +37,7 @@ sys.path.insert(0, str(HERE.parent))
 
 import fxamp  # noqa: E402  (the path comes first)
 from fxamp.measure.counts import interleaved, step_counts  # noqa: E402
-from fxamp.report.record.reads import named  # noqa: E402
+from fxamp.report.record.build import named  # noqa: E402
 from fxamp.trust.given_step import loss_of, output_of  # noqa: E402
 from passes._torch import inner_backend  # noqa: E402
 from passes.graph.notes import is_inserted  # noqa: E402
@@ -245,7 +245,7 @@ def _key(view: nn.Module, name: str) -> str:
     if name == "output":
         return "(output)"
     graph = fxamp.graphs(view)[0].graph
-    return next(key for node, key in named(graph, ()).items() if node.name == name)
+    return next(key for node, key in named(graph).items() if node.name == name)
 
 
 # What a census costs.

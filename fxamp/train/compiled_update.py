@@ -73,8 +73,7 @@ class CompiledUpdate:
     def _rates_as_tensors(self, optimizers: Sequence[Optimizer]) -> Iterator[None]:
         """Inside, each group's learning rate is a tensor: a new rate from a scheduler causes no recompilation.
 
-        Outside, schedulers and checkpoints see the number. Together with `foreach`, which compiles to few kernels, only
-        `capturable` optimizers accept a tensor.
+        Together with `foreach`, which compiles to few kernels, only `capturable` optimizers accept a tensor.
         """
         groups = [group for optimizer in optimizers for group in optimizer.param_groups if group["params"]]
         before: list[dict[str, Any]] = [{k: group[k] for k in ("lr", "capturable") if k in group} for group in groups]
@@ -133,18 +132,10 @@ def update_region(
     nothing_kept: Tensor | None,
     max_grad_norm: float | None,
 ) -> tuple[list[Tensor | None], Tensor | None]:
-    """Unscale, clip and step; `torch.compile` compiles this.
+    """Unscale, clip and step the optimizers that have gradients; `torch.compile` compiles this.
 
-    Args:
-        optimizers: Those that have gradients.
-        live: The parameters of each that have gradients.
-        states: The tensors of each one's state.
-        inverse: 1 / loss scale, None without loss scaling.
-        nothing_kept: Not 0 if every micro-batch was left out.
-        max_grad_norm: The norm to which all gradients together are clipped.
-
-    Returns:
-        For each optimizer a flag, not 0 if it is held back, or None without a check; and the norm before clipping.
+    `live` and `states` are the parameters and the tensors of state of each, `inverse` is 1 / loss scale. Return a flag
+    for each, not 0 if it is held back, or None without a check; and the norm before clipping.
     """
     if not torch.compiler.is_compiling():
         raise _NotCompiled

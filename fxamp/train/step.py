@@ -290,7 +290,7 @@ class TrainStep(TrainState):
         leaves the window as if it had not been opened. Entered again, it goes on with a window that is open.
 
         Raises:
-            PolicyError: The step is compiled, so that its loss is a part of a graph.
+            PolicyError: The step is compiled, so that its loss is a part of a graph; or the optimizer runs it again.
 
         Example:
             >>> with step.window():
@@ -298,7 +298,7 @@ class TrainStep(TrainState):
             >>> step.update().reason
             'stepped'
         """
-        self._refuse_compiled()
+        self._refuse_own_loss()
         with self._abandoning():
             window = self.open_window(scale)
             given.before_micro_batch(self)
@@ -314,7 +314,7 @@ class TrainStep(TrainState):
             weight: As for a call.
 
         Raises:
-            PolicyError: The loss does not depend on what the optimizers train, or the step is compiled.
+            PolicyError: The loss does not depend on what the optimizers train, or cannot be handed over (see `window`).
 
         Example:
             >>> with step.window():
@@ -323,7 +323,7 @@ class TrainStep(TrainState):
             >>> step.update().stepped
             True
         """
-        self._refuse_compiled()
+        self._refuse_own_loss()
         if self.opened is None and self.weights.asked != "per_use":
             self.say("forward", "a forward outside of `with step.window():` casts weights at each use")
         window = self.open_window()
@@ -487,6 +487,10 @@ class TrainStep(TrainState):
         given.warn_of_fp32(self)
         if self.undecided:
             self._decide(window)
+        if self._closes and weight is not UNWEIGHTED:
+            raise PolicyError(
+                f"{type(self.optimizers[0]).__name__} runs the window again itself, without weights: leave out weight="
+            )
         share = window.share_of(weight, self.ranks, loss.device)
         if window.kept is not None:
             window.kept.before_backward()
@@ -507,12 +511,15 @@ class TrainStep(TrainState):
             window.batches.append(batch)
         self.by_hand.after_micro_batch(self.optimizers)
 
-    def _refuse_compiled(self) -> None:
+    def _refuse_own_loss(self) -> None:
         if self.compiled is not None:
             raise PolicyError(
                 "compile= makes model and loss one graph, which has no place for a loss of one's own: give it as "
                 "loss_fn, or leave compile out"
             )
+        if self._closes:
+            name = type(self.optimizers[0]).__name__
+            raise PolicyError(f"{name} runs the window again itself, which takes a loss_fn: call step(inputs, target)")
 
     def _decide(self, window: Window) -> None:
         """Choose the scaler that "auto" means, once the model is converted."""

@@ -197,7 +197,9 @@ def test_skips_without_a_loss_scale_have_a_limit_and_the_first_is_said(caplog: p
         for _ in range(2):
             assert step(X[0], math.nan).reason == "overflow"
     assert caplog.text.count("a step was skipped, because gradients are not finite") == 1
-    with pytest.raises(ScaleCollapseError, match=r"3 steps in a row were skipped.*first\.weight \(NaN\)"):
+    with pytest.raises(
+        ScaleCollapseError, match=r"3 steps in a row .*first\.weight \(NaN\).* mul makes NaN in float32"
+    ):
         step(X[0], math.nan)
     assert equal(state(model), before)
 

@@ -211,6 +211,12 @@ def test_what_has_no_meaning_with_a_closure_is_refused() -> None:
         TrainStep(model, loss_times, [lbfgs, SGD([model.bias], lr=0.1)])
     with pytest.raises(PolicyError, match="skip_microbatch"):
         TrainStep(model, loss_times, lbfgs, on_overflow="skip_microbatch")
+    step = TrainStep(model, loss_times, LBFGS(model.parameters()))
+    with pytest.raises(PolicyError, match="LBFGS runs the window again itself, without weights"):
+        step(X[0], weight=2.0)
+    with pytest.raises(PolicyError, match="LBFGS runs the window again itself, which takes a loss_fn"):
+        step.backward(model(X[0]).sum())
+    assert step(X[0]).stepped
 
 
 def test_a_two_step_optimizer_is_a_loop_on_a_loss_scaler() -> None:

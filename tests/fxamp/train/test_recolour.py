@@ -132,7 +132,9 @@ def test_without_it_the_error_is_raised_and_names_the_node() -> None:
     model = Net()
     step = step_of(model, scaler=scaler(), on_collapse="raise")
     grow(model)
-    with pytest.raises(ScaleCollapseError):
+    with pytest.raises(
+        ScaleCollapseError, match=r"The first overflow is /mul#0 \(.*# grows\): mul makes inf in float16"
+    ):
         run(step, 5)
     with pytest.raises(PolicyError, match="on_collapse must be"):
         step_of(model, on_collapse="heal")
