@@ -176,7 +176,7 @@ class FxampPrecision(Precision):  # type: ignore[misc]
 
     def _step(self, optimizer: Any, **kwargs: Any) -> Any:
         made = self.scaler.step(optimizer, **kwargs)
-        self.skipped += bool(self.scaler._found_inf(optimizer))
+        self.skipped += bool(self.scaler._held_back(optimizer))
         self.scaler.update()
         return made
 

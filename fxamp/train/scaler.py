@@ -316,13 +316,8 @@ class LossScaler(torch.amp.GradScaler):
         inverse = self._inverse_scale()
         return tuple(g.to(torch.promote_types(g.dtype, torch.float32)) * inverse.to(g.device) for g in found)
 
-    def _found_inf(self, optimizer: Optimizer) -> bool:
-        """Say whether a gradient was not finite; after `unscale_` or `step`, before `update`. May wait, once."""
-        state = self._per_optimizer_states.get(id(optimizer)) if self._enabled else None
-        return state is not None and _overflowed(state)
-
     def _held_back(self, optimizer: Optimizer) -> bool | torch.Tensor:
-        """Return the same as `_found_inf` without waiting: if only the device knows it, a tensor of shape ()."""
+        """Say whether a gradient was not finite, after `unscale_` or `step`: if only the device knows, by a tensor."""
         state = self._per_optimizer_states.get(id(optimizer)) if self._enabled else None
         if state is None or "overflowed" in state:
             return state is not None and _overflowed(state)

@@ -199,7 +199,7 @@ def test_disabled_it_behaves_as_the_disabled_gradscaler() -> None:
     assert model.weight.isnan().all()
     assert scaler.state_dict() == {}
     assert scaler.history == ()
-    assert not scaler._found_inf(optimizer)
+    assert not scaler._held_back(optimizer)
     scaler.load_state_dict({"scale": 2.0})
     assert not pickle.loads(pickle.dumps(scaler)).is_enabled()
 
@@ -455,13 +455,13 @@ def test_found_inf_tells_whether_a_step_was_skipped() -> None:
     x = torch.ones(2, 4)
     scaler.scale(good(x).mean() + bad(x).mean() * INF).backward()
     scaler.unscale_(bad_optimizer)
-    assert scaler._found_inf(bad_optimizer)
-    assert not scaler._found_inf(good_optimizer)  # nothing known yet
+    assert scaler._held_back(bad_optimizer)
+    assert not scaler._held_back(good_optimizer)  # nothing known yet
     scaler.step(good_optimizer)
     scaler.step(bad_optimizer)
-    assert (scaler._found_inf(good_optimizer), scaler._found_inf(bad_optimizer)) == (False, True)
+    assert (bool(scaler._held_back(good_optimizer)), bool(scaler._held_back(bad_optimizer))) == (False, True)
     scaler.update()
-    assert not scaler._found_inf(bad_optimizer)
+    assert not scaler._held_back(bad_optimizer)
 
 
 # ------------------------------------------------------------------------------------- bad input
