@@ -89,7 +89,7 @@ class Report:
             parts += text.nodes(found)
         if edits:
             parts += text.edits(self.plan)
-        return "\n\n".join(parts) + "\n"
+        return text.joined(parts)
 
     def to_markdown(self) -> str:
         """Return the report as Markdown.

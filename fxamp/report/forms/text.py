@@ -45,8 +45,19 @@ class Text:
         return self._width is None or all(len(line) <= self._width for line in text.splitlines())
 
     def facts(self, heading: str, facts: Mapping[str, object]) -> list[str]:
-        """Write names and values under a heading."""
-        return [f"{self._mark}{heading}", self._table(facts.items())]
+        """Write names and values under a heading; as a list where a table has no room."""
+        text = self._table(facts.items())
+        if not self._fits(text):
+            text = "\n".join(f"{self._cell(name)}: {self._cell(str(value))}" for name, value in facts.items())
+        return [f"{self._mark}{heading}", text]
+
+    def joined(self, parts: Iterable[str]) -> str:
+        """Join paragraphs; what is still too wide for a terminal goes on in the next line."""
+        text = "\n\n".join(parts)
+        if not self._fits(text) and self._width is not None:
+            wrapped = (textwrap.wrap(line, self._width, subsequent_indent="    ") for line in text.split("\n"))
+            text = "\n".join("\n".join(lines) for lines in wrapped)
+        return text + "\n"
 
     def totals(self, made: Mapping[str, object]) -> list[str]:
         """Write how the plan was made, and the totals of each state."""

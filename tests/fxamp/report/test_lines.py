@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -125,9 +126,8 @@ def test_columns_that_nothing_is_known_of_are_left_out_and_named(report: Report,
     program = torch.export.export(Chosen(), (torch.randn(3, 8),), strict=False)
     assert f"{said} {sizes}" in fxamp.report(fxamp.convert(program, policy="O1,dtype=bf16")).to_tree()
     assert said not in report.to_tree(modules=["wide"])
-    assert "A wider terminal or a file also shows: low, % of bytes; low, % of FLOPs; MB saved" in report.to_tree(
-        width=70
-    )
+    narrow = " ".join(report.to_tree(width=70).split())
+    assert "A wider terminal or a file also shows: low, % of bytes; low, % of FLOPs; MB saved" in narrow
 
 
 def test_casts_of_rows_and_of_outputs_are_those_of_the_totals(report: Report, converted: Any) -> None:
@@ -165,3 +165,11 @@ def test_deviations_are_one_number_whichever_form_is_read() -> None:
         assert f"deviations from autocast  {said}\n" in shown.to_tree()
         (state,) = Page(shown.to_html()).data["states"]
         assert state["totals"]["deviations"] == (said != "none")
+
+
+@pytest.mark.parametrize("width", [40, 80])
+def test_no_line_is_wider_than_the_terminal(report: Report, width: int) -> None:
+    for shown in (report, fxamp.report(report.plan)):
+        text = shown.to_tree(width=width, nodes=True, lines=True, edits=True)
+        assert max(map(len, text.splitlines())) <= width
+        assert re.search("policy(: | +)O1,dtype=bf16,device=cpu\n", text)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import fxamp
 from fxamp.convert import to_read
+from fxamp.measure.counts import _Counter as Counter
 from fxamp.measure.counts import saved_bytes
 from fxamp.report.gate.budget import Budget
 from fxamp.report.gate.gate import check
@@ -93,6 +94,51 @@ def test_the_totals_of_a_state_are_what_a_call_in_it_keeps(name: str) -> None:
         with unchanged(found.model):
             counted = saved_bytes(lambda: module(*found.args, **found.kwargs))
         assert state.totals.saved_bytes == pytest.approx(counted, rel=0.01)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("policy", ["O1,dtype=bf16", "O2,dtype=bf16"])
+def test_the_casts_of_a_state_are_those_that_a_call_in_it_makes(name: str, policy: str) -> None:
+    found, module = subject(name), converted(name, policy).eval()  # in training, attention with dropout casts inside
+    with unchanged(found.model):
+        module(*found.args, **found.kwargs)
+        with Counter() as counted:
+            module(*found.args, **found.kwargs)
+    totals = next(s.totals for s in fxamp.report(module).record.states if not s.name or "eval" in s.name)
+    if name in ("hf_t5", "hf_llama"):  # whose own casts change dtypes too
+        assert (totals.casts or 0) <= counted.casts
+    else:
+        assert (totals.casts, totals.cast_bytes) == (counted.casts, counted.cast_bytes)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # of a module that torch imports
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_behind_a_compiler_figures_are_planned_and_what_it_keeps_is_measured(backend: str) -> None:
+    found = subject("lenet5")
+    view = fxamp.convert(found.zoo.build(), found.args, policy="O1,dtype=bf16", backend=backend)
+    (before,) = fxamp.report(view).record.states
+    assert (before.compiler, before.kept_bytes) == (backend, None)
+    with torch.no_grad():
+        view(*found.args)
+    counted = saved_bytes(lambda: view(*found.args))  # the hooks of a user hide what is kept
+    assert all(state.kept_bytes is None for state in fxamp.report(view).record.states)
+    again = fxamp.convert(found.zoo.build(), found.args, policy="O1,dtype=bf16", backend=backend)
+    again(*found.args)
+    report = fxamp.report(again)
+    (state,) = report.record.states
+    assert state.kept_bytes == counted
+    assert state.totals == before.totals
+    assert f"MB saved, measured behind {backend}" in report.to_tree()
+    assert f"planned: the emitted graphs as PyTorch runs them; {backend} behind them" in report.to_tree()
+    assert json.loads(report.to_json())["totals"]["figures"].startswith("planned: ")
+    shown = Page(report.to_html()).data["states"][0]
+    assert (shown["compiler"], shown["kept_bytes"]) == (backend, counted)
+    assert with_totals(again)[0].totals["saved_bytes"] == state.totals.saved_bytes  # a plan has what is planned
+
+
+def test_what_runs_as_it_was_emitted_is_planned(view: Any) -> None:
+    assert {(state.compiler, state.kept_bytes) for state in fxamp.report(view).record.states} == {("", None)}
+    assert "planned: the emitted graphs as PyTorch runs them\n" in fxamp.report(view).to_tree()
 
 
 def named(states: tuple[State, ...]) -> dict[str, int | None]:

@@ -237,9 +237,9 @@ function alone(action) {
 }
 
 function fill() {
-  const found = words.length ? places.filter((i) => words.every((word) => texts[i].includes(word))) : places.filter((i) => inside(nodes[i].module, module));
-  const where = words.length ? "in the whole model" : module ? `in ${module}` : "in the model";
-  if (tab === "nodes") nodeTable(byId("node-table"), `${counted(found.length, "node")} ${where}`, found, words.length ? "" : module, link, chosen);
+  const named = (i) => words.some((word) => nodes[i].op.includes(word)); // these come before those whose line or reason has the word
+  const found = words.length ? places.filter((i) => words.every((word) => texts[i].includes(word))).sort((a, b) => named(b) - named(a)) : places.filter((i) => inside(nodes[i].module, module));
+  if (tab === "nodes") nodeTable(byId("node-table"), `${counted(found.length, "node")} in ${(words.length ? "the whole model" : module) || "the model"}`, found, words.length ? "" : module, link, chosen);
   if (tab === "compare") compare();
   if (tab === "source") sourceTab(byId("ranks"), byId("files"), state, places, chooseLine);
   if (tab === "census") censusTab(byId("verdict"), byId("ran"), data.census, link);

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 import torch
@@ -17,7 +18,8 @@ from torch import nn
 import fxamp
 from fxamp.demo import LeNet5
 from fxamp.report.forms.harmless import visible
-from reports.subjects import converted
+from fxamp.report.forms.text import costliest
+from reports.subjects import converted, subject
 from tests.support.records import HOSTILE, hostile_report, node, report_of
 
 CHROMIUM = shutil.which("chromium")
@@ -496,6 +498,63 @@ def test_a_census_has_a_tab_of_its_own(opened: Opened, tmp_path: Path) -> None:
     page.locator("#ran tbody button", has_text="conv2/conv2d#0").first.click()
     assert page.locator("#panel h2").inner_text() == "conv2d#0"
     assert opened().locator("#tab-census").is_hidden()
+
+
+def test_it_is_coloured_by_predicted_error_where_there_is_one(opened: Opened, tmp_path: Path) -> None:
+    found = subject("hf_bert")
+    errors = fxamp.estimate_error(found.model, found.kwargs, loss=found.zoo.loss, policies="O2,dtype=bf16").policies[0]
+    report = fxamp.report(converted("hf_bert", "O2,dtype=bf16"))
+    (tmp_path / "errors.html").write_text(report.to_html(errors=errors), encoding="utf-8")
+    most = max(shares := errors.by("key"), key=shares.__getitem__)
+    page = opened(f"#{quote(most, safe='')}", at=tmp_path / "errors.html")
+    page.locator("#colour").select_option("error")
+    assert f"{float(f'{100 * shares[most]:.3g}'):g} %" in page.locator("#canvas .box.chosen .below").text_content()
+    assert "of that of the loss" in page.locator("#panel").inner_text()
+    assert page.locator("#canvas .box.heated").count() > 3
+
+
+class Clicks:
+    """Clicks and typed words of someone who sees a page for the first time."""
+
+    def __init__(self, page: Any) -> None:
+        self.page, self.count = page, 0
+
+    def click(self, css: str) -> None:
+        self.count += 1
+        self.page.locator(css).first.click()
+
+
+def test_a_newcomer_has_an_answer_in_three_clicks(opened: Opened, tmp_path: Path) -> None:
+    vit = fxamp.report(converted("vit", "O1,dtype=bf16,ops.softmax=fp32"))
+    (tmp_path / "vit.html").write_text(vit.to_html(), encoding="utf-8")
+    why = Clicks(opened(at=tmp_path / "vit.html"))  # why is this softmax FP32
+    why.click("#search")
+    why.page.keyboard.type("softmax")
+    why.click("#node-table tbody button")
+    panel = why.page.locator("#panel").inner_text()
+    assert "softmax#0" in panel
+    assert "fp32" in panel
+    assert "override" in panel
+    assert "weights = torch.softmax" in panel
+    line = Clicks(opened())  # which line costs most
+    line.click("#tab-source")
+    record = fxamp.report(converted("hf_bert", "O2,dtype=bf16")).record
+    (dearest, *_), *_ = costliest(record, record.nodes)
+    assert dearest.partition(": ")[0] in line.page.locator("#ranks tbody tr").first.inner_text()
+    line.click("#ranks tbody button")
+    assert line.page.locator("#files .row:focus-within").is_visible()
+    differs = Clicks(opened())  # what differs from autocast
+    differs.click("#tab-compare")
+    assert "run in another precision than torch.autocast" in differs.page.locator("#unlike").inner_text()
+    differs.click("#compare-table tbody button")
+    assert "why" in differs.page.locator("#panel").inner_text()
+    changed = fxamp.diff(converted("vit", "O1,dtype=bf16"), converted("vit", "O1,dtype=bf16,ops.softmax=fp32"))
+    (tmp_path / "diff.html").write_text(changed.to_html(), encoding="utf-8")
+    between = Clicks(opened(at=tmp_path / "diff.html"))  # what changed between two plans: the first thing on its page
+    assert changed.totals in between.page.locator("h1").inner_text()
+    row = between.page.locator("tr.changed", has_text="softmax#0").first.inner_text()
+    assert "bfloat16" in row
+    assert max(one.count for one in (why, line, differs, between)) <= 3
 
 
 def test_a_report_is_shown_in_a_notebook(opened: Opened, tmp_path: Path) -> None:
