@@ -38,7 +38,7 @@ from passes.contract.plan import Plan
 from passes.contract.plan_format import REMEDY
 from passes.contract.policy import Policy
 from passes.contract.timing import Timer
-from passes.graph.by_rows import SWITCHES
+from passes.graph.grad import SWITCHES
 from passes.graph.notes import is_inserted, note
 from passes.graph.splice import copy_body, put_in_place
 from passes.runtime.sizes import check_sizes

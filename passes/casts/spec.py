@@ -12,13 +12,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch.fx import Graph, Node
 
 from ..colouring import Assignment
 from ..graph.aliases import Aliases, may_alias, may_write, shared_operands
 from ..graph.grad import grad_modes
 from ..graph.notes import is_inserted
-from ..graph.values import ANY, ELIGIBLE, LOW_DTYPES, is_complex
+from ..graph.values import ELIGIBLE, LOW_DTYPES
 from ..ops import ops, rules
 from ..ops.rules import row_of
 
@@ -48,30 +49,30 @@ class Emitted:
     @functools.cached_property
     def copies(self) -> dict[Node, Node]:
         """Values that an inserted cast made, or that may be views of such a value, each with the cast."""
-        found: dict[Node, Node] = {}
+        casts: dict[Node, Node] = {}
         for node in self.graph.nodes:
             if is_inserted(node):
-                found[node] = node
-            elif node.op.startswith("call") and not found.keys().isdisjoint(node.all_input_nodes) and may_alias(node):
-                bases = (found[n] for n in shared_operands(node) if n in found and not self._is_copied(n, node))
+                casts[node] = node
+            elif node.op.startswith("call") and not casts.keys().isdisjoint(node.all_input_nodes) and may_alias(node):
+                bases = (casts[n] for n in shared_operands(node) if n in casts and not self._is_copied(n, node))
                 base = next(bases, None)
                 if base is not None:
-                    found[node] = base
-        return found
+                    casts[node] = base
+        return casts
 
     def _is_copied(self, value: Node, node: Node) -> bool:
         """Say whether a node is a user cast that makes a copy of a value, as captured and as emitted."""
-        held, original = self.assignment.dtypes, self.assignment.original
-        return row_of(node).is_cast and held[value] != held[node] and original.get(value) != original.get(node)
+        dtypes, original = self.assignment.dtypes, self.assignment.original
+        return row_of(node).is_cast and dtypes[value] != dtypes[node] and original.get(value) != original.get(node)
 
     @functools.cached_property
     def writes(self) -> dict[Node, list[int]]:
         """Where each alias set of the model's values is written, or may be; by representative."""
-        found: dict[Node, list[int]] = {}
+        times: dict[Node, list[int]] = {}
         for node, at in self.order.items():
             for value in may_write(node) if node.op.startswith("call") else ():
-                found.setdefault(self.aliases.find(value), []).append(at)
-        return found
+                times.setdefault(self.aliases.find(value), []).append(at)
+        return times
 
     @functools.cached_property
     def aliases(self) -> Aliases:
@@ -128,11 +129,11 @@ def _missing_cast(emitted: Emitted, node: Node) -> Node | None:
         return None
     if ops.argument(node, "dtype") is not None:
         return None
-    row, held = row_of(node), emitted.assignment.dtypes
+    row, dtypes = row_of(node), emitted.assignment.dtypes
     return _first(
         o.node
         for o in ops.operands(node)
-        if held[o.node] in ELIGIBLE and held[o.node] != colouring.dtype
+        if dtypes[o.node] in ELIGIBLE and dtypes[o.node] != colouring.dtype
         and (o.name in row.cast_arguments if row.cast_arguments else o.name not in row.uncast)
     )  # fmt: skip
 
@@ -162,9 +163,9 @@ def _no_float(emitted: Emitted, node: Node) -> Node | None:
     if not is_inserted(node):
         return None
     value: Any = node.args[0]
-    held = emitted.assignment.dtypes[value]
-    fits = held in ELIGIBLE or held is ANY or isinstance(held, tuple)
-    return None if fits or (is_complex(held) and node.args[1].is_complex) else value  # type: ignore[union-attr]
+    dtype = emitted.assignment.dtypes[value]
+    complexes = isinstance(dtype, torch.dtype) and dtype.is_complex and node.args[1].is_complex  # type: ignore[union-attr]
+    return None if dtype in ELIGIBLE or isinstance(dtype, tuple) or complexes else value
 
 
 def _unread(emitted: Emitted, node: Node) -> Node | None:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
 
 from torch.fx import Graph, Node
 
 from ..colouring import AS_AUTOCAST, Assignment
 from ..contract.errors import VerificationError
-from ..graph.mixed import refuse_mixed
 from ..graph.notes import is_inserted, note_of
-from ..graph.values import ANY, COMPLEX, Dtypes, ValueDtype, dtype_owner, is_complex, module_path, source
+from ..graph.values import Dtypes, ValueDtype, dtype_owner, module_path, refuse_mixed, source
 from ..ops import ops
 from ..ops.rules import KEEP, row_of
 from ..runtime.casts import cast_floating
@@ -24,9 +22,8 @@ _REPORT = "This is a bug in fxamp; please report it."
 def verify(graph: Graph, assignment: Assignment | None = None) -> None:
     """Check the graph's structure and, once casts are in, that every value really has the dtype it was assigned.
 
-    And that no law of `spec.py` is broken.
-
-    Dtypes are recomputed only where an operand's has changed, or the node itself was touched.
+    And that no law of `spec.py` is broken. Dtypes are recomputed only where that of an operand has changed, or the node
+    itself was touched.
 
     Raises:
         VerificationError: names the node, its module and source line, and what was expected.
@@ -34,28 +31,16 @@ def verify(graph: Graph, assignment: Assignment | None = None) -> None:
     _verify_structure(graph)
     if assignment is None:
         return
-    held: Dtypes = {}
+    dtypes: Dtypes = {}
     for node in graph.nodes:
-        held[node] = _dtypes(node, held, assignment)
+        dtypes[node] = _dtypes(node, dtypes, assignment)
         expected = assignment.dtypes.get(node)
-        if node.op.startswith("call") and not _agree(held[node], expected):
-            raise VerificationError(f"{_name(node)} gives {held[node]}, its plan says {expected}. {_REPORT}")
-    _verify_laws(graph, assignment)
-
-
-def _verify_laws(graph: Graph, assignment: Assignment) -> None:
-    """Raise VerificationError if the graph breaks a law of the spec."""
-    found = broken(graph, assignment)
-    if found is not None:
-        node, operand, law = found
+        if node.op.startswith("call") and dtypes[node] != expected:
+            raise VerificationError(f"{_name(node)} gives {dtypes[node]}, its plan says {expected}. {_REPORT}")
+    breach = broken(graph, assignment)
+    if breach is not None:
+        node, operand, law = breach
         raise VerificationError(f"{_name(node)}, operand {operand.name}: {law.says} (law: {law.name}). {_REPORT}")
-
-
-def _agree(held: Any, expected: Any) -> bool:
-    """Say whether two dtypes agree, as far as they are known."""
-    if COMPLEX in (held, expected) and is_complex(held) and is_complex(expected):
-        return True
-    return ANY in (held, expected) or held == expected
 
 
 def _verify_structure(graph: Graph) -> None:
@@ -75,7 +60,7 @@ def _verify_structure(graph: Graph) -> None:
             raise VerificationError(f"the graph is malformed: {e}. {_REPORT}") from e
 
 
-def _dtypes(node: Node, held: Dtypes, assignment: Assignment) -> ValueDtype:
+def _dtypes(node: Node, operands: Dtypes, assignment: Assignment) -> ValueDtype:
     """Return the dtypes that a node gives, from those that its operands have."""
     if node.op == "placeholder":
         return assignment.dtypes.get(node)  # an input of a body has the dtype that its caller passes
@@ -87,23 +72,21 @@ def _dtypes(node: Node, held: Dtypes, assignment: Assignment) -> ValueDtype:
         return assignment.dtypes.get(node)  # opaque: the operands are checked where they are cast
     if node.target is cast_floating:
         value, dtype = node.args
-        return recast(held[value], dtype)  # type: ignore[index, arg-type]
+        return recast(operands[value], dtype)  # type: ignore[index, arg-type]
     sources = [dtype_owner(n) or n for n in node.all_input_nodes]
     # During capture an autocast region cast operands; a node in it that has a colour is cast by fxamp instead.
     region = colouring is not None and colouring.kind != KEEP and note_of(node).region is not None
-    as_captured = not region and all(held[n] == assignment.original.get(n) for n in sources)
+    as_captured = not region and all(operands[n] == assignment.original.get(n) for n in sources)
     if as_captured and not _is_touched(node, assignment):
         return assignment.original.get(node)
     try:
-        refuse_mixed(node, held.__getitem__)
-        return assignment.infer(node, held.__getitem__)
+        refuse_mixed(node, operands.__getitem__)
+        return assignment.infer(node, operands.__getitem__)
     except Exception as e:
         if as_captured or not _runs_as_captured(node, assignment):
             return assignment.dtypes.get(node)  # fake tensors cannot run it, whatever was changed
-        raise VerificationError(
-            f"{_name(node)} rejects its operands {[str(held[n]) for n in node.all_input_nodes]}: {type(e).__name__}: "
-            f"{e}. {_REPORT}"
-        ) from e
+        read = [str(operands[n]) for n in node.all_input_nodes]
+        raise VerificationError(f"{_name(node)} rejects its operands {read}: {type(e).__name__}: {e}. {_REPORT}") from e
 
 
 def _runs_as_captured(node: Node, assignment: Assignment) -> bool:
@@ -116,12 +99,11 @@ def _runs_as_captured(node: Node, assignment: Assignment) -> bool:
 
 
 def _is_touched(node: Node, assignment: Assignment) -> bool:
-    colouring = assignment.colours.get(node)
-    read = note_of(node).read is not None and not row_of(node).is_cast
-    told = note_of(node).absorbed_cast  # set by eliminate_casts
+    colouring, note = assignment.colours.get(node), note_of(node)
+    reads = note.read is not None and not row_of(node).is_cast
     # Casts of operands may have become the user's own cast, so that operands have their captured dtypes again.
     changed = colouring is not None and (colouring.set_dtype is not None or bool(colouring.operand_dtypes))
-    return read or is_inserted(node) or told or changed
+    return reads or is_inserted(node) or note.absorbed_cast or changed
 
 
 def _name(node: Node) -> str:

@@ -178,7 +178,7 @@ def dim_class(dims: Any, rank: int) -> str:
     return "last" if given == {rank - 1} else "other"
 
 
-_REDUCTIONS = {0: "none", 1: "mean", 2: "sum"}
+REDUCTIONS = ("none", "mean", "sum")  # as torch::Reduction numbers them
 
 
 def _static_arguments(node: Node, names: tuple[str, ...]) -> dict[str, Any]:
@@ -192,8 +192,8 @@ def _static_arguments(node: Node, names: tuple[str, ...]) -> dict[str, Any]:
             if shape is None or isinstance(value, Node):
                 continue
             value = dim_class(value, len(shape))
-        if key == "reduction" and isinstance(value, int):
-            value = _REDUCTIONS.get(value, value)
+        if key == "reduction" and isinstance(value, int) and value in range(len(REDUCTIONS)):
+            value = REDUCTIONS[value]
         if isinstance(value, (bool, int, float, str)):
             found[key] = value
     return found

@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-import operator
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -63,13 +62,11 @@ CAST_METHODS: dict[str, torch.dtype] = {
     "bool": torch.bool, "cfloat": torch.complex64, "cdouble": torch.complex128, "chalf": torch.complex32,
 }  # fmt: skip
 
-# Methods that cast to a dtype that they are given, by name, as text, or on a tensor.
-CASTS_TO_GIVEN = ("to", "type", "type_as")
-
 # Methods of a tensor, and its attributes (`getattr(x, "T")` in a symbolic graph).
 _METHODS = {"to": " ".join((*CAST_METHODS, "type", "cpu", "cuda", "xpu")), "dim": "ndimension", "numel": "nelement"}
 _ATTRIBUTES = {
     "numpy_T": "T", "mT": "mT", "matrix_H": "H", "mH": "mH", "real": "real", "imag": "imag", "detach": "data",
+    "element_size": "itemsize nbytes",
 }  # fmt: skip
 
 # Primitives that ATen has under another name.
@@ -116,10 +113,6 @@ def _by_spelling(table: dict[str, str]) -> dict[str, str]:
 
 SYNONYMS, OPERATORS = _by_spelling(_SYNONYMS), _by_spelling(_OPERATORS)
 METHODS, ATTRIBUTES, PRIMS = _by_spelling(_METHODS), _by_spelling(_ATTRIBUTES), _by_spelling(_PRIMS)
-
-# `x += y` and its like. Not `@=`, which tensors do not define: Python runs `x = x @ y`.
-IN_PLACE = tuple(getattr(operator, s) for s, op in OPERATORS.items() if op.endswith("_") and hasattr(operator, s))
-
 
 # The key of `node.meta` for fxamp's notes on a node, a `graph.notes.Note`.
 NOTE = "fxamp"
@@ -255,20 +248,6 @@ def is_projected(node: Node) -> bool:
 
 
 # Arguments.
-
-
-@functools.lru_cache(maxsize=4096)
-def arg_names(target: Any) -> tuple[str, ...]:
-    """Return the names of the positional arguments of a function, operator or (as a string) method; () when unknown.
-
-    Where a builtin has several overloads they are those of the first; `operands` and `argument` look at the call.
-    """
-    python = _python_names(target)
-    if python is not None:
-        return python
-    if isinstance(target, str):
-        return _positional(first_schema(_of_method(target)), method=True)
-    return _positional(first_schema(of_target(target)))
 
 
 @functools.lru_cache(maxsize=4096)

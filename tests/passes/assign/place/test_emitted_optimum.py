@@ -32,8 +32,7 @@ from passes import compile_graph
 from passes.assign.place import choose_storage as placing
 from passes.assign.place.costs import ByteCosts
 from passes.assign.place.cut import Problem, Variable, solve
-from passes.assign.place.placement_problem import _returned
-from passes.assign.place.uses import Uses
+from passes.assign.place.problem import Uses, _returned
 from passes.contract.policy import Policy
 from passes.graph.grad import requires_grad
 from passes.graph.notes import is_inserted
@@ -120,7 +119,7 @@ def posed(gm: GraphModule, policy: Policy) -> Found | None:
 
     with (
         mock.patch.object(placing, "solve", noted),
-        mock.patch("passes.assign.place.placement_problem._returned", kept),
+        mock.patch("passes.assign.place.problem._returned", kept),
     ):
         emit(gm, policy)
     return found[0] if found else None
