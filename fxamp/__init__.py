@@ -53,11 +53,11 @@ if TYPE_CHECKING:
     from .report.diff.diff import diff as diff
     from .report.report import Report as Report
     from .report.report import report as report
-    from .train.scale.scaler import LossScaler as LossScaler
+    from .train.result import StepResult as StepResult
+    from .train.scaler import LossScaler as LossScaler
     from .train.sharded_checkpoint import load_checkpoint as load_checkpoint
     from .train.sharded_checkpoint import save_checkpoint as save_checkpoint
     from .train.step import TrainStep as TrainStep
-    from .train.window.result import StepResult as StepResult
     from .trust.calibration import Calibration as Calibration
     from .trust.census.census import Census as Census
     from .trust.census.census import census as census
@@ -89,8 +89,8 @@ _FOUND_IN = {
     "fxamp.capture.backend": ("Backend", "backend"),
     "fxamp.report.diff.diff": ("GraphDiff", "diff"),
     "fxamp.report.report": ("Report", "report"),
-    "fxamp.train.window.result": ("StepResult",),
-    "fxamp.train.scale.scaler": ("LossScaler",),
+    "fxamp.train.result": ("StepResult",),
+    "fxamp.train.scaler": ("LossScaler",),
     "fxamp.train.sharded_checkpoint": ("load_checkpoint", "save_checkpoint"),
     "fxamp.train.step": ("TrainStep",),
     "fxamp.trust.calibration": ("Calibration",),

@@ -24,13 +24,12 @@ from passes.contract.plan_format import write_text
 from passes.contract.policy import Policy
 
 from .convert import convert, to_read
-from .measure.counts import StepCounts
+from .measure.counts import StepCounts, window_counts
 from .report.gate.gate import check
 from .report.gate.outcomes import to_text
-from .report.reader.reader import with_totals
+from .report.reader import with_totals
 from .report.report import report
 from .train.step import TrainStep
-from .train.weights.window_counts import window_counts
 from .trust.census.census import census
 
 BATCH, WINDOW = 32, 4  # images in a micro-batch, and micro-batches in a step

@@ -14,7 +14,7 @@ import inspect
 import logging
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import CodeType
 from typing import TYPE_CHECKING, Any
@@ -445,6 +445,18 @@ def run_as_soon_as_ready(value: torch.Tensor) -> None:
     set_number = getattr(value.grad_fn, "_set_sequence_nr", None)
     if set_number is not None:
         set_number(2**64 - 1)
+
+
+def kept_by_compiled(outputs: Sequence[Any]) -> list[torch.Tensor] | None:
+    """Return the tensors that a graph compiled by AOTAutograd has saved for backward, of what it has just returned.
+
+    None where it saved none, or where hooks of the user have packed them.
+    """
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        return None
+    nodes = [output.grad_fn for output in outputs if isinstance(output, torch.Tensor)]
+    made: Any = next((node for node in nodes if type(node).__name__ == "CompiledFunctionBackward"), None)
+    return None if made is None else [*made.saved_tensors, *getattr(made, "_tensors_no_vc_check", ())]
 
 
 def source_name(placeholder: Node) -> str:

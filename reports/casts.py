@@ -35,9 +35,8 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
 import fxamp  # noqa: E402  (the path comes first)
-from fxamp.measure.counts import StepCounts, Timing, interleaved, step_counts  # noqa: E402
-from fxamp.train.weights.weights import WeightCasts  # noqa: E402
-from fxamp.train.weights.window_counts import last_loss, window_counts  # noqa: E402
+from fxamp.measure.counts import StepCounts, Timing, interleaved, last_loss, step_counts, window_counts  # noqa: E402
+from fxamp.train.weights import WeightCasts  # noqa: E402
 
 Inputs = dict[str, Tensor]
 FP32, AUTOCAST, ALL_LOW = "FP32", "torch.autocast", "all low"

@@ -28,7 +28,7 @@ from torch import nn  # noqa: E402
 import fxamp  # noqa: E402
 from fxamp.convert import to_read  # noqa: E402
 from fxamp.report.gate.targets import Target, configured  # noqa: E402
-from fxamp.report.reader.reader import with_totals  # noqa: E402
+from fxamp.report.reader import with_totals  # noqa: E402
 from reports.zoo import BY_NAME  # noqa: E402  (the path comes first)
 
 

@@ -38,6 +38,7 @@ from . import compiled, recompile_limit
 from .advice import name_the_op
 from .capture_jit import ambient_dtype, attribute_of, describe, is_attribute, parameter_path
 from .fused import note_fused, without_gradients
+from .kept import Kept
 from .outputs import is_low_of_its_own, is_low_throughout, note_leaving, note_own
 from .parameters import low_parameters, opaque_parameters, refuse_low_parameters
 from .scope import Scope, is_gathered, is_training, scope
@@ -306,11 +307,12 @@ def refuse_unmatched(policy: Policy, model: nn.Module) -> None:
 def at_call(
     run: Callable[..., Any], converted: compiled.Converted, example_inputs: Sequence[Any],
     own: Mapping[int, torch.dtype] = MappingProxyType({}),
-    reused: Callable[[compiled.Converted, Sequence[Any]], None] | None = None,
+    reused: Callable[[compiled.Converted, Sequence[Any]], None] | None = None, kept: Kept | None = None,
 ) -> Callable[..., Any]:  # fmt: skip
     """Return a function that calls a compiled graph with ambient autocast off.
 
-    It marks the outputs at `own` with their dtypes in the model itself, and tells `reused` of the models that use it.
+    It marks the outputs at `own` with their dtypes in the model itself, tells `reused` of the models that use it, and
+    shows `kept` its calls.
     """
     device = converted.plan.policy.device or "cpu"
     first = converted.places[0] if converted.places else 0
@@ -336,6 +338,8 @@ def at_call(
             except Exception as e:
                 name_the_op(e)
                 raise
+        if kept is not None:
+            kept(args, outputs)
         if own:
             outputs = _noted(outputs, own)
         if not watch.done:

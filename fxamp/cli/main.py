@@ -75,8 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _report(args: argparse.Namespace) -> int:
-    from ..report.forms.filters import chosen
-    from ..report.reader.reader import model_name, with_totals
+    from ..report.reader import model_name, with_totals
     from ..report.report import Report, report
 
     if args.target.endswith(".json"):
@@ -96,7 +95,7 @@ def _report(args: argparse.Namespace) -> int:
     if args.save_plan:
         plan.save(args.save_plan)
     only = {"modules": args.module, "ops": args.op, "colours": args.colour, "reasons": args.reason}
-    chosen(made.record, **only)  # what matches nothing is an error in every format
+    made.record.chosen(**only)  # what matches nothing is an error in every format
     shown = functools.partial(
         made.to_tree, depth=args.depth, nodes=args.nodes, lines=args.lines, edits=args.edits, width=width(args), **only
     )
@@ -153,8 +152,6 @@ def _refuse_policies_of_plans(
 def _check(args: argparse.Namespace) -> int:
     from ..report.gate import outcomes as shown
     from ..report.gate.gate import UNKNOWN as COULD_NOT_TELL
-    from ..report.gate.junit import to_junit
-    from ..report.gate.sarif import to_sarif
     from ..report.gate.targets import Target, configured, find_pyproject, run_alone
 
     if args.targets and all(":" in target for target in args.targets):
@@ -186,8 +183,8 @@ def _check(args: argparse.Namespace) -> int:
             found = list(pool.map(lambda target: run_alone(target, folder, args.update), chosen))
     write(
         args, text=lambda: shown.to_text(found), markdown=lambda: shown.to_markdown(found),
-        json=lambda: shown.to_json(found), github=lambda: shown.to_github(found), junit=lambda: to_junit(found),
-        sarif=lambda: to_sarif(found),
+        json=lambda: shown.to_json(found), github=lambda: shown.to_github(found),
+        junit=lambda: shown.to_junit(found), sarif=lambda: shown.to_sarif(found),
     )  # fmt: skip
     for outcome in found:
         if outcome.status == COULD_NOT_TELL:

@@ -24,7 +24,7 @@ from passes.contract.policy import Policy, check_used, module_override, policy_o
 from ..capture.compiled import is_compiled
 from ..convert import convert
 from ..train.given import scaler_of
-from ..train.scale.scaler import LossScaler
+from ..train.scaler import LossScaler
 from ..view.view import is_view, runner_of
 
 logger = logging.getLogger("fxamp")

@@ -5,10 +5,11 @@ The counts are exact and the same on every run; compare times only as ratios, wi
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -95,6 +96,29 @@ def saved_bytes(fn: Callable[[], Tensor]) -> int:
     # The graph had to live until here: a freed storage's address may be given out again.
     del loss
     return sum(storages.values())
+
+
+def window_counts(loss: Callable[[], Tensor], micro_batches: int, weights: Any = None) -> StepCounts:
+    """Count the forwards and backwards of one window; the bytes saved for backward are those of one micro-batch.
+
+    Args:
+        loss: computes the loss of a micro-batch. Gradients are None before, as after a step.
+        micro_batches: in a window.
+        weights: which casts of weights are kept for it, if any are: `weights` of a TrainStep.
+    """
+    found = step_counts(lambda: last_loss(loss, micro_batches, weights))
+    with torch.random.fork_rng(), contextlib.nullcontext() if weights is None else weights.window():
+        return replace(found, saved_bytes=saved_bytes(loss))
+
+
+def last_loss(loss: Callable[[], Tensor], micro_batches: int, weights: Any = None) -> Tensor:
+    """Run a window up to its last backward, and return the loss for that; arguments as for `window_counts`."""
+    with contextlib.nullcontext() if weights is None else weights.window():
+        for _ in range(micro_batches - 1):
+            loss().backward()
+            if weights is not None:
+                weights.after_backward()
+        return loss()
 
 
 def interleaved(

@@ -16,13 +16,12 @@ from torch import Tensor, nn
 from passes.contract.errors import PolicyError
 from passes.contract.plan import Plan
 
-from .given import policies_asked
-from .scale.scaler import SkipsInARow
-from .state import Tally, TrainState
+from .given import settings_of
+from .scaler import Tally
+from .state import TrainState
 from .switch import switch_views
-from .window.closure import needs_closure
-from .window.gradients import parameters
-from .window.window import ByHand, Window
+from .update import needs_closure
+from .window import ByHand, Window, parameters
 
 _KEYS = ("settings", "model", "beside", "optimizers", "schedulers", "ema", "scaler", "windows", "position",
          "gradients", "rng")  # fmt: skip
@@ -31,7 +30,7 @@ MAY_DIFFER = ("policy", "max_grad_norm", "accumulate_steps")  # where it is allo
 
 def state_of(step: TrainState) -> dict[str, Any]:
     """Return the state of a step, of plain values and tensors."""
-    window = step.opened or Window(step.scaler, None, None, again=False)
+    window = step.opened or Window(step.scaler)
     return {
         **course_of(step),
         "model": step.model.state_dict(),
@@ -79,7 +78,7 @@ def beside(step: TrainState) -> dict[str, Tensor]:
 def course_of(step: TrainState) -> dict[str, Any]:
     """Return the part of the state that is the same on all ranks between two windows: scaler, schedulers, counters."""
     return {
-        "settings": settings(step),
+        "settings": settings_of(step),
         "schedulers": [scheduler.state_dict() for scheduler in step.schedulers],
         "scaler": step.pending_scaler or {} if step.undecided else step.scaler.state_dict(),
         "windows": step.windows,
@@ -102,7 +101,7 @@ def load_course(step: TrainState, state: Mapping[str, Any]) -> None:
         scheduler.load_state_dict(saved)
     step.windows, step.aborted = state["windows"], ""
     step.tallies = {name: Tally(state.get(name, 0)) for name in ("steps", "skipped")}
-    step.skips_in_a_row = SkipsInARow(state.get("skips_in_a_row", 0))
+    step.skips_in_a_row = Tally(state.get("skips_in_a_row", 0), in_a_row=True)
     switches = tuple((window, policy) for window, policy in state.get("switches", ()))
     saved = state.get("switched_plan")
     plan = None if saved is None else Plan.from_json(saved)
@@ -145,7 +144,7 @@ def load(step: TrainState, state: Mapping[str, Any], allow: Sequence[str] = ()) 
     for p in step.model.parameters():
         p.grad = None
     if state["position"]:
-        step.open_window(state["given_scale"]).load(dict(state))
+        step.open_window(state["given_scale"]).load(state)
     for optimizer, gradients in zip(step.optimizers, state["gradients"], strict=True):
         for held, gradient in zip(parameters(optimizer), gradients, strict=True):
             held.grad = None if gradient is None else gradient.to(held.device, copy=True)
@@ -163,25 +162,9 @@ def allowed(allow: Sequence[str], position: int) -> Sequence[str]:
     return names
 
 
-def settings(step: TrainState) -> dict[str, Any]:
-    """Return the settings that two runs must share, so that one can continue the other."""
-    scaler = step.scaler
-    return {
-        "accumulate_steps": step.accumulate_steps,
-        "on_overflow": step.on_overflow,
-        "loss scaling": "undecided" if step.undecided else scaler.kind,
-        "optimizers": [type(o).__name__ for o in step.optimizers],
-        "parameters": [[len(group["params"]) for group in o.param_groups] for o in step.optimizers],
-        "schedulers": [type(s).__name__ for s in step.schedulers],
-        "ema": len(step.averages),
-        "policy": policies_asked(step.model) if not step.switches else None,
-        "max_grad_norm": step.max_grad_norm,
-    }
-
-
 def refuse_other_settings(step: TrainState, saved: Mapping[str, Any], free: Sequence[str] = ()) -> None:
     """Raise PolicyError where a state was saved with other settings; settings in `free` may differ."""
-    for name, ours in settings(step).items():
+    for name, ours in settings_of(step).items():
         if name in free:
             continue
         theirs = saved.get(name)

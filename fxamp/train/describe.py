@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from .compiled.compiled_step import CompiledStep
+from .compiled_step import CompiledStep
 from .state import TrainState
-from .window.update import waits
+from .update import waits
 
 _SHOWN = 5  # weights and events named one by one
 
@@ -25,7 +25,7 @@ def describe(step: TrainState) -> tuple[tuple[str, str], ...]:
         *((f"per use: {path}", reason) for path, reason in named[:_SHOWN]),
         *[("per use", f"{len(named) - _SHOWN} more, listed in step.weights.per_use")] * (len(named) > _SHOWN),
         *compiled_rows(step.compiled),
-        ("waits for the device", "; ".join(f"once a window, since {why}" for why in step.waits) or "never"),
+        ("waits for the device", "; ".join(f"once a window, since {why}" for why in reasons_to_wait(step)) or "never"),
         ("loss scaling", f"{scaler.kind}, scale {scaler.get_scale():g}" if scaler.is_enabled() else scaler.kind),
     ]
     if step.ranks.replicated > 1:

@@ -10,7 +10,7 @@ import contextlib
 import os
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from passes.contract.errors import PolicyError
 
 from .checkpoint import allowed, beside, course_of, load_course, random_state, refuse_other_settings, set_random_state
 from .state import TrainState
-from .window.gradients import parameters
+from .window import parameters
 
 
 def save_checkpoint(step: TrainState, folder: str | os.PathLike[str], *, group: Any = None) -> None:
@@ -62,7 +62,11 @@ def save_checkpoint(step: TrainState, folder: str | os.PathLike[str], *, group: 
             "them: save at the end of a window, or call flush() first"
         )
     tensors, rest = _states(step)
-    course = {**course_of(step), "states": rest, "groups": _groups(step), "random": _random_states(group)}
+    groups = [[{k: v for k, v in group.items() if k != "params"} for group in o.param_groups] for o in step.optimizers]
+    random: list[Any] = [random_state()] * _count(group)
+    if len(random) > 1:
+        dist.all_gather_object(random, random[0], group=group)
+    course = {**course_of(step), "states": rest, "groups": groups, "random": random}
     with _quiet():
         save({"course": (course,), **tensors}, checkpoint_id=folder, process_group=group)
 
@@ -104,22 +108,26 @@ def load_checkpoint(
             raise PolicyError(f"the checkpoint is that of another model: it differs at '{name.partition('.')[2]}'")
 
     load_course(step, course)
-    states = _like_saved(step, known)
-    with _quiet():
-        load({**state, **{key: value for _, _, key, value in states}}, checkpoint_id=folder, process_group=group)
-    rest = course["states"]
+    saved: dict[str, list[str]] = defaultdict(list)  # the names of the states of each parameter
+    for key in known:
+        saved[key.rpartition(".")[0]].append(key.rpartition(".")[2])
+    parts = dict(state)
+    states: list[dict[int, dict[str, Any]]] = [{} for _ in step.optimizers]  # by place of the parameter
     for index, optimizer in enumerate(step.optimizers):
-        found: dict[int, dict[str, Any]] = defaultdict(dict)
-        for place, name in enumerate(_names(step, optimizer)):
-            found[place].update(rest.get(f"optimizer.{index}.{name}", {}))
-        for at, place, key, value in states:
-            if at == index:
-                found[place][key.rpartition(".")[2]] = value
+        for place, (name, p) in enumerate(zip(_names(step, optimizer), parameters(optimizer), strict=True)):
+            prefix = f"optimizer.{index}.{name}"
+            tensors = {key: _like_saved(known[f"{prefix}.{key}"], p) for key in saved[prefix]}
+            parts.update((f"{prefix}.{key}", tensor) for key, tensor in tensors.items())
+            if kept := {**course["states"].get(prefix, {}), **tensors}:
+                states[index][place] = kept
+    with _quiet():
+        load(parts, checkpoint_id=folder, process_group=group)
+    for optimizer, found, before in zip(step.optimizers, states, course["groups"], strict=True):
         now = optimizer.state_dict()["param_groups"]
-        groups = [{**saved, "params": own["params"]} for own, saved in zip(now, course["groups"][index], strict=True)]
-        optimizer.load_state_dict({"state": {at: kept for at, kept in found.items() if kept}, "param_groups": groups})
+        groups = [{**old, "params": own["params"]} for own, old in zip(now, before, strict=True)]
+        optimizer.load_state_dict({"state": found, "param_groups": groups})
     if len(course["random"]) == _count(group):
-        set_random_state(course["random"][dist.get_rank(group) if _several() else 0])
+        set_random_state(course["random"][dist.get_rank(group) if _count(group) > 1 else 0])
 
 
 def _states(step: TrainState) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
@@ -139,23 +147,11 @@ def _states(step: TrainState) -> tuple[dict[str, Tensor], dict[str, dict[str, An
     return {name: t for name, t in tensors.items() if isinstance(t, Tensor)}, dict(rest)
 
 
-def _like_saved(step: TrainState, known: Mapping[str, Any]) -> list[tuple[int, int, str, Tensor]]:
-    """Return tensors to load the states of optimizers into: optimizer, place of the parameter, name and tensor.
-
-    A tensor with the shape of its parameter is sharded as the parameter is.
-    """
-    saved: dict[str, list[str]] = defaultdict(list)
-    for key in known:
-        saved[key.rpartition(".")[0]].append(key)
-    states = []
-    for index, optimizer in enumerate(step.optimizers):
-        for place, (name, p) in enumerate(zip(_names(step, optimizer), parameters(optimizer), strict=True)):
-            for key in saved[f"optimizer.{index}.{name}"]:
-                size, dtype = known[key].size, known[key].properties.dtype
-                alike = p.ndim > 0 and tuple(size) == tuple(p.shape)
-                value = torch.empty_like(p, dtype=dtype) if alike else torch.empty(size, dtype=dtype)
-                states.append((index, place, key, value.detach()))
-    return states
+def _like_saved(saved: Any, p: Tensor) -> Tensor:
+    """Return a tensor to load the state of a parameter into: sharded as that is, if it has its shape."""
+    size, dtype = saved.size, saved.properties.dtype
+    alike = p.ndim > 0 and tuple(size) == tuple(p.shape)
+    return (torch.empty_like(p, dtype=dtype) if alike else torch.empty(size, dtype=dtype)).detach()
 
 
 def _names(step: TrainState, optimizer: Optimizer) -> list[str]:
@@ -175,27 +171,8 @@ def _plain(model: nn.Module, name: str) -> str:
     return ".".join(plain) or name
 
 
-def _groups(step: TrainState) -> list[list[dict[str, Any]]]:
-    """Return the settings of each optimizer's groups of parameters."""
-    return [
-        [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-        for optimizer in step.optimizers
-    ]
-
-
-def _random_states(group: Any) -> list[Any]:
-    states: list[Any] = [random_state()] * _count(group)
-    if _several():
-        dist.all_gather_object(states, states[0], group=group)
-    return states
-
-
-def _several() -> bool:
-    return dist.is_available() and dist.is_initialized()
-
-
 def _count(group: Any) -> int:
-    return dist.get_world_size(group) if _several() else 1
+    return dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
 
 
 @contextlib.contextmanager

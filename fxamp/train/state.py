@@ -1,8 +1,13 @@
-"""The settings and the course of a training step, which its checkpoint, its checks and its description read."""
+"""The settings and the course of a training step: what its checkpoint, its checks and its description read.
+
+It owns the window that is open, the clearing of gradients, and what has been said.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import logging
+import warnings
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -11,62 +16,27 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
+from passes.contract.errors import PolicyError
 from passes.contract.plan import Plan
 
-from .compiled.compiled_step import CompiledStep
+from .compiled_step import CompiledStep
 from .ranks.ranks import Ranks
-from .scale.scaler import LossScaler, SkipsInARow
-from .weights.weights import WeightCasts
-from .window.loss import LossFunction
-from .window.window import ByHand, Window
+from .scaler import LossScaler, Tally, require_scale
+from .weights import WeightCasts
+from .window import ByHand, KeptMicroBatches, LossFunction, Window, parameters
 
+logger = logging.getLogger("fxamp")
 
-class Tally:
-    """A count of windows whose flags may be on the device, where it then stays until it is read."""
-
-    def __init__(self, known: int = 0) -> None:
-        self._known: int | Tensor = known
-
-    def add(self, flag: bool | Tensor) -> None:
-        """Count one more window, if the flag is set or nonzero."""
-        one: int | Tensor = int(flag) if isinstance(flag, bool) else (flag.view(()) != 0).to(torch.float32)
-        before = self._known
-        self._known = (
-            before.to(one.device) + one if isinstance(before, Tensor) and isinstance(one, Tensor) else before + one
-        )
-
-    def read(self) -> int:
-        """Return the count."""
-        self._known = int(self._known)
-        return self._known
+_LOOKS = 500  # windows between two looks for parameters that no optimizer trains: a walk costs as much as a step
 
 
 class TrainState:
-    """What a TrainStep is made of.
+    """What a TrainStep is made of. Settings and counts are described there.
 
     Attributes:
-        model: What it trains.
-        loss_fn: Its loss.
-        optimizers: Its optimizers.
-        schedulers: Their schedulers.
-        averages: Averages of the weights.
-        scaler: The LossScaler in use; a disabled one without loss scaling.
         low_dtype: The low dtype of the model, None if there is none or it is not known yet.
-        accumulate_steps: Micro-batches in a window.
-        max_grad_norm: The norm to which gradients are clipped.
-        on_overflow: What an overflow skips.
-        max_skips: Steps in a row that may be skipped.
-        on_collapse: What happens then: "raise", or "recolour" and go on.
-        on_gradients: What is called with the parameters, once their gradients are unscaled.
-        weights: Which casts of weights are kept for a window.
-        compiled: Counts of the compiled graphs; None if nothing is compiled.
-        ranks: The ranks that share the step; with a single process it holds no groups of ranks.
-        windows: How many windows were finished.
-        opened: The window that is open.
         undecided: Whether the scaler is chosen only when the model is captured.
         pending_scaler: A state of the scaler that was loaded before that.
-        switches: The policies that `switch` has set: the number of finished windows, and the policy.
-        switched_plan: The plan that `switch` was given last; None for a policy.
         aborted: Why the last window did not come to its end; "" if it did.
     """
 
@@ -95,8 +65,9 @@ class TrainState:
     aborted: str
     by_hand: ByHand
     tallies: dict[str, Tally]
-    skips_in_a_row: SkipsInARow
+    skips_in_a_row: Tally
     said: set[str]
+    _untrained: list[Tensor]
 
     @property
     def position(self) -> int:
@@ -114,25 +85,91 @@ class TrainState:
         return self.tallies["skipped"].read()
 
     @property
-    def waits(self) -> tuple[str, ...]:
-        """The reasons why a step waits for the device once, at the end of a window."""
-        raise NotImplementedError
+    def in_place(self) -> bool:
+        """Whether gradients keep their memory, since a CUDA graph has recorded their addresses."""
+        return self.compiled is not None and self.compiled.settings.captures
 
     def rates(self) -> tuple[float | Tensor, ...]:
         """Return the learning rate of each group of parameters."""
         return tuple(group["lr"] for o in self.optimizers for group in o.param_groups if "lr" in group)
 
-    def open_window(self, scale: float | None) -> Window:
-        """Open a window, unless one is open."""
-        raise NotImplementedError
+    def say(self, about: str, text: str) -> None:
+        """Log a warning once."""
+        if about not in self.said:
+            self.said.add(about)
+            logger.warning("fxamp: %s", text)
+
+    def open_window(self, scale: float | None = None) -> Window:
+        """Open a window with a scale of its own, or return the one that is open.
+
+        Raises:
+            PolicyError: The scale cannot be used, or is another one than that of the open window.
+        """
+        if scale is not None:
+            require_scale("scale", scale)
+        window = self.opened
+        if window is not None and scale is not None and scale != window.given_scale:
+            raise PolicyError(
+                f"scale={scale!r} within a window that began with {window.given_scale or 'the scale of the scaler'}: "
+                "the gradients of a window add up, so they need the same scale. Change it at the start of a window."
+            )
+        self.weights.open()
+        if window is not None:
+            return window
+        self._clear_stale()
+        scaler = self.scaler if scale is None else LossScaler(init_scale=scale, dynamic=False)
+        kept = KeptMicroBatches(self.optimizers) if self.on_overflow == "skip_microbatch" else None
+        self.opened = Window(scaler, scale, kept)
+        if self.low_dtype == torch.float16 and not scaler.is_enabled() and "unscaled" not in self.said:
+            self.said.add("unscaled")
+            warnings.warn(
+                "training in FP16 without loss scaling: gradients below 6e-8 become zero. "
+                'Leave scaler at "auto", or give a LossScaler.',
+                stacklevel=4,
+            )
+        return self.opened
 
     def close_window(self) -> None:
         """Leave the window that is open, without a step; do nothing if none is."""
-        raise NotImplementedError
+        self.weights.end()
+        if self.opened is not None:
+            self.opened.scaler._forget_step()
+            self.opened = None
+            self.by_hand.after_window(self.schedulers, self._clear(in_place=self.in_place))
 
+    def _clear(self, *, in_place: bool) -> list[Tensor]:
+        """Clear the gradients of model, loss and optimizers; return the parameters of optimizers that had one."""
+        had = [p for o in self.optimizers for group in o.param_groups for p in group["params"] if p.grad is not None]
+        for p in had:
+            if in_place:
+                p.grad.detach_().zero_()
+            else:
+                p.grad = None
+        if self.windows % _LOOKS == 1:
+            self._look_for_untrained()
+        for p in self._untrained:
+            if p.grad is not None:
+                p.grad = None
+        return had
 
-def trained_without_optimizer(model: nn.Module, optimizers: Sequence[Optimizer]) -> float:
-    """Return the share of the trainable elements of a model that no optimizer trains."""
-    held = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
-    sizes = [(p.numel(), id(p) in held) for p in model.parameters() if p.requires_grad]
-    return sum(n for n, known in sizes if not known) / max(sum(n for n, _ in sizes), 1)
+    def _look_for_untrained(self) -> None:
+        """Find the parameters of the model, and of a loss that is a module, that are in no optimizer."""
+        held = {id(p) for optimizer in self.optimizers for p in parameters(optimizer)}
+        modules = [self.model, self.loss_fn] if isinstance(self.loss_fn, nn.Module) else [self.model]
+        self._untrained = [p for module in modules for p in module.parameters() if id(p) not in held]
+
+    def _clear_stale(self) -> None:
+        """Clear gradients that somebody has left; for CUDA graphs have one of zeros for each parameter."""
+        if self.in_place:
+            for p in (p for o in self.optimizers for p in parameters(o) if p.grad is None):
+                p.grad = torch.zeros_like(p)
+            return
+        stale = self.by_hand.stale(self.optimizers)
+        if stale is not None:
+            name = next((name for name, p in self.model.named_parameters() if p is stale), "a parameter outside of it")
+            self.say(
+                "stale",
+                f"{type(self.model).__name__} had gradients that were there when its window opened, the first '{name}':"
+                " they are cleared. A TrainStep adds up those of its own window only",
+            )
+            self._clear(in_place=False)

@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import logging
+import math
 import os
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -30,32 +29,32 @@ from passes.contract.policy import Policy
 
 from ..capture import compiled
 from ..trust.census.calls import CallCensus
-from . import checkpoint
-from .checks import before_micro_batch, begin, warn_of_fp32, warn_of_settings
-from .compiled.compile_settings import converted_by, refuse_unfit, settings_of
-from .compiled.compiled_step import CompiledStep
-from .culprits import first_bad_node
+from . import checkpoint, given
+from .collapse import first_overflow, recolour
+from .compiled_step import CompiledStep
+from .compiler import model_to_compile, settings_of
 from .describe import reasons_to_wait
-from .given import averages_of, low_dtype_of, optimizers_of, scaler_of, schedulers_of
-from .ranks.ranks import Ranks
+from .ranks.ranks import Ranks, exchange
 from .ranks.refused import refuse_unfit_model
-from .ranks.replicas import exchanging
-from .recolour import recolour
-from .scale.scaler import LossScaler, SkipsInARow, collapse_message
-from .scale.settings import require_count, require_number, require_scale
-from .state import Tally, TrainState
+from .result import HostFlag, StepResult
+from .scaler import LossScaler, Tally, collapse_message, require_count, require_number
+from .state import TrainState
 from .switch import switch_views
-from .weights.weights import Mode, WeightCasts
-from .window.closure import needs_closure, refuse_company, run_window, step_by_closure
-from .window.gradients import KeptMicroBatches, Mean, average, first_with_gradient, parameters, untrained
-from .window.loss import LossFunction, loss_of, refuse_constant, require_loss
-from .window.result import HostFlag, StepResult
-from .window.update import AtEnd, Update, take_step
-from .window.window import UNWEIGHTED, ByHand, Weight, Window, range_of
-
-logger = logging.getLogger("fxamp")
-
-_LOOKS = 500  # windows between two looks for parameters that no optimizer trains: a walk costs as much as a step
+from .update import AtEnd, Update, needs_closure, step_by_closure, take_step
+from .weights import Mode, WeightCasts
+from .window import (
+    UNWEIGHTED,
+    ByHand,
+    LossFunction,
+    Mean,
+    Weight,
+    Window,
+    first_with_gradient,
+    loss_of,
+    range_of,
+    refuse_constant,
+    require_loss,
+)
 
 
 class TrainStep(TrainState):
@@ -186,15 +185,14 @@ class TrainStep(TrainState):
 
         self.loss_fn, self.accumulate_steps, self.max_grad_norm = loss_fn, accumulate_steps, max_grad_norm
         self.max_skips, self.on_gradients, self.on_overflow = max_skips, on_gradients, on_overflow
-        self.on_collapse, self._batches = on_collapse, list[tuple[Any, Any]]()
-        self.optimizers = optimizers_of(optimizer, model)
-        self.schedulers = schedulers_of(scheduler, self.optimizers)
-        self.averages = averages_of(ema, model)
-        refuse_company(self.optimizers, max_grad_norm, on_overflow, on_gradients)
+        self.on_collapse = on_collapse
+        self.optimizers = given.optimizers_of(optimizer, model)
+        self.schedulers = given.schedulers_of(scheduler, self.optimizers)
+        self.averages = given.averages_of(ema, model)
+        given.refuse_company(self.optimizers, max_grad_norm, on_overflow, on_gradients)
         settings = settings_of(compile, cuda_graph)
         if settings is not None:
-            refuse_unfit(model, self.optimizers, settings)
-            model, settings = converted_by(model, settings)
+            model = model_to_compile(model, self.optimizers, settings)
         self.model = model
         self.ranks = Ranks(model, self.optimizers)
         refuse_unfit_model(model, weights)
@@ -202,8 +200,8 @@ class TrainStep(TrainState):
             weights = "per_use"
         self.weights = WeightCasts(model, weights, accumulate_steps)
         self.compiled = None if settings is None else CompiledStep(settings, model, self.weights)
-        self.low_dtype = low_dtype_of(model)
-        self.scaler = scaler_of(scaler, self.low_dtype)
+        self.low_dtype = given.low_dtype_of(model)
+        self.scaler = given.scaler_of(scaler, self.low_dtype)
         self.scaler.name_parameters(model.named_parameters())
         # A compiled model is converted at its first call; its low dtype is not known before.
         compiles = any(compiled.is_compiled(module) for module in model.modules())
@@ -212,19 +210,18 @@ class TrainStep(TrainState):
         self.windows, self.opened, self.aborted = 0, None, ""
         self.switches, self.switched_plan = (), None
         self.tallies = {"steps": Tally(), "skipped": Tally()}
-        self.skips_in_a_row = SkipsInARow()
+        self.skips_in_a_row = Tally(in_a_row=True)
         self.by_hand, self.said = ByHand(), set()
         self._closes = any(map(needs_closure, self.optimizers))
         self.census = None if census is None else CallCensus(census)
-        self._untrained = untrained(model, loss_fn, self.optimizers)
-        warn_of_settings(self)
+        self._look_for_untrained()
+        given.warn_of_settings(self)
 
     def __repr__(self) -> str:
         """Name the model, and what a window is."""
         scaling = {"none": "no loss scaling", "static": "a static loss scale", "dynamic": "a dynamic loss scale"}
-        window = (
-            f"windows of {self.accumulate_steps}, {len(self.optimizers)} optimizer{'s' * (len(self.optimizers) > 1)}"
-        )
+        several = "s" * (len(self.optimizers) > 1)
+        window = f"windows of {self.accumulate_steps}, {len(self.optimizers)} optimizer{several}"
         return f"<fxamp TrainStep of {type(self.model).__name__}: {window}, {scaling[self.scaler.kind]}>"
 
     @property
@@ -272,10 +269,20 @@ class TrainStep(TrainState):
     def _run(self, inputs: Any, target: Any, scale: float | None, weight: Weight) -> StepResult:
         window = self.open_window(scale)
         with self._abandoning():
-            output = self._micro_batch(window, inputs, target, weight)
-        if window.position < self.accumulate_steps:
-            return self._result(window, None, output)
-        return self._finish(window, output)
+            given.before_micro_batch(self)
+            with self._exchanging(window):
+                with range_of("forward"):
+                    if self.compiled is None:
+                        loss, output = loss_of(self.model, self.loss_fn, inputs, target)
+                    else:
+                        loss, output = self.compiled.loss_of(self.loss_fn, inputs, target)
+                refuse_constant(loss, self.optimizers)
+                self._backward(window, loss, weight, (inputs, target))
+        return (
+            self._finish(window, output)
+            if window.position >= self.accumulate_steps
+            else self._result(window, None, output)
+        )
 
     @contextlib.contextmanager
     def window(self, scale: float | None = None) -> Iterator[Window]:
@@ -296,7 +303,7 @@ class TrainStep(TrainState):
         self._refuse_compiled()
         with self._abandoning():
             window = self.open_window(scale)
-            before_micro_batch(self)
+            given.before_micro_batch(self)
             with self._exchanging(window):
                 yield window
 
@@ -320,13 +327,13 @@ class TrainStep(TrainState):
         """
         self._refuse_compiled()
         if self.opened is None and self.weights.asked != "per_use":
-            self._say("forward", "a forward outside of `with step.window():` casts weights at each use")
-        window = self.open_window(None)
+            self.say("forward", "a forward outside of `with step.window():` casts weights at each use")
+        window = self.open_window()
         with self._abandoning():
             require_loss(loss)
             refuse_constant(loss, self.optimizers)
             self._backward(window, loss, weight, None)
-            if window.position == 1 and all(first_with_gradient(o) is None for o in self.optimizers):
+            if window.position == 1 and first_with_gradient(self.optimizers) is None:
                 raise PolicyError(
                     "this loss gives no gradient to any parameter that the optimizers train: compute it from "
                     "step.model's output"
@@ -363,12 +370,12 @@ class TrainStep(TrainState):
             >>> step(x, y).reason, step.flush().reason
             ('accumulating', 'stepped')
         """
-        begin(self)
-        window = self.opened or Window(self.scaler, None, None, again=False)
-        total = self.ranks.seen(window.position)
+        given.begin(self)
+        total = self.ranks.seen(self.position)
         if not total:
-            return self._result(window, Update({}, None))
-        return self._finish(self.open_window(None), None, self._seen(self.opened or window, total))
+            return self._result(self.opened or Window(self.scaler), Update({}))
+        window = self.open_window()
+        return self._finish(window, None, self._seen(window, total))
 
     def switch(self, policy_or_plan: Policy | Plan | str) -> None:
         """Let the model follow another policy, or a plan of it, from the next window on, for all its callers.
@@ -460,96 +467,10 @@ class TrainStep(TrainState):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._batches = []
         self.weights = WeightCasts(self.model, state["weights"], self.accumulate_steps)
         settings = state["compiled"]
         self.compiled = None if settings is None else CompiledStep(settings, self.model, self.weights)
         self.scaler.name_parameters(self.model.named_parameters())
-
-    def open_window(self, scale: float | None) -> Window:
-        """Open a window with a scale of its own, or return the one that is open.
-
-        Raises:
-            PolicyError: The scale cannot be used, or is another one than that of the open window.
-
-        Example:
-            >>> step.open_window(2.0).given_scale
-            2.0
-            >>> step.close_window()
-        """
-        if scale is not None:
-            require_scale("scale", scale)
-        window = self.opened
-        if window is not None:
-            if scale is not None and scale != window.given_scale:
-                raise PolicyError(
-                    f"scale={scale!r} within a window that began with "
-                    f"{window.given_scale or 'the scale of the scaler'}: the gradients of a window add up, so they "
-                    "need the same scale. Change it at the start of a window."
-                )
-            self.weights.open()
-            return window
-        self.weights.open()
-        self._clear_stale()
-        scaler = self.scaler if scale is None else LossScaler(init_scale=scale, dynamic=False)
-        kept = KeptMicroBatches(self.optimizers) if self.on_overflow == "skip_microbatch" else None
-        self.opened = Window(scaler, scale, kept, again=self._closes)
-        if self.low_dtype == torch.float16 and not scaler.is_enabled() and "unscaled" not in self.said:
-            self.said.add("unscaled")
-            warnings.warn(
-                "training in FP16 without loss scaling: gradients below 6e-8 become zero. "
-                'Leave scaler at "auto", or give a LossScaler.',
-                stacklevel=4,
-            )
-        return self.opened
-
-    def close_window(self) -> None:
-        """Leave the window that is open, without a step; do nothing if none is.
-
-        Example:
-            >>> with step.window():
-            ...     step.backward(nn.functional.cross_entropy(step.model(x), y))
-            >>> step.close_window()
-            >>> step.position
-            0
-        """
-        self.weights.end()
-        self._batches = []
-        if self.opened is None:
-            return
-        self.opened.scaler._forget_step()
-        self.opened = None
-        self.by_hand.after_window(self.schedulers, self._clear(in_place=self._in_place))
-
-    def _clear(self, *, in_place: bool) -> list[Tensor]:
-        """Clear the gradients of model, loss and optimizers; return the parameters of optimizers that had one."""
-        had = [p for o in self.optimizers for group in o.param_groups for p in group["params"] if p.grad is not None]
-        for p in had:
-            if in_place:
-                p.grad.detach_().zero_()
-            else:
-                p.grad = None
-        if self.windows % _LOOKS == 1:
-            self._untrained = untrained(self.model, self.loss_fn, self.optimizers)
-        for p in self._untrained:
-            if p.grad is not None:
-                p.grad = None
-        return had
-
-    def _clear_stale(self) -> None:
-        """Clear gradients that somebody has left; for CUDA graphs have one of zeros for each parameter."""
-        if self._in_place:
-            for p in (p for o in self.optimizers for p in parameters(o) if p.grad is None):
-                p.grad = torch.zeros_like(p)
-            return
-        stale = self.by_hand.stale(self.optimizers)
-        if stale is not None:
-            name = next((name for name, p in self.model.named_parameters() if p is stale), "a parameter outside of it")
-            self._say(
-                "stale", f"{type(self.model).__name__} had gradients that were there when its window opened, the first "
-                f"'{name}': they are cleared. A TrainStep adds up those of its own window only",
-            )  # fmt: skip
-            self._clear(in_place=False)
 
     @contextlib.contextmanager
     def _abandoning(self) -> Iterator[None]:
@@ -560,28 +481,12 @@ class TrainStep(TrainState):
             self.close_window()
             raise
 
-    def _micro_batch(self, window: Window, inputs: Any, target: Any, weight: Weight) -> Any:
-        """Run forward and backward; gradients are those of the window so far."""
-        before_micro_batch(self)
-        with self._exchanging(window):
-            with range_of("forward"):
-                loss, output = self._forward(inputs, target)
-            refuse_constant(loss, self.optimizers)
-            self._backward(window, loss, weight, (inputs, target))
-        return output
-
-    def _exchanging(self, window: Window) -> Any:
+    def _exchanging(self, window: Window) -> contextlib.ExitStack:
         """Return a context in which replicas exchange gradients, if the micro-batch is the last of its window."""
-        last = window.position + 1 == self.accumulate_steps and window.kept is None
-        return exchanging(self.ranks.replicas, last) if self.ranks.replicas else contextlib.nullcontext()
-
-    def _forward(self, inputs: Any, target: Any) -> tuple[Tensor, Any]:
-        if self.compiled is None:
-            return loss_of(self.model, self.loss_fn, inputs, target)
-        return self.compiled.loss_of(self.loss_fn, inputs, target)
+        return self.ranks.exchanging(window.position + 1 == self.accumulate_steps and window.kept is None)
 
     def _backward(self, window: Window, loss: Tensor, weight: Weight, batch: Any) -> None:
-        warn_of_fp32(self)
+        given.warn_of_fp32(self)
         if self.undecided:
             self._decide(window)
         share = window.share_of(weight, self.ranks, loss.device)
@@ -597,9 +502,11 @@ class TrainStep(TrainState):
             window.kept.after_backward(share)
         detached = loss.detach().view(())
         # The next replay of a CUDA graph overwrites the loss.
-        window.took(detached.clone() if self._in_place else detached, share, batch)
-        if self.on_collapse == "recolour" and batch is not None:
-            self._batches.append(batch)
+        window.took(detached.clone() if self.in_place else detached, share)
+        if batch is None or not (self._closes or self.on_collapse == "recolour"):
+            window.batches.clear()
+        if batch is not None:
+            window.batches.append(batch)
         self.by_hand.after_micro_batch(self.optimizers)
 
     def _refuse_compiled(self) -> None:
@@ -609,16 +516,11 @@ class TrainStep(TrainState):
                 "loss_fn, or leave compile out"
             )
 
-    @property
-    def _in_place(self) -> bool:
-        """Whether gradients keep their memory, since a CUDA graph has recorded their addresses."""
-        return self.compiled is not None and self.compiled.settings.captures
-
     def _decide(self, window: Window) -> None:
         """Choose the scaler that "auto" means, once the model is converted."""
         self.undecided = False
-        self.low_dtype = low_dtype_of(self.model)
-        self.scaler = scaler_of("auto", self.low_dtype)
+        self.low_dtype = given.low_dtype_of(self.model)
+        self.scaler = given.scaler_of("auto", self.low_dtype)
         self.scaler.name_parameters(self.model.named_parameters())
         if self.pending_scaler:
             self.scaler.load_state_dict(dict(self.pending_scaler))
@@ -637,62 +539,87 @@ class TrainStep(TrainState):
         self.aborted, rates, before = "an error left it", self.rates(), self.windows
         try:
             with range_of("update"):
-                window.check_weights()
                 update, mean = self._end(window, total)
             self.windows += 1
             result = self._result(window, update, output, mean.kept, rates)
             self._count(window, update)
-        except ScaleCollapseError:
+        except ScaleCollapseError as error:
             if self.windows == before:  # the scaler raised it
                 self.tallies["skipped"].add(True)
             self.windows = before + 1
-            batches, scale = self._batches, float(window.scale)
             self.close_window()
-            if not batches or not recolour(self, batches, scale, self.switch):
-                raise
-            self.skips_in_a_row = SkipsInARow()
-            result = self._result(window, Update(dict.fromkeys(self.optimizers, True), None), output, None, rates)
+            self._recover(window, error)
+            result = self._result(window, Update(dict.fromkeys(self.optimizers, True)), output, None, rates)
         finally:
             self.close_window()
         self.aborted = ""
         return result
 
-    def _end(self, window: Window, total: int | None) -> tuple[Update, Mean]:
-        update, early = Update({}, None), total is not None
-        mean = Mean(window.position * self.ranks.replicated if total is None else total)
-        if window.again is None:
-            seen = (window.position, window.share, window.kept, self.accumulate_steps)
-            mean = average(self.optimizers, self.ranks, *seen, weighted=window.weighted, in_backward=not early)
-        others = window.again is not None and early and bool(self.ranks.replicas)
-        live = [o for o in self.optimizers if others or first_with_gradient(o) is not None]
-        if not live:
-            return update, mean
-        window.scale  # noqa: B018 - read before the update changes it
-        if window.again is not None:
-            update = self._update_by_closure(window, mean, early)
+    def _recover(self, window: Window, error: ScaleCollapseError) -> None:
+        """Go on after a last skipped step, with what overflowed in FP32, if the user wants that and it is a cure.
+
+        Raises:
+            ScaleCollapseError: It is not; the error names what overflowed first, if that can be told.
+        """
+        recolours = self.on_collapse == "recolour"
+        found = first_overflow(self, window, cured=recolours)
+        if recolours and recolour(self, window, found, self.switch):
+            self.skips_in_a_row = Tally(in_a_row=True)
+        elif found is None:
+            raise error
         else:
-            end = AtEnd(
+            first, *_ = str(found).splitlines()
+            raise ScaleCollapseError(f"{error} The first overflow is {first}.") from error
+
+    def _end(self, window: Window, total: int | None) -> tuple[Update, Mean]:
+        early = total is not None
+        mean = Mean(window.position * self.ranks.replicated if total is None else total)
+        if not self._closes:
+            mean = window.average(self.optimizers, self.ranks, self.accumulate_steps, in_backward=not early)
+        others = self._closes and early and bool(self.ranks.replicas)
+        live = [o for o in self.optimizers if others or first_with_gradient([o]) is not None]
+        if not live:
+            return Update({}), mean
+        window.scale  # noqa: B018 - read before the update changes it
+        if self._closes:
+            share = mean.kept / self.ranks.replicated
+            held = step_by_closure(live[0], window.scaler, lambda: self._run_again(window, share, early), self.ranks)
+            window.scaler.update()
+            update = Update({live[0]: held})
+        else:
+            at_end = AtEnd(
                 window.scaler, live, self.max_grad_norm, self.ranks, mean.nothing, mean.overflow, self.on_gradients
             )
-            update = self._update(end)
+            if self.compiled is not None and self.compiled.update.takes(at_end):
+                update = self.compiled.update(at_end)
+            else:
+                update = take_step(at_end, followed=bool(self.schedulers or self.averages))
         return update._replace(held_back=self._follow(update)), mean
 
-    def _update(self, end: AtEnd) -> Update:
-        if self.compiled is not None and self.compiled.update.takes(end):
-            return self.compiled.update(end)
-        return take_step(end, followed=bool(self.schedulers or self.averages))
+    def _run_again(self, window: Window, share: float | Tensor, early: bool) -> Tensor:
+        """Run the micro-batches of a window forward and backward, and return the mean of their losses.
 
-    def _update_by_closure(self, window: Window, mean: Mean, early: bool) -> Update:
-        (optimizer,), scaler, share = self.optimizers, window.scaler, mean.kept / self.ranks.replicated
-        told = (self.model, self.loss_fn, tuple(window.again or ()), scaler, self.ranks, share)
-
-        def run() -> Tensor:
-            with self.weights.window():
-                return run_window(*told, self.weights, in_backward=not early)
-
-        held_back = step_by_closure(optimizer, scaler, run, self.ranks)
-        scaler.update()
-        return Update({optimizer: held_back}, None)
+        Gradients and loss are averaged over all ranks: an optimizer uses the loss to decide how to continue, and all
+        ranks have to decide the same. They exchange gradients in the last backward or, where a window ends early, after
+        it, since not all may have seen as many micro-batches; `share` is their number per rank.
+        """
+        count, losses = len(window.batches), []
+        with self.weights.window():
+            for index, (inputs, target) in enumerate(window.batches):
+                with self.ranks.exchanging(not early and index + 1 == count):
+                    loss = loss_of(self.model, self.loss_fn, inputs, target)[0] / share
+                    window.scaler.scale(loss).backward()
+                    self.weights.after_backward()
+                    losses.append(loss.detach())
+        if not self.ranks.groups:
+            return torch.stack(losses).sum()
+        totals = torch.zeros(2, device=next(self.model.parameters()).device)
+        for loss in losses:
+            totals += torch.stack([loss.float().view(()) * share, torch.ones_like(totals[0])])
+        self.ranks.sum(totals)
+        for replica in reversed(self.ranks.replicas) if early else ():
+            exchange(replica, totals.new_tensor([count]), share)
+        return totals[0] / totals[1]
 
     def _follow(self, update: Update) -> Mapping[Optimizer, Any]:
         """Let each scheduler step if its optimizer did, and each average take in the weights if any did.
@@ -719,33 +646,28 @@ class TrainStep(TrainState):
         flags = [bool(held) if isinstance(held, HostFlag) else held for held in update.held_back.values()]
         if not flags:
             return
-        on_device = [flag for flag in flags if isinstance(flag, Tensor)]
-        skipped: bool | Tensor = any(flag for flag in flags if isinstance(flag, bool))
-        stepped: bool | Tensor = not all(flag for flag in flags if isinstance(flag, bool))
-        if on_device:
-            together = torch.stack([flag.view(()).to(on_device[0].device) for flag in on_device]) != 0
-            skipped = together.any() if not skipped else True
-            stepped = ~together.all() if len(on_device) == len(flags) or not stepped else True
+        known = [flag for flag in flags if isinstance(flag, bool)]
+        skipped: bool | Tensor = any(known)
+        stepped: bool | Tensor = not all(known)
+        if on_device := [flag.view(()) for flag in flags if isinstance(flag, Tensor)]:
+            together = torch.stack([flag.to(on_device[0].device) for flag in on_device]) != 0
+            skipped, stepped = skipped or together.any(), stepped or ~together.all()
         self.tallies["skipped"].add(skipped)
         self.tallies["steps"].add(stepped)
-        self.skips_in_a_row.add(skipped if isinstance(skipped, bool) else skipped.float())
+        self.skips_in_a_row.add(skipped)
         if skipped is True and not window.scaler.is_enabled():
             bad = collapse_message(self.scaler._gradients(self.optimizers))[0]
-            self._say("skip", f"a step was skipped, because gradients are not finite, first {bad}; with max_skips="
-                      f"{self.max_skips} in a row that is an error")  # fmt: skip
+            self.say(
+                "skip",
+                f"a step was skipped, because gradients are not finite, first {bad}; with max_skips="
+                f"{self.max_skips} in a row that is an error",
+            )
         if window.scaler.max_skips is None and self.skips_in_a_row.reaches(self.max_skips):
             bad, hint = collapse_message(self.scaler._gradients(self.optimizers))
-            node = first_bad_node(self.model, self.loss_fn, window.batch)
             raise ScaleCollapseError(
                 f"{self.skips_in_a_row.read()} steps in a row were skipped, because gradients were not finite. First "
-                f"bad parameters: {bad}.{node} {hint}"
+                f"bad parameters: {bad}. {hint}"
             )
-
-    def _say(self, about: str, text: str) -> None:
-        """Log a warning once."""
-        if about not in self.said:
-            self.said.add(about)
-            logger.warning("fxamp: %s", text)
 
     def _result(
         self, window: Window, update: Update | None, output: Any = None, kept: int | Tensor | None = None,
@@ -754,7 +676,7 @@ class TrainStep(TrainState):
         """Make the result of a call: `update` is None in an unfinished window, `kept` counts its micro-batches."""
         own = window.kept.kept if window.kept is not None else window.position
         return StepResult(
-            window.loss,
+            window.losses[-1][0] if window.losses else torch.tensor(math.nan),
             None if update is None else update.grad_norm,
             output,
             update is None,

@@ -153,7 +153,8 @@ def output_of(model: nn.Module, inputs: Any) -> Any:
     if isinstance(inputs, (Tensor, PackedSequence)):
         return model(inputs)
     raise PolicyError(
-        f"inputs is a tensor, a tuple for model(*inputs) or a mapping for model(**inputs), not {type(inputs).__name__}."
+        "inputs is a tensor, a tuple for model(*inputs) or a mapping for model(**inputs), not "
+        f"{type(inputs).__name__}: give tuple(inputs) for several inputs, (inputs,) for a single one."
     )
 
 

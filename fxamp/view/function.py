@@ -41,6 +41,7 @@ from passes.graph.values import no_autocast
 from ..capture.backend import at_call, compiling, inner_of, leave_sharing_to_the_compiler, rewrite
 from ..capture.call import current
 from ..capture.compiled import Converted, break_of, copied, elsewhere
+from ..capture.kept import Kept
 from ..capture.outputs import leaving
 from ..trust.watch import node_by_node
 from .copies import Lifted, lift, with_copies
@@ -70,6 +71,7 @@ class Entry:
         constants: the numbers of the model among its inputs, by place.
         state: what it was captured in.
         seconds: how long the inner backend took.
+        kept: what its compiler keeps for backward; None if it runs as it was emitted.
     """
 
     number: int
@@ -79,6 +81,7 @@ class Entry:
     constants: Mapping[int, Tensor]
     state: State
     seconds: float
+    kept: Kept | None = None
 
 
 class Function:
@@ -229,13 +232,14 @@ class _Backend:
         run = node_by_node(run, whole, converted, inner, compiling(inner, runner.mode, dict(runner.options), whole))
         if lifted:
             run = with_copies(run, lifted, runner.opened)
-        run = at_call(run, converted, example_inputs, outputs)
+        kept = None if inner == "eager" else Kept(inner)
+        run = at_call(run, converted, example_inputs, outputs, kept=kept)
         number = -1
         if real:
             state = state_of(model, function.method)
             number = len(runner.entries) if model is runner.model else known_as(runner.entries, converted, state)
         if number == len(runner.entries):
-            runner.entries.append(Entry(number, converted, captured, named, constants, state, seconds))
+            runner.entries.append(Entry(number, converted, captured, named, constants, state, seconds, kept))
         if global_module_hooks():
             function.stale = _other_global_hooks()
         return _tokened(run, captured, number, _Reader(runner, number, converted, example_inputs))

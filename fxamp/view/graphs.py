@@ -139,12 +139,16 @@ def graphs_of(runner: Runner) -> tuple[GraphModule, ...]:
     """Return the emitted graphs of a view as modules over the model's own parameters and buffers.
 
     `meta["fxamp"]` of each holds its `state`, its `plan`, where Dynamo broke it (`break`), the `number` of its first
-    graph in the plan of the view, and the `part` of that plan by name: states that decide the same share both.
+    graph in the plan of the view, the `part` of that plan by name (states that decide the same share both), and what is
+    `kept` for backward by the compiler behind it, if there is one.
     """
     made = []
     for placed, number, name in numbered(runner):
         entry = placed.entry
-        record = {"state": str(entry.state), "break": entry.converted.broke, "number": number, "part": name}
+        record = {
+            "state": str(entry.state), "break": entry.converted.broke, "number": number, "part": name,
+            "kept": entry.kept,
+        }  # fmt: skip
         made.append(with_record(bound(placed.runner, entry), entry.converted.plan, **record))
     return tuple(made)
 

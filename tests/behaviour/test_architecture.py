@@ -53,9 +53,6 @@ ARROWS = {
     "fxamp.measure": ".capture .trust .view passes._torch passes.contract passes.graph",
     "fxamp.train.ranks": ".view passes._torch passes.contract",
     "fxamp.convert": ".capture .measure .trust .view passes._torch passes.contract",
-    "fxamp.train.scale": ".train.ranks passes.contract",
-    "fxamp.train.weights": ".measure .train.ranks .view passes._torch passes.contract",
-    "fxamp.report.reader": ".convert .capture .report.record .view passes.contract",
     "fxamp.trust.census": (
         ".convert .capture .report.forms .report.record .trust passes._torch passes.contract passes.graph "
         "passes.runtime"
@@ -68,33 +65,26 @@ ARROWS = {
         ".convert .trust .trust.census .trust.error passes._torch passes.contract passes.graph passes.ops"
     ),
     "fxamp.trust.choice": ".convert .measure .trust .trust.error passes.contract passes.graph",
-    "fxamp.train.window": ".train.ranks .train.scale .train.weights passes._torch passes.contract",
-    "fxamp.report.diff": (
-        ".report.forms .report.reader .report.record passes._torch passes.contract passes.graph passes.ops"
-    ),
-    "fxamp.train.compiled": (
-        ".capture .train.ranks .train.weights .train.window .view passes._torch passes.contract passes.graph passes.ops"
-    ),
+    "fxamp.report.diff": (".report .report.forms .report.record passes._torch passes.contract passes.graph passes.ops"),
     "fxamp.report.gate": (
-        ".convert .report.diff .report.forms .report.reader .report.record .trust.census passes.contract passes.ops"
+        ".convert .report .report.diff .report.forms .report.record .trust.census passes.contract passes.ops"
     ),
     "fxamp.train": (
-        ".capture .train.compiled .train.ranks .train.scale .train.weights .train.window .trust .trust.census "
-        ".trust.ranges .view passes._torch passes.contract"
+        ".capture .train.ranks .trust .trust.census .trust.ranges .view passes._torch passes.contract "
+        "passes.graph passes.ops"
     ),
     "fxamp.pytest_plugin": ".report.gate",
-    "fxamp.demo": (
-        ".convert .measure .report .report.gate .report.reader .train .train.weights .trust.census passes.contract"
-    ),
+    "fxamp.demo": (".convert .measure .report .report.gate .train .trust.census passes.contract"),
     "fxamp.report": (
-        ".capture .report.forms .report.page .report.reader .report.record .train .trust.census passes.contract"
+        ".capture .convert .report.forms .report.page .report.record .train .trust.census .trust.error .view "
+        "passes.contract"
     ),
-    "fxamp.integrations": (".capture .convert .train .train.scale .trust.census .view passes.contract passes.ops"),
+    "fxamp.integrations": (".capture .convert .train .trust.census .view passes.contract passes.ops"),
     "fxamp.lightning": ".integrations",
     "fxamp.huggingface": ".integrations",
     "fxamp.cli": (
-        ".convert .demo .report .report.diff .report.forms .report.gate .report.reader .trust.census .trust.choice "
-        ".trust.error passes passes.contract passes.ops"
+        ".convert .demo .report .report.diff .report.forms .report.gate .trust.census .trust.choice .trust.error "
+        "passes passes.contract passes.ops"
     ),
     "fxamp.__main__": ".cli",
 }

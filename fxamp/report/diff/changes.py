@@ -1,7 +1,8 @@
 """List what changed in matched nodes, in fields and in position. Changes with one cause share one line.
 
-`embed` gone, a new `adapter`, and `rms_norm` run in FP32 by a newer torch:
+`embed` gone, a new `adapter`, layers that moved up, and `rms_norm` run in FP32 by a newer torch:
 
+    = h.6 to 11  is now  h.7 to 12  (150 nodes)
     - embed/embedding#0  colour: float32
     + adapter/linear#0  colour: bfloat16
     ! torch 2.11 to 2.12: rule rms_norm, 24 decisions: follow, bfloat16 -> fp32, float32
@@ -9,16 +10,16 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 from passes.contract.plan import Plan
 
 from ..forms.harmless import visible
-from .match import Item, Matching, corresponding
-from .sequences import in_order
+from .match import Item, corresponding, in_order
 
 PLAN_KEY, MODULES, RULE = "(plan)", "(modules)", "(rule"
 SIGNS = {"added": "+", "removed": "-", "changed": "!"}
@@ -28,15 +29,15 @@ _LABELS = {
     "saved_bytes": "bytes saved for backward", "low_bytes": "low, % of bytes", "low_flops": "low, % of FLOPs",
     "fp32_ops": "ops in FP32", "unknown_ops": "ops without a rule",
 }  # fmt: skip
+_LAST_NUMBER = re.compile(r"\d+(?!.*\d)")
 
 
-class Place(Protocol):
+@dataclass(frozen=True)
+class Place:
     """Where the user made a node."""
 
-    @property
-    def file(self) -> str: ...  # noqa: D102 - a field
-    @property
-    def line(self) -> int: ...  # noqa: D102 - a field
+    file: str
+    line: int
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,12 @@ class Change:
             rule, count = self.key.strip("()"), len(self.nodes)
             many = f"{count} decision{'s' * (count > 1)}"
             return visible(f"! {self.field}: {rule}, {many}: {self.before} -> {self.after}")
-        return visible(f"{SIGNS[self.kind]} {self.key}  {said(self, self.field)}")
+        return visible(f"{SIGNS[self.kind]} {self.key}  {self.said(self.field)}")
+
+    def said(self, label: str) -> str:
+        """Write the change of the field; an added or removed node has one value only."""
+        values = [value for value in (self.before, self.after) if value is not None]
+        return f"{label}: {' -> '.join(values)}"
 
     @property
     def counted(self) -> tuple[str, ...]:
@@ -78,20 +84,8 @@ class Change:
         return self.key.rpartition("/")[0]
 
 
-def said(change: Change, label: str) -> str:
-    """Write the change of a field; an added or removed node has one value only."""
-    if change.before is None or change.after is None:
-        return f"{label}: {change.after if change.before is None else change.before}"
-    return f"{label}: {change.before} -> {change.after}"
-
-
 def lines(changes: Iterable[Change], places: Mapping[str, Place] | None = None) -> list[tuple[str, str]]:
-    """Return (key, line) for every changed node, with all its changes in one line, and for every changed total.
-
-    Args:
-        changes: what changed.
-        places: the user's lines of nodes, by key; written behind the line of a node.
-    """
+    """Return (key, line) for every changed node, with all its changes and its place, and for every changed total."""
     out = []
     for kind, key, text in rows(changes):
         place = (places or {}).get(key)
@@ -103,22 +97,18 @@ def lines(changes: Iterable[Change], places: Mapping[str, Place] | None = None) 
 
 def rows(changes: Iterable[Change]) -> list[tuple[str, str, str]]:
     """Return the same as cells of a table: the kind of change, the key of the node, and the text."""
-    return [(group[0].kind, group[0].key, _text(group)) for group in _groups(changes)]
+    groups: dict[tuple[str, ...], list[Change]] = {}
+    for change in changes:
+        alone = change.key.startswith("(")  # a change of the whole plan, not of a node
+        group = (change.kind, change.key, change.field, str(len(groups))) if alone else (change.kind, change.key)
+        groups.setdefault(group, []).append(change)
+    return [(group[0].kind, group[0].key, _text(group)) for group in groups.values()]
 
 
 def counted(changes: Iterable[Change]) -> str:
     """Say how many lines there are of each kind."""
     kinds = Counter(kind for kind, _, _ in rows(changes))
     return ", ".join(f"{kinds[kind]} {kind}" for kind in SIGNS)
-
-
-def _groups(changes: Iterable[Change]) -> list[list[Change]]:
-    groups: dict[tuple[str, ...], list[Change]] = {}
-    for change in changes:
-        alone = change.key.startswith("(")  # a change of the whole plan, not of a node
-        group = (change.kind, change.key, change.field, str(len(groups))) if alone else (change.kind, change.key)
-        groups.setdefault(group, []).append(change)
-    return list(groups.values())
 
 
 def _text(changes: Sequence[Change]) -> str:
@@ -129,35 +119,27 @@ def _text(changes: Sequence[Change]) -> str:
     # A change of autocast's dtype is left out where the dtype that the node runs in has changed likewise.
     own = {(c.before, c.after) for c in changes if c.field == "colour"}
     told = [c for c in changes if c.field != "autocast_dtype" or (c.before, c.after) not in own]
-    return "; ".join(said(c, _label(c)) for c in told)
-
-
-def _label(change: Change) -> str:
-    """Return the name of the changed field in reports; that of a total may name its graph behind it."""
-    field, space, graph = change.field.partition(" ")
-    if field == "casts" and change.key != PLAN_KEY:
-        return "casts"
-    return f"{_LABELS.get(field, field)}{space}{graph}"
+    out = []
+    for change in told:
+        field, space, graph = change.field.partition(" ")  # that of a total may name its graph behind it
+        label = _LABELS.get(field, field) if field != "casts" or first.key == PLAN_KEY else "casts"
+        out.append(change.said(f"{label}{space}{graph}"))
+    return "; ".join(out)
 
 
 def compared(before: Sequence[Item], after: Sequence[Item], pairs: Mapping[int, int], shown: str) -> list[Change]:
-    """Return what differs, in graph order; for a node that one side lacks, only the field `shown` is listed.
+    """Return what differs between matched nodes (after -> before), in graph order.
 
-    Args:
-        before: nodes of one side.
-        after: nodes of the other.
-        pairs: places of matched nodes, after -> before.
-        shown: a field that every node has.
+    For a node that one side lacks only the field `shown` is listed, which every node has.
     """
-    twin = {old: new for new, old in pairs.items()}
     moved = _moved(before, after, pairs)
     out = []
-    for old, new in _merged(len(before), len(after), twin):
-        if new is None and old is not None:
+    for old, new in _merged(len(before), len(after), pairs):
+        if new < 0:
             out.append(Change("removed", before[old].key, shown, before[old].fields[shown], None))
-        elif old is None and new is not None:
+        elif old < 0:
             out.append(Change("added", after[new].key, shown, None, after[new].fields[shown]))
-        elif old is not None and new is not None:
+        else:
             if new in moved:
                 out.append(Change("changed", after[new].key, "position", *moved[new]))
             theirs = after[new].fields
@@ -168,20 +150,22 @@ def compared(before: Sequence[Item], after: Sequence[Item], pairs: Mapping[int, 
     return out
 
 
-def _merged(old: int, new: int, twin: Mapping[int, int]) -> Iterator[tuple[int | None, int | None]]:
-    """Merge two lists in the order of the second; a removed item follows the item that it followed in the first."""
+def _merged(old: int, new: int, pairs: Mapping[int, int]) -> Iterator[tuple[int, int]]:
+    """Merge two lists in the order of the second, with -1 for what one lacks; a removed item stands where it stood."""
     gone: dict[int, list[int]] = {}
-    anchor = -1
+    anchor, kept = -1, set(pairs.values())
     for at in range(old):
-        if at in twin:
+        if at in kept:
             anchor = at
         else:
             gone.setdefault(anchor, []).append(at)
-    yield from ((at, None) for at in gone.get(-1, ()))
-    partner = {n: o for o, n in twin.items()}
+    yield from ((at, -1) for at in gone.get(-1, ()))
     for at in range(new):
-        yield partner.get(at), at
-        yield from ((o, None) for o in gone.get(partner.get(at, -2), ()))
+        if at in pairs:
+            yield pairs[at], at
+            yield from ((o, -1) for o in gone.get(pairs[at], ()))
+        else:
+            yield -1, at
 
 
 def _moved(before: Sequence[Item], after: Sequence[Item], pairs: Mapping[int, int]) -> dict[int, tuple[str, str]]:
@@ -201,38 +185,61 @@ def _place(items: Sequence[Item], at: int) -> str:
     return f"after {items[at - 1].key}" if at else "first"
 
 
-def another_model(before: Sequence[object], after: Sequence[object], found: Matching) -> Change:
+def another_model(before: Sequence[object], after: Sequence[object], pairs: Mapping[int, int]) -> Change:
     """Return the one line that replaces all changes if the two have too little in common."""
-    same = f"{len(found.pairs)} of them as before"
-    return Change("changed", PLAN_KEY, "model", f"{len(before)} nodes", f"another model: {len(after)} nodes, {same}")
+    now = f"another model: {len(after)} nodes, {len(pairs)} of them as before"
+    return Change("changed", PLAN_KEY, "model", f"{len(before)} nodes", now)
 
 
-def by_rule(before: Plan, after: Plan, changes: Iterable[Change], ops: Mapping[str, str]) -> list[Change]:
-    """Merge into one line all decisions on an op whose rule a new version of torch or fxamp has changed.
+def renamed(before: Sequence[Item], after: Sequence[Item], pairs: Mapping[int, int]) -> list[Change]:
+    """Return a line for each renamed module; neighbours with consecutive numbers share a line."""
+    instead = corresponding(before, after, pairs)
+    runs: dict[tuple[str, str, int], dict[int, list[str]]] = {}
+    for new, old in sorted(pairs.items()):
+        a, b = before[old].module, after[new].module
+        a, b = (m.partition(":")[2] if m.partition(":")[0].isdigit() else m for m in (a, b))
+        if a == b or instead[before[old].module] != after[new].module:
+            continue
+        left, right = a.split(".") if a else [], b.split(".") if b else []
+        while left and right and left[-1] == right[-1]:
+            left, right = left[:-1], right[:-1]
+        a, b = ".".join(left), ".".join(right)
+        first, second = _LAST_NUMBER.search(a), _LAST_NUMBER.search(b)
+        number = int(first[0]) if first else 0
+        step = int(second[0]) - number if first and second else 0
+        shape = (a, b, 0) if not step else (_LAST_NUMBER.sub("*", a), _LAST_NUMBER.sub("*", b), step)
+        runs.setdefault(shape, {}).setdefault(number if step else 0, []).append(after[new].key)
+    return [Change(
+        "changed", MODULES, "path", _numbered(a, list(at), 0), _numbered(b, list(at), step),
+        tuple(key for keys in at.values() for key in keys),
+    ) for (a, b, step), at in runs.items()]  # fmt: skip
 
-    Args:
-        before: made by one version.
-        after: made by another, by the same policy.
-        changes: changes between the two.
-        ops: op of every node after, by key.
-    """
+
+def _numbered(path: str, numbers: Sequence[int], step: int) -> str:
+    first, *others = sorted(number + step for number in numbers)
+    text = path.replace("*", str(first), 1) or "(model)"
+    if others == [*range(first + 1, first + 1 + len(others))]:
+        return f"{text} to {others[-1]}" if others else text
+    return ", ".join((text, *map(str, others)))
+
+
+def by_rule(before: Plan, after: Plan, changes: Sequence[Change], ops: Mapping[str, str]) -> list[Change]:
+    """Merge into one line all decisions on an op (`ops`, by key) whose rule a new torch or fxamp has changed."""
     versions = _versions(before, after)
-    changes = list(changes)
     if versions is None or before.policy != after.policy:
-        return changes
-    changed = {ops[c.key] for c in changes if c.field == "kind" and c.kind == "changed"}
-    of_rule: dict[str, list[Change]] = {op: [] for op in changed}
+        return list(changes)
+    of_rule: dict[str, list[Change]] = {ops[c.key]: [] for c in changes if c.field == "kind" and c.kind == "changed"}
     rest: list[Change] = []
     for change in changes:
-        mine = change.kind == "changed" and change.field not in ("position", "casts") and ops.get(change.key) in changed
-        (of_rule[ops[change.key]] if mine else rest).append(change)
-    lines = []
+        mine = change.kind == "changed" and change.field not in ("position", "casts")
+        (of_rule.get(ops.get(change.key, ""), rest) if mine else rest).append(change)
+    merged = []
     for op, found in sorted(of_rule.items()):
         sides = [{c.field: (c.before, c.after)[side] for c in reversed(found)} for side in (0, 1)]
         was, now = (", ".join(str(side[f]) for f in ("kind", "colour") if f in side) for side in sides)
         nodes = tuple(dict.fromkeys(c.key for c in found))
-        lines.append(Change("changed", f"{RULE} {op})", versions, was, now, nodes))
-    return [*lines, *rest]
+        merged.append(Change("changed", f"{RULE} {op})", versions, was, now, nodes))
+    return [*merged, *rest]
 
 
 def _versions(before: Plan, after: Plan) -> str | None:

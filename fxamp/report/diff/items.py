@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch.fx import Graph, Node
@@ -25,11 +25,11 @@ DECISION_FIELDS = ("colour", "autocast_dtype", "kind", "reason")
 def of_plan(plan: Plan, graphs: Sequence[Emitted] = ()) -> list[Item]:
     """Return the decisions as items, in order. Each has the one before it as its operand, since a plan has no edges.
 
-    Args:
-        plan: plan whose decisions are returned.
-        graphs: graphs that carry the plan out, which tell which casts are in front of each node.
+    The graphs that carry the plan out, if they are known, tell which casts are in front of each node.
     """
-    nodes = {g.first: {k: n for n, k in keys(_own(g.module.graph)).items()} for g in graphs}
+    # The keys are those that the user's nodes had before anything was inserted.
+    own = {g.first: (n for n in g.module.graph.nodes if not is_inserted(n)) for g in graphs}
+    nodes = {first: {key: node for node, key in keys(found).items()} for first, found in own.items()}
     last: dict[int, int] = {}
     items = []
     for at, d in enumerate(plan.decisions):
@@ -41,11 +41,6 @@ def of_plan(plan: Plan, graphs: Sequence[Emitted] = ()) -> list[Item]:
         items.append(Item(_in_graph(d, d.key), _in_graph(d, d.module_path), d.op, operands, fields))
         last[d.graph] = at
     return items
-
-
-def _own(graph: Graph) -> Iterator[Node]:
-    """Yield the user's nodes, so that keys are those that they had before anything was inserted."""
-    return (node for node in graph.nodes if not is_inserted(node))
 
 
 def _in_graph(d: Decision, text: str) -> str:
@@ -77,17 +72,10 @@ def of_graph(graph: Graph) -> list[Item]:
 
 def label(node: Node) -> str:
     """Return the canonical name of a node's op, which is the same for all front ends."""
-    if node.op.startswith("call") and node.op != "call_module":
-        return ops.name(node)
-    return f"{node.op} {node.target}" if node.op != "call_module" else f"call_module {_kind(node)}"
-
-
-def _kind(node: Node) -> str:
+    if node.op != "call_module":
+        return ops.name(node) if node.op.startswith("call") else f"{node.op} {node.target}"
     owner = node.graph.owning_module
-    try:
-        return type(owner.get_submodule(str(node.target))).__name__ if owner is not None else ""
-    except AttributeError:
-        return str(node.target)
+    return f"call_module {type(owner.get_submodule(str(node.target))).__name__ if owner is not None else ''}"
 
 
 def node_keys(graph: Graph) -> dict[Node, str]:

@@ -13,6 +13,7 @@ for all nodes that were made inside it.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -27,21 +28,13 @@ from passes.ops import ops
 from passes.ops.rules import row_named
 
 from ..forms.harmless import visible
-from ..record.colours import LOW
+from ..record.record import LOW
 from .changes import Change, another_model
 from .items import arguments, arrow, dtype_of, node_keys, target_of
 from .match import Item, match
 
 _NO_CALLS = ("placeholder", "get_attr", "module _guards_fn")
 _WIDE = 60
-
-
-@dataclass
-class Marked:
-    """The listing, and the changes in it."""
-
-    code: tuple[str, ...]
-    changes: tuple[Change, ...]
 
 
 @dataclass
@@ -52,46 +45,42 @@ class _Unit:
     nodes: list[Node] = field(default_factory=list)
 
 
-def marked(original: GraphModule, converted: GraphModule) -> Marked:
-    """Write the code of a graph, with marks that show how it was converted.
-
-    Args:
-        original: as it was traced or exported.
-        converted: what `fxamp.convert` made of it, or of the model that it is a graph of.
-    """
-    called = [str(n.target) for n in original.graph.find_nodes(op="call_module")]
+def marked(original: GraphModule, converted: GraphModule) -> tuple[list[str], list[Change]]:
+    """Return the code of a graph with marks that show how it, or its model, was converted; and what is marked."""
+    called = Counter(str(n.target) for n in original.graph.find_nodes(op="call_module"))
     before = [_Unit(_label(n), [n]) for n in original.graph.nodes]
     after = _units(converted.graph, called)
-    found = match(_items(before), _items(after))
-    if not found.alike:
-        change = another_model(before, after, found)
-        return Marked((str(change),), (change,))
-    return _Writer(original.graph, before, after, found.pairs).marked()
+    pairs, alike = match(_items(before), _items(after))
+    if not alike:
+        change = another_model(before, after, pairs)
+        return [str(change)], [change]
+    writer = _Writer(original.graph, before, after, pairs)
+    writer.write()
+    return writer.code, writer.changes
 
 
-def _units(graph: Graph, called: Sequence[str]) -> list[_Unit]:
+def _units(graph: Graph, called: Counter[str]) -> list[_Unit]:
     """Return the units of the user's nodes in a converted graph; all nodes of one call of a module form one unit."""
-    paths, inside = set(called), dict[str, list[_Unit]]()
-    out = []
-    for node in graph.nodes:
-        if is_inserted(node):
-            continue
-        path = module_path(node) if node.op.startswith("call") else ""
-        parts = path.split(".")
-        owner = next((p for p in (".".join(parts[:i]) for i in range(len(parts), 0, -1)) if p in paths), None)
-        unit = _Unit(_label(node) if owner is None else f"module {owner}", [node])
-        if owner is not None:
-            inside.setdefault(owner, []).append(unit)
-        out.append(unit)
-    absorbed = set()
-    for owner, units in inside.items():  # a module that is called twice has made the same nodes each time
-        calls = called.count(owner)
-        size = len(units) // calls if len(units) % calls == 0 else len(units)
-        for at, unit in enumerate(units):
-            if at % size:
-                units[at - at % size].nodes += unit.nodes
-                absorbed.add(id(unit))
-    return [unit for unit in out if id(unit) not in absorbed]
+    owners = {node: _owner(node, called) for node in graph.nodes if not is_inserted(node)}
+    left = Counter(owners.values())
+    # A module that is called twice has made the same nodes each time.
+    size = {owner: n // called[owner] if owner and n % called[owner] == 0 else n for owner, n in left.items()}
+    out, last = list[_Unit](), dict[str, _Unit]()
+    for node, owner in owners.items():
+        if owner and left[owner] % size[owner]:
+            last[owner].nodes.append(node)
+        else:
+            last[owner] = _Unit(f"module {owner}" if owner else _label(node), [node])
+            out.append(last[owner])
+        left[owner] -= 1
+    return out
+
+
+def _owner(node: Node, called: Counter[str]) -> str:
+    """Return the path of the innermost module that the original calls, of those that a node lies in; "" for none."""
+    parts = module_path(node).split(".") if node.op.startswith("call") else []
+    paths = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
+    return next((path for path in paths if path in called), "")
 
 
 def _label(node: Node) -> str:
@@ -137,7 +126,7 @@ class _Writer:
         self.code: list[str] = []
         self.changes: list[Change] = []
 
-    def marked(self) -> Marked:
+    def write(self) -> None:
         rest = self._unmatched()
         waiting = rest.get(-1, [])  # added nodes: written after the removed ones at the same place
         for old, unit in enumerate(self.before):
@@ -147,13 +136,12 @@ class _Writer:
                 self._added(waiting)
                 waiting = rest.get(became, [])
                 self._kept(node, self.after[became])
-            elif self._is_silent(node, unit.label):
-                self.code.append(visible(f"  {_written(node)}"))
             else:
-                self.code.append(visible(f"- {_written(node)}"))
-                self.changes.append(Change("removed", self.keys[node], "target", target_of(node), None))
+                silent = self._is_silent(node, unit.label)
+                self.code.append(visible(f"{' ' if silent else '-'} {_written(node)}"))
+                if not silent:
+                    self.changes.append(Change("removed", self.keys[node], "target", target_of(node), None))
         self._added(waiting)
-        return Marked(tuple(self.code), tuple(self.changes))
 
     def _unmatched(self) -> dict[int, list[int]]:
         """Return the nodes that the original does not have, by the place of the matched node that they follow."""
@@ -167,9 +155,12 @@ class _Writer:
         return out
 
     def _is_silent(self, node: Node, label: str) -> bool:
-        """Say whether to leave out a missing node: a size, a module that does nothing, an item of a module's result."""
+        """Say whether a missing node is none: a size, a module that does nothing, an item of a module's result."""
+        owner = node.graph.owning_module
+        if node.op == "call_module" and owner is not None:
+            return _is_silent(label) or type(owner.get_submodule(str(node.target))) is nn.Identity
         part = label == "getitem" and node.all_input_nodes[0].op == "call_module"
-        return part or _is_silent(label) or node.op in _NO_CALLS or node in self.sizes or _does_nothing(node)
+        return part or _is_silent(label) or node.op in _NO_CALLS or node in self.sizes
 
     def _kept(self, node: Node, unit: _Unit) -> None:
         self._casts(unit, module_path(node))
@@ -214,11 +205,6 @@ def _computes(unit: _Unit) -> bool:
 def _is_silent(label: str) -> bool:
     """Say whether a node has no floating dtype, or is one that capture may keep or leave out."""
     return label in (*_NO_CALLS, "contiguous") or row_named(label).asks in ("shape", "dtype")
-
-
-def _does_nothing(node: Node) -> bool:
-    owner = node.graph.owning_module
-    return node.op == "call_module" and owner is not None and type(owner.get_submodule(str(node.target))) is nn.Identity
 
 
 def _sizes(graph: Graph) -> set[Node]:

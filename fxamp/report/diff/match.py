@@ -14,15 +14,18 @@ from __future__ import annotations
 
 import itertools
 import re
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
-from .sequences import common, in_order
+T = TypeVar("T")
 
 _NUMBER = re.compile(r"\d+")
 # Graphs of at least MANY nodes are of two models if less than ALIKE of the nodes match by more than their op.
 ALIKE, MANY = 0.2, 10
+_EDITS = 1_000  # most insertions and removals that are looked for; sequences with more count as unrelated
 
 
 @dataclass(frozen=True)
@@ -44,33 +47,26 @@ class Item:
     fields: dict[str, str] = field(hash=False)
 
 
-@dataclass(frozen=True)
-class Matching:
-    """The matched items (new place -> old place), and whether the two graphs are of one model at all."""
-
-    pairs: dict[int, int]
-    alike: bool
-
-
-def match(before: Sequence[Item], after: Sequence[Item]) -> Matching:
-    """Find the nodes of one graph in another."""
+def match(before: Sequence[Item], after: Sequence[Item]) -> tuple[dict[int, int], bool]:
+    """Return the matched items (new place -> old place), and whether the two graphs are of one model at all."""
     found = _Matcher(before, after)
-    below, above = found.cones(_operands), found.cones(_readers)
-    keys = tuple([i.key for i in side] for side in (before, after))
-    found.anchor(*(list(zip(*both, strict=True)) for both in zip(keys, below, strict=True)))
-    found.anchor(*(list(zip(*both, strict=True)) for both in zip(keys, above, strict=True)))
-    found.anchor(*below)
-    found.anchor(*above)
+    cones = found.cones(found.each(lambda item: item.operands)), found.cones(found.readers, backwards=True)
+    keys = found.each(lambda item: item.key)
+    for cone in cones:
+        found.anchor(*(list(zip(*both, strict=True)) for both in zip(keys, cone, strict=True)))
+    for cone in cones:
+        found.anchor(*cone)
     found.propagate()
     sure = dict(found.pairs)
-    found.assign(*([(_NUMBER.sub("*", i.module), i.label) for i in side] for side in (before, after)))
+    labels = found.each(lambda item: item.label)
+    found.assign(*(list(zip(*both, strict=True)) for both in zip(found.modules, labels, strict=True)))
     least = min(len(before), len(after))
     if least >= MANY and len(found.pairs) < ALIKE * least:
-        return Matching(found.pairs, alike=False)
-    found.anchor(*([(i.key, i.label) for i in side] for side in (before, after)))
-    found.assign(*([i.label for i in side] for side in (before, after)))
+        return found.pairs, False
+    found.anchor(*found.each(lambda item: (item.key, item.label)))
+    found.assign(*labels)
     found.verify(sure)
-    return Matching(found.pairs, alike=True)
+    return found.pairs, True
 
 
 def corresponding(before: Sequence[Item], after: Sequence[Item], pairs: Mapping[int, int]) -> dict[str, str]:
@@ -81,76 +77,102 @@ def corresponding(before: Sequence[Item], after: Sequence[Item], pairs: Mapping[
     return {a: max(found, key=lambda b: (found[b], b == a)) for a, found in votes.items()}
 
 
-def _operands(items: Sequence[Item]) -> list[tuple[int, ...]]:
-    return [item.operands for item in items]
+def common(before: Sequence[Hashable], after: Sequence[Hashable]) -> list[tuple[int, int]]:
+    """Return the places of the longest common subsequence, by Myers' algorithm; none if too many edits lie between.
+
+    difflib's is not the longest: of "aaa" in "axyzaa" it finds two.
+    """
+    n, m = len(before), len(after)
+    if not n or not m:
+        return []
+    # By diagonal, the furthest place in `before`, and the pairs on the way: the last one and those before it.
+    best: dict[int, tuple[int, Any]] = {1: (0, None)}
+    for edits in range(min(n + m, _EDITS) + 1):
+        for k in range(-edits, edits + 1, 2):
+            down = k == -edits or (k != edits and best[k - 1][0] < best[k + 1][0])
+            x, way = best[k + 1] if down else (best[k - 1][0] + 1, best[k - 1][1])
+            while x < n and x - k < m and before[x] == after[x - k]:
+                way = (x, x - k), way
+                x += 1
+            best[k] = x, way
+            if x >= n and x - k >= m:
+                pairs = []
+                while way is not None:
+                    pair, way = way
+                    pairs.append(pair)
+                return pairs[::-1]
+    return []
 
 
-def _readers(items: Sequence[Item]) -> list[tuple[int, ...]]:
-    out: list[list[int]] = [[] for _ in items]
-    for at, item in enumerate(items):
-        for operand in item.operands:
-            out[operand].append(at)
-    return [tuple(readers) for readers in out]
+def in_order(pairs: Sequence[tuple[int, int]]) -> set[tuple[int, int]]:
+    """Return the largest set of pairs whose first and second places both rise: all other pairs have moved."""
+    ends: list[int] = []  # the pair at the end of the best rising run of each length
+    previous: list[int | None] = []
+    for at, (_, place) in enumerate(pairs):
+        length = bisect_left(ends, place, key=lambda end: pairs[end][1])
+        previous.append(ends[length - 1] if length else None)
+        ends[length : length + 1] = [at]
+    kept, last = set(), ends[-1] if ends else None
+    while last is not None:
+        kept.add(pairs[last])
+        last = previous[last]
+    return kept
 
 
 class _Matcher:
     """The pairs found so far (new place -> old place)."""
 
     def __init__(self, before: Sequence[Item], after: Sequence[Item]) -> None:
-        self.before, self.after = before, after
+        self.sides = self.before, self.after = before, after
+        self.readers = [_readers(side) for side in self.sides]
+        self.modules = self.each(lambda item: _NUMBER.sub("*", item.module))  # equal for layers of one list
         self.pairs: dict[int, int] = {}
         self.taken: set[int] = set()
+
+    def each(self, of: Callable[[Item], T]) -> list[list[T]]:
+        return [[of(item) for item in side] for side in self.sides]
 
     def pair(self, old: int, new: int) -> None:
         self.pairs[new] = old
         self.taken.add(old)
 
-    def cones(self, edges: object) -> tuple[list[int], list[int]]:
+    def cones(self, edges: Sequence[Sequence[tuple[int, ...]]], *, backwards: bool = False) -> list[list[int]]:
         """Return a hash for every item of both sides, of its label and of all items that its edges lead to."""
         numbers: dict[Hashable, int] = {}  # equal structures have equal numbers
-        out: tuple[list[int], list[int]] = ([], [])
-        for items, made in zip((self.before, self.after), out, strict=True):
-            leads = edges(items)  # type: ignore[operator]
-            made.extend([0] * len(items))
-            for at in range(len(items)) if edges is _operands else reversed(range(len(items))):
+        out = [[0] * len(items) for items in self.sides]
+        for items, leads, made in zip(self.sides, edges, out, strict=True):
+            for at in reversed(range(len(items))) if backwards else range(len(items)):
                 shape = (items[at].label, *(made[other] for other in leads[at]))
                 made[at] = numbers.setdefault(shape, len(numbers))
         return out
 
     def anchor(self, before: Sequence[Hashable], after: Sequence[Hashable]) -> None:
         """Pair two items whose token no other unmatched item of their side has."""
-        old = dict(_unique((t, at) for at, t in enumerate(before) if at not in self.taken))
-        for token, new in _unique((t, at) for at, t in enumerate(after) if at not in self.pairs):
+        old = _unique((t, at) for at, t in enumerate(before) if at not in self.taken)
+        for token, new in _unique((t, at) for at, t in enumerate(after) if at not in self.pairs).items():
             if token in old:
                 self.pair(old[token], new)
 
     def propagate(self) -> None:
         """Follow the edges from every pair: operand by operand, and reader by reader if only one of its kind exists."""
-        readers = _readers(self.before), _readers(self.after)
         work = list(self.pairs.items())
         while work:
             new, old = work.pop()
-            sides: list[tuple[Iterable[int], Iterable[int]]] = []
+            theirs, ours = (
+                _unique((self._slot(items, at, place), at) for at in readers[place])
+                for items, readers, place in zip(self.sides, self.readers, (old, new), strict=True)
+            )
+            found = [(theirs[slot], ours[slot]) for slot in theirs if slot in ours]
             if len(self.before[old].operands) == len(self.after[new].operands):
-                sides.append((self.before[old].operands, self.after[new].operands))
-            ours = dict(_unique((self._slot(self.after, at, new), at) for at in readers[1][new]))
-            theirs = dict(_unique((self._slot(self.before, at, old), at) for at in readers[0][old]))
-            both = [slot for slot in theirs if slot in ours]
-            sides.append(([theirs[slot] for slot in both], [ours[slot] for slot in both]))
-            for olds, news in sides:
-                for o, n in zip(olds, news, strict=True):
-                    free = n not in self.pairs and o not in self.taken
-                    if free and self.before[o].label == self.after[n].label and self._modules_agree(o, n):
-                        self.pair(o, n)
-                        work.append((n, o))
+                found = [*zip(self.before[old].operands, self.after[new].operands, strict=True), *found]
+            for o, n in found:
+                same = self.before[o].label == self.after[n].label and self.modules[0][o] == self.modules[1][n]
+                if same and n not in self.pairs and o not in self.taken:
+                    self.pair(o, n)
+                    work.append((n, o))
 
     def _slot(self, items: Sequence[Item], reader: int, operand: int) -> tuple[str, tuple[int, ...]]:
-        places = tuple(i for i, at in enumerate(items[reader].operands) if at == operand)
-        return items[reader].label, places
-
-    def _modules_agree(self, old: int, new: int) -> bool:
-        """Say whether two items lie in modules of the same name, apart from numbers."""
-        return _NUMBER.sub("*", self.before[old].module) == _NUMBER.sub("*", self.after[new].module)
+        return items[reader].label, tuple(i for i, at in enumerate(items[reader].operands) if at == operand)
 
     def assign(self, before: Sequence[Hashable], after: Sequence[Hashable]) -> None:
         """Align the items that are left between pairs, in order, with the fewest insertions and removals."""
@@ -176,9 +198,17 @@ class _Matcher:
                 del self.pairs[new]
 
 
-def _unique(found: Iterable[tuple[Hashable, int]]) -> Iterable[tuple[Hashable, int]]:
-    """Yield the items whose token no other item has."""
-    once: dict[Hashable, int | None] = {}
+def _readers(items: Sequence[Item]) -> list[tuple[int, ...]]:
+    out: list[list[int]] = [[] for _ in items]
+    for at, item in enumerate(items):
+        for operand in item.operands:
+            out[operand].append(at)
+    return [tuple(readers) for readers in out]
+
+
+def _unique(found: Iterable[tuple[T, int]]) -> dict[T, int]:
+    """Return the places of the tokens that are there once."""
+    once: dict[T, int | None] = {}
     for token, at in found:
         once[token] = None if token in once else at
-    return ((token, at) for token, at in once.items() if at is not None)
+    return {token: at for token, at in once.items() if at is not None}

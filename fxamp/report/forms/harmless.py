@@ -8,6 +8,7 @@ Before: <script>, ::error::, and what clears a terminal         After: &lt;scrip
 
 from __future__ import annotations
 
+import html
 import json
 import re
 
@@ -39,3 +40,14 @@ def as_json(text: str) -> str:
     """Return equivalent JSON in which characters that cannot be printed are written as escapes."""
     shown = "".join(c if c.isprintable() or c == "\n" else json.dumps(c)[1:-1] for c in text)
     return re.sub(r"#(?=#(?:\[|vso\[))", r"\\u0023", shown)
+
+
+def in_notebook(page: str) -> str:
+    """Return markup that shows a page in a frame of its own, where its style and its script touch nothing else."""
+    inside = html.escape(page, quote=True)
+    return f'<iframe srcdoc="{inside}" style="width:100%;height:720px;border:0" sandbox="allow-scripts"></iframe>'
+
+
+def as_text(text: str) -> str:
+    """Return markup that shows text in a fixed width."""
+    return f'<pre style="overflow-x:auto">{html.escape(text)}</pre>'

@@ -24,14 +24,7 @@ _LIMIT = re.compile(r"([+-]?)(\d{1,18}(?:\.\d{1,6})?)(%?)")
 
 @dataclass(frozen=True)
 class Budget:
-    """One limit.
-
-    Attributes:
-        key: key of the total.
-        sign: "" for a value; "+" or "-" for a change against the plan.
-        limit: the number.
-        percent: it was written with "%".
-    """
+    """One limit of the total `key`: the sign is "" for a value, "+" or "-" for a change against the plan."""
 
     key: str
     sign: str
@@ -40,11 +33,7 @@ class Budget:
 
     @classmethod
     def parse(cls, text: str) -> Budget:
-        """Read KEY=LIMIT.
-
-        Raises:
-            PolicyError: it cannot be parsed, or would limit nothing.
-        """
+        """Read KEY=LIMIT; PolicyError if it cannot be parsed, or would limit nothing."""
         key, equals, limit = (part.strip() for part in text.partition("="))
         if key not in KEYS:
             known = ", ".join(KEYS)
@@ -68,12 +57,7 @@ class Budget:
     def broken(self, now: Mapping[str, float], before: Mapping[str, float] | None) -> list[str]:
         """Describe how the totals exceed the budget, in each state of the model; return nothing where they do not.
 
-        Args:
-            now: the totals, by key; "casts (evaluation)" is that of a state, where there are several.
-            before: those of the plan; None where there is no plan.
-
-        Raises:
-            PolicyError: the total is not known, now or in the plan.
+        PolicyError if the total is not known, now or in the plan. That of a state is named "casts (evaluation)".
         """
         keys = [key for key in now if key.partition(" ")[0] == self.key]
         if not keys:
@@ -82,15 +66,13 @@ class Budget:
         return [text for key in keys if (text := self._broken(key, now[key], before))]
 
     def _broken(self, key: str, value: float, before: Mapping[str, float] | None) -> str | None:
-        limit = self.limit
+        floor, limit = self.key in FLOORS, self.limit
         if self.sign:
             was = self._before(key, before)
-            if self.key in FLOORS:
-                limit = was - self.limit
-            else:
-                limit = was * (1 + self.limit / 100) if self.percent else was + self.limit
-        if value < limit - 1e-9 if self.key in FLOORS else value > limit + 1e-9:
-            word = "at least" if self.key in FLOORS else "at most"
+            change = was * self.limit / 100 if self.percent and not floor else self.limit
+            limit = was - change if floor else was + change
+        if value < limit - 1e-9 if floor else value > limit + 1e-9:
+            word = "at least" if floor else "at most"
             return f"{key} is {value:g}, and the budget {self} allows {word} {limit:g}"
         return None
 

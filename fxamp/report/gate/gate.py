@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import msgspec
 import torch
 from torch import nn
 
@@ -18,23 +17,15 @@ from passes.contract.errors import PlanError
 from passes.contract.plan import Plan
 from passes.ops.facts import Machine, as_on
 
-from ..diff.changes import PLAN_KEY, Change, counted
+from ..diff.changes import PLAN_KEY, Change, Place, counted
 from ..diff.diff import GraphDiff, diff
 from ..diff.match import ALIKE
-from ..reader.reader import with_totals
+from ..reader import with_totals
 from ..record.record import Record
 from .budget import Budget
 
 KEPT, CHANGED, UNKNOWN = 0, 1, 2  # exit statuses
 WAY_OUT = "If this is intended, run fxamp check --update with the same arguments, and commit what it writes."
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where the user made a node."""
-
-    file: str
-    line: int
 
 
 @dataclass(frozen=True)
@@ -63,16 +54,6 @@ class Outcome:
     plan: str = ""
     ran: tuple[str, ...] = ()
 
-    def to_data(self) -> dict[str, object]:
-        """Return the outcome as data for JSON."""
-        return asdict(self)
-
-    @classmethod
-    def from_data(cls, data: object) -> Outcome:
-        """Read an outcome that another process has written."""
-        made: Outcome = msgspec.convert(data, cls)
-        return made
-
 
 def check(
     target: str, make: Callable[[Plan | None], nn.Module], plan: str | os.PathLike[str] | None,
@@ -80,14 +61,9 @@ def check(
 ) -> Outcome:  # fmt: skip
     """Compare a converted model with its plan, and its totals with budgets.
 
-    On every machine, decisions use the measured facts that the plan was made with.
-
-    Args:
-        target: what the outcome calls it.
-        make: converts the model. With measured costs it gets the plan to replay, since times are never the same.
-        plan: path of the committed plan; None for none.
-        budgets: limits of totals.
-        update: write the plan where it is missing or has changed, by the facts of this machine.
+    On every machine, decisions use the measured facts that the plan was made with. With measured costs, `make` gets the
+    plan to replay, since times are never the same. `update` writes a plan that is missing or has changed, by the facts
+    of this machine.
 
     Raises:
         PlanError: the plan is missing, cannot be read, or is of another model.
@@ -95,11 +71,11 @@ def check(
     """
     name = "" if plan is None else os.fspath(plan)
     before = _committed(name, update) if name else None
-    try:
-        now, record = _made(make, None if update else before, name)
-    except _NoLonger as e:
-        said = f"{target}: the model no longer fits {name}, made with measured costs: {e}"
+    made = _now(make, None if update else before, name)
+    if isinstance(made, PlanError):
+        said = f"{target}: the model no longer fits {name}, made with measured costs: {made}"
         return Outcome(target, CHANGED, said, plan=name)
+    now, record = made
     if not now.complete:
         why = next((note for note in now.notes if note.startswith("not checked")), "graphs are missing")
         return Outcome(target, UNKNOWN, f"{target}: the plan is not complete: {why}", plan=name)
@@ -110,9 +86,10 @@ def check(
     if wrote:
         now.save(name)
     changes = () if update else tuple(found.changes)
+    places = {n.key: Place(n.file, n.line) for n in record.nodes if n.line}
     return Outcome(
         target, CHANGED if changes or broken else KEPT, _message(target, found, before, now, broken, name, wrote),
-        changes, _places(record, changes), tuple(broken), dict(now.totals), name,
+        changes, {c.key: places[c.key] for c in changes if c.key in places}, tuple(broken), dict(now.totals), name,
     )  # fmt: skip
 
 
@@ -124,12 +101,10 @@ def with_run(outcome: Outcome, differences: Sequence[str]) -> Outcome:
     return replace(outcome, status=status, message=message, ran=tuple(differences))
 
 
-class _NoLonger(Exception):  # noqa: N818 - a signal inside this file, not an error
-    """A plan with measured costs can no longer be replayed."""
-
-
-def _made(make: Callable[[Plan | None], nn.Module], before: Plan | None, name: str) -> tuple[Plan, Record]:
-    """Return the present decisions, using the measured facts of the plan that they will be compared with."""
+def _now(
+    make: Callable[[Plan | None], nn.Module], before: Plan | None, name: str
+) -> tuple[Plan, Record] | PlanError:  # fmt: skip
+    """Return the present decisions, by the facts of the plan that they are compared with; or why it no longer fits."""
     replayed = before if before is not None and before.policy.cost == "measured" else None
     with as_on(None if before is None else _machine(before, name)):
         try:
@@ -137,13 +112,7 @@ def _made(make: Callable[[Plan | None], nn.Module], before: Plan | None, name: s
         except PlanError as e:
             if replayed is None:
                 raise
-            raise _NoLonger(str(e)) from e
-
-
-def _places(record: Record, changes: Iterable[Change]) -> dict[str, Place]:
-    """Return the user's lines that made the changed nodes."""
-    places = {n.key: Place(n.file, n.line) for n in record.nodes if n.line}
-    return {c.key: places[c.key] for c in changes if c.key in places}
+            return e
 
 
 def _committed(plan: str, update: bool) -> Plan | None:
@@ -165,11 +134,7 @@ def _machine(plan: Plan, name: str) -> Machine | None:
 
 
 def _difference(before: Plan, now: Plan, name: str, update: bool) -> GraphDiff:
-    """Return the changes, also of totals.
-
-    Raises:
-        PlanError: nearly every node has changed, so the plan is of another model.
-    """
+    """Return the changes, also of totals; PlanError if nearly every node has changed: it is another model's plan."""
     found = diff(before, now)
     old, new = len(before.decisions), len(now.decisions)
     known = 0 if found.another_model else new - sum(c.kind == "added" for c in found.changes)
@@ -178,26 +143,18 @@ def _difference(before: Plan, now: Plan, name: str, update: bool) -> GraphDiff:
             f"{name} is the plan of another model: this model has {known} of its {old} nodes; "
             "if that is intended, write a new plan with --update"
         )
-    return replace(found, changes=(*_policy(before, now), *_totals(before, now), *found.renamed, *found.changes))
+    return replace(found, changes=(*_of_plan(before, now), *found.renamed, *found.changes))
 
 
-def _policy(before: Plan, now: Plan) -> Iterable[Change]:
+def _of_plan(before: Plan, now: Plan) -> Iterable[Change]:
+    """Yield changes of the policy and of totals; casts of a model of one state are compared with the plan."""
     if before.policy != now.policy:
         yield Change("changed", PLAN_KEY, "policy", str(before.policy), str(now.policy))
-
-
-def _totals(before: Plan, now: Plan) -> Iterable[Change]:
-    """Yield the totals that changed; casts of a model of one state are compared with the plan."""
-    if not before.totals:
-        return
-    for key in dict.fromkeys((*before.totals, *now.totals)):
-        old, new = before.totals.get(key), now.totals.get(key)
-        if key != "casts" and old != new:
-            yield Change("changed", PLAN_KEY, key, _text(old), _text(new))
-
-
-def _text(value: float | None) -> str:
-    return "not known" if value is None else f"{value:.10g}"
+    for key in dict.fromkeys((*before.totals, *now.totals)) if before.totals else ():
+        values = before.totals.get(key), now.totals.get(key)
+        if key != "casts" and values[0] != values[1]:
+            old, new = ("not known" if value is None else f"{value:.10g}" for value in values)
+            yield Change("changed", PLAN_KEY, key, old, new)
 
 
 def _message(

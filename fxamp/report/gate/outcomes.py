@@ -1,61 +1,71 @@
-"""The result of the gate as text, as Markdown, as JSON and as annotations of a GitHub workflow."""
+"""The results of the gate: as text, Markdown and JSON, as annotations of a GitHub workflow, as JUnit XML and as SARIF.
+
+Two changes and a budget that is not kept are two lines and a third, two annotated lines of the user's code, the failed
+tests "plan" and "budget casts", and three results of code scanning. The tests validate SARIF by the standard's schema.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Iterable, Sequence
+import re
+import xml.etree.ElementTree as ET
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import PurePath, PureWindowsPath
+from typing import Any
+from urllib.parse import quote
 
 from tabulate import tabulate
 
-from ..diff.changes import lines as listed
-from ..diff.changes import rows
+from ..diff.changes import PLAN_KEY, Change, lines, rows
 from ..forms.harmless import markdown, visible
-from .gate import KEPT, WAY_OUT, Outcome
+from .gate import KEPT, UNKNOWN, WAY_OUT, Outcome
 
 _SUMMARY = 1_000_000  # bytes; GitHub drops a job summary of more than 1 MiB as a whole
-_SHOWN = 200  # changes of a target, in Markdown
+_SHOWN = 200  # changes of a target, in Markdown and JUnit
 _ANNOTATIONS = 10  # of a kind in a step; GitHub shows no more
+MOST = 5_000  # results of a run of code scanning; GitHub keeps no more
+_SCHEMA = "https://raw.githubusercontent.com/oasis-tcs/sarif-spec/master/Schemata/sarif-schema-2.1.0.json"
+_RULES = {
+    "decision-changed": "A node runs in another dtype, or for another reason, than in the committed plan.",
+    "decision-added": "A node is not in the committed plan.",
+    "decision-removed": "A node of the committed plan is gone.",
+    "plan-changed": "A total, the policy or the capture is not that of the committed plan.",
+    "over-budget": "A total is over its budget.",
+}
 
 
 def to_text(outcomes: Sequence[Outcome], way_out: str = WAY_OUT) -> str:
-    """Write a line for each target, and under it what changed and which budgets are broken.
-
-    Args:
-        outcomes: the results for all targets.
-        way_out: a last line that says how to accept the changes; "" for none.
-    """
-    lines = []
+    """Write a line for each target, under it what changed and which budgets are broken, and at last a way out."""
+    out = []
     for outcome in outcomes:
-        lines.append(visible(outcome.message))
-        lines += [f"  over budget: {visible(text)}" for text in outcome.broken]
-        lines += [f"  {visible(text)}" for text in outcome.ran]
-        lines += [f"  {line}" for _, line in listed(outcome.changes, outcome.places)]
+        out.append(visible(outcome.message))
+        out += [f"  over budget: {visible(text)}" for text in outcome.broken]
+        out += [f"  {visible(text)}" for text in outcome.ran]
+        out += [f"  {line}" for _, line in lines(outcome.changes, outcome.places)]
     if way_out and any(outcome.changes for outcome in outcomes):
-        lines.append(way_out)
-    return "\n".join(lines) + "\n"
+        out.append(way_out)
+    return "\n".join(out) + "\n"
 
 
 def to_markdown(outcomes: Sequence[Outcome]) -> str:
     """Write a job summary: a section for each target, shortened by sections where it would be too long."""
-    parts = ["## Precision\n"]
-    room = _SUMMARY
+    parts, room = ["## Precision\n"], _SUMMARY
     for outcome in outcomes:
         mark = "✅" if outcome.status == KEPT else "❌"
         found = [[markdown(cell) for cell in row] for row in rows(outcome.changes)]
-        shown = found[:_SHOWN]
         section = [f"{mark} {markdown(outcome.message)}\n"]
         section += [f"- over budget: {markdown(text)}\n" for text in outcome.broken]
         section += [f"- {markdown(text)}\n" for text in outcome.ran[:_SHOWN]]
-        if shown:
-            table = tabulate(shown, ("change", "node", "what"), "pipe", disable_numparse=True)
+        if found:
+            table = tabulate(found[:_SHOWN], ("change", "node", "what"), "pipe", disable_numparse=True)
             section.append(f"\n{table}\n\n{WAY_OUT}\n")
-        if len(found) > len(shown):
-            section.append(f"\n{len(found) - len(shown)} more changes are left out here.\n")
+        if len(found) > _SHOWN:
+            section.append(f"\n{len(found) - _SHOWN} more changes are left out here.\n")
         text = "".join(section)
         if len(text.encode()) > room:
-            text = (
-                f"{mark} {markdown(outcome.message)}\n\nIts {len(found)} changes are left out: the summary is full.\n"
-            )
+            text = f"{section[0]}\nIts {len(found)} changes are left out: the summary is full.\n"
         room -= len(text.encode())
         parts.append(text)
     return "\n".join(parts)
@@ -63,28 +73,24 @@ def to_markdown(outcomes: Sequence[Outcome]) -> str:
 
 def to_json(outcomes: Sequence[Outcome]) -> str:
     """Write a list with one object for each target."""
-    return json.dumps([o.to_data() for o in outcomes], indent=1, ensure_ascii=False) + "\n"
+    return json.dumps([asdict(outcome) for outcome in outcomes], indent=1, ensure_ascii=False) + "\n"
 
 
 def to_github(outcomes: Sequence[Outcome]) -> str:
     """Write workflow commands that annotate the user's lines."""
-    lines = []
+    out = []
     for outcome in outcomes:
         if outcome.status != KEPT:
-            lines.append(_command("error", outcome.message + f"\n{WAY_OUT}" * bool(outcome.changes)))
-        lines += [_command("error", f"{outcome.target}: {text}") for text in (*outcome.broken, *outcome.ran)]
-        lines += list(_annotations(outcome))
-    return "".join(f"{line}\n" for line in lines) or "as planned\n"
-
-
-def _annotations(outcome: Outcome) -> Iterable[str]:
-    by_place: dict[tuple[str, int], list[str]] = {}
-    for key, said in listed(outcome.changes):
-        place = outcome.places.get(key)
-        if place is not None:
-            by_place.setdefault((place.file, place.line), []).append(said)
-    for (file, line), texts in list(by_place.items())[:_ANNOTATIONS]:
-        yield _command("warning", "\n".join(texts), file=file, line=str(line), title=f"precision of {outcome.target}")
+            out.append(_command("error", outcome.message + f"\n{WAY_OUT}" * bool(outcome.changes)))
+        out += [_command("error", f"{outcome.target}: {text}") for text in (*outcome.broken, *outcome.ran)]
+        by_place: dict[tuple[str, int], list[str]] = {}
+        for key, said in lines(outcome.changes):
+            if (place := outcome.places.get(key)) is not None:
+                by_place.setdefault((place.file, place.line), []).append(said)
+        title = f"precision of {outcome.target}"
+        for (file, line), texts in list(by_place.items())[:_ANNOTATIONS]:
+            out.append(_command("warning", "\n".join(texts), file=file, line=str(line), title=title))
+    return "".join(f"{line}\n" for line in out) or "as planned\n"
 
 
 def _command(name: str, message: str, **properties: str) -> str:
@@ -94,6 +100,101 @@ def _command(name: str, message: str, **properties: str) -> str:
 
 
 def _escaped(text: str, property: bool = False) -> str:
-    lines = [visible(line) for line in text.split("\n")]
-    out = "\n".join(lines).replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+    out = "\n".join(map(visible, text.split("\n"))).replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
     return out.replace(":", "%3A").replace(",", "%2C") if property else out
+
+
+def to_junit(outcomes: Sequence[Outcome]) -> str:
+    """Write a suite for each target: a test for its plan, and one for every budget that is exceeded."""
+    whole = ET.Element("testsuites", name="fxamp check")
+    for outcome in outcomes:
+        tests = list(_tests(outcome))
+        kinds = [kind for _, kind, _, _ in tests]
+        counts = {"tests": len(tests), "failures": kinds.count("failure"), "errors": kinds.count("error")}
+        given = {"name": visible(outcome.target)} | {name: str(count) for name, count in counts.items()}
+        suite = ET.SubElement(whole, "testsuite", given)
+        for name, kind, message, told in tests:
+            case = ET.SubElement(suite, "testcase", name=visible(name), classname=visible(outcome.target))
+            if kind:
+                failed = ET.SubElement(case, kind, message=visible(message), type=kind)
+                failed.text = "\n".join(map(visible, told))
+    ET.indent(whole)
+    return '<?xml version="1.0" encoding="utf-8"?>\n' + ET.tostring(whole, encoding="unicode") + "\n"
+
+
+def _tests(outcome: Outcome) -> Iterator[tuple[str, str, str, list[str]]]:
+    """Yield for each test its name, "" if it passed or else the kind of failure, a line, and further lines."""
+    if outcome.status == UNKNOWN:
+        yield "plan", "error", outcome.message, []
+        return
+    if not outcome.changes:
+        yield "plan", "", "", []
+    else:
+        found = lines(outcome.changes, outcome.places)
+        told = [line for _, line in found[:_SHOWN]]
+        left = len(found) - len(told)
+        yield "plan", "failure", outcome.message, [*told, *[f"and {left} more changes"] * (left > 0), WAY_OUT]
+    for text in outcome.broken:
+        yield f"budget {text.partition(' is ')[0]}", "failure", text, []
+    if outcome.ran:
+        yield "run", "failure", outcome.message, list(outcome.ran[:_SHOWN])
+
+
+def to_sarif(outcomes: Sequence[Outcome]) -> str:
+    """Write one run of code scanning (SARIF 2.1.0): a result for each broken budget and each changed node."""
+    results = [result for found in (_over_budget, _changed) for outcome in outcomes for result in found(outcome)]
+    said = [{"level": "error", "message": _message(o.message)} for o in outcomes if o.status == UNKNOWN]
+    if len(results) > MOST:
+        left_out = f"{len(results) - MOST} of {len(results)} results are left out."
+        said.append({"level": "warning", "message": _message(left_out)})
+    rules = [{"id": name, "shortDescription": {"text": text}} for name, text in _RULES.items()]
+    invocation: dict[str, Any] = {"executionSuccessful": all(o.status != UNKNOWN for o in outcomes)}
+    if said:
+        invocation["toolExecutionNotifications"] = said
+    run = {
+        "tool": {"driver": {"name": "fxamp", "rules": rules}}, "invocations": [invocation], "results": results[:MOST],
+    }  # fmt: skip
+    return json.dumps({"runs": [run], "version": "2.1.0", "$schema": _SCHEMA}, indent=2, ensure_ascii=False) + "\n"
+
+
+def _over_budget(outcome: Outcome) -> Iterable[dict[str, Any]]:
+    for text in (*outcome.broken, *outcome.ran):
+        key = text.partition(" is ")[0]
+        yield _result("over-budget", "error", outcome, text, key, "budget")
+
+
+def _changed(outcome: Outcome) -> Iterable[dict[str, Any]]:
+    by_node: dict[tuple[str, str], list[Change]] = {}
+    for change in outcome.changes:
+        rule = "plan-changed" if change.key == PLAN_KEY else f"decision-{change.kind}"
+        by_node.setdefault((rule, change.key), []).append(change)
+    for (rule, key), changes in by_node.items():
+        yield _result(rule, "warning", outcome, "; ".join(line for _, line in lines(changes)), key, rule)
+
+
+def _result(rule: str, level: str, outcome: Outcome, text: str, key: str, kind: str) -> dict[str, Any]:
+    """Return one result; that of the same kind and key in another run is the same, also when its line has moved."""
+    made: dict[str, Any] = {"ruleId": rule, "level": level, "message": _message(f"{outcome.target}: {text}")}
+    # Code scanning shows no result without a place: where no line is known it is the plan.
+    place = outcome.places.get(key)
+    file, line = (place.file, place.line) if place is not None else (outcome.plan, 1)
+    if file:
+        physical = {"artifactLocation": _artifact(file), "region": {"startLine": line}}
+        logical = [{"fullyQualifiedName": visible(key)}]
+        made["locations"] = [{"physicalLocation": physical, "logicalLocations": logical}]
+    known = "\0".join((outcome.target, kind, key)).encode(errors="surrogatepass")
+    return made | {"partialFingerprints": {"fxampDecision/v1": hashlib.sha256(known).hexdigest()[:32]}}
+
+
+def _artifact(file: str) -> dict[str, str]:
+    """Return a file, relative to the root of the sources unless its path is absolute."""
+    for path in (PurePath(file), PureWindowsPath(file)):
+        if path.is_absolute():
+            return {"uri": path.as_uri()}
+    return {"uri": quote(file.replace("\\", "/"), errors="replace"), "uriBaseId": "%SRCROOT%"}
+
+
+def _message(text: str) -> dict[str, str]:
+    """Return a text in which nothing is a placeholder or a link."""
+    shown = re.sub(r"[{}]", r"\g<0>\g<0>", visible(text).replace("\\", "\\\\"))
+    return {"text": re.sub(r"[\[\]]", r"\\\g<0>", shown)}

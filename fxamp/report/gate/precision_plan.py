@@ -21,7 +21,7 @@ from passes.contract.policy import Policy
 
 from ...convert import convert, converted_in, to_read
 from ...trust.census.census import census
-from ..reader.reader import with_totals
+from ..reader import with_totals
 from .gate import KEPT, check
 from .outcomes import to_text
 

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from passes.contract.errors import FxampError
 from passes.contract.policy import nearest
 
@@ -35,17 +37,7 @@ _FIELDS: dict[str, type[Any]] = {
 
 @dataclass(frozen=True)
 class Target:
-    """One model to check.
-
-    Attributes:
-        name: what it is called in the outcome.
-        target: `package.module:callable` or `path/file.py:callable`.
-        policy: as text; None for the default.
-        plan: path of the committed plan; None for none.
-        budgets: as text.
-        device: device to decide for; None for the device of the model.
-        run: run a step of it, and compare what ran with what was planned.
-    """
+    """One model to check, `package.module:callable` or `path/file.py:callable`; all else as the command takes it."""
 
     name: str
     target: str
@@ -64,11 +56,7 @@ class Target:
 
 
 def find_pyproject(start: Path) -> Path:
-    """Return the nearest pyproject.toml, of a folder or one above it, that has targets.
-
-    Raises:
-        FxampError: there is none.
-    """
+    """Return the nearest pyproject.toml, of a folder or one above it, that has targets; FxampError if none has."""
     for folder in (start, *start.parents):
         file = folder / "pyproject.toml"
         if file.is_file() and "tool.fxamp" in file.read_text(encoding="utf-8", errors="replace"):
@@ -79,11 +67,7 @@ def find_pyproject(start: Path) -> Path:
 
 
 def configured(file: Path, names: Sequence[str] = ()) -> list[Target]:
-    """Read the targets of a pyproject.toml, all or some by name.
-
-    Raises:
-        FxampError: it cannot be read, or a table is not as it should be.
-    """
+    """Read the targets of a pyproject.toml, all or some by name; FxampError if one is not as it should be."""
     try:
         data = tomllib.loads(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeError, tomllib.TOMLDecodeError) as e:
@@ -117,13 +101,7 @@ def _target(file: Path, name: str, table: Any) -> Target:
 
 
 def run_alone(target: Target, folder: Path, update: bool) -> Outcome:
-    """Check one target in a process of its own, so that two files of one name do not clash.
-
-    Args:
-        target: to check; its paths are relative to `folder`.
-        folder: to run in.
-        update: write the plan where it changed.
-    """
+    """Check one target, its paths relative to `folder`, in its own process: two files of one name would clash."""
     command = [sys.executable, "-m", "fxamp", "check", *target.arguments(), *(["--update"] if update else [])]
     with tempfile.TemporaryDirectory() as own:  # a file, since a model may print at any time, even at exit
         file = Path(own, "outcome.json")
@@ -131,9 +109,9 @@ def run_alone(target: Target, folder: Path, update: bool) -> Outcome:
             [*command, "--output-format=json", f"--output={file}"],
             cwd=folder, capture_output=True, text=True, errors="replace", check=False,
         )  # fmt: skip
-        text = file.read_text(encoding="utf-8") if file.exists() else ""
+        text = file.read_text(encoding="utf-8") if file.exists() else "[]"
     try:
-        return Outcome.from_data(json.loads(text)[0])
-    except (ValueError, LookupError, TypeError):
+        return msgspec.convert(json.loads(text)[0], Outcome)
+    except (ValueError, LookupError, msgspec.ValidationError):
         said = done.stderr.strip().splitlines() or [f"its process ended with exit status {done.returncode}"]
         return Outcome(target.name, UNKNOWN, f"{target.name}: {said[-1].removeprefix('fxamp: error: ')}")

@@ -12,7 +12,10 @@ import functools
 import hashlib
 import html
 import json
-from collections.abc import Mapping, Sequence
+import linecache
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
 from string import Template
 from typing import Any
@@ -22,12 +25,10 @@ import msgspec
 from passes.contract.reasons import Code
 
 from ..forms.harmless import visible
-from ..forms.tree import elsewhere
-from ..record.colours import PALETTE, style_of
-from ..record.record import NodeRecord, Record, State
-from .sources import excerpts
+from ..record.record import PALETTE, NodeRecord, Record, State, style_of
 
 MOST_NODES = 60_000  # most nodes on a page; browsers are slow with larger files
+MOST_LINES, ROUND = 20_000, 3  # lines of all files; lines shown before and after one that made a node
 SCRIPTS = ("data.js", "layout.js", "drawing.js", "views.js", "main.js")
 # Characters that could end the data early in HTML or in the script. In JSON their escapes mean the same text.
 _ENDS = {ord(c): f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"}
@@ -40,6 +41,7 @@ def page(
     training: Sequence[tuple[str, str]] = (),
     nodes: Sequence[NodeRecord] | None = None,
     census: Mapping[str, Any] | None = None,
+    errors: Mapping[str, float] | None = None,
 ) -> str:
     """Return the page of a record.
 
@@ -47,8 +49,9 @@ def page(
         record: record of the whole model.
         model: the name of its class.
         training: facts about the training step, as (name, text) pairs.
-        nodes: those to show; all of them where it is None.
+        nodes: those to show; None for all.
         census: a census as plain data, for a tab of its own.
+        errors: the predicted share of each node in the variance of the loss, by key.
     """
     shown = record.nodes if nodes is None else tuple(nodes)
     said = []
@@ -64,7 +67,7 @@ def page(
         "model": model, "policy": record.policy, "notes": record.notes, "training": training, "said": said,
         "made": f"{record.device} · captured by {record.capture} · torch {record.torch} · fxamp {record.fxamp}",
         "meanings": {code.value: code.meaning for code in Code}, "files": excerpts(shown),
-        "census": census,
+        "census": census, "error": None if errors is None else [100 * errors.get(n.key, 0.0) for n in shown],
         "states": [_state(record, state, shown) for state in record.states], **_columns(shown),
     }  # fmt: skip
     return _render(f"{model}: precision under {record.policy}", data)
@@ -76,10 +79,11 @@ def _state(record: Record, state: State, shown: Sequence[NodeRecord]) -> dict[st
     if len(record.states) > 1:
         at = {id(node): i for i, node in enumerate(shown)}
         places = [at[id(n)] for n in record.of(state) if id(n) in at]
-    outside = [(name, count) for name, count in elsewhere(record, state) if len(shown) == len(record.nodes)]
     return {
-        "name": state.name, "stage": state.stage, "totals": msgspec.to_builtins(state.totals), "nodes": places,
-        "elsewhere": outside, "output_bytes": sum(c.bytes or 0 for c in state.output_casts),
+        "name": state.name, "totals": msgspec.to_builtins(state.totals), "nodes": places,
+        "compiler": state.compiler, "kept_bytes": state.kept_bytes,
+        "elsewhere": record.casts_elsewhere(state) if len(shown) == len(record.nodes) else [],
+        "output_bytes": sum(c.bytes or 0 for c in state.output_casts),
     }  # fmt: skip
 
 
@@ -108,7 +112,8 @@ def _columns(nodes: Sequence[NodeRecord]) -> dict[str, Any]:
         "code": [n.code for n in nodes], "inside": [n.torch_source for n in nodes],
         "colour": [n.colour for n in nodes], "autocast": [n.autocast for n in nodes],
         "original": [n.original for n in nodes], "because": [n.reason_code for n in nodes],
-        "reason": [n.reason for n in nodes], "gives": [_gives(n) for n in nodes],
+        "reason": [n.reason for n in nodes],
+        "gives": [_gives(n) for n in nodes],
     }  # fmt: skip
     columns: dict[str, Any] = {name: [strings[text] for text in column] for name, column in texts.items()}
     columns |= {name: [getattr(n, name) for n in nodes] for name in ("graph", "line", "bytes", "flops", "saved_bytes")}
@@ -127,6 +132,46 @@ def _columns(nodes: Sequence[NodeRecord]) -> dict[str, Any]:
 def _gives(node: NodeRecord) -> str:
     shapes = ", ".join(f"[{', '.join(shape)}]" for shape in node.shapes)
     return f"{', '.join(node.dtypes)} {shapes}".strip()
+
+
+def excerpts(nodes: Sequence[NodeRecord]) -> dict[str, list[tuple[int, str]]]:
+    """Return (number, text) of the lines that made nodes, with a few round each, for each file; gaps are left out.
+
+    A file on this machine is shown only where every line that made a node is still as it was; else those lines alone.
+    """
+    known: dict[str, dict[int, str]] = {}
+    for node in nodes:
+        if node.file and node.line:
+            known.setdefault(node.file, {})[node.line] = node.code
+    out, room = {}, MOST_LINES
+    for file, lines in known.items():
+        text = _text(file, lines)
+        wanted = sorted({at for line in lines for at in range(line - ROUND, line + ROUND + 1) if 0 < at <= len(text)})
+        found = [(at, text[at - 1]) for at in wanted] if text else sorted(lines.items())
+        out[file] = found[:room]
+        room -= len(out[file])
+    return {file: lines for file, lines in out.items() if lines}
+
+
+def _text(file: str, lines: dict[int, str]) -> list[str]:
+    """Return the text of the file of that name that has these lines; nothing if there is none."""
+    for path in filter(os.path.isfile, _candidates(file)):
+        text = [line.rstrip("\n") for line in linecache.getlines(path)]
+        if text and all(n <= len(text) and text[n - 1].strip() == code.strip() for n, code in lines.items()):
+            return text
+    return []
+
+
+def _candidates(file: str) -> Iterator[str]:
+    """Yield the paths that a file may have: below this folder, or that of a module that is loaded."""
+    if not file.endswith(".py"):
+        return
+    yield os.path.abspath(file)
+    name = os.path.basename(file)
+    for module in list(sys.modules.values()):
+        path = getattr(module, "__file__", None)
+        if isinstance(path, str) and os.path.basename(path) == name:
+            yield path
 
 
 def _render(title: str, data: Any) -> str:

@@ -8,19 +8,31 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
-from passes.contract.errors import PlanError
+from passes.contract.dtypes import dtype_name
+from passes.contract.errors import PlanError, PolicyError
 from passes.contract.plan_format import strictly
+from passes.contract.policy import nearest
+from passes.graph.values import LOW_DTYPES
 
-RECORD_VERSION = 2
+RECORD_VERSION = 3
 # The totals that are saved with a plan, and that budgets limit: by a ceiling, or by a floor in percent.
 CEILINGS, FLOORS = ("casts", "cast_bytes", "saved_bytes", "fp32_ops", "unknown_ops"), ("low_flops", "low_bytes")
 TOTALS = CEILINGS + FLOORS
 SCHEMA = Path(__file__).parents[2] / "schemas" / "record.json"
+# The three classes of a colour, and what each looks like in every form that has colours.
+LOW = tuple(map(dtype_name, LOW_DTYPES))
+PALETTE = {"low": "#2f6fed", "fp32": "#e07a1f", "other": "#8b93a1"}
+
+
+def style_of(dtype: str) -> str:
+    """Return the class of a dtype: "low" for 16 bits, "fp32", or "other"."""
+    return "low" if dtype in LOW else "fp32" if dtype == "float32" else "other"
 
 
 class Cast(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -150,18 +162,21 @@ class State(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         name: such as "training" or "eval, no_grad"; "" if the model has no other state.
-        totals: sums over the nodes that it runs.
+        totals: sums over the nodes that it runs, all of them planned: what the emitted graph costs when it runs as it
+            is. A compiler behind it may fuse casts, and recompute what is counted as saved.
         nodes: their places among the nodes of the record; empty if the state is the only one, and runs all of them.
         output_casts: casts of its outputs, inserted after all nodes.
-        stage: where the sums are from: "planned" is the emitted graph, run eagerly; a compiler behind it may recompute
-            what is counted as saved.
+        compiler: the compiler behind its graphs; "" if they run as they are.
+        kept_bytes: measured: bytes that the compiled graphs kept for backward at their first call with gradients,
+            parameters excluded; None if there was none.
     """
 
     name: str
     totals: Totals
     nodes: tuple[int, ...]
     output_casts: tuple[Cast, ...]
-    stage: Literal["planned", "measured"] = "planned"
+    compiler: str = ""
+    kept_bytes: int | None = None
 
 
 class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -215,10 +230,44 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         outputs = any(state.output_casts for state in self.states)
         return self.totals.casts == 0 or outputs or any(n.casts for n in self.nodes)
 
-    def casts_elsewhere(self, state: State) -> int:
-        """How many casts of a state are in front of no listed node: those inside bodies, such as that of a loop."""
-        listed = len(state.output_casts) + sum(len(n.casts) for n in self.of(state))
-        return max(0, (state.totals.casts or 0) - listed) if self.has_casts else 0
+    def casts_elsewhere(self, state: State) -> list[tuple[str, int]]:
+        """Return (label, number) of the casts of a state that are in front of no listed node."""
+        outputs = len(state.output_casts)
+        inner = (state.totals.casts or 0) - outputs - sum(len(n.casts) for n in self.of(state))
+        found = [("(outputs)", outputs), ("(inner graphs)", inner if self.has_casts else 0)]  # such as a loop's body
+        return [(name, count) for name, count in found if count > 0]
+
+    @property
+    def stage(self) -> str:
+        """What the totals are figures of."""
+        planned = "planned: the emitted graphs as PyTorch runs them"
+        by = self.states[0].compiler
+        return f"{planned}; {by} behind them may fuse casts, and recompute what is saved" if by else planned
+
+    def chosen(
+        self, *, modules: Sequence[str] = (), ops: Sequence[str] = (), colours: Sequence[str] = (),
+        reasons: Sequence[str] = (),
+    ) -> list[NodeRecord]:  # fmt: skip
+        """Return the nodes that pass all filters: by module (or one below it), op, colour and reason code.
+
+        Raises:
+            PolicyError: a filter matches no node, or no node passes all of them.
+        """
+        nodes = list(self.nodes)
+        asked: list[tuple[str, Sequence[str], Callable[[NodeRecord], Sequence[str]]]] = [
+            ("module", modules, _modules), ("op", ops, lambda n: (n.op,)), ("colour", colours, lambda n: (n.colour,)),
+            ("reason", reasons, lambda n: (n.reason_code,)),
+        ]  # fmt: skip
+        for name, values, names_of in asked:
+            known = dict.fromkeys(n for node in self.nodes for n in names_of(node) if n) if values else {}
+            for value in values:
+                if value not in known:
+                    raise PolicyError(f"no node has the {name} {value!r}{nearest(value, list(known))}")
+            nodes = [n for n in nodes if not values or not set(values).isdisjoint(names_of(n))]
+        if not nodes and self.nodes:
+            given = ", ".join(f"{name} {' or '.join(values)}" for name, values, _ in asked if values)
+            raise PolicyError(f"no node passes all filters at once: {given}")
+        return nodes
 
     def to_json(self) -> str:
         """Write the record as JSON; equal records give equal texts."""
@@ -238,6 +287,12 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if made.version != RECORD_VERSION:
             raise PlanError(f"{name}: record format {made.version}; this fxamp reads {RECORD_VERSION}")
         return made
+
+
+def _modules(node: NodeRecord) -> list[str]:
+    """Return the path of the module of a node, and those of all modules round it."""
+    parts = node.module.split(".")
+    return [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
 
 
 @functools.cache

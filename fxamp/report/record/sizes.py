@@ -6,9 +6,7 @@ needed. Symbolic sizes count as the example had them.
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,17 +64,18 @@ def sizes_of(
         autocast: device and dtype of a `torch.autocast` to run under; None for none.
 
     Raises:
-        SizeError: nothing is known of its inputs, or it needs the values of tensors.
+        SizeError: Nothing is known of its inputs, or it needs the values of tensors.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     inputs = [_example(node, mode) for node in module.graph.find_nodes(op="placeholder")]
     walk = _Walk(module, mode, casts)
     ambient = no_autocast() if autocast is None else torch.autocast(autocast[0], dtype=autocast[1])
     opaque = module.graph.find_nodes(op="call_module")  # modules that read their own tensors, and may write to them
+    saving = torch.autograd.graph.saved_tensors_hooks(walk.saves, lambda tensor: tensor)
     try:
         with (
             kept(held(module).values() if opaque else ()), same_random_state(), ambient, torch.enable_grad(),
-            quiet_fakes(), mode, walk.counter,
+            quiet_fakes(), mode, walk.counter, saving,
         ):  # fmt: skip
             walk.run(*inputs, enable_io_processing=False)
     except Exception as e:  # an op may fail in any way on tensors without values
@@ -110,23 +109,20 @@ class _Walk(Interpreter):
         self._mode, self._casts = mode, casts
         self.sizes: dict[Node, Size] = {}
         self.counter: Any = FlopCounterMode(display=False)
-        self._kept: set[int] = set()
-        self._alive: list[Any] = []  # the id of a freed storage would be used again
+        self._saved = 0  # bytes, by the node that runs
+        self._alive: dict[int, Any] = {}  # the storages that were saved: the id of one that is freed is used again
 
     def run_node(self, n: Node) -> Any:
         if not self._casts and is_inserted(n):
             return self.env[n.all_input_nodes[0]]
-        before = self.counter.get_total_flops()
-        with self._saving() as saved:
-            made = super().run_node(n)
-        self._alive.append(made)
+        before, self._saved = self.counter.get_total_flops(), 0
+        made = super().run_node(n)
         if n.op.startswith("call"):
-            given = [self.env.get(o) for o in n.all_input_nodes]
+            given, results = _tensors([self.env.get(o) for o in n.all_input_nodes]), _tensors(made)
             self.sizes[n] = Size(
-                tuple(dtype_name(t.dtype) for t in _tensors(made)),
-                tuple(tuple(int(s) for s in t.shape) for t in _tensors(made)),
-                sum(t.nbytes for t in _tensors(given)), sum(t.nbytes for t in _tensors(made)),
-                self.counter.get_total_flops() - before, sum(saved),
+                tuple(dtype_name(t.dtype) for t in results), tuple(tuple(map(int, t.shape)) for t in results),
+                sum(t.nbytes for t in given), sum(t.nbytes for t in results),
+                self.counter.get_total_flops() - before, self._saved,
             )  # fmt: skip
         return made
 
@@ -135,21 +131,12 @@ class _Walk(Interpreter):
         value = super().get_attr(target, args, kwargs)
         return self._mode.from_tensor(value) if type(value) in (Tensor, nn.Parameter) else value
 
-    @contextlib.contextmanager
-    def _saving(self) -> Iterator[list[int]]:
-        """Yield the sizes of the storages that are saved for backward inside, each once."""
-        saved: list[int] = []
-
-        def pack(tensor: Tensor) -> Tensor:
-            storage = tensor.untyped_storage()
-            if not isinstance(tensor, nn.Parameter) and storage_id(tensor) not in self._kept:
-                self._kept.add(storage_id(tensor))
-                self._alive.append(storage)
-                saved.append(storage.nbytes())
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            yield saved
+    def saves(self, tensor: Tensor) -> Tensor:
+        """Count the storage of a tensor that is saved for backward, once."""
+        if not isinstance(tensor, nn.Parameter) and storage_id(tensor) not in self._alive:
+            self._alive[storage_id(tensor)] = storage = tensor.untyped_storage()
+            self._saved += storage.nbytes()
+        return tensor
 
 
 def _tensors(values: Any) -> list[Tensor]:

@@ -1,21 +1,28 @@
-"""The ranks that share a training step: which of them exchange gradients, and which have to agree on a step."""
+"""The ranks that share a training step: what is spread over them, what they exchange, and what they agree on.
+
+Replicas (DistributedDataParallel) exchange gradients once a window: during the backward of its last micro-batch, or
+after it where a window ends early. Shards are DTensors, as FSDP2 and tensor parallelism make of parameters and
+gradients: element-wise work is done on each rank's own part, and results about the whole tensor are agreed by all.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from passes._torch import communication_hook
 
-from .replicas import exchanged, replicas
-from .shards import agree, groups_of, is_spread
+_BUCKET = 25 * 2**20  # bytes that are exchanged together, as DistributedDataParallel does by default
 
 
 class Ranks:
@@ -30,8 +37,8 @@ class Ranks:
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         self._model, self._optimizers = model, optimizers
-        self.replicas = replicas(model)
-        owned = {id(p) for replica in self.replicas for p in exchanged(replica).values()}
+        self.replicas = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+        owned = {id(p) for replica in self.replicas for p in exchanged(replica)}
         trained: dict[Tensor, str] = {p: name for name, p in model.named_parameters() if p.requires_grad}
         for optimizer in optimizers:
             for group in optimizer.param_groups:
@@ -45,9 +52,7 @@ class Ranks:
     @property
     def decide_apart(self) -> bool:
         """Whether gradients may differ between ranks, which then have to agree whether all are finite."""
-        if not self.groups:
-            return False
-        return bool(self.apart) or any(map(communication_hook, self.replicas))
+        return bool(self.groups and (self.apart or any(map(communication_hook, self.replicas))))
 
     @property
     def shared(self) -> bool:
@@ -64,10 +69,17 @@ class Ranks:
         """Over how many ranks backward averages gradients."""
         return math.prod(dist.get_world_size(group) for group in self.groups)
 
+    def exchanging(self, now: bool) -> contextlib.ExitStack:
+        """Return a context whose forward and backward exchange gradients, or leave that to a later one."""
+        stack = contextlib.ExitStack()
+        for replica in () if now else self.replicas:
+            stack.enter_context(replica.no_sync())
+        return stack
+
     def seen(self, count: int) -> int:
         """Return the number of micro-batches that all replicas together have processed; every rank has to call this."""
-        counts = [torch.tensor(float(count), device=next(r.parameters()).device) for r in self.replicas[:1]]
-        for replica, total in zip(self.replicas, counts, strict=False):
+        for replica in self.replicas[:1]:
+            total = torch.tensor(float(count), device=next(replica.parameters()).device)
             dist.all_reduce(total, group=replica.process_group)
             return int(total)
         return count
@@ -89,3 +101,89 @@ class Ranks:
     def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
         """Find the ranks of the copied model: process groups cannot be copied."""
         return Ranks(*copy.deepcopy((self._model, self._optimizers), memo))
+
+
+def exchanged(replica: DistributedDataParallel) -> list[nn.Parameter]:
+    """Return the parameters whose gradients a replica exchanges."""
+    left_out = set(replica.parameters_to_ignore)
+    return [p for name, p in replica.module.named_parameters() if p.requires_grad and name not in left_out]
+
+
+@torch.no_grad()
+def exchange(replica: DistributedDataParallel, counts: Tensor, share: float | Tensor) -> Tensor:
+    """Exchange gradients outside backward: each becomes the mean over the micro-batches of all ranks.
+
+    A gradient that no rank has stays None. Communication hooks are not run: they belong to backward. `counts` begins
+    with the number of micro-batches of this rank, and is returned summed over ranks; `share` divides gradients already.
+    """
+    group, trained = replica.process_group, exchanged(replica)
+    counts = counts.clone()
+    dist.all_reduce(counts, group=group)
+    there = torch.tensor([float(p.grad is not None) for p in trained], device=counts.device)
+    dist.all_reduce(there, group=group)
+    for bucket in _buckets([p for p, count in zip(trained, there.tolist(), strict=True) if count]):
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients]).mul_(share / counts[0])
+        dist.all_reduce(flat, group=group)
+        for p, gradient, mean in zip(bucket, gradients, flat.split([p.numel() for p in bucket]), strict=True):
+            p.grad = gradient.copy_(mean.view_as(gradient))
+    replica.require_forward_param_sync = True  # the next forward takes buffers from the first rank, as after a backward
+    return counts
+
+
+def _buckets(params: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """Yield parameters in order, several together that have one dtype and one device."""
+    bucket: list[nn.Parameter] = []
+    size = 0
+    for p in params:
+        like: Any = bucket[0] if bucket else p
+        if size and (size + p.nbytes > _BUCKET or (p.dtype, p.device) != (like.dtype, like.device)):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(p)
+        size += p.nbytes
+    if bucket:
+        yield bucket
+
+
+def is_spread(tensor: Tensor) -> bool:
+    """Say whether a tensor is a DTensor, without an import that some builds of torch lack."""
+    return hasattr(tensor, "device_mesh")
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Say whether FSDP2 gathers the parameters of a module for its calls."""
+    return any(base.__name__ == "FSDPModule" for base in type(module).__mro__)
+
+
+@torch.no_grad()
+def local(tensor: Tensor) -> Tensor:
+    """Return the part of a tensor that this rank has, without a copy; return a plain tensor itself."""
+    spread: Any = tensor
+    return spread.to_local() if is_spread(tensor) else tensor
+
+
+def groups_of(tensors: Iterable[Tensor]) -> list[Any]:
+    """Return the groups of ranks that some tensors are spread over, one for each dimension of their meshes."""
+    meshes: dict[Any, None] = {tensor.device_mesh: None for tensor in tensors if is_spread(tensor)}  # type: ignore[attr-defined]
+    return list({mesh.get_group(dim): None for mesh in meshes for dim in range(mesh.ndim) if mesh.size(dim) > 1})
+
+
+def agree(flags: Tensor, groups: Iterable[Any]) -> Tensor:
+    """Set each number, in place, to its maximum over the ranks of the groups, and return them."""
+    for group in groups:
+        dist.all_reduce(flags, dist.ReduceOp.MAX, group=group)
+    return flags
+
+
+def total_norm(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the norm of some tensors together; every rank gets the same result."""
+    alike: dict[Any, list[Any]] = defaultdict(list)  # torch takes tensors of one mesh
+    for tensor in tensors:
+        spread: Any = tensor
+        alike[(spread.device_mesh, spread.placements) if is_spread(tensor) else None].append(tensor)
+    norms: list[Any] = [nn.utils.get_total_norm(some) for some in alike.values()]
+    norms = [norm.full_tensor() if is_spread(norm) else norm for norm in norms]
+    if len(norms) > 1:
+        norms = [torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))]
+    return torch.as_tensor(norms[0]) if norms else torch.zeros(())

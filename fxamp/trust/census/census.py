@@ -14,7 +14,7 @@ from passes._torch import compiled_call, original_of
 
 from ...capture.compiled import runner_of
 from ...convert import converted_in
-from ...report.forms.notebook import as_text
+from ...report.forms.harmless import as_text
 from ..given_step import model_of
 from .differences import Difference, differences_of, odd_products, of_products
 from .graphs import watched_graphs

@@ -11,7 +11,7 @@ from passes.contract.plan import Decision
 from passes.graph.notes import is_inserted
 from passes.runtime.casts import again
 
-from ...report.record.reads import named
+from ...report.record.build import named
 from ..watch import Dtypes, Place, Ran, Seen, Sum, Watch, dtype_of, dtypes_in
 
 
@@ -87,7 +87,7 @@ def ledgers_of(watch: Watch) -> tuple[Ledger, ...]:
 
 def _ledger(number: int, ran: Ran) -> Ledger:
     emitted = ran.converted.graph.graph
-    names = named(emitted, ())
+    names = named(emitted)
     keys = {n.name: names[n] if n in names else _reader(n, names) for n in emitted.nodes if n.op.startswith("call")}
     decisions = {d.key: d for d in ran.converted.plan.decisions if not d.graph}
     return Ledger(number, ran, {n.name: n for n in emitted.nodes}, keys, decisions)

@@ -167,8 +167,8 @@ def _scale_of(given: GivenStep, scale: float | None) -> float:
     return float(scale)
 
 
-def overflow_of(given: GivenStep, batch: Batch, scale: float) -> Overflow | None:
-    """Run one batch with a loss scale; return the overflow with its cure, None if there is none."""
+def overflow_of(given: GivenStep, batch: Batch, scale: float, *, cured: bool = True) -> Overflow | None:
+    """Run one batch with a loss scale; return the overflow, None if there is none. Its cure takes more runs."""
     watch = _run(given, batch, scale)
     first = watch.culprit()
     if first is None:
@@ -181,7 +181,7 @@ def overflow_of(given: GivenStep, batch: Batch, scale: float) -> Overflow | None
         where, first.kind, place.backward, first.op, first.dtype, line if decision is None else decision.source,
         first.operands, scale,
     )  # fmt: skip
-    return found if first.name or not watch.graphs else _cured(found, given, batch, watch)
+    return _cured(found, given, batch, watch) if cured and not first.name and watch.graphs else found
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fxamp.report.forms.harmless import visible
-from fxamp.report.forms.tree import HEADERS
+from fxamp.report.forms.text import MODULE
 from tests.fxamp.report.page.test_page import Page
 from tests.support.records import HOSTILE, hostile_report
 
@@ -44,7 +44,7 @@ def test_a_table_has_no_more_cells_and_nothing_is_a_command(text: str) -> None:
         assert len([line for line in shown.splitlines() if line.startswith("#")]) == shown.count("\n## ") + 1
         rows = [line for line in shown.splitlines() if line.startswith("| ")]
         counts = [len(re.findall(r"(?<!\\)(?:\\\\)*\|", row)) for row in rows]
-        assert set(counts) <= {3, 4, 7, len(HEADERS) + 1}
+        assert set(counts) <= {3, 4, 7, len(MODULE) + 1}
         assert not re.search(r"(?<!\\)(?:\\\\)*[`\[\]]", "\n".join(rows))
 
 

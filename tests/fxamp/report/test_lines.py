@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import fxamp
-from fxamp.report.forms.lines import HEADERS, costliest
+from fxamp.report.forms.text import LINE, costliest
 from fxamp.report.report import Report
 from passes.graph.notes import is_inserted
 from tests.fxamp.report.page.test_page import Page
@@ -58,7 +58,7 @@ def compiled() -> Report:
 
 def found(report: Report) -> list[dict[str, str]]:
     assert report.record is not None
-    return [dict(zip(HEADERS, row, strict=True)) for row in costliest(report.record, report.record.nodes)]
+    return [dict(zip(LINE, row, strict=True)) for row in costliest(report.record, report.record.nodes)]
 
 
 def line_of(code: str) -> int:

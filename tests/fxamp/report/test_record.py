@@ -16,7 +16,7 @@ import torch
 import fxamp
 from fxamp.capture import compiled
 from fxamp.measure.counts import saved_bytes
-from fxamp.report.reader.reader import record_of
+from fxamp.report.reader import record_of
 from fxamp.report.record.record import SCHEMA, Record, schema
 from fxamp.report.record.sizes import sizes_of
 from passes.contract.errors import PlanError
@@ -109,8 +109,8 @@ def test_a_record_that_is_too_long_for_any_model_is_refused() -> None:
 
 def test_a_record_of_another_format_says_which() -> None:
     text = record_of(converted("lenet5", "O1,dtype=bf16")).to_json()
-    with pytest.raises(PlanError, match="record format 9; this fxamp reads 2"):
-        Record.from_json(text.replace('"version": 2', '"version": 9', 1))
+    with pytest.raises(PlanError, match="record format 9; this fxamp reads 3"):
+        Record.from_json(text.replace('"version": 3', '"version": 9', 1))
 
 
 def test_the_published_schema_is_that_of_the_record() -> None:
@@ -169,7 +169,7 @@ def records(turn: int) -> list[str]:
 
 SEPARATOR = "----"
 OTHER = f"""
-import fxamp.report.reader.reader, torch, sqlite3, decimal
+import fxamp.report.reader, torch, sqlite3, decimal
 from tests.fxamp.report.test_record import record_of, records
 module = fxamp.compile(torch.nn.Sequential(torch.nn.Linear(4, 4)), policy="O1,dtype=bf16", backend="eager")
 module(torch.randn(3, 4))

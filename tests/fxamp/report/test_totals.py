@@ -16,7 +16,7 @@ from fxamp.convert import to_read
 from fxamp.measure.counts import saved_bytes
 from fxamp.report.gate.budget import Budget
 from fxamp.report.gate.gate import check
-from fxamp.report.reader.reader import with_totals
+from fxamp.report.reader import with_totals
 from fxamp.report.record.record import TOTALS, Record, State
 from passes.contract.policy import Policy
 from passes.graph.notes import is_inserted
@@ -75,7 +75,7 @@ def test_every_form_of_every_state_has_the_same_totals(name: str, policy: str) -
         assert {key: on_page["totals"][key] for key in TOTALS} == {key: getattr(state.totals, key) for key in TOTALS}
         listed = sum(len(n.casts) for n in report.record.of(state)) + len(state.output_casts)
         if len(states) == 1:
-            assert listed + report.record.casts_elsewhere(state) == state.totals.casts
+            assert listed + dict(report.record.casts_elsewhere(state)).get("(inner graphs)", 0) == state.totals.casts
     plan, _ = with_totals(module)
     for state in states:
         behind = f" ({state.name})" if state.name else ""

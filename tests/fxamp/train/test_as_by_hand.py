@@ -16,7 +16,7 @@ from torch.amp import GradScaler
 from torch.optim import SGD, Adam, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, StepLR
 
-from fxamp.train.scale.scaler import LossScaler
+from fxamp.train.scaler import LossScaler
 from fxamp.train.step import TrainStep
 
 STEPS = 50

@@ -16,9 +16,9 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxamp
+from fxamp.train import update
+from fxamp.train.result import to_host
 from fxamp.train.step import TrainStep
-from fxamp.train.window import update
-from fxamp.train.window.result import to_host
 from passes.contract.errors import ScaleCollapseError
 
 X = torch.tensor([[1.0, 2.0, 3.0, 4.0], [0.5, 0.25, 2.0, 1.0]])
@@ -143,7 +143,7 @@ def test_what_a_scheduler_follows_is_on_its_way_to_the_host_before_the_optimizer
             seen.append("read")
             return bool(self.flag)
 
-    monkeypatch.setattr("fxamp.train.window.update.to_host", Sent)
+    monkeypatch.setattr("fxamp.train.update.to_host", Sent)
     step = make_step(fused_adamw, scheduler=True, **settings)
     step.optimizers[0].register_step_post_hook(lambda *_: seen.append("stepped"))
     for factor, reason in ((1.0, "stepped"), (math.inf, "overflow")):

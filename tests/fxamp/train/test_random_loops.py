@@ -23,10 +23,10 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import fxamp
 from fxamp.train import step as step_file
-from fxamp.train.scale.scaler import LossScaler
+from fxamp.train import update as update_file
+from fxamp.train.scaler import LossScaler
 from fxamp.train.step import TrainStep
-from fxamp.train.window import update as update_file
-from fxamp.train.window.window import Window
+from fxamp.train.window import Window
 from fxamp.view import copies as copies_file
 from fxamp.view.copies import Copies
 from fxamp.view.view import runner_of
@@ -271,8 +271,8 @@ def _without_averages(before: Any) -> Any:
 
 
 def _halving(before: Any) -> Any:
-    def update(self: Any, overflow: Any) -> None:
-        before(self, overflow)
+    def update(self: Any, *args: Any, **more: Any) -> None:
+        before(self, *args, **more)
         if self._scale is not None:
             self._scale.mul_(0.5)
 
@@ -296,13 +296,8 @@ def _end(**changes: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return change
 
 
-def _average(**changes: Any) -> Callable[[Any], Any]:
-    def change(before: Any) -> Any:
-        return lambda o, r, seen, share, *rest, **k: before(
-            o, r, changes.get("seen", seen), changes.get("share", share), *rest, **k
-        )
-
-    return change
+def _of_so_many(before: Any) -> Any:
+    return lambda self, optimizers, ranks, _, **k: before(self, optimizers, ranks, self.position, **k)
 
 
 FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
@@ -319,10 +314,10 @@ FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "all follow, skipped or not": _patched(
         TrainStep, "_follow", lambda f: lambda self, u: f(self, u._replace(held_back=dict.fromkeys(u.held_back, False)))
     ),
-    "the scale is never updated": _patched(LossScaler, "_update_after", _no),
-    "the scale is halved once more": _patched(LossScaler, "_update_after", _halving),
+    "the scale is never updated": _patched(LossScaler, "_update", _no),
+    "the scale is halved once more": _patched(LossScaler, "_update", _halving),
     "gradients are unscaled by another scale": _patched(LossScaler, "_unscale_grads_", _unscaling_by_half),
-    "a partial window is not a mean": _patched(step_file, "average", _average(share=3)),
+    "a partial window is not a mean": _patched(Window, "average", _of_so_many),
     "only the first optimizer steps": _patched(step_file, "take_step", _end(optimizers=lambda e: e.optimizers[:1])),
     "only the last optimizer steps": _patched(step_file, "take_step", _end(optimizers=lambda e: e.optimizers[-1:])),
     "no norm is given": _patched(step_file, "take_step", _end(max_grad_norm=lambda e: None)),

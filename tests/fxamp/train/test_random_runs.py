@@ -15,7 +15,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 import fxamp
-from fxamp.train.weights.weights import Mode
+from fxamp.train.weights import Mode
 
 SEEDS = 200
 QUICK = (0, 3, 16)  # with a weight that is read twice, a tied one, and a layer that is called twice

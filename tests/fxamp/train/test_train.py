@@ -14,9 +14,9 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, StepLR
 
 import fxamp
-from fxamp.train.scale.scaler import LossScaler
+from fxamp.train.result import StepResult
+from fxamp.train.scaler import LossScaler
 from fxamp.train.step import TrainStep
-from fxamp.train.window.result import StepResult
 from passes.contract.errors import NotAModuleError, PolicyError, ScaleCollapseError
 
 # ------------------------------------------------------------------------------------- one step

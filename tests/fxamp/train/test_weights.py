@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 import fxamp
 from fxamp.measure.counts import _Counter, step_counts
 from fxamp.train.step import TrainStep
-from fxamp.train.weights.weights import WeightCasts
+from fxamp.train.weights import WeightCasts
 from passes.contract.errors import CaptureError, PolicyError
 from reports.subjects import subject, unchanged
 from reports.zoo import BY_NAME

@@ -47,8 +47,8 @@ const MODES = {
   differs: { label: "differs from autocast", differs: true, says: "marked where this policy and torch.autocast differ" },
   cast: { label: "bytes cast", amount: "cast_bytes", unit: "B", says: "bytes moved by the conversions in front of it" },
   saved: { label: "bytes saved", amount: "saved_bytes", unit: "B", says: "bytes kept until the backward pass" },
-  time: { label: "time", amount: "time", unit: "s", says: "time, where it was measured", absent: !data.time },
-  error: { label: "predicted error", amount: "error", unit: "", says: "predicted relative error", absent: !data.error },
+  time: { label: "time", amount: "time", unit: "s", says: "time, where it was measured", absent: !data.time && " (not measured)" },
+  error: { label: "predicted error", amount: "error", unit: "%", says: "its roundings' share in the predicted error of the loss (of its variance)", absent: !data.error && " (to_html(errors=...))" },
 };
 
 // Cut the nodes of a box into boxes: a node, or what follows each other in one module. `depth` counts parts of the path.

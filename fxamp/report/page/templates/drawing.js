@@ -322,7 +322,6 @@ function drawing(host, told) {
     const { width } = size();
     const scale = Math.max(0.45, Math.min(1, (width - 40) / bounds.width));
     look({ scale, x: (width - bounds.width * scale) / 2 - bounds.x * scale, y: 20 - bounds.y * scale });
-    return view;
   }
 
   function zoom(factor, x = size().width / 2, y = size().height / 2) {
@@ -536,10 +535,10 @@ function drawing(host, told) {
   });
 
   return {
-    // Show some nodes; `keep` leaves what is unfolded.
-    load(places, keep = false) {
+    // Show some nodes.
+    load(places) {
       roots = simple(boxesOf(places, 0, ""));
-      if (!keep) unfoldSome();
+      unfoldSome();
       render();
       begin();
     },
@@ -560,7 +559,6 @@ function drawing(host, told) {
       choose(last.chosen);
     },
     unfold(ids) { open = new Set(ids); render(); },
-    canGoBack: () => past.length > 0, unfolded: () => open, choose, show, zoom, fit, look, begin, pathOf, unfoldWhere, showNode,
-    boxes: () => shown,
+    canGoBack: () => past.length > 0, unfolded: () => open, choose, show, zoom, fit, look, pathOf, unfoldWhere, showNode,
   };
 }

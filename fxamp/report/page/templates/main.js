@@ -26,9 +26,9 @@ function tiles() {
   byId("tiles").replaceChildren(...made.filter(Boolean).map(([mode, figure, name, sentence]) => element("button",
     { type: "button", class: "tile", "data-tile": name, onclick: () => (mode in MODES ? (colour(mode), show("graph")) : search(`deviation`)) },
     element("span", { class: "figure" }, String(figure)), element("span", { class: "name" }, ` ${name} `), element("span", { class: "sentence" }, sentence))));
-  byId("stage").textContent = t.bytes === null ? "" : state.stage === "planned"
-    ? "Planned: figures of the emitted graph as PyTorch runs it, for one call; a compiler behind it may keep less for backward."
-    : "Measured: figures of what ran.";
+  const kept = state.kept_bytes === null ? "" : `; measured, it kept ${amount(state.kept_bytes, "B")} for the backward pass`;
+  byId("stage").textContent = `Planned: ${t.bytes === null ? "decisions alone, without costs" : "figures of one call of the emitted graph as PyTorch runs it"}.`
+    + (state.compiler ? ` ${state.compiler} behind it may fuse casts and recompute what is kept${kept}.` : "");
 }
 
 // --- the tree of modules ---
@@ -275,7 +275,7 @@ for (const words of data.said) byId("said-first").append(element("p", { class: "
 const folded = (title, content) => element("details", {}, element("summary", {}, title), content);
 if (data.notes.length) byId("more").append(folded(counted(data.notes.length, "note"), element("ul", {}, ...data.notes.map((note) => element("li", {}, note)))));
 if (data.training.length) byId("more").append(folded("training", element("dl", {}, ...data.training.flatMap(([name, words]) => term(name, words)))));
-for (const [name, mode] of Object.entries(MODES)) byId("colour").append(element("option", { value: name, disabled: mode.absent }, mode.label + (mode.absent ? " (not measured)" : "")));
+for (const [name, mode] of Object.entries(MODES)) byId("colour").append(element("option", { value: name, disabled: Boolean(mode.absent) }, mode.label + (mode.absent || "")));
 byId("state").replaceChildren(...data.states.map((other) => element("option", {}, other.name)));
 byId("states").hidden = data.states.length < 2;
 byId("empty").hidden = nodes.some((node) => node.reads.length);

@@ -52,7 +52,8 @@ function explained(i, link) {
       ...term("reads", reads.length ? element("ul", {}, ...reads) : ""),
       ...term("read by", readers[i].length ? element("ul", {}, ...readers[i].slice(0, 12).map((at) => element("li", {}, link(at)))) : "", readers[i].length > 12 ? `and ${readers[i].length - 12} more` : ""),
       ...term("gives", node.gives),
-      ...term("costs", node.bytes === null ? "" : `${amount(node.bytes, "B")} of results, ${amount(node.flops, "FLOPs")}, ${amount(node.saved_bytes, "B")} kept for backward`)),
+      ...term("costs", node.bytes === null ? "" : `${amount(node.bytes, "B")} of results, ${amount(node.flops, "FLOPs")}, ${amount(node.saved_bytes, "B")} kept for backward`),
+      ...term("predicted error", node.error === null ? "" : `${amount(node.error, "%")} of that of the loss (of its variance)`)),
   ];
 }
 
@@ -67,6 +68,7 @@ function described(name, places) {
       ...term("nodes", `${places.length}: ${count("low")} in 16 bit, ${count("fp32")} in FP32, ${count("other")} in neither`),
       ...term("casts", `${places.reduce((n, i) => n + nodes[i].casts.length, 0)}${known ? `, which move ${amount(sum(places, "cast_bytes"), "B")}` : ""}`),
       ...term("kept for backward", known ? amount(sum(places, "saved_bytes"), "B") : ""),
+      ...term("predicted error", data.error ? `${amount(sum(places, "error"), "%")} of that of the loss (of its variance)` : ""),
       ...term("differ from torch.autocast", unlike ? counted(unlike, "node") : "none")),
   ];
 }

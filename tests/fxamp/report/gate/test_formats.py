@@ -9,15 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+import msgspec
 import pytest
 import xmlschema
 
 from fxamp.cli.main import main
-from fxamp.report.diff.changes import Change, counted
-from fxamp.report.gate.gate import Outcome, Place
-from fxamp.report.gate.junit import to_junit
-from fxamp.report.gate.outcomes import to_github, to_json, to_markdown, to_text
-from fxamp.report.gate.sarif import MOST, to_sarif
+from fxamp.report.diff.changes import Change, Place, counted
+from fxamp.report.gate.gate import Outcome
+from fxamp.report.gate.outcomes import MOST, to_github, to_json, to_junit, to_markdown, to_sarif, to_text
 from passes.contract.plan import Plan
 from passes.contract.policy import Policy
 from tests.support.records import HOSTILE
@@ -161,7 +160,7 @@ def test_no_name_is_a_command_or_markup_in_the_other_formats(text: str) -> None:
     ]  # fmt: skip
     assert all(c.isprintable() for line in lines for c in line)
     assert all("\r" not in line and "##[" not in line for line in lines)
-    assert Outcome.from_data(json.loads(to_json([outcome]))[0]) == outcome
+    assert msgspec.convert(json.loads(to_json([outcome]))[0], Outcome) == outcome
 
 
 @pytest.mark.parametrize("form", ["junit", "sarif"])

@@ -16,8 +16,7 @@ import torch
 from transformers import BertConfig, BertForMaskedLM
 
 import fxamp
-from fxamp.report.page.page import MOST_NODES, SCRIPTS, page
-from fxamp.report.page.sources import excerpts
+from fxamp.report.page.page import MOST_NODES, SCRIPTS, excerpts, page
 from fxamp.report.record.record import Record
 from reports.subjects import converted
 from tests.support.records import node

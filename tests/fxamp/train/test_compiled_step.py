@@ -18,7 +18,7 @@ from torch.optim import LBFGS, SGD, AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
 import fxamp
-from fxamp.train.compiled.compiled_step import CompiledStep
+from fxamp.train.compiled_step import CompiledStep
 from fxamp.train.describe import compiled_rows
 from fxamp.train.step import TrainStep
 from passes.contract.errors import PolicyError
@@ -266,7 +266,7 @@ def test_no_low_copy_of_a_weight_is_saved_for_backward(name: str, weights: Any) 
 def test_the_partitioner_saves_low_copies_of_weights_where_nothing_keeps_it_from_that(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("fxamp.train.compiled.compiled_step.recompute_weight_casts", lambda *_: None)
+    monkeypatch.setattr("fxamp.train.compiled_step.recompute_weight_casts", lambda *_: None)
     model, backend = converted("one block"), Saved()
     by_step(model, backend, "per_use")
     assert low_weights_among(backend.tensors, model)

@@ -3,64 +3,179 @@
 With every extension off, which is the default, it is GradScaler bit for bit: the same scales, the same skipped steps
 and the same number of host synchronisations. Only two checks are stricter: those of the settings, and that of
 parameters, where trainable BF16 is refused as FP16 is.
+
+What only the device knows stays there until it is asked for: counts, the history, and whose gradients were not finite.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
+from numbers import Integral, Real
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from passes.contract.errors import PolicyError, ScaleCollapseError
+from passes.contract.errors import FP32_PARAMETERS, PolicyError, ScaleCollapseError
 
-from ..ranks.shards import agree, groups_of, is_spread, with_local_gradient
-from .events import Culprits, Event, ScaleEvent
-from .settings import (
-    Extensions,
-    refuse_low_parameters,
-    require_backoff_factor,
-    require_count,
-    require_growth_factor,
-    require_scale,
-)
+from .ranks.ranks import agree, groups_of, is_spread, local
 
 HISTORY_LENGTH = 128
+# Between these a scale and its reciprocal are both finite FP32 numbers.
+_SMALLEST_SCALE, _LARGEST_SCALE = 2.0**-127, torch.finfo(torch.float32).max
+_LARGEST_COUNT = 2**31 - 1  # what `torch._amp_update_scale_` counts with
 
 
-class SkipsInARow:
-    """The number of updates in a row that were skipped; it stays on the device until it is read."""
+def require_number(name: str, value: object, legal: str, test: Callable[[float], bool]) -> None:
+    """Raise a PolicyError unless `value` is a real number, not a bool, that passes `test`; NaN passes no comparison."""
+    if isinstance(value, bool) or not isinstance(value, Real) or not test(float(value)):
+        raise PolicyError(f"{name} must be {legal}, got {value!r}")
 
-    def __init__(self, known: int = 0) -> None:
-        self._known = known
-        self._count: torch.Tensor | None = None  # with what was added since the last read
-        self._added = 0
 
-    def add(self, skipped: bool | torch.Tensor) -> None:
-        """Count one more update, given whether it was skipped: a bool, or a flag of one element, 0 or 1."""
-        if isinstance(skipped, bool):
-            self._known = self.read() + 1 if skipped else 0
-            self._count, self._added = None, 0
-            return
-        before = self._known if self._count is None else self._count.to(skipped.device)
-        flag = skipped.view(()) != 0
-        self._count = torch.where(flag, before + flag.float(), torch.zeros_like(flag, dtype=torch.float32))
-        self._added += 1
+def require_scale(name: str, value: object) -> None:
+    """Raise a PolicyError unless `value` can be a loss scale."""
+    legal = "a number from 2**-127 to 3.4e38, so that it and its reciprocal are finite in float32"
+    require_number(name, value, legal, lambda x: _SMALLEST_SCALE <= x <= _LARGEST_SCALE)
+
+
+def require_count(name: str, value: object) -> None:
+    """Raise a PolicyError unless `value` is a positive int."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or not 1 <= int(value) <= _LARGEST_COUNT:
+        raise PolicyError(f"{name} must be an int from 1 to {_LARGEST_COUNT}, got {value!r}")
+
+
+def _require_growth_factor(value: object) -> None:
+    legal = "a finite number greater than 1 (dynamic=False keeps the scale as it is)"
+    require_number("growth_factor", value, legal, lambda x: 1 < x < float("inf"))
+
+
+def _require_backoff_factor(value: object) -> None:
+    legal = "a number between 0 and 1, both excluded (dynamic=False keeps the scale as it is)"
+    require_number("backoff_factor", value, legal, lambda x: 0 < x < 1)
+
+
+def refuse_low_parameters(named_parameters: Iterable[tuple[str, torch.Tensor]], opening: str = "") -> None:
+    """Refuse trainable float16 and bfloat16 parameters, in which small updates vanish.
+
+    Raises:
+        PolicyError: There is one. The first three are named; `opening` begins the message, with {kind} filled in.
+    """
+    low = (torch.float16, torch.bfloat16)
+    found = list(islice(((name, p) for name, p in named_parameters if p.requires_grad and p.dtype in low), 3))
+    if not found:
+        return
+    kind = "FP16" if found[0][1].dtype == torch.float16 else "BF16"
+    listing = ", ".join(f"{name} ({str(param.dtype).removeprefix('torch.')})" for name, param in found)
+    raise PolicyError(
+        f"{opening.format(kind=kind)}trainable parameters have a low dtype, first {listing}. Updates below the "
+        f"resolution of that dtype vanish. {FP32_PARAMETERS}"
+    )
+
+
+class _Extensions(NamedTuple):
+    """The settings that GradScaler does not have."""
+
+    dynamic: bool
+    min_scale: float | None
+    max_scale: float | None
+    hysteresis: int
+    max_skips: int | None
+
+    def check(self) -> _Extensions:
+        """Return self, or raise a PolicyError that names an invalid setting."""
+        if not isinstance(self.dynamic, bool):
+            raise PolicyError(f"dynamic must be True or False, got {self.dynamic!r}")
+        for name in ("min_scale", "max_scale"):
+            if getattr(self, name) is not None:
+                require_scale(name, getattr(self, name))
+        if self.min_scale is not None and self.max_scale is not None and self.min_scale > self.max_scale:
+            raise PolicyError(f"min_scale must be at most max_scale={self.max_scale!r}, got {self.min_scale!r}")
+        require_count("hysteresis", self.hysteresis)
+        if self.max_skips is not None:
+            require_count("max_skips", self.max_skips)
+        return self
+
+    def clamp(self, scale: float) -> float:
+        """Bring a scale within the bounds."""
+        scale = scale if self.min_scale is None else max(scale, self.min_scale)
+        return scale if self.max_scale is None else min(scale, self.max_scale)
+
+
+class Tally:
+    """A count of updates whose flags may be on the device, where it then stays until it is read.
+
+    With `in_a_row` it begins anew with each flag that is not set.
+    """
+
+    def __init__(self, known: int = 0, *, in_a_row: bool = False) -> None:
+        self._count: int | torch.Tensor = known
+        self._in_a_row, self._at_most = in_a_row, known
+
+    def add(self, flag: bool | torch.Tensor) -> None:
+        """Count one more update, if the flag, of one element, is set or nonzero."""
+        before = self._count
+        self._at_most += 1
+        if isinstance(flag, torch.Tensor):
+            one = (flag.view(()) != 0).to(torch.float32)
+            more = (before.to(one.device) if isinstance(before, torch.Tensor) else before) + one
+            self._count = more * one if self._in_a_row else more
+        elif flag:
+            self._count = before + 1
+        elif self._in_a_row:
+            self._count = self._at_most = 0
 
     def reaches(self, count: int) -> bool:
-        """Say whether so many updates in a row were skipped; wait for the device only if there were so many updates."""
-        return self._known + self._added >= count and self.read() >= count
+        """Say whether the count is that high; wait for the device only if there were so many updates."""
+        return self._at_most >= count and self.read() >= count
 
     def read(self) -> int:
-        """Return the number."""
-        if self._count is not None:
-            self._known, self._count, self._added = int(self._count), None, 0
-        return self._known
+        """Return the count."""
+        self._count = self._at_most = int(self._count)
+        return self._count
+
+
+class ScaleEvent(NamedTuple):
+    """One `update()` of a loss scale.
+
+    Attributes:
+        update: Its number, from 1 on.
+        scale: The loss scale that its gradients were made with.
+        skipped: Whether an optimizer step was skipped.
+        culprit: The first parameter whose gradient was not finite, and whether it was inf or NaN: "fc.weight (NaN)".
+            "" where no step was skipped, and where a fused optimizer decided on the device.
+    """
+
+    update: int
+    scale: float
+    skipped: bool
+    culprit: str = ""
+
+
+class _Culprits:
+    """Flags on the device that say which gradients hold an inf or a NaN, on any rank that has a part of them."""
+
+    def __init__(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Check gradients, each given with the name of its parameter; nothing is read from the device."""
+        pairs = list(named)
+        self._names, found = [name for name, _ in pairs], [gradient for _, gradient in pairs]
+        parts = [gradient.coalesce().values() if gradient.is_sparse else local(gradient) for gradient in found]
+        flags = [torch.stack((part.isinf().any(), part.isnan().any())).float() for part in parts]
+        together = torch.stack([flag.to(flags[0].device) for flag in flags]) if flags else torch.zeros(0, 2)
+        self._flags = agree(together, groups_of(found))
+
+    def read(self) -> list[tuple[str, str]]:
+        """Return (name, kind) for each gradient that is not finite; the kind is "inf", "NaN", or both."""
+        kinds = {(1.0, 0.0): "inf", (0.0, 1.0): "NaN", (1.0, 1.0): "inf and NaN"}
+        flags = zip(self._names, self._flags.tolist() if self._names else [], strict=True)
+        return [(name, kinds[inf, nan]) for name, (inf, nan) in flags if inf or nan]
+
+    def __str__(self) -> str:
+        return next((f"{name} ({kind})" for name, kind in self.read()), "")
 
 
 class LossScaler(torch.amp.GradScaler):
@@ -120,30 +235,34 @@ class LossScaler(torch.amp.GradScaler):
         max_skips: int | None = None,
     ) -> None:
         require_scale("init_scale", init_scale)
-        require_growth_factor(growth_factor)
-        require_backoff_factor(backoff_factor)
+        _require_growth_factor(growth_factor)
+        _require_backoff_factor(backoff_factor)
         require_count("growth_interval", growth_interval)
-        extensions = Extensions(dynamic, min_scale, max_scale, hysteresis, max_skips).check()
+        extensions = _Extensions(dynamic, min_scale, max_scale, hysteresis, max_skips).check()
         if extensions.clamp(init_scale) != init_scale:
             raise PolicyError(
                 f"init_scale must lie between min_scale={min_scale} and max_scale={max_scale}, got {init_scale!r}"
             )
-        # None stays None until the first loss is seen; GradScaler only compares the name.
-        super().__init__(
-            cast(str, _device_type(device)), init_scale, growth_factor, backoff_factor, growth_interval, enabled
-        )
+        try:
+            # None stays None until the first loss is seen; GradScaler only compares the name.
+            kind = cast(str, None if device is None else torch.device(device).type)
+        except (RuntimeError, TypeError) as error:
+            raise PolicyError(
+                f'device must be a device type such as "cuda" or "cpu", or None, got {device!r}'
+            ) from error
+        super().__init__(kind, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         self._extensions = extensions
-        self._in_a_row = SkipsInARow()
+        self._in_a_row = Tally(in_a_row=True)
         self._updates = 0
-        self._events: deque[Event] = deque(maxlen=HISTORY_LENGTH)
+        # Number, scale, flags of optimizers and culprits of updates, as far as need be on the device.
+        self._events: deque[tuple[int, float | torch.Tensor, Sequence[bool | torch.Tensor], str | _Culprits]]
+        self._events = deque(maxlen=HISTORY_LENGTH)
         self._names: Any = WeakIdKeyDictionary()
 
     def __repr__(self) -> str:
         """Say how the scale moves; the scale itself is on the device."""
-        how = {"none": "disabled", "static": "static", "dynamic": f"grows every {self._growth_interval} steps"}[
-            self.kind
-        ]
-        return f"<fxamp LossScaler: {how}>"
+        how = {"none": "disabled", "static": "static", "dynamic": f"grows every {self._growth_interval} steps"}
+        return f"<fxamp LossScaler: {how[self.kind]}>"
 
     @property
     def kind(self) -> str:
@@ -158,7 +277,10 @@ class LossScaler(torch.amp.GradScaler):
     @property
     def history(self) -> tuple[ScaleEvent, ...]:
         """The last updates, oldest first. Reading this list waits for the device; recording it does not."""
-        return tuple(event.read() for event in self._events)
+        return tuple(
+            ScaleEvent(update, float(scale), any(map(bool, flags)), str(culprits))
+            for update, scale, flags, culprits in self._events
+        )
 
     def name_parameters(self, named_parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Set the names that errors give to parameters, as pairs such as those of `model.named_parameters()`.
@@ -171,11 +293,7 @@ class LossScaler(torch.amp.GradScaler):
         self._names.update((param, name) for name, param in named_parameters)
 
     def grad(
-        self,
-        loss: torch.Tensor,
-        inputs: torch.Tensor | Sequence[torch.Tensor],
-        *,
-        create_graph: bool = False,
+        self, loss: torch.Tensor, inputs: torch.Tensor | Sequence[torch.Tensor], *, create_graph: bool = False
     ) -> tuple[torch.Tensor, ...]:
         """Scale a loss, differentiate it, and return unscaled gradients, for example for a gradient penalty.
 
@@ -227,23 +345,20 @@ class LossScaler(torch.amp.GradScaler):
             for _, gradient in self._gradients([optimizer]):
                 gradient.mul_(inverse.to(gradient.device))
 
-    def _known_scale(self) -> torch.Tensor:
-        if self._scale is None:
-            raise PolicyError("no loss was scaled yet: call scaler.scale(loss) first")
-        return self._scale
-
     def _inverse_scale(self) -> torch.Tensor:
         """Return the factor that unscales gradients, as GradScaler computes it: an FP32 tensor of shape ()."""
-        return self._known_scale().double().reciprocal().float()
+        if self._scale is None:
+            raise PolicyError("no loss was scaled yet: call scaler.scale(loss) first")
+        return self._scale.double().reciprocal().float()
 
     def _note(self, optimizer: Optimizer, held_back: bool | torch.Tensor) -> None:
         """Record whether the step of an optimizer was skipped that was not made by `step`: a bool, or one element."""
         if self._enabled:
-            scale = self._known_scale()
             state = self._per_optimizer_states[id(optimizer)]
             if isinstance(held_back, bool):
                 state["overflowed"] = held_back
-            found = torch.as_tensor(held_back, dtype=torch.float32, device=scale.device).view(())
+            device = None if self._scale is None else self._scale.device
+            found = torch.as_tensor(held_back, dtype=torch.float32, device=device).view(())
             state.update(optimizer=optimizer, found_inf_per_device={found.device: found})
 
     def _found_infs_of(self, optimizers: Sequence[Optimizer]) -> list[torch.Tensor]:
@@ -291,47 +406,41 @@ class LossScaler(torch.amp.GradScaler):
             >>> scaler.get_scale()
             256.0
         """
-        self._update(new_scale, None)
+        self._update(new_scale)
 
-    def _update_after(self, overflow: torch.Tensor | None) -> None:
+    def _update(self, new_scale: float | torch.Tensor | None = None, *, overflow: torch.Tensor | None = None) -> None:
         """Update the scale; if `overflow`, a tensor of shape (), is not 0, back off as if a step had been skipped."""
-        self._update(None, overflow)
-
-    def _update(self, new_scale: float | torch.Tensor | None, overflow: torch.Tensor | None) -> None:
         if not self._enabled:
             return
         scale, _ = self._check_scale_growth_tracker("update")
-        before = scale.clone()
-        states = list(self._per_optimizer_states.values())
-        self._count_skips(states)
+        before, limits, states = scale.clone(), self._extensions, list(self._per_optimizer_states.values())
         found_infs = [found.clone() for found in _found_infs(states)]  # torch accumulates the flags in the first tensor
+        # Skips are counted where a setting needs their number, or where the flags were read already.
+        if limits.hysteresis > 1 or all("overflowed" in state for state in states):
+            self._in_a_row.add(any(_overflowed(state) for state in states))
+        elif limits.max_skips is not None and found_infs:
+            self._in_a_row.add(_together(found_infs))
         if overflow is not None:
             for found in _found_infs(states):
                 found.copy_(torch.maximum(found, overflow.to(found)))
 
         super().update(new_scale)
 
-        limits = self._extensions
-        if new_scale is None and (not limits.dynamic or self._waits_for_more_overflows()):
+        waits = limits.hysteresis > 1 and 0 < self._in_a_row.read() < limits.hysteresis
+        if new_scale is None and (waits or not limits.dynamic):
             scale.copy_(before)
         if limits.min_scale is not None or limits.max_scale is not None:
             scale.clamp_(limits.min_scale, limits.max_scale)
         self._updates += 1
         bad = [state["optimizer"] for state in states if state.get("overflowed")]
-        self._events.append(Event(self._updates, before, found_infs, Culprits(self._gradients(bad))))
+        culprits = _Culprits(self._gradients(bad)) if bad else ""
+        self._events.append((self._updates, before, found_infs, culprits))
         if limits.max_skips is not None and self._in_a_row.reaches(limits.max_skips):
-            raise ScaleCollapseError(self._collapse_message(states))
-
-    def _count_skips(self, states: Sequence[dict[str, Any]]) -> None:
-        """Count the update if a setting needs the number of skips in a row, or if its flags were read already."""
-        if self._extensions.hysteresis > 1 or all("overflowed" in state for state in states):
-            self._in_a_row.add(any(_overflowed(state) for state in states))
-        elif self._extensions.max_skips is not None and (founds := _found_infs(states)):
-            self._in_a_row.add(_together(founds))
-
-    def _waits_for_more_overflows(self) -> bool:
-        hysteresis = self._extensions.hysteresis
-        return hysteresis > 1 and 0 < self._in_a_row.read() < hysteresis
+            shown, hint = collapse_message(self._gradients(s["optimizer"] for s in states if _found_infs([s])))
+            raise ScaleCollapseError(
+                f"{self._in_a_row.read()} steps in a row were skipped, because gradients were not finite; "
+                f"the loss scale is now {self.get_scale()}. First bad parameters: {shown}. {hint}"
+            )
 
     def set_growth_factor(self, new_factor: float) -> None:
         """Set a new growth factor.
@@ -342,7 +451,7 @@ class LossScaler(torch.amp.GradScaler):
         Example:
             >>> fxamp.LossScaler().set_growth_factor(1.5)
         """
-        require_growth_factor(new_factor)
+        _require_growth_factor(new_factor)
         super().set_growth_factor(new_factor)
 
     def set_backoff_factor(self, new_factor: float) -> None:
@@ -354,7 +463,7 @@ class LossScaler(torch.amp.GradScaler):
         Example:
             >>> fxamp.LossScaler().set_backoff_factor(0.25)
         """
-        require_backoff_factor(new_factor)
+        _require_backoff_factor(new_factor)
         super().set_backoff_factor(new_factor)
 
     def set_growth_interval(self, new_interval: int) -> None:
@@ -399,10 +508,10 @@ class LossScaler(torch.amp.GradScaler):
         if not self._enabled:
             return
         saved = state_dict.get("fxamp", {})
-        extensions = self._extensions._replace(**{k: saved[k] for k in Extensions._fields if k in saved}).check()
+        extensions = self._extensions._replace(**{k: saved[k] for k in _Extensions._fields if k in saved}).check()
         super().load_state_dict(state_dict)
         self._extensions = extensions
-        self._in_a_row = SkipsInARow(saved.get("overflows_in_a_row", 0))
+        self._in_a_row = Tally(saved.get("overflows_in_a_row", 0), in_a_row=True)
         self._updates = saved.get("updates", self._updates)
         self._init_scale = extensions.clamp(self._init_scale)
         if self._scale is not None:
@@ -411,8 +520,8 @@ class LossScaler(torch.amp.GradScaler):
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
         # Tensors become plain numbers. Names are left out: they belong to parameters, which a copy does not have.
-        state["_events"] = deque((Event(*event) for event in self.history), maxlen=HISTORY_LENGTH)
-        state["_in_a_row"] = SkipsInARow(self._in_a_row.read())
+        state["_events"] = deque(((e.update, e.scale, [e.skipped], e.culprit) for e in self.history), HISTORY_LENGTH)
+        state["_in_a_row"] = Tally(self._in_a_row.read(), in_a_row=True)
         del state["_names"]
         return state
 
@@ -433,9 +542,14 @@ class LossScaler(torch.amp.GradScaler):
         gradients = [gradient for _, gradient in self._gradients([optimizer])]
         if not any(map(is_spread, gradients)):
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-        # torch handles gradients of one mesh only, and asks other ranks only if the first gradient is sharded.
-        parts: Any = SimpleNamespace(param_groups=[{"params": list(map(with_local_gradient, gradients))}])
-        found = super()._unscale_grads_(parts, inv_scale, found_inf, allow_fp16)
+        # torch handles gradients of one mesh only, and asks other ranks only if the first gradient is sharded. It looks
+        # at nothing but the gradients of parameters, so that their parts on this rank may stand in for these.
+        parts = list(map(local, gradients))
+        stand_ins = [part.detach() for part in parts]
+        for stand_in, part in zip(stand_ins, parts, strict=True):
+            stand_in.grad = part
+        group: Any = SimpleNamespace(param_groups=[{"params": stand_ins}])
+        found = super()._unscale_grads_(group, inv_scale, found_inf, allow_fp16)
         return {device: agree(flag, groups_of(gradients)) for device, flag in found.items()}
 
     def _maybe_opt_step(
@@ -460,18 +574,10 @@ class LossScaler(torch.amp.GradScaler):
     def _gradients(self, optimizers: Iterable[Optimizer]) -> Iterator[tuple[str, torch.Tensor]]:
         return ((name, p.grad) for o in optimizers for name, p in self._describe(o) if p.grad is not None)
 
-    def _collapse_message(self, states: Sequence[dict[str, Any]]) -> str:
-        optimizers = [state["optimizer"] for state in states if _found_infs([state])]
-        shown, hint = collapse_message(self._gradients(optimizers))
-        return (
-            f"{self._in_a_row.read()} steps in a row were skipped, because gradients were not finite; "
-            f"the loss scale is now {self.get_scale()}. First bad parameters: {shown}. {hint}"
-        )
-
 
 def collapse_message(named: Iterable[tuple[str, torch.Tensor]]) -> tuple[str, str]:
     """Return the first gradients that are not finite, each with its kind, and a hint; gradients are given by name."""
-    bad = Culprits(named).all()
+    bad = _Culprits(named).read()
     shown = ", ".join(f"{name} ({kind})" for name, kind in bad[:3]) or "unknown: their gradients are gone already"
     more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
     if any("NaN" in kind for _, kind in bad):
@@ -479,15 +585,6 @@ def collapse_message(named: Iterable[tuple[str, torch.Tensor]]) -> tuple[str, st
     else:
         hint = "An inf that stays while the scale falls is an overflow in the model: keep that part of it in FP32."
     return shown + more, hint
-
-
-def _device_type(device: str | torch.device | None) -> str | None:
-    if device is None:
-        return None
-    try:
-        return torch.device(device).type
-    except (RuntimeError, TypeError) as error:
-        raise PolicyError(f'device must be a device type such as "cuda" or "cpu", or None, got {device!r}') from error
 
 
 def _found_infs(states: Sequence[dict[str, Any]]) -> list[torch.Tensor]:

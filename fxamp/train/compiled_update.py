@@ -6,8 +6,9 @@ their step, which a graph would not show, and optimizers without state yet, whos
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,28 +17,22 @@ from torch.optim import Optimizer
 
 from passes._torch import dynamo_errors, global_optimizer_hooks
 
-from ..ranks.shards import total_norm
-from ..window.gradients import gradients, parameters
-from ..window.result import HeldBack
-from ..window.update import AtEnd, Update, clip, has_state, is_fused, take_step
-from .compile_settings import CompileSettings
-from .compiled_region import Region
-from .rates import Constants, rates_as_tensors
+from .compiler import CompileSettings, Region
+from .ranks.ranks import total_norm
+from .result import HeldBack
+from .update import AtEnd, Update, clip, has_state, is_fused, take_step
+from .window import gradients, parameters
 
 
 class CompiledUpdate:
-    """Steps optimizers with compiled code, where that saves time.
-
-    Attributes:
-        region: What is compiled.
-        eager: Why the end of a window last ran uncompiled; "" if it is compiled.
-    """
+    """Steps optimizers with compiled code; `eager` says why the last window ran uncompiled, "" if it did not."""
 
     def __init__(self, settings: CompileSettings) -> None:
-        self.region = Region("unscale, clip and step", update_region, settings.inner, fullgraph=True)
+        self.region = Region("unscale, clip and step", update_region, settings, fullgraph=True)
         self.eager = ""
-        self._rates: dict[int, Tensor] = {}
-        self._constants = Constants()
+        self._rates: dict[int, Tensor] = {}  # by group
+        self._constants: list[dict[str, Any]] = []  # the numbers of each group that are constants of the graph
+        self._changes = 0  # of these numbers
 
     def takes(self, end: AtEnd) -> bool:
         """Say whether the end of this window is compiled; if not, `eager` says why."""
@@ -45,25 +40,56 @@ class CompiledUpdate:
         return not self.eager
 
     def _why_not(self, end: AtEnd) -> str:
-        optimizers, ranks = end.optimizers, end.ranks
+        region = self.region
         if end.on_gradients is not None:
             return "on_gradients looks at the gradients between unscaling and clipping"
         if global_optimizer_hooks():
             return "there are hooks on the steps of all optimizers"
-        if ranks.spread or ranks.decide_apart:
+        if end.ranks.spread or end.ranks.decide_apart:
             return "ranks agree on whether to step, between unscaling and stepping"
-        if not self.region.settings.fuses:
-            return f"'{self.region.settings.name}' makes no kernels, so nothing would be gained"
-        if self.region.fallbacks:
-            return self.region.fallbacks[-1]
-        if reason := next(filter(None, map(_unfit, optimizers)), ""):
+        if not region.settings.fuses:
+            return f"'{region.settings.name}' makes no kernels, so nothing would be gained"
+        if region.fallbacks:
+            return region.fallbacks[-1]
+        if reason := next(filter(None, map(_unfit, end.optimizers)), ""):
             return reason
-        if name := self._constants.changing(optimizers):
-            self.region.fallbacks.append(f"'{name}' changes from step to step, so that every step would compile again")
-            return self.region.fallbacks[-1]
-        if not all(map(has_state, optimizers)):
-            return "the optimizer has no state before its first step"
-        return ""
+        if name := self._changing(end.optimizers):
+            region.fallbacks.append(f"'{name}' changes from step to step, so that every step would compile again")
+            return region.fallbacks[-1]
+        return "" if all(map(has_state, end.optimizers)) else "the optimizer has no state before its first step"
+
+    def _changing(self, optimizers: Sequence[Optimizer]) -> str:
+        """Return which number that is a constant of the graph has changed for the second time, "" where none has."""
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        now = [{k: v for k, v in group.items() if k != "lr" and isinstance(v, (float, tuple))} for group in groups]
+        before, self._constants = self._constants, now
+        if len(before) != len(now):
+            return ""
+        changed = [key for old, new in zip(before, now, strict=True) for key in new if old.get(key) != new[key]]
+        self._changes += bool(changed)
+        return changed[0] if changed and self._changes > 1 else ""
+
+    @contextlib.contextmanager
+    def _rates_as_tensors(self, optimizers: Sequence[Optimizer]) -> Iterator[None]:
+        """Inside, each group's learning rate is a tensor: a new rate from a scheduler causes no recompilation.
+
+        Outside, schedulers and checkpoints see the number. Together with `foreach`, which compiles to few kernels, only
+        `capturable` optimizers accept a tensor.
+        """
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups if group["params"]]
+        before: list[dict[str, Any]] = [{k: group[k] for k in ("lr", "capturable") if k in group} for group in groups]
+        for index, (group, own) in enumerate(zip(groups, before, strict=True)):
+            rate, device = own.get("lr"), group["params"][0].device
+            if isinstance(rate, (int, float)):
+                if index not in self._rates or self._rates[index].device != device:
+                    self._rates[index] = torch.empty((), dtype=torch.float32, device=device)
+                made = self._rates[index].fill_(rate)
+                group.update({key: made if key == "lr" else True for key in own})
+        try:
+            yield
+        finally:
+            for group, own in zip(groups, before, strict=True):
+                group.update(own)
 
     def __call__(self, end: AtEnd) -> Update:
         """Let optimizers step, and update the scale."""
@@ -73,7 +99,7 @@ class CompiledUpdate:
                   for o, ps in zip(optimizers, live, strict=True)]  # fmt: skip
         inverse = scaler._inverse_scale() if scaler.is_enabled() else None
         try:
-            with rates_as_tensors(optimizers, self._rates), torch.no_grad():
+            with self._rates_as_tensors(optimizers), torch.no_grad():
                 founds, norm = self.region(optimizers, live, states, inverse, end.nothing_kept, end.max_grad_norm)
         except _NotCompiled:
             self.eager = "torch.compile was disabled where the step was called"
@@ -95,7 +121,7 @@ class CompiledUpdate:
             held_back[optimizer] = held
             scaler._note(optimizer, held)
             optimizer._opt_called = True  # type: ignore[attr-defined]  # which a scheduler asks for
-        scaler._update_after(end.overflow)
+        scaler._update(overflow=end.overflow)
         return Update(held_back, norm)
 
 
@@ -138,7 +164,8 @@ def update_region(
     for optimizer, params, state, held in zip(optimizers, live, states, founds, strict=True):
         changed = [*params, *state]
         before = [] if held is None else [t.clone() for t in changed]
-        step_of(type(optimizer))(optimizer)
+        # Without torch's wrappers: hooks, a profiler mark, and a graph break.
+        inspect.unwrap(type(optimizer).step)(optimizer)
         if held is not None:
             for now, then in zip(changed, before, strict=True):
                 now.copy_(torch.where(held.to(now.device) != 0, then, now))
@@ -149,38 +176,21 @@ class _NotCompiled(Exception):  # noqa: N818 - no error: nobody but CompiledUpda
     """Raised where torch would run the function uncompiled (`set_stance`, or a mode), before anything has run."""
 
 
-def step_of(kind: type[Optimizer]) -> Callable[[Optimizer], Any]:
-    """Return the step function of an optimizer without torch's wrappers: hooks, a profiler mark, and a graph break."""
-    step: Callable[[Optimizer], Any] = inspect.unwrap(kind.step)
-    return step
-
-
 def _not_finite(found: list[Tensor]) -> Tensor:
     return (~nn.utils.get_total_norm(found, float("inf")).isfinite()).float()
 
 
 def _unfit(optimizer: Optimizer) -> str:
-    """Return why the step of an optimizer is not compiled, "" if it may be."""
-    name = type(optimizer).__name__
+    """Return why the step of an optimizer is not compiled: what a graph would leave out, for example; "" if it may."""
+    name, own = type(optimizer).__name__, vars(optimizer).get("step")
     if is_fused(optimizer):
         return f"{name} is fused"
-    if reason := _hidden(optimizer):
-        return f"{name} {reason}"
-    if any(gradient.is_sparse for gradient in gradients([optimizer])):
-        return f"{name} has sparse gradients"
-    return ""
-
-
-def _hidden(optimizer: Optimizer) -> str:
-    """Return why a graph of a step would leave something out, for example hooks; "" if it would not."""
-    if not type(optimizer).step.__module__.startswith("torch.optim."):
-        return "is not an optimizer of torch.optim"
-    own = vars(optimizer).get("step")
-    if own is not None and not hasattr(own, "_wrapped_by_lr_sched"):
-        return "has a step() of its own"
     hooks = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-    if any(getattr(optimizer, name, None) for name in hooks):
-        return "has hooks on its step"
-    if any(group.get("differentiable") for group in optimizer.param_groups):
-        return "is differentiable"
-    return ""
+    reasons = {
+        "is not an optimizer of torch.optim": not type(optimizer).step.__module__.startswith("torch.optim."),
+        "has a step() of its own": own is not None and not hasattr(own, "_wrapped_by_lr_sched"),
+        "has hooks on its step": any(getattr(optimizer, hook, None) for hook in hooks),
+        "is differentiable": any(group.get("differentiable") for group in optimizer.param_groups),
+        "has sparse gradients": any(gradient.is_sparse for gradient in gradients([optimizer])),
+    }
+    return next((f"{name} {reason}" for reason, holds in reasons.items() if holds), "")

@@ -202,7 +202,7 @@ def test_an_update_that_cannot_be_one_graph_runs_as_it_is_from_then_on_and_says_
         torch._dynamo.graph_break()
         return torch.zeros(())
 
-    monkeypatch.setattr("fxamp.train.compiled.compiled_update._not_finite", breaks)
+    monkeypatch.setattr("fxamp.train.compiled_update._not_finite", breaks)
     ours, shown = train(KINDS["AdamW"], 4, max_grad_norm=0.5, **COMPILED)
     monkeypatch.undo()
     theirs, expected = train(KINDS["AdamW"], 4, max_grad_norm=0.5)

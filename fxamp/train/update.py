@@ -9,6 +9,8 @@ and is done only on an accelerator, where reading the flag would make the host w
 from __future__ import annotations
 
 import contextlib
+import copy
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -17,28 +19,25 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from ..ranks.ranks import Ranks
-from ..ranks.shards import is_spread, local, total_norm
-from ..scale.scaler import LossScaler
-from .gradients import gradients, holds_inf_or_nan, parameters
+from .ranks.ranks import Ranks, is_spread, local, total_norm
 from .result import HeldBack, HostFlag, to_host
+from .scaler import LossScaler
+from .window import gradients, holds_inf_or_nan, parameters
 
 
 class Update(NamedTuple):
     """Which optimizers stepped, of those that had gradients, and the norm of the gradients if it was requested."""
 
     held_back: Mapping[Optimizer, HeldBack]
-    grad_norm: Tensor | None
+    grad_norm: Tensor | None = None
 
 
 class AtEnd(NamedTuple):
     """What the end of a window needs.
 
     Attributes:
-        scaler: Loss scaler of the window; its scale is in the gradients.
-        optimizers: Those that have gradients.
+        optimizers: Those that have gradients, with the scaler's scale in them.
         max_grad_norm: The norm to which all gradients together are clipped; None neither clips nor measures.
-        ranks: The ranks that have to agree on the flags.
         nothing_kept: A flag on the device, nonzero if every micro-batch was left out.
         overflow: A flag on the device, nonzero where the scale backs off though the optimizers may step.
         on_gradients: Called with the parameters, once their gradients are unscaled.
@@ -61,11 +60,8 @@ class AtEnd(NamedTuple):
 def take_step(end: AtEnd, *, followed: bool = False) -> Update:
     """Let optimizers step, and update the scale.
 
-    With `max_grad_norm`, one gradient that is not finite holds every optimizer back: there is no norm to clip to.
-
-    Args:
-        end: The end of a window.
-        followed: Whether the host will ask which optimizers stepped. The answers are then sent there before the steps.
+    With `max_grad_norm`, one gradient that is not finite holds every optimizer back: there is no norm to clip to. Where
+    steps are `followed`, the host will ask which were taken: the answers are sent there before the steps.
     """
     scaler, ranks = end.scaler, end.ranks
     grad_norm = None
@@ -94,7 +90,7 @@ def take_step(end: AtEnd, *, followed: bool = False) -> Update:
         else:
             optimizer.step()
             held_back[optimizer] = False
-    scaler._update_after(end.overflow)
+    scaler._update(overflow=end.overflow)
     return Update(held_back, grad_norm)
 
 
@@ -111,23 +107,6 @@ def _found_inf(end: AtEnd, norm: Tensor) -> bool | Tensor:
     return found if end.nothing_kept is None else torch.maximum(found, end.nothing_kept.to(found))
 
 
-def _step_scaled(scaler: LossScaler, optimizer: Optimizer, followed: bool) -> HeldBack:
-    begun: list[bool | Tensor | HostFlag] = []
-    with contextlib.ExitStack() as stack:
-        if followed:  # when the hook runs, the flag has been computed, and no kernel of the step launched
-            hook = optimizer.register_step_pre_hook(lambda *_: begun.append(to_host(scaler._held_back(optimizer))))
-            stack.callback(hook.remove)
-        if is_undoable(optimizer) and not is_fused(optimizer):
-            held: HeldBack = step_where_finite(optimizer, scaler._unscaled_found_inf(optimizer))
-        elif _begins_undefined(optimizer) and bool(scaler._unscaled_found_inf(optimizer)):
-            held = True  # its first step would make a state that holds nothing
-            scaler._note(optimizer, held_back=True)
-        else:
-            scaler.step(optimizer)
-            held = scaler._held_back(optimizer)
-    return begun[0] if begun else held
-
-
 def clip(params: Sequence[Tensor], max_norm: float, norm: Tensor) -> None:
     """Clip the gradients of parameters, whose norm together is given, to `max_norm`; infinity only measures."""
     if math.isinf(max_norm):  # inf/inf would make every gradient NaN
@@ -140,6 +119,9 @@ def clip(params: Sequence[Tensor], max_norm: float, norm: Tensor) -> None:
     with torch.no_grad():
         for gradient in found:
             local(gradient).mul_(factor.to(gradient.device))
+
+
+# ------------------------------------------------------------------------------------- one optimizer
 
 
 def is_fused(optimizer: Optimizer) -> bool:
@@ -178,50 +160,100 @@ def _keeps_state_on_device(optimizer: Optimizer) -> bool:
     return all(p.device.type != "cpu" for p in parameters(optimizer))
 
 
+def _step_scaled(scaler: LossScaler, optimizer: Optimizer, followed: bool) -> HeldBack:
+    begun: list[bool | Tensor | HostFlag] = []
+    with contextlib.ExitStack() as stack:
+        if followed:  # when the hook runs, the flag has been computed, and no kernel of the step launched
+            hook = optimizer.register_step_pre_hook(lambda *_: begun.append(to_host(scaler._held_back(optimizer))))
+            stack.callback(hook.remove)
+        if is_undoable(optimizer) and not is_fused(optimizer):
+            held: HeldBack = step_where_finite(optimizer, scaler._unscaled_found_inf(optimizer))
+        elif _begins_undefined(optimizer) and bool(scaler._unscaled_found_inf(optimizer)):
+            held = True  # its first step would make a state that holds nothing
+            scaler._note(optimizer, held_back=True)
+        else:
+            scaler.step(optimizer)
+            held = scaler._held_back(optimizer)
+    return begun[0] if begun else held
+
+
 def step_where_finite(optimizer: Optimizer, found_inf: bool | Tensor) -> bool | Tensor:
-    """Step an optimizer whose gradients are unscaled.
+    """Step an optimizer whose gradients are unscaled, unless one is not finite: a bool, or a flag of one element.
 
-    Args:
-        optimizer: What to step.
-        found_inf: Whether a gradient is not finite: a bool, or a tensor of one element.
-
-    Returns:
-        Whether the optimizer was held back; `found_inf` itself if it was not read.
+    Return whether it was held back; the flag itself if it was not read.
     """
-    if isinstance(found_inf, bool):
-        if not found_inf:
-            optimizer.step()
-        return found_inf
-    if is_fused(optimizer) and not _begins_undefined(optimizer):
-        optimizer.found_inf = found_inf  # type: ignore[attr-defined]
-        optimizer.grad_scale = None  # type: ignore[attr-defined]
-        try:
-            optimizer.step()
-        finally:
-            del optimizer.found_inf, optimizer.grad_scale  # type: ignore[attr-defined]
-        return found_inf
-    if is_undoable(optimizer):
-        step_or_restore(optimizer, found_inf)
-        return found_inf
-    if found_inf.item():
-        return True
-    optimizer.step()
-    return False
+    if isinstance(found_inf, Tensor):
+        if is_fused(optimizer) and not _begins_undefined(optimizer):
+            optimizer.found_inf = found_inf  # type: ignore[attr-defined]
+            optimizer.grad_scale = None  # type: ignore[attr-defined]
+            try:
+                optimizer.step()
+            finally:
+                del optimizer.found_inf, optimizer.grad_scale  # type: ignore[attr-defined]
+            return found_inf
+        if is_undoable(optimizer):
+            step_or_restore(optimizer, found_inf)
+            return found_inf
+        found_inf = bool(found_inf)
+    if not found_inf:
+        optimizer.step()
+    return found_inf
 
 
 @torch.no_grad()
 def step_or_restore(optimizer: Optimizer, found_inf: Tensor) -> None:
     """Step, and undo the step if `found_inf` is not 0. The optimizer's whole state must exist already."""
     live = [p for p in parameters(optimizer) if p.grad is not None]
-    before = {p: p.clone() for p in live}
-    states = {p: {k: v.clone() for k, v in optimizer.state[p].items() if isinstance(v, Tensor)} for p in live}
+    before = [p.clone() for p in live]
+    states = [{k: v.clone() for k, v in optimizer.state[p].items() if isinstance(v, Tensor)} for p in live]
     optimizer.step()
-    for p in live:
-        _restore_where(p, before[p], found_inf)
-        state: dict[str, Any] = optimizer.state[p]
-        for key, old in states[p].items():
-            _restore_where(state[key], old, found_inf)
+    for p, old, state in zip(live, before, states, strict=True):
+        for now, then in [(p, old), *((optimizer.state[p][key], value) for key, value in state.items())]:
+            now.copy_(torch.where(found_inf.to(now.device) != 0, then, now))
 
 
-def _restore_where(now: Tensor, before: Tensor, found_inf: Tensor) -> None:
-    now.copy_(torch.where(found_inf.to(now.device) != 0, before, now))
+# ------------------------------------------------------------------------------------- optimizers that call a closure
+
+
+def needs_closure(optimizer: Optimizer) -> bool:
+    """Say whether the step() of an optimizer requires a closure, since it evaluates the loss itself, as LBFGS does."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def step_by_closure(optimizer: Optimizer, scaler: LossScaler, run: Callable[[], Tensor], ranks: Ranks) -> bool:
+    """Let an optimizer step that evaluates the loss itself; return whether it was held back.
+
+    With loss scaling, a gradient that is not finite takes back the whole step, whichever evaluation it comes from.
+    `run` runs the window's micro-batches forward and backward, from gradients of None, and returns their unscaled loss.
+    """
+    before = [p.detach().clone() for p in parameters(optimizer)]
+    state = copy.deepcopy(optimizer.state_dict())
+
+    def evaluate() -> Tensor:
+        optimizer.zero_grad(set_to_none=True)
+        with torch.enable_grad():
+            loss = run()
+        if scaler.is_enabled():
+            scaler._unscale_again(optimizer)
+            found = holds_inf_or_nan(gradients([optimizer]))
+            ranks.agree([found])
+            if found.item():
+                raise _NotFinite
+        return loss
+
+    held_back = False
+    try:
+        optimizer.step(evaluate)  # type: ignore[arg-type]
+    except _NotFinite:
+        held_back = True
+        with torch.no_grad():
+            for p, old in zip(parameters(optimizer), before, strict=True):
+                p.copy_(old)
+        optimizer.load_state_dict(state)
+    scaler._note(optimizer, held_back)
+    return held_back
+
+
+class _NotFinite(Exception):  # noqa: N818 - no error: nobody but `step_by_closure` sees it
+    """Raised to abort a step when a gradient is not finite."""

@@ -12,25 +12,20 @@ from torch.fx import GraphModule
 from passes.contract.errors import FxampError
 from passes.contract.plan import Plan
 
-from ...capture import compiled
-from ...capture.emitted import record_on
-from ...convert import converted_in, graphs, plan_of
-from ...view.graphs import bound, captured_of, numbered
-from ...view.view import is_view, runner_of
-from ..record.build import Emitted
-from ..record.build import record_of as record_of_plan
-from ..record.record import TOTALS, Record
+from ..capture import compiled
+from ..capture.emitted import record_on
+from ..convert import converted_in, graphs, plan_of
+from ..view.graphs import bound, captured_of, numbered
+from ..view.view import is_view, runner_of
+from .record.build import Emitted
+from .record.build import record_of as record_of_plan
+from .record.record import TOTALS, Record
 
 Readable: TypeAlias = Union[Plan, nn.Module, str, "os.PathLike[str]"]
 
 
 def plan_in(value: object) -> Plan | None:
-    """Find the plan in an argument: the plan itself, the path of one, or a module that has one; else None.
-
-    Raises:
-        CaptureError: nothing was converted yet for a module that is compiled.
-        PlanError: the file cannot be read.
-    """
+    """Find the plan in an argument: the plan itself, the path of one, or a module that has one; else None."""
     if isinstance(value, Plan):
         return value
     if isinstance(value, str | os.PathLike):
@@ -47,7 +42,12 @@ def emitted(module: nn.Module) -> list[Emitted]:
         return []
     made = [(gm, record) for gm in graphs(module) if (record := record_on(gm)) is not None]
     once = {record["number"]: (gm, record) for gm, record in reversed(made)}  # of states that share a part of the plan
-    return [Emitted(n, record.get("part", ""), gm, ()) for n, (gm, record) in sorted(once.items())]
+    out = []
+    for number, (gm, record) in sorted(once.items()):
+        kept = record.get("kept")
+        of = (kept.by, kept.bytes) if kept is not None else ("", None)
+        out.append(Emitted(number, record.get("part", ""), gm, *of))
+    return out
 
 
 def captured_and_emitted(view: object) -> list[tuple[str, GraphModule, GraphModule]]:
@@ -68,19 +68,14 @@ def captured_and_emitted(view: object) -> list[tuple[str, GraphModule, GraphModu
 def record_of(given: object, plan: Plan | None = None) -> Record:
     """Return the record of a converted module; or of a plan, without sizes and the places of casts.
 
-    Args:
-        given: a module or a plan.
-        plan: that of the module, if it is known already.
-
     Raises:
         CaptureError: the module was compiled and not called yet, or not converted at all.
     """
-    if not isinstance(given, nn.Module):
-        found = plan if plan is not None else plan_in(given)
-        assert found is not None, "a plan, or the path of one"
-        return record_of_plan(found)
-    found = plan_of(given) if plan is None else plan
-    return record_of_plan(found, emitted(given), given)
+    if isinstance(given, nn.Module):
+        return record_of_plan(plan or plan_of(given), emitted(given), given)
+    found = plan or plan_in(given)
+    assert found is not None, "a plan, or the path of one"
+    return record_of_plan(found)
 
 
 def model_name(given: object) -> str:

@@ -10,43 +10,32 @@ A view in the model is traced into the first graph. In a window that keeps casts
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
+from torch.utils.checkpoint import CheckpointPolicy
 
 from passes.graph.values import no_autocast
+from passes.ops import ops
 
-from ...capture.backend import inner_of
-from ...view.copies import Lifted, lift, with_copies
-from ...view.function import Entry
-from ...view.runner import Runner
-from ...view.view import is_view, runner_of
-from ..ranks.refused import is_sharded
-from ..weights.weights import WeightCasts
-from ..window.loss import LossFunction, loss_of
-from .compile_settings import CompileSettings
-from .compiled_region import Region
+from ..capture.backend import inner_of
+from ..view.copies import Lifted, lift, with_copies
+from ..view.function import Entry
+from ..view.runner import Runner
+from ..view.view import is_view, runner_of
 from .compiled_update import CompiledUpdate
-from .recompute import recompute_weight_casts
+from .compiler import CompileSettings, Region
+from .ranks.ranks import is_sharded
 from .traced_views import convert_views, traced
+from .weights import WeightCasts
+from .window import LossFunction, loss_of
 
 
 class CompiledStep:
-    """The compiled parts of a TrainStep, with counts of their graphs.
-
-    Args:
-        settings: What compiles it.
-        model: The model of the step.
-        weights: The casts of weights that the step keeps.
-
-    Attributes:
-        settings: As given.
-        loss: Model and loss.
-        update: What comes after the backward of a window.
-    """
+    """The compiled parts of a TrainStep, with counts of their graphs: `loss` is that of model and loss."""
 
     def __init__(self, settings: CompileSettings, model: nn.Module, weights: WeightCasts) -> None:
         self.settings = settings
@@ -76,7 +65,7 @@ class CompiledStep:
         return self.loss, self.update.region
 
     def loss_of(self, loss_fn: LossFunction | None, inputs: Any, target: Any) -> tuple[Tensor, Any]:
-        """Return loss and output of a micro-batch; as `fxamp.train.window.loss.loss_of` does."""
+        """Return loss and output of a micro-batch; as `fxamp.train.window.loss_of` does."""
         if self.settings.captures:
             torch.compiler.cudagraph_mark_step_begin()
         with self._inlining(inputs):
@@ -122,3 +111,18 @@ class CompiledStep:
                 return run(*args)
 
         return call
+
+
+def recompute_weight_casts(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
+    """Mark casts of parameters in a Dynamo graph as torch's checkpointing does, so that backward makes them again.
+
+    AOTAutograd chooses the tensors to save for backward so that the fewest bytes move, and a low copy of a weight has
+    half the bytes of the weight. But the weight is in memory anyway, while copies of all weights take additional
+    memory. Recomputing the casts moves more bytes; where there is memory for copies, "per_step" casts once.
+    """
+    for node, value in zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=False):
+        if isinstance(value, nn.Parameter):
+            for user in node.users:
+                if user.op.startswith("call") and ops.name(user) == "to":
+                    user.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+                    user.meta["ac_graph_id"] = 0

@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import fxamp
 from fxamp.train.step import TrainStep
-from fxamp.train.weights.weights import Mode
+from fxamp.train.weights import Mode
 from reports import compiled_step
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # of a module that torch imports

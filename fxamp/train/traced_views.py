@@ -20,13 +20,13 @@ from passes._torch import enter_autocast, exit_autocast
 from passes.graph.values import LOW_DTYPES, dtypes_of
 from passes.ops.ops import NOTE
 
-from ...capture.backend import leave_sharing_to_the_compiler, rewrite
-from ...capture.call import Call, begin
-from ...capture.compiled import Converted, copied
-from ...capture.outputs import leaving
-from ...view.function import Entry, function_of
-from ...view.runner import Runner
-from ...view.state import state_of
+from ..capture.backend import leave_sharing_to_the_compiler, rewrite
+from ..capture.call import Call, begin
+from ..capture.compiled import Converted, copied
+from ..capture.outputs import leaving
+from ..view.function import Entry, function_of
+from ..view.runner import Runner
+from ..view.state import state_of
 
 _MARK = {"cache_enabled": False}  # by which the region of a view is told from those of the author
 
@@ -53,12 +53,8 @@ def convert_views(
 ) -> None:
     """Convert the regions of views in a graph from Dynamo, in place; a view that has no graph yet keeps this one.
 
-    Args:
-        gm: The graph.
-        inputs: Its example inputs.
-        runners: Those of the views.
-        made: The graphs that views have from earlier calls of this function; those that are new are added.
-        eager: The graph runs as it is, so that casts may share a storage.
+    `made` are the graphs that views have from earlier calls, to which new ones are added. In a graph that runs as it
+    is, `eager`, casts may share a storage.
     """
     places = [n for n in gm.graph.nodes if n.op == "placeholder"]
     given = dict(zip(places, inputs, strict=False))
@@ -159,5 +155,3 @@ def _rewritten(runner: Runner, part: GraphModule, examples: list[Any]) -> Conver
 
 
 _CODE = _rewritten.__code__
-
-__all__ = ["convert_views", "traced"]

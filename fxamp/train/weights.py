@@ -5,18 +5,17 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from torch import nn
 
 from passes._torch import compiled_call, original_of
 from passes.contract.errors import PolicyError
 
-from ...view.copies import Copies
-from ...view.frozen import weights_of
-from ...view.runner import Runner
-from ...view.view import is_view, runner_of
-from ..ranks.refused import is_sharded
+from ..view.copies import Copies
+from ..view.frozen import weights_of
+from ..view.view import is_view, runner_of
+from .ranks.ranks import is_sharded
 
 Mode = Literal["auto", "per_step", "per_use"]
 MODES = ("auto", "per_step", "per_use")
@@ -25,70 +24,85 @@ MODES = ("auto", "per_step", "per_use")
 _REPLACE_PARAMETERS = ("DataParallel", "FullyShardedDataParallel")
 
 
+class _Found(NamedTuple):
+    """What so many captured graphs cast: weights that are kept, why others are not, and how often a call casts one."""
+
+    graphs: int
+    kept: dict[str, None]
+    per_use: dict[str, str]
+    times: int
+
+
 class WeightCasts:
     """The weights of a model that its graphs read low.
 
+    Args:
+        model: The model as a TrainStep calls it: a view, or with views inside.
+        mode: What was asked for. "auto" is "per_step" where a weight would be cast more than once a window. Where each
+            is cast once, both modes have the same casts, bytes and ops in eager mode, and their times differed by no
+            more than their spread. Compiled, "per_use" is faster by a twentieth and has the lower peak
+            (reports/compiled_step.md), though backward casts again.
+        accumulate_steps: Micro-batches in a window.
+
     Attributes:
-        asked: "per_step", "per_use" or "auto".
+        asked: As given.
         parts: The views in the model.
         copies: The low copies, which live as long as the step.
         is_open: A window is open in which views read them.
+
+    Raises:
+        PolicyError: `mode` is none of the three, or "per_step" and nothing can be kept.
     """
 
     def __init__(self, model: nn.Module, mode: Mode, accumulate_steps: int) -> None:
-        """Find out which casts can be kept.
-
-        Args:
-            model: The model as a TrainStep calls it: a view, or with views inside.
-            mode: What was asked for. "auto" is "per_step" where a weight would be cast more than once a window. Where
-                each is cast once, both modes have the same casts, bytes and ops in eager mode, and their times differed
-                by no more than their spread. Compiled, "per_use" is faster by a twentieth and has the lower peak
-                (reports/compiled_step.md), though backward casts again.
-            accumulate_steps: Micro-batches in a window.
-
-        Raises:
-            PolicyError: `mode` is none of the three, or "per_step" and nothing can be kept.
-        """
         if mode not in MODES:
             raise PolicyError(f"weights must be one of {', '.join(map(repr, MODES))}, got {mode!r}")
-        self.asked = mode
-        self.parts: list[nn.Module] = []
+        self.asked, self._accumulate_steps = mode, accumulate_steps
         self.copies, self.is_open = Copies(), False
-        self._accumulate_steps = accumulate_steps
-        self._views: list[tuple[str, Runner]] = []
-        self._refused: dict[str, str] = {}
-        for path, module, reason in _parts(model):
-            if is_view(module):
-                self.parts.append(module)
-            if reason:
-                self._refused[path or "the model"] = reason
-            elif is_view(module):
-                self._views.append((path, runner_of(module)))
-        self._found: tuple[int, dict[str, None], dict[str, str], int] = (-1, {}, {}, 0)
-        if mode == "per_step" and (not self._views or (self._captured and not self.kept)):
-            raise PolicyError(f"weights='per_step' keeps casts of weights for a whole step, but {self._nothing()}")
+        parts = list(_parts(model))
+        self.parts = [module for _, module, _ in parts if is_view(module)]
+        self._refused = {path or "the model": reason for path, _, reason in parts if reason}
+        self._views = {path: runner_of(module) for path, module, reason in parts if is_view(module) and not reason}
+        self._found = _Found(-1, {}, {}, 0)
+        if mode == "per_step" and self._keeps_nothing:
+            why = "; ".join(f"'{path}' {reason}" for path, reason in list(self.per_use.items())[:3])
+            raise PolicyError(
+                "weights='per_step' keeps casts of weights for a whole step, but "
+                + (
+                    f"this model has no cast that can be kept{': ' + why if why else ''}. Use 'auto' or 'per_use'."
+                    if self._views or why
+                    else "no part of this model is converted: give what fxamp.convert or fxamp.compile returned, or "
+                    "'auto'."
+                )
+            )
 
     @property
     def mode(self) -> Literal["per_step", "per_use"]:
         """Whether casts are kept for a window: "per_step", else "per_use"."""
-        if self.asked == "per_use" or not self._views or (self._captured and not self.kept):
+        if self.asked == "per_use" or self._keeps_nothing:
             return "per_use"
         return "per_step" if self.asked == "per_step" or self.times > 1 else "per_use"
 
     @property
     def kept(self) -> tuple[str, ...]:
         """Paths of the weights whose casts can be kept, in the graphs that are captured so far."""
-        return tuple(self._look()[1])
+        return tuple(self._look().kept)
 
     @property
     def per_use(self) -> dict[str, str]:
         """Why other casts are not kept, by path of the weight or of the module that reads it."""
-        return self._refused | self._look()[2]
+        return self._refused | self._look().per_use
 
     @property
     def times(self) -> int:
         """How often a window casts the weight that is cast most often, if every view is called once a micro-batch."""
-        return self._accumulate_steps * (self._look()[3] or bool(self._views and not self._captured))
+        found = self._look()
+        return self._accumulate_steps * (found.times or bool(self._views and not found.graphs))
+
+    @property
+    def _keeps_nothing(self) -> bool:
+        found = self._look()
+        return not self._views or bool(found.graphs and not found.kept)
 
     @contextlib.contextmanager
     def window(self) -> Iterator[None]:
@@ -107,14 +121,11 @@ class WeightCasts:
         """
         if self.is_open or self.mode == "per_use":
             return
-        opened: list[Runner] = []
-        try:
-            for _, runner in self._views:
+        with contextlib.ExitStack() as undo:
+            for runner in self._views.values():
                 runner.opened.open(self.copies, type(runner.model).__name__)
-                opened.append(runner)
-        except BaseException:
-            self._close(opened)
-            raise
+                undo.callback(runner.opened.close, self.copies)
+            undo.pop_all()
         self.copies.open()
         self.is_open = True
 
@@ -125,28 +136,18 @@ class WeightCasts:
     def end(self) -> None:
         """End a window: views cast at each use."""
         if self.is_open:
-            self._close([runner for _, runner in self._views])
+            for runner in self._views.values():
+                runner.opened.close(self.copies)
             self.copies.end()
             self.is_open = False
 
-    def _close(self, runners: list[Runner]) -> None:
-        for runner in runners:
-            runner.opened.close(self.copies)
-
-    @property
-    def _captured(self) -> int:
-        return sum(len(runner.entries) for _, runner in self._views)
-
-    def _look(self) -> tuple[int, dict[str, None], dict[str, str], int]:
-        """Read the captured graphs, if there are others than at the last look.
-
-        Returns:
-            How many there are, the weights that are kept, why others are not, and how often a call casts one.
-        """
-        if self._found[0] == self._captured:
+    def _look(self) -> _Found:
+        """Read the captured graphs, if there are others than at the last look."""
+        graphs = sum(len(runner.entries) for runner in self._views.values())
+        if self._found.graphs == graphs:
             return self._found
         kept, per_use, times = dict[str, None](), dict[str, str](), Counter[Any]()
-        for path, runner in self._views:
+        for path, runner in self._views.items():
             named = dict(runner.model.named_parameters(remove_duplicate=False))
             a_call = Counter[Any]()
             for entry in runner.entries:  # a call runs one of them, or several that read different weights
@@ -162,14 +163,8 @@ class WeightCasts:
                         per_use[whole] = f"is a {kind}, which is gathered or exchanged again at each call"
                 a_call |= a_graph
             times += a_call
-        self._found = (self._captured, kept, per_use, max(times.values(), default=0))
+        self._found = _Found(graphs, kept, per_use, max(times.values(), default=0))
         return self._found
-
-    def _nothing(self) -> str:
-        if not self._views and not self.per_use:
-            return "no part of this model is converted: give what fxamp.convert or fxamp.compile returned, or 'auto'."
-        why = "; ".join(f"'{path}' {reason}" for path, reason in list(self.per_use.items())[:3])
-        return f"this model has no cast that can be kept{': ' + why if why else ''}. Use 'auto' or 'per_use'."
 
 
 def _parts(model: nn.Module, path: str = "", reason: str = "") -> Iterator[tuple[str, nn.Module, str]]:

@@ -1,0 +1,213 @@
+"""What compiles a training step: the values of `TrainStep(compile=...)`, and one function that is compiled by them.
+
+Other values are refused by name. A compiled function counts its graphs, breaks and fallbacks.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import GraphModule
+from torch.optim import Optimizer
+
+from passes._torch import compile_records, inner_backend
+from passes.contract.errors import PolicyError
+from passes.contract.policy import Policy, nearest
+
+from ..capture import backend as capture
+from ..capture import compiled
+from ..view.view import is_view, make_view
+from .update import needs_closure
+
+_KEYS = ("backend", "mode", "options", "dynamic", "fullgraph")
+
+
+@dataclass(frozen=True)
+class CompileSettings:
+    """The compiler of a training step, and its options, as `torch.compile` takes them.
+
+    Attributes:
+        cuda_graph: Whether Inductor is asked to capture CUDA graphs of what it compiles.
+        captures: Whether it can do that: whether there is CUDA.
+        policy: By which the model is converted, where fxamp's own backend was asked for, around this one; else None.
+    """
+
+    backend: capture.Inner = "inductor"
+    mode: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    dynamic: bool | None = None
+    fullgraph: bool = False
+    cuda_graph: bool = False
+    captures: bool = False
+    policy: Policy | None = None
+
+    @property
+    def name(self) -> str:
+        """The name of the backend that was asked for."""
+        inner = self.backend if isinstance(self.backend, str) else getattr(self.backend, "__name__", str(self.backend))
+        return inner if self.policy is None else "fxamp"
+
+    @property
+    def fuses(self) -> bool:
+        """Whether the backend generates kernels, while torch's "eager" backends only trace."""
+        return not (isinstance(self.backend, str) and "eager" in self.backend)
+
+    def run(self) -> Any:
+        """Return the backend with its mode and options in it."""
+        return inner_backend(self.backend, self.mode, dict(self.options))
+
+
+def settings_of(compile: object, cuda_graph: object) -> CompileSettings | None:
+    """Return the settings that the arguments `compile` and `cuda_graph` stand for; None to compile nothing.
+
+    Raises:
+        PolicyError: They are none; there is no such backend or option; or CUDA graphs without Inductor.
+    """
+    if not isinstance(cuda_graph, bool):
+        raise PolicyError(f"cuda_graph must be True or False, got {cuda_graph!r}")
+    if compile is False:
+        if cuda_graph:
+            raise PolicyError("cuda_graph=True captures graphs that compile=True has compiled: give compile=True too")
+        return None
+    given = {} if compile is True else {"backend": compile} if isinstance(compile, str) else compile
+    if not isinstance(given, Mapping):
+        raise PolicyError(
+            "compile must be False, True, the name of a torch.compile backend or a mapping of torch.compile's options, "
+            f"got {compile!r}"
+        )
+    if unknown := next((key for key in given if key not in _KEYS), ""):
+        raise PolicyError(
+            f"compile has no option {unknown!r}{nearest(str(unknown), _KEYS)}: it takes {', '.join(_KEYS)}"
+        )
+    captures = cuda_graph and torch.cuda.is_available()
+    settings = CompileSettings(**given, cuda_graph=cuda_graph, captures=captures)
+    options = {**(settings.options or {}), **({"triton.cudagraphs": True} if captures else {})}
+    backend: Any = settings.backend
+    if backend == "fxamp":
+        ours, options = capture.split(options)
+        backend = capture.backend(**{"mode": settings.mode, **ours})
+    if isinstance(backend, capture.Backend):
+        mode, options = backend.mode or settings.mode, {**dict(backend.options), **options}
+        settings = replace(settings, backend=backend.backend, mode=mode, policy=backend.policy)
+    else:
+        capture.require_backend(backend)
+    if cuda_graph and settings.backend != "inductor":
+        raise PolicyError(f"cuda_graph=True is an option of Inductor, and the backend is {settings.name!r}")
+    settings = replace(settings, options=options)
+    try:
+        settings.run()
+    except RuntimeError as error:  # of Inductor, for an option that it does not have
+        raise PolicyError(f"compile: {error}") from error
+    return settings
+
+
+def model_to_compile(model: nn.Module, optimizers: Sequence[Optimizer], settings: CompileSettings) -> nn.Module:
+    """Return a view of the model where the backend is fxamp's, else the model.
+
+    Raises:
+        PolicyError: The step cannot be compiled, by its model, its optimizers or the backend.
+    """
+    closure = next((o for o in optimizers if needs_closure(o)), None)
+    if closure is not None:
+        raise PolicyError(
+            f"compile={settings.name!r} does not work with {type(closure).__name__}, which evaluates the loss several "
+            "times in a step: leave compile at False, or take an optimizer whose step() needs no closure"
+        )
+    for path, module in model.named_modules():
+        what = f"'{path}'" if path else "the model"
+        if settings.policy is not None and is_view(module):
+            raise PolicyError(f"compile='fxamp' converts the model, and {what} is converted already: set compile=True")
+        if compiled.is_compiled(module) and not is_view(module):
+            raise PolicyError(
+                f"{what} is compiled by torch.compile already: leave compile at False, or give TrainStep what "
+                "fxamp.convert returns, or the model as it is with compile='fxamp'"
+            )
+    if settings.policy is None:
+        return model
+    capture.refuse_unmatched(settings.policy, model)
+    view: nn.Module = make_view(model, settings.policy)
+    return view
+
+
+class Region:
+    """A plain function, without a closure, that is compiled for a training step.
+
+    Attributes:
+        frames: How many pieces of code were compiled, each into a graph for one form of the inputs.
+        breaks: Where and why a graph ended early.
+        recompiles: Why code was compiled once more.
+        fallbacks: What runs uncompiled, and why.
+        uncaptured: Why there is no CUDA graph of something.
+        failed: Whether the backend itself raised an error in the last call.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        settings: CompileSettings,
+        backend: Callable[[GraphModule, list[Any]], Callable[..., Any]] | None = None,
+        **given: Any,
+    ) -> None:
+        self.name, self.settings = name, settings
+        self.frames, self.failed = 0, False
+        self.breaks: list[str] = []
+        self.recompiles: list[str] = []
+        self.fallbacks: list[str] = []
+        self.uncaptured: list[str] = []
+        compile_graph = backend or settings.run()
+
+        def compiler(gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+            if reason := compiled.break_of(gm):
+                self.breaks.append(reason)
+            try:
+                run: Callable[..., Any] = compile_graph(gm, example_inputs)
+            except Exception:
+                self.failed = True
+                raise
+            return run
+
+        compiler.__name__ = settings.name  # the name by which torch calls the backend in errors
+        # Dynamo keeps what it compiles by code object: two steps would compete for one limit of recompiles.
+        own = types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
+        how = {"dynamic": settings.dynamic, "fullgraph": settings.fullgraph, **given}
+        self._run = torch.compile(own, backend=compiler, **how)
+
+    def __call__(self, *args: Any) -> Any:
+        """Run the function, compiled. An error of the backend gets a note with a way out."""
+        before = compile_records()
+        self.failed = False
+        try:
+            return self._run(*args)
+        except Exception as error:
+            if self.failed and hasattr(error, "add_note"):  # from Python 3.11 on
+                error.add_note(self._said(str(error)))
+            raise
+        finally:
+            self._look_back(before)
+
+    def _said(self, error: str) -> str:
+        way_out = "Try compile='aot_eager' to see whether the graph is at fault, or compile=False to train uncompiled."
+        if "C++ compiler" in error:
+            way_out = "Install a C++ compiler; or use compile='aot_eager', which compiles no kernels, or compile=False."
+        return f"The backend '{self.settings.name}' failed on the graph '{self.name}' of this TrainStep. {way_out}"
+
+    def _look_back(self, before: list[Any]) -> None:
+        """Read from Dynamo's records what it has compiled, or failed to compile, during the last call."""
+        after = compile_records()
+        if not after or (before and after[-1] is before[-1]):
+            return
+        known = set(map(id, before))
+        for record in (record for record in after if id(record) not in known):
+            self.frames += bool(record.has_guarded_code and record.graph_op_count)
+            if record.recompile_reason:
+                self.recompiles.append(record.recompile_reason)
+            if record.fail_reason and not self.failed:
+                self.fallbacks.append(f"{record.co_name}: {record.fail_reason.splitlines()[0]}")
+            if reason := getattr(record, "cudagraph_skip_reason", None):  # not in every torch
+                self.uncaptured.append(reason)

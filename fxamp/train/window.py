@@ -1,0 +1,385 @@
+"""The open window of a training step: what is known of it from its first micro-batch to its end.
+
+With `on_overflow="skip_microbatch"` a micro-batch whose gradients are not finite is left out, not its whole window: the
+gradients of each are computed separately, checked, and added to the earlier ones by a select on the device. This needs
+memory for a second set of gradients.
+
+`ByHand` finds calls of a hand-written loop, which the step makes itself, by what they leave between two calls.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.profiler import record_function
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from passes._torch import is_profiling, sequence_number
+from passes.contract.errors import PolicyError
+
+from ..trust.given_step import output_of
+from .ranks.ranks import Ranks, agree, exchange, exchanged, groups_of, local
+from .scaler import LossScaler
+
+logger = logging.getLogger("fxamp")
+
+LossFunction = Callable[..., Tensor]
+Weight = float | Tensor
+UNWEIGHTED: float = float("1.0")  # the object itself says that no weight was given; all ranks give weights, or none
+
+
+# ------------------------------------------------------------------------------------- losses
+
+
+def loss_of(model: nn.Module, loss_fn: LossFunction | None, inputs: Any, target: Any) -> tuple[Tensor, Any]:
+    """Call the model on inputs, and the loss function on its output and a target; return the loss and the output.
+
+    Without a target it is `loss_fn(output)`; None for `loss_fn` takes `output.loss` or `output["loss"]`.
+
+    Raises:
+        PolicyError: The inputs are of another kind, or there is no loss of one element.
+    """
+    loss: Any
+    output = output_of(model, inputs)
+    if loss_fn is not None:
+        loss = loss_fn(output) if target is None else loss_fn(output, target)
+    elif target is not None:
+        raise PolicyError("a target was given but loss_fn is None: give a loss_fn, or pass the target among the inputs")
+    else:
+        loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+        if loss is None:
+            raise PolicyError(
+                f"loss_fn is None, and the output ({type(output).__name__}) has no loss: give labels among the inputs, "
+                "or a loss_fn"
+            )
+    require_loss(loss)
+    return loss, output
+
+
+def require_loss(loss: object) -> None:
+    """Raise PolicyError unless a loss is a tensor of one element."""
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        what = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise PolicyError(f"the loss must be a tensor of one element, got {what}")
+
+
+def refuse_constant(loss: Tensor, optimizers: Iterable[Optimizer]) -> None:
+    """Raise PolicyError if parameters are trainable and a loss depends on none of them."""
+    if not loss.requires_grad and any(p.requires_grad for o in optimizers for p in parameters(o)):
+        raise PolicyError(
+            "the loss does not depend on any trainable parameter: look for torch.no_grad(), .detach() or "
+            ".item() in the model or in loss_fn"
+        )
+
+
+# ------------------------------------------------------------------------------------- gradients
+
+
+def parameters(optimizer: Optimizer) -> list[Tensor]:
+    """Return all parameters of an optimizer."""
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def gradients(optimizers: Iterable[Optimizer]) -> list[Tensor]:
+    """Return the gradients that there are."""
+    return [p.grad for optimizer in optimizers for p in parameters(optimizer) if p.grad is not None]
+
+
+def first_with_gradient(optimizers: Iterable[Optimizer]) -> Tensor | None:
+    """Return the first parameter of some optimizers that has a gradient."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    return p  # type: ignore[no-any-return]
+    return None
+
+
+def holds_inf_or_nan(tensors: list[Tensor]) -> Tensor:
+    """Return 1.0 on the device if any number is not finite, on any rank that has a part of them, else 0.0."""
+    parts = [part.detach() for part in map(local, tensors) if part.numel()]
+    if parts and all(part.device.type == "cpu" and not part.is_sparse for part in parts):
+        # On a CPU this takes a thirtieth of the time of the norms.
+        bounds = torch.stack([bound.float() for part in parts for bound in part.aminmax()])
+    else:
+        bounds = nn.utils.get_total_norm(parts, math.inf)
+    found = (~bounds.isfinite().all()).float()
+    return agree(found, groups_of(tensors))
+
+
+class KeptMicroBatches:
+    """The gradients of one window's micro-batches, except those that are not finite.
+
+    `kept` says how many were added up, on the device once there was one; `share` is the sum of their weights.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self._optimizers = optimizers
+        self._sums: dict[Tensor, Tensor | None] = {}
+        self.kept: int | Tensor = 0
+        self.share: float | Tensor = 0.0
+
+    def before_backward(self) -> None:
+        """Put the sum so far aside, so that backward leaves only the gradients of one micro-batch."""
+        for p in (p for optimizer in self._optimizers for p in parameters(optimizer)):
+            self._sums[p], p.grad = p.grad, None
+
+    @torch.no_grad()
+    def after_backward(self, share: float | Tensor) -> None:
+        """Add the gradients of a micro-batch of this weight to the sum if all are finite; refuse sparse ones."""
+        new = gradients(self._optimizers)
+        if any(gradient.is_sparse for gradient in new):
+            raise PolicyError(
+                'on_overflow="skip_microbatch" works only with dense gradients, and some are sparse: use '
+                'on_overflow="skip_window"'
+            )
+        bad = holds_inf_or_nan(new)
+        self.kept = self.kept + 1 - bad
+        self.share = self.share + (1 - bad) * share
+        for p, before in self._sums.items():
+            if p.grad is not None:
+                added = torch.where(bad.to(p.device) != 0, torch.zeros_like(p.grad), p.grad)
+                p.grad = added if before is None else before.add_(added)
+            else:
+                p.grad = before
+        self._sums.clear()
+
+
+# ------------------------------------------------------------------------------------- the window
+
+
+class Mean(NamedTuple):
+    """What the gradients of a window are the mean of: so many micro-batches, over all ranks that have a replica.
+
+    On the device, nonzero if every micro-batch was left out, and where one was; None where that cannot happen.
+    """
+
+    kept: int | Tensor
+    nothing: Tensor | None = None
+    overflow: Tensor | None = None
+
+
+class Window:
+    """One window.
+
+    Attributes:
+        scaler: What scales its losses.
+        given_scale: The scale that was given for it, instead of the scaler's.
+        position: Micro-batches seen so far.
+        losses: Their losses, detached, of shape (), each with its weight over the first one's.
+        weighted: Whether weights were given.
+        kept: The micro-batches that are not left out; None if none can be.
+        batches: Inputs and target of each, as far as somebody may run them again.
+        reference: The first weight, or 1 where that is 0; None before there is one.
+    """
+
+    def __init__(
+        self, scaler: LossScaler, given_scale: float | None = None, kept: KeptMicroBatches | None = None
+    ) -> None:
+        self.scaler, self.given_scale, self.kept = scaler, given_scale, kept
+        self.position, self.weighted = 0, False
+        self.losses: list[tuple[Tensor, Weight]] = []
+        self.batches: list[tuple[Any, Any]] = []
+        self.reference: Weight | None = None
+        self._saved: Weight = 0.0  # the weights before a checkpoint
+        self._scale: float | Tensor | None = None
+
+    @property
+    def share(self) -> Weight:
+        """The sum of the weights of its micro-batches, over the first one's."""
+        return sum((share for _, share in self.losses), self._saved)
+
+    @property
+    def scale(self) -> float | Tensor:
+        """Its loss scale, a copy that no update changes; it stays on the device."""
+        if self._scale is None:
+            scale = self.scaler._scale if self.scaler.is_enabled() else None
+            self._scale = self.scaler.get_scale() if scale is None else scale.clone()
+        return self._scale
+
+    def scaled_by(self, scaler: LossScaler) -> None:
+        """Scale losses by another scaler: the one that is chosen once a model is captured."""
+        self.scaler, self._scale = scaler, None
+
+    def share_of(self, weight: Weight, ranks: Ranks, device: torch.device) -> Weight:
+        """Return the weight of a micro-batch over that of the first one, the same reference on all ranks.
+
+        Raises:
+            PolicyError: The weight is a number that is negative or not finite, or a tensor of several elements.
+        """
+        if isinstance(weight, Tensor):
+            if weight.numel() != 1:
+                raise PolicyError(
+                    f"weight must be a number or a tensor of one element, got shape {tuple(weight.shape)}"
+                )
+        elif not isinstance(weight, (int, float)) or isinstance(weight, bool) or not 0 <= weight < math.inf:
+            raise PolicyError(f"weight must be a finite number from 0 on, or a tensor of one element, got {weight!r}")
+        if weight is UNWEIGHTED and not self.weighted:
+            self.reference = 1.0
+            return 1.0
+        if self.reference is None:
+            self.reference = _reference(weight, ranks, device)
+        self.weighted = True
+        share = weight / self.reference
+        return share.detach() if isinstance(share, Tensor) else share
+
+    def took(self, loss: Tensor, share: Weight) -> None:
+        """Note a micro-batch whose gradients are there."""
+        self.position += 1
+        self.losses.append((loss, share))
+
+    def average(
+        self, optimizers: Sequence[Optimizer], ranks: Ranks, accumulate_steps: int, *, in_backward: bool
+    ) -> Mean:
+        """Make gradients the mean over micro-batches, before they are unscaled: the check for inf sees the means.
+
+        The gradients of each are multiplied by its weight and divided by `accumulate_steps`; `in_backward` says whether
+        the last backward has exchanged them between ranks.
+
+        Raises:
+            PolicyError: The weights of all micro-batches are the number 0.
+        """
+        kept, share = self.kept, self.share
+        if self.weighted and not isinstance(share, Tensor) and share == 0:
+            raise PolicyError("every weight of this window is 0, so its gradients have no mean: leave it out")
+        own: int | Tensor = self.position if kept is None else torch.as_tensor(kept.kept, dtype=torch.float32)
+        weight = share if kept is None else torch.as_tensor(kept.share, dtype=torch.float32)
+        total: int | Tensor = own * ranks.replicated
+        everything: int | Tensor = self.position * ranks.replicated
+        done: set[Tensor] = set()
+        if ranks.replicas and not (in_backward and kept is None):
+            counts = torch.stack([torch.as_tensor(n, dtype=torch.float32) for n in (weight, own, self.position)])
+            for replica in reversed(ranks.replicas):
+                params = exchanged(replica)
+                _, total, everything = exchange(replica, counts.to(params[0].device), accumulate_steps).unbind()
+                done.update(params)
+        # A rank without micro-batches has taken part in the exchange, and has nothing of its own.
+        factor: float | Tensor = accumulate_steps / weight if isinstance(weight, Tensor) or weight else 1.0
+        if self.weighted and ranks.groups and not done:
+            factor = accumulate_steps * ranks.averaged / ranks.sum(torch.as_tensor(weight, dtype=torch.float64).clone())
+        if isinstance(factor, Tensor) or factor != 1:
+            with torch.no_grad():
+                for p in (p for o in optimizers for p in parameters(o) if p not in done):
+                    if p.grad is not None:
+                        p.grad.mul_(factor)
+        if kept is None:
+            return Mean(total, (weight == 0).float() if isinstance(weight, Tensor) else None)
+        return Mean(total, (torch.as_tensor(total) == 0).float(), (torch.as_tensor(total) < everything).float())
+
+    def state(self) -> dict[str, Any]:
+        """Return it as plain values and tensors, without losses and batches."""
+        return {
+            "position": self.position, "given_scale": self.given_scale, "share": self.share,
+            "reference": self.reference, "weighted": self.weighted,
+            "kept": None if self.kept is None else int(self.kept.kept),
+            "kept_share": None if self.kept is None else float(self.kept.share),
+        }  # fmt: skip
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state that `state` returned."""
+        self.position, self._saved = state["position"], state.get("share", float(state["position"]))
+        self.reference, self.weighted = state.get("reference", 1.0), state.get("weighted", False)
+        if self.kept is not None:
+            self.kept.kept = state["kept"]
+            self.kept.share = state.get("kept_share", float(state["kept"]))
+
+
+def _reference(weight: Weight, ranks: Ranks, device: torch.device) -> Weight:
+    """Return the first weight of the first rank, or 1 where that is 0; between ranks it is broadcast once."""
+    if not ranks.groups and not isinstance(weight, Tensor):
+        return float(weight) or 1.0
+    found = weight.detach().view(()) if isinstance(weight, Tensor) else torch.tensor(weight, dtype=torch.float64)
+    found = found.to(device, torch.float64, copy=True) if ranks.groups else found
+    found = torch.where(found == 0, torch.ones_like(found), found)
+    for group in ranks.groups:
+        dist.broadcast(found, dist.get_global_rank(group, 0), group=group)
+    return found
+
+
+def range_of(name: str) -> contextlib.AbstractContextManager[Any]:
+    """Return a range that a profiler shows, for a part of a step."""
+    return record_function(f"fxamp.{name}") if is_profiling() else contextlib.nullcontext()
+
+
+class ByHand:
+    """What a TrainStep left after its last micro-batch and its last window, compared with what the next one finds."""
+
+    def __init__(self) -> None:
+        self._gradients = False  # whether the micro-batches of this window left any
+        self._versions: list[int | None] = []  # of one weight of each optimizer, within a window
+        self._epochs: list[tuple[int, ...]] = []  # of each scheduler, between windows
+        self._cleared: list[Tensor] = []  # the parameters that had gradients in the last window
+        self._recorded = -1  # the number of autograd's next op when it ended
+        self._warned: set[str] = set()
+
+    def after_micro_batch(self, optimizers: Sequence[Optimizer]) -> None:
+        """Note the state within a window."""
+        self._versions = list(map(_version, optimizers))
+        self._gradients = any(version is not None for version in self._versions)
+
+    def after_window(self, schedulers: Sequence[LRScheduler], cleared: list[Tensor]) -> None:
+        """Note the state between windows, and the parameters whose gradients were cleared."""
+        self._gradients, self._versions = False, []
+        self._cleared, self._recorded = cleared, sequence_number()
+        self._epochs = list(map(_epochs_of, schedulers))
+
+    def check(
+        self, optimizers: Sequence[Optimizer], schedulers: Sequence[LRScheduler], position: int, accumulate_steps: int
+    ) -> None:
+        """Look for what was done by hand since the last micro-batch, or the last window; warn of it once.
+
+        Raises:
+            PolicyError: Gradients were cleared within a window.
+        """
+        if self._gradients and first_with_gradient(optimizers) is None:
+            raise PolicyError(
+                f"the gradients of {position} of the window's {accumulate_steps} micro-batches were cleared "
+                "before the next one: leave out zero_grad(). A TrainStep clears gradients itself, after each window."
+            )
+        for optimizer, before in zip(optimizers, self._versions, strict=False):
+            if before != _version(optimizer):
+                self._warn(
+                    "the weights that %s trains changed within a window of %d micro-batches: leave out "
+                    "optimizer.step(). A TrainStep steps itself, after each window.",
+                    type(optimizer).__name__, accumulate_steps,
+                )  # fmt: skip
+        for scheduler, epoch in zip(schedulers, self._epochs, strict=False):
+            if _epochs_of(scheduler) == tuple(one + 1 for one in epoch):
+                self._warn(
+                    "%s stepped outside its TrainStep, which steps it after each window: leave out scheduler.step(), "
+                    "or do not give the scheduler to the TrainStep.", type(scheduler).__name__,
+                )  # fmt: skip
+        self._epochs = []
+
+    def stale(self, optimizers: Iterable[Optimizer]) -> Tensor | None:
+        """Return the first parameter that has a gradient before a window opens.
+
+        A walk over thousands of parameters costs as much as the forward of a small model. While autograd has recorded
+        nothing in this thread since the last window, only those are looked at that had a gradient in it.
+        """
+        if sequence_number() != self._recorded:
+            return first_with_gradient(optimizers)
+        return next((p for p in self._cleared if p.grad is not None), None)
+
+    def _warn(self, text: str, *values: object) -> None:
+        if text not in self._warned:
+            self._warned.add(text)
+            logger.warning(f"fxamp: {text}", *values)
+
+
+def _epochs_of(scheduler: LRScheduler) -> tuple[int, ...]:
+    """Return how often a scheduler stepped; for a chain of them how often each did."""
+    return tuple(one.last_epoch for one in getattr(scheduler, "_schedulers", [scheduler]) if hasattr(one, "last_epoch"))
+
+
+def _version(optimizer: Optimizer) -> int | None:
+    """Return how often a weight of an optimizer was written to; None if no weight of it has a gradient."""
+    return None if (p := first_with_gradient([optimizer])) is None else p._version
