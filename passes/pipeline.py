@@ -97,25 +97,21 @@ def compile_graph(
         bodies = bodies_of(graph, attribute) if policy.level.rounds else {}
         if capture != "dynamo":  # an override has to match in only one of several graphs
             _check_overrides(policy, all_graphs(graph, bodies))
-        outermost = Unit(graph, attribute, _border_of(policy, under_autocast, bodies))
         timings = {} if plan is None else dict(plan.timings)
-        timed = None if timer is None else _noting(timer, timings)
-        decide = AssignPrecision(policy, plan, exact, timed, penalties)
+
+        def timed(calls: Sequence[Call]) -> Mapping[Call, int]:
+            times = timer(calls) if timer is not None else {}
+            timings.update({call.key: nanoseconds for call, nanoseconds in times.items()})
+            return times
+
+        original = policy.output_dtype == "original"
+        autocasts = policy.level.rounds and (policy.output_dtype == "autocast" or (original and under_autocast))
+        outermost = Unit(graph, attribute, Border({}, original, autocasts, bodies))
+        decide = AssignPrecision(policy, plan, exact, None if timer is None else timed, penalties)
         units = _compiled(outermost, (decide, *rewriting(policy)), edits, {})
     if plan is not None and exact and any(d.graph >= len(units) for d in plan.decisions):
         raise PlanError(f"the plan has more graphs than the {len(units)} of this model; {REMEDY}")
     return replace(_plan_of(policy, capture, notes, units, edits), timings=timings)
-
-
-def _noting(timer: Timer, timings: dict[str, int]) -> Timer:
-    """Return a timer that also notes what each call took, for the plan."""
-
-    def timed(calls: Sequence[Call]) -> Mapping[Call, int]:
-        times = timer(calls)
-        timings.update({call.key: nanoseconds for call, nanoseconds in times.items()})
-        return times
-
-    return timed
 
 
 def _prepare(unit: Unit, steps: Sequence[Pass], edits: Counter[str], done: set[Graph]) -> None:
@@ -142,7 +138,12 @@ def _compiled(unit: Unit, steps: Sequence[Pass], edits: Counter[str], done: dict
             if body.graph not in done:
                 units += _compiled(_inside(node, body, unit.decided), steps, edits, done)
                 body.module.recompile()
-            _check_border(node, body, unit.decided, done[body.graph])
+            results, expected = body.dtypes(done[body.graph].dtypes), unit.decided.dtypes[node]
+            if body.first is not None and results != expected:
+                raise VerificationError(
+                    f"the body of {node.name} gives {results}, its plan says {expected}. "
+                    "This is a bug in fxamp; please report it."
+                )
     return units
 
 
@@ -166,13 +167,6 @@ def _run(unit: Unit, steps: Sequence[Pass], edits: Counter[str]) -> Unit:
     return unit
 
 
-def _border_of(policy: Policy, under_autocast: bool, bodies: dict[Node, list[Body]]) -> Border:
-    """Return the dtypes at the edges of the outermost graph."""
-    original = policy.output_dtype == "original"
-    autocasts = policy.output_dtype == "autocast" or (original and under_autocast)
-    return Border({}, original, autocasts and policy.level.rounds, bodies)
-
-
 def _inside(node: Node, body: Body, outside: Assignment) -> Unit:
     """Return the body of a higher-order op, with the dtypes that hold at its border."""
     entered = body.first is not None
@@ -180,16 +174,6 @@ def _inside(node: Node, body: Body, outside: Assignment) -> Unit:
     restored = not entered or outside.dtypes[node] == outside.original[node]
     simulated = outside.bodies.get(node) if entered else None
     return Unit(body.graph, body.attribute, Border(inputs, restored, bodies=body.bodies()), simulated=simulated)
-
-
-def _check_border(node: Node, body: Body, outside: Assignment, inside: Assignment) -> None:
-    """Raise VerificationError where a body that is entered gives other dtypes than its caller was told."""
-    results = body.dtypes(inside.dtypes)
-    if body.first is not None and results != outside.dtypes[node]:
-        raise VerificationError(
-            f"the body of {node.name} gives {results}, its plan says {outside.dtypes[node]}. "
-            "This is a bug in fxamp; please report it."
-        )
 
 
 def _check_overrides(policy: Policy, graphs: Sequence[Graph]) -> None:

@@ -11,9 +11,11 @@ After:  linear: bfloat16, "low: matrix product"; softmax: bfloat16, "follow: its
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+import torch
 from torch.fx import Graph, Node
 
 from ..colouring import Assignment, Colouring, Colours
@@ -21,6 +23,7 @@ from ..contract.dtypes import dtype_name
 from ..contract.errors import PlanError, PolicyError
 from ..contract.penalties import Penalties
 from ..contract.plan import Decision, Plan
+from ..contract.plan_format import REMEDY
 from ..contract.policy import Policy
 from ..contract.reasons import Code
 from ..contract.timing import Timer
@@ -45,7 +48,6 @@ from .colour.kernels import refuse_untold_writes
 from .colour.simulate import Simulation
 from .place.choose_storage import choose_storage
 from .place.saturate import saturate
-from .replay import replay
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,7 @@ class AssignPrecision:
         refuse_untold_writes(graph, policy.device or "cpu")
         simulation = unit.simulated or _simulation(unit, policy, original)
         colours, dtypes = choose_storage(simulation, plan, self.timer if measures else None, self.penalties)
-        colours = _name_sums(_name_fused(saturate(simulation, colours, dtypes)), graph, policy)
+        colours = _named(saturate(simulation, colours, dtypes), graph, policy)
         reference: Any = simulation.reference
         return Assignment(
             colours, dtypes, original, simulation.returned(), simulation.infer,
@@ -157,25 +159,21 @@ def _false_claims(simulation: Simulation) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def _name_fused(colours: Colours) -> Colours:
-    """Return the decisions with the ops named that eager evaluation runs in a fused kernel."""
-    named = dict(colours)
-    for node, colouring in colours.items():
-        if note_of(node).fused and not row_of(node).commutes:
-            why = Code.FASTPATH(f"a fused kernel in eager evaluation ({colouring.reason})")
-            named[node] = replace(colouring, reason=why)
-    return named
+def _named(colours: Colours, graph: Graph, policy: Policy) -> Colours:
+    """Return the decisions with the ops named that autocast's own kernels or sums differ from.
 
-
-def _name_sums(colours: Colours, graph: Graph, policy: Policy) -> Colours:
-    """Return the decisions with each checkpoint named that reads a weight with other readers: each casts its own."""
-    if not policy.level.is_autocasts or policy.share_casts is not None:
-        return colours
-    named, grad = dict(colours), requires_grad(graph)
+    They are those that eager evaluation runs in a fused kernel, and checkpoints that read a weight with other readers:
+    each casts its own.
+    """
+    named, sums = dict(colours), policy.level.is_autocasts and policy.share_casts is None
+    grad = requires_grad(graph) if sums else frozenset()
     for node, colouring in colours.items():
-        shared = [n for n in node.all_input_nodes if len(n.users) > 1 and n in grad and is_leaf(n)]
-        if row_of(node).recomputed and shared:
-            why = Code.SUM_ORDER(f"casts weights that are read elsewhere too ({colouring.reason})")
+        row, why = row_of(node), colouring.reason
+        if note_of(node).fused and not row.commutes:
+            why = Code.FASTPATH(f"a fused kernel in eager evaluation ({why})")
+        if row.recomputed and any(len(n.users) > 1 and n in grad and is_leaf(n) for n in node.all_input_nodes):
+            why = Code.SUM_ORDER(f"casts weights that are read elsewhere too ({why})")
+        if why is not colouring.reason:
             named[node] = replace(colouring, reason=why)
     return named
 
@@ -200,3 +198,51 @@ def _decisions(unit: Unit, assignment: Assignment) -> tuple[Decision, ...]:
         for node in unit.graph.nodes
         if node in colours
     )
+
+
+def replay(decisions: Sequence[Decision], plan: Plan, exact: bool = True) -> tuple[Decision, ...]:
+    """Check that a plan fits a graph, node by node, and that its colours are those decided here.
+
+    Colours follow from one another, so a plan is replayed as a whole. If its policy gives another colour here, because
+    torch or a rule has changed, an error says so and nothing is converted. The decisions come back with the reasons of
+    the plan, since the measurements behind those are not repeated.
+
+    Args:
+        decisions: what the plan's policy decides here.
+        plan: plan of this graph.
+        exact: the plan is of this very graph. If not, it is of the same model in another state, or of a part of it:
+            the plan gives the reason where it decides as the policy does here.
+
+    Raises:
+        PlanError: a decision has no node, a node has no decision, or a colour differs; names the first.
+    """
+    ours, theirs = {d.key: d for d in decisions}, {d.key: d for d in plan.decisions}
+    if exact:
+        _refuse_unfit(ours, theirs)
+    for key, decision in theirs.items() if exact else ():
+        if not isinstance(getattr(torch, decision.colour, None), torch.dtype):
+            raise PlanError(f"the plan gives {key} the colour {decision.colour!r}, which is not a dtype; {REMEDY}")
+        if ours[key].colour != decision.colour:
+            raise PlanError(
+                f"the plan runs {key} ({ours[key].source}) in {decision.colour}; its policy gives {ours[key].colour} "
+                f"with torch {torch.__version__} (the plan was made with {plan.torch_version}). {REMEDY}"
+            )
+    agreed = {key: theirs[key] for key, d in ours.items() if key in theirs and theirs[key].colour == d.colour}
+    return tuple(
+        d if (planned := agreed.get(d.key)) is None else replace(d, reason=planned.reason, code=planned.code)
+        for d in decisions
+    )
+
+
+def _refuse_unfit(ours: Mapping[str, Decision], theirs: Mapping[str, Decision]) -> None:
+    """Raise PlanError if graph or plan lacks a decision that the other has."""
+    missing = [k for k in theirs if k not in ours]
+    extra = [k for k in ours if k not in theirs]
+    if missing or extra:
+        key = (missing or extra)[0]
+        where = f" ({ours[key].source})" if key in ours else ""
+        kind = "decides on a node that the model does not have" if missing else "does not know a node of the model"
+        raise PlanError(
+            f"the plan does not fit this model: it {kind}: {key}{where}; {len(missing)} missing, {len(extra)} new. "
+            f"{REMEDY}"
+        )

@@ -153,22 +153,19 @@ def register_rule(op: Any, kind: str, **facts: Any) -> Rule:
     if name in RULES:
         raise PolicyError(f"{where}: torch's own op has a rule; override it with Policy(ops={{{name!r}: ...}})")
     kinds = [k for k in KIND_NAMES if k not in (BANNED, COMPOSITE)]
-    for given in (kind, facts.get("cuda", kind)):
-        if given not in kinds:
-            raise PolicyError(f"{where}: {given!r} is not a kind{_nearest(given, kinds)}; one of {', '.join(kinds)}")
+    for word in (kind, facts.get("cuda", kind)):
+        if word not in kinds:
+            raise PolicyError(f"{where}: {word!r} is not a kind{_nearest(word, kinds)}; one of {', '.join(kinds)}")
     for fact, value in facts.items():
         _check_fact(where, fact, value)
     plain: dict[str, Any] = {fact: tuple(value) if isinstance(value, list) else value for fact, value in facts.items()}
     new = replace(Rule(name, kind, kind, "registered by the user"), **plain)
-    if _custom.setdefault(name, new) != new:
-        told = _differences(_custom[name], new)
-        raise PolicyError(f"{where}: it was registered before with {told}; register it once, or start a new process")
+    before = _custom.setdefault(name, new)
+    if before != new:
+        values = [(f.name, getattr(before, f.name)) for f in fields(Rule)]
+        other = ", ".join(f"{name}={value!r}" for name, value in values if value != getattr(new, name))
+        raise PolicyError(f"{where}: it was registered before with {other}; register it once, or start a new process")
     return new
-
-
-def _differences(before: Rule, now: Rule) -> str:
-    names = [f.name for f in fields(Rule) if getattr(before, f.name) != getattr(now, f.name)]
-    return ", ".join(f"{name}={getattr(before, name)!r}" for name in names)
 
 
 _WORDS = {"sensitive": ("", "range", "rounding"), "commutes": ("", "forward", "both")}
