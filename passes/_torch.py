@@ -54,6 +54,11 @@ pop_mode, push_mode = torch.utils._python_dispatch._pop_mode, torch.utils._pytho
 FunctionContext = torch.autograd.function.BackwardCFunction  # one is made at every `apply`
 BatchNorm = torch.nn.modules.batchnorm._BatchNorm
 flat_by = torch.fx._pytree.tree_flatten_spec  # `Graph.process_inputs` takes no keyword arguments
+copy_together = torch._foreach_copy_  # copies many tensors, on an accelerator by one launch; the dtypes may differ
+current_autograd_node = torch._C._current_autograd_node  # that is running in this thread; None outside of backward
+sequence_number = torch._C._autograd._get_sequence_nr  # that autograd will give to the next op that this thread records
+in_transform = torch._C._are_functorch_transforms_active  # whether a transform of `torch.func`, as vmap, is running
+is_traced_by_fx = torch.fx._symbolic_trace.is_fx_symbolic_tracing  # whether `torch.fx.symbolic_trace` is running
 SET_GRAD = torch._C._set_grad_enabled  # what `set_grad_enabled` is in an exported graph
 DATA_OF = torch._C._autograd._get_data_attr  # type: ignore[attr-defined]  # what `tensor.data` is in a graph of Dynamo
 VF = torch._VF  # the kernels of recurrent layers
@@ -81,11 +86,6 @@ def forget_compiled(code: CodeType) -> None:
 def dynamo_stance() -> str:
     """Return the stance that `torch.compiler.set_stance` has set: "default", "force_eager" and others."""
     return str(torch._dynamo.eval_frame._stance.stance)
-
-
-def is_traced_by_fx() -> bool:
-    """Say whether `torch.fx.symbolic_trace` is running."""
-    return bool(torch.fx._symbolic_trace.is_fx_symbolic_tracing())
 
 
 def is_traced_by_jit() -> bool:
@@ -182,19 +182,9 @@ def ignores_compilers(mode: TorchDispatchMode) -> bool:
     return bool(mode.ignore_compile_internals())
 
 
-def current_autograd_node() -> Any:
-    """Return the node of autograd that is running in this thread, None outside of backward."""
-    return torch._C._current_autograd_node()
-
-
 def sequence_of(node: Any) -> int:
     """Return the number that autograd recorded a node of its graph with."""
     return int(node._sequence_nr())
-
-
-def sequence_number() -> int:
-    """Return the number that autograd will give to the next op of this thread that it records."""
-    return int(torch._C._autograd._get_sequence_nr())
 
 
 def is_module_tracker(hook: object) -> bool:
@@ -247,11 +237,6 @@ def is_composite(op: OpOverload) -> bool:
     """Say whether torch decomposes an op before autograd sees it (CompositeImplicitAutograd)."""
     key = torch._C.DispatchKey.CompositeImplicitAutograd
     return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key)
-
-
-def in_transform() -> bool:
-    """Say whether a transform of `torch.func`, such as grad or vmap, is running."""
-    return bool(torch._C._are_functorch_transforms_active())
 
 
 def storage_id(tensor: torch.Tensor) -> int:
@@ -431,11 +416,6 @@ def without_transforms(value: Any) -> Any:
         return torch.empty(value.shape, dtype=value.dtype, device=value.device)
 
 
-def copy_together(to: list[torch.Tensor], source: list[torch.Tensor]) -> None:
-    """Copy many tensors, on an accelerator by one launch; the dtypes may differ."""
-    torch._foreach_copy_(to, source)
-
-
 def run_as_soon_as_ready(value: torch.Tensor) -> None:
     """Let backward pass through the node that made a value as soon as its gradient is complete.
 
@@ -455,8 +435,8 @@ def kept_by_compiled(outputs: Sequence[Any]) -> list[torch.Tensor] | None:
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         return None
     nodes = [output.grad_fn for output in outputs if isinstance(output, torch.Tensor)]
-    made: Any = next((node for node in nodes if type(node).__name__ == "CompiledFunctionBackward"), None)
-    return None if made is None else [*made.saved_tensors, *getattr(made, "_tensors_no_vc_check", ())]
+    compiled: Any = next((node for node in nodes if type(node).__name__ == "CompiledFunctionBackward"), None)
+    return None if compiled is None else [*compiled.saved_tensors, *getattr(compiled, "_tensors_no_vc_check", ())]
 
 
 def source_name(placeholder: Node) -> str:

@@ -55,14 +55,14 @@ def is_extreme(number: float, low: torch.dtype) -> bool:
     return math.isfinite(number) and abs(number) > torch.finfo(low).max
 
 
-def has_tiny(row: Rule, given: Iterable[float], low: torch.dtype) -> bool:
+def has_tiny(row: Rule, literals: Iterable[float], low: torch.dtype) -> bool:
     """Say whether an op combines a value with a number that is too fine for the low dtype.
 
     These are numbers that it rounds to zero, and bounds that it rounds to one, after which logarithms are infinite.
     """
     if row.holds_eps:
         return False
-    info, values = torch.finfo(low), list(given)
+    info, values = torch.finfo(low), list(literals)
     bounds = values if row.limits == "bounds" else [1 - x for x in values] if row.limits == "from_one" else []
     if any(0 < abs(x) < info.smallest_normal * info.eps for x in values):
         return True

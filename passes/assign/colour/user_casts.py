@@ -114,8 +114,8 @@ def meaning(
     restored = None if exact and observed is not None else _restores(node, dtypes)
     if observed is not None:
         return Intent(restored or observed, False, Code.CAST(_NOTHING))
-    told = kind == "relative"
-    why = "takes the dtype of another tensor" if told else "intent unknown: it keeps its operand's dtype"
+    relative, unknown = "takes the dtype of another tensor", "intent unknown: it keeps its operand's dtype"
+    why = relative if kind == "relative" else unknown
     return Intent(restored or operand, False, Code.USER_CAST(why))
 
 
