@@ -127,7 +127,8 @@ def _share(graph: Graph, assignment: Assignment, mode: str) -> int:
         value = cast.args[0]
         if not is_inserted(cast) and (aliases.is_mutated(cast) or assignment.dtypes[value] == cast.args[1]):
             continue  # its result is written later, or the cast does nothing
-        if not shares_cast(mode, value, is_inserted(cast) and _is_for_low_rules(cast, assignment), grad):
+        by_rule = all(u in assignment.colours and assignment.colours[u].kind == LOW for u in cast.users)
+        if not shares_cast(mode, value, is_inserted(cast) and by_rule, grad):
             continue
         keep = first.setdefault((*_what_is_cast(cast), modes[cast], aliases.epoch(value, cast)), cast)
         if keep is cast or not is_inserted(cast) or (cast.target is cast_weight and not is_inserted(keep)):
@@ -136,11 +137,6 @@ def _share(graph: Graph, assignment: Assignment, mode: str) -> int:
             keep.target = cast_weight
         edits += _replace(graph, cast, keep)
     return edits
-
-
-def _is_for_low_rules(cast: Node, assignment: Assignment) -> bool:
-    """Say whether all readers of a cast are low by their rules."""
-    return all(u in assignment.colours and assignment.colours[u].kind == LOW for u in cast.users)
 
 
 def _what_is_cast(cast: Node) -> tuple[Any, ...]:

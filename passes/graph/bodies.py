@@ -93,7 +93,7 @@ def bodies_of(graph: Graph, attribute: Callable[[str], Any]) -> dict[Node, list[
         if not modules:
             continue
         first = row.operands_at if _is_entered(node, row, modules) else None
-        if not any(_writes(m.graph) for m in modules.values()):
+        if not any(_writes_or_returns_input(m.graph) for m in modules.values()):
             note(node, pure=True)  # neither an alias nor a write: see `aliases.is_opaque`
         bodies[node] = [Body(modules[a], first) for a in read if a in modules]
     return bodies
@@ -113,7 +113,6 @@ def _is_entered(node: Node, row: Rule, modules: dict[Node, GraphModule]) -> bool
     return readers == 1 and len(module.graph.find_nodes(op="placeholder")) == len(node.args) - row.operands_at
 
 
-def _writes(graph: Graph) -> bool:
-    """Say whether a body writes to a value, or returns one of its inputs."""
+def _writes_or_returns_input(graph: Graph) -> bool:
     outputs: Any = graph.output_node().all_input_nodes
     return any(mutated_operands(n) for n in graph.nodes) or any(n.op == "placeholder" for n in outputs)

@@ -24,7 +24,9 @@ FP32_MAX = torch.finfo(torch.float32).max
 
 def numbers(node: Node) -> Iterator[float]:
     """Yield the finite numbers that a call combines with values: floats, and integers given as a Scalar."""
-    scalars = _scalar_arguments(ops.schema_of(node)) if node.op.startswith("call") else frozenset()
+    schema = ops.schema_of(node) if node.op.startswith("call") else None
+    kinds = ("number", "Scalar", "Optional[number]", "Tensor")  # a number given as a tensor is combined with values too
+    scalars = {a.name for a in schema.arguments if str(a.type) in kinds} if schema is not None else set()
     names = ops.names_of(node)
     arguments = [(names[i] if i < len(names) else "", a) for i, a in enumerate(node.args)] + [*node.kwargs.items()]
     defaults = _defaults(node.target) if node.op == "call_function" else ()
@@ -42,12 +44,6 @@ def _defaults(target: Any) -> tuple[tuple[str, float], ...]:
         return ()
     parameters = inspect.signature(target).parameters.values()
     return tuple((p.name, p.default) for p in parameters if isinstance(p.default, float))
-
-
-def _scalar_arguments(schema: Any) -> frozenset[str]:
-    """Return the arguments of an overload that are combined with values; a number given as a tensor counts too."""
-    kinds = ("number", "Scalar", "Optional[number]", "Tensor")
-    return frozenset(a.name for a in schema.arguments if str(a.type) in kinds) if schema is not None else frozenset()
 
 
 def is_extreme(number: float, low: torch.dtype) -> bool:

@@ -53,15 +53,13 @@ def module_stack(node: Node) -> list[tuple[str, str]]:
 
 def module_types(graph: Graph) -> dict[Node, list[tuple[str, tuple[str, ...]]]]:
     """Return the modules that every call was made in, outermost first: (path, names of its class and their bases)."""
-    calls = [n for n in graph.nodes if n.op.startswith("call")]
-    return {n: [(path, type_names(_type(t))) for path, t in module_stack(n)] for n in calls}
 
+    def names(name: str) -> tuple[str, ...]:
+        module, _, attribute = name.rpartition(".")
+        kind = getattr(torch.nn, attribute, None) if module.startswith("torch.nn") else None
+        return type_names(kind if isinstance(kind, type) else name)  # of a class of torch.nn the bases match too
 
-def _type(name: str) -> type | str:
-    """Return the class of torch.nn of this name, so that its bases match too; else the name."""
-    module, _, attribute = name.rpartition(".")
-    kind = getattr(torch.nn, attribute, None) if module.startswith("torch.nn") else None
-    return kind if isinstance(kind, type) else name
+    return {n: [(p, names(t)) for p, t in module_stack(n)] for n in graph.nodes if n.op.startswith("call")}
 
 
 def frames(node: Node) -> list[tuple[str, int, str]]:
@@ -246,7 +244,9 @@ class Inference:
 
 def _key(node: Node, dtype_of: Callable[[Node], ValueDtype]) -> Any:
     """Return all that the output dtypes of a call can depend on; None if that is unknown."""
-    if "::" in ops.name(node) or isinstance(node.meta.get("val"), (tuple, list)) or _gives_a_list(node):
+    schema = ops.schema_of(node)  # of a list of tensors a number among the arguments may decide the length
+    lists = schema is not None and any(str(r.type) == "List[Tensor]" for r in schema.returns)
+    if lists or "::" in ops.name(node) or isinstance(node.meta.get("val"), (tuple, list)):
         return None
 
     def token(arg: Any) -> Any:
@@ -269,12 +269,6 @@ def _key(node: Node, dtype_of: Callable[[Node], ValueDtype]) -> Any:
     except TypeError:
         return None
     return key
-
-
-def _gives_a_list(node: Node) -> bool:
-    """Say whether an op gives a list of tensors, whose length a number among its arguments may decide."""
-    schema = ops.schema_of(node)
-    return schema is not None and any(str(r.type) == "List[Tensor]" for r in schema.returns)
 
 
 def concrete(value: Any, dtype: torch.dtype | None) -> Any:

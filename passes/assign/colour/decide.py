@@ -16,7 +16,7 @@ from torch.fx import Node
 from ..._torch import HigherOrderOperator
 from ...colouring import Colouring
 from ...contract.errors import PolicyError
-from ...contract.policy import Override, module_override, op_override
+from ...contract.policy import module_override, op_override
 from ...contract.reasons import Code, Reason
 from ...graph import literals
 from ...graph.aliases import is_in_place, may_alias, mutated_operands, out_operands
@@ -162,18 +162,15 @@ def _overridden(state: State, site: Site) -> Colouring | None:
     if override is None:
         return None
     if override.colour == "low" and _lacks(state, site):
-        raise _no_kernel(state, site, override)
+        whole = "" if override.kind == "op" else ", which the override of its module covers: name narrower modules, or"
+        raise PolicyError(
+            f"{override}: {_where(site)} has no kernel for {site.low} on this {state.device}{whole or ';'} leave it "
+            "FP32."
+        )
     site, reason = site.of_kind("override"), Code.OVERRIDE(str(override))
     if override.colour == "keep":
         return keep(state, site, reason)
     return all_to(state, site, state.low if override.colour == "low" else torch.float32, reason)
-
-
-def _no_kernel(state: State, site: Site, override: Override) -> PolicyError:
-    whole = "" if override.kind == "op" else ", which the override of its module covers: name narrower modules, or"
-    return PolicyError(
-        f"{override}: {_where(site)} has no kernel for {site.low} on this {state.device}{whole or ';'} leave it FP32."
-    )
 
 
 def _where(site: Site) -> str:
@@ -210,7 +207,8 @@ def _ruled(state: State, site: Site) -> Colouring:
         if site.kind in (PROMOTE, FOLLOW) and not _moves_written(state, site) and _lowers(state, site):
             code = Code.O3_LOW if state.policy.level.rounds_sensitive else Code.O2_LOW
             return all_to(state, site, site.low, code("not sensitive, and an operand is low"))
-    if not state.autocast and _meets_low(state, site) and _lacks(state, site):  # autocast itself would fail
+    reads = site.kind in (PROMOTE, FOLLOW) and any(state.dtypes[o.node] in LOW_DTYPES for o in site.floats)
+    if not state.autocast and (site.kind == LOW or reads) and _lacks(state, site):  # autocast itself would fail
         return _without_kernel(state, site)
     return _KINDS[site.kind](state, site)
 
@@ -263,12 +261,6 @@ def _lowers(state: State, site: Site) -> bool:
 
 
 # The rule: what each kind means.
-
-
-def _meets_low(state: State, site: Site) -> bool:
-    """Say whether an op runs low because of its rule or its operands."""
-    reads = site.kind in (PROMOTE, FOLLOW) and any(state.dtypes[o.node] in LOW_DTYPES for o in site.floats)
-    return site.kind == LOW or reads
 
 
 def _lacks(state: State, site: Site) -> bool:

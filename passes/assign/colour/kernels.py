@@ -81,12 +81,8 @@ def _written(node: Node) -> list[Node]:
         _call(node, values)
     except Exception:  # whatever a kernel raises that does not take these numbers
         return []
-    return [n for n, value in values.items() if not _same(value, before[n])]
-
-
-def _same(value: Any, before: Any) -> bool:
-    pairs = zip(pytree.tree_leaves(value), pytree.tree_leaves(before), strict=True)
-    return all(not isinstance(a, torch.Tensor) or torch.equal(a, b) for a, b in pairs)
+    leaves = [(n, *p) for n in values for p in zip(*map(pytree.tree_leaves, (values[n], before[n])), strict=True)]
+    return [n for n, a, b in leaves if isinstance(a, torch.Tensor) and not torch.equal(a, b)]
 
 
 def _runs(node: Node, dtype_of: Callable[[Node], torch.dtype | None]) -> bool:

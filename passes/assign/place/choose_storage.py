@@ -26,7 +26,7 @@ from ...contract.errors import PlanError, VerificationError
 from ...contract.penalties import Penalties
 from ...contract.plan import Plan
 from ...contract.plan_format import REMEDY
-from ...contract.reasons import Code, Reason
+from ...contract.reasons import Code
 from ...contract.timing import Timer
 from ...graph.grad import requires_grad
 from ...graph.values import ELIGIBLE, Dtypes, ValueDtype, dtype_reference, first_float, keys
@@ -117,7 +117,11 @@ def _recoloured(
     before = uses.simulation.dtypes
     placed = replace(colouring, operand_dtypes=_casts(node, colouring, side, dtypes, uses))
     if dtypes[node] != before[node] and node in uses.free:
-        placed = replace(placed, dtype=side, reason=_reason(colouring, side, costs))
+        word = "FP32" if side == torch.float32 else "low"
+        why = Code.CUT(f"stored {word}, which {costs.objective} ({colouring.reason.code})")
+        if colouring.kind == LOW:
+            why = Code.NOT_WORTH_CASTS("on this device it takes longer in low, counting its casts")
+        placed = replace(placed, dtype=side, reason=why)
     reference = dtype_reference(node)
     if reference is not None and any(dtypes[n] != before[n] for n in (node, reference)):
         placed = replace(placed, set_dtype=first_float(dtypes[node]))  # the dtype that it follows has changed
@@ -134,13 +138,6 @@ def _casts(
     def wanted(operand: ops.Operand) -> ValueDtype:
         if dtypes[operand.node] not in ELIGIBLE:
             return colouring.operand_dtypes.get(operand.place)
-        return side if uses.follows(node, operand.place) else uses.needs[node][operand.place]
+        return uses.wanted(node, operand.place, side)
 
     return operand_casts(dtypes, ops.operands(node), wanted)
-
-
-def _reason(colouring: Colouring, side: torch.dtype, costs: ByteCosts) -> Reason:
-    if colouring.kind == LOW:
-        return Code.NOT_WORTH_CASTS("on this device it takes longer in low, counting its casts")
-    word = "FP32" if side == torch.float32 else "low"
-    return Code.CUT(f"stored {word}, which {costs.objective} ({colouring.reason.code})")

@@ -50,6 +50,10 @@ class Uses:
         row = row_of(reader)
         return where[0] not in row.uncast and (not row.cast_arguments or where[0] in row.cast_arguments)
 
+    def wanted(self, reader: Node, where: Position, dtype: torch.dtype) -> ValueDtype:
+        """Return the dtype that an operand must have if its reader is to run in a dtype."""
+        return dtype if self.follows(reader, where) else self.needs[reader][where]
+
     def upcasts(self, node: Node) -> bool:
         """Say whether the user casts a value up here."""
         colouring = self.simulation.colours.get(node)
@@ -127,7 +131,11 @@ def price(problem: Problem, uses: Uses, costs: ByteCosts, penalties: Penalties |
     would only round a result that is then cast back to FP32.
     """
     simulation = uses.simulation
-    sides = [_run(node, dtype, uses) for node in uses.free for dtype in (simulation.low, torch.float32)]
+    sides = [
+        Run(n, dtype, {o.place: uses.wanted(n, o.place, dtype) for o in ops.operands(n)})
+        for n in uses.free
+        for dtype in (simulation.low, torch.float32)
+    ]
     modes = grad_modes(simulation.graph)
     nets = [net for n in simulation.graph.nodes for net in _nets(n, uses, modes)]
     runs, casts = costs.price(sides, [net.value for net in nets])
@@ -143,11 +151,6 @@ def price(problem: Problem, uses: Uses, costs: ByteCosts, penalties: Penalties |
         problem.nets.append(Net(net.tensor, net.sides, total, total, tuple(absorbs)))
     if penalties is not None:
         _penalise(problem, uses, penalties, scale)
-
-
-def _run(node: Node, dtype: torch.dtype, uses: Uses) -> Run:
-    places = [o.place for o in ops.operands(node)]
-    return Run(node, dtype, {p: dtype if uses.follows(node, p) else uses.needs[node][p] for p in places})
 
 
 def _rounds(node: Node) -> bool:
@@ -262,7 +265,9 @@ def _left_of_upcasts(value: Node, reader: Node, times: int, shared: bool, uses: 
     operands = [o.node for o in ops.operands(reader)]
 
     def order(operand: Node) -> tuple[bool, bool, int]:
-        stays = shared and _is_cast_up_anyway(operand, uses)
+        # Does a reader whose dtype is fixed need it in FP32, and not cast it up by itself?
+        fixed = (row_of(r) for r, where in uses.readers[operand] if uses.side(r, where) is Side.FP32)
+        stays = shared and any(not (row.promotes_inside or row.absorbs_cast) for row in fixed)
         return stays, operand in uses.free, operands.index(operand)
 
     for other in operands:
@@ -272,11 +277,3 @@ def _left_of_upcasts(value: Node, reader: Node, times: int, shared: bool, uses: 
         if other is not value and (fp32 or order(value) < order(other)) and promotes:
             return 0
     return None
-
-
-def _is_cast_up_anyway(value: Node, uses: Uses) -> bool:
-    """Say whether a reader whose dtype is fixed needs a value in FP32, and does not cast it up by itself."""
-    return any(
-        uses.side(reader, where) is Side.FP32 and not (row_of(reader).promotes_inside or row_of(reader).absorbs_cast)
-        for reader, where in uses.readers[value]
-    )

@@ -6,7 +6,8 @@ the emitted graph moves is counted. Two preferences are named in `preferences.js
     returned  An op whose result leaves the graph in FP32 is not run low, though it would move fewer bytes, since that
               would only round the result.
     pair      Of two operands of an FP32 op that may both be stored low, one is cast up and the op promotes the other
-              one. Which one that is depends on who else needs the cast; the cut is told before it knows that.
+              one. Which one that is depends on who else needs the cast; the cut is told before it knows that. No cut
+              can know: both low cost a cast and either alone nothing, which is not submodular.
 """
 
 from __future__ import annotations
